@@ -1,0 +1,104 @@
+# make setup | build | demo | test | lint | format | bench | conformance | cuda-build | clean
+# Everything runs in .venv, made on first use; nothing but Python (with venv), g++ and make is taken from the system.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+CUDA_VENV := .venv-cuda
+CUDA_OUT := build/cuda-package
+ARGS ?=
+
+CMAKE := $(VENV)/bin/cmake
+CTEST := $(VENV)/bin/ctest --output-on-failure --no-tests=error
+CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+# In CI warnings are errors (setup.py and the C++ tests read this).
+ifeq ($(CI),true)
+export TORCHDDP_WERROR ?= 1
+endif
+TORCHDDP_WERROR ?= 0
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build cpp-tests demo test lint format bench conformance cuda-build clean
+
+help:
+	@sed -n '1,2s/^# //p' Makefile
+
+# --- environment -----------------------------------------------------------------------------------------------------
+
+$(VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "Python 3 was not found; set PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed; on Debian: apt-get install python3-venv"; exit 1; }
+	@touch $@
+
+$(VENV)/.requirements: $(VENV)/.created requirements/build.txt requirements/test.txt requirements/lint.txt
+	$(PY) -m pip install -q -r requirements/build.txt -r requirements/test.txt -r requirements/lint.txt
+	@touch $@
+
+# Editable: done once; later builds go through `make build`.
+$(VENV)/.installed: $(VENV)/.requirements pyproject.toml setup.py
+	$(PY) -m pip install -q --no-build-isolation --no-deps --editable .
+	@touch $@
+
+setup: $(VENV)/.installed
+
+# --- build, test, lint -----------------------------------------------------------------------------------------------
+
+build: setup
+	@$(PY) setup.py -q build_ext --inplace
+
+# The tests of the torch-free rooms: optimised as shipped, then under AddressSanitizer and UndefinedBehaviorSanitizer.
+cpp-tests: setup
+	@for sanitize in "" address,undefined; do \
+	  dir=build/cpp-tests$${sanitize:+-sanitized}; \
+	  echo "C++ tests$${sanitize:+ under $$sanitize}"; \
+	  $(CMAKE) -S . -B $$dir -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
+	    -DTORCHDDP_BUILD_EXTENSION=OFF -DTORCHDDP_BUILD_TESTS=ON -DTORCHDDP_SANITIZE=$$sanitize \
+	    -DTORCHDDP_WERROR=$(TORCHDDP_WERROR) && \
+	  $(CMAKE) --build $$dir && $(CTEST) --test-dir $$dir || exit 1; \
+	done
+
+test: build cpp-tests
+	$(PY) -m pytest -q $(ARGS)
+
+lint: build
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $(CPP_FILES)
+	$(PY) scripts/check_stubs.py
+
+format: setup
+	$(VENV)/bin/ruff check --fix-only .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(CPP_FILES)
+
+# --- what the project does -------------------------------------------------------------------------------------------
+
+demo: build
+	$(PY) -m examples.demo $(ARGS)
+
+bench: build
+	$(PY) -m benchmarks $(ARGS)
+
+conformance: build
+	$(PY) scripts/check_conformance.py --jobs 2 $(ARGS)
+
+# --- the CUDA variant: compiled, linked and imported; a GPU is not needed ----------------------------------------------
+
+$(CUDA_VENV)/.requirements: requirements/cuda.txt
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install -q -r requirements/cuda.txt
+	@touch $@
+
+cuda-build: $(CUDA_VENV)/.requirements
+	@rm -rf $(CUDA_OUT)
+	TORCHDDP_CUDA=1 $(CUDA_VENV)/bin/python setup.py -q build --build-lib $(CUDA_OUT)
+	cd $(CUDA_OUT) && ../../$(CUDA_VENV)/bin/python -c \
+	  "import torchddp, torchddp._C as c; print('imported', c.__file__, 'torchddp', torchddp.__version__)"
+
+clean:
+	rm -rf build dist *.egg-info torchddp/_C*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f $(VENV)/.installed

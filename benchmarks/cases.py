@@ -1,0 +1,75 @@
+"""What is measured: the cases, their models and the settings of one run. Pure data, imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.variants import Variant
+
+# A round is one step of every variant. Below this many rounds a median says little.
+MIN_ROUNDS = 7
+MAX_ROUNDS = 5000
+# glibc keeps freed blocks below its (growing) threshold; pinned low, every gradient is its own mapping and the
+# resident set shows what is held, not what was once held.
+ALLOCATOR_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question the benchmark answers, and for which models."""
+
+    name: str
+    title: str
+    models: tuple[str, ...]
+    quick_models: tuple[str, ...]
+    default_world_size: int
+    unit: str
+    # The ratio to torch's best that we hold ourselves to; None where the case has no ratio.
+    goal_ratio: float | None = None
+
+
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        Case(
+            name="per_param",
+            title="cost per parameter (DDP step minus the same step without DDP, divided by the parameters)",
+            models=("small",),
+            quick_models=("small",),
+            default_world_size=1,
+            unit="us/param",
+            goal_ratio=0.15,
+        ),
+        Case(
+            name="exposed",
+            title="exposed cost (DDP step minus the same step without DDP, forward and backward)",
+            models=("small", "mlp", "gpt", "conv"),
+            quick_models=("small", "mlp", "conv"),
+            default_world_size=2,
+            unit="ms",
+            goal_ratio=0.95,
+        ),
+        Case(
+            name="memory",
+            title="peak memory of a training step (resident set, one launch per variant)",
+            models=("mlp", "gpt"),
+            quick_models=("mlp",),
+            default_world_size=2,
+            unit="MB",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything one launch of worker processes needs to know. Picklable."""
+
+    case: str
+    models: tuple[str, ...]
+    variants: tuple[Variant, ...]
+    world_size: int
+    seconds: float
+    seed: int = 0
+    # A rank that waits longer than this for another one gives up with an error.
+    collective_timeout_s: float = 60.0

@@ -1,0 +1,122 @@
+"""Parent side: start the ranks, follow their messages, and leave no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from benchmarks.cases import Job
+from benchmarks.worker import run_rank
+
+# A launch that says nothing for this long is dead. Warm-up of the largest model on a busy machine is far below it.
+STALL_TIMEOUT_S = 180.0
+# After the first error, so that the other ranks can say what they saw.
+ERROR_GRACE_S = 1.0
+
+Progress = Callable[[str, float, float], None]
+
+
+class LaunchError(RuntimeError):
+    """The ranks did not deliver; the message says which and why."""
+
+
+@contextlib.contextmanager
+def _environment(extra: Mapping[str, str]) -> Iterator[None]:
+    before = {key: os.environ.get(key) for key in extra}
+    os.environ.update(extra)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+def _stop(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        process.join(timeout=10)
+
+
+class _Inbox:
+    """What the ranks have said so far."""
+
+    def __init__(self, channels: list[Connection], progress: Progress) -> None:
+        self._rank_of = {id(channel): rank for rank, channel in enumerate(channels)}
+        self.open = list(channels)
+        self.results: dict[int, Any] = {}
+        self.errors: dict[int, str] = {}
+        self._progress = progress
+
+    def read(self, timeout_s: float) -> bool:
+        """Handle what arrives within the timeout; False if nothing did."""
+        ready = wait(self.open, timeout=timeout_s)
+        for channel in ready:
+            assert isinstance(channel, Connection)
+            rank = self._rank_of[id(channel)]
+            try:
+                kind, payload = channel.recv()
+            except EOFError:
+                self.open.remove(channel)
+                if rank not in self.results and rank not in self.errors:
+                    self.errors[rank] = "the process ended without a word"
+                continue
+            if kind == "progress":
+                self._progress(*payload)
+            else:
+                (self.results if kind == "result" else self.errors)[rank] = payload
+        return bool(ready)
+
+
+def _follow(inbox: _Inbox, job: Job, stall_timeout_s: float) -> list[dict[str, Any]]:
+    while inbox.open and not inbox.errors:
+        if not inbox.read(stall_timeout_s):
+            silent = [rank for rank in range(job.world_size) if rank not in inbox.results]
+            raise LaunchError(f"Case '{job.case}': nothing from ranks {silent} for {stall_timeout_s:g} s, stopped.")
+    if inbox.errors:
+        deadline_s = time.monotonic() + ERROR_GRACE_S
+        while inbox.open and (left_s := deadline_s - time.monotonic()) > 0:
+            inbox.read(left_s)
+        said = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(inbox.errors.items()))
+        raise LaunchError(f"Case '{job.case}' failed: {said}")
+    results: list[dict[str, Any]] = inbox.results[0]
+    return results
+
+
+def launch(
+    job: Job,
+    progress: Progress,
+    environment: Mapping[str, str] | None = None,
+    stall_timeout_s: float = STALL_TIMEOUT_S,
+) -> list[dict[str, Any]]:
+    """Run the job on fresh processes and return rank 0's results, one per model."""
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = []
+    receivers: list[Connection] = []
+    with tempfile.TemporaryDirectory(prefix="torchddp-benchmark-") as folder:
+        try:
+            # One thread each, also for libraries that read the variable when they are loaded.
+            with _environment({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **(environment or {})}):
+                for rank in range(job.world_size):
+                    receiver, sender = context.Pipe(duplex=False)
+                    process = context.Process(
+                        target=run_rank, args=(rank, job, f"{folder}/store", sender), daemon=True, name=f"rank{rank}"
+                    )
+                    process.start()
+                    sender.close()
+                    processes.append(process)
+                    receivers.append(receiver)
+            return _follow(_Inbox(receivers, progress), job, stall_timeout_s)
+        finally:
+            _stop(processes)

@@ -1,0 +1,68 @@
+"""Where and with what the numbers were made."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def parse_cpu_model(cpuinfo: str) -> str | None:
+    """The first 'model name' of a /proc/cpuinfo text."""
+    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    return " ".join(found.group(1).split()) if found else None
+
+
+def _cpu_model() -> str:
+    try:
+        model = parse_cpu_model(Path("/proc/cpuinfo").read_text())
+    except OSError:
+        model = None
+    return model or platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def describe_machine() -> dict[str, Any]:
+    """Machine, versions and commit; load average because a busy machine explains a wide spread."""
+    status = _git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "cpu": _cpu_model(),
+        "cores": _cores(),
+        "system": f"{platform.system()} {platform.release()}",
+        "load_average_1min": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "torchddp": _version("torchddp"),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": None if status is None else bool(status),
+    }
+
+
+def machine_slug(machine: dict[str, Any]) -> str:
+    """A file name part such as 'intel-xeon-processor-2c'."""
+    name = re.sub(r"\((?:r|tm)\)", "", machine["cpu"].lower())
+    return f"{re.sub(r'[^a-z0-9]+', '-', name).strip('-')}-{machine['cores']}c"

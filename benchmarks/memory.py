@@ -1,0 +1,74 @@
+"""Worker side of the memory case: the peak resident set of one variant in its own processes."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.cases import Job
+from benchmarks.models import MODELS, make_batch
+from benchmarks.timing import MIN_WARMUP_STEPS, build_runners
+
+MEASURED_STEPS = 5
+
+
+def reset_peak() -> bool:
+    """Start the kernel's high-water mark anew; False where that is not allowed."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def parse_peak_bytes(status: str) -> int:
+    """VmHWM of a /proc/<pid>/status text, in bytes."""
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError("no VmHWM line in the status text")
+
+
+def _peak_rss_bytes() -> int:
+    try:
+        return parse_peak_bytes(Path("/proc/self/status").read_text())
+    except (OSError, ValueError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _pay_fixed_costs() -> None:
+    # The first DDP of a process imports a part of torch and starts threads, far more than a small model's gradients.
+    # Every variant pays for it, the one without DDP too, so that the difference is what grows with the model.
+    tiny = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    tiny(torch.ones(1, 1)).sum().backward()
+
+
+def measure_memory(job: Job, model_name: str) -> dict[str, Any]:
+    """Peak resident bytes over a few steady steps, and the distinct bytes that `.grad` holds after them."""
+    _pay_fixed_costs()
+    (runner,) = build_runners(job, model_name)
+    batch = make_batch(model_name, job.seed, dist.get_rank(), 0)
+    for _ in range(MIN_WARMUP_STEPS):
+        runner.step(batch)
+    was_reset = reset_peak()
+    for _ in range(MEASURED_STEPS):
+        runner.step(batch)
+    storages = {grad.untyped_storage().data_ptr(): grad.untyped_storage().nbytes() for _, grad in runner.gradients()}
+    mine = {"peak_rss_bytes": _peak_rss_bytes(), "grad_storage_bytes": sum(storages.values())}
+    by_rank: list[Any] = [None] * job.world_size
+    dist.all_gather_object(by_rank, mine)
+    parameters = list(runner.module.parameters())
+    return {
+        "model": model_name,
+        "title": MODELS[model_name].title,
+        "parameters": len(parameters),
+        "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "peak_rss_bytes": max(entry["peak_rss_bytes"] for entry in by_rank),
+        "grad_storage_bytes": max(entry["grad_storage_bytes"] for entry in by_rank),
+        "method": "VmHWM over the measured steps" if was_reset else "peak since the process started",
+    }

@@ -1,0 +1,115 @@
+"""The course of one run: launch each case, gather the document that tables, JSON and plots are made from."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.cases import ALLOCATOR_ENVIRONMENT, CASES, Case, Job
+from benchmarks.launch import launch
+from benchmarks.machine import describe_machine
+from benchmarks.report import render
+from benchmarks.results import memory_result, timed_result
+from benchmarks.variants import Role, Variant, load_class, make_variants
+
+# Bucket size hardly matters for memory: one tuned row, at torch's own default size.
+MEMORY_CAP_MB = 25
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line asked for, checked."""
+
+    cases: tuple[str, ...]
+    models: tuple[str, ...]
+    seconds: float
+    world_size: int | None
+    caps_mb: tuple[float, ...]
+    ours: str
+    peers: tuple[str, ...]
+    ours_tuned: bool
+    quick: bool
+    seed: int
+
+    def models_of(self, case: Case) -> tuple[str, ...]:
+        """The models to run for a case."""
+        if self.models:
+            return tuple(model for model in case.models if model in self.models)
+        return case.quick_models if self.quick else case.models
+
+
+class _Display:
+    """The progress bar. Redrawn seldom: the ranks need the cores."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=None)
+
+    def start(self, what: str) -> None:
+        """Begin another launch."""
+        self._what = what
+        self._progress.reset(self._task, total=None, description=f"{what}: starting ranks")
+
+    def update(self, model: str, done: float, total: float) -> None:
+        """How far it is, as rank 0 says."""
+        self._progress.update(self._task, description=f"{self._what} · {model}", completed=done, total=total)
+
+
+def _run_timed(case: Case, settings: Settings, variants: Sequence[Variant], display: _Display) -> list[dict[str, Any]]:
+    job = Job(
+        case=case.name,
+        models=settings.models_of(case),
+        variants=tuple(variants),
+        world_size=settings.world_size or case.default_world_size,
+        seconds=settings.seconds,
+        seed=settings.seed,
+    )
+    display.start(case.name)
+    raws = launch(job, display.update)
+    return [timed_result(case, variants, raw, job.world_size) for raw in raws]
+
+
+def _run_memory(case: Case, settings: Settings, variants: Sequence[Variant], display: _Display) -> list[dict[str, Any]]:
+    world_size = settings.world_size or case.default_world_size
+    models = settings.models_of(case)
+    raws: dict[str, list[dict[str, Any]]] = {model: [] for model in models}
+    launches = [(model, variant) for model in models for variant in variants]
+    for index, (model, variant) in enumerate(launches):
+        display.start(case.name)
+        display.update(f"{model}, {variant.name}", index, len(launches))
+        job = Job(case.name, (model,), (variant,), world_size, settings.seconds, settings.seed)
+        raws[model] += launch(job, display.update, ALLOCATOR_ENVIRONMENT)
+    return [memory_result(variants, raws[model], world_size) for model in models]
+
+
+def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
+    """Run the cases, print the report, return the document."""
+    variants = make_variants(settings.ours, settings.peers, settings.caps_mb, ours_tuned=settings.ours_tuned)
+    memory_variants = make_variants(settings.ours, settings.peers, (MEMORY_CAP_MB,), ours_tuned=settings.ours_tuned)
+    for variant in variants:
+        if variant.role is not Role.LOCAL and variant.class_path is not None:
+            load_class(variant.class_path)
+    document: dict[str, Any] = {
+        "format": 1,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "machine": describe_machine(),
+        "settings": asdict(settings),
+        "results": [],
+    }
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, refresh_per_second=2) as progress:
+        display = _Display(progress)
+        for name in settings.cases:
+            case = CASES[name]
+            if name == "memory":
+                document["results"] += _run_memory(case, settings, memory_variants, display)
+            else:
+                document["results"] += _run_timed(case, settings, variants, display)
+    console.print(render(document))
+    return document

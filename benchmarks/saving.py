@@ -1,0 +1,24 @@
+"""Results on disk: one JSON and one plot per case."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import machine_slug
+from benchmarks.plot import save_plot
+
+
+def save_results(document: dict[str, Any], folder: Path) -> list[Path]:
+    """Write <date>-<case>-<machine>.json and .png for each case; the paths written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for case in dict.fromkeys(result["case"] for result in document["results"]):
+        results = [result for result in document["results"] if result["case"] == case]
+        stem = f"{document['date'][:10]}-{case}-{machine_slug(document['machine'])}"
+        json_path, plot_path = folder / f"{stem}.json", folder / f"{stem}.png"
+        json_path.write_text(json.dumps({**document, "results": results}, indent=1, allow_nan=False) + "\n")
+        save_plot(results, plot_path)
+        written += [json_path, plot_path]
+    return written

@@ -1,0 +1,105 @@
+"""Medians, quartiles and paired ratios. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The order statistics we quote for one series."""
+
+    median: float
+    p90: float
+    q25: float
+    q75: float
+
+    def to_dict(self) -> dict[str, float]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class PairedRatio:
+    """Ours over theirs, round by round."""
+
+    median: float
+    q25: float
+    q75: float
+    # 95% confidence interval of the median, free of any assumption on the distribution.
+    ci95_low: float
+    ci95_high: float
+    of_medians: float
+    rounds: int
+    # Rounds in which noise made theirs cost nothing or less: see `paired_ratio`.
+    odd_rounds: int
+
+    def to_dict(self) -> dict[str, float | int | None]:
+        """For JSON, which has no infinity: such a number becomes null."""
+        return {key: value if math.isfinite(value) else None for key, value in asdict(self).items()}
+
+
+def summarize(values: Sequence[float] | np.ndarray) -> Summary:
+    """Median, 90th percentile and quartiles."""
+    if len(values) == 0:
+        raise ValueError("no values to summarize")
+    q25, median, q75, p90 = (float(q) for q in np.quantile(np.asarray(values, dtype=float), (0.25, 0.5, 0.75, 0.9)))
+    return Summary(median=median, p90=p90, q25=q25, q75=q75)
+
+
+def _quantile(ordered: np.ndarray, fraction: float) -> float:
+    # np.quantile interpolates inf - inf into nan; the nearest rank does not.
+    return float(ordered[min(len(ordered) - 1, max(0, math.ceil(fraction * len(ordered)) - 1))])
+
+
+def median_interval(ordered: np.ndarray) -> tuple[float, float]:
+    """95% interval of the median from order statistics (normal approximation of the binomial)."""
+    half_width = 1.96 * math.sqrt(len(ordered)) / 2
+    low = max(0, math.floor(len(ordered) / 2 - half_width))
+    high = min(len(ordered) - 1, math.ceil(len(ordered) / 2 + half_width))
+    return float(ordered[low]), float(ordered[high])
+
+
+def paired_ratio(ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarray) -> PairedRatio:
+    """The ratio of each round, then its median and spread.
+
+    A cost is a difference of two timings, so noise can push one to zero or below, where a quotient has no meaning.
+    Dropping such rounds would bias the result, so they keep their side: worse than theirs counts as +inf, better as 0,
+    which a median bears as long as they are few. `odd_rounds` says how many there were.
+    """
+    ours_array, theirs_array = np.asarray(ours, dtype=float), np.asarray(theirs, dtype=float)
+    if ours_array.shape != theirs_array.shape or ours_array.ndim != 1 or len(ours_array) == 0:
+        raise ValueError(f"a paired ratio needs two series of one length, got {len(ours)} and {len(theirs)}")
+    usable = theirs_array > 0
+    ratios = np.where(ours_array > theirs_array, np.inf, 0.0)
+    np.divide(ours_array, theirs_array, out=ratios, where=usable)
+    ordered = np.sort(ratios)
+    low, high = median_interval(ordered)
+    theirs_median = float(np.median(theirs_array))
+    return PairedRatio(
+        median=_quantile(ordered, 0.5),
+        q25=_quantile(ordered, 0.25),
+        q75=_quantile(ordered, 0.75),
+        ci95_low=low,
+        ci95_high=high,
+        of_medians=float(np.median(ours_array)) / theirs_median if theirs_median > 0 else math.inf,
+        rounds=len(ordered),
+        odd_rounds=int(np.count_nonzero(~usable)),
+    )
+
+
+def running_median(values: Sequence[float] | np.ndarray, half_window: int) -> np.ndarray:
+    """The median of each value and its neighbours, up to `half_window` on either side."""
+    array = np.asarray(values, dtype=float)
+    return np.array([np.median(array[max(0, i - half_window) : i + half_window + 1]) for i in range(len(array))])
+
+
+def slowest_rank(step_ms_by_rank: np.ndarray) -> np.ndarray:
+    """[rank, variant, round] -> [variant, round]: a step takes as long as its slowest rank."""
+    if step_ms_by_rank.ndim != 3:
+        raise ValueError(f"expected [rank, variant, round], got shape {step_ms_by_rank.shape}")
+    return step_ms_by_rank.max(axis=0)

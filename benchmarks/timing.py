@@ -1,0 +1,181 @@
+"""Worker side of a timed case: build the variants, check their gradients, time them step by step."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.cases import MAX_ROUNDS, MIN_ROUNDS, Job
+from benchmarks.models import MODELS, make_batch, make_model
+from benchmarks.stats import slowest_rank
+from benchmarks.variants import Role, Variant, load_class
+
+# static_graph records in step 1 and rebuilds buckets in step 2, so nothing is steady before the third.
+MIN_WARMUP_STEPS = 3
+# torch DDP times itself in its first ten steps; cheap models can afford to leave these out.
+FULL_WARMUP_STEPS = 12
+RELATIVE_TOLERANCE = 1e-4
+
+# Seconds done, seconds in all.
+Report = Callable[[float, float], None]
+
+
+class WrongGradientsError(RuntimeError):
+    """A variant computed other gradients than the rest, so its time means nothing."""
+
+
+@dataclass
+class Runner:
+    """A variant that is built and ready to step."""
+
+    variant: Variant
+    module: nn.Module
+
+    def step(self, batch: Tensor) -> float:
+        """One forward and backward; its wall time in ms."""
+        # Outside the timed part, the same for every variant: what it costs is the optimizer's, not the wrapper's.
+        self.module.zero_grad(set_to_none=True)
+        start_ns = time.perf_counter_ns()
+        self.module(batch).backward()
+        return (time.perf_counter_ns() - start_ns) / 1e6
+
+    def gradients(self) -> list[tuple[str, Tensor]]:
+        """Gradients by the name of their parameter in the bare model."""
+        bare = self.module if self.variant.class_path is None else self.module.module
+        return [(name, p.grad) for name, p in bare.named_parameters()]  # type: ignore[union-attr,misc]
+
+
+def build_runners(job: Job, model_name: str) -> list[Runner]:
+    """One wrapper per variant over copies of one model, all in this process group."""
+    original = make_model(model_name, job.seed)
+    runners = []
+    for variant in job.variants:
+        module = copy.deepcopy(original)
+        # No step changes a weight, so the copies share theirs: less memory, and the same cache misses for everyone.
+        for mine, shared in zip(module.parameters(), original.parameters(), strict=True):
+            mine.data = shared.data
+        if variant.class_path is not None:
+            module = load_class(variant.class_path)(module, **variant.keywords)
+        runners.append(Runner(variant, module))
+    return runners
+
+
+def _align_ranks(world_size: int) -> None:
+    if world_size > 1:
+        dist.barrier()
+
+
+def check_gradients(job: Job, model_name: str, runners: list[Runner], batch: Tensor) -> None:
+    """Every variant against the mean over ranks of the bare model's gradients, computed without any wrapper."""
+    local = next(runner for runner in runners if runner.variant.role is Role.LOCAL)
+    local.step(batch)
+    expected = []
+    for name, gradient in local.gradients():
+        mean = gradient.clone()
+        dist.all_reduce(mean)
+        expected.append((name, mean / job.world_size))
+    for runner in runners:
+        if runner is local:
+            continue
+        runner.step(batch)
+        for (name, want), (_, got) in zip(expected, runner.gradients(), strict=True):
+            _compare(runner.variant, model_name, name, want, got)
+
+
+def _compare(variant: Variant, model_name: str, name: str, want: Tensor, got: Tensor | None) -> None:
+    where = f"'{variant.name}' on model '{model_name}', rank {dist.get_rank()}, parameter '{name}'"
+    if got is None:
+        raise WrongGradientsError(f"{where}: no gradient")
+    scale = float(want.abs().max())
+    error = float((want - got).abs().max())
+    # `not <=` also catches nan.
+    if got.shape != want.shape or not error <= RELATIVE_TOLERANCE * scale + 1e-12:
+        raise WrongGradientsError(f"{where}: off by {error:.3g} where the largest gradient is {scale:.3g}")
+
+
+def one_round(runners: list[Runner], batch: Tensor, order: list[int], world_size: int) -> list[float]:
+    """One step of every variant in the given order; step times in ms, by variant."""
+    step_ms = [0.0] * len(runners)
+    for index in order:
+        _align_ranks(world_size)
+        step_ms[index] = runners[index].step(batch)
+    return step_ms
+
+
+def enough(rounds: int, elapsed_s: float, seconds: float) -> bool:
+    """Whether the time budget is spent, and not before a median means something."""
+    return rounds >= MIN_ROUNDS and (elapsed_s >= seconds or rounds >= MAX_ROUNDS)
+
+
+def _agreed(decision: bool) -> bool:
+    """Rank 0's decision, on every rank."""
+    flag = torch.tensor([decision])
+    dist.broadcast(flag, src=0)
+    return bool(flag.item())
+
+
+def _warm_up(runners: list[Runner], batch: Tensor, job: Job) -> None:
+    order = list(range(len(runners)))
+    start_s = time.monotonic()
+    for done in range(1, FULL_WARMUP_STEPS + 1):
+        one_round(runners, batch, order, job.world_size)
+        if _agreed(done >= MIN_WARMUP_STEPS and time.monotonic() - start_s > 0.2 * job.seconds):
+            break
+
+
+def _timed_rounds(runners: list[Runner], batch: Tensor, job: Job, report: Report) -> np.ndarray:
+    """[variant, round] of step times in ms on this rank."""
+    # The same shuffle on every rank, another one each round: no variant always runs in the wake of the same one.
+    shuffler = random.Random(job.seed)
+    order = list(range(len(runners)))
+    rounds: list[list[float]] = []
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    start_s = time.monotonic()
+    try:
+        finished = False
+        while not finished:
+            shuffler.shuffle(order)
+            rounds.append(one_round(runners, batch, order, job.world_size))
+            # Only what this round made; no collection ever falls into a timed step.
+            gc.collect(0)
+            elapsed_s = time.monotonic() - start_s
+            report(elapsed_s, max(job.seconds, elapsed_s))
+            finished = _agreed(enough(len(rounds), elapsed_s, job.seconds))
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    return np.array(rounds).T
+
+
+def time_model(job: Job, model_name: str, report: Report) -> dict[str, Any]:
+    """Step times of all variants, interleaved, after their gradients proved equal. The same dict on every rank."""
+    runners = build_runners(job, model_name)
+    rank = dist.get_rank()
+    batch, other_batch = (make_batch(model_name, job.seed, rank, index) for index in (0, 1))
+    _warm_up(runners, batch, job)
+    # Another batch than the warm-up's, so that a gradient left over from there is seen.
+    check_gradients(job, model_name, runners, other_batch)
+    samples = _timed_rounds(runners, batch, job, report)
+    check_gradients(job, model_name, runners, other_batch)
+    by_rank: list[Any] = [None] * job.world_size
+    dist.all_gather_object(by_rank, samples)
+    parameters = list(runners[0].module.parameters())
+    return {
+        "model": model_name,
+        "title": MODELS[model_name].title,
+        "parameters": len(parameters),
+        "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "step_ms": slowest_rank(np.stack(by_rank)),
+    }

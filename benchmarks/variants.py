@@ -1,0 +1,99 @@
+"""The variants that run side by side: which class, with which options. Imports torch only to load a class."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+TORCH_DDP = "torch.nn.parallel.DistributedDataParallel"
+TORCHDDP = "torchddp.DistributedDataParallel"
+DEFAULT_CAPS_MB: tuple[float, ...] = (1, 5, 25, 100)
+# The options that make torch DDP fastest on these models; bucket_cap_mb is swept on top of them.
+TUNED_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True, "batched_grad_copy": True, "static_graph": True}
+
+
+class ArgumentError(ValueError):
+    """The command line asks for something that cannot be; the message is one sentence for the user."""
+
+
+class Role(str, Enum):
+    """What a variant stands for in the comparison."""
+
+    LOCAL = "local"  # the model without any wrapper: what a step costs on its own
+    TORCH = "torch"  # a candidate for 'torch's best'
+    OURS = "ours"  # the class under test
+    PEER = "peer"  # any other class, from --vs
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One column of the experiment: a wrapper class and the options it is built with."""
+
+    name: str
+    role: Role
+    class_path: str | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The options as keyword arguments of the constructor."""
+        return dict(self.options)
+
+
+LOCAL = Variant("no DDP", Role.LOCAL)
+
+
+def load_class(path: str) -> type:
+    """The class at a dotted path; `ArgumentError` with one sentence when there is none."""
+    module_name, _, class_name = path.rpartition(".")
+    if not module_name or not class_name:
+        raise ArgumentError(f"'{path}' is not a dotted path to a class, like {TORCH_DDP}.")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # an extension that does not load raises more than ImportError
+        hint = " (build it with `make build`)" if module_name.partition(".")[0] == "torchddp" else ""
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ArgumentError(f"Cannot import '{module_name}', needed for '{path}': {reason}{hint}.") from error
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        raise ArgumentError(f"Module '{module_name}' has no class named '{class_name}'.")
+    return found
+
+
+def _short(number: float) -> str:
+    return f"{number:g}"
+
+
+def _tuned(name: str, role: Role, class_path: str, caps_mb: Iterable[float]) -> list[Variant]:
+    return [
+        Variant(f"{name} tuned, cap {_short(cap)}", role, class_path, (*TUNED_OPTIONS.items(), ("bucket_cap_mb", cap)))
+        for cap in caps_mb
+    ]
+
+
+def make_variants(
+    ours: str, peers: Sequence[str], caps_mb: Sequence[float], *, ours_tuned: bool = False
+) -> tuple[Variant, ...]:
+    """The whole field: no DDP, torch default and tuned at each cap, ours, and each peer with its defaults."""
+    label = "torchddp" if ours == TORCHDDP else "under test"
+    variants = [LOCAL, Variant("torch default", Role.TORCH, TORCH_DDP)]
+    variants += _tuned("torch", Role.TORCH, TORCH_DDP, caps_mb)
+    variants.append(Variant(f"{label} default", Role.OURS, ours))
+    if ours_tuned:
+        variants += _tuned(label, Role.OURS, ours, caps_mb)
+    seen: dict[str, int] = {}
+    for path in peers:
+        # Two peers may have the same class name: number them, so that no row hides another.
+        short_name = ".".join((path.partition(".")[0], path.rpartition(".")[2]))
+        seen[short_name] = seen.get(short_name, 0) + 1
+        suffix = f" ({seen[short_name]})" if seen[short_name] > 1 else ""
+        variants.append(Variant(f"vs {short_name}{suffix}", Role.PEER, path))
+    return tuple(variants)
+
+
+def main_variant(variants: Iterable[Variant]) -> Variant:
+    """The row that stands for us in a summary: the class under test with no options."""
+    return next(v for v in variants if v.role is Role.OURS and not v.options)

@@ -1,0 +1,83 @@
+"""What each rank runs. A worker never outlives the command that started it."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import warnings
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from benchmarks.cases import Job
+
+# Often enough for a progress bar, too seldom to disturb a measurement.
+PROGRESS_INTERVAL_S = 0.5
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+class Reporter:
+    """Progress of rank 0, to the parent, throttled."""
+
+    def __init__(self, channel: Connection, model: str, enabled: bool) -> None:
+        self._channel, self._model, self._enabled = channel, model, enabled
+        self._last_s = 0.0
+
+    def __call__(self, done: float, total: float) -> None:
+        """Tell the parent, unless it was told a moment ago."""
+        now_s = time.monotonic()
+        if self._enabled and now_s - self._last_s >= PROGRESS_INTERVAL_S:
+            self._last_s = now_s
+            self._channel.send(("progress", (self._model, done, total)))
+
+
+def _measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
+    from benchmarks.memory import measure_memory
+    from benchmarks.timing import time_model
+
+    results = []
+    for model in job.models:
+        report = Reporter(channel, model, enabled=rank == 0)
+        results.append(measure_memory(job, model) if job.case == "memory" else time_model(job, model, report))
+    return results
+
+
+def run_rank(rank: int, job: Job, store_path: str, channel: Connection) -> None:
+    """Entry point of a worker process."""
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    exit_code = 1
+    try:
+        import torch
+        import torch.distributed as dist
+
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store_path}",
+            rank=rank,
+            world_size=job.world_size,
+            timeout=datetime.timedelta(seconds=job.collective_timeout_s),
+        )
+        results = _measure(job, rank, channel)
+        # No rank may leave while another still reads from it.
+        dist.barrier()
+        channel.send(("result", results if rank == 0 else None))
+        exit_code = 0
+    except BaseException as error:
+        channel.send(("error", f"{type(error).__name__}: {error}"))
+    channel.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Past the result nothing is left to do, and torch's threads sometimes abort an orderly interpreter exit.
+    os._exit(exit_code)

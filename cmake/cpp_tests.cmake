@@ -1,0 +1,18 @@
+# C++ tests of the rooms without torch. TORCHDDP_SANITIZE=address,undefined builds them with the sanitizers.
+enable_testing()
+file(GLOB_RECURSE test_sources CONFIGURE_DEPENDS tests/cpp/*.cpp)
+if(NOT test_sources)
+  message(FATAL_ERROR "torchddp: no C++ tests below ${CMAKE_SOURCE_DIR}/tests/cpp.")
+endif()
+
+add_executable(torchddp_cpp_tests ${test_sources} ${pure_sources})
+target_include_directories(torchddp_cpp_tests PRIVATE tests/cpp)
+target_link_libraries(torchddp_cpp_tests PRIVATE torchddp_options)
+if(TORCHDDP_SANITIZE)
+  set(sanitizers -fsanitize=${TORCHDDP_SANITIZE} -fno-sanitize-recover=all)
+  target_compile_options(torchddp_cpp_tests PRIVATE ${sanitizers} -O1 -g -fno-omit-frame-pointer)
+  target_link_options(torchddp_cpp_tests PRIVATE ${sanitizers})
+endif()
+
+add_test(NAME torchddp_cpp_tests COMMAND torchddp_cpp_tests)
+set_tests_properties(torchddp_cpp_tests PROPERTIES TIMEOUT 300)

@@ -1,0 +1,45 @@
+# CUDA parts of the extension: `cuda_sources` and an interface target `torchddp_cuda`. Kernels (.cu) include no torch header and
+# are C++17, so that they compile in seconds.
+if(NOT TORCH_CUDA)
+  message(FATAL_ERROR "torchddp: TORCHDDP_CUDA is on, but torch ${TORCH_VERSION} of '${TORCHDDP_PYTHON}' is not a CUDA build. "
+    "Install one (pip install 'torch===2.13.0') or build without TORCHDDP_CUDA.")
+endif()
+
+include(CheckLanguage)
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  message(FATAL_ERROR "torchddp: TORCHDDP_CUDA is on, but no nvcc was found. Install the CUDA ${TORCH_CUDA} toolkit, or name it: "
+    "CUDACXX=/path/to/nvcc.")
+endif()
+# Before the language is enabled: otherwise CMake picks one architecture of its own.
+set(CMAKE_CUDA_ARCHITECTURES 80-real 90-real 100 CACHE STRING "GPU architectures to compile for")
+set(CMAKE_CUDA_STANDARD 17)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
+enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
+if(NOT CUDAToolkit_VERSION_MAJOR EQUAL "${TORCH_CUDA}" AND NOT "${TORCH_CUDA}" MATCHES "^${CUDAToolkit_VERSION_MAJOR}\\.")
+  message(FATAL_ERROR "torchddp: nvcc is CUDA ${CUDAToolkit_VERSION}, torch ${TORCH_VERSION} was built with CUDA ${TORCH_CUDA}; "
+    "the major versions must be the same.")
+endif()
+
+set(torch_cuda_libraries)
+foreach(name c10_cuda torch_cuda)
+  find_library(found NAMES ${name} PATHS ${TORCH_DIR}/lib NO_DEFAULT_PATH NO_CACHE REQUIRED)
+  list(APPEND torch_cuda_libraries ${found})
+  unset(found)
+endforeach()
+# NCCL comes with torch's wheels, as a versioned library only; a system's own is the second choice.
+find_path(nccl_include nccl.h HINTS ${TORCH_SITE_DIR}/nvidia/nccl/include NO_CACHE)
+find_library(nccl_library NAMES nccl libnccl.so.2 HINTS ${TORCH_SITE_DIR}/nvidia/nccl/lib NO_CACHE)
+if(NOT nccl_include OR NOT nccl_library)
+  message(FATAL_ERROR "torchddp: TORCHDDP_CUDA is on, but NCCL was not found (nccl.h: ${nccl_include}, library: ${nccl_library}). "
+    "torch's CUDA wheels bring it as nvidia-nccl-cu${CUDAToolkit_VERSION_MAJOR}.")
+endif()
+
+file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS csrc/*.cu)
+add_library(torchddp_cuda INTERFACE)
+target_compile_definitions(torchddp_cuda INTERFACE TORCHDDP_WITH_CUDA)
+target_include_directories(torchddp_cuda SYSTEM INTERFACE ${nccl_include} ${CUDAToolkit_INCLUDE_DIRS})
+target_link_libraries(torchddp_cuda INTERFACE ${torch_cuda_libraries} ${nccl_library} CUDA::cudart)
+message(STATUS "CUDA ${CUDAToolkit_VERSION}, architectures ${CMAKE_CUDA_ARCHITECTURES}, NCCL ${nccl_library}")

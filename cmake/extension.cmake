@@ -1,0 +1,47 @@
+# The extension torchddp._C.
+include(cmake/torch.cmake)
+message(STATUS "torchddp ${TORCHDDP_VERSION} for torch ${TORCH_VERSION} in ${TORCH_DIR}")
+
+file(GLOB_RECURSE torch_sources CONFIGURE_DEPENDS csrc/*.cpp)
+list(REMOVE_ITEM torch_sources ${pure_sources})
+if(NOT torch_sources)
+  message(FATAL_ERROR "torchddp: no C++ sources below ${CMAKE_SOURCE_DIR}/csrc.")
+endif()
+
+if(TORCHDDP_CUDA)
+  include(cmake/cuda.cmake) # before the targets, which take over its language settings
+endif()
+
+add_library(_C MODULE ${torch_sources} ${cuda_sources})
+target_link_libraries(_C PRIVATE torchddp_options torchddp_torch)
+if(TORCHDDP_CUDA)
+  target_link_libraries(_C PRIVATE torchddp_cuda)
+endif()
+if(pure_sources)
+  add_library(torchddp_pure OBJECT ${pure_sources})
+  target_link_libraries(torchddp_pure PRIVATE torchddp_options)
+  target_link_libraries(_C PRIVATE torchddp_pure)
+endif()
+# Without -fopenmp, torch's at::parallel_for compiles to a serial loop in an extension. At run time libgomp is the one that
+# torch has loaded already.
+target_compile_options(_C PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp>)
+target_link_options(_C PRIVATE -fopenmp)
+
+# Across the range of torch versions, what a new one deprecates is often all that an old one has.
+target_compile_options(_C PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wno-error=deprecated-declarations>)
+
+# No precompiled header, on purpose: one for torch's headers takes 26 s of its own (480 MB), as much as it saves while our files
+# include only what they use. torch/extension.h does not belong there; torch/csrc/utils/pybind.h does.
+
+# On one file only: a new version does not rebuild the others.
+set_source_files_properties(csrc/bindings/module.cpp PROPERTIES COMPILE_DEFINITIONS
+  "TORCHDDP_VERSION=\"${TORCHDDP_VERSION}\";TORCHDDP_TORCH_VERSION=\"${TORCH_VERSION}\"")
+
+set(rpath $ORIGIN/../torch/lib)
+if(TORCHDDP_CUDA)
+  list(APPEND rpath $ORIGIN/../nvidia/cu13/lib $ORIGIN/../nvidia/nccl/lib)
+endif()
+set_target_properties(_C PROPERTIES
+  PREFIX "" SUFFIX "${PYTHON_EXT_SUFFIX}"
+  LIBRARY_OUTPUT_DIRECTORY "${TORCHDDP_OUTPUT_DIR}"
+  BUILD_RPATH "${rpath}" INSTALL_RPATH "${rpath}" BUILD_WITH_INSTALL_RPATH ON)

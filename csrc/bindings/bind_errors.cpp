@@ -1,0 +1,54 @@
+#include <torch/csrc/Exceptions.h>
+
+#include "bindings/bindings.h"
+#include "common/errors.h"
+
+namespace torchddp::bindings {
+namespace {
+
+// Created once with the module and never destroyed: exceptions may be raised while the interpreter shuts down.
+PyObject* transport_error_type = nullptr;
+PyObject* internal_error_type = nullptr;
+
+// See Note [Errors across autograd] in common/errors.h.
+struct AcrossAutograd final : torch::PyTorchError {
+  using torch::PyTorchError::PyTorchError;
+  PyObject* python_type() override { return transport_error_type; }
+};
+
+void throw_python_transport_error(const TransportError& error) { throw AcrossAutograd(error.what()); }
+
+PyObject* make_type(py::module_& m, const char* name, const char* doc) {
+  const auto qualified = std::string("torchddp.") + name;
+  auto* type = PyErr_NewExceptionWithDoc(qualified.c_str(), doc, PyExc_RuntimeError, nullptr);
+  if (type == nullptr) {
+    throw py::error_already_set();
+  }
+  m.attr(name) = py::handle(type);
+  return type;
+}
+
+}  // namespace
+
+void bind_errors(py::module_& m) {
+  transport_error_type = make_type(m, "TransportError",
+                                   "A collective failed: a peer is gone or did not answer in time. Names rank, step, bucket and "
+                                   "parameters. The reducer is idle again when this is raised.");
+  internal_error_type = make_type(m, "InternalError", "A broken invariant of torchddp. Please report it.");
+  set_transport_error_thrower(&throw_python_transport_error);
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) {
+        std::rethrow_exception(pointer);
+      }
+    } catch (const AcrossAutograd& error) {
+      PyErr_SetString(transport_error_type, error.what());
+    } catch (const TransportError& error) {
+      PyErr_SetString(transport_error_type, error.what());
+    } catch (const InternalError& error) {
+      PyErr_SetString(internal_error_type, error.what());
+    }
+  });
+}
+
+}  // namespace torchddp::bindings

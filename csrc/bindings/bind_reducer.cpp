@@ -1,0 +1,153 @@
+// The Reducer's Python surface. Underscored names are torch's: its DDP module, join hooks and communication hooks call them.
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/python_comm_hook.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include "bindings/bindings.h"
+#include "reducer/reducer.h"
+
+namespace torchddp::bindings {
+namespace {
+
+using reducer::Reducer;
+using FuturePtr = std::shared_ptr<torch::jit::PythonFutureWrapper>;
+using PyReducer = py::class_<Reducer, std::shared_ptr<Reducer>>;
+
+std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> specs,
+                                      c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int64_t> caps_bytes,
+                                      int64_t alignment_bytes, bool find_unused_parameters, bool gradient_as_bucket_view,
+                                      bool skip_all_reduce_unused_params, bool compiled_autograd_takes_over,
+                                      std::string transport, std::chrono::milliseconds timeout) {
+  reducer::ReducerConfig config;
+  config.limits = {std::move(caps_bytes), alignment_bytes};
+  config.find_unused_parameters = find_unused_parameters;
+  config.gradient_as_bucket_view = gradient_as_bucket_view;
+  config.skip_all_reduce_unused_params = skip_all_reduce_unused_params;
+  config.compiled_autograd_takes_over = compiled_autograd_takes_over;
+  config.transport = std::move(transport);
+  config.timeout = timeout;
+  return std::make_shared<Reducer>(std::move(params), std::move(specs), std::move(group), std::move(config));
+}
+
+py::dict stats_dict(const Reducer& self) {
+  const auto& stats = self.stats();
+  const auto average = [&](int64_t sum) { return stats.finished == 0 ? 0 : sum / stats.finished; };
+  py::dict result;
+  result["iteration"] = stats.steps;
+  result["finished"] = stats.finished;
+  result["forward_compute_time_start"] = stats.last.forward_begin_ns;
+  result["backward_compute_time_start"] = stats.last.backward_begin_ns;
+  result["backward_comm_time_start"] = stats.last.comm_begin_ns;
+  result["backward_compute_time_end"] = stats.last.backward_compute_end_ns;
+  result["backward_comm_time_end"] = stats.last.comm_end_ns;
+  result["forward_compute_time"] = stats.last.forward_ns();
+  result["backward_compute_time"] = stats.last.backward_ns();
+  result["backward_comm_time"] = stats.last.comm_ns();
+  result["backward_compute_comm_overlap_time"] = stats.last.overlap_ns();
+  result["exposed_comm_time"] = stats.last.exposed_ns();
+  result["avg_forward_compute_time"] = average(stats.sum_forward_ns);
+  result["avg_backward_compute_time"] = average(stats.sum_backward_ns);
+  result["avg_backward_comm_time"] = average(stats.sum_comm_ns);
+  result["avg_backward_compute_comm_overlap_time"] = average(stats.sum_overlap_ns);
+  return result;
+}
+
+void bind_step(PyReducer& c) {
+  c.def("prepare_for_forward", &Reducer::begin_forward, NoGil())
+      .def(
+          "prepare_for_backward",
+          [](Reducer& self, const std::vector<at::Tensor>& outputs) { self.prepare_for_backward(outputs); }, py::arg("output"),
+          NoGil())
+      .def(
+          "prepare_for_backward",
+          [](Reducer& self, const at::Tensor& output) { self.prepare_for_backward({&output, 1}); }, py::arg("output"), NoGil())
+      .def("_autograd_hook", [](Reducer& self, int64_t index) { self.on_grad_ready(index); }, py::arg("index"), NoGil())
+      .def("_delay_all_reduce", &Reducer::delay_all_reduce, NoGil())
+      .def("_check_reducer_finalized", &Reducer::check_finalized, NoGil())
+      .def("_rebuild_buckets", &Reducer::rebuild_buckets, NoGil())
+      .def("_push_all_rebuilt_params", &Reducer::push_rebuilt_params_for_all_indices, NoGil())
+      .def("_get_zeros_like_grad_buckets", &Reducer::zero_grad_buckets, NoGil());
+}
+
+void bind_modes(PyReducer& c) {
+  c.def("_set_static_graph", &Reducer::set_static_graph, NoGil())
+      .def(
+          "_register_comm_hook",
+          [](Reducer& self, py::object state, py::object hook) {
+            self.register_comm_hook(std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook)));
+          },
+          py::arg("state"), py::arg("hook"))
+      .def("_register_builtin_comm_hook", &Reducer::register_builtin_comm_hook, py::arg("comm_hook_type"))
+      .def(
+          "_run_comm_hook",
+          [](Reducer& self, c10d::GradBucket& bucket) -> FuturePtr {
+            return std::make_shared<torch::jit::PythonFutureWrapper>(self.run_comm_hook(bucket));
+          },
+          py::arg("bucket"), NoGil())
+      .def(
+          "_run_allreduce_hook",
+          [](Reducer& self, c10d::GradBucket& bucket) -> FuturePtr {
+            return std::make_shared<torch::jit::PythonFutureWrapper>(self.run_allreduce_hook(bucket));
+          },
+          py::arg("bucket"), NoGil())
+      .def(
+          "_install_post_backward_futures",
+          [](Reducer& self, const std::vector<FuturePtr>& futures) {
+            c10::List<c10::intrusive_ptr<c10::ivalue::Future>> list(c10::FutureType::create(c10::TensorType::get()));
+            for (const auto& future : futures) {
+              list.push_back(future->fut);
+            }
+            self.install_futures(list);
+          },
+          py::arg("futures"))
+      .def("_set_forward_pass_work_handle", &Reducer::set_forward_pass_work_handle, py::arg("work"),
+           py::arg("use_static_world_size"))
+      .def("_set_optimizer_in_backward", &Reducer::set_optimizer_in_backward)
+      .def(
+          "_set_mixed_precision_param_dtype",
+          [](Reducer& self, py::object dtype) {
+            self.set_mixed_precision_param_dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+          },
+          py::arg("dtype"))
+      .def("_set_sparse_metadata", &Reducer::set_sparse_metadata, py::arg("global_unique_ids"))
+      .def("_disable_views", &Reducer::disable_views)
+      .def("_remove_autograd_hooks", &Reducer::remove_autograd_hooks, NoGil())
+      .def("_update_process_group", &Reducer::update_process_group, py::arg("new_process_group"), NoGil())
+      .def("_reset_state", &Reducer::reset_state, NoGil());
+}
+
+void bind_reports(PyReducer& c) {
+  c.def("get_backward_stats", &Reducer::backward_stats,
+        "Nanoseconds from the start of backward until each gradient was ready, by parameter index; zeros unless the timeline is on.")
+      .def("_get_local_used_map", &Reducer::local_used_map, NoGil())
+      .def("_ddp_graph_static", &Reducer::graph_has_been_static)
+      .def("_grad_ready_order", &Reducer::grad_ready_order)
+      .def("_last_error", &Reducer::last_error)
+      .def("_num_unused", &Reducer::num_unused)
+      .def("_stats", &stats_dict, "Times of the last step in ns, and averages, under torch's names.")
+      .def("_enable_timeline", &Reducer::enable_timeline, py::arg("capacity"))
+      .def("_disable_timeline", [](Reducer& self) { self.timeline().disable(); })
+      .def("_timeline", [](Reducer& self) { return self.timeline().snapshot(); }, "Events of the last steps, oldest first.")
+      .def("_timeline_dropped", [](Reducer& self) { return self.timeline().dropped(); })
+      .def_property_readonly("plan", &Reducer::plan)
+      .def_property_readonly("transport_name", [](Reducer& self) { return self.transport().name(); })
+      .def_property_readonly("bucket_memory_bytes", &Reducer::bucket_memory_bytes)
+      .def_property_readonly("gradient_as_bucket_view", &Reducer::gradient_as_bucket_view)
+      .def_property_readonly("has_rebuilt_buckets", &Reducer::has_rebuilt_buckets);
+}
+
+}  // namespace
+
+void bind_reducer(py::module_& m) {
+  PyReducer c(m, "Reducer", "Packs gradients into buckets and reduces them while autograd runs. Made by DistributedDataParallel.");
+  c.def(py::init(&make_reducer), py::arg("params"), py::arg("specs"), py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"),
+        py::arg("alignment_bytes") = 1, py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
+        py::arg("skip_all_reduce_unused_params") = false, py::arg("compiled_autograd_takes_over") = false,
+        py::arg("transport") = "auto", py::arg("timeout") = transport::kTransportTimeout, NoGil());
+  bind_step(c);
+  bind_modes(c);
+  bind_reports(c);
+}
+
+}  // namespace torchddp::bindings

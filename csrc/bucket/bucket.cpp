@@ -1,0 +1,38 @@
+#include "bucket/bucket.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "common/check.h"
+
+namespace torchddp::bucket {
+
+Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport)
+    : work_(transport.make_work()), sparse_(spec.sparse) {
+  TDDP_INTERNAL(!spec.slots.empty(), "a bucket plan has an empty bucket");
+  for (const auto& slot : spec.slots) {
+    params_.push_back(slot.param);
+    offsets_.push_back(slot.offset);
+  }
+  if (sparse_) {
+    return;
+  }
+  const auto& first = params[static_cast<size_t>(params_.front())];
+  flat_ = transport.allocate(spec.numel, first.scalar_type(), first.device());
+  wire_ = flat_;
+  if (flat_.is_complex()) {
+    c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+    wire_ = at::view_as_real(flat_).view({-1});
+  }
+  if (spec.numel != [&] { int64_t sum = 0; for (const auto& s : spec.slots) sum += s.numel; return sum; }()) {
+    flat_.zero_();  // padding between slots is summed too: keep it finite
+  }
+  slots_.reserve(spec.slots.size());
+  for (const auto& slot : spec.slots) {
+    slots_.emplace_back(flat_, slot.offset, params[static_cast<size_t>(slot.param)]);
+  }
+}
+
+int64_t Bucket::bytes() const { return sparse_ ? 0 : static_cast<int64_t>(flat_.nbytes()); }
+
+}  // namespace torchddp::bucket

@@ -1,0 +1,69 @@
+// A bucket: flat memory for some gradients, and the state of its reduction.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <atomic>
+#include <memory>
+#include <span>
+
+#include "bucket/grad_slot.h"
+#include "plan/bucket_plan.h"
+#include "transport/transport.h"
+
+namespace torchddp::bucket {
+
+// idle -> filling -> ready -> in_flight -> reduced -> filling ...
+enum class BucketState : uint8_t {
+  kIdle,      // no step under way
+  kFilling,   // waits for gradients
+  kReady,     // all gradients are packed; waits for its turn (buckets are launched in plan order on every rank)
+  kInFlight,  // handed to the transport or to a communication hook
+  kSkipped,   // nobody uses its parameters: not reduced in this step
+  kReduced,   // results are in flat memory
+};
+
+// Owned by the Reducer. arrive() may be called by several autograd threads at once; everything else by one thread at a time.
+class Bucket {
+ public:
+  // `params`: all parameters of the reducer, indexed by the plan's slots.
+  Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport);
+
+  int64_t num_slots() const { return static_cast<int64_t>(params_.size()); }
+  bool is_sparse() const { return sparse_; }
+  int64_t bytes() const;
+  // Parameter index of each slot, in flat order.
+  const std::vector<int64_t>& params() const { return params_; }
+  const std::vector<int64_t>& offsets() const { return offsets_; }
+  GradSlot& slot(int64_t i) { return slots_[static_cast<size_t>(i)]; }
+
+  // What the wire sees: 1-d, real (complex memory as pairs). A sparse bucket has none until a gradient was set.
+  const at::Tensor& wire() const { return wire_; }
+  // What a communication hook sees: 1-d, of the parameters' dtype, or the sparse gradient.
+  const at::Tensor& buffer() const { return flat_; }
+  void set_sparse_gradient(at::Tensor gradient) { flat_ = wire_ = std::move(gradient); }
+
+  BucketState state = BucketState::kIdle;
+  transport::Work& work() { return *work_; }
+  // Result of a communication hook, instead of `work`.
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+
+  void begin_step() {
+    pending_.store(num_slots(), std::memory_order_relaxed);
+    state = BucketState::kFilling;
+  }
+  // One more gradient is packed. True for the last.
+  bool arrive() { return pending_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
+
+ private:
+  std::vector<int64_t> params_;
+  std::vector<int64_t> offsets_;
+  std::vector<GradSlot> slots_;
+  at::Tensor flat_;
+  at::Tensor wire_;
+  std::unique_ptr<transport::Work> work_;
+  std::atomic<int64_t> pending_{0};
+  bool sparse_ = false;
+};
+
+}  // namespace torchddp::bucket

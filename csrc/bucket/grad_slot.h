@@ -1,0 +1,76 @@
+// One gradient's place in a bucket's flat memory: packing into it and reading back.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "kernels/pack.h"
+
+namespace torchddp::bucket {
+
+// Not thread-safe per slot; different slots of one bucket may be packed by different threads.
+class GradSlot {
+ public:
+  GradSlot() = default;
+  // `flat`: the bucket's 1-d memory. The slot takes the layout that autograd gives the gradient of `param`: the strides of a
+  // parameter whose memory is dense, row-major otherwise.
+  GradSlot(const at::Tensor& flat, int64_t offset, const at::Tensor& param);
+
+  // The slot as a gradient: same shape as the parameter. It is no autograd view of `flat` (so that detach_() works on it).
+  const at::Tensor& view() const { return view_; }
+  int64_t numel() const { return numel_; }
+  at::ScalarType dtype() const { return dtype_; }
+  bool on_cpu() const { return on_cpu_; }
+  c10::IntArrayRef sizes() const { return sizes_; }
+
+  // Whether `grad`'s elements are this slot's memory, in its layout: then there is nothing to copy.
+  bool holds(const at::Tensor& grad) const {
+    return grad.unsafeGetTensorImpl() == view_.unsafeGetTensorImpl() ? view_is_intact() : holds_slow(grad);
+  }
+
+  // flat <- grad * scale, if `grad` is an ordinary CPU tensor of the slot's own dtype and layout: no dispatcher call. False, and
+  // nothing done, otherwise.
+  bool try_pack(const at::Tensor& grad, double scale) {
+    if (!is_plain(grad)) [[unlikely]] {
+      return false;
+    }
+    pack_plain(grad.const_data_ptr(), scale);
+    return true;
+  }
+  // The same for any gradient of the parameter's shape: every layout, and every dtype that converts.
+  void pack(const at::Tensor& grad, double scale);
+  // flat <- flat * scale, for a gradient that was accumulated in place.
+  void scale_in_place(double scale);
+  void zero();
+  // grad <- slot. `grad` has memory of its own.
+  void unpack(at::Tensor& grad) const;
+  // A gradient with memory of its own, equal to the slot.
+  at::Tensor clone() const;
+  // User code may have re-pointed the view (`p.grad.data = x`): then the slot needs a new one before it is handed out again.
+  void restore_view();
+
+ private:
+  bool view_is_intact() const { return view_.const_data_ptr() == data_; }
+  bool is_plain(const at::Tensor& grad) const;
+  bool holds_slow(const at::Tensor& grad) const;
+  void pack_plain(const void* source, double scale);
+  at::Tensor make_view() const;
+
+  // What a hook reads comes first: one cache line a gradient in a steady step.
+  at::Tensor view_;
+  void* data_ = nullptr;
+  c10::DispatchKeySet plain_keys_;
+  int64_t kernel_numel_ = 0;  // elements as the kernels count them: a complex one is two
+  int64_t numel_ = 0;
+  std::vector<int64_t> strides_;
+  at::ScalarType dtype_ = at::ScalarType::Undefined;
+  kernels::DType kernel_dtype_ = kernels::DType::kF32;
+  bool on_cpu_ = false;
+
+  std::vector<int64_t> sizes_;
+  int64_t offset_ = 0;
+  at::Tensor flat_;
+};
+
+}  // namespace torchddp::bucket

@@ -1,0 +1,30 @@
+// The errors that leave the engine, and how they cross autograd.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace torchddp {
+
+// A peer is gone, a collective failed or timed out. Recoverable: the reducer is back in its idle state when this is thrown, so
+// that the process can go on with another process group.
+class TransportError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A broken invariant of ours.
+class InternalError : public std::logic_error {
+ public:
+  using std::logic_error::logic_error;
+};
+
+// Note [Errors across autograd]
+// Hooks run inside torch's autograd engine, which carries a C++ exception to Python by a fixed list of types that does not
+// contain ours. The bindings install a thrower that turns a TransportError into an exception type which that list maps to
+// `torchddp.TransportError`; without one (C++ tests) the error itself is thrown.
+using TransportErrorThrower = void (*)(const TransportError&);
+void set_transport_error_thrower(TransportErrorThrower thrower);
+[[noreturn]] void throw_across_autograd(const TransportError& error);
+
+}  // namespace torchddp

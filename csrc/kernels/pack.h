@@ -1,0 +1,38 @@
+// Pack and unpack on the CPU: gather, scale and cast in one pass over memory.
+//
+// Free of torch headers, so that the bodies are tested alone, under ASan and UBSan. Instruction sets are chosen at run
+// time (one portable binary): see pack_cpu.cpp.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+namespace torchddp::kernels {
+
+// Element types as the kernels see them. A complex tensor is packed as twice as many reals of its component type.
+// kBytes1..kBytes8 are opaque words (integers, bool): they can be copied, never scaled or cast.
+enum class DType : uint8_t { kF64, kF32, kF16, kBF16, kBytes1, kBytes2, kBytes4, kBytes8 };
+
+int64_t item_size(DType dtype);
+
+// dst[i] = cast<dst_type>(src[i] * scale), i in [0, numel); both contiguous. The product is formed in double for kF64
+// and in float otherwise, and rounded once, to nearest even: bit for bit what torch's `mul` by a scalar gives. (kF64 to
+// a 16-bit type goes by way of float, as torch's cast does.) A NaN stays a NaN; its payload is kept as far as it fits.
+// scale == 1 with equal types is a plain copy, and dst == src (in place) is allowed when the types are equal; any other
+// overlap is not. Opaque types need dst_type == src_type and scale == 1: anything else throws std::invalid_argument.
+void scale_cast(void* dst, DType dst_type, const void* src, DType src_type, int64_t numel, double scale);
+
+// The same between two strided views of equal sizes (strides in elements, may be zero or in any order on the source;
+// the destination must not overlap itself). Dimensions are ordered and merged first, so layouts that are dense in the
+// same order (channels-last to channels-last) cost one scale_cast. Throws std::invalid_argument if the spans differ in
+// length or have more than kMaxDims entries.
+inline constexpr int kMaxDims = 64;
+void scale_cast_strided(void* dst, DType dst_type, std::span<const int64_t> dst_strides, const void* src,
+                        DType src_type, std::span<const int64_t> src_strides, std::span<const int64_t> sizes,
+                        double scale);
+
+// Name of the instruction set in use: "avx512", "avx2" or "generic". TORCHDDP_CPU_CAPABILITY=generic|avx2|avx512 in the
+// environment lowers it (read once, at first use; never raises it above what the processor has).
+const char* cpu_capability();
+
+}  // namespace torchddp::kernels

@@ -1,0 +1,105 @@
+// Chooses the kernels once, then every call is a comparison and one indirect call (or memcpy).
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/pack.h"
+#include "kernels/pack_table.h"
+
+namespace torchddp::kernels {
+namespace {
+
+// Best first.
+std::vector<const KernelTable*> supported_tables() {
+  std::vector<const KernelTable*> tables;
+  for (const KernelTable* table : {avx512_table(), avx2_table(), generic_table()}) {
+    if (table != nullptr) tables.push_back(table);
+  }
+  return tables;
+}
+
+int capability_level(std::string_view capability) {
+  constexpr std::string_view kLevels[] = {"generic", "avx2", "avx512"};
+  for (int level = 0; level < 3; ++level) {
+    if (kLevels[level] == capability) return level;
+  }
+  return -1;
+}
+
+const KernelTable* table_for(const char* wanted) {
+  int highest = capability_level("avx512");
+  if (wanted != nullptr && *wanted != '\0') {
+    const int level = capability_level(wanted);
+    // A warning, no exception: this may first run inside an autograd hook.
+    if (level < 0) {
+      std::fprintf(stderr, "torchddp: TORCHDDP_CPU_CAPABILITY='%s' is ignored: allowed are generic, avx2, avx512\n",
+                   wanted);
+    } else {
+      highest = level;
+    }
+  }
+  for (const KernelTable* table : supported_tables()) {
+    if (capability_level(table->capability) <= highest) return table;
+  }
+  return generic_table();
+}
+
+constinit std::atomic<const KernelTable*> active_table{nullptr};
+
+[[gnu::noinline, gnu::cold]] const KernelTable* initialize_table() {
+  static const KernelTable* const chosen = table_for(std::getenv("TORCHDDP_CPU_CAPABILITY"));
+  const KernelTable* expected = nullptr;
+  active_table.compare_exchange_strong(expected, chosen, std::memory_order_release, std::memory_order_acquire);
+  return expected == nullptr ? chosen : expected;
+}
+
+inline const KernelTable& table() {
+  const KernelTable* current = active_table.load(std::memory_order_acquire);
+  return current != nullptr ? *current : *initialize_table();
+}
+
+[[noreturn, gnu::noinline, gnu::cold]] void throw_opaque(DType dst_type, DType src_type, double scale) {
+  throw std::invalid_argument("integer and bool elements can be copied, not scaled or cast: got source type " +
+                              std::to_string(static_cast<int>(src_type)) + ", destination type " +
+                              std::to_string(static_cast<int>(dst_type)) + ", scale " + std::to_string(scale));
+}
+
+}  // namespace
+
+int64_t item_size(DType dtype) {
+  constexpr int64_t kBytes[] = {8, 4, 2, 2, 1, 2, 4, 8};
+  return kBytes[static_cast<int>(dtype)];
+}
+
+void scale_cast(void* dst, DType dst_type, const void* src, DType src_type, int64_t numel, double scale) {
+  if (dst_type == src_type && scale == 1.0) {
+    if (dst != src && numel > 0) std::memcpy(dst, src, static_cast<size_t>(numel * item_size(src_type)));
+    return;
+  }
+  if (!is_float(dst_type) || !is_float(src_type)) throw_opaque(dst_type, src_type, scale);
+  table().scale_cast[static_cast<size_t>(dst_type)][static_cast<size_t>(src_type)](dst, src, numel, scale);
+}
+
+const char* cpu_capability() { return table().capability; }
+
+std::vector<std::string_view> supported_capabilities() {
+  std::vector<std::string_view> names;
+  for (const KernelTable* table : supported_tables()) names.emplace_back(table->capability);
+  return names;
+}
+
+const char* choose_capability(const char* wanted) { return table_for(wanted)->capability; }
+
+bool set_cpu_capability(std::string_view capability) {
+  for (const KernelTable* table : supported_tables()) {
+    if (capability != table->capability) continue;
+    active_table.store(table, std::memory_order_release);
+    return true;
+  }
+  return false;
+}
+
+}  // namespace torchddp::kernels

@@ -1,0 +1,84 @@
+#include "reducer/comm_hook.h"
+
+#include "common/check.h"
+
+namespace torchddp::reducer {
+namespace {
+
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// torch's built-in hooks, written anew: libtorch does not export its own classes.
+class AllReduceHook final : public c10d::CppCommHookInterface<GroupPtr> {
+ public:
+  using CppCommHookInterface::CppCommHookInterface;
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
+    std::vector<at::Tensor> tensors{bucket.getBufferRef()};
+    tensors[0].div_(state_->getSize());
+    return state_->allreduce(tensors)->getFuture();
+  }
+};
+
+class Fp16CompressHook final : public c10d::CppCommHookInterface<GroupPtr> {
+ public:
+  using CppCommHookInterface::CppCommHookInterface;
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
+    std::vector<at::Tensor> compressed{bucket.getBufferRef().to(at::kHalf)};
+    // After the cast, as torch does: small gradients lose bits once, not twice.
+    compressed[0].div_(state_->getSize());
+    auto done = state_->allreduce(compressed)->getFuture();
+    const auto buffer = bucket.getBuffer();
+    return done->then(
+        [buffer](c10::ivalue::Future& future) {
+          buffer.copy_(c10d::detail::parseCppCommHookResult(future.value()));
+          return c10::IValue(buffer);
+        },
+        done->elementType());
+  }
+};
+
+}  // namespace
+
+void CommHook::install(std::unique_ptr<c10d::CommHookInterface> hook) {
+  TDDP_CHECK(hook_ == nullptr, "register_comm_hook or register_builtin_comm_hook can only be called once.");
+  hook_ = std::move(hook);
+}
+
+void CommHook::install_builtin(c10d::BuiltinCommHookType type, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  TDDP_CHECK(hook_ == nullptr, "register_builtin_comm_hook or register_comm_hook can only be called once.");
+  switch (type) {
+    case c10d::BuiltinCommHookType::ALLREDUCE: hook_ = std::make_unique<AllReduceHook>(group); return;
+    case c10d::BuiltinCommHookType::FP16_COMPRESS: hook_ = std::make_unique<Fp16CompressHook>(group); return;
+  }
+  TDDP_CHECK(false, "unknown built-in communication hook ", static_cast<int>(type), ": ALLREDUCE and FP16_COMPRESS are allowed");
+}
+
+at::Tensor CommHook::wait(c10::ivalue::Future& future) const {
+  future.wait();
+  if (future.hasError()) {
+    std::rethrow_exception(future.exception_ptr());
+  }
+  return hook_->parseHookResult(future.value());
+}
+
+c10d::GradBucket make_grad_bucket(int64_t index, int64_t bucket_count, bucket::Bucket& bucket, std::span<const at::Tensor> params,
+                                  const std::optional<at::Tensor>& buffer, const std::optional<at::Tensor>& sparse_indices) {
+  std::vector<size_t> offsets;
+  std::vector<size_t> lengths;
+  std::vector<c10::IntArrayRef> sizes;
+  std::vector<at::Tensor> variables;
+  for (int64_t i = 0; i < bucket.num_slots(); ++i) {
+    const auto& param = params[static_cast<size_t>(bucket.params()[static_cast<size_t>(i)])];
+    variables.push_back(param);
+    if (!bucket.is_sparse()) {
+      offsets.push_back(static_cast<size_t>(bucket.offsets()[static_cast<size_t>(i)]));
+      lengths.push_back(static_cast<size_t>(param.numel()));
+      sizes.push_back(param.sizes());
+    }
+  }
+  return c10d::GradBucket(static_cast<size_t>(index), static_cast<size_t>(bucket_count), buffer.value_or(bucket.buffer()),
+                          std::move(offsets), std::move(lengths), std::move(sizes), std::move(variables), sparse_indices);
+}
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,50 @@
+#include "reducer/grad_hooks.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include "common/check.h"
+
+namespace torchddp::reducer {
+namespace {
+
+using torch::autograd::variable_list;
+
+class ReadyHook final : public torch::autograd::FunctionPostHook {
+ public:
+  ReadyHook(GradSink& sink, int64_t param) : sink_(sink), param_(param) {}
+
+  variable_list operator()(const variable_list& outputs, const variable_list& /*inputs*/) override {
+    sink_.on_grad_ready(param_);
+    return outputs;  // AccumulateGrad has none: an empty list
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { sink_.check_compiled_autograd(); }
+
+ private:
+  GradSink& sink_;
+  int64_t param_;
+};
+
+}  // namespace
+
+GradHooks::GradHooks(std::span<const at::Tensor> params, GradSink& sink) {
+  hooks_.reserve(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    auto accumulator = torch::autograd::impl::grad_accumulator(params[i]);
+    TDDP_CHECK(accumulator != nullptr, "parameter ", i, " has no gradient accumulator: it is no leaf that requires grad");
+    const auto key = accumulator->add_post_hook(std::make_unique<ReadyHook>(sink, static_cast<int64_t>(i)));
+    hooks_.emplace_back(std::move(accumulator), key);
+  }
+}
+
+void GradHooks::remove() {
+  if (std::exchange(removed_, true)) {
+    return;
+  }
+  for (auto& [accumulator, key] : hooks_) {
+    accumulator->del_post_hook(key);
+  }
+}
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,523 @@
+// A step of the Reducer; see Note [A step] in the header. Set-up and modes: reducer_modes.cpp.
+#include "reducer/reducer.h"
+
+#include <ATen/Functions.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include "common/check.h"
+#include "reducer/messages.h"
+
+namespace torchddp::reducer {
+
+using bucket::BucketState;
+using timeline::EventKind;
+
+namespace {
+constexpr uint8_t kNotMarked = 0, kMarked = 1, kMarkedUnused = 2;
+}  // namespace
+
+template <typename Callback>
+void Reducer::with_grad(int64_t param, Callback&& callback) {
+  const auto& variable = params_[static_cast<size_t>(param)];
+  if (rpc_context_ != nullptr) [[unlikely]] {
+    // Under distributed autograd gradients live in the context, not in .grad.
+    auto handle = variable;
+    rpc_context_->runGradCallbackForVariable(handle, [&](at::Tensor& grad) {
+      callback(grad);
+      return true;
+    });
+    return;
+  }
+  callback(variable.mutable_grad());
+}
+
+template <typename Body>
+void Reducer::guarded(Body&& body) {
+  try {
+    body();
+  } catch (const TransportError& error) {
+    last_error_ = error.what();
+    abandon_step();
+    throw_across_autograd(error);
+  } catch (const std::exception& error) {
+    last_error_ = error.what();
+    abandon_step();
+    throw;
+  }
+}
+
+void Reducer::begin_forward() {
+  if (incomplete_.load(std::memory_order_acquire)) {
+    raise_unfinished();
+  }
+  ++stats_.steps;
+  stats_.current = StepTimes{};
+  stats_.current.forward_begin_ns = wall_clock_ns();
+  timeline_.record(EventKind::kForwardBegin, stats_.steps);
+}
+
+void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
+  if (needs_fresh_memory_) {
+    needs_fresh_memory_ = false;
+    apply_plan(plan_);
+  }
+  for (auto& bucket : buckets_) {
+    bucket->begin_step();
+  }
+  for (size_t i = 0; i < params_.size(); ++i) {
+    marked_[i].store(kNotMarked, std::memory_order_relaxed);
+  }
+  next_launch_ = 0;
+  num_ready_.store(0, std::memory_order_relaxed);
+  late_.clear();
+  if (static_graph_.enabled()) {
+    static_graph_.begin_step();
+  }
+  if (dynamic_find_unused()) {
+    unused_ = search_->find(outputs);
+    if (graph_static_ && previous_unused_) {
+      graph_static_ = *previous_unused_ == unused_;
+    }
+    previous_unused_ = unused_;
+    if (unused_.empty()) {
+      TORCH_WARN_ONCE(
+          "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters in the forward "
+          "pass. The search of the autograd graph costs time in every step: turn the flag off if the model never has unused "
+          "parameters. (A false positive if control flow leaves parameters unused in later steps.)");
+    }
+  }
+  begun_.store(false, std::memory_order_relaxed);
+  incomplete_.store(false, std::memory_order_relaxed);
+  armed_.store(true, std::memory_order_release);
+}
+
+void Reducer::on_grad_ready(int64_t param) {
+  if (used_map_ != nullptr && !static_graph_.replaying()) [[unlikely]] {
+    // Also under no_sync: a parameter that any microbatch used counts as used in the step that synchronises.
+    with_grad(param, [&](at::Tensor& grad) {
+      if (grad.defined()) {
+        used_map_->mark(param);
+      }
+    });
+  }
+  if (!armed_.load(std::memory_order_acquire)) {
+    return;
+  }
+  guarded([&] { fire(param); });
+}
+
+void Reducer::fire(int64_t param) {
+  if (!begun_.load(std::memory_order_acquire)) [[unlikely]] {
+    begin_backward();
+  }
+  if (static_graph_.enabled()) {
+    if (static_graph_.recording()) {
+      static_graph_.count(param);
+      return;
+    }
+    TDDP_CHECK(static_graph_.expects(param), "Your training graph has changed in this iteration, e.g., one parameter is unused in ",
+               "first iteration, but then got used in the second iteration. this is not compatible with static_graph set to True. ",
+               "(rank ", transport_->rank(), ", parameter '", specs_[static_cast<size_t>(param)].name, "')");
+    if (!static_graph_.fire(param)) {
+      return;
+    }
+  }
+  mark_ready(param, false);
+}
+
+void Reducer::begin_backward() {
+  const std::lock_guard lock(begin_mutex_);
+  if (begun_.load(std::memory_order_relaxed)) {
+    return;
+  }
+  stats_.current.backward_begin_ns = wall_clock_ns();
+  timeline_.record(EventKind::kBackwardBegin, stats_.steps);
+  rpc_context_ = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
+  scale_ = gradient_scale();
+  for (const auto param : unused_) {
+    mark_ready(param, true);
+  }
+  begun_.store(true, std::memory_order_release);
+}
+
+void Reducer::mark_ready(int64_t param, bool unused) {
+  const auto before = marked_[static_cast<size_t>(param)].exchange(unused ? kMarkedUnused : kMarked, std::memory_order_relaxed);
+  TDDP_CHECK(before == kNotMarked, marked_twice_message(transport_->rank(), param, specs_, before == kMarkedUnused));
+  incomplete_.store(true, std::memory_order_relaxed);
+  if (!unused) {
+    ready_order_[static_cast<size_t>(num_ready_.fetch_add(1, std::memory_order_relaxed))] = param;
+  }
+  if (timeline_.enabled()) [[unlikely]] {
+    ready_times_ns_[static_cast<size_t>(param)] = wall_clock_ns() - stats_.current.backward_begin_ns;
+    timeline_.record(EventKind::kGradReady, param);
+  }
+  pack(param, unused);
+  const auto& place = places_[static_cast<size_t>(param)];
+  if (place.bucket->arrive()) {
+    bucket_ready(place.bucket_index);
+  }
+}
+
+void Reducer::pack(int64_t param, bool unused) {
+  const auto& place = places_[static_cast<size_t>(param)];
+  if (place.slot == nullptr) {
+    pack_sparse(param);
+  } else if (place.slot->on_cpu()) {
+    with_grad(param, [&](at::Tensor& grad) { pack_grad(param, grad, unused); });
+  }
+  // On other devices a whole bucket is packed at once, when it is complete: two kernels instead of one a parameter.
+}
+
+void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused) {
+  auto& slot = *places_[static_cast<size_t>(param)].slot;
+  const auto add_late = [&](bool touch_if_unused, at::Tensor saved) {
+    const std::lock_guard lock(late_mutex_);
+    late_.push_back({param, touch_if_unused, std::move(saved)});
+  };
+  if (!grad.defined()) [[unlikely]] {
+    slot.zero();
+    add_late(false, {});
+    return;
+  }
+  if (slot.holds(grad)) {
+    if (unused) {
+      add_late(false, slot.clone());
+    }
+    slot.scale_in_place(scale_);
+    return;
+  }
+  if (!slot.try_pack(grad, scale_)) [[unlikely]] {
+    check_grad(param, grad);
+    slot.pack(grad, scale_);
+  }
+  if (!views_) {
+    return;  // finish_bucket copies the average back
+  }
+  if (unused || grad.requires_grad() || rpc_context_ != nullptr) [[unlikely]] {
+    if (grad.requires_grad()) {
+      TORCH_WARN_ONCE(
+          "backward(create_graph=True) under DistributedDataParallel averages the gradients themselves, but not what is "
+          "differentiated through them: higher-order gradients are not synchronized across ranks.");
+    }
+    add_late(!unused, {});
+    return;
+  }
+  slot.restore_view();
+  grad = slot.view();
+}
+
+void Reducer::check_grad(int64_t param, const at::Tensor& grad) const {
+  const auto& slot = *places_[static_cast<size_t>(param)].slot;
+  const auto& name = specs_[static_cast<size_t>(param)].name;
+  const auto expected = mixed_precision_dtype_.value_or(slot.dtype());
+  TDDP_CHECK(grad.scalar_type() == expected, "parameter '", name, "' on rank ", transport_->rank(), ": expected a gradient of dtype ",
+             expected, ", got ", grad.scalar_type(), ". The model was changed after it was wrapped; wrap it again.");
+  TDDP_CHECK(grad.layout() == at::kStrided, "parameter '", name, "' on rank ", transport_->rank(), ": got a ", grad.layout(),
+             " gradient; sparse ones need a module with sparse=True when the model is wrapped.");
+  TDDP_CHECK(grad.numel() == slot.numel() && grad.sizes() == slot.sizes(), "parameter '", name, "' on rank ", transport_->rank(),
+             ": the gradient has shape ", grad.sizes(), ", its bucket slot ", slot.sizes(),
+             ". The model was changed after it was wrapped; wrap it again.");
+}
+
+void Reducer::pack_sparse(int64_t param) {
+  const auto& place = places_[static_cast<size_t>(param)];
+  auto& sparse = sparse_[static_cast<size_t>(place.bucket_index)];
+  with_grad(param, [&](at::Tensor& grad) {
+    c10::NoGradGuard no_grad;
+    if (!grad.defined()) {  // unused here: contribute no rows
+      const auto& variable = params_[static_cast<size_t>(param)];
+      grad = at::sparse_coo_tensor(variable.sizes(), variable.options().layout(at::kSparse));
+    }
+    grad = sparse.take(*place.bucket, grad, scale_, specs_[static_cast<size_t>(param)].name,
+                       sparse_metadata_ ? &*sparse_metadata_ : nullptr);
+  });
+}
+
+void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
+  c10::NoGradGuard no_grad;
+  std::vector<at::Tensor> slots;
+  std::vector<at::Tensor> grads;
+  for (int64_t i = 0; i < bucket.num_slots(); ++i) {
+    const auto param = bucket.params()[static_cast<size_t>(i)];
+    const bool unused = marked_[static_cast<size_t>(param)].load(std::memory_order_relaxed) == kMarkedUnused;
+    auto& slot = bucket.slot(i);
+    with_grad(param, [&](at::Tensor& grad) {
+      const bool touch = !unused && grad.defined();
+      if (!grad.defined()) {
+        slot.zero();
+        late_.push_back({param, false, {}});
+        return;
+      }
+      if (slot.holds(grad)) {
+        if (unused) {
+          late_.push_back({param, false, slot.clone()});
+        }
+        return;
+      }
+      check_grad(param, grad);
+      slot.restore_view();
+      slots.push_back(slot.view());
+      grads.push_back(grad.detach());
+      if (views_ && touch && !grad.requires_grad() && rpc_context_ == nullptr) {
+        grad = slot.view();
+      } else if (views_) {
+        late_.push_back({param, touch, {}});
+      }
+    });
+  }
+  if (!slots.empty()) {
+    at::_foreach_copy_(slots, grads);
+  }
+  if (scale_ != 1.0) {
+    bucket.wire().mul_(scale_);
+  }
+}
+
+void Reducer::bucket_ready(int64_t index) {
+  const std::lock_guard lock(launch_mutex_);
+  auto& bucket = *buckets_[static_cast<size_t>(index)];
+  if (!bucket.is_sparse() && !bucket.slot(0).on_cpu()) {
+    pack_whole_bucket(bucket);
+  }
+  bucket.state = BucketState::kReady;
+  timeline_.record(EventKind::kPacked, index);
+  // In plan order on every rank, whatever the order of arrival here: collectives must match.
+  const auto count = static_cast<int64_t>(buckets_.size());
+  while (next_launch_ < count && buckets_[static_cast<size_t>(next_launch_)]->state == BucketState::kReady) {
+    launch(next_launch_++);
+  }
+  if (next_launch_ == count) {
+    all_launched();
+  }
+}
+
+bool Reducer::can_skip(const bucket::Bucket& bucket) const {
+  if (!config_.skip_all_reduce_unused_params) {
+    return false;
+  }
+  for (const auto param : bucket.params()) {
+    if (std::find(unused_.begin(), unused_.end(), param) == unused_.end()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Reducer::launch(int64_t index) {
+  auto& bucket = *buckets_[static_cast<size_t>(index)];
+  if (can_skip(bucket)) {
+    bucket.state = BucketState::kSkipped;
+    return;
+  }
+  if (stats_.current.comm_begin_ns == 0) {
+    stats_.current.comm_begin_ns = wall_clock_ns();
+  }
+  timeline_.record(EventKind::kLaunched, index);
+  auto& sparse = sparse_[static_cast<size_t>(index)];
+  try {
+    if (comm_hook_) {
+      auto grad_bucket = make_grad_bucket(index, static_cast<int64_t>(buckets_.size()), bucket, params_, std::nullopt, sparse.row_ids());
+      bucket.future = comm_hook_.run(grad_bucket);
+    } else if (bucket.is_sparse()) {
+      sparse.start(bucket, *transport_);
+    } else {
+      transport_->all_reduce(bucket.wire(), bucket.work());
+    }
+  } catch (const TransportError& error) {
+    fail(error, index);
+  }
+  bucket.state = BucketState::kInFlight;
+}
+
+void Reducer::all_launched() {
+  if (dynamic_find_unused()) {
+    used_map_->start_reduction(*transport_);
+  }
+  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
+    self->guarded([&] { self->finalize(); });
+  });
+}
+
+void Reducer::delay_all_reduce() {
+  if (!armed_.load(std::memory_order_acquire) || !static_graph_.recording()) {
+    return;
+  }
+  guarded([&] {
+    begin_backward();
+    used_map_->start_reduction(*transport_);
+    unused_.clear();
+    for (int64_t param = 0; param < static_cast<int64_t>(params_.size()); ++param) {
+      const bool used = static_graph_.was_used(param);
+      if (!used) {
+        unused_.push_back(param);
+      }
+      marked_[static_cast<size_t>(param)].store(used ? kMarked : kMarkedUnused, std::memory_order_relaxed);
+      pack(param, !used);
+    }
+    incomplete_.store(true, std::memory_order_relaxed);
+    for (size_t i = 0; i < buckets_.size(); ++i) {
+      if (!buckets_[i]->is_sparse() && !buckets_[i]->slot(0).on_cpu()) {
+        pack_whole_bucket(*buckets_[i]);
+      }
+      launch(static_cast<int64_t>(i));
+    }
+    static_graph_.finish_recording();
+    finalize();
+  });
+}
+
+void Reducer::finalize() {
+  armed_.store(false, std::memory_order_release);
+  stats_.current.backward_compute_end_ns = wall_clock_ns();
+  const c10::NoGradGuard no_grad;
+  for (int64_t i = 0; i < static_cast<int64_t>(buckets_.size()); ++i) {
+    if (buckets_[static_cast<size_t>(i)]->state == BucketState::kInFlight) {
+      wait_bucket(i);
+      finish_bucket(i);
+    }
+  }
+  stats_.current.comm_end_ns = wall_clock_ns();
+  for (const auto& late : late_) {
+    finish_late(late);
+  }
+  late_.clear();
+  if (dynamic_find_unused()) {
+    used_map_->finish_reduction();
+    used_map_->reset();
+  } else if (used_map_ != nullptr) {
+    used_map_->finish_reduction();
+  }
+  if (futures_) {
+    for (const auto index : c10::irange(futures_->size())) {
+      c10::intrusive_ptr<c10::ivalue::Future> future = futures_->get(index);
+      future->wait();
+      if (future->hasError()) {
+        std::rethrow_exception(future->exception_ptr());
+      }
+    }
+    futures_.reset();
+  }
+  if (!has_rebuilt_ && measured_order_.empty() && num_ready_.load(std::memory_order_relaxed) > 0) {
+    measured_order_ = plan::complete_order(grad_ready_order(), static_cast<int64_t>(params_.size()));
+  }
+  forward_work_.reset();
+  rpc_context_.reset();
+  incomplete_.store(false, std::memory_order_release);
+  timeline_.record(EventKind::kBackwardEnd, stats_.steps);
+  stats_.finish_step();
+}
+
+void Reducer::wait_bucket(int64_t index) {
+  auto& bucket = *buckets_[static_cast<size_t>(index)];
+  timeline_.record(EventKind::kWaitBegin, index);
+  if (comm_hook_) {
+    const auto future = std::exchange(bucket.future, nullptr);
+    TDDP_CHECK(future != nullptr, "the communication hook returned no future for bucket ", index, " on rank ", transport_->rank(),
+               ": it must return a torch.futures.Future that holds one tensor");
+    const auto result = comm_hook_.wait(*future);
+    if (bucket.is_sparse()) {
+      sparse_[static_cast<size_t>(index)].finish(bucket, result);
+    } else {
+      const auto& flat = bucket.buffer();
+      TDDP_CHECK(result.numel() == flat.numel(), "the communication hook returned ", result.numel(), " elements for bucket ", index,
+                 " on rank ", transport_->rank(), ", which has ", flat.numel(), " (parameters ",
+                 list_names(bucket.params(), specs_), ")");
+      if (!result.is_alias_of(flat)) {
+        flat.copy_(result.view_as(flat));
+      }
+    }
+  } else {
+    try {
+      bucket.work().wait(config_.timeout);
+    } catch (const TransportError& error) {
+      fail(error, index);
+    }
+  }
+  bucket.state = BucketState::kReduced;
+  timeline_.record(EventKind::kDone, index);
+}
+
+void Reducer::finish_bucket(int64_t index) {
+  auto& bucket = *buckets_[static_cast<size_t>(index)];
+  if (bucket.is_sparse() || optimizer_in_backward_ || views_) {
+    return;
+  }
+  for (const auto param : bucket.params()) {
+    with_grad(param, [&](at::Tensor& grad) { finish_grad(param, grad, true); });
+  }
+}
+
+bool Reducer::keeps_grad(int64_t param) { return used_map_ != nullptr && !used_map_->used_anywhere(param); }
+
+void Reducer::finish_grad(int64_t param, at::Tensor& grad, bool touch_if_unused) {
+  auto& slot = *places_[static_cast<size_t>(param)].slot;
+  if ((!touch_if_unused || used_map_ != nullptr) && keeps_grad(param)) {
+    return;
+  }
+  if (!grad.defined()) {
+    slot.restore_view();
+    grad = views_ && rpc_context_ == nullptr ? slot.view() : slot.clone();
+  } else if (!slot.holds(grad)) {
+    auto target = grad.detach();  // of a gradient that is part of a graph (create_graph), only the values change
+    slot.unpack(target);
+  }
+}
+
+void Reducer::finish_late(const Late& late) {
+  const auto& place = places_[static_cast<size_t>(late.param)];
+  if (place.bucket->state == BucketState::kSkipped) {
+    return;
+  }
+  if (optimizer_in_backward_) {
+    return;
+  }
+  with_grad(late.param, [&](at::Tensor& grad) {
+    if (late.saved.defined() && keeps_grad(late.param)) {
+      grad.copy_(late.saved);
+      return;
+    }
+    finish_grad(late.param, grad, late.touch_if_unused);
+  });
+}
+
+void Reducer::fail(const TransportError& error, int64_t index) {
+  throw TransportError(transport_failure_message(transport_->rank(), stats_.steps, index, static_cast<int64_t>(buckets_.size()),
+                                                 buckets_[static_cast<size_t>(index)]->params(), specs_, error.what()));
+}
+
+void Reducer::abandon_step() {
+  armed_.store(false, std::memory_order_release);
+  begun_.store(false, std::memory_order_relaxed);
+  incomplete_.store(false, std::memory_order_relaxed);
+  for (auto& bucket : buckets_) {
+    bucket->work().abandon();
+    bucket->future.reset();
+    bucket->state = BucketState::kIdle;
+  }
+  if (used_map_ != nullptr) {
+    used_map_->abandon();
+  }
+  if (static_graph_.recording()) {
+    static_graph_.restart_recording();
+  }
+  late_.clear();
+  futures_.reset();
+  forward_work_.reset();
+  rpc_context_.reset();
+  needs_fresh_memory_ = true;
+}
+
+double Reducer::gradient_scale() {
+  int64_t divisor = transport_->size();
+  if (forward_work_ != nullptr && !forward_work_static_world_) {
+    // Under join(): how many ranks still have inputs.
+    forward_work_->wait();
+    const auto results = forward_work_->result();
+    TDDP_INTERNAL(!results.empty(), "the all-reduce of join() has no result");
+    divisor = results.front().item<int64_t>();
+  }
+  return comm_hook_ ? 1.0 : 1.0 / static_cast<double>(divisor);
+}
+
+}  // namespace torchddp::reducer

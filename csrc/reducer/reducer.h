@@ -1,0 +1,194 @@
+// The Reducer: packs gradients into buckets as autograd produces them, reduces the buckets meanwhile, and hands the averages back.
+#pragma once
+
+#include <torch/csrc/distributed/autograd/context/context.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "bucket/bucket.h"
+#include "common/errors.h"
+#include "reducer/comm_hook.h"
+#include "reducer/grad_hooks.h"
+#include "reducer/sparse_grad.h"
+#include "reducer/static_graph.h"
+#include "reducer/step_stats.h"
+#include "reducer/unused_params.h"
+#include "timeline/timeline.h"
+#include "transport/factory.h"
+
+namespace torchddp::reducer {
+
+struct ReducerConfig {
+  plan::BucketLimits limits;
+  bool find_unused_parameters = false;
+  bool gradient_as_bucket_view = true;
+  bool skip_all_reduce_unused_params = false;
+  bool compiled_autograd_takes_over = false;  // torch's "python_reducer" mode
+  std::string transport = "auto";
+  std::chrono::milliseconds timeout = transport::kTransportTimeout;
+};
+
+// Note [A step]
+//   begin_forward        checks that the last step finished; Python then rebuilds buckets once, by the measured ready order
+//   prepare_for_backward arms the hooks (not under no_sync) and looks for unused parameters
+//   on_grad_ready        per parameter: pack into the bucket, point param.grad at it; the bucket's last gradient launches it
+//   finalize             at the end of backward: wait for each bucket, copy out what is no view
+// An exception in any of them leaves the reducer idle (abandon_step), so that the process can go on.
+//
+// Note [Threads]
+// on_grad_ready is called by autograd threads, several at once when a model spans devices: per-parameter state is touched by
+// its own hook only, a bucket counts arrivals atomically, and launching takes launch_mutex_ once a bucket. All other calls come
+// from the training thread, without the GIL.
+class Reducer final : public GradSink, public std::enable_shared_from_this<Reducer> {
+ public:
+  // Not collective. `params`: leaves that require grad; `specs`: one each, in the same order.
+  Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> specs,
+          c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerConfig config);
+
+  // --- a step ---
+  void begin_forward();
+  void prepare_for_backward(std::span<const at::Tensor> outputs);
+  void on_grad_ready(int64_t param) override;
+  void check_compiled_autograd() const override;
+  // The end of the first synchronised backward of a static graph: nothing was reduced before it.
+  void delay_all_reduce();
+  void check_finalized() const;
+
+  // --- buckets ---
+  // Collective when it returns true: new buckets by the measured order. Once, after the first measured step.
+  bool rebuild_buckets();
+  void push_rebuilt_params_for_all_indices();
+  const plan::BucketPlan& plan() const { return plan_; }
+  bool has_rebuilt_buckets() const { return has_rebuilt_; }
+  std::vector<c10d::GradBucket> zero_grad_buckets();
+
+  // --- set-up and special modes, as torch's DDP calls them ---
+  void set_static_graph();
+  void register_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook);
+  void register_builtin_comm_hook(c10d::BuiltinCommHookType type);
+  c10::intrusive_ptr<c10::ivalue::Future> run_comm_hook(c10d::GradBucket& bucket);
+  c10::intrusive_ptr<c10::ivalue::Future> run_allreduce_hook(c10d::GradBucket& bucket);
+  void install_futures(const c10::List<c10::intrusive_ptr<c10::ivalue::Future>>& futures);
+  void set_forward_pass_work_handle(c10::intrusive_ptr<c10d::Work> work, bool use_static_world_size);
+  void set_optimizer_in_backward() { optimizer_in_backward_ = true; }
+  void set_mixed_precision_param_dtype(at::ScalarType dtype) { mixed_precision_dtype_ = dtype; }
+  void set_sparse_metadata(SparseMetadata metadata) { sparse_metadata_ = std::move(metadata); }
+  // Gradients keep memory of their own from the next step on.
+  void disable_views() { views_ = false; }
+  bool gradient_as_bucket_view() const { return views_; }
+  void remove_autograd_hooks() { hooks_->remove(); }
+  void update_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  void reset_state();
+
+  // --- for reports ---
+  at::Tensor local_used_map();
+  bool graph_has_been_static() const { return graph_static_; }
+  const StepStats& stats() const { return stats_; }
+  // What the last failed step or check said; empty if none failed.
+  const std::string& last_error() const { return last_error_; }
+  std::vector<int64_t> grad_ready_order() const;
+  std::vector<int64_t> backward_stats() const;
+  int64_t num_unused() const { return static_cast<int64_t>(unused_.size()); }
+  timeline::Timeline& timeline() { return timeline_; }
+  void enable_timeline(int64_t capacity);
+  transport::Transport& transport() { return *transport_; }
+  int64_t bucket_memory_bytes() const;
+
+ private:
+  struct Place {  // where a parameter's gradient goes
+    bucket::GradSlot* slot = nullptr;
+    bucket::Bucket* bucket = nullptr;
+    int64_t bucket_index = 0;
+  };
+  struct Late {  // gradients that finalize must look at
+    int64_t param;
+    bool touch_if_unused;
+    at::Tensor saved;  // the values to go back to if nobody used the parameter
+  };
+
+  bool dynamic_find_unused() const { return config_.find_unused_parameters && !static_graph_.enabled(); }
+  bool should_rebuild() const { return !has_rebuilt_; }
+
+  void begin_backward();
+  void fire(int64_t param);
+  void mark_ready(int64_t param, bool unused);
+  void pack(int64_t param, bool unused);
+  void pack_grad(int64_t param, at::Tensor& grad, bool unused);
+  void pack_sparse(int64_t param);
+  void pack_whole_bucket(bucket::Bucket& bucket);
+  void check_grad(int64_t param, const at::Tensor& grad) const;
+  void bucket_ready(int64_t index);
+  void launch(int64_t index);
+  bool can_skip(const bucket::Bucket& bucket) const;
+  void all_launched();
+  void finalize();
+  void wait_bucket(int64_t index);
+  void finish_bucket(int64_t index);
+  void finish_grad(int64_t param, at::Tensor& grad, bool touch_if_unused);
+  void finish_late(const Late& late);
+  bool keeps_grad(int64_t param);
+  void abandon_step();
+  [[noreturn]] void fail(const TransportError& error, int64_t bucket);
+  void apply_plan(plan::BucketPlan plan);
+  [[noreturn]] void raise_unfinished();
+  double gradient_scale();
+  template <typename Callback>
+  void with_grad(int64_t param, Callback&& callback);
+  template <typename Body>
+  void guarded(Body&& body);
+
+  const std::vector<at::Tensor> params_;
+  const std::vector<plan::ParamSpec> specs_;
+  const ReducerConfig config_;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::shared_ptr<transport::Transport> transport_;
+
+  // Buckets and the way from a parameter to its slot.
+  plan::BucketPlan plan_;
+  std::vector<std::unique_ptr<bucket::Bucket>> buckets_;
+  std::vector<Place> places_;
+  std::vector<SparseGrad> sparse_;  // by bucket
+  bool has_rebuilt_ = false;
+  bool needs_fresh_memory_ = false;  // a failed operation may still write to the buckets
+  std::vector<int64_t> measured_order_;
+
+  // The step under way.
+  std::atomic<bool> armed_{false};   // hooks reduce
+  std::atomic<bool> begun_{false};   // the first hook of this backward has run
+  std::atomic<bool> incomplete_{false};  // some gradient is marked, finalize has not run
+  std::atomic<int64_t> num_ready_{0};
+  std::unique_ptr<std::atomic<uint8_t>[]> marked_;
+  std::vector<int64_t> ready_order_;
+  std::vector<int64_t> ready_times_ns_;  // only while the timeline is on
+  std::vector<int64_t> unused_;          // not reachable from the outputs (or never fired, for a static graph)
+  std::vector<Late> late_;
+  double scale_ = 1.0;
+  int64_t next_launch_ = 0;
+  std::mutex begin_mutex_, launch_mutex_, late_mutex_;
+  torch::distributed::autograd::ContextPtr rpc_context_;
+
+  // Modes.
+  bool views_ = true;
+  bool optimizer_in_backward_ = false;
+  bool graph_static_ = true;
+  std::optional<std::vector<int64_t>> previous_unused_;
+  std::optional<at::ScalarType> mixed_precision_dtype_;
+  std::optional<SparseMetadata> sparse_metadata_;
+  std::optional<c10::List<c10::intrusive_ptr<c10::ivalue::Future>>> futures_;
+  c10::intrusive_ptr<c10d::Work> forward_work_;
+  bool forward_work_static_world_ = false;
+
+  CommHook comm_hook_;
+  StaticGraph static_graph_;
+  StepStats stats_;
+  std::string last_error_;
+  timeline::Timeline timeline_;
+  std::unique_ptr<GradHooks> hooks_;
+  std::unique_ptr<UnusedSearch> search_;
+  std::unique_ptr<UsedMap> used_map_;
+};
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,205 @@
+// Set-up of the Reducer, its buckets, and the special modes that torch's DDP switches on.
+#include <ATen/Functions.h>
+
+#include "common/check.h"
+#include "reducer/messages.h"
+#include "reducer/plan_agreement.h"
+#include "reducer/reducer.h"
+
+namespace torchddp::reducer {
+
+Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> specs,
+                 c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerConfig config)
+    : params_(std::move(params)),
+      specs_(std::move(specs)),
+      config_(std::move(config)),
+      group_(std::move(group)),
+      transport_(transport::open_transport(config_.transport, group_)),
+      views_(config_.gradient_as_bucket_view) {
+  TDDP_CHECK(!params_.empty(), "Expected at least one parameter.");
+  TDDP_CHECK(params_.size() == specs_.size(), "got ", params_.size(), " parameters but ", specs_.size(), " descriptions of them");
+  const auto count = static_cast<int64_t>(params_.size());
+  marked_ = std::make_unique<std::atomic<uint8_t>[]>(params_.size());
+  ready_order_.resize(params_.size());
+  apply_plan(plan::make_bucket_plan(specs_, plan::reverse_registration_order(count), config_.limits));
+  if (config_.find_unused_parameters) {
+    used_map_ = std::make_unique<UsedMap>(count, params_.front().device(), *transport_);
+  }
+  hooks_ = std::make_unique<GradHooks>(params_, *this);
+  search_ = std::make_unique<UnusedSearch>(*hooks_);
+}
+
+void Reducer::check_compiled_autograd() const {
+  TDDP_CHECK(config_.compiled_autograd_takes_over, "Compiled autograd is not compatible with C++ DDP Reducer, please use ",
+             "torch._dynamo.config.optimize_ddp=\"python_reducer\".");
+}
+
+void Reducer::apply_plan(plan::BucketPlan plan) {
+  plan::check_plan(plan, specs_, config_.limits.alignment_bytes);
+  // Gradients that live in old buckets move along; the old memory goes bucket by bucket, as soon as its last gradient has moved.
+  std::vector<bool> is_view(params_.size(), false);
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const auto& grad = params_[i].grad();
+    is_view[i] = places_[i].slot != nullptr && grad.defined() && places_[i].slot->holds(grad);
+  }
+  places_.assign(params_.size(), Place{});
+  buckets_.clear();
+  sparse_.assign(plan.buckets.size(), SparseGrad{});
+  const c10::NoGradGuard no_grad;
+  for (const auto& spec : plan.buckets) {
+    const auto index = static_cast<int64_t>(buckets_.size());
+    buckets_.push_back(std::make_unique<bucket::Bucket>(spec, params_, *transport_));
+    auto& bucket = *buckets_.back();
+    for (int64_t i = 0; i < bucket.num_slots(); ++i) {
+      const auto param = static_cast<size_t>(bucket.params()[static_cast<size_t>(i)]);
+      auto* slot = bucket.is_sparse() ? nullptr : &bucket.slot(i);
+      places_[param] = Place{slot, &bucket, index};
+      if (is_view[param] && slot != nullptr) {
+        auto& grad = params_[param].mutable_grad();
+        slot->pack(grad, 1.0);
+        grad = slot->view();
+      }
+    }
+  }
+  plan_ = std::move(plan);
+}
+
+bool Reducer::rebuild_buckets() {
+  if (incomplete_.load(std::memory_order_acquire)) {
+    raise_unfinished();
+  }
+  if (!should_rebuild() || measured_order_.empty()) {
+    return false;
+  }
+  const auto mine = plan::make_bucket_plan(specs_, measured_order_, config_.limits);
+  plan::BucketPlan agreed;
+  try {
+    agreed = agree_on_plan(mine, specs_, config_.limits.alignment_bytes, *transport_, params_.front().device());
+  } catch (const TransportError& error) {
+    throw TransportError(c10::str("rank ", transport_->rank(), ": agreeing on new buckets before step ", stats_.steps,
+                                  " failed: ", error.what()));
+  }
+  has_rebuilt_ = true;
+  measured_order_.clear();
+  if (agreed != plan_) {
+    apply_plan(std::move(agreed));
+  }
+  return true;
+}
+
+void Reducer::push_rebuilt_params_for_all_indices() {
+  if (should_rebuild() && measured_order_.empty()) {
+    measured_order_ = plan::reverse_registration_order(static_cast<int64_t>(params_.size()));
+  }
+}
+
+std::vector<c10d::GradBucket> Reducer::zero_grad_buckets() {
+  std::vector<c10d::GradBucket> result;
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    auto& bucket = *buckets_[i];
+    const auto& like = bucket.is_sparse() ? params_[static_cast<size_t>(bucket.params().front())] : bucket.buffer();
+    const auto zeros = bucket.is_sparse() ? at::sparse_coo_tensor(like.sizes(), like.options().layout(at::kSparse).requires_grad(false))
+                                          : at::zeros_like(like);
+    result.push_back(make_grad_bucket(static_cast<int64_t>(i), static_cast<int64_t>(buckets_.size()), bucket, params_, zeros));
+  }
+  return result;
+}
+
+void Reducer::set_static_graph() {
+  TDDP_CHECK(stats_.steps == 0, "set_static_graph() should be called before training loop starts and after ",
+             "DistributedDataParallel is constructed.");
+  static_graph_.enable(static_cast<int64_t>(params_.size()));
+  if (used_map_ == nullptr) {
+    used_map_ = std::make_unique<UsedMap>(static_cast<int64_t>(params_.size()), params_.front().device(), *transport_);
+  }
+}
+
+void Reducer::register_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook) { comm_hook_.install(std::move(hook)); }
+
+void Reducer::register_builtin_comm_hook(c10d::BuiltinCommHookType type) { comm_hook_.install_builtin(type, group_); }
+
+c10::intrusive_ptr<c10::ivalue::Future> Reducer::run_comm_hook(c10d::GradBucket& bucket) {
+  return comm_hook_ ? comm_hook_.run(bucket) : run_allreduce_hook(bucket);
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Reducer::run_allreduce_hook(c10d::GradBucket& bucket) {
+  const auto& buffer = bucket.getBufferRef();
+  std::vector<at::Tensor> tensors{buffer.is_complex() ? at::view_as_real(buffer) : buffer};
+  return group_->allreduce(tensors, c10d::AllreduceOptions())->getFuture();
+}
+
+void Reducer::install_futures(const c10::List<c10::intrusive_ptr<c10::ivalue::Future>>& futures) {
+  if (futures_) {
+    futures_->append(futures);
+  } else {
+    futures_ = futures.copy();
+  }
+}
+
+void Reducer::set_forward_pass_work_handle(c10::intrusive_ptr<c10d::Work> work, bool use_static_world_size) {
+  forward_work_ = std::move(work);
+  forward_work_static_world_ = use_static_world_size;
+}
+
+void Reducer::update_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  group_ = std::move(group);
+  transport_ = transport::open_transport(config_.transport, group_);
+  if (used_map_ != nullptr) {
+    used_map_->rebind(*transport_);
+  }
+  apply_plan(plan_);
+}
+
+void Reducer::reset_state() {
+  abandon_step();
+  has_rebuilt_ = false;
+  measured_order_.clear();
+  if (static_graph_.enabled()) {
+    static_graph_.restart_recording();
+  }
+}
+
+at::Tensor Reducer::local_used_map() {
+  TDDP_CHECK(used_map_ != nullptr, "the map of used parameters exists only with find_unused_parameters or static_graph");
+  return used_map_->publish();
+}
+
+std::vector<int64_t> Reducer::grad_ready_order() const {
+  return {ready_order_.begin(), ready_order_.begin() + num_ready_.load(std::memory_order_relaxed)};
+}
+
+std::vector<int64_t> Reducer::backward_stats() const {
+  return ready_times_ns_.empty() ? std::vector<int64_t>(params_.size(), 0) : ready_times_ns_;
+}
+
+void Reducer::enable_timeline(int64_t capacity) {
+  ready_times_ns_.assign(params_.size(), 0);
+  timeline_.enable(capacity);
+}
+
+int64_t Reducer::bucket_memory_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& bucket : buckets_) {
+    bytes += bucket->bytes();
+  }
+  return bytes;
+}
+
+void Reducer::check_finalized() const {
+  TDDP_CHECK(!armed_.load(std::memory_order_acquire), "Expected to have finished reduction: the last synchronised forward on rank ",
+             transport_->rank(), " was not followed by a backward that reached every bucket. Call backward() on its output first.");
+}
+
+void Reducer::raise_unfinished() {
+  std::vector<int64_t> missing;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (marked_[i].load(std::memory_order_relaxed) == 0) {
+      missing.push_back(static_cast<int64_t>(i));
+    }
+  }
+  last_error_ = unfinished_reduction_message(transport_->rank(), missing, specs_, config_.find_unused_parameters,
+                                             static_graph_.enabled());
+  throw std::runtime_error(last_error_);
+}
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,129 @@
+#include "transport/c10d/c10d_transport.h"
+
+#include <ATen/Functions.h>
+
+#include "common/check.h"
+
+namespace torchddp::transport {
+namespace {
+
+// torch 2.13 renamed two collectives and deprecates the old names; 2.11 and 2.12 know only those.
+template <typename Group>
+auto reduce_scatter_flat(Group& group, at::Tensor& out, at::Tensor& in) {
+  const c10d::ReduceScatterOptions options;
+  if constexpr (requires { group.reduce_scatter_single(out, in, options); }) {
+    return group.reduce_scatter_single(out, in, options);
+  } else {
+    return group._reduce_scatter_base(out, in, options);
+  }
+}
+
+template <typename Group>
+auto all_gather_flat(Group& group, at::Tensor& out, at::Tensor& in) {
+  const c10d::AllgatherOptions options;
+  if constexpr (requires { group.all_gather_single(out, in, options); }) {
+    return group.all_gather_single(out, in, options);
+  } else {
+    return group._allgather_base(out, in, options);
+  }
+}
+
+class C10dWork final : public Work {
+ public:
+  bool poll() override { return work_ == nullptr || work_->isCompleted(); }
+
+  void wait(std::chrono::milliseconds timeout) override {
+    if (work_ == nullptr) {
+      return;
+    }
+    bool ok = false;
+    try {
+      ok = timeout == kTransportTimeout ? work_->wait() : work_->wait(timeout);
+    } catch (const std::exception& error) {
+      throw TransportError(error.what());
+    }
+    // c10d lets a Work report failure by its return value alone, and torchft's does.
+    if (!ok) {
+      throw TransportError("the process group reported that the operation failed (Work.wait() returned False)");
+    }
+    work_.reset();
+  }
+
+  void abandon() override { work_.reset(); }
+
+  template <typename Start>
+  void start(const char* operation, Start&& launch) {
+    TDDP_INTERNAL(work_ == nullptr, operation, " on a Work whose last operation was not waited for");
+    try {
+      work_ = launch();
+    } catch (const std::exception& error) {
+      throw TransportError(c10::str("could not start ", operation, ": ", error.what()));
+    }
+  }
+
+  // Kept between operations: c10d takes its tensors by a vector.
+  std::vector<at::Tensor> tensors{1};
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+C10dWork& own(Work& work) {
+  auto* mine = dynamic_cast<C10dWork*>(&work);
+  TDDP_INTERNAL(mine != nullptr, "a Work of another transport was given to the c10d transport");
+  return *mine;
+}
+
+}  // namespace
+
+C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {
+  TDDP_CHECK(group_ != nullptr, "the process group is None: call torch.distributed.init_process_group first");
+}
+
+at::Tensor C10dTransport::allocate(int64_t numel, at::ScalarType dtype, at::Device device) {
+  return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device));
+}
+
+std::unique_ptr<Work> C10dTransport::make_work() const { return std::make_unique<C10dWork>(); }
+
+void C10dTransport::check_flat(const char* operation, const at::Tensor& tensor) const {
+  TDDP_CHECK(tensor.defined() && (tensor.is_sparse() || tensor.is_contiguous()), operation,
+             " on rank ", rank(), " needs a contiguous tensor");
+}
+
+void C10dTransport::all_reduce(const at::Tensor& tensor, Work& work) {
+  check_flat("all_reduce", tensor);
+  auto& mine = own(work);
+  mine.tensors[0] = tensor;
+  mine.start("all_reduce", [&] { return group_->allreduce(mine.tensors, c10d::AllreduceOptions()); });
+}
+
+void C10dTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
+  check_flat("reduce_scatter", input);
+  TDDP_CHECK(input.numel() == output.numel() * size(), "reduce_scatter on rank ", rank(), ": input has ", input.numel(),
+             " elements, expected output's ", output.numel(), " times the world size ", size());
+  auto out = output;
+  auto in = input;
+  own(work).start("reduce_scatter", [&] { return reduce_scatter_flat(*group_, out, in); });
+}
+
+void C10dTransport::all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) {
+  check_flat("all_gather", input);
+  TDDP_CHECK(output.numel() == input.numel() * size(), "all_gather on rank ", rank(), ": output has ", output.numel(),
+             " elements, expected input's ", input.numel(), " times the world size ", size());
+  auto out = output;
+  auto in = input;
+  own(work).start("all_gather", [&] { return all_gather_flat(*group_, out, in); });
+}
+
+void C10dTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
+  check_flat("broadcast", tensor);
+  TDDP_CHECK(root >= 0 && root < size(), "broadcast on rank ", rank(), ": root ", root, " is not in [0, ", size(), ")");
+  auto& mine = own(work);
+  mine.tensors[0] = tensor;
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  mine.start("broadcast", [&] { return group_->broadcast(mine.tensors, options); });
+}
+
+}  // namespace torchddp::transport

@@ -1,0 +1,31 @@
+// The portable transport: any torch.distributed process group (gloo, NCCL, MPI, UCC, or one written in Python).
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "transport/transport.h"
+
+namespace torchddp::transport {
+
+class C10dTransport final : public Transport {
+ public:
+  explicit C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  std::string name() const override { return "c10d"; }
+  int rank() const override { return group_->getRank(); }
+  int size() const override { return group_->getSize(); }
+  at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device) override;
+  std::unique_ptr<Work> make_work() const override;
+
+  void all_reduce(const at::Tensor& tensor, Work& work) override;
+  void reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) override;
+  void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) override;
+  void broadcast(const at::Tensor& tensor, int root, Work& work) override;
+
+ private:
+  void check_flat(const char* operation, const at::Tensor& tensor) const;
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+};
+
+}  // namespace torchddp::transport

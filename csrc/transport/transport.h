@@ -1,0 +1,38 @@
+// Collectives on flat memory. One implementation per way of moving bytes; see tests/distributed/test_transport.py for the
+// conformance test that each must pass.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+
+#include "transport/work.h"
+
+namespace torchddp::transport {
+
+// All operations are collective: every rank calls them in the same order with equal shapes and dtypes. They start the
+// operation and return; the tensors must stay unchanged until Work::wait() returned. Calls come from one thread at a time.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  virtual std::string name() const = 0;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // Flat memory that this transport reaches without another copy. Contents are unspecified.
+  virtual at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device) = 0;
+  virtual std::unique_ptr<Work> make_work() const = 0;
+
+  // In place: the sum over ranks.
+  virtual void all_reduce(const at::Tensor& tensor, Work& work) = 0;
+  // output[numel / size()] = this rank's part of the sum of input[numel]; numel must be a multiple of size().
+  virtual void reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) = 0;
+  // output[numel * size()] = every rank's input[numel], in rank order.
+  virtual void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) = 0;
+  // In place: rank `root`'s values.
+  virtual void broadcast(const at::Tensor& tensor, int root, Work& work) = 0;
+};
+
+}  // namespace torchddp::transport

@@ -1,0 +1,89 @@
+"""Start torchrun as a child that never outlives its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from examples.gpt.errors import ExampleError
+
+GRACE_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+def torchrun(script: Path, arguments: Sequence[str], *, ranks: int, timeout_seconds: float, output: IO[str]) -> None:
+    """Run `script` on `ranks` local processes to its end, its output going to `output` as it comes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(ranks), str(script), *arguments]
+    with _child(command, output) as child:
+        try:
+            code = child.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            raise ExampleError(f"the run did not end within {timeout_seconds:.0f} seconds") from None
+    if code != 0:
+        raise ExampleError(f"the run failed (torchrun ended with {code}); its own words are above")
+
+
+@contextmanager
+def _child(command: Sequence[str], output: IO[str]) -> Iterator[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host, whatever its name resolves to
+    # preexec_fn is safe here: this process has one thread.
+    child = subprocess.Popen(
+        command, env=environment, stdout=output.fileno(), start_new_session=True, preexec_fn=_end_with_parent
+    )
+    try:
+        yield child
+    finally:
+        _end(child)
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to end torchrun (which then ends its workers) should this process be killed outright."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Ask torchrun to end its workers; whatever is left after the grace period is killed."""
+    if child.poll() is not None:
+        return
+    # torchrun gives each worker a session of its own, so its process group does not hold them.
+    family = [child.pid, *_descendants(child.pid)]
+    child.terminate()
+    try:
+        child.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        family += [pid for pid in _descendants(child.pid) if pid not in family]
+        for pid in family:
+            _kill_group(pid)
+        child.wait()
+
+
+def _kill_group(pid: int) -> None:
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass  # ended already, or no group of its own
+
+
+def _descendants(pid: int) -> list[int]:
+    """Children of `pid`, their children and so on (Linux; elsewhere torchrun alone is signalled)."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(child) for child in file.read_text().split()]
+        except OSError:
+            continue  # the thread ended meanwhile
+        for child in children:
+            found += [child, *_descendants(child)]
+    return found

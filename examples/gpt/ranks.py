@@ -1,0 +1,133 @@
+"""Who this process is among the others: rank, device and the process group that joins them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from examples.gpt.errors import ExampleError
+
+GROUP_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place; the collectives do nothing when there is no process group (`--ddp none`)."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    has_group: bool
+
+    def barrier(self) -> None:
+        if self.has_group:
+            dist.barrier(device_ids=[self.local_rank] if self.device.type == "cuda" else None)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, on every rank."""
+        if not self.has_group:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def sums(self, values: list[float]) -> list[float]:
+        """Element by element sum over the ranks, in double precision."""
+        if not self.has_group or not values:
+            return values
+        summed = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(summed)
+        return summed.tolist()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Fail on all ranks when the block fails on one, so that nobody waits for a rank that has left."""
+        message = None
+        try:
+            yield
+        except ExampleError as error:
+            message = str(error)
+        failures = [(rank, text) for rank, text in enumerate(self.gather(message)) if text is not None]
+        if not failures:
+            return
+        rank, text = failures[0]
+        raise ExampleError(text if len(failures) == self.world_size else f"rank {rank}: {text}")
+
+    def require_same(self, value: Any, what: str) -> None:
+        """Raise when a rank's `value` is not rank 0's."""
+        values = self.gather(value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise ExampleError(f"rank {rank} has other {what} than rank 0: all ranks need the same")
+
+
+def environment_rank() -> int:
+    """The rank torchrun gave this process; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextmanager
+def open_ranks(ddp: str, device: str) -> Iterator[Ranks]:
+    """Join the process group torchrun prepared (or one of world size 1) and leave it however the block ends."""
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    world_size = int(os.environ["WORLD_SIZE"]) if launched else 1
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if ddp == "none" and world_size > 1:
+        raise ExampleError(f"--ddp none trains in one process, but torchrun started {world_size}")
+    chosen = _choose_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    ranks = Ranks(environment_rank(), local_rank, world_size, chosen, has_group=ddp != "none")
+    if not ranks.has_group:
+        yield ranks
+        return
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    if launched:
+        _help_gloo_find_an_interface(world_size)
+        dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=GROUP_TIMEOUT)
+    try:
+        yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and gpus < local_world_size:
+        raise ExampleError(f"--device cuda needs a GPU per rank: {local_world_size} ranks here, {gpus} GPUs")
+    if device == "cpu" or gpus < local_world_size:
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _help_gloo_find_an_interface(world_size: int) -> None:
+    """Point gloo at the loopback where the host's own name has no address and all ranks are on this host."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != world_size or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+
+def ddp_class(name: str) -> type[nn.parallel.DistributedDataParallel]:
+    """The class behind `--ddp`, imported only when it is asked for."""
+    if name == "torch":
+        return nn.parallel.DistributedDataParallel
+    try:
+        import torchddp
+    except ImportError as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ExampleError(f"cannot import torchddp, choose --ddp torch or put this right: {reason}") from error
+    return torchddp.DistributedDataParallel

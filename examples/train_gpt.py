@@ -1,0 +1,116 @@
+"""Train a small GPT on the bytes of real text, with torch's or torchddp's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+if not __package__:  # started by path, as torchrun does: make `examples` importable
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.gpt.config import DDP_CHOICES, DEVICE_CHOICES, SCHEDULE_CHOICES, TrainConfig
+from examples.gpt.data import load_corpus
+from examples.gpt.errors import ExampleError
+from examples.gpt.metrics import prepare_output, write_json
+from examples.gpt.ranks import Ranks, ddp_class, environment_rank, open_ranks
+from examples.gpt.trainer import Trainer
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+_DEFAULT = TrainConfig()
+
+
+def _one_of(choices: tuple[str, ...]) -> str:
+    return "|".join(choices)
+
+
+@app.command()
+def main(
+    steps: Annotated[int, typer.Option(help="Optimizer steps; the schedule spans them.")] = _DEFAULT.steps,
+    batch_size: Annotated[int, typer.Option(help="Windows per rank and micro-batch.")] = _DEFAULT.batch_size,
+    block_size: Annotated[int, typer.Option(help="Bytes per window.")] = _DEFAULT.block_size,
+    layers: Annotated[int, typer.Option(help="Transformer blocks.")] = _DEFAULT.layers,
+    width: Annotated[int, typer.Option(help="Width of the residual stream.")] = _DEFAULT.width,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = _DEFAULT.heads,
+    dropout: Annotated[float, typer.Option(help="Dropout probability.")] = _DEFAULT.dropout,
+    lr: Annotated[float, typer.Option(help="AdamW's peak learning rate.")] = _DEFAULT.lr,
+    schedule: Annotated[str, typer.Option(metavar=_one_of(SCHEDULE_CHOICES), help="Learning rate.")] = "cosine",
+    warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = _DEFAULT.warmup_steps,
+    seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = _DEFAULT.seed,
+    eval_interval: Annotated[int, typer.Option(help="Steps between evaluations.")] = _DEFAULT.eval_interval,
+    eval_batches: Annotated[int, typer.Option(help="Batches per rank and evaluation.")] = _DEFAULT.eval_batches,
+    grad_accum: Annotated[int, typer.Option(help="Micro-batches per step, under no_sync.")] = _DEFAULT.grad_accum,
+    ddp: Annotated[
+        str, typer.Option(metavar=_one_of(DDP_CHOICES), help="Class; 'none' is plain single-process training.")
+    ] = _DEFAULT.ddp,
+    device: Annotated[
+        str, typer.Option(metavar=_one_of(DEVICE_CHOICES), help="auto: CUDA when each rank has a GPU.")
+    ] = _DEFAULT.device,
+    threads: Annotated[int, typer.Option(help="Torch threads per rank.")] = _DEFAULT.threads,
+    data: Annotated[Path | None, typer.Option(help="File or folder [default: Python's source files].")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Where to save; at the end at least.")] = None,
+    save_every: Annotated[int, typer.Option(help="Also save every so many steps (0: no).")] = _DEFAULT.save_every,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from --checkpoint, to the same losses.")] = False,
+    stop_after: Annotated[int | None, typer.Option(help="End early after this step, schedule unchanged.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the metrics to this file.")] = None,
+    measure_comm: Annotated[
+        int, typer.Option(help="Measure exposed communication every so many steps (0: no).")
+    ] = _DEFAULT.measure_comm,
+) -> None:
+    """Train a small GPT on bytes of text, on every rank torchrun starts (or in this one process).
+
+    \b
+    Examples:
+      torchrun --nproc-per-node 2 examples/train_gpt.py --steps 200
+      torchrun --nproc-per-node 2 examples/train_gpt.py --ddp torch --json runs/torch.json
+      torchrun --nproc-per-node 2 examples/train_gpt.py --checkpoint runs/gpt.pt --save-every 50
+      torchrun --nproc-per-node 2 examples/train_gpt.py --checkpoint runs/gpt.pt --resume
+      python examples/train_gpt.py --ddp none --data my_notes/ --steps 500
+    """
+    options = dict(locals())
+    try:
+        train(TrainConfig(**options))
+    except ExampleError as error:
+        if environment_rank() == 0:  # every rank comes to the same error
+            typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(EXIT_BAD_INPUT) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def train(config: TrainConfig) -> None:
+    """Run `config` on this rank, from joining the process group to leaving it."""
+    if config.ddp != "none":
+        ddp_class(config.ddp)  # fails here, before any waiting, when the class cannot be imported
+    torch.set_num_threads(config.threads)
+    with open_ranks(config.ddp, config.device) as ranks:
+        train_on(config, ranks)
+        gc.collect()  # the model's reducer goes before the process group it talks through
+
+
+def train_on(config: TrainConfig, ranks: Ranks) -> dict[str, Any]:
+    """Run `config` among `ranks` and return the record of the run (the losses are the same on every rank)."""
+    with ranks.together():
+        prepare_output(config.checkpoint, "--checkpoint")
+        prepare_output(config.json_path, "--json")
+        corpus = load_corpus(config.data, config.block_size)
+    ranks.require_same(corpus.sha256, "data")
+    trainer = Trainer(config, ranks, corpus)
+    if config.resume:
+        trainer.resume()
+    record = trainer.run()
+    with ranks.together():
+        if ranks.rank == 0 and config.json_path is not None:
+            write_json(config.json_path, record)
+    return record
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,20 @@
+"""Prints `PASSED FAILED` of a pytest run from its JUnit XML report.
+
+Errors count as failed, skipped tests as neither.
+"""
+
+import sys
+import xml.etree.ElementTree as ET
+
+
+def count(path: str) -> tuple[int, int]:
+    passed = failed = 0
+    for suite in ET.parse(path).getroot().iter("testsuite"):
+        bad = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
+        failed += bad
+        passed += int(suite.attrib["tests"]) - bad - int(suite.attrib["skipped"])
+    return passed, failed
+
+
+if __name__ == "__main__":
+    print(*count(sys.argv[1]))

@@ -1,0 +1,293 @@
+"""Checks of the gradients: averaged, in time, for all shapes of outputs, and where they live in memory."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.models import (
+    Branches,
+    Mlp,
+    Pair,
+    TwoHeads,
+    assert_grads,
+    batch,
+    expected_grads,
+    grads_of,
+    local_grads,
+    loss_of,
+    same_on_all_ranks,
+    seeded,
+    step_on,
+    storage_of,
+)
+
+TINY_BUCKETS_MB = 0.001  # about one parameter a bucket
+
+
+def check_gradients_are_averaged(ddp_class: type, rank: int) -> None:
+    model = seeded(Mlp)
+    want = expected_grads(model, step_on)
+    ddp = ddp_class(model)
+    step_on(ddp, rank)
+    assert_grads(grads_of(ddp), want)
+
+
+def check_gradients_are_averaged_in_each_of_several_steps(ddp_class: type, rank: int) -> None:
+    model = seeded(Mlp)
+    want = [expected_grads(model, lambda m, r, step=step: step_on(m, r, step)) for step in range(4)]
+    ddp = ddp_class(model, bucket_cap_mb=TINY_BUCKETS_MB)
+    got = []
+    for step in range(4):
+        ddp.zero_grad()
+        step_on(ddp, rank, step)
+        got.append(grads_of(ddp))
+    for step in range(4):
+        assert_grads(got[step], want[step], what=f"step {step}:")
+
+
+def check_gradients_are_the_same_on_all_ranks(ddp_class: type, rank: int) -> None:
+    ddp = ddp_class(seeded(Mlp))
+    step_on(ddp, rank)
+    want = expected_grads(seeded(Mlp), step_on)
+    same = same_on_all_ranks(p.grad for p in ddp.parameters())
+    assert same, "gradients differ between ranks"
+    assert_grads(grads_of(ddp), want)
+
+
+def check_gradients_accumulate_without_zero_grad(ddp_class: type, rank: int) -> None:
+    model = seeded(Mlp)
+    want = expected_grads(model, lambda m, r: (step_on(m, r, 0), step_on(m, r, 1)))
+    ddp = ddp_class(model)
+    step_on(ddp, rank, 0)
+    step_on(ddp, rank, 1)
+    assert_grads(grads_of(ddp), want)
+
+
+def check_training_equals_one_process(ddp_class: type, rank: int) -> None:
+    """SGD on the mean over ranks, against one process that sees all batches."""
+    plain, world_size = seeded(Mlp), dist.get_world_size()
+    ddp = ddp_class(seeded(Mlp))
+    ours = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
+    for step in range(5):
+        ours.zero_grad()
+        step_on(ddp, rank, step)
+        ours.step()
+        theirs.zero_grad()
+        (sum(loss_of(plain(batch(r, step))) for r in range(world_size)) / world_size).backward()
+        theirs.step()
+    for (name, p), q in zip(ddp.module.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def check_model_that_returns_no_bare_tensor(ddp_class: type, rank: int) -> None:
+    """Outputs in a tuple, a dict, a list of dicts and a dataclass all take part, two steps each."""
+    wraps = [
+        lambda a, b: (a, b),
+        lambda a, b: {"a": a, "b": b},
+        lambda a, b: [{"a": a}, {"b": b}],
+        Pair,
+    ]
+    for wrap in wraps:
+        _check_structure(ddp_class, rank, wrap)
+
+
+def check_dict_output_with_unused_search(ddp_class: type, rank: int) -> None:
+    _check_structure(ddp_class, rank, lambda a, b: {"a": a, "b": b}, find_unused_parameters=True)
+
+
+def check_dataclass_output_with_unused_search(ddp_class: type, rank: int) -> None:
+    _check_structure(ddp_class, rank, Pair, find_unused_parameters=True)
+
+
+def check_tuple_output_with_static_graph(ddp_class: type, rank: int) -> None:
+    _check_structure(ddp_class, rank, lambda a, b: (a, b), static_graph=True)
+
+
+def _check_structure(ddp_class: type, rank: int, wrap: Any, **options: Any) -> None:
+    def run(model: nn.Module, r: int, step: int) -> None:
+        output = model(batch(r, step, 3, 4))
+        if isinstance(output, list):
+            output = [value for part in output for value in part.values()]
+        loss_of(output).backward()
+
+    model = seeded(lambda: TwoHeads(wrap))
+    want = [expected_grads(model, lambda m, r, step=step: run(m, r, step)) for step in range(2)]
+    ddp = ddp_class(model, **options)
+    got = []
+    for step in range(2):
+        ddp.zero_grad()
+        run(ddp, rank, step)
+        got.append(grads_of(ddp))
+    for step in range(2):
+        assert_grads(got[step], want[step], what=f"step {step}:")
+
+
+def check_partial_use_of_the_outputs(ddp_class: type, rank: int) -> None:
+    """Only one head is in the loss, another one on each rank."""
+
+    def run(model: nn.Module, r: int) -> None:
+        loss_of(model(batch(r, 0, 3, 4))[r % 2]).backward()
+
+    model = seeded(TwoHeads)
+    want = expected_grads(model, run)
+    ddp = ddp_class(model, find_unused_parameters=True)
+    run(ddp, rank)
+    assert_grads(grads_of(ddp), want)
+
+
+def check_unused_parameters_differ_per_rank(ddp_class: type, rank: int) -> None:
+    def run(model: nn.Module, r: int, step: int) -> None:
+        loss_of(model(batch(r, step, 3, 4), ("left", "right")[(r + step) % 2])).backward()
+
+    model = seeded(Branches)
+    want = [expected_grads(model, lambda m, r, step=step: run(m, r, step)) for step in range(3)]
+    ddp = ddp_class(model, find_unused_parameters=True)
+    got = []
+    for step in range(3):
+        ddp.zero_grad()
+        run(ddp, rank, step)
+        got.append(grads_of(ddp))
+    for step in range(3):
+        assert_grads(got[step], want[step], what=f"step {step}:")
+
+
+def check_globally_unused_parameters_keep_their_gradient(ddp_class: type, rank: int) -> None:
+    """A parameter no rank used keeps what it had: None, or the value from before."""
+    ddp = ddp_class(seeded(Branches), find_unused_parameters=True)
+    loss_of(ddp(batch(rank, 0, 3, 4), "left")).backward()
+    first = ddp.module.never.weight.grad
+    ddp.module.never.weight.grad = torch.full((4, 4), 7.0, dtype=torch.float64)
+    loss_of(ddp(batch(rank, 1, 3, 4), "left")).backward()
+    assert first is None
+    assert torch.equal(ddp.module.never.weight.grad, torch.full((4, 4), 7.0, dtype=torch.float64))
+
+
+def check_no_sync_keeps_gradients_local(ddp_class: type, rank: int) -> None:
+    model = seeded(Mlp)
+    want = local_grads(model, lambda m: step_on(m, rank))
+    ddp = ddp_class(model)
+    with ddp.no_sync():
+        step_on(ddp, rank)
+    assert_grads(grads_of(ddp), want)
+
+
+def check_no_sync_then_sync_averages_the_sum(ddp_class: type, rank: int) -> None:
+    """Accumulation over three micro-batches, also in the second round, after the buckets were rebuilt."""
+    model = seeded(Mlp)
+    ddp = ddp_class(model, bucket_cap_mb=TINY_BUCKETS_MB)
+    got, halfway, want = [], [], []
+    for round_ in range(2):
+        steps = range(3 * round_, 3 * round_ + 3)
+        want.append(expected_grads(model, lambda m, r, steps=steps: [step_on(m, r, step) for step in steps]))
+        ddp.zero_grad()
+        with ddp.no_sync():
+            step_on(ddp, rank, steps[0])
+            step_on(ddp, rank, steps[1])
+            halfway.append((grads_of(ddp), local_grads(model, lambda m, s=steps: [step_on(m, rank, x) for x in s[:2]])))
+        step_on(ddp, rank, steps[2])
+        got.append(grads_of(ddp))
+    for round_ in range(2):
+        assert_grads(*halfway[round_], what=f"within no_sync, round {round_}:")
+        assert_grads(got[round_], want[round_], what=f"round {round_}:")
+
+
+def check_no_sync_communicates_nothing(ddp_class: type, rank: int) -> None:
+    calls = 0
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        nonlocal calls
+        calls += 1
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp = ddp_class(seeded(Mlp))
+    ddp.register_comm_hook(None, hook)
+    with ddp.no_sync():
+        step_on(ddp, rank)
+        flag_inside = ddp.require_backward_grad_sync
+    inside = calls
+    step_on(ddp, rank)
+    assert inside == 0 and not flag_inside, f"{inside} buckets were sent within no_sync"
+    assert calls > 0, "no bucket was sent after no_sync"
+
+
+def check_sparse_embedding_gradients(ddp_class: type, rank: int) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(10, 4, sparse=True, dtype=torch.float64), nn.Linear(4, 2, dtype=torch.float64))
+
+    def run(model: nn.Module, r: int, step: int) -> None:
+        loss_of(model(torch.tensor([r, 3, 3, 5 + step]))).backward()
+
+    model = seeded(make)
+    want = []
+    for step in range(2):
+        per_rank = [local_grads(model, lambda m, r=r, step=step: run(m, r, step)) for r in range(dist.get_world_size())]
+        want.append(
+            {n: sum(g[n].to_dense() if g[n].is_sparse else g[n] for g in per_rank) / len(per_rank) for n in per_rank[0]}
+        )
+    ddp = ddp_class(model)
+    got = []
+    for step in range(2):
+        ddp.zero_grad()
+        run(ddp, rank, step)
+        got.append(grads_of(ddp))
+    for step in range(2):
+        assert got[step]["0.weight"].is_sparse
+        got[step]["0.weight"] = got[step]["0.weight"].to_dense()
+        assert_grads(got[step], want[step], what=f"step {step}:")
+
+
+def check_bucket_view_gradients_share_their_bucket(ddp_class: type, rank: int) -> None:
+    _check_shared(ddp_class, rank, gradient_as_bucket_view=True)
+
+
+def check_default_gradients_share_their_bucket(ddp_class: type, rank: int) -> None:
+    _check_shared(ddp_class, rank)
+
+
+check_default_gradients_share_their_bucket.beyond_torch = "copies gradients unless asked for views"  # type: ignore[attr-defined]
+
+
+def _check_shared(ddp_class: type, rank: int, **options: Any) -> None:
+    ddp = ddp_class(seeded(Mlp), **options)
+    storages = []
+    for step in range(3):
+        ddp.zero_grad()
+        step_on(ddp, rank, step)
+        storages.append({storage_of(p.grad) for p in ddp.parameters()})
+    assert len(storages[1]) == 1 and len(storages[2]) == 1, f"gradients of one bucket in {storages} storages"
+
+
+def check_bucket_view_alias_survives_in_place_zeroing(ddp_class: type, rank: int) -> None:
+    """zero_grad(set_to_none=False) between steps: the gradient stays the very same memory, and right."""
+    ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=True)
+    want = expected_grads(seeded(Mlp), lambda m, r: step_on(m, r, 4))
+    pointers = []
+    for step in range(5):
+        ddp.zero_grad(set_to_none=False)
+        step_on(ddp, rank, step)
+        pointers.append([p.grad.data_ptr() for p in ddp.parameters()])
+    one_storage = len({storage_of(p.grad) for p in ddp.parameters()}) == 1
+    assert_grads(grads_of(ddp), want)
+    assert one_storage, "gradients do not share the bucket"
+    assert pointers[2] == pointers[3] == pointers[4], "gradients moved between steps"
+
+
+def check_comm_hook_writes_reach_bucket_view_gradients(ddp_class: type, rank: int) -> None:
+    """With views, the buffer the hook sees in the second step is the memory the gradients live in."""
+    seen: list[int] = []
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        seen.append(storage_of(bucket.buffer()))
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+
+    ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=True)
+    ddp.register_comm_hook(None, hook)
+    for step in range(3):
+        ddp.zero_grad(set_to_none=False)
+        step_on(ddp, rank, step)
+    assert {storage_of(p.grad) for p in ddp.parameters()} == {seen[-1]}

@@ -1,0 +1,277 @@
+"""Checks of the options and of what the class tells about itself: hooks, static graph, unused search, logging."""
+
+import pickle
+from io import BytesIO
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.checkpoint import checkpoint
+
+from tests.models import Branches, Mlp, assert_grads, batch, expected_grads, grads_of, loss_of, seeded, step_on
+
+TensorFuture = torch.futures.Future[Tensor]
+
+
+def _done(value: Tensor) -> TensorFuture:
+    future: TensorFuture = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def check_comm_hook_result_becomes_the_gradient(ddp_class: type, rank: int) -> None:
+    def sevens(state: object, bucket: dist.GradBucket) -> TensorFuture:
+        return _done(torch.full_like(bucket.buffer(), 7.0))
+
+    ddp = ddp_class(seeded(Mlp))
+    ddp.register_comm_hook(None, sevens)
+    for step in range(2):
+        ddp.zero_grad()
+        step_on(ddp, rank, step)
+    for name, p in ddp.named_parameters():
+        assert torch.equal(p.grad, torch.full_like(p.grad, 7.0)), f"'{name}' is {p.grad}"
+
+
+def check_comm_hook_sees_each_gradient_once(ddp_class: type, rank: int) -> None:
+    """In each step the buckets hold all parameters, in order of their index, the last one marked."""
+    steps: list[list[tuple[int, bool, int, int]]] = [[]]
+    state = object()
+    states = []
+
+    def note(given: object, bucket: dist.GradBucket) -> TensorFuture:
+        states.append(given)
+        numel = sum(g.numel() for g in bucket.gradients())
+        steps[-1].append((bucket.index(), bucket.is_last(), len(bucket.parameters()), numel))
+        assert bucket.buffer().numel() >= numel
+        return _done(bucket.buffer())
+
+    ddp = ddp_class(seeded(Mlp), bucket_cap_mb=0.001)
+    ddp.register_comm_hook(state, note)
+    for step in range(3):
+        step_on(ddp, rank, step)
+        steps.append([])
+    total = sum(p.numel() for p in ddp.parameters())
+    for seen in steps[:3]:
+        assert [index for index, *_ in seen] == list(range(len(seen))), seen
+        assert [last for _, last, *_ in seen] == [False] * (len(seen) - 1) + [True], seen
+        assert sum(count for _, _, count, _ in seen) == len(list(ddp.parameters()))
+        assert sum(numel for *_, numel in seen) == total
+    assert all(given is state for given in states)
+
+
+def check_fp16_hook_rounds_the_gradients(ddp_class: type, rank: int) -> None:
+    model = seeded(lambda: Mlp(dtype=torch.float32))
+    exact = expected_grads(model, _step32)
+    ddp = ddp_class(model)
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    _step32(ddp, rank)
+    _assert_rounded(grads_of(ddp), exact)
+
+
+def check_builtin_fp16_hook_rounds_the_gradients(ddp_class: type, rank: int) -> None:
+    model = seeded(lambda: Mlp(dtype=torch.float32))
+    exact = expected_grads(model, _step32)
+    ddp = ddp_class(model)
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    _step32(ddp, rank)
+    _assert_rounded(grads_of(ddp), exact)
+
+
+def _step32(model: nn.Module, rank: int) -> None:
+    loss_of(model(batch(rank, 0, 5, 8, dtype=torch.float32))).backward()
+
+
+def _assert_rounded(got: dict[str, Any], exact: dict[str, Any]) -> None:
+    for name, grad in got.items():
+        assert torch.equal(grad.half().float(), grad), f"'{name}' was not cast to fp16"
+        torch.testing.assert_close(grad, exact[name], rtol=4e-3, atol=2e-2)
+
+
+def check_unused_parameter_without_search_is_an_error(ddp_class: type, rank: int) -> None:
+    ddp = ddp_class(seeded(Branches))
+    loss_of(ddp(batch(rank, 0, 3, 4), "left")).backward()
+    with pytest.raises(RuntimeError, match="find_unused_parameters"):
+        ddp(batch(rank, 1, 3, 4), "left")
+    assert ddp.find_unused_parameters is False
+
+
+def check_output_is_handed_through_without_search(ddp_class: type, rank: int) -> None:
+    """Without find_unused_parameters nothing stands between the model's output and the caller."""
+    outputs: list[Tensor] = []
+
+    class Remembers(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            outputs.append(super().forward(x))
+            return outputs[-1]
+
+    got = ddp_class(seeded(Remembers))(batch(rank))
+    assert got is outputs[0], f"{got.grad_fn} instead of {outputs[0].grad_fn}"
+
+
+def check_options_are_shown_as_given(ddp_class: type, rank: int) -> None:
+    plain = ddp_class(seeded(Mlp))
+    told = ddp_class(seeded(Mlp), find_unused_parameters=True, bucket_cap_mb=3)
+    static = ddp_class(seeded(Mlp), static_graph=True)
+    assert (plain.find_unused_parameters, plain.static_graph) == (False, False)
+    assert (told.find_unused_parameters, told.bucket_bytes_cap) == (True, 3 * 1024 * 1024)
+    assert (static.static_graph, static.find_unused_parameters) == (True, False)
+
+
+def check_explicit_copy_is_honoured(ddp_class: type, rank: int) -> None:
+    ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=False)
+    for step in range(3):
+        ddp.zero_grad()
+        step_on(ddp, rank, step)
+    storages = {p.grad.untyped_storage().data_ptr() for p in ddp.parameters()}
+    assert len(storages) == len(list(ddp.parameters())), "gradients share memory though copies were asked for"
+    assert ddp.gradient_as_bucket_view is False
+
+
+def check_bucket_view_option_is_shown(ddp_class: type, rank: int) -> None:
+    assert ddp_class(seeded(Mlp), gradient_as_bucket_view=True).gradient_as_bucket_view is True
+
+
+class _Checkpointed(nn.Module):
+    """One layer used in two reentrant checkpoints: its hooks fire twice a step."""
+
+    def __init__(self, times: int = 2) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, dtype=torch.float64)
+        self.second = nn.Linear(4, 4, dtype=torch.float64)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.times):
+            x = checkpoint(self.second, x, use_reentrant=True)
+        return x
+
+
+def _static_steps(ddp_class: type, rank: int, model: nn.Module, run: Any) -> None:
+    want = [expected_grads(model, lambda m, r, step=step: run(m, r, step)) for step in range(3)]
+    ddp = ddp_class(model, static_graph=True)
+    got = []
+    for step in range(3):
+        ddp.zero_grad()
+        run(ddp, rank, step)
+        got.append(grads_of(ddp))
+    for step in range(3):
+        assert_grads(got[step], want[step], what=f"step {step}:")
+
+
+def check_static_graph_allows_repeated_checkpoints(ddp_class: type, rank: int) -> None:
+    def run(model: nn.Module, r: int, step: int) -> None:
+        loss_of(model(batch(r, step, 3, 4))).backward()
+
+    _static_steps(ddp_class, rank, seeded(_Checkpointed), run)
+
+
+def check_static_graph_allows_unused_parameters(ddp_class: type, rank: int) -> None:
+    def run(model: nn.Module, r: int, step: int) -> None:
+        loss_of(model(batch(r, step, 3, 4), "left")).backward()
+
+    model = seeded(Branches)
+    want = [expected_grads(model, lambda m, r, step=step: run(m, r, step)) for step in range(3)]
+    ddp = ddp_class(model, static_graph=True)
+    got = []
+    for step in range(3):
+        ddp.zero_grad()
+        run(ddp, rank, step)
+        got.append(grads_of(ddp))
+    for step in range(3):
+        for name in ("trunk.weight", "left.weight", "left.bias"):
+            assert_grads({name: got[step][name]}, {name: want[step][name]}, what=f"step {step}:")
+
+
+def check_static_graph_allows_unused_checkpoints(ddp_class: type, rank: int) -> None:
+    """Two of torch's promises at once: reentrant checkpoints while some parameters are never used."""
+
+    class Spare(_Checkpointed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = nn.Linear(4, 4, dtype=torch.float64)
+
+    model = seeded(Spare)
+    ddp = ddp_class(model, static_graph=True)
+    for step in range(2):
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, step, 3, 4))).backward()
+    want = expected_grads(model, lambda m, r: loss_of(m(batch(r, 1, 3, 4))).backward())
+    for name in ("first.weight", "second.weight"):
+        assert_grads({name: grads_of(ddp)[name]}, {name: want[name]})
+
+
+def check_static_graph_is_logged(ddp_class: type, rank: int) -> None:
+    ddp = ddp_class(seeded(Mlp), static_graph=True)
+    assert ddp.static_graph is True
+    assert ddp._get_ddp_logging_data()["static_graph"] == 1
+
+
+def check_logging_tells_the_construction(ddp_class: type, rank: int) -> None:
+    data = ddp_class(seeded(Mlp), bucket_cap_mb=2, find_unused_parameters=True)._get_ddp_logging_data()
+    params = list(seeded(Mlp).parameters())
+    assert data["world_size"] == dist.get_world_size() and data["rank"] == rank
+    assert data["module_name"] == "Mlp" and data["backend_name"] == "gloo"
+    assert data["num_parameter_tensors"] == len(params)
+    assert data["total_parameter_size_bytes"] == sum(p.numel() * p.element_size() for p in params)
+    assert data["bucket_cap_bytes"] == 2 * 1024 * 1024
+    assert data["find_unused_parameters"] == 1
+
+
+def check_logging_tells_the_unused_search(ddp_class: type, rank: int) -> None:
+    assert ddp_class(seeded(Mlp))._get_ddp_logging_data()["find_unused_parameters"] == 0
+
+
+def check_logging_tells_the_training(ddp_class: type, rank: int) -> None:
+    ddp = ddp_class(seeded(Mlp))
+    for step in range(3):
+        step_on(ddp, rank, step)
+    data = ddp._get_ddp_logging_data()
+    total_bytes = sum(p.numel() * p.element_size() for p in ddp.parameters())
+    assert data["iteration"] >= 2 and data["has_rebuilt_buckets"] == 1
+    assert sum(int(size) for size in data["rebuilt_bucket_sizes"].split(",")) == total_bytes
+
+
+def check_logging_tells_whether_the_graph_is_static(ddp_class: type, rank: int) -> None:
+    for changes in (False, True):
+        ddp = ddp_class(seeded(Branches), find_unused_parameters=True)
+        for step in range(5):
+            branch = "right" if changes and step == 1 else "left"
+            loss_of(ddp(batch(rank, step, 3, 4), branch)).backward()
+        assert bool(ddp._get_ddp_logging_data()["can_set_static_graph"]) is not changes
+
+
+check_logging_tells_whether_the_graph_is_static.beyond_torch = "does not tell on CPU"  # type: ignore[attr-defined]
+
+
+def check_logging_tells_the_comm_hook(ddp_class: type, rank: int) -> None:
+    ddp = ddp_class(seeded(Mlp))
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    step_on(ddp, rank)
+    step_on(ddp, rank)
+    assert ddp._get_ddp_logging_data()["comm_hook"] == "allreduce_hook"
+
+
+def check_second_comm_hook_is_refused(ddp_class: type, rank: int) -> None:
+    ddp = ddp_class(seeded(Mlp))
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(RuntimeError, match="hook"):
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def check_pickled_model_trains_on(ddp_class: type, rank: int) -> None:
+    ddp = ddp_class(seeded(Mlp))
+    step_on(ddp, rank)
+    file = BytesIO()
+    # By value of its state: the classes made by the mutant tests cannot be found by name.
+    pickle.dump(ddp.__getstate__(), file)
+    file.seek(0)
+    again = ddp_class.__new__(ddp_class)
+    again.__setstate__(pickle.load(file))
+    again.zero_grad()
+    step_on(again, rank, 1)
+    want = expected_grads(seeded(Mlp), lambda m, r: step_on(m, r, 1))
+    assert_grads(grads_of(again), want)

@@ -1,0 +1,98 @@
+// A test framework in one header: TEST registers a function, CHECK* report and go on, main.cpp runs them all.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <ostream>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace torchddp::testing {
+
+struct Test {
+  const char* name;
+  void (*body)();
+};
+
+inline std::vector<Test>& tests() {
+  static std::vector<Test> registered;
+  return registered;
+}
+
+struct Registration {
+  Registration(const char* name, void (*body)()) { tests().push_back({name, body}); }
+};
+
+// Of the test that is running. A broken kernel fails in a million places: only the first few are printed.
+struct Outcome {
+  int64_t num_checks = 0;
+  int64_t num_failures = 0;
+};
+
+inline Outcome& outcome() {
+  static Outcome current;
+  return current;
+}
+
+void report_failure(const char* file, int line, const std::string& message);
+
+template <class T>
+void show(std::ostream& out, const T& value) {
+  if constexpr (requires { out << value; }) {
+    out << value;
+  } else {
+    out << "(not printable)";
+  }
+}
+
+template <class A, class B>
+void check_equal(const A& actual, const B& expected, const char* text, const char* file, int line) {
+  ++outcome().num_checks;
+  if (actual == expected) return;
+  std::ostringstream message;
+  message << text << ": got ";
+  show(message, actual);
+  message << ", expected ";
+  show(message, expected);
+  report_failure(file, line, message.str());
+}
+
+inline void check_true(bool value, const char* text, const char* file, int line) {
+  ++outcome().num_checks;
+  if (!value) report_failure(file, line, std::string("not true: ") + text);
+}
+
+// The call must throw Exception, with every one of `parts` in its text.
+template <class Exception, class Call>
+void check_throws(const Call& call, const std::vector<std::string_view>& parts, const char* file, int line) {
+  ++outcome().num_checks;
+  try {
+    call();
+  } catch (const Exception& error) {
+    const std::string_view text = error.what();
+    for (const std::string_view part : parts) {
+      if (text.find(part) == std::string_view::npos) {
+        report_failure(file, line, "message '" + std::string(text) + "' lacks '" + std::string(part) + "'");
+      }
+    }
+    return;
+  }
+  report_failure(file, line, "nothing was thrown");
+}
+
+}  // namespace torchddp::testing
+
+#define TEST(name)                                                          \
+  static void name();                                                       \
+  static const ::torchddp::testing::Registration name##_test(#name, &name); \
+  static void name()
+
+#define CHECK(condition) ::torchddp::testing::check_true((condition), #condition, __FILE__, __LINE__)
+#define CHECK_EQ(actual, expected) \
+  ::torchddp::testing::check_equal((actual), (expected), #actual " == " #expected, __FILE__, __LINE__)
+// CHECK_THROWS(std::invalid_argument, f(x), "words", "of the message")
+#define CHECK_THROWS(Exception, expression, ...)                                                                \
+  ::torchddp::testing::check_throws<Exception>([&] { static_cast<void>(expression); }, {__VA_ARGS__}, __FILE__, \
+                                               __LINE__)

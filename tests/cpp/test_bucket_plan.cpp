@@ -1,0 +1,379 @@
+// Bucket plans: known small cases, the words of every error, and properties over seeded random models.
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <random>
+#include <set>
+#include <stdexcept>
+#include <utility>
+
+#include "check.h"
+#include "plan/bucket_plan.h"
+
+namespace torchddp::plan {
+namespace {
+
+using Longs = std::vector<int64_t>;
+using Error = std::invalid_argument;
+
+// Appends: GCC 12 warns about "p" + std::to_string(i) (GCC bug 105651).
+std::string numbered(std::string name, int64_t number) { return name.append(std::to_string(number)); }
+
+ParamSpec spec(std::string name, int64_t numel, int64_t itemsize = 4, int32_t dtype = 6, int32_t device = 0,
+               bool sparse = false) {
+  return {std::move(name), numel, itemsize, dtype, device, sparse};
+}
+
+std::vector<ParamSpec> four_params() { return {spec("a", 10), spec("b", 20), spec("c", 30), spec("d", 40)}; }
+
+Longs params_of(const BucketSpec& bucket) {
+  Longs params;
+  for (const Slot& slot : bucket.slots) params.push_back(slot.param);
+  return params;
+}
+
+Longs offsets_of(const BucketSpec& bucket) {
+  Longs offsets;
+  for (const Slot& slot : bucket.slots) offsets.push_back(slot.offset);
+  return offsets;
+}
+
+TEST(plan_closes_a_bucket_when_its_cap_is_reached) {
+  const auto params = four_params();
+  // d = 160 bytes; c = 120; b + a = 120. The cap of 160 is met by d alone, then by c + b, then a is left over.
+  const BucketPlan plan = make_bucket_plan(params, reverse_registration_order(4), {{160}, 1});
+  CHECK_EQ(plan.buckets.size(), 3u);
+  CHECK(params_of(plan.buckets.at(0)) == Longs{3});
+  CHECK(params_of(plan.buckets.at(1)) == (Longs{2, 1}));
+  CHECK(params_of(plan.buckets.at(2)) == Longs{0});
+  CHECK(offsets_of(plan.buckets.at(1)) == (Longs{0, 30}));
+  CHECK_EQ(plan.buckets.at(1).numel, 50);
+  CHECK_EQ(plan.buckets.at(1).itemsize, 4);
+  CHECK_EQ(plan.buckets.at(1).dtype, 6);
+  // One byte more, and d alone is not enough.
+  CHECK(params_of(make_bucket_plan(params, reverse_registration_order(4), {{161}, 1}).buckets.at(0)) == (Longs{3, 2}));
+}
+
+TEST(plan_takes_one_cap_after_the_other_and_repeats_the_last) {
+  const std::vector<ParamSpec> params(7, spec("p", 1));
+  const Longs order = {0, 1, 2, 3, 4, 5, 6};
+  const BucketPlan plan = make_bucket_plan(params, order, {{4, 12, 8}, 1});
+  Longs sizes;
+  for (const BucketSpec& bucket : plan.buckets) sizes.push_back(std::ssize(bucket.slots));
+  CHECK(sizes == (Longs{1, 3, 2, 1}));
+}
+
+TEST(plan_counts_caps_for_each_dtype_and_device) {
+  std::vector<ParamSpec> params;
+  for (int i = 0; i < 4; ++i) {
+    params.push_back(spec(numbered("f32.", i), 1));
+    params.push_back(spec(numbered("bf16.", i), 2, 2, 15));
+    params.push_back(spec(numbered("cuda.", i), 1, 4, 6, 1));
+  }
+  Longs order(params.size());
+  std::iota(order.begin(), order.end(), 0);
+  const BucketPlan plan = make_bucket_plan(params, order, {{4, 100}, 1});
+  // The first bucket of each kind takes one parameter, the second the other three.
+  CHECK_EQ(plan.buckets.size(), 6u);
+  for (int kind = 0; kind < 3; ++kind) {
+    CHECK(params_of(plan.buckets.at(static_cast<size_t>(kind))) == Longs{kind});
+    CHECK(params_of(plan.buckets.at(static_cast<size_t>(3 + kind))) == (Longs{3 + kind, 6 + kind, 9 + kind}));
+  }
+  CHECK_EQ(plan.buckets.at(4).dtype, 15);
+  CHECK_EQ(plan.buckets.at(5).device, 1);
+}
+
+TEST(plan_sorts_buckets_by_their_last_gradient) {
+  // The bf16 bucket opens first and closes last.
+  const std::vector<ParamSpec> params = {spec("h0", 1, 2, 15), spec("f0", 4), spec("f1", 4), spec("h1", 1, 2, 15)};
+  const BucketPlan plan = make_bucket_plan(params, Longs{0, 1, 2, 3}, {{16}, 1});
+  CHECK_EQ(plan.buckets.size(), 3u);
+  CHECK(params_of(plan.buckets.at(0)) == Longs{1});
+  CHECK(params_of(plan.buckets.at(1)) == Longs{2});
+  CHECK(params_of(plan.buckets.at(2)) == (Longs{0, 3}));
+}
+
+TEST(plan_gives_sparse_parameters_a_bucket_without_memory) {
+  std::vector<ParamSpec> params = four_params();
+  params[2].sparse = true;
+  const BucketPlan plan = make_bucket_plan(params, reverse_registration_order(4), {{1 << 20}, 64});
+  CHECK_EQ(plan.buckets.size(), 2u);
+  CHECK(plan.buckets.at(0).sparse);
+  CHECK(params_of(plan.buckets.at(0)) == Longs{2});
+  CHECK_EQ(plan.buckets.at(0).numel, 0);
+  CHECK_EQ(plan.buckets.at(0).slots[0].numel, 30);
+  CHECK(params_of(plan.buckets.at(1)) == (Longs{3, 1, 0}));
+  CHECK(!plan.buckets.at(1).sparse);
+}
+
+TEST(plan_aligns_gradients_without_changing_the_grouping) {
+  const std::vector<ParamSpec> params(5, spec("p", 3));
+  const Longs order = {0, 1, 2, 3, 4};
+  const BucketPlan aligned = make_bucket_plan(params, order, {{36}, 64});
+  CHECK_EQ(aligned.buckets.size(), 2u);
+  CHECK(offsets_of(aligned.buckets.at(0)) == (Longs{0, 16, 32}));
+  CHECK_EQ(aligned.buckets.at(0).numel, 35);
+  CHECK(offsets_of(make_bucket_plan(params, order, {{36}, 1}).buckets.at(0)) == (Longs{0, 3, 6}));
+  // complex128: an item is wider than the alignment. Three-byte items: only every fourth one starts at 4 bytes.
+  CHECK(offsets_of(
+            make_bucket_plan(std::vector<ParamSpec>(2, spec("z", 3, 16)), Longs{0, 1}, {{1000}, 8}).buckets.at(0)) ==
+        (Longs{0, 3}));
+  CHECK(offsets_of(
+            make_bucket_plan(std::vector<ParamSpec>(2, spec("t", 3, 3)), Longs{0, 1}, {{1000}, 4}).buckets.at(0)) ==
+        (Longs{0, 4}));
+}
+
+TEST(plan_of_nothing_and_of_empty_parameters) {
+  const std::vector<ParamSpec> none;
+  CHECK(make_bucket_plan(none, Longs{}, {{1}, 1}).buckets.empty());
+  CHECK(decode_plan(encode_plan({}, 0), none, 1) == BucketPlan{});
+  const std::vector<ParamSpec> empty = {spec("e", 0), spec("f", 0)};
+  const BucketPlan plan = make_bucket_plan(empty, Longs{1, 0}, {{1}, 16});
+  CHECK_EQ(plan.buckets.size(), 1u);
+  CHECK_EQ(plan.buckets.at(0).numel, 0);
+  check_plan(plan, empty, 16);
+}
+
+TEST(orders) {
+  CHECK(reverse_registration_order(4) == (Longs{3, 2, 1, 0}));
+  CHECK(reverse_registration_order(0).empty());
+  CHECK(complete_order(Longs{}, 3) == (Longs{2, 1, 0}));
+  CHECK(complete_order(Longs{1, 4}, 5) == (Longs{1, 4, 3, 2, 0}));
+  CHECK(complete_order(Longs{0, 1, 2}, 3) == (Longs{0, 1, 2}));
+  CHECK_THROWS(Error, reverse_registration_order(-1), "num_params must be at least 0, got -1");
+  CHECK_THROWS(Error, complete_order(Longs{}, -2), "num_params must be at least 0, got -2");
+  CHECK_THROWS(Error, complete_order(Longs{0, 3}, 3), "seen[1] is 3", "from 0 to 2");
+  CHECK_THROWS(Error, complete_order(Longs{-1}, 3), "seen[0] is -1");
+  CHECK_THROWS(Error, complete_order(Longs{2, 1, 2}, 3), "seen[2] is 2 for the second time");
+}
+
+TEST(make_bucket_plan_says_what_is_wrong) {
+  const auto params = four_params();
+  const Longs order = {0, 1, 2, 3};
+  const auto with = [&](size_t index, ParamSpec changed) {
+    auto copy = params;
+    copy[index] = std::move(changed);
+    return copy;
+  };
+  CHECK_THROWS(Error, make_bucket_plan(params, order, {{}, 1}), "caps_bytes is empty");
+  CHECK_THROWS(Error, make_bucket_plan(params, order, {{5, 0}, 1}), "caps_bytes[1] must be at least 1 byte, got 0");
+  CHECK_THROWS(Error, make_bucket_plan(params, order, {{-7}, 1}), "caps_bytes[0]", "got -7");
+  for (const int64_t alignment : {0, -8, 3, 48}) {
+    CHECK_THROWS(Error, make_bucket_plan(params, order, {{5}, alignment}),
+                 "alignment_bytes must be a power of two, got ", std::to_string(alignment));
+  }
+  CHECK_THROWS(Error, make_bucket_plan(with(1, spec("b", -1)), order, {{5}, 1}), "parameter 'b' (index 1)",
+               "numel must be at least 0, got -1");
+  CHECK_THROWS(Error, make_bucket_plan(with(2, spec("c", 1, 0)), order, {{5}, 1}), "parameter 'c' (index 2)",
+               "itemsize must be at least 1, got 0");
+  CHECK_THROWS(Error, make_bucket_plan(with(3, spec("d", int64_t{1} << 62)), order, {{5}, 1}),
+               "parameter 'd' (index 3)", "9223372036854775807 bytes");
+  CHECK_THROWS(Error, make_bucket_plan(with(2, spec("c", 3, 8)), order, {{500}, 1}), "parameter 'c' (index 2)",
+               "itemsize 8 differs from the 4", "parameter 'a' (index 0)");
+  CHECK_THROWS(Error, make_bucket_plan(params, Longs{0, 1, 2}, {{5}, 1}), "order has 3 entries for 4 parameters");
+  CHECK_THROWS(Error, make_bucket_plan(params, Longs{0, 1, 2, 4}, {{5}, 1}), "order[3] is 4", "from 0 to 3");
+  CHECK_THROWS(Error, make_bucket_plan(params, Longs{0, 1, 1, 2}, {{5}, 1}), "order[2] is 1 for the second time");
+}
+
+TEST(check_plan_says_what_is_wrong) {
+  std::vector<ParamSpec> params = four_params();
+  params[0].sparse = true;
+  const BucketPlan good = make_bucket_plan(params, reverse_registration_order(4), {{1000}, 16});
+  check_plan(good, params, 16);  // [d c b], [a sparse]; offsets 0, 40, 72
+  CHECK(offsets_of(good.buckets.at(0)) == (Longs{0, 40, 72}));
+  const auto broken = [&](auto change) {
+    BucketPlan plan = good;
+    change(plan.buckets);
+    return plan;
+  };
+  using Buckets = std::vector<BucketSpec>;
+  const auto expect = [&](auto change, const std::vector<std::string_view>& parts) {
+    testing::check_throws<Error>([&] { check_plan(broken(change), params, 16); }, parts, __FILE__, __LINE__);
+  };
+  expect([](Buckets& b) { b[0].slots.pop_back(); }, {"parameter 'b' (index 1) is in no bucket"});
+  expect([](Buckets& b) { b[1].slots.clear(); }, {"bucket 1 has no slots"});
+  expect([](Buckets& b) { b[0].slots[1].param = 9; }, {"bucket 0 holds parameter index 9", "0 to 3"});
+  expect([](Buckets& b) { b[0].slots[1].param = -1; }, {"bucket 0 holds parameter index -1"});
+  expect([](Buckets& b) { b.push_back(b[0]); }, {"parameter 'd' (index 3) is in bucket 0 and again in bucket 2"});
+  expect([](Buckets& b) { b[0].dtype = 5; }, {"parameter 'd' (index 3) has dtype 6 in bucket 0 of dtype 5"});
+  expect([](Buckets& b) { b[0].device = 2; }, {"has device 0 in bucket 0 of device 2"});
+  expect([](Buckets& b) { b[0].itemsize = 8; }, {"has itemsize 4 in bucket 0 of itemsize 8"});
+  expect([](Buckets& b) { b[1].sparse = false; }, {"parameter 'a' (index 0) has sparse 1 in bucket 1 of sparse 0"});
+  expect([](Buckets& b) { b[0].slots[2].numel = 19; }, {"parameter 'b' (index 1) has 20 elements", "bucket 0 has 19"});
+  expect([](Buckets& b) { b[0].slots[1].offset = 41; },
+         {"parameter 'c' (index 2) starts at element 41", "multiples of 4"});
+  expect([](Buckets& b) { b[0].slots[0].offset = -4; }, {"starts at element -4"});
+  expect(
+      [](Buckets& b) { b[0].slots[1].offset = 36; },
+      {"parameter 'c' (index 2) starts at element 36 of bucket 0, inside parameter 'd' (index 3), which ends at 40"});
+  expect([](Buckets& b) { b[0].numel = 91; }, {"parameter 'b' (index 1)", "past the end of bucket 0 of 91"});
+  expect([](Buckets& b) { b[1].numel = 10; }, {"parameter 'a' (index 0) is sparse", "10 elements, expected 0"});
+  params[1].sparse = true;
+  expect(
+      [](Buckets& b) {
+        b[1].slots.push_back(b[0].slots.back());
+        b[0].slots.pop_back();
+      },
+      {"parameter 'a' (index 0) is sparse but shares bucket 1 with parameter 'b' (index 1)"});
+  CHECK_THROWS(Error, check_plan(good, params, 6), "alignment_bytes must be a power of two, got 6");
+}
+
+TEST(plan_words_are_as_documented) {
+  const auto params = four_params();
+  const BucketPlan plan = make_bucket_plan(params, reverse_registration_order(4), {{160}, 1});
+  CHECK_EQ(encoded_size(4), 10);
+  CHECK_EQ(encoded_size(0), 2);
+  CHECK(encode_plan(plan, 4) == (Longs{1, 3, 1, 3, 2, 2, 1, 1, 0, 0}));
+  CHECK_THROWS(Error, encoded_size(-1), "num_params must be at least 0, got -1");
+  CHECK_THROWS(Error, encode_plan(plan, 5), "the plan has 4 slots for 5 parameters");
+  BucketPlan twice = plan;
+  twice.buckets.at(0).slots[0].param = 0;
+  CHECK_THROWS(Error, encode_plan(twice, 4), "slots of the plan[3] is 0 for the second time");
+  twice.buckets.at(0).slots.clear();
+  CHECK_THROWS(Error, encode_plan(twice, 4), "bucket 0 has no slots");
+}
+
+TEST(corrupt_words_are_no_plan) {
+  std::vector<ParamSpec> params = four_params();
+  const Longs good = {1, 3, 1, 3, 2, 2, 1, 1, 0, 0};
+  CHECK_EQ(decode_plan(good, params, 1).buckets.size(), 3u);
+  const auto expect = [&](const Longs& words, const std::vector<std::string_view>& parts) {
+    testing::check_throws<Error>([&] { decode_plan(words, params, 1); }, parts, __FILE__, __LINE__);
+  };
+  expect({}, {"encoded plan: 0 words, expected 10 for 4 parameters"});
+  expect({1, 3, 1, 3, 2, 2, 1, 1, 0}, {"9 words, expected 10"});
+  expect({2, 3, 1, 3, 2, 2, 1, 1, 0, 0}, {"version is 2, allowed is 1 to 1"});
+  expect({1, 5, 1, 3, 2, 2, 1, 1, 0, 0}, {"number of buckets is 5, allowed is 0 to 4"});
+  expect({1, -1, 1, 3, 2, 2, 1, 1, 0, 0}, {"number of buckets is -1"});
+  expect({1, 3, 0, 3, 2, 2, 1, 1, 0, 0}, {"number of slots is 0, allowed is 1 to 4"});
+  expect({1, 3, 5, 3, 2, 2, 1, 1, 0, 0}, {"number of slots is 5"});
+  expect({1, 3, 1, 4, 2, 2, 1, 1, 0, 0}, {"parameter index is 4, allowed is 0 to 3"});
+  expect({1, 3, 1, 3, 2, 2, 3, 1, 0, 0}, {"parameter index[2] is 3 for the second time"});
+  expect({1, 3, 1, 3, 2, 2, 1, 1, 0, 7}, {"unused word is 7, expected 0"});
+  expect({1, 4, 4, 3, 2, 1, 0, 1, 0, 2}, {"encoded plan: ends before parameter index"});
+  expect({1, 2, 1, 3, 2, 2, 1, 0, 0, 0}, {"parameter 'a' (index 0) is in no bucket"});
+  params[1].dtype = 5;
+  expect(good, {"parameter 'b' (index 1) has dtype 5 in bucket 1 of dtype 6"});
+  params[1].dtype = 6;
+  params[2].sparse = true;
+  expect(good, {"parameter 'b' (index 1) has sparse 0 in bucket 1 of sparse 1"});
+  params[1].sparse = true;
+  expect(good, {"parameter 'c' (index 2) is sparse but shares bucket 1"});
+}
+
+struct Case {
+  std::vector<ParamSpec> params;
+  Longs order;
+  BucketLimits limits;
+};
+
+Case random_case(std::mt19937& random) {
+  const auto below = [&](uint32_t bound) { return static_cast<int64_t>(random() % bound); };
+  constexpr int64_t kItemsizes[] = {2, 4, 8, 16};
+  Case result;
+  const int64_t num_params = below(40);
+  for (int64_t i = 0; i < num_params; ++i) {
+    const int64_t dtype = below(4);
+    result.params.push_back(spec(numbered("p", i), below(8) == 0 ? 0 : below(300), kItemsizes[dtype],
+                                 static_cast<int32_t>(dtype), static_cast<int32_t>(below(2)), below(9) == 0));
+  }
+  result.order = reverse_registration_order(num_params);
+  if (below(3) > 0) std::shuffle(result.order.begin(), result.order.end(), random);
+  for (int64_t i = 0; i <= below(3); ++i) result.limits.caps_bytes.push_back(1 + below(4000));
+  result.limits.alignment_bytes = int64_t{1} << below(9);
+  return result;
+}
+
+// What check_plan does not ask for: the grouping by caps and the order of launch.
+void check_grouping(const BucketPlan& plan, const Case& c) {
+  Longs position(c.params.size());
+  for (size_t i = 0; i < c.order.size(); ++i) position[static_cast<size_t>(c.order[i])] = static_cast<int64_t>(i);
+  std::map<std::pair<int32_t, int32_t>, std::vector<const BucketSpec*>> of_kind;
+  int64_t last_ready = -1;
+  for (const BucketSpec& bucket : plan.buckets) {
+    Longs ready;
+    for (const Slot& slot : bucket.slots) ready.push_back(position[static_cast<size_t>(slot.param)]);
+    CHECK(std::ranges::is_sorted(ready));
+    CHECK(ready.back() > last_ready);
+    last_ready = ready.back();
+    if (!bucket.sparse) of_kind[{bucket.dtype, bucket.device}].push_back(&bucket);
+  }
+  for (const auto& [kind, buckets] : of_kind) {
+    for (size_t i = 0; i < buckets.size(); ++i) {
+      int64_t bytes = 0;
+      for (const Slot& slot : buckets[i]->slots) bytes += slot.numel * buckets[i]->itemsize;
+      const int64_t last_bytes = buckets[i]->slots.back().numel * buckets[i]->itemsize;
+      const int64_t cap = c.limits.caps_bytes[std::min(i, c.limits.caps_bytes.size() - 1)];
+      CHECK(bytes - last_bytes < cap);                  // it closed no later than it had to
+      if (i + 1 < buckets.size()) CHECK(bytes >= cap);  // and no sooner
+    }
+  }
+}
+
+TEST(random_plans_keep_every_promise) {
+  std::mt19937 random(1234);
+  for (int round = 0; round < 2000; ++round) {
+    const Case c = random_case(random);
+    const BucketPlan plan = make_bucket_plan(c.params, c.order, c.limits);
+    check_plan(plan, c.params, c.limits.alignment_bytes);
+    check_grouping(plan, c);
+    // Independent of check_plan: which bytes belong to whom.
+    std::set<int64_t> placed;
+    for (const BucketSpec& bucket : plan.buckets) {
+      int64_t end = 0;
+      for (const Slot& slot : bucket.slots) {
+        CHECK(placed.insert(slot.param).second);
+        CHECK(slot.offset >= end);
+        CHECK_EQ(slot.offset * bucket.itemsize % c.limits.alignment_bytes, 0);
+        end = slot.offset + slot.numel;
+      }
+      CHECK_EQ(bucket.numel, bucket.sparse ? 0 : end);
+    }
+    CHECK_EQ(placed.size(), c.params.size());
+    CHECK(make_bucket_plan(c.params, c.order, c.limits) == plan);
+  }
+}
+
+TEST(random_plans_survive_the_broadcast) {
+  std::mt19937 random(99);
+  for (int round = 0; round < 1000; ++round) {
+    const Case c = random_case(random);
+    const BucketPlan plan = make_bucket_plan(c.params, c.order, c.limits);
+    const auto num_params = std::ssize(c.params);
+    const Longs words = encode_plan(plan, num_params);
+    CHECK_EQ(std::ssize(words), encoded_size(num_params));
+    CHECK(decode_plan(words, c.params, c.limits.alignment_bytes) == plan);
+  }
+}
+
+// One word changed, or two swapped: either an error, or another plan that is whole and says the same in words.
+TEST(randomly_corrupt_words_never_give_a_broken_plan) {
+  std::mt19937 random(4711);
+  int64_t num_rejected = 0;
+  int64_t num_accepted = 0;
+  for (int round = 0; round < 4000; ++round) {
+    const Case c = random_case(random);
+    Longs words = encode_plan(make_bucket_plan(c.params, c.order, c.limits), std::ssize(c.params));
+    const Longs before = words;
+    const Longs values = {-1, 0, 1, 2, 3, 41, INT64_MAX, INT64_MIN, static_cast<int64_t>(random() % 40)};
+    if (round % 2 == 0) {
+      words[random() % words.size()] = values[random() % values.size()];
+    } else {
+      std::swap(words[random() % words.size()], words[random() % words.size()]);
+    }
+    if (words == before) continue;
+    try {
+      const BucketPlan plan = decode_plan(words, c.params, c.limits.alignment_bytes);
+      check_plan(plan, c.params, c.limits.alignment_bytes);
+      CHECK(encode_plan(plan, std::ssize(c.params)) == words);
+      ++num_accepted;
+    } catch (const Error&) {
+      ++num_rejected;
+    }
+  }
+  CHECK(num_rejected > 1000);
+  CHECK(num_accepted > 100);
+}
+
+}  // namespace
+}  // namespace torchddp::plan

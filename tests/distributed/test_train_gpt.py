@@ -1,0 +1,192 @@
+"""The GPT example on two ranks: resuming, probing and accumulating change no loss; bad input ends all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.gpt.config import TrainConfig
+from examples.gpt.errors import ExampleError
+from examples.gpt.ranks import Ranks
+from examples.train_gpt import train_on
+from tests.harness import is_own_class, run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "train_gpt.py"
+DDP = "torchddp" if is_own_class() else "torch"
+SMALL: dict[str, Any] = {
+    "steps": 8,
+    "batch_size": 2,
+    "block_size": 16,
+    "layers": 2,
+    "width": 16,
+    "heads": 2,
+    "warmup_steps": 2,
+    "eval_interval": 4,
+    "eval_batches": 2,
+    "dropout": 0.1,  # so that a resumed run needs the ranks' random states
+    "device": "cpu",
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 60)
+    return path
+
+
+def _train(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
+    ranks = Ranks(rank, rank, world_size, torch.device("cpu"), has_group=True)
+    return train_on(TrainConfig(**{**SMALL, "ddp": DDP, **options}), ranks)
+
+
+def _refused(rank: int, world_size: int, options: dict[str, Any]) -> str:
+    """The words with which this rank's run is refused."""
+    with pytest.raises(ExampleError) as caught:
+        _train(rank, world_size, options)
+    return str(caught.value)
+
+
+def _other_data(rank: int, texts: list[Path]) -> str:
+    return _refused(rank, len(texts), {"data": texts[rank]})
+
+
+def _run(world_size: int = 2, **options: Any) -> dict[str, Any]:
+    records = run_ranks(_train, world_size, world_size, options)
+    assert all(_losses(record) == _losses(records[0]) for record in records)
+    return records[0]
+
+
+def _losses(record: dict[str, Any]) -> dict[int, float]:
+    return {entry["step"]: entry["loss"] for entry in record["steps"]}
+
+
+def _validation(record: dict[str, Any]) -> dict[int, float]:
+    return {entry["step"]: entry["loss"] for entry in record["validation"]}
+
+
+@pytest.mark.parametrize("grad_accum", [1, 2])
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(text: Path, tmp_path: Path, grad_accum: int) -> None:
+    options: dict[str, Any] = {"data": text, "grad_accum": grad_accum}
+    whole = _run(**options)
+    begun = _run(**options, checkpoint=tmp_path / "c.pt", stop_after=3)
+    ended = _run(**options, checkpoint=tmp_path / "c.pt", resume=True)
+    assert list(_losses(begun)) == [1, 2, 3] and list(_losses(ended)) == [4, 5, 6, 7, 8]
+    assert {**_losses(begun), **_losses(ended)} == _losses(whole)
+    assert _validation(whole).items() <= {**_validation(begun), **_validation(ended)}.items()
+    assert [step["lr"] for step in begun["steps"] + ended["steps"]] == [step["lr"] for step in whole["steps"]]
+
+
+def test_a_run_resumes_from_what_save_every_left(text: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "c.pt"
+    _run(data=text, checkpoint=saved, save_every=2, stop_after=2)
+    _run(data=text, checkpoint=saved, save_every=2, resume=True, stop_after=5)
+    assert torch.load(saved, weights_only=True)["step"] == 5
+    assert list(_losses(_run(data=text, checkpoint=saved, resume=True))) == [6, 7, 8]
+
+
+def test_torch_and_the_class_under_test_have_the_same_losses(text: Path) -> None:
+    mine, torchs = _run(data=text), _run(data=text, ddp="torch")
+    assert _losses(mine) == _losses(torchs)
+    assert _validation(mine) == _validation(torchs)
+    assert _losses(mine)[8] < _losses(mine)[1] - 0.1
+
+
+def test_measuring_communication_changes_no_loss(text: Path) -> None:
+    plain, measured = _run(data=text), _run(data=text, measure_comm=2)
+    assert _losses(plain) == _losses(measured)
+    assert plain["communication"] == []
+    assert [probe["step"] for probe in measured["communication"]] == [5, 7]
+    for probe in measured["communication"]:
+        assert probe["exposed_ms"] == probe["synchronised_ms"] - probe["local_ms"]
+        assert probe["local_ms"] > 0
+    assert [step["step"] for step in measured["steps"] if step["probed"]] == [5, 7]
+
+
+def test_losses_depend_on_seed_and_accumulation(text: Path) -> None:
+    losses = [_losses(_run(data=text, stop_after=2, **o)) for o in ({}, {"seed": 1}, {"grad_accum": 2})]
+    assert len({tuple(each.values()) for each in losses}) == 3
+
+
+def test_ranks_with_different_data_refuse_together(text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(text.read_bytes()[:-1] + b"!")
+    words = "rank 1 has other data than rank 0: all ranks need the same"
+    assert run_ranks(_other_data, 2, [text, other]) == [words, words]
+
+
+def test_data_missing_on_one_rank_ends_both(text: Path, tmp_path: Path) -> None:
+    words = f"rank 1: no such data: {tmp_path / 'nowhere'}"
+    assert run_ranks(_other_data, 2, [text, tmp_path / "nowhere"]) == [words, words]
+
+
+def test_checkpoints_of_other_runs_are_refused(text: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "c.pt"
+    _run(data=text, checkpoint=saved)
+    other = tmp_path / "other"
+    other.write_bytes(text.read_bytes() + b"!")
+    before = saved.read_bytes()
+    for world_size, options, words in (
+        (2, {}, "is at step 8 already, this run ends with step 8"),
+        (1, {}, "belongs to another world size: 2 ranks wrote it, this run has 1"),
+        (2, {"width": 32}, "belongs to another model: width 16 there, 32 here"),
+        (2, {"data": other}, "belongs to other data"),
+        (2, {"lr": 1.0}, "belongs to a run with other settings: lr 0.003 there, 1.0 here"),
+    ):
+        wanted = {"data": text, "checkpoint": saved, "resume": True, **options}
+        for refusal in run_ranks(_refused, world_size, world_size, wanted):
+            assert words in refusal
+    assert saved.read_bytes() == before
+
+
+# --- through the command line, as a user starts it -------------------------------------------------------------------
+
+
+def _command(*options: object, ranks: int | None = None) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command = [sys.executable, *([*launcher, "--nproc-per-node", str(ranks)] if ranks else []), str(SCRIPT)]
+    for name in ("batch_size", "block_size", "layers", "width", "heads", "device"):
+        command += ["--" + name.replace("_", "-"), str(SMALL[name])]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    # From another folder: the script finds its modules by itself.
+    return subprocess.run(
+        [*command, *map(str, options)], cwd="/", env=environment, capture_output=True, text=True, timeout=90
+    )
+
+
+def test_torchrun_trains_and_leaves_metrics(text: Path, tmp_path: Path) -> None:
+    run = _command("--ddp", DDP, "--data", text, "--steps", 6, "--json", tmp_path / "new" / "m.json", ranks=2)
+    assert run.returncode == 0, run.stderr
+    record = json.loads((tmp_path / "new" / "m.json").read_text())
+    assert record["world_size"] == 2
+    assert record["summary"]["final_train_loss"] == record["steps"][-1]["loss"]
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["memory"]["peak_rss_bytes"] > 50e6
+    assert run.stdout.count(f"{DDP}: step 6/6  train loss") == 1  # rank 0 alone speaks
+
+
+def test_torchrun_with_bad_data_says_one_line(tmp_path: Path) -> None:
+    run = _command("--ddp", "torch", "--data", tmp_path / "nowhere", ranks=2)
+    assert run.returncode != 0
+    assert run.stderr.count(f"error: no such data: {tmp_path / 'nowhere'}") == 1
+    assert "exitcode  : 2" in run.stderr  # torchrun's report of the script's exit code
+
+
+@pytest.mark.parametrize("ddp", [DDP, "none"])
+def test_one_process_without_torchrun(text: Path, tmp_path: Path, ddp: str) -> None:
+    run = _command("--ddp", ddp, "--data", text, "--steps", 4, "--json", tmp_path / "m.json")
+    assert run.returncode == 0, run.stderr
+    assert len(json.loads((tmp_path / "m.json").read_text())["steps"]) == 4
+
+
+def test_unknown_class_is_one_line_and_exit_code_2() -> None:
+    run = _command("--ddp", "horovod")
+    assert (run.returncode, run.stderr) == (2, "error: unknown --ddp 'horovod': choose one of torchddp, torch, none\n")

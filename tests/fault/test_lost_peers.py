@@ -1,0 +1,176 @@
+"""A rank that dies or stalls in mid-step: the others raise, naming rank, bucket and parameters, and never hang."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import run_outcomes, run_ranks
+from tests.models import Mlp, batch, loss_of, seeded, step_on
+
+GROUP_TIMEOUT_S = 5.0
+DEATH_NOTICED_S = 5.0  # a closed connection is seen at once; the rest is for a busy machine
+MARGIN_S = 6.0
+FAULT_STEP = 2
+
+pytestmark = pytest.mark.beyond_torch("names neither the bucket nor its parameters")
+
+
+class Fault(torch.autograd.Function):
+    """Sends a signal to its own process half-way through backward."""
+
+    @staticmethod
+    def forward(ctx, x, number):
+        ctx.number = number
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        os.kill(os.getpid(), ctx.number)
+        return grad, None
+
+
+class Fragile(Mlp):
+    """An Mlp whose backward can be hit between its layers."""
+
+    signal_number = 0
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.middle(x))
+        return self.last(Fault.apply(x, self.signal_number) if self.signal_number else x)
+
+
+def _train_until_fault(rank, ddp_class, number, options):
+    ddp = ddp_class(seeded(Fragile), bucket_cap_mb=0.001, **options)
+    for step in range(FAULT_STEP):
+        ddp.zero_grad()
+        step_on(ddp, rank, step)
+    dist.barrier()
+    if rank == 1:
+        ddp.module.signal_number = number
+    started_s = time.monotonic()
+    try:
+        for step in range(3):  # an asynchronous transport may notice one step later
+            step_on(ddp, rank, FAULT_STEP + step)
+    except Exception as error:
+        own = [cls.__name__ for cls in type(error).__mro__]
+        return own, str(error), time.monotonic() - started_s
+    return [], "no error", time.monotonic() - started_s
+
+
+def _survivors(ddp_class, number, world_size, options):
+    needed = [rank for rank in range(world_size) if rank != 1]
+    outcomes = run_outcomes(
+        _train_until_fault, world_size, ddp_class, number, options,
+        timeout=45, group_timeout_s=GROUP_TIMEOUT_S, straggler_s=20.0, needed_ranks=needed,
+    )  # fmt: skip
+    for rank in needed:
+        assert outcomes[rank].error is None, f"rank {rank}: {outcomes[rank].error}"
+    return [(rank, *outcomes[rank].value) for rank in needed]
+
+
+def _assert_tells(rank, types, text):
+    assert "TransportError" in types and "RuntimeError" in types, f"rank {rank}: {types}: {text}"
+    assert re.search(rf"rank {rank}\b", text, re.IGNORECASE), text
+    assert re.search(r"bucket \d+", text, re.IGNORECASE), text
+    names = [name for name, _ in Mlp().named_parameters()]
+    assert any(name in text for name in names), f"no parameter of {names} in: {text}"
+
+
+OPTIONS = [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": False}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_killed_rank_is_noticed_within_seconds(ddp_class, options):
+    for rank, types, text, seconds in _survivors(ddp_class, signal.SIGKILL, 2, options):
+        _assert_tells(rank, types, text)
+        assert seconds < DEATH_NOTICED_S, f"rank {rank} took {seconds:.1f} s"
+
+
+def test_killed_rank_is_noticed_by_all_of_three(ddp_class):
+    """Also by the rank that has no connection of its own to the dead one in a ring."""
+    for rank, types, text, seconds in _survivors(ddp_class, signal.SIGKILL, 3, {}):
+        _assert_tells(rank, types, text)
+        assert seconds < GROUP_TIMEOUT_S + MARGIN_S, f"rank {rank} took {seconds:.1f} s"
+
+
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+def test_stopped_rank_is_noticed_within_the_groups_timeout(ddp_class, options):
+    for rank, types, text, seconds in _survivors(ddp_class, signal.SIGSTOP, 2, options):
+        _assert_tells(rank, types, text)
+        assert GROUP_TIMEOUT_S * 0.5 < seconds < GROUP_TIMEOUT_S + MARGIN_S, f"rank {rank} took {seconds:.1f} s"
+
+
+def test_rank_that_leaves_its_training_loop_early(ddp_class):
+    """One rank makes a step less: the other must not wait for ever."""
+
+    def work(rank):
+        ddp = ddp_class(seeded(Mlp))
+        for step in range(2):
+            step_on(ddp, rank, step)
+        if rank == 1:
+            time.sleep(GROUP_TIMEOUT_S + 2)
+            return [], "left"
+        try:
+            step_on(ddp, rank, 2)
+        except Exception as error:
+            return [cls.__name__ for cls in type(error).__mro__], str(error)
+        return [], "no error"
+
+    types, text = run_ranks(work, 2, group_timeout_s=GROUP_TIMEOUT_S, timeout=40)[0]
+    _assert_tells(0, types, text)
+
+
+def test_training_goes_on_alone_after_a_peer_has_died(ddp_class):
+    """The error leaves the process able to go on without the group: a new group of one, a new wrapper."""
+
+    def work(rank):
+        model = seeded(Fragile)
+        ddp = ddp_class(model)
+        step_on(ddp, rank)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(RuntimeError):
+            for step in range(3):
+                step_on(ddp, rank, step)
+        del ddp
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        alone = ddp_class(model)
+        alone.zero_grad()
+        step_on(alone, rank, 5)
+        plain = seeded(Fragile)
+        loss_of(plain(batch(rank, 5))).backward()
+        return all(torch.equal(p.grad, q.grad) for p, q in zip(alone.parameters(), plain.parameters(), strict=True))
+
+    outcomes = run_outcomes(work, 2, group_timeout_s=GROUP_TIMEOUT_S, straggler_s=20.0, needed_ranks=[0], timeout=40)
+    assert outcomes[0].error is None, outcomes[0].error
+    assert outcomes[0].value is True
+
+
+def test_own_timeout_is_shorter_than_the_groups(ddp_class):
+    """`timeout=` bounds a reduction on its own; the group may wait for longer."""
+    from datetime import timedelta
+
+    limit_s = 2.0
+
+    def work(rank):
+        ddp = ddp_class(seeded(Mlp), timeout=timedelta(seconds=limit_s))
+        step_on(ddp, rank)
+        dist.barrier()
+        if rank == 1:
+            time.sleep(3 * limit_s)
+            return None
+        started_s = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            step_on(ddp, rank, 1)
+        return [c.__name__ for c in type(caught.value).__mro__], str(caught.value), time.monotonic() - started_s
+
+    types, text, seconds = run_ranks(work, 2, timeout=40)[0]
+    _assert_tells(0, types, text)
+    assert seconds < 2 * limit_s

@@ -1,0 +1,239 @@
+"""Runs a function on several ranks: forked processes, gloo over the loopback interface, never a hang.
+
+Ranks are forked from the test process, so nothing is imported twice and a two-rank run costs about 60 ms. That works
+because the test process itself never runs a backward (autograd refuses to work in the child of a process that did):
+whatever needs autograd runs inside `run_ranks`.
+
+`TORCHDDP_TEST_CLASS=torch.nn.parallel.DistributedDataParallel` puts another class in the place of the one under test;
+the tests of what only torchddp does (marker `beyond_torch`) are then expected to fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # imported here once: the constructor of DDP would import it again in each rank (a second each)
+import torch.distributed as dist
+
+OWN_CLASS = "torchddp.DistributedDataParallel"
+CLASS_ENV = "TORCHDDP_TEST_CLASS"
+STRAGGLER_S = 8.0  # how long the other ranks may go on once one has failed
+GROUP_TIMEOUT_S = 30.0
+
+_FORK = multiprocessing.get_context("fork")
+
+
+def class_under_test() -> type[torch.nn.Module]:
+    """The class named by TORCHDDP_TEST_CLASS, by default torchddp's own."""
+    module_name, _, name = os.environ.get(CLASS_ENV, OWN_CLASS).rpartition(".")
+    return getattr(importlib.import_module(module_name), name)
+
+
+def is_own_class() -> bool:
+    """Whether the class under test is torchddp's."""
+    return os.environ.get(CLASS_ENV, OWN_CLASS) == OWN_CLASS
+
+
+@dataclass
+class Outcome:
+    """How one rank ended: a value, an error with its traceback, or a signal."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    exit_code: int | None = None
+    finished_s: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.exit_code == 0
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not finish in time."""
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    """Calls `fn(rank, *args)` on `world_size` ranks and returns their values in rank order.
+
+    Raises RankError with the rank and its traceback if any of them raises, dies or is not back after `timeout` seconds.
+    """
+    outcomes = run_outcomes(fn, world_size, *args, timeout=timeout, **kwargs)
+    bad = [o for o in outcomes if not o.ok]
+    if bad:
+        # The rank that failed first is the cause; the others mostly report that a peer went away.
+        bad.sort(key=lambda o: o.finished_s if o.finished_s is not None else float("inf"))
+        raise RankError("\n".join(f"--- rank {o.rank} (exit code {o.exit_code}):\n{o.error}" for o in bad))
+    return [o.value for o in outcomes]
+
+
+def run_outcomes(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    group_timeout_s: float = GROUP_TIMEOUT_S,
+    straggler_s: float = STRAGGLER_S,
+    needed_ranks: Collection[int] | None = None,
+) -> list[Outcome]:
+    """Like run_ranks, but tells how each rank ended instead of raising.
+
+    With `needed_ranks` it returns as soon as those are back: the others may be dead or stopped by intent.
+    """
+    needed = set(range(world_size) if needed_ranks is None else needed_ranks)
+    with tempfile.TemporaryDirectory(prefix="torchddp_test_") as folder:
+        ranks = [_Rank(fn, rank, world_size, args, Path(folder), group_timeout_s) for rank in range(world_size)]
+        try:
+            _collect(ranks, needed, timeout, straggler_s)
+        finally:
+            for rank in ranks:
+                rank.end()
+    return [rank.outcome for rank in ranks]
+
+
+class _Rank:
+    """One forked process with the pipe its outcome comes through."""
+
+    def __init__(
+        self, fn: Callable[..., Any], rank: int, world_size: int, args: tuple, folder: Path, group_timeout_s: float
+    ) -> None:
+        self.outcome = Outcome(rank)
+        self.stacks_path = folder / f"stacks{rank}"
+        self.started_s = time.monotonic()
+        self.pipe, child_end = _FORK.Pipe(duplex=False)
+        self.process = _FORK.Process(
+            target=_rank_main,
+            args=(fn, rank, world_size, args, folder / "store", self.stacks_path, group_timeout_s, child_end),
+            daemon=True,
+        )
+        self.process.start()
+        child_end.close()
+
+    @property
+    def done(self) -> bool:
+        return self.outcome.finished_s is not None
+
+    def read(self) -> None:
+        """Takes the outcome from the pipe; an empty pipe that closes is the death of the rank."""
+        try:
+            self.outcome.value, self.outcome.error = pickle.loads(self.pipe.recv_bytes())
+        except EOFError:
+            self.process.join(STRAGGLER_S)
+            self.outcome.error = f"died without a word, exit code {self.process.exitcode}"
+        self.outcome.finished_s = time.monotonic() - self.started_s
+
+    def give_up(self, why: str) -> None:
+        """Asks the rank for its Python stacks, to be told with the error."""
+        stacks = ""
+        if self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid or 0, signal.SIGUSR1)
+            time.sleep(0.3)
+            stacks = self.stacks_path.read_text() if self.stacks_path.exists() else ""
+        self.outcome.error = f"{why}\n{stacks}"
+
+    def end(self) -> None:
+        """Waits for an orderly exit if there was an outcome, kills otherwise."""
+        if self.done:
+            self.process.join(STRAGGLER_S)
+        if self.process.is_alive():
+            if self.done and self.outcome.error is None:
+                self.outcome.error = "did not exit after its work was done"
+            self.process.kill()
+            self.process.join()
+        self.outcome.exit_code = self.process.exitcode
+        if self.outcome.error is None and self.outcome.exit_code != 0:
+            self.outcome.error = f"exit code {self.outcome.exit_code} after its work was done"
+        self.pipe.close()
+
+
+def _collect(ranks: list[_Rank], needed: set[int], timeout: float, straggler_s: float) -> None:
+    deadline = time.monotonic() + timeout
+    failed = False
+    while any(rank.outcome.rank in needed and not rank.done for rank in ranks):
+        pending = {rank.pipe: rank for rank in ranks if not rank.done}
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            why = "still running after another rank failed" if failed else f"not back after {timeout} s"
+            for rank in pending.values():
+                rank.give_up(why)
+            return
+        for pipe in wait(list(pending), left_s):
+            rank = pending[pipe]  # type: ignore[index]
+            rank.read()
+            if rank.outcome.error is not None and rank.outcome.rank in needed and not failed:
+                failed = True
+                deadline = min(deadline, time.monotonic() + straggler_s)
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple,
+    store_path: Path,
+    stacks_path: Path,
+    group_timeout_s: float,
+    pipe: Connection,
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    with open(stacks_path, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        value, error = None, None
+        try:
+            store = dist.FileStore(str(store_path), world_size)
+            with process_group(store, rank, world_size, group_timeout_s):
+                value, error = attempt(fn, rank, *args)
+        except BaseException:
+            error = traceback.format_exc()
+        pipe.send_bytes(pickle.dumps((value, error)))
+        pipe.close()
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+def attempt(fn: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
+    """The value of the call, or its traceback.
+
+    Whatever the frames of a traceback hold is gone on return: a model that outlives its process group would destroy the
+    group's threads from its own destructor, where torch's Reducer holds the GIL and may wait for ever.
+    """
+    try:
+        return fn(*args), None
+    except BaseException:
+        error = traceback.format_exc()
+    gc.collect()
+    return None, error
+
+
+@contextlib.contextmanager
+def process_group(
+    store: dist.Store, rank: int, world_size: int, timeout_s: float = GROUP_TIMEOUT_S
+) -> Iterator[dist.ProcessGroup | None]:
+    """The default process group (gloo), destroyed at the end unless the body has done so."""
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+    )
+    group = dist.group.WORLD  # the last reference, so that the group is destroyed without the GIL
+    try:
+        yield group
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,182 @@
+"""Small models and reference gradients shared by the suites."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Grads = dict[str, Tensor | None]
+
+
+class Mlp(nn.Module):
+    """Three layers of different size, so that small bucket caps make several buckets."""
+
+    def __init__(self, width: int = 8, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, 2 * width, dtype=dtype)
+        self.middle = nn.Linear(2 * width, 3 * width, dtype=dtype)
+        self.last = nn.Linear(3 * width, width, bias=False, dtype=dtype)
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+class Branches(nn.Module):
+    """Each rank may take another branch; `never` is used by none."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4, dtype=dtype)
+        self.left = nn.Linear(4, 4, dtype=dtype)
+        self.right = nn.Linear(4, 4, dtype=dtype)
+        self.never = nn.Linear(4, 4, dtype=dtype)
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        return getattr(self, branch)(torch.tanh(self.trunk(x)))
+
+
+class TwoHeads(nn.Module):
+    """Two outputs in a structure chosen by the caller."""
+
+    def __init__(self, wrap: Callable[[Tensor, Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4, dtype=torch.float64)
+        self.left = nn.Linear(4, 4, dtype=torch.float64)
+        self.right = nn.Linear(4, 4, dtype=torch.float64)
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.tanh(self.trunk(x))
+        left, right = self.left(hidden), self.right(hidden)
+        return self.wrap(left, right) if self.wrap is not None else (left, right)
+
+
+@dataclass
+class Pair:
+    """A dataclass as a model's output."""
+
+    left: Tensor
+    right: Tensor
+
+
+class NormNet(nn.Module):
+    """A convolution net with batch norm: parameters and buffers of two dtypes."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, dtype=dtype)
+        self.norm = nn.BatchNorm2d(4, dtype=dtype)
+        self.head = nn.Linear(4, 2, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
+
+
+def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """The model `make` builds with this seed."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def batch(rank: int, step: int = 0, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The batch of one rank in one step; each rank can compute those of the others."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    values = torch.randn(*(shape or (5, 8)), generator=generator, dtype=torch.float64)
+    return values.to(dtype)
+
+
+def loss_of(output: Any) -> Tensor:
+    """A scalar that depends on each element of each tensor in the output."""
+    if isinstance(output, Tensor):
+        squared = output * output.conj()
+        return squared.real.sum() if squared.is_complex() else squared.sum()
+    if isinstance(output, Pair):
+        return loss_of(output.left) + loss_of(output.right)
+    values = output.values() if isinstance(output, dict) else output
+    return sum((loss_of(value) for value in values), torch.zeros((), dtype=torch.float64))
+
+
+def grads_of(model: nn.Module) -> Grads:
+    """Copies of all gradients by parameter name (without DDP's `module.` prefixes)."""
+    return {
+        name.replace("module.", ""): None if p.grad is None else p.grad.detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def local_grads(model: nn.Module, run: Callable[[nn.Module], Any]) -> Grads:
+    """The gradients of `run(model)` on a copy of the model, without any communication."""
+    plain = copy.deepcopy(model)
+    plain.zero_grad(set_to_none=True)
+    run(plain)
+    return grads_of(plain)
+
+
+def mean_grads(per_rank: Iterable[Grads]) -> Grads:
+    """What DDP must give: the sum over the ranks divided by their number; None where no rank has a gradient."""
+    ranks = list(per_rank)
+    mean: Grads = {}
+    for name in ranks[0]:
+        present = [grad for grads in ranks if (grad := grads[name]) is not None]
+        mean[name] = torch.stack(present).sum(0) / len(ranks) if present else None
+    return mean
+
+
+def expected_grads(model: nn.Module, run: Callable[[nn.Module, int], Any], world_size: int | None = None) -> Grads:
+    """The mean over all ranks of the gradients of `run(model, rank)`, computed here without communication."""
+    ranks = range(dist.get_world_size() if world_size is None else world_size)
+    return mean_grads(local_grads(model, lambda plain, rank=rank: run(plain, rank)) for rank in ranks)
+
+
+def step_on(model: nn.Module, rank: int, step: int = 0) -> None:
+    """Forward and backward of an Mlp-like model on the batch of `rank`."""
+    loss_of(model(batch(rank, step))).backward()
+
+
+def assert_grads(got: Grads, want: Grads, rtol: float = 1e-9, what: str = "") -> None:
+    """Same names, same missing ones, values equal within `rtol` of the largest element (0: bit for bit)."""
+    assert got.keys() == want.keys(), f"{what} parameters {sorted(got)} instead of {sorted(want)}"
+    for name, expected in want.items():
+        actual = got[name]
+        if expected is None or actual is None:
+            both_missing = expected is None and actual is None
+            assert both_missing, f"{what} gradient of '{name}' is {actual}, expected {expected}"
+            continue
+        assert actual.dtype == expected.dtype and actual.shape == expected.shape, (
+            f"{what} gradient of '{name}' is {actual.dtype} {tuple(actual.shape)}, "
+            f"expected {expected.dtype} {tuple(expected.shape)}"
+        )
+        a, b = dense(actual), dense(expected)
+        if rtol == 0:
+            assert torch.equal(a, b), f"{what} gradient of '{name}' differs: {a} instead of {b}"
+            continue
+        scale = b.abs().max().item() if b.numel() else 0.0
+        error = (a - b).abs().max().item() if b.numel() else 0.0
+        assert error <= rtol * scale, f"{what} gradient of '{name}' is off by {error:g} at scale {scale:g}"
+
+
+def dense(value: Tensor) -> Tensor:
+    """A dense copy of a sparse gradient, others as they are."""
+    return value.to_dense() if value.is_sparse else value
+
+
+def same_on_all_ranks(values: Iterable[Tensor]) -> bool:
+    """Whether these tensors are bit for bit the same on all ranks (a collective: call it on each of them)."""
+    same = True
+    for value in values:
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, dense(value.detach()).clone())
+        same = same and all(torch.equal(gathered[0], other) for other in gathered)
+    return same
+
+
+def storage_of(value: Tensor) -> int:
+    """The identity of the memory behind a tensor."""
+    return value.untyped_storage().data_ptr()

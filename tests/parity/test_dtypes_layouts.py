@@ -1,0 +1,140 @@
+"""Gradients equal torch DDP's for each dtype, world size, memory layout and odd shape."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models import Mlp, NormNet, batch, loss_of
+from tests.parity.compare import RTOL, assert_same_as_torch
+
+
+def _mlp(dtype):
+    return (lambda: Mlp(dtype=dtype)), (lambda model, rank, step: _step(model, rank, step, dtype))
+
+
+def _step(model, rank, step, dtype):
+    loss_of(model(batch(rank, step, 5, 8, dtype=dtype))).backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", RTOL, ids=str)
+def test_dtype(ddp_class, dtype, world_size):
+    make, run = _mlp(dtype)
+    assert_same_as_torch(ddp_class, make, run, world_size, dtype=dtype, options={"bucket_cap_mb": 0.002})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_mixed_dtypes_in_one_model(ddp_class, world_size):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=d) for d in (torch.float32, torch.float64, torch.bfloat16))
+
+        def forward(self, x):
+            return [layer(x.to(layer.weight.dtype)) for layer in self.layers]
+
+    def run(model, rank, step):
+        sum(loss_of(y).double() for y in model(batch(rank, step, 3, 4))).backward()
+
+    assert_same_as_torch(ddp_class, Mixed, run, world_size, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_channels_last_convolution(ddp_class, world_size, set_to_none):
+    def make():
+        return NormNet(torch.float32).to(memory_format=torch.channels_last)
+
+    def run(model, rank, step):
+        x = batch(rank, step, 4, 3, 6, 6, dtype=torch.float32)
+        loss_of(model(x.to(memory_format=torch.channels_last))).backward()
+
+    assert_same_as_torch(ddp_class, make, run, world_size, dtype=torch.float32, set_to_none=set_to_none)
+
+
+def test_gradients_keep_the_strides_torch_gives(ddp_class):
+    """Fused optimizers and `foreach` paths depend on gradients laid out as their parameters."""
+    from tests.harness import run_ranks
+
+    def strides(rank):
+        model = NormNet(torch.float32).to(memory_format=torch.channels_last)
+        ddp = ddp_class(model)
+        for step in range(2):
+            ddp.zero_grad()
+            x = batch(rank, step, 4, 3, 6, 6, dtype=torch.float32)
+            loss_of(ddp(x.to(memory_format=torch.channels_last))).backward()
+        return [(name, p.stride(), p.grad.stride()) for name, p in ddp.named_parameters()]
+
+    for name, param, grad in run_ranks(strides, 2)[0]:
+        assert param == grad, name
+
+
+class Transposed(nn.Module):
+    """Parameters that are dense but not row-major."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.float64).t())
+        self.deep = nn.Parameter(torch.randn(2, 3, 4, dtype=torch.float64).permute(2, 0, 1))
+
+    def forward(self, x):
+        return torch.einsum("bi,io,ikl->bokl", x, self.weight, self.deep)
+
+
+class Expanded(nn.Module):
+    """Gradients that arrive expanded (stride 0), permuted, or as views of something larger."""
+
+    def __init__(self):
+        super().__init__()
+        self.summed = nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
+        self.sliced = nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
+        self.turned = nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
+
+    def forward(self, x):
+        scale = x.mean()
+        return scale * (self.summed.sum() + self.sliced[:, ::2].sum() + (self.turned.t() + self.summed).sum())
+
+
+class OddShapes(nn.Module):
+    """A scalar, an empty tensor, one element, and sizes that fill no vector register."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        shapes = [(), (0,), (1,), (3, 0, 2), (7,), (17, 3), (1, 1, 1), (63,), (65,)]
+        self.values = nn.ParameterList(nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes)
+
+    def forward(self, x):
+        return x.mean() * sum((value * (i + 1)).square().sum() for i, value in enumerate(self.values))
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}, {"bucket_cap_mb": 0.0001}], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("make", [Transposed, Expanded, OddShapes])
+def test_layout(ddp_class, make, world_size, options):
+    dtype = torch.float32 if make is OddShapes else torch.float64
+
+    def run(model, rank, step):
+        loss_of(model(batch(rank, step, 3, 4, dtype=dtype))).backward()
+
+    assert_same_as_torch(ddp_class, make, run, world_size, dtype=dtype, options=options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64], ids=str)
+def test_odd_shapes_in_narrow_dtypes(ddp_class, dtype):
+    def run(model, rank, step):
+        value = model(batch(rank, step, 3, 4, dtype=torch.float32).to(dtype))
+        (value.real if dtype.is_complex else value).backward()
+
+    assert_same_as_torch(ddp_class, lambda: OddShapes(dtype), run, 2, dtype=dtype)
+
+
+def test_large_parameter_spans_many_caps(ddp_class):
+    """One parameter far above the cap, beside small ones."""
+
+    def make():
+        return nn.Sequential(nn.Linear(4, 700), nn.Linear(700, 700), nn.Linear(700, 4))
+
+    def run(model, rank, step):
+        loss_of(model(batch(rank, step, 3, 4, dtype=torch.float32))).backward()
+
+    assert_same_as_torch(ddp_class, make, run, 2, dtype=torch.float32, options={"bucket_cap_mb": 0.1})

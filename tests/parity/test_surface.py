@@ -1,0 +1,308 @@
+"""The drop-in surface: constructor, subclass, state_dict, pickling, copies, DeviceMesh, nesting, torch.compile."""
+
+import copy
+import inspect
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.harness import is_own_class, run_ranks
+from tests.models import Mlp, NormNet, TwoHeads, assert_grads, batch, expected_grads, grads_of, loss_of, seeded, step_on
+from tests.parity.compare import TorchDDP, assert_same_as_torch
+
+# The one default that differs, by intent: None means bucket views where nothing forbids them.
+OWN_DEFAULTS = {"gradient_as_bucket_view"}
+
+
+def test_constructor_has_torchs_arguments_in_torchs_order(ddp_class):
+    ours = list(inspect.signature(ddp_class.__init__).parameters.values())
+    theirs = list(inspect.signature(TorchDDP.__init__).parameters.values())
+    assert [p.name for p in ours[: len(theirs)]] == [p.name for p in theirs]
+    for mine, torchs in zip(ours, theirs, strict=False):
+        assert mine.kind == torchs.kind, mine.name
+        assert mine.default == torchs.default or mine.name in OWN_DEFAULTS, mine.name
+    extra = ours[len(theirs) :]
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in extra), extra
+
+
+def test_is_a_subclass_of_torchs(ddp_class):
+    assert issubclass(ddp_class, TorchDDP)
+
+    def work(rank):
+        ddp = ddp_class(seeded(Mlp))
+        assert isinstance(ddp, TorchDDP) and isinstance(ddp.module, Mlp)
+        assert ddp.process_group is dist.group.WORLD and ddp.device == torch.device("cpu")
+
+    run_ranks(work, 1)
+
+
+@pytest.mark.beyond_torch("has no alias")
+def test_alias(ddp_class):
+    import torchddp
+
+    assert torchddp.DDP is torchddp.DistributedDataParallel is ddp_class
+
+
+def test_state_dict_has_torchs_keys_and_loads_both_ways(ddp_class):
+    def work(rank):
+        ours, theirs, plain = ddp_class(seeded(NormNet)), TorchDDP(seeded(NormNet, 1)), seeded(NormNet, 2)
+        assert list(ours.state_dict()) == list(theirs.state_dict())
+        assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+        theirs.load_state_dict(ours.state_dict())
+        plain.load_state_dict(ours.module.state_dict())
+        ours.load_state_dict(theirs.state_dict())
+        for a, b in zip(ours.state_dict().values(), plain.state_dict().values(), strict=True):
+            assert torch.equal(a, b)
+        loss_of(ours(batch(rank, 0, 4, 3, 6, 6))).backward()
+
+    run_ranks(work, 2)
+
+
+def test_load_state_dict_between_steps(ddp_class):
+    def run(model, rank, step):
+        model.load_state_dict({f"module.{k}": v for k, v in seeded(Mlp, seed=step).state_dict().items()})
+        step_on(model, rank, step)
+
+    assert_same_as_torch(ddp_class, Mlp, run, 2, options={"bucket_cap_mb": 0.001})
+
+
+@pytest.mark.parametrize(
+    "static_graph",
+    [False, pytest.param(True, marks=pytest.mark.beyond_torch("a loaded static graph is never recorded again"))],
+)
+def test_pickled_and_loaded_model_trains_on(ddp_class, static_graph):
+    def work(rank):
+        ddp = ddp_class(seeded(Mlp), static_graph=static_graph)
+        for step in range(2):
+            step_on(ddp, rank, step)
+        file = io.BytesIO()
+        torch.save(ddp, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert type(loaded) is ddp_class and loaded.static_graph is static_graph
+        again = pickle.loads(pickle.dumps(loaded))
+        for model in (loaded, again):
+            for step in range(3):
+                model.zero_grad()
+                step_on(model, rank, step)
+            assert_grads(grads_of(model), expected_grads(seeded(Mlp), lambda m, r: step_on(m, r, 2)))
+
+    run_ranks(work, 2)
+
+
+def test_pickling_with_another_group_is_refused_as_torch_does(ddp_class):
+    def work(rank):
+        ddp = ddp_class(seeded(Mlp), process_group=dist.new_group([0, 1]))
+        with pytest.raises(RuntimeError, match="default process group"):
+            pickle.dumps(ddp)
+
+    run_ranks(work, 2)
+
+
+def test_deepcopy_trains_apart_from_the_original(ddp_class):
+    def work(rank):
+        ddp = ddp_class(seeded(Mlp))
+        step_on(ddp, rank)
+        before = grads_of(ddp)
+        twin = copy.deepcopy(ddp)
+        twin.zero_grad()
+        step_on(twin, rank, 1)
+        assert_grads(grads_of(ddp), before, rtol=0)
+        assert_grads(grads_of(twin), expected_grads(seeded(Mlp), lambda m, r: step_on(m, r, 1)))
+
+    run_ranks(work, 2)
+
+
+def test_device_mesh(ddp_class):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def work(rank):
+        ddp = ddp_class(seeded(Mlp), device_mesh=init_device_mesh("cpu", (2,)))
+        step_on(ddp, rank)
+        assert_grads(grads_of(ddp), expected_grads(seeded(Mlp), step_on))
+
+    run_ranks(work, 2)
+
+
+def test_device_mesh_with_tensor_parallel(ddp_class):
+    """Two dimensions: tensor parallel inside, data parallel outside, against torch's class."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    class Feed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+
+        def forward(self, x):
+            return self.down(torch.relu(self.up(x)))
+
+    def grads(cls, mesh, data_rank):
+        model = parallelize_module(seeded(Feed), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        ddp = cls(model, device_mesh=mesh["dp"])
+        loss_of(ddp(batch(data_rank, 0, 3, 4, dtype=torch.float32))).backward()
+        return {
+            n: (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).detach().clone()
+            for n, p in ddp.named_parameters()
+        }
+
+    def work(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        data_rank = mesh["dp"].get_local_rank()
+        assert_grads(grads(ddp_class, mesh, data_rank), grads(TorchDDP, mesh, data_rank), rtol=1e-6)
+
+    run_ranks(work, 4)
+
+
+def test_wrapped_twice_gives_the_same_gradients(ddp_class):
+    def work(rank):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ddp = ddp_class(ddp_class(seeded(Mlp)))
+        want = [expected_grads(seeded(Mlp), lambda m, r, step=step: step_on(m, r, step)) for step in range(3)]
+        for step in range(3):
+            ddp.zero_grad()
+            step_on(ddp, rank, step)
+            assert_grads(grads_of(ddp), want[step], what=f"step {step}:")
+
+    run_ranks(work, 2)
+
+
+def test_ddp_inside_ddp_with_ignored_parameters(ddp_class):
+    """An inner DDP over another group, whose parameters the outer one leaves alone."""
+
+    class Outer(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+            self.head = nn.Linear(8, 2, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.head(self.inner(x))
+
+    def work(rank):
+        torch.manual_seed(0)
+        model = Outer(seeded(Mlp))
+        want = expected_grads(model, step_on)
+        model.inner = ddp_class(model.inner, process_group=dist.new_group([0, 1]))
+        ddp_class._set_params_and_buffers_to_ignore_for_model(
+            model, [name for name, _ in model.named_parameters() if name.startswith("inner.")]
+        )
+        ddp = ddp_class(model)
+        step_on(ddp, rank)
+        assert_grads(grads_of(ddp), want)
+
+    run_ranks(work, 2)
+
+
+def test_sync_batch_norm_on_cpu_is_refused_as_torch_does(ddp_class):
+    def work(rank):
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(NormNet(torch.float32))
+        with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
+            ddp_class(model)
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_around_the_wrapped_model(ddp_class, backend):
+    def work(rank):
+        want = [expected_grads(seeded(Mlp), lambda m, r, step=step: step_on(m, r, step)) for step in range(3)]
+        ddp = ddp_class(seeded(Mlp), bucket_cap_mb=1)  # the least that torch's compiler accepts
+        compiled = torch.compile(ddp, backend=backend)
+        for step in range(3):
+            ddp.zero_grad()
+            step_on(compiled, rank, step)
+            assert_grads(grads_of(ddp), want[step], what=f"step {step}:")
+
+    run_ranks(work, 2, timeout=120)
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_compile_inside_the_wrapped_model(ddp_class, options):
+    def work(rank):
+        want = [expected_grads(seeded(Mlp), lambda m, r, step=step: step_on(m, r, step)) for step in range(3)]
+        ddp = ddp_class(torch.compile(seeded(Mlp), backend="aot_eager"), **options)
+        for step in range(3):
+            ddp.zero_grad()
+            step_on(ddp, rank, step)
+            got = {name.replace("_orig_mod.", ""): grad for name, grad in grads_of(ddp).items()}
+            assert_grads(got, want[step], what=f"step {step}:")
+
+    run_ranks(work, 2, timeout=120)
+
+
+def test_active_module_is_told_while_forward_runs(ddp_class):
+    """Dynamo asks for it, and reads its bucket cap."""
+
+    def work(rank):
+        seen = []
+
+        class Asks(Mlp):
+            def forward(self, x):
+                seen.append(TorchDDP._get_active_ddp_module())
+                return super().forward(x)
+
+        ddp = ddp_class(seeded(Asks), bucket_cap_mb=3)
+        step_on(ddp, rank)
+        assert seen == [ddp] and seen[0].bucket_bytes_cap == 3 * 1024 * 1024
+        assert TorchDDP._get_active_ddp_module() is None
+
+    run_ranks(work, 1)
+
+
+def test_data_parallel_params_leave_out_ignored_ones(ddp_class):
+    def work(rank):
+        model = seeded(Mlp)
+        ddp_class._set_params_and_buffers_to_ignore_for_model(model, ["middle.weight"])
+        ids = [id(p) for p in ddp_class._get_data_parallel_params(ddp_class(model))]
+        assert id(model.middle.weight) not in ids and id(model.middle.bias) in ids
+
+    run_ranks(work, 1)
+
+
+def test_hooks_on_the_module_and_on_tensors_still_fire(ddp_class):
+    def work(rank):
+        fired = []
+        ddp = ddp_class(seeded(Mlp))
+        ddp.register_forward_hook(lambda *_: fired.append("forward"))
+        ddp.module.last.register_full_backward_hook(lambda *_: fired.append("backward"))
+        ddp.module.last.weight.register_hook(lambda grad: fired.append("grad"))
+        ddp.module.last.weight.register_post_accumulate_grad_hook(lambda p: fired.append("accumulated"))
+        step_on(ddp, rank)
+        assert sorted(fired) == ["accumulated", "backward", "forward", "grad"]
+
+    run_ranks(work, 2)
+
+
+def test_keyword_and_nested_inputs_and_outputs(ddp_class):
+    class Keyed(TwoHeads):
+        def forward(self, *, data):
+            left, right = super().forward(data["x"])
+            return {"out": [left, (right, None, 3)]}
+
+    def work(rank):
+        ddp = ddp_class(seeded(Keyed), find_unused_parameters=True)
+        out = ddp(data={"x": batch(rank, 0, 3, 4)})
+        left, (right, nothing, three) = out["out"]
+        assert nothing is None and three == 3
+        (loss_of(left) + loss_of(right)).backward()
+        want = expected_grads(seeded(TwoHeads), lambda m, r: loss_of(m(batch(r, 0, 3, 4))).backward())
+        assert_grads(grads_of(ddp), want)
+
+    run_ranks(work, 2)
+
+
+def test_class_name_in_messages_and_repr(ddp_class):
+    def work(rank):
+        return repr(ddp_class(seeded(Mlp)))
+
+    text = run_ranks(work, 1)[0]
+    assert text.startswith("DistributedDataParallel(") and "Mlp" in text
+    assert is_own_class() == ddp_class.__module__.startswith("torchddp")

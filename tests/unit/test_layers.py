@@ -1,0 +1,174 @@
+"""The rooms of csrc and of the package include only what stands below them (docs/architecture.md)."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Lower rooms first; rooms of equal rank do not know each other.
+RANK = {
+    "common": 0,
+    "plan": 1,
+    "kernels": 1,
+    "timeline": 1,
+    "transport": 2,
+    "bucket": 3,
+    "reducer": 4,
+    "bindings": 5,
+}
+# Tested alone, under sanitizers: free of torch and Python.
+TORCH_FREE = {"plan", "kernels", "timeline"}
+TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2|pybind11)/|^Python\.h$")
+INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
+SUFFIXES = {".h", ".hpp", ".cuh", ".cpp", ".cc", ".cu"}
+
+
+def include_problems(csrc: Path) -> list[str]:
+    """Every include in `csrc` that goes upwards, sideways, nowhere, or from a torch-free room to torch."""
+    problems = []
+    for path in sorted(p for p in csrc.rglob("*") if p.suffix in SUFFIXES):
+        where = path.relative_to(csrc)
+        room = where.parts[0]
+        if room not in RANK:
+            problems.append(f"{where}: '{room}' is no room of csrc")
+            continue
+        for quoted, angled in INCLUDE.findall(path.read_text()):
+            name = quoted or angled
+            if room in TORCH_FREE and TORCH_HEADER.match(name):
+                problems.append(f"{where}: room '{room}' is free of torch, but includes {name}")
+            if not quoted:
+                continue
+            if not (csrc / name).is_file():
+                problems.append(f"{where}: '{name}' is no file of csrc (paths start at csrc; <> for other headers)")
+                continue
+            target = Path(name).parts[0]
+            if target != room and not RANK.get(target, 99) < RANK[room]:
+                problems.append(f"{where}: room '{room}' may not include '{target}' ({name})")
+    return problems
+
+
+def test_includes_follow_the_rooms() -> None:
+    assert any((ROOT / "csrc").rglob("*.cpp"))
+    assert include_problems(ROOT / "csrc") == []
+
+
+@pytest.mark.parametrize(
+    ("where", "line", "words"),
+    [
+        ("plan/a.h", '#include "reducer/b.h"', "may not include 'reducer'"),
+        ("plan/a.h", '#  include "kernels/b.h"', "may not include 'kernels'"),
+        ("common/a.h", '#include "plan/b.h"', "may not include 'plan'"),
+        ("transport/c10d/a.cpp", '#include "bucket/b.h"', "may not include 'bucket'"),
+        ("reducer/a.cpp", '#include "bindings/b.h"', "may not include 'bindings'"),
+        ("kernels/a.cu", "#include <ATen/ATen.h>", "free of torch"),
+        ("timeline/a.h", '#include "c10/util/Exception.h"', "free of torch"),
+        ("reducer/a.cpp", '#include "missing.h"', "no file of csrc"),
+        ("misc/a.cpp", "", "no room of csrc"),
+    ],
+)
+def test_a_wrong_include_is_found(tmp_path: Path, where: str, line: str, words: str) -> None:
+    for room in RANK:
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "b.h").write_text("#pragma once\n")
+    path = tmp_path / where
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#include <vector>\n{line}\n")
+    problems = include_problems(tmp_path)
+    assert problems and all(str(where) in problem for problem in problems)
+    assert any(words in problem for problem in problems)
+
+
+def test_right_includes_are_not_found(tmp_path: Path) -> None:
+    for room, rank in RANK.items():
+        (tmp_path / room).mkdir()
+        lower = [other for other, other_rank in RANK.items() if other_rank < rank]
+        (tmp_path / room / "own.h").write_text("#pragma once\n")
+        lines = [f'#include "{other}/own.h"' for other in [*lower, room]]
+        (tmp_path / room / "a.cpp").write_text("\n".join([*lines, "#include <vector>", ""]))
+    assert include_problems(tmp_path) == []
+
+
+# --- Python ---
+
+
+def module_path(package_parent: Path, module: str) -> Path | None:
+    base = package_parent.joinpath(*module.split("."))
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+def imported_modules(package_parent: Path, module: str) -> set[str]:
+    """Modules of the same top-level package that `module` imports anywhere in its file, also inside functions."""
+    path = module_path(package_parent, module)
+    if path is None:
+        return set()
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parent, base] if base else parent)
+            # `from torchddp import x` names a module or an attribute: a module only if there is such a file.
+            submodules = {f"{base}.{alias.name}" for alias in node.names}
+            inner = {name for name in submodules if module_path(package_parent, name)}
+            found |= inner
+            if base != module.split(".")[0] or len(inner) < len(submodules):
+                found.add(base)
+    return {name for name in found if name.split(".")[0] == module.split(".")[0]}
+
+
+def reachable_modules(package_parent: Path, module: str) -> set[str]:
+    seen: set[str] = set()
+    todo = [module]
+    while todo:
+        current = todo.pop()
+        if current not in seen:
+            seen.add(current)
+            todo += imported_modules(package_parent, current)
+    return seen
+
+
+FORBIDDEN = ("torchddp.integrations", "torchddp.cli", "torchddp.averaging")
+
+
+def forbidden_modules(package_parent: Path) -> set[str]:
+    reached = reachable_modules(package_parent, "torchddp.distributed")
+    return {name for name in reached if name.startswith(FORBIDDEN)}
+
+
+def test_distributed_knows_nothing_above_it() -> None:
+    assert module_path(ROOT, "torchddp.distributed") is not None
+    assert forbidden_modules(ROOT) == set()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torchddp.cli",
+        "from torchddp.integrations import lightning",
+        "from torchddp import averaging",
+        "from .averaging import local_sgd",
+        "def f():\n    from . import cli",
+        "from torchddp.middle import thing",
+    ],
+)
+def test_an_import_upwards_is_found(tmp_path: Path, line: str) -> None:
+    package = tmp_path / "torchddp"
+    for name in ("integrations", "cli", "averaging"):
+        (package / name).mkdir(parents=True)
+        (package / name / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "middle.py").write_text("import torchddp.cli\n")
+    (package / "distributed.py").write_text(f"import torch\n{line}\n")
+    assert forbidden_modules(tmp_path)
+    (package / "distributed.py").write_text("import torch\nfrom torchddp import errors\n")
+    assert not forbidden_modules(tmp_path)

@@ -1,0 +1,28 @@
+"""A faster ``torch.nn.parallel.DistributedDataParallel``: change one import.
+
+    from torchddp import DistributedDataParallel as DDP
+
+Everything torch's class accepts, this one accepts, in the same order; it is a subclass of it. See
+:class:`torchddp.DistributedDataParallel` for what differs.
+"""
+
+import torch  # noqa: F401  the extension needs torch's libraries loaded first
+
+from torchddp._build_check import check_torch_matches
+
+check_torch_matches()
+
+from torchddp.distributed import DistributedDataParallel  # noqa: E402
+from torchddp.errors import InternalError, TransportError  # noqa: E402
+
+DDP = DistributedDataParallel
+
+__all__ = ["DDP", "DistributedDataParallel", "InternalError", "TransportError", "__version__"]
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":  # lazily: reading package metadata costs more than the rest of this import
+        from torchddp import _C
+
+        return str(_C.version)
+    raise AttributeError(f"module 'torchddp' has no attribute {name!r}")

@@ -1,0 +1,411 @@
+"""DistributedDataParallel: torch's module over the compiled reducer."""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.profiler import record_function
+from torch.distributed.algorithms.join import Join
+from torch.distributed.utils import _cast_forward_inputs, _sync_module_states, _to_kwargs
+from torch.nn.parallel.distributed import (
+    DistributedDataParallel as TorchDDP,
+)
+from torch.nn.parallel.distributed import (
+    _DDPSink,
+    _find_tensors,
+    _tree_flatten_with_rref,
+    _tree_unflatten_with_rref,
+)
+
+from torchddp import _C, buffer_sync, model_check
+from torchddp.ddp_logger import DDPLogger
+
+__all__ = ["DistributedDataParallel"]
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1024 * 1024
+_DEFAULT_BUCKET_CAP_MB = 25
+_TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
+
+
+class DistributedDataParallel(TorchDDP):
+    r"""``torch.nn.parallel.DistributedDataParallel`` with another engine; every argument of torch's class, in its order.
+
+    Gradients are packed into buckets by autograd hooks in C++, scaled by ``1 / world_size`` on the way in, summed over the
+    ranks of ``process_group`` while backward goes on, and are final when ``backward()`` returns. Construction, the first
+    forwards, and every synchronised backward are collective: each rank must reach them in the same order.
+
+    What differs from torch's class:
+
+    * ``gradient_as_bucket_view`` defaults to None, which means views: ``param.grad`` is bucket memory, there is no second copy of
+      the gradients, and nothing is copied back. The values of a ``.grad`` kept over a step change with the next one, as with
+      torch's ``True``. ``False`` given explicitly is honoured.
+    * ``find_unused_parameters=True`` and ``static_graph=True`` rebuild buckets by the measured order too.
+    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB. A number given explicitly holds for every bucket, the first
+      included (torch does the same). Fractions are allowed; zero and negative numbers raise ValueError.
+    * ``batched_grad_copy`` is accepted and changes nothing: packing never goes through one operator a parameter.
+    * ``bf16_compress_hook`` works on CPU models too.
+
+    Args:
+        transport: ``"auto"`` or ``"c10d"``: what moves buckets between ranks. ``"c10d"`` is the process group itself.
+        timeout: how long a reduction may take, e.g. ``datetime.timedelta(seconds=30)``; None: the process group's own limit.
+            A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and parameters.
+
+    Memory per rank: the gradients (as buckets), and one int32 a parameter with ``find_unused_parameters`` or ``static_graph``.
+
+    Raises:
+        ValueError: a bucket cap that is not positive, an unknown transport, mixed device types.
+        RuntimeError: no parameter requires grad; ranks whose models differ (names the parameters and ranks).
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool | None = None,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        transport: str = "auto",
+        timeout: datetime.timedelta | None = None,
+    ) -> None:
+        _check_caps(bucket_cap_mb, bucket_cap_mb_list)
+        if transport not in ("auto", "c10d"):
+            raise ValueError(f"transport must be 'auto' or 'c10d', got {transport!r}")
+        views = gradient_as_bucket_view is None or bool(gradient_as_bucket_view)
+        inner = _wrapped_inside(module)
+        if inner:
+            views = False
+        # Set before Module.__init__: torch's constructor builds the reducer, which reads them. Plain attributes only.
+        self._transport_choice = transport
+        self._timeout = timeout
+        self._sync_at_init = init_sync
+        self._init_sync_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
+        self._bucket_caps_bytes = _caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
+        arguments = _only_torch_arguments(
+            device_ids=device_ids,
+            output_device=output_device,
+            dim=dim,
+            broadcast_buffers=broadcast_buffers,
+            init_sync=False,  # done in _ddp_init_helper, with errors that name parameters and ranks
+            process_group=process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=views,
+            static_graph=static_graph,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            device_mesh=device_mesh,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            batched_grad_copy=batched_grad_copy,
+            forward_sync_buffers=forward_sync_buffers,
+        )
+        super().__init__(module, **arguments)
+        self._share_gradients_with(inner)
+
+    # --- construction ---
+
+    def _ddp_init_helper(
+        self,
+        parameters: list[torch.Tensor],
+        expect_sparse_gradient: list[bool],
+        param_to_name_mapping: dict[int, str],
+        static_graph: bool,
+    ) -> None:
+        """Called by torch's constructor and by unpickling: builds ``self.reducer`` and ``self.logger``."""
+        names = [param_to_name_mapping[i].removeprefix(".") for i in range(len(parameters))]
+        if self._sync_at_init:
+            self._sync_at_init = False  # an unpickled copy does not synchronise, as torch's does not
+            self._verify_and_sync_module(parameters, names)
+        if self.mixed_precision is not None:
+            for index, parameter in enumerate(parameters):
+                parameter._idx = index  # type: ignore[attr-defined]  # torch's mixed-precision hooks pass it back
+        self.reducer = _C.Reducer(
+            parameters,
+            _param_specs(parameters, names, expect_sparse_gradient),
+            self.process_group,
+            caps_bytes=self._bucket_caps_bytes,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
+            compiled_autograd_takes_over=self._use_python_reducer,
+            transport=self._transport_choice,
+            timeout=self._timeout or datetime.timedelta(0),
+        )
+        self._reduced_ids = {id(p) for p in parameters}
+        self._buffer_broadcaster = buffer_sync.BufferBroadcaster(self.process_group)
+        self._has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
+        self.logger = DDPLogger(self.reducer)  # type: ignore[assignment]
+        self.logger.set_construction_data_and_log(self, parameters)  # type: ignore[union-attr, call-arg, arg-type]
+        self._passing_sync_batchnorm_handle(self.module)
+
+    def _verify_and_sync_module(self, parameters: list[torch.Tensor], names: list[str]) -> None:
+        model_check.verify_same_model(parameters, names, self.process_group, self.device)
+        _sync_module_states(
+            module=self.module,
+            process_group=self.process_group,
+            broadcast_bucket_size=self.broadcast_bucket_size,
+            src=0,
+            params_and_buffers_to_ignore=self.parameters_to_ignore,
+            broadcast_buffers=self._init_sync_buffers,
+        )
+
+    def _share_gradients_with(self, inner: list[TorchDDP]) -> None:
+        """Two reducers of one parameter: each must copy its average back, for one ``.grad`` can't be in two buckets."""
+        for other in inner:
+            if isinstance(other, DistributedDataParallel):
+                other.reducer._disable_views()
+                other.gradient_as_bucket_view = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        del state["_buffer_broadcaster"]
+        return state
+
+    # --- forward ---
+
+    @torch._disable_dynamo(recursive=False)
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """``module(*inputs, **kwargs)``, with what must happen around it: see ``_pre_forward`` and ``_post_forward``."""
+        if self._use_python_reducer or self._delay_all_reduce_all_params:
+            return super().forward(*inputs, **kwargs)
+        if torch.autograd._profiler_enabled():
+            with record_function("DistributedDataParallel.forward"):
+                return self._forward(*inputs, **kwargs)
+        return self._forward(*inputs, **kwargs)
+
+    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        outer = TorchDDP._active_ddp_module
+        TorchDDP._active_ddp_module = self
+        try:
+            output = self.module(*inputs, **kwargs)
+        finally:
+            TorchDDP._active_ddp_module = outer
+        return self._post_forward(output)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self._use_python_reducer or self._delay_all_reduce_all_params:
+            return super()._pre_forward(*inputs, **kwargs)
+        if not self._lazy_init_ran and not torch.compiler.is_compiling():
+            self._lazy_init()
+        if torch.is_grad_enabled():
+            self._begin_step()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        if self._join_config.enable:
+            # Ranks that have run out of inputs learn whether this step will be reduced.
+            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        if self.mixed_precision is not None:
+            inputs, kwargs = _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
+        return inputs, kwargs
+
+    def _begin_step(self) -> None:
+        try:
+            if self.require_backward_grad_sync:
+                self.reducer.prepare_for_forward()
+            if self._join_config.enable and (work := Join.notify_join_context(self)):
+                self.reducer._set_forward_pass_work_handle(work, self._divide_by_initial_world_size)
+            # Before forward, where memory use is lowest. Once in a training run.
+            if not self._has_rebuilt_buckets and self.reducer._rebuild_buckets():
+                self._has_rebuilt_buckets = True
+                logger.info("Reducer buckets have been rebuilt in this iteration.")
+        except RuntimeError as error:
+            changed = self._describe_changes()
+            if not changed:
+                raise
+            raise RuntimeError(f"{error}\n{changed}") from error
+
+    def _describe_changes(self) -> str:
+        """What was done to the model after it was wrapped, in words; empty if nothing was."""
+        known = {id(p) for p in self._module_parameters}
+        current = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
+        added = [n for n, p in current.items() if id(p) not in known]
+        removed = len(known - {id(p) for p in current.values()})
+        frozen = [n for n, p in current.items() if not p.requires_grad and id(p) in self._reduced_ids]
+        parts = []
+        if added or removed:
+            parts.append(
+                f"{removed} parameters were removed or replaced, and these are new: {', '.join(added[:8]) or 'none'}"
+            )
+        if frozen:
+            parts.append(f"these no longer require grad: {', '.join(frozen[:8])}")
+        return f"The model was changed after it was wrapped ({'; '.join(parts)}): wrap it again." if parts else ""
+
+    def _sync_buffers(self) -> None:
+        # The order of torch's own: under join() all ranks first agree on who is authoritative.
+        root = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
+        self._assign_modules_buffers()  # buffers may have been reassigned
+        # In-place updates must not make autograd refuse a backward through an earlier forward (two forwards, one backward).
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+            self._sync_module_buffers(root)
+
+    def _default_broadcast_coalesced(
+        self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        buffers = self.modules_buffers if bufs is None else bufs
+        if self.process_group.size() == 1 or not buffers:
+            return
+        if buffer_sync.supports(buffers):
+            self._buffer_broadcaster.broadcast(buffers, authoritative_rank)
+        else:
+            super()._default_broadcast_coalesced(buffers, bucket_size, authoritative_rank)
+
+    def _post_forward(self, output: Any) -> Any:
+        if self._use_python_reducer or self._delay_all_reduce_all_params:
+            return super()._post_forward(output)
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.require_forward_param_sync = True
+            search = self.find_unused_parameters and not self.static_graph
+            self.reducer.prepare_for_backward(list(_find_tensors(output)) if search else [])
+            # Only in steps that are reduced: under no_sync torch's sink would end the recording of a static graph too early.
+            if search or (self.static_graph and not self._static_graph_delay_allreduce_enqueued):
+                output = self._attach_sink(output)
+        else:
+            self.require_forward_param_sync = False
+        self._clear_grad_buffer()
+        return output
+
+    def _attach_sink(self, output: Any) -> Any:
+        """Route outputs through an autograd node of torch's DDP.
+
+        Its backward is the first to run: it tells when the outermost backward of a static graph's first step begins, and hands
+        undefined gradients to the hooks of parameters whose outputs did not take part in the loss.
+        """
+        tensors, spec, is_rref = _tree_flatten_with_rref(output)
+        through = _DDPSink.apply(weakref.ref(self), *tensors)
+        # Tensors that no graph leads to stay as they are.
+        kept = [t if torch.is_tensor(t) and t.grad_fn is None else s for t, s in zip(tensors, through, strict=True)]
+        return _tree_unflatten_with_rref(kept, spec, is_rref)
+
+    @contextmanager
+    def no_sync(self):  # type: ignore[no-untyped-def]  # torch declares none either
+        """Gradients accumulate locally inside; the first forward-backward after it reduces the sum. Include the forward.
+
+        Not collective, but every rank must skip the same steps.
+        """
+        with super().no_sync():
+            yield
+
+    # --- hooks and special modes ---
+
+    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
+        bf16 = ("bf16_compress_hook", "bf16_compress_wrapper_hook")
+        if self.device_type == "cpu" and getattr(hook, "__name__", "") in bf16:
+            return  # torch asks for CUDA here, but gloo sums bfloat16
+        super()._check_comm_hook(hook)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduce buckets with ``hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]`` from now on.
+
+        Once, before the first backward. The bucket is not divided by the world size beforehand. Any hook written for torch's
+        class works. Not collective, but every rank must register a hook that sends the same collectives.
+        """
+        self._check_comm_hook(hook)
+        self.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
+        self._comm_hooks.append((hook, state))
+        self.reducer._register_comm_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self.logger._set_comm_hook_name(str(comm_hook_type))  # type: ignore[union-attr]
+        self.reducer._register_builtin_comm_hook(comm_hook_type)
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        super()._update_process_group(new_process_group)
+        self._buffer_broadcaster = buffer_sync.BufferBroadcaster(self.process_group)
+        if self.static_graph:
+            self._static_graph_delay_allreduce_enqueued = False
+
+
+def _check_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None) -> None:
+    for name, cap in [("bucket_cap_mb", bucket_cap_mb), *(("bucket_cap_mb_list", c) for c in bucket_cap_mb_list or [])]:
+        if cap is None:
+            continue
+        if isinstance(cap, bool) or not isinstance(cap, (int, float)):
+            raise TypeError(f"{name} must be a number of MiB, got {cap!r}")
+        if not cap > 0:
+            raise ValueError(f"{name} must be a positive number of MiB, got {cap!r}")
+
+
+def _caps_bytes(bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None) -> list[int]:
+    if bucket_cap_mb_list:
+        return [max(1, int(cap * _MIB)) for cap in bucket_cap_mb_list]
+    if bucket_cap_mb is None:
+        return [dist._DEFAULT_FIRST_BUCKET_BYTES, _DEFAULT_BUCKET_CAP_MB * _MIB]
+    return [max(1, int(bucket_cap_mb * _MIB))]
+
+
+def _only_torch_arguments(**arguments: Any) -> dict[str, Any]:
+    """Drop what the running torch does not know yet, unless the user asked for it."""
+    unknown = {name: value for name, value in arguments.items() if name not in _TORCH_ARGUMENTS}
+    asked = [name for name, value in unknown.items() if value and name not in ("batched_grad_copy",)]
+    if asked:
+        raise TypeError(f"torch {torch.__version__} has no DistributedDataParallel argument {asked[0]!r}")
+    return {name: value for name, value in arguments.items() if name not in unknown}
+
+
+def _wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
+    """DDP modules inside ``module`` whose parameters would be reduced twice."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    mine = {id(p) for n, p in module.named_parameters() if n not in ignored and p.requires_grad}
+    inner = [
+        m for m in module.modules() if isinstance(m, TorchDDP) and any(id(p) in mine for p in m._module_parameters)
+    ]
+    if inner:
+        warnings.warn(
+            "DistributedDataParallel wraps a model that is already wrapped: its gradients are reduced twice, at twice the cost, "
+            "and kept outside of buckets. Wrap once (trainers such as Accelerate wrap in prepare()).",
+            UserWarning,
+            stacklevel=3,
+        )
+    return inner
+
+
+def _param_specs(parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]) -> list[_C.ParamSpec]:
+    dtypes = {dtype: i for i, dtype in enumerate(dict.fromkeys(p.dtype for p in parameters))}
+    devices = {device: i for i, device in enumerate(dict.fromkeys(p.device for p in parameters))}
+    return [
+        _C.ParamSpec(
+            name=name,
+            numel=p.numel(),
+            itemsize=p.element_size(),
+            dtype=dtypes[p.dtype],
+            device=devices[p.device],
+            sparse=is_sparse,
+        )
+        for p, name, is_sparse in zip(parameters, names, sparse, strict=True)
+    ]
