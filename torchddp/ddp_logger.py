@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ _ENVIRONMENT = {
     "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
     "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
 }
+# torch's ProcessGroupGloo default, which it does not expose.
+_GLOO_THREADS = 2
+_ALWAYS_SAMPLED = 10
 _NCCL_ENVIRONMENT = {
     "nccl_socket_ifname": "NCCL_SOCKET_IFNAME",
     "nccl_blocking_wait": "TORCH_NCCL_BLOCKING_WAIT",
@@ -37,21 +41,33 @@ class DDPLoggingData:
     ints_map: dict[str, int] = field(default_factory=dict)
 
 
-class DDPLogger:
-    """Stands in for ``torch.distributed.Logger``, which takes only torch's own reducer.
+class DDPLogger(dist.Logger):
+    """A ``torch.distributed.Logger`` that reads its fields off our reducer, when somebody asks.
 
-    Nothing is gathered while training runs: the fields are read off the reducer when somebody asks.
+    torch's functions that log through a DDP logger take only its own class, which takes only its own reducer: the base holds one
+    over a single number that never gets a gradient.
     """
 
-    def __init__(self, reducer: Any) -> None:
+    def __init__(self, reducer: Any, process_group: Any) -> None:
+        self._anchor = dist.Reducer([torch.zeros(1, requires_grad=True)], [[0]], [4], process_group)
+        super().__init__(self._anchor)
         self._reducer = reducer
+        self._sample_rate = 100
         self._fixed = DDPLoggingData()
         self._events = DDPLoggingData()
 
-    def set_construction_data_and_log(self, ddp: DistributedDataParallel, parameters: list[Any]) -> None:
+    def rebind(self, process_group: Any) -> None:
+        """Let go of the old process group."""
+        self._anchor._update_process_group(process_group)
+        self._fixed.ints_map.update(world_size=process_group.size(), rank=process_group.rank())
+
+    def set_sample_rate(self, sample_rate: int) -> None:
+        self._sample_rate = sample_rate
+
+    def log_construction(self, ddp: DistributedDataParallel, parameters: list[Any]) -> None:
         """Take down what does not change after construction."""
         backend = dist.get_backend(ddp.process_group)
-        dtypes = list(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters))
+        dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters)
         strings = self._fixed.strs_map
         strings["module_name"] = type(ddp.module).__name__
         strings["device_ids"] = ", ".join(str(d) for d in ddp.device_ids or [])
@@ -59,6 +75,7 @@ class DDPLogger:
         strings["dtypes"] = ", ".join(_TORCH_DTYPE_NAMES.get(d, d) for d in dtypes)
         environment = _ENVIRONMENT | (_NCCL_ENVIRONMENT if "nccl" in backend else {})
         strings.update({key: os.environ.get(variable, "N/A") for key, variable in environment.items()})
+        strings["bucket_sizes"] = self._bucket_sizes()
         self._fixed.ints_map.update(
             world_size=ddp.process_group.size(),
             rank=ddp.process_group.rank(),
@@ -67,14 +84,14 @@ class DDPLogger:
             has_sync_bn=int(ddp._has_sync_batch_norm),
             bucket_cap_bytes=ddp.bucket_bytes_cap,
             find_unused_parameters=int(ddp.find_unused_parameters),
-            gradient_as_bucket_view=int(ddp.gradient_as_bucket_view),
+            gradient_as_bucket_view=int(ddp._views_asked_for),  # what the user said; the next field is what is done
+            gradients_are_bucket_views=int(ddp.gradient_as_bucket_view),
             is_multi_device_module=int(ddp.is_multi_device_module),
             num_parameter_tensors=len(parameters),
             total_parameter_size_bytes=sum(p.numel() * p.element_size() for p in parameters),
         )
         if backend == "gloo":
-            self._fixed.ints_map["gloo_num_threads"] = 2
-        strings["bucket_sizes"] = self._bucket_sizes()
+            self._fixed.ints_map["gloo_num_threads"] = _GLOO_THREADS
 
     def _bucket_sizes(self) -> str:
         return ", ".join(str(bucket.nbytes) for bucket in self._reducer.plan.buckets)
@@ -84,7 +101,6 @@ class DDPLogger:
 
     def set_error_and_log(self, error: str) -> None:
         self._events.ints_map["has_error"] = 1
-        self._events.ints_map["iteration"] = self._reducer._stats()["iteration"]
         self._events.strs_map["error"] = error
 
     def _set_comm_hook_name(self, comm_hook: str) -> None:
@@ -96,34 +112,46 @@ class DDPLogger:
     def _set_static_graph(self) -> None:
         self._events.ints_map["static_graph"] = 1
 
-    def _get_ddp_logging_data(self) -> DDPLoggingData:
+    def _sampled_iteration(self, iteration: int) -> int:
+        """The last iteration up to this one that is sampled: the first ten, then every ``sample_rate``-th."""
+        return iteration if iteration <= _ALWAYS_SAMPLED else max(_ALWAYS_SAMPLED, iteration - iteration % self._sample_rate)
+
+    def _get_ddp_logging_data(self) -> Any:
         reducer = self._reducer
         stats = dict(reducer._stats())
         steps_finished = stats.pop("finished")
-        exposed = stats.pop("exposed_comm_time")
         data = DDPLoggingData(dict(self._fixed.strs_map), dict(self._fixed.ints_map))
-        data.ints_map["iteration"] = stats["iteration"]
+        begun = stats.pop("iteration")
+        data.ints_map["iteration"] = self._sampled_iteration(max(0, begun - 1))
+        # As torch, not counting the order measured with unused parameters: num_bucket_rebuilds counts that too.
+        rebuilt = reducer.has_rebuilt_buckets
+        static = self._events.ints_map.get("static_graph", 0)
         if steps_finished:
             data.ints_map.update(stats)
-            data.ints_map["exposed_comm_time"] = exposed
-            data.ints_map["num_buckets_reduced"] = len(reducer.plan)
-            data.ints_map["has_rebuilt_buckets"] = int(reducer.has_rebuilt_buckets)
-            data.ints_map["unused_parameter_size"] = reducer._num_unused()
+            data.ints_map["num_bucket_rebuilds"] = int(rebuilt)
+            data.ints_map["has_rebuilt_buckets"] = int(rebuilt and (static or not data.ints_map["find_unused_parameters"]))
+            data.ints_map["unused_parameter_size"] = reducer._unused_bytes()
             data.strs_map["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer._grad_ready_order()))
-        if error := reducer._last_error():
-            data.ints_map["has_error"] = 1
-            data.strs_map["error"] = error
-        if reducer.has_rebuilt_buckets:
+        if rebuilt:
             data.strs_map["rebuilt_bucket_sizes"] = self._bucket_sizes()
             data.strs_map["rebuilt_per_bucket_param_indices"] = ", ".join(
                 " ".join(map(str, bucket.params)) for bucket in reducer.plan.buckets
             )
-        if "static_graph" not in self._events.ints_map:
+        if not static:
             data.ints_map["can_set_static_graph"] = int(reducer._ddp_graph_static())
         data.strs_map["transport"] = reducer.transport_name
+        self._add_errors(data)
         data.strs_map.update(self._events.strs_map)
         data.ints_map.update(self._events.ints_map)
         return data
+
+    def _add_errors(self, data: DDPLoggingData) -> None:
+        # Through the base class come errors of torch's own functions that were given this logger.
+        torch_data = super()._get_ddp_logging_data()
+        error = self._reducer._last_error() or torch_data.strs_map.get("error", "")
+        if error:
+            data.ints_map["has_error"] = 1
+            data.strs_map["error"] = error
 
 
 # torch logs C++ type names.

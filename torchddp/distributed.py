@@ -104,6 +104,7 @@ class DistributedDataParallel(TorchDDP):
         # Set before Module.__init__: torch's constructor builds the reducer, which reads them. Plain attributes only.
         self._transport_choice = transport
         self._timeout = timeout
+        self._views_asked_for = bool(gradient_as_bucket_view)
         self._sync_at_init = init_sync
         self._init_sync_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
         self._bucket_caps_bytes = _caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
@@ -163,8 +164,8 @@ class DistributedDataParallel(TorchDDP):
         self._reduced_ids = {id(p) for p in parameters}
         self._buffer_broadcaster = buffer_sync.BufferBroadcaster(self.process_group)
         self._has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
-        self.logger = DDPLogger(self.reducer)  # type: ignore[assignment]
-        self.logger.set_construction_data_and_log(self, parameters)  # type: ignore[union-attr, call-arg, arg-type]
+        self.logger = DDPLogger(self.reducer, self.process_group)
+        self.logger.log_construction(self, parameters)
         self._passing_sync_batchnorm_handle(self.module)
 
     def _verify_and_sync_module(self, parameters: list[torch.Tensor], names: list[str]) -> None:
@@ -340,6 +341,18 @@ class DistributedDataParallel(TorchDDP):
         self._comm_hooks.append((hook, state))
         self.reducer._register_comm_hook(state, hook)
 
+    def _match_unused_params_allreduce(self) -> None:
+        # A rank without inputs uses no parameter. (torch sends the last step's sum again, and calls everything used.)
+        self.process_group.allreduce(torch.zeros_like(self.reducer._get_local_used_map()))
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """How often ``_get_ddp_logging_data()`` moves on after the first ten steps: every ``sample_rate``-th step."""
+        if sample_rate < 1:
+            self._log_and_throw(
+                ValueError, "DDP runtime logging sample rate should be equal or greater than 1, got " + str(sample_rate)
+            )
+        self.logger.set_sample_rate(sample_rate)  # type: ignore[union-attr, attr-defined]
+
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self.logger._set_comm_hook_name(str(comm_hook_type))  # type: ignore[union-attr]
         self.reducer._register_builtin_comm_hook(comm_hook_type)
@@ -347,6 +360,7 @@ class DistributedDataParallel(TorchDDP):
     def _update_process_group(self, new_process_group: Any) -> None:
         super()._update_process_group(new_process_group)
         self._buffer_broadcaster = buffer_sync.BufferBroadcaster(self.process_group)
+        self.logger.rebind(self.process_group)  # type: ignore[union-attr, attr-defined]
         if self.static_graph:
             self._static_graph_delay_allreduce_enqueued = False
 

@@ -36,6 +36,7 @@ py::dict stats_dict(const Reducer& self) {
   py::dict result;
   result["iteration"] = stats.steps;
   result["finished"] = stats.finished;
+  result["num_buckets_reduced"] = stats.last.buckets_reduced;
   result["forward_compute_time_start"] = stats.last.forward_begin_ns;
   result["backward_compute_time_start"] = stats.last.backward_begin_ns;
   result["backward_comm_time_start"] = stats.last.comm_begin_ns;
@@ -124,7 +125,7 @@ void bind_reports(PyReducer& c) {
       .def("_ddp_graph_static", &Reducer::graph_has_been_static)
       .def("_grad_ready_order", &Reducer::grad_ready_order)
       .def("_last_error", &Reducer::last_error)
-      .def("_num_unused", &Reducer::num_unused)
+      .def("_unused_bytes", &Reducer::unused_bytes)
       .def("_stats", &stats_dict, "Times of the last step in ns, and averages, under torch's names.")
       .def("_enable_timeline", &Reducer::enable_timeline, py::arg("capacity"))
       .def("_disable_timeline", [](Reducer& self) { self.timeline().disable(); })

@@ -13,6 +13,13 @@ class TransportError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// The autograd graph is not the one that was promised (a parameter used twice, or against static_graph). The step stays
+// unfinished, so that the next forward says which gradients are missing.
+class GraphError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // A broken invariant of ours.
 class InternalError : public std::logic_error {
  public:

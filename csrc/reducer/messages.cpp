@@ -20,7 +20,7 @@ std::string list_names(std::span<const int64_t> params, std::span<const plan::Pa
 }
 
 std::string unfinished_reduction_message(int rank, std::span<const int64_t> missing, std::span<const plan::ParamSpec> specs,
-                                         bool find_unused_parameters, bool static_graph) {
+                                         bool find_unused_parameters, bool static_graph, bool debug_is_off) {
   std::string text =
       "Expected to have finished reduction in the prior iteration before starting a new one. ";
   const std::vector<int64_t> indices(missing.begin(), missing.end());
@@ -43,8 +43,13 @@ std::string unfinished_reduction_message(int rank, std::span<const int64_t> miss
                   "the constructor, and by making sure all `forward` function outputs participate in calculating loss. ";
     text += "Outputs are searched for in tuples, lists, dicts and dataclasses that `forward` returns.";
   }
-  text += c10::str("\nParameters which did not receive grad for rank ", rank, ": ", c10::Join(", ", names));
   text += c10::str("\nParameter indices which did not receive grad for rank ", rank, ": ", c10::Join(" ", indices));
+  text += c10::str("\nParameters which did not receive grad for rank ", rank, ": ", c10::Join(", ", names));
+  if (debug_is_off) {
+    text +=
+        "\nTo see what torch itself knows of each collective, set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
+        "INFO or DETAIL.";
+  }
   return text;
 }
 
@@ -65,6 +70,13 @@ std::string marked_twice_message(int rank, int64_t param, std::span<const plan::
   text += c10::str("\nParameter at index ", param, " with name ", specs[static_cast<size_t>(param)].name,
                    " has been marked as ready twice.");
   return text;
+}
+
+std::string static_graph_changed_message(int rank, int64_t param, std::span<const plan::ParamSpec> specs) {
+  return c10::str(
+      "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then got used in "
+      "the second iteration. this is not compatible with static_graph set to True. On rank ", rank, ", parameter '",
+      specs[static_cast<size_t>(param)].name, "' received a gradient more often than in the first synchronised step.");
 }
 
 std::string transport_failure_message(int rank, int64_t step, int64_t bucket, int64_t num_buckets, std::span<const int64_t> params,

@@ -3,6 +3,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/ops/_foreach_copy.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include "common/check.h"
@@ -40,6 +41,9 @@ void Reducer::guarded(Body&& body) {
     last_error_ = error.what();
     abandon_step();
     throw_across_autograd(error);
+  } catch (const GraphError& error) {
+    last_error_ = error.what();
+    throw;
   } catch (const std::exception& error) {
     last_error_ = error.what();
     abandon_step();
@@ -75,6 +79,7 @@ void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
     static_graph_.begin_step();
   }
   if (dynamic_find_unused()) {
+    RECORD_FUNCTION("torch.distributed.ddp.reducer::search_unused_parameters", std::vector<c10::IValue>());
     unused_ = search_->find(outputs);
     if (graph_static_ && previous_unused_) {
       graph_static_ = *previous_unused_ == unused_;
@@ -116,9 +121,9 @@ void Reducer::fire(int64_t param) {
       static_graph_.count(param);
       return;
     }
-    TDDP_CHECK(static_graph_.expects(param), "Your training graph has changed in this iteration, e.g., one parameter is unused in ",
-               "first iteration, but then got used in the second iteration. this is not compatible with static_graph set to True. ",
-               "(rank ", transport_->rank(), ", parameter '", specs_[static_cast<size_t>(param)].name, "')");
+    if (!static_graph_.expects(param)) {
+      throw GraphError(static_graph_changed_message(transport_->rank(), param, specs_));
+    }
     if (!static_graph_.fire(param)) {
       return;
     }
@@ -143,7 +148,9 @@ void Reducer::begin_backward() {
 
 void Reducer::mark_ready(int64_t param, bool unused) {
   const auto before = marked_[static_cast<size_t>(param)].exchange(unused ? kMarkedUnused : kMarked, std::memory_order_relaxed);
-  TDDP_CHECK(before == kNotMarked, marked_twice_message(transport_->rank(), param, specs_, before == kMarkedUnused));
+  if (before != kNotMarked) {
+    throw GraphError(marked_twice_message(transport_->rank(), param, specs_, before == kMarkedUnused));
+  }
   incomplete_.store(true, std::memory_order_relaxed);
   if (!unused) {
     ready_order_[static_cast<size_t>(num_ready_.fetch_add(1, std::memory_order_relaxed))] = param;
@@ -310,6 +317,7 @@ void Reducer::launch(int64_t index) {
     bucket.state = BucketState::kSkipped;
     return;
   }
+  ++stats_.current.buckets_reduced;
   if (stats_.current.comm_begin_ns == 0) {
     stats_.current.comm_begin_ns = wall_clock_ns();
   }

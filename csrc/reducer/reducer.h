@@ -91,7 +91,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   const std::string& last_error() const { return last_error_; }
   std::vector<int64_t> grad_ready_order() const;
   std::vector<int64_t> backward_stats() const;
-  int64_t num_unused() const { return static_cast<int64_t>(unused_.size()); }
+  int64_t unused_bytes() const;
   timeline::Timeline& timeline() { return timeline_; }
   void enable_timeline(int64_t capacity);
   transport::Transport& transport() { return *transport_; }

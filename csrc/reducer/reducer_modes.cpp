@@ -1,6 +1,8 @@
 // Set-up of the Reducer, its buckets, and the special modes that torch's DDP switches on.
 #include <ATen/Functions.h>
 
+#include <torch/csrc/distributed/c10d/debug.h>
+
 #include "common/check.h"
 #include "reducer/messages.h"
 #include "reducer/plan_agreement.h"
@@ -106,8 +108,11 @@ std::vector<c10d::GradBucket> Reducer::zero_grad_buckets() {
 }
 
 void Reducer::set_static_graph() {
-  TDDP_CHECK(stats_.steps == 0, "set_static_graph() should be called before training loop starts and after ",
-             "DistributedDataParallel is constructed.");
+  if (stats_.steps != 0) {
+    last_error_ = c10::str("set_static_graph() should be called before training loop starts and after DistributedDataParallel is ",
+                           "constructed; on rank ", transport_->rank(), " ", stats_.steps, " steps have begun.");
+    throw std::runtime_error(last_error_);
+  }
   static_graph_.enable(static_cast<int64_t>(params_.size()));
   if (used_map_ == nullptr) {
     used_map_ = std::make_unique<UsedMap>(static_cast<int64_t>(params_.size()), params_.front().device(), *transport_);
@@ -161,7 +166,7 @@ void Reducer::reset_state() {
 
 at::Tensor Reducer::local_used_map() {
   TDDP_CHECK(used_map_ != nullptr, "the map of used parameters exists only with find_unused_parameters or static_graph");
-  return used_map_->publish();
+  return used_map_->device_map();
 }
 
 std::vector<int64_t> Reducer::grad_ready_order() const {
@@ -175,6 +180,14 @@ std::vector<int64_t> Reducer::backward_stats() const {
 void Reducer::enable_timeline(int64_t capacity) {
   ready_times_ns_.assign(params_.size(), 0);
   timeline_.enable(capacity);
+}
+
+int64_t Reducer::unused_bytes() const {
+  int64_t bytes = 0;
+  for (const auto param : unused_) {
+    bytes += specs_[static_cast<size_t>(param)].bytes();
+  }
+  return bytes;
 }
 
 int64_t Reducer::bucket_memory_bytes() const {
@@ -198,7 +211,7 @@ void Reducer::raise_unfinished() {
     }
   }
   last_error_ = unfinished_reduction_message(transport_->rank(), missing, specs_, config_.find_unused_parameters,
-                                             static_graph_.enabled());
+                                             static_graph_.enabled(), c10d::debug_level() == c10d::DebugLevel::Off);
   throw std::runtime_error(last_error_);
 }
 

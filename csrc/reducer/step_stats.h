@@ -12,6 +12,7 @@ struct StepTimes {
   int64_t comm_begin_ns = 0;       // first bucket launched
   int64_t backward_compute_end_ns = 0;
   int64_t comm_end_ns = 0;         // last bucket reduced
+  int64_t buckets_reduced = 0;     // without those that were skipped
 
   int64_t forward_ns() const { return span(forward_begin_ns, backward_begin_ns); }
   int64_t backward_ns() const { return span(backward_begin_ns, backward_compute_end_ns); }

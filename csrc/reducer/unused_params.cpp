@@ -87,15 +87,11 @@ void UsedMap::rebind(transport::Transport& transport) {
   reset();
 }
 
-const at::Tensor& UsedMap::publish() {
+void UsedMap::start_reduction(transport::Transport& transport) {
   c10::NoGradGuard no_grad;
   // Blocking copy: reset() rewrites the host map at the end of the step, possibly before a queued copy would have read it.
   device_map_.copy_(host_map_);
-  return device_map_;
-}
-
-void UsedMap::start_reduction(transport::Transport& transport) {
-  transport.all_reduce(publish(), *work_);
+  transport.all_reduce(device_map_, *work_);
   in_flight_ = true;
 }
 

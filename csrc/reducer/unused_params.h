@@ -49,9 +49,8 @@ class UsedMap {
   void abandon();
   void rebind(transport::Transport& transport);
 
-  // The device tensor that is reduced (int32, one element a parameter), filled with this rank's marks: a joined rank, which
-  // has none, takes part in the reduction with it.
-  const at::Tensor& publish();
+  // The device tensor that is reduced (int32, one element a parameter): after a step, the number of ranks that used each.
+  const at::Tensor& device_map() const { return device_map_; }
 
  private:
   at::Tensor host_map_;    // CPU, int32

@@ -52,7 +52,7 @@ def test_mixed_device_types(ddp_class):
 def test_device_ids_on_cpu(ddp_class):
     _assert_refused(lambda rank: ddp_class(nn.Linear(2, 2), device_ids=[0]), "ValueError", "device_ids")
     _assert_refused(lambda rank: ddp_class(nn.Linear(2, 2), device_ids=[0, 1]), "ValueError", "device_ids", "single")
-    _assert_refused(lambda rank: ddp_class(nn.Linear(2, 2), output_device=0), "ValueError", "output_device")
+    _assert_refused(lambda rank: ddp_class(nn.Linear(2, 2), output_device=1), "ValueError", "output_device")
 
 
 def test_uninitialised_parameters(ddp_class):
