@@ -1,8 +1,8 @@
 """Named checks of what a DistributedDataParallel class must do.
 
 Each takes the class and the rank, runs on every rank inside a process group of two, and raises if the class behaves
-otherwise. The ordinary tests run them on the class under test; the mutant tests run them on deliberately broken classes.
-To keep ranks in step when a check fails, a check makes its collective calls first and asserts afterwards.
+otherwise. The ordinary tests run them on the class under test, the mutant tests on deliberately broken classes. To keep
+ranks in step when a check fails, a check makes its collective calls first and asserts afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests import behaviours_grads, behaviours_options, behaviours_state
-from tests.harness import GROUP_TIMEOUT_S, attempt, process_group
+from tests.harness import GROUP_TIMEOUT_S, attempt, keep_until_exit, process_group
 
 Check = Callable[[type, int], None]
 
@@ -53,8 +53,9 @@ def run_behaviours(
 ) -> None:
     """Runs checks one after the other, each in a process group of its own, until `enough_failures` have failed.
 
-    To be called on all ranks by `run_ranks`, whose own group is replaced by those of the checks. Each rank writes to a log of
-    its own as it goes, because a broken class can take its process down (gloo terminates on mismatched collectives).
+    To be called on all ranks by `run_ranks`, whose own group is replaced by those of the checks. Each rank writes to a
+    log of its own as it goes, because a broken class can take its process down (gloo terminates on mismatched
+    collectives).
     """
     store = dist.distributed_c10d._get_default_store()
     world_size = dist.get_world_size()
@@ -86,6 +87,8 @@ def _run_one(
     rank: int, world_size: int, ddp_class: type, behaviour: Behaviour, store: dist.Store, timeout_s: float
 ) -> str | None:
     torch.manual_seed(0)
-    with process_group(dist.PrefixStore(behaviour.name, store), rank, world_size, timeout_s):
+    with process_group(dist.PrefixStore(behaviour.name, store), rank, world_size, timeout_s) as group:
         _, error = attempt(behaviour.check, ddp_class, rank)
+        if error is None:
+            keep_until_exit(group)
     return error

@@ -217,7 +217,8 @@ def check_no_sync_communicates_nothing(ddp_class: type, rank: int) -> None:
 
 def check_sparse_embedding_gradients(ddp_class: type, rank: int) -> None:
     def make() -> nn.Module:
-        return nn.Sequential(nn.Embedding(10, 4, sparse=True, dtype=torch.float64), nn.Linear(4, 2, dtype=torch.float64))
+        embedding = nn.Embedding(10, 4, sparse=True, dtype=torch.float64)
+        return nn.Sequential(embedding, nn.Linear(4, 2, dtype=torch.float64))
 
     def run(model: nn.Module, r: int, step: int) -> None:
         loss_of(model(torch.tensor([r, 3, 3, 5 + step]))).backward()

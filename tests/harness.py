@@ -200,8 +200,10 @@ def _rank_main(
         value, error = None, None
         try:
             store = dist.FileStore(str(store_path), world_size)
-            with process_group(store, rank, world_size, group_timeout_s):
+            with process_group(store, rank, world_size, group_timeout_s) as group:
                 value, error = attempt(fn, rank, *args)
+                if error is None:
+                    keep_until_exit(group)
         except BaseException:
             error = traceback.format_exc()
         pipe.send_bytes(pickle.dumps((value, error)))
@@ -223,14 +225,25 @@ def attempt(fn: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
     return None, error
 
 
+_KEPT: list[Any] = []
+
+
+def keep_until_exit(group: Any) -> None:
+    """Never destroys this group: the process ends without running destructors.
+
+    A hook's closure may hold the group, and gloo's worker thread may be the last to let go of the closure. It would
+    then join itself and abort the process, with torch's class as with any other. After an error the group should go, so
+    that peers see the connection close.
+    """
+    _KEPT.append(group)
+
+
 @contextlib.contextmanager
 def process_group(
     store: dist.Store, rank: int, world_size: int, timeout_s: float = GROUP_TIMEOUT_S
 ) -> Iterator[dist.ProcessGroup | None]:
     """The default process group (gloo), destroyed at the end unless the body has done so."""
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
     group = dist.group.WORLD  # the last reference, so that the group is destroyed without the GIL
     try:
         yield group

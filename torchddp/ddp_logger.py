@@ -114,7 +114,11 @@ class DDPLogger(dist.Logger):
 
     def _sampled_iteration(self, iteration: int) -> int:
         """The last iteration up to this one that is sampled: the first ten, then every ``sample_rate``-th."""
-        return iteration if iteration <= _ALWAYS_SAMPLED else max(_ALWAYS_SAMPLED, iteration - iteration % self._sample_rate)
+        return (
+            iteration
+            if iteration <= _ALWAYS_SAMPLED
+            else max(_ALWAYS_SAMPLED, iteration - iteration % self._sample_rate)
+        )
 
     def _get_ddp_logging_data(self) -> Any:
         reducer = self._reducer
@@ -129,7 +133,9 @@ class DDPLogger(dist.Logger):
         if steps_finished:
             data.ints_map.update(stats)
             data.ints_map["num_bucket_rebuilds"] = int(rebuilt)
-            data.ints_map["has_rebuilt_buckets"] = int(rebuilt and (static or not data.ints_map["find_unused_parameters"]))
+            data.ints_map["has_rebuilt_buckets"] = int(
+                rebuilt and (static or not data.ints_map["find_unused_parameters"])
+            )
             data.ints_map["unused_parameter_size"] = reducer._unused_bytes()
             data.strs_map["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer._grad_ready_order()))
         if rebuilt:

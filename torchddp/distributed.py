@@ -409,7 +409,9 @@ def _wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
     return inner
 
 
-def _param_specs(parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]) -> list[_C.ParamSpec]:
+def _param_specs(
+    parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]
+) -> list[_C.ParamSpec]:
     dtypes = {dtype: i for i, dtype in enumerate(dict.fromkeys(p.dtype for p in parameters))}
     devices = {device: i for i, device in enumerate(dict.fromkeys(p.device for p in parameters))}
     return [

@@ -31,9 +31,10 @@ PyObject* make_type(py::module_& m, const char* name, const char* doc) {
 }  // namespace
 
 void bind_errors(py::module_& m) {
-  transport_error_type = make_type(m, "TransportError",
-                                   "A collective failed: a peer is gone or did not answer in time. Names rank, step, bucket and "
-                                   "parameters. The reducer is idle again when this is raised.");
+  transport_error_type =
+      make_type(m, "TransportError",
+                "A collective failed: a peer is gone or did not answer in time. Names rank, step, bucket and "
+                "parameters. The reducer is idle again when this is raised.");
   internal_error_type = make_type(m, "InternalError", "A broken invariant of torchddp. Please report it.");
   set_transport_error_thrower(&throw_python_transport_error);
   py::register_exception_translator([](std::exception_ptr pointer) {

@@ -20,7 +20,8 @@ void bind_plan(py::module_& m) {
       .def_readonly("device", &ParamSpec::device)
       .def_readonly("sparse", &ParamSpec::sparse);
 
-  py::class_<BucketSpec>(m, "BucketSpec", "One bucket of a plan: parameter indices and their offsets in flat memory (elements).")
+  py::class_<BucketSpec>(m, "BucketSpec",
+                         "One bucket of a plan: parameter indices and their offsets in flat memory (elements).")
       .def_property_readonly("params",
                              [](const BucketSpec& bucket) {
                                std::vector<int64_t> params;
@@ -53,10 +54,12 @@ void bind_plan(py::module_& m) {
       [](const std::vector<ParamSpec>& params, const std::vector<int64_t>& order, std::vector<int64_t> caps_bytes,
          int64_t alignment_bytes) { return make_bucket_plan(params, order, {std::move(caps_bytes), alignment_bytes}); },
       py::arg("params"), py::arg("order"), py::arg("caps_bytes"), py::arg("alignment_bytes") = 1,
-      "Buckets for parameters whose gradients become ready in `order` (a permutation of the parameter indices). ValueError for bad input.");
+      "Buckets for parameters whose gradients become ready in `order` (a permutation of the parameter indices). "
+      "ValueError for bad input.");
   m.def("reverse_registration_order", &reverse_registration_order, py::arg("num_params"));
   m.def(
-      "complete_order", [](const std::vector<int64_t>& seen, int64_t num_params) { return complete_order(seen, num_params); },
+      "complete_order",
+      [](const std::vector<int64_t>& seen, int64_t num_params) { return complete_order(seen, num_params); },
       py::arg("seen"), py::arg("num_params"));
   m.def("encode_plan", &encode_plan, py::arg("plan"), py::arg("num_params"));
   m.def(

@@ -16,9 +16,10 @@ using PyReducer = py::class_<Reducer, std::shared_ptr<Reducer>>;
 
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> specs,
                                       c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int64_t> caps_bytes,
-                                      int64_t alignment_bytes, bool find_unused_parameters, bool gradient_as_bucket_view,
-                                      bool skip_all_reduce_unused_params, bool compiled_autograd_takes_over,
-                                      std::string transport, std::chrono::milliseconds timeout) {
+                                      int64_t alignment_bytes, bool find_unused_parameters,
+                                      bool gradient_as_bucket_view, bool skip_all_reduce_unused_params,
+                                      bool compiled_autograd_takes_over, std::string transport,
+                                      std::chrono::milliseconds timeout) {
   reducer::ReducerConfig config;
   config.limits = {std::move(caps_bytes), alignment_bytes};
   config.find_unused_parameters = find_unused_parameters;
@@ -58,12 +59,14 @@ void bind_step(PyReducer& c) {
   c.def("prepare_for_forward", &Reducer::begin_forward, NoGil())
       .def(
           "prepare_for_backward",
-          [](Reducer& self, const std::vector<at::Tensor>& outputs) { self.prepare_for_backward(outputs); }, py::arg("output"),
-          NoGil())
+          [](Reducer& self, const std::vector<at::Tensor>& outputs) { self.prepare_for_backward(outputs); },
+          py::arg("output"), NoGil())
       .def(
           "prepare_for_backward",
-          [](Reducer& self, const at::Tensor& output) { self.prepare_for_backward({&output, 1}); }, py::arg("output"), NoGil())
-      .def("_autograd_hook", [](Reducer& self, int64_t index) { self.on_grad_ready(index); }, py::arg("index"), NoGil())
+          [](Reducer& self, const at::Tensor& output) { self.prepare_for_backward({&output, 1}); }, py::arg("output"),
+          NoGil())
+      .def(
+          "_autograd_hook", [](Reducer& self, int64_t index) { self.on_grad_ready(index); }, py::arg("index"), NoGil())
       .def("_delay_all_reduce", &Reducer::delay_all_reduce, NoGil())
       .def("_check_reducer_finalized", &Reducer::check_finalized, NoGil())
       .def("_rebuild_buckets", &Reducer::rebuild_buckets, NoGil())
@@ -120,7 +123,8 @@ void bind_modes(PyReducer& c) {
 
 void bind_reports(PyReducer& c) {
   c.def("get_backward_stats", &Reducer::backward_stats,
-        "Nanoseconds from the start of backward until each gradient was ready, by parameter index; zeros unless the timeline is on.")
+        "Nanoseconds from the start of backward until each gradient was ready, by parameter index; zeros unless the "
+        "timeline is on.")
       .def("_get_local_used_map", &Reducer::local_used_map, NoGil())
       .def("_ddp_graph_static", &Reducer::graph_has_been_static)
       .def("_grad_ready_order", &Reducer::grad_ready_order)
@@ -129,7 +133,9 @@ void bind_reports(PyReducer& c) {
       .def("_stats", &stats_dict, "Times of the last step in ns, and averages, under torch's names.")
       .def("_enable_timeline", &Reducer::enable_timeline, py::arg("capacity"))
       .def("_disable_timeline", [](Reducer& self) { self.timeline().disable(); })
-      .def("_timeline", [](Reducer& self) { return self.timeline().snapshot(); }, "Events of the last steps, oldest first.")
+      .def(
+          "_timeline", [](Reducer& self) { return self.timeline().snapshot(); },
+          "Events of the last steps, oldest first.")
       .def("_timeline_dropped", [](Reducer& self) { return self.timeline().dropped(); })
       .def_property_readonly("plan", &Reducer::plan)
       .def_property_readonly("transport_name", [](Reducer& self) { return self.transport().name(); })
@@ -141,11 +147,13 @@ void bind_reports(PyReducer& c) {
 }  // namespace
 
 void bind_reducer(py::module_& m) {
-  PyReducer c(m, "Reducer", "Packs gradients into buckets and reduces them while autograd runs. Made by DistributedDataParallel.");
-  c.def(py::init(&make_reducer), py::arg("params"), py::arg("specs"), py::arg("process_group"), py::kw_only(), py::arg("caps_bytes"),
-        py::arg("alignment_bytes") = 1, py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
-        py::arg("skip_all_reduce_unused_params") = false, py::arg("compiled_autograd_takes_over") = false,
-        py::arg("transport") = "auto", py::arg("timeout") = transport::kTransportTimeout, NoGil());
+  PyReducer c(m, "Reducer",
+              "Packs gradients into buckets and reduces them while autograd runs. Made by DistributedDataParallel.");
+  c.def(py::init(&make_reducer), py::arg("params"), py::arg("specs"), py::arg("process_group"), py::kw_only(),
+        py::arg("caps_bytes"), py::arg("alignment_bytes") = 1, py::arg("find_unused_parameters") = false,
+        py::arg("gradient_as_bucket_view") = true, py::arg("skip_all_reduce_unused_params") = false,
+        py::arg("compiled_autograd_takes_over") = false, py::arg("transport") = "auto",
+        py::arg("timeout") = transport::kTransportTimeout, NoGil());
   bind_step(c);
   bind_modes(c);
   bind_reports(c);

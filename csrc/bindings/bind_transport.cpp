@@ -15,7 +15,9 @@ void bind_transport(py::module_& m) {
            "Blocks until the result may be used; TransportError when a peer is gone or `timeout` has passed.")
       .def("abandon", &Work::abandon, NoGil(), "Forgets an operation that failed.");
 
-  py::class_<Transport, std::shared_ptr<Transport>>(m, "Transport", "Collectives on flat memory; all methods but the properties, allocate and make_work are collective.")
+  py::class_<Transport, std::shared_ptr<Transport>>(
+      m, "Transport",
+      "Collectives on flat memory; all methods but the properties, allocate and make_work are collective.")
       .def_property_readonly("name", &Transport::name)
       .def_property_readonly("rank", &Transport::rank)
       .def_property_readonly("size", &Transport::size)
@@ -24,7 +26,8 @@ void bind_transport(py::module_& m) {
           [](Transport& transport, int64_t numel, const at::Tensor& like) {
             return transport.allocate(numel, like.scalar_type(), like.device());
           },
-          py::arg("numel"), py::arg("like"), NoGil(), "1-d memory with `numel` elements of the dtype and device of `like`.")
+          py::arg("numel"), py::arg("like"), NoGil(),
+          "1-d memory with `numel` elements of the dtype and device of `like`.")
       .def("make_work", &Transport::make_work)
       .def("all_reduce", &Transport::all_reduce, py::arg("tensor"), py::arg("work"), NoGil())
       .def("reduce_scatter", &Transport::reduce_scatter, py::arg("output"), py::arg("input"), py::arg("work"), NoGil())

@@ -24,7 +24,11 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
     c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
     wire_ = at::view_as_real(flat_).view({-1});
   }
-  if (spec.numel != [&] { int64_t sum = 0; for (const auto& s : spec.slots) sum += s.numel; return sum; }()) {
+  if (spec.numel != [&] {
+        int64_t sum = 0;
+        for (const auto& s : spec.slots) sum += s.numel;
+        return sum;
+      }()) {
     flat_.zero_();  // padding between slots is summed too: keep it finite
   }
   slots_.reserve(spec.slots.size());

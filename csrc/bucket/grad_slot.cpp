@@ -1,8 +1,8 @@
 #include "bucket/grad_slot.h"
 
 #include <ATen/Functions.h>
-#include <c10/core/GradMode.h>
 #include <ATen/Parallel.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstring>
@@ -23,20 +23,32 @@ struct KernelType {
 KernelType kernel_type(at::ScalarType dtype) {
   using kernels::DType;
   switch (dtype) {
-    case at::kDouble: return {DType::kF64, 1};
-    case at::kFloat: return {DType::kF32, 1};
-    case at::kHalf: return {DType::kF16, 1};
-    case at::kBFloat16: return {DType::kBF16, 1};
-    case at::kComplexDouble: return {DType::kF64, 2};
-    case at::kComplexFloat: return {DType::kF32, 2};
-    case at::kComplexHalf: return {DType::kF16, 2};
-    default: break;
+    case at::kDouble:
+      return {DType::kF64, 1};
+    case at::kFloat:
+      return {DType::kF32, 1};
+    case at::kHalf:
+      return {DType::kF16, 1};
+    case at::kBFloat16:
+      return {DType::kBF16, 1};
+    case at::kComplexDouble:
+      return {DType::kF64, 2};
+    case at::kComplexFloat:
+      return {DType::kF32, 2};
+    case at::kComplexHalf:
+      return {DType::kF16, 2};
+    default:
+      break;
   }
   switch (c10::elementSize(dtype)) {
-    case 1: return {DType::kBytes1, 1};
-    case 2: return {DType::kBytes2, 1};
-    case 4: return {DType::kBytes4, 1};
-    default: return {DType::kBytes8, 1};
+    case 1:
+      return {DType::kBytes1, 1};
+    case 2:
+      return {DType::kBytes2, 1};
+    case 4:
+      return {DType::kBytes4, 1};
+    default:
+      return {DType::kBytes8, 1};
   }
 }
 

@@ -48,10 +48,15 @@ void CommHook::install(std::unique_ptr<c10d::CommHookInterface> hook) {
 void CommHook::install_builtin(c10d::BuiltinCommHookType type, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   TDDP_CHECK(hook_ == nullptr, "register_builtin_comm_hook or register_comm_hook can only be called once.");
   switch (type) {
-    case c10d::BuiltinCommHookType::ALLREDUCE: hook_ = std::make_unique<AllReduceHook>(group); return;
-    case c10d::BuiltinCommHookType::FP16_COMPRESS: hook_ = std::make_unique<Fp16CompressHook>(group); return;
+    case c10d::BuiltinCommHookType::ALLREDUCE:
+      hook_ = std::make_unique<AllReduceHook>(group);
+      return;
+    case c10d::BuiltinCommHookType::FP16_COMPRESS:
+      hook_ = std::make_unique<Fp16CompressHook>(group);
+      return;
   }
-  TDDP_CHECK(false, "unknown built-in communication hook ", static_cast<int>(type), ": ALLREDUCE and FP16_COMPRESS are allowed");
+  TDDP_CHECK(false, "unknown built-in communication hook ", static_cast<int>(type),
+             ": ALLREDUCE and FP16_COMPRESS are allowed");
 }
 
 at::Tensor CommHook::wait(c10::ivalue::Future& future) const {
@@ -62,8 +67,9 @@ at::Tensor CommHook::wait(c10::ivalue::Future& future) const {
   return hook_->parseHookResult(future.value());
 }
 
-c10d::GradBucket make_grad_bucket(int64_t index, int64_t bucket_count, bucket::Bucket& bucket, std::span<const at::Tensor> params,
-                                  const std::optional<at::Tensor>& buffer, const std::optional<at::Tensor>& sparse_indices) {
+c10d::GradBucket make_grad_bucket(int64_t index, int64_t bucket_count, bucket::Bucket& bucket,
+                                  std::span<const at::Tensor> params, const std::optional<at::Tensor>& buffer,
+                                  const std::optional<at::Tensor>& sparse_indices) {
   std::vector<size_t> offsets;
   std::vector<size_t> lengths;
   std::vector<c10::IntArrayRef> sizes;
@@ -77,8 +83,9 @@ c10d::GradBucket make_grad_bucket(int64_t index, int64_t bucket_count, bucket::B
       sizes.push_back(param.sizes());
     }
   }
-  return c10d::GradBucket(static_cast<size_t>(index), static_cast<size_t>(bucket_count), buffer.value_or(bucket.buffer()),
-                          std::move(offsets), std::move(lengths), std::move(sizes), std::move(variables), sparse_indices);
+  return c10d::GradBucket(static_cast<size_t>(index), static_cast<size_t>(bucket_count),
+                          buffer.value_or(bucket.buffer()), std::move(offsets), std::move(lengths), std::move(sizes),
+                          std::move(variables), sparse_indices);
 }
 
 }  // namespace torchddp::reducer

@@ -28,7 +28,8 @@ class CommHook {
 };
 
 // torch's view of a bucket. `buffer` stands in for the bucket's own memory when given (a joined rank sends zeros).
-c10d::GradBucket make_grad_bucket(int64_t index, int64_t bucket_count, bucket::Bucket& bucket, std::span<const at::Tensor> params,
+c10d::GradBucket make_grad_bucket(int64_t index, int64_t bucket_count, bucket::Bucket& bucket,
+                                  std::span<const at::Tensor> params,
                                   const std::optional<at::Tensor>& buffer = std::nullopt,
                                   const std::optional<at::Tensor>& sparse_indices = std::nullopt);
 

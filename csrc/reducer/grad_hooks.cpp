@@ -19,7 +19,9 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
     return outputs;  // AccumulateGrad has none: an empty list
   }
 
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { sink_.check_compiled_autograd(); }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+    sink_.check_compiled_autograd();
+  }
 
  private:
   GradSink& sink_;
@@ -32,7 +34,8 @@ GradHooks::GradHooks(std::span<const at::Tensor> params, GradSink& sink) {
   hooks_.reserve(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     auto accumulator = torch::autograd::impl::grad_accumulator(params[i]);
-    TDDP_CHECK(accumulator != nullptr, "parameter ", i, " has no gradient accumulator: it is no leaf that requires grad");
+    TDDP_CHECK(accumulator != nullptr, "parameter ", i,
+               " has no gradient accumulator: it is no leaf that requires grad");
     const auto key = accumulator->add_post_hook(std::make_unique<ReadyHook>(sink, static_cast<int64_t>(i)));
     hooks_.emplace_back(std::move(accumulator), key);
   }

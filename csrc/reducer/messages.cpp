@@ -19,10 +19,10 @@ std::string list_names(std::span<const int64_t> params, std::span<const plan::Pa
   return text;
 }
 
-std::string unfinished_reduction_message(int rank, std::span<const int64_t> missing, std::span<const plan::ParamSpec> specs,
-                                         bool find_unused_parameters, bool static_graph, bool debug_is_off) {
-  std::string text =
-      "Expected to have finished reduction in the prior iteration before starting a new one. ";
+std::string unfinished_reduction_message(int rank, std::span<const int64_t> missing,
+                                         std::span<const plan::ParamSpec> specs, bool find_unused_parameters,
+                                         bool static_graph, bool debug_is_off) {
+  std::string text = "Expected to have finished reduction in the prior iteration before starting a new one. ";
   const std::vector<int64_t> indices(missing.begin(), missing.end());
   std::vector<std::string> names;
   for (const auto index : missing) {
@@ -30,41 +30,52 @@ std::string unfinished_reduction_message(int rank, std::span<const int64_t> miss
   }
   if (static_graph) {
     text +=
-        "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
+        "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used in "
+        "first "
         "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to True.";
   } else {
     text += "This error indicates that your module has parameters that were not used in producing loss";
     text += " (or that the last backward ended with an exception). ";
-    text += find_unused_parameters
-                ? "Since `find_unused_parameters=True` is enabled, this likely means that not all `forward` outputs "
-                  "participate in computing loss. You can fix this by making sure all `forward` function outputs participate "
-                  "in calculating loss. "
-                : "You can enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` to "
-                  "the constructor, and by making sure all `forward` function outputs participate in calculating loss. ";
+    text +=
+        find_unused_parameters
+            ? "Since `find_unused_parameters=True` is enabled, this likely means that not all `forward` outputs "
+              "participate in computing loss. You can fix this by making sure all `forward` function outputs "
+              "participate "
+              "in calculating loss. "
+            : "You can enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` "
+              "to "
+              "the constructor, and by making sure all `forward` function outputs participate in calculating loss. ";
     text += "Outputs are searched for in tuples, lists, dicts and dataclasses that `forward` returns.";
   }
   text += c10::str("\nParameter indices which did not receive grad for rank ", rank, ": ", c10::Join(" ", indices));
   text += c10::str("\nParameters which did not receive grad for rank ", rank, ": ", c10::Join(", ", names));
   if (debug_is_off) {
     text +=
-        "\nTo see what torch itself knows of each collective, set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
+        "\nTo see what torch itself knows of each collective, set the environment variable TORCH_DISTRIBUTED_DEBUG to "
+        "either "
         "INFO or DETAIL.";
   }
   return text;
 }
 
-std::string marked_twice_message(int rank, int64_t param, std::span<const plan::ParamSpec> specs, bool marked_as_unused) {
-  std::string text = c10::str(
-      "Expected to mark a variable ready only once. On rank ", rank, ", the gradient of parameter '",
-      specs[static_cast<size_t>(param)].name, "' became ready twice in one step. This error is caused by one of the following "
-      "reasons: 1) Use of a module parameter outside the `forward` function, or in several concurrent forward-backward passes. "
-      "2) Reused parameters in multiple reentrant backward passes, for example several `checkpoint` functions around the same "
-      "part of the model. If the graph is the same in every step, static_graph=True supports both; non-reentrant checkpoints "
-      "(use_reentrant=False) need nothing.");
+std::string marked_twice_message(int rank, int64_t param, std::span<const plan::ParamSpec> specs,
+                                 bool marked_as_unused) {
+  std::string text = c10::str("Expected to mark a variable ready only once. On rank ", rank,
+                              ", the gradient of parameter '", specs[static_cast<size_t>(param)].name,
+                              "' became ready twice in one step. This error is caused by one of the following "
+                              "reasons: 1) Use of a module parameter outside the `forward` function, or in several "
+                              "concurrent forward-backward passes. "
+                              "2) Reused parameters in multiple reentrant backward passes, for example several "
+                              "`checkpoint` functions around the same "
+                              "part of the model. If the graph is the same in every step, static_graph=True supports "
+                              "both; non-reentrant checkpoints "
+                              "(use_reentrant=False) need nothing.");
   if (marked_as_unused) {
     text +=
-        " 3) Incorrect unused parameter detection: the parameter could not be reached from the outputs of `forward`, yet it "
-        "received a gradient. If every parameter is used, pass find_unused_parameters=False; if the unused ones never change, "
+        " 3) Incorrect unused parameter detection: the parameter could not be reached from the outputs of `forward`, "
+        "yet it "
+        "received a gradient. If every parameter is used, pass find_unused_parameters=False; if the unused ones never "
+        "change, "
         "pass static_graph=True.";
   }
   text += c10::str("\nParameter at index ", param, " with name ", specs[static_cast<size_t>(param)].name,
@@ -74,18 +85,22 @@ std::string marked_twice_message(int rank, int64_t param, std::span<const plan::
 
 std::string static_graph_changed_message(int rank, int64_t param, std::span<const plan::ParamSpec> specs) {
   return c10::str(
-      "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then got used in "
-      "the second iteration. this is not compatible with static_graph set to True. On rank ", rank, ", parameter '",
-      specs[static_cast<size_t>(param)].name, "' received a gradient more often than in the first synchronised step.");
+      "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then "
+      "got used in "
+      "the second iteration. this is not compatible with static_graph set to True. On rank ",
+      rank, ", parameter '", specs[static_cast<size_t>(param)].name,
+      "' received a gradient more often than in the first synchronised step.");
 }
 
-std::string transport_failure_message(int rank, int64_t step, int64_t bucket, int64_t num_buckets, std::span<const int64_t> params,
-                                      std::span<const plan::ParamSpec> specs, const std::string& reason) {
-  return c10::str("rank ", rank, ", step ", step, ": the reduction of bucket ", bucket, " of ", num_buckets, " (parameters ",
-                  list_names(params, specs), ") failed: ", reason,
-                  "\nA peer has died, left, or did not reach this step before the process group's timeout. Look at the other "
-                  "ranks' logs for the first error; gradients of this step are not averaged on this rank. To go on, make a new "
-                  "process group and pass it to _update_process_group().");
+std::string transport_failure_message(int rank, int64_t step, int64_t bucket, int64_t num_buckets,
+                                      std::span<const int64_t> params, std::span<const plan::ParamSpec> specs,
+                                      const std::string& reason) {
+  return c10::str(
+      "rank ", rank, ", step ", step, ": the reduction of bucket ", bucket, " of ", num_buckets, " (parameters ",
+      list_names(params, specs), ") failed: ", reason,
+      "\nA peer has died, left, or did not reach this step before the process group's timeout. Look at the other "
+      "ranks' logs for the first error; gradients of this step are not averaged on this rank. To go on, make a new "
+      "process group and pass it to _update_process_group().");
 }
 
 }  // namespace torchddp::reducer

@@ -4,8 +4,8 @@
 
 namespace torchddp::reducer {
 
-plan::BucketPlan agree_on_plan(const plan::BucketPlan& mine, std::span<const plan::ParamSpec> params, int64_t alignment_bytes,
-                               transport::Transport& transport, at::Device device) {
+plan::BucketPlan agree_on_plan(const plan::BucketPlan& mine, std::span<const plan::ParamSpec> params,
+                               int64_t alignment_bytes, transport::Transport& transport, at::Device device) {
   if (transport.size() == 1) {
     return mine;
   }

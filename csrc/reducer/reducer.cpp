@@ -87,8 +87,10 @@ void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
     previous_unused_ = unused_;
     if (unused_.empty()) {
       TORCH_WARN_ONCE(
-          "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters in the forward "
-          "pass. The search of the autograd graph costs time in every step: turn the flag off if the model never has unused "
+          "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters in the "
+          "forward "
+          "pass. The search of the autograd graph costs time in every step: turn the flag off if the model never has "
+          "unused "
           "parameters. (A false positive if control flow leaves parameters unused in later steps.)");
     }
   }
@@ -147,7 +149,8 @@ void Reducer::begin_backward() {
 }
 
 void Reducer::mark_ready(int64_t param, bool unused) {
-  const auto before = marked_[static_cast<size_t>(param)].exchange(unused ? kMarkedUnused : kMarked, std::memory_order_relaxed);
+  const auto before =
+      marked_[static_cast<size_t>(param)].exchange(unused ? kMarkedUnused : kMarked, std::memory_order_relaxed);
   if (before != kNotMarked) {
     throw GraphError(marked_twice_message(transport_->rank(), param, specs_, before == kMarkedUnused));
   }
@@ -204,7 +207,8 @@ void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused) {
   if (unused || grad.requires_grad() || rpc_context_ != nullptr) [[unlikely]] {
     if (grad.requires_grad()) {
       TORCH_WARN_ONCE(
-          "backward(create_graph=True) under DistributedDataParallel averages the gradients themselves, but not what is "
+          "backward(create_graph=True) under DistributedDataParallel averages the gradients themselves, but not what "
+          "is "
           "differentiated through them: higher-order gradients are not synchronized across ranks.");
     }
     add_late(!unused, {});
@@ -218,12 +222,13 @@ void Reducer::check_grad(int64_t param, const at::Tensor& grad) const {
   const auto& slot = *places_[static_cast<size_t>(param)].slot;
   const auto& name = specs_[static_cast<size_t>(param)].name;
   const auto expected = mixed_precision_dtype_.value_or(slot.dtype());
-  TDDP_CHECK(grad.scalar_type() == expected, "parameter '", name, "' on rank ", transport_->rank(), ": expected a gradient of dtype ",
-             expected, ", got ", grad.scalar_type(), ". The model was changed after it was wrapped; wrap it again.");
-  TDDP_CHECK(grad.layout() == at::kStrided, "parameter '", name, "' on rank ", transport_->rank(), ": got a ", grad.layout(),
-             " gradient; sparse ones need a module with sparse=True when the model is wrapped.");
-  TDDP_CHECK(grad.numel() == slot.numel() && grad.sizes() == slot.sizes(), "parameter '", name, "' on rank ", transport_->rank(),
-             ": the gradient has shape ", grad.sizes(), ", its bucket slot ", slot.sizes(),
+  TDDP_CHECK(grad.scalar_type() == expected, "parameter '", name, "' on rank ", transport_->rank(),
+             ": expected a gradient of dtype ", expected, ", got ", grad.scalar_type(),
+             ". The model was changed after it was wrapped; wrap it again.");
+  TDDP_CHECK(grad.layout() == at::kStrided, "parameter '", name, "' on rank ", transport_->rank(), ": got a ",
+             grad.layout(), " gradient; sparse ones need a module with sparse=True when the model is wrapped.");
+  TDDP_CHECK(grad.numel() == slot.numel() && grad.sizes() == slot.sizes(), "parameter '", name, "' on rank ",
+             transport_->rank(), ": the gradient has shape ", grad.sizes(), ", its bucket slot ", slot.sizes(),
              ". The model was changed after it was wrapped; wrap it again.");
 }
 
@@ -325,7 +330,8 @@ void Reducer::launch(int64_t index) {
   auto& sparse = sparse_[static_cast<size_t>(index)];
   try {
     if (comm_hook_) {
-      auto grad_bucket = make_grad_bucket(index, static_cast<int64_t>(buckets_.size()), bucket, params_, std::nullopt, sparse.row_ids());
+      auto grad_bucket = make_grad_bucket(index, static_cast<int64_t>(buckets_.size()), bucket, params_, std::nullopt,
+                                          sparse.row_ids());
       bucket.future = comm_hook_.run(grad_bucket);
     } else if (bucket.is_sparse()) {
       sparse.start(bucket, *transport_);
@@ -342,9 +348,8 @@ void Reducer::all_launched() {
   if (dynamic_find_unused()) {
     used_map_->start_reduction(*transport_);
   }
-  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
-    self->guarded([&] { self->finalize(); });
-  });
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = shared_from_this()] { self->guarded([&] { self->finalize(); }); });
 }
 
 void Reducer::delay_all_reduce() {
@@ -421,16 +426,16 @@ void Reducer::wait_bucket(int64_t index) {
   timeline_.record(EventKind::kWaitBegin, index);
   if (comm_hook_) {
     const auto future = std::exchange(bucket.future, nullptr);
-    TDDP_CHECK(future != nullptr, "the communication hook returned no future for bucket ", index, " on rank ", transport_->rank(),
-               ": it must return a torch.futures.Future that holds one tensor");
+    TDDP_CHECK(future != nullptr, "the communication hook returned no future for bucket ", index, " on rank ",
+               transport_->rank(), ": it must return a torch.futures.Future that holds one tensor");
     const auto result = comm_hook_.wait(*future);
     if (bucket.is_sparse()) {
       sparse_[static_cast<size_t>(index)].finish(bucket, result);
     } else {
       const auto& flat = bucket.buffer();
-      TDDP_CHECK(result.numel() == flat.numel(), "the communication hook returned ", result.numel(), " elements for bucket ", index,
-                 " on rank ", transport_->rank(), ", which has ", flat.numel(), " (parameters ",
-                 list_names(bucket.params(), specs_), ")");
+      TDDP_CHECK(result.numel() == flat.numel(), "the communication hook returned ", result.numel(),
+                 " elements for bucket ", index, " on rank ", transport_->rank(), ", which has ", flat.numel(),
+                 " (parameters ", list_names(bucket.params(), specs_), ")");
       if (!result.is_alias_of(flat)) {
         flat.copy_(result.view_as(flat));
       }
@@ -490,7 +495,8 @@ void Reducer::finish_late(const Late& late) {
 }
 
 void Reducer::fail(const TransportError& error, int64_t index) {
-  throw TransportError(transport_failure_message(transport_->rank(), stats_.steps, index, static_cast<int64_t>(buckets_.size()),
+  throw TransportError(transport_failure_message(transport_->rank(), stats_.steps, index,
+                                                 static_cast<int64_t>(buckets_.size()),
                                                  buckets_[static_cast<size_t>(index)]->params(), specs_, error.what()));
 }
 

@@ -156,8 +156,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::vector<int64_t> measured_order_;
 
   // The step under way.
-  std::atomic<bool> armed_{false};   // hooks reduce
-  std::atomic<bool> begun_{false};   // the first hook of this backward has run
+  std::atomic<bool> armed_{false};       // hooks reduce
+  std::atomic<bool> begun_{false};       // the first hook of this backward has run
   std::atomic<bool> incomplete_{false};  // some gradient is marked, finalize has not run
   std::atomic<int64_t> num_ready_{0};
   std::unique_ptr<std::atomic<uint8_t>[]> marked_;

@@ -19,7 +19,8 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> sp
       transport_(transport::open_transport(config_.transport, group_)),
       views_(config_.gradient_as_bucket_view) {
   TDDP_CHECK(!params_.empty(), "Expected at least one parameter.");
-  TDDP_CHECK(params_.size() == specs_.size(), "got ", params_.size(), " parameters but ", specs_.size(), " descriptions of them");
+  TDDP_CHECK(params_.size() == specs_.size(), "got ", params_.size(), " parameters but ", specs_.size(),
+             " descriptions of them");
   const auto count = static_cast<int64_t>(params_.size());
   marked_ = std::make_unique<std::atomic<uint8_t>[]>(params_.size());
   ready_order_.resize(params_.size());
@@ -32,7 +33,8 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> sp
 }
 
 void Reducer::check_compiled_autograd() const {
-  TDDP_CHECK(config_.compiled_autograd_takes_over, "Compiled autograd is not compatible with C++ DDP Reducer, please use ",
+  TDDP_CHECK(config_.compiled_autograd_takes_over,
+             "Compiled autograd is not compatible with C++ DDP Reducer, please use ",
              "torch._dynamo.config.optimize_ddp=\"python_reducer\".");
 }
 
@@ -100,17 +102,20 @@ std::vector<c10d::GradBucket> Reducer::zero_grad_buckets() {
   for (size_t i = 0; i < buckets_.size(); ++i) {
     auto& bucket = *buckets_[i];
     const auto& like = bucket.is_sparse() ? params_[static_cast<size_t>(bucket.params().front())] : bucket.buffer();
-    const auto zeros = bucket.is_sparse() ? at::sparse_coo_tensor(like.sizes(), like.options().layout(at::kSparse).requires_grad(false))
+    const auto zeros = bucket.is_sparse() ? at::sparse_coo_tensor(
+                                                like.sizes(), like.options().layout(at::kSparse).requires_grad(false))
                                           : at::zeros_like(like);
-    result.push_back(make_grad_bucket(static_cast<int64_t>(i), static_cast<int64_t>(buckets_.size()), bucket, params_, zeros));
+    result.push_back(
+        make_grad_bucket(static_cast<int64_t>(i), static_cast<int64_t>(buckets_.size()), bucket, params_, zeros));
   }
   return result;
 }
 
 void Reducer::set_static_graph() {
   if (stats_.steps != 0) {
-    last_error_ = c10::str("set_static_graph() should be called before training loop starts and after DistributedDataParallel is ",
-                           "constructed; on rank ", transport_->rank(), " ", stats_.steps, " steps have begun.");
+    last_error_ = c10::str(
+        "set_static_graph() should be called before training loop starts and after DistributedDataParallel is ",
+        "constructed; on rank ", transport_->rank(), " ", stats_.steps, " steps have begun.");
     throw std::runtime_error(last_error_);
   }
   static_graph_.enable(static_cast<int64_t>(params_.size()));
@@ -165,7 +170,8 @@ void Reducer::reset_state() {
 }
 
 at::Tensor Reducer::local_used_map() {
-  TDDP_CHECK(used_map_ != nullptr, "the map of used parameters exists only with find_unused_parameters or static_graph");
+  TDDP_CHECK(used_map_ != nullptr,
+             "the map of used parameters exists only with find_unused_parameters or static_graph");
   return used_map_->device_map();
 }
 
@@ -199,8 +205,9 @@ int64_t Reducer::bucket_memory_bytes() const {
 }
 
 void Reducer::check_finalized() const {
-  TDDP_CHECK(!armed_.load(std::memory_order_acquire), "Expected to have finished reduction: the last synchronised forward on rank ",
-             transport_->rank(), " was not followed by a backward that reached every bucket. Call backward() on its output first.");
+  TDDP_CHECK(!armed_.load(std::memory_order_acquire),
+             "Expected to have finished reduction: the last synchronised forward on rank ", transport_->rank(),
+             " was not followed by a backward that reached every bucket. Call backward() on its output first.");
 }
 
 void Reducer::raise_unfinished() {

@@ -9,10 +9,10 @@ namespace torchddp::reducer {
 struct StepTimes {
   int64_t forward_begin_ns = 0;
   int64_t backward_begin_ns = 0;
-  int64_t comm_begin_ns = 0;       // first bucket launched
+  int64_t comm_begin_ns = 0;  // first bucket launched
   int64_t backward_compute_end_ns = 0;
-  int64_t comm_end_ns = 0;         // last bucket reduced
-  int64_t buckets_reduced = 0;     // without those that were skipped
+  int64_t comm_end_ns = 0;      // last bucket reduced
+  int64_t buckets_reduced = 0;  // without those that were skipped
 
   int64_t forward_ns() const { return span(forward_begin_ns, backward_begin_ns); }
   int64_t backward_ns() const { return span(backward_begin_ns, backward_compute_end_ns); }
@@ -25,9 +25,9 @@ struct StepTimes {
 };
 
 struct StepStats {
-  StepTimes current;   // of the step under way
-  StepTimes last;      // of the last finished step
-  int64_t steps = 0;   // synchronised forwards begun
+  StepTimes current;  // of the step under way
+  StepTimes last;     // of the last finished step
+  int64_t steps = 0;  // synchronised forwards begun
   int64_t finished = 0;
   int64_t sum_forward_ns = 0, sum_backward_ns = 0, sum_comm_ns = 0, sum_overlap_ns = 0;
 

@@ -25,7 +25,8 @@ class UnusedSearch {
   void grow();
 
   const GradHooks& hooks_;
-  std::vector<std::pair<const torch::autograd::Node*, uint64_t>> table_;  // open addressing; an entry counts if its epoch is current
+  std::vector<std::pair<const torch::autograd::Node*, uint64_t>>
+      table_;  // open addressing; an entry counts if its epoch is current
   uint64_t epoch_ = 0;
   size_t used_ = 0;
   std::vector<torch::autograd::Node*> stack_;

@@ -8,7 +8,8 @@ namespace torchddp::timeline {
 
 void Timeline::enable(int64_t capacity) {
   if (capacity <= 0) {
-    throw std::invalid_argument("timeline capacity must be a positive number of events, got " + std::to_string(capacity));
+    throw std::invalid_argument("timeline capacity must be a positive number of events, got " +
+                                std::to_string(capacity));
   }
   ring_.assign(static_cast<size_t>(capacity), Event{});
   written_.store(0, std::memory_order_relaxed);

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MIB = 1024 * 1024
 
 
-# --- static_graph with gradient accumulation crashed, or silently stopped all-reducing (pytorch 187732, accelerate 3679)
+# --- static_graph with accumulation crashed, or silently stopped all-reducing (pytorch 187732, accelerate 3679)
 
 # True: within no_sync. Each list is a training run of micro-batches; gradients are zeroed after each synchronised one.
 SCHEDULES = {
@@ -68,7 +68,7 @@ def test_static_graph_with_accumulation_and_unused_parameters(ddp_class):
     run_ranks(work, 2)
 
 
-# --- two forwards before one backward with batch norm: the in-place broadcast of buffers broke autograd (pytorch 175024)
+# --- two forwards before a backward with batch norm: the in-place broadcast of buffers broke it (pytorch 175024)
 
 
 def test_two_forwards_before_one_backward_with_batch_norm(ddp_class):
@@ -157,10 +157,10 @@ def test_exception_in_the_users_loss_is_no_alarm(ddp_class, steps_before, option
     run_ranks(work, 2)
 
 
-@pytest.mark.beyond_torch("is left in mid-step by an exception within backward")
+@pytest.mark.beyond_torch("blames unused parameters only")
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_exception_within_backward_is_told_and_no_alarm_later(ddp_class, steps_before):
-    """A backward that fails half-way on all ranks: the user's own error comes out, the next step is right."""
+def test_exception_within_backward_is_told_for_what_it_is(ddp_class, steps_before):
+    """The user's own error comes out of backward, the next forward tells that it was cut short, a new wrapper works."""
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -188,7 +188,9 @@ def test_exception_within_backward_is_told_and_no_alarm_later(ddp_class, steps_b
         with pytest.raises(ZeroDivisionError, match="the user's own"):
             step_on(ddp, rank, 5)
         ddp.module.fails = False
-        _assert_two_good_steps(ddp, rank)
+        with pytest.raises(RuntimeError, match="backward ended with an exception"):
+            ddp(batch(rank, 6))
+        _assert_two_good_steps(ddp_class(seeded(Mlp)), rank)
 
     run_ranks(work, 2)
 
@@ -237,10 +239,10 @@ def test_buckets_are_rebuilt_with_find_unused_parameters(ddp_class):
         for step in range(3):
             orders.append([])
             step_on(ddp, rank, step)
-        return orders, ddp._get_ddp_logging_data()["has_rebuilt_buckets"]
+        return orders
 
-    (orders, rebuilt), other = run_ranks(work, 2)
-    assert rebuilt == 1 and (orders, rebuilt) == other
+    orders, other = run_ranks(work, 2)
+    assert orders == other
     assert orders[0][0].startswith("last"), "registration order, reversed, at first"
     assert orders[2][0].startswith("first"), f"ready order after a step, got {orders[2]}"
 

@@ -23,7 +23,7 @@ def _run(ddp_class, names, tmp_path, **options):
     while left:
         log = tmp_path / f"log_{len(left)}_"
         outcomes = run_outcomes(
-            run_behaviours, WORLD_SIZE, ddp_class, left, log, *options.values(), timeout=150.0, straggler_s=2.0
+            run_behaviours, WORLD_SIZE, ddp_class, left, log, *options.values(), timeout=100.0, straggler_s=2.0
         )
         results.update(read_logs(log, WORLD_SIZE))
         if all(outcome.ok for outcome in outcomes) or not any(name in results for name in left):

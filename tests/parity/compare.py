@@ -1,8 +1,8 @@
 """Runs the class under test and torch's own side by side, in the same ranks, and compares every gradient.
 
-At world sizes 1 and 2 results are bit for bit the same: the sum of two numbers does not depend on their order, and a division
-by a power of two is exact. From 3 ranks on, gloo's ring adds in an order that depends on where in the bucket an element
-lies, and the two classes may lay out their buckets differently: there the last bits may differ.
+At world sizes 1 and 2 results are bit for bit the same: the sum of two numbers does not depend on their order, and a
+division by a power of two is exact. From 3 ranks on, gloo's ring adds in an order that depends on where in the bucket
+an element lies, and the two classes may lay out their buckets differently: there the last bits may differ.
 """
 
 from collections.abc import Callable, Iterable
@@ -83,6 +83,6 @@ def assert_same_as_torch(
     timeout: float = 60.0,
     **settings: Any,
 ) -> None:
-    """Trains both classes from the same seeds and asserts equal gradients in each step and an equal model at the end."""
+    """Trains both classes from the same seeds; asserts equal gradients in each step and an equal model at the end."""
     limit = tolerance(world_size, dtype) if rtol is None else rtol
     run_ranks(_both, world_size, ddp_class, make, run, steps, limit, settings, timeout=timeout)

@@ -28,7 +28,8 @@ def test_mixed_dtypes_in_one_model(ddp_class, world_size):
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=d) for d in (torch.float32, torch.float64, torch.bfloat16))
+            dtypes = (torch.float32, torch.float64, torch.bfloat16)
+            self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=dtype) for dtype in dtypes)
 
         def forward(self, x):
             return [layer(x.to(layer.weight.dtype)) for layer in self.layers]

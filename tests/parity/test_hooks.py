@@ -42,9 +42,7 @@ REGISTER = {
         None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
     ),
     "power_sgd": lambda ddp: _power_sgd(ddp, power_sgd.powerSGD_hook),
-    "fp16_wrapped_power_sgd": lambda ddp: _power_sgd(
-        ddp, default_hooks.fp16_compress_wrapper(power_sgd.powerSGD_hook)
-    ),
+    "fp16_wrapped_power_sgd": lambda ddp: _power_sgd(ddp, default_hooks.fp16_compress_wrapper(power_sgd.powerSGD_hook)),
     "post_local_sgd": lambda ddp: ddp.register_comm_hook(
         PostLocalSGDState(process_group=None, subgroup=dist.group.WORLD, start_localSGD_iter=2), post_localSGD_hook
     ),

@@ -87,8 +87,8 @@ at::Tensor C10dTransport::allocate(int64_t numel, at::ScalarType dtype, at::Devi
 std::unique_ptr<Work> C10dTransport::make_work() const { return std::make_unique<C10dWork>(); }
 
 void C10dTransport::check_flat(const char* operation, const at::Tensor& tensor) const {
-  TDDP_CHECK(tensor.defined() && (tensor.is_sparse() || tensor.is_contiguous()), operation,
-             " on rank ", rank(), " needs a contiguous tensor");
+  TDDP_CHECK(tensor.defined() && (tensor.is_sparse() || tensor.is_contiguous()), operation, " on rank ", rank(),
+             " needs a contiguous tensor");
 }
 
 void C10dTransport::all_reduce(const at::Tensor& tensor, Work& work) {

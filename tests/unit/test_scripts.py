@@ -1,0 +1,74 @@
+"""The scripts behind `make lint`, `make conformance` and `.ci/run` find what they are there to find."""
+
+import ast
+import json
+from pathlib import Path
+from types import ModuleType
+
+from scripts.check_conformance import Outcome, read_outcome
+from scripts.check_stubs import built_names, compare, stub_names
+from scripts.count_tests import count
+
+STUB = """
+import torch
+version: str
+class Reducer:
+    capacity: int
+    def __init__(self) -> None: ...
+    def _rebuild(self) -> bool: ...
+    class State: ...
+def add(x: torch.Tensor) -> torch.Tensor: ...
+"""
+
+
+def built_module() -> ModuleType:
+    """A module as the stub above describes it."""
+    module = ModuleType("_C")
+    state = type("State", (), {"__qualname__": "Reducer.State"})
+    members = {"capacity": 1, "__init__": lambda self: None, "_rebuild": lambda self: True, "State": state}
+    module.Reducer = type("Reducer", (), members)
+    module.version = "1"
+    module.add = lambda x: x
+    return module
+
+
+def problems(module: ModuleType) -> list[str]:
+    return compare(stub_names(ast.parse(STUB).body), built_names(module))
+
+
+def test_a_true_stub_has_no_problems() -> None:
+    assert problems(built_module()) == []
+
+
+def test_stub_check_sees_both_directions_and_members() -> None:
+    module = built_module()
+    del module.add, module.Reducer._rebuild
+    module.extra = 1
+    module.Reducer.State.more = 2
+    assert problems(module) == [
+        "in the stub, not in the extension: Reducer._rebuild",
+        "in the stub, not in the extension: add",
+        "in the extension, not in the stub: Reducer.State.more",
+        "in the extension, not in the stub: extra",
+    ]
+
+
+def write_results(path: Path, statuses: dict[str, str]) -> Path:
+    path.write_text(json.dumps({"results": {name: {"status": status} for name, status in statuses.items()}}))
+    return path
+
+
+def test_conformance_outcome(tmp_path: Path) -> None:
+    baseline = write_results(tmp_path / "baseline.json", {"a": "pass", "b": "pass", "c": "pass", "d": "fail"})
+    results = write_results(tmp_path / "results.json", {"a": "pass", "b": "fail", "c": "pass", "d": "pass"})
+    outcome: Outcome = read_outcome(2, results, baseline, listed=frozenset({"a", "b", "gone"}))
+    assert outcome.conforming == {"a", "c"}  # d does not count: torch's own class fails it
+    assert outcome.lost == ["b", "gone"]
+    assert outcome.gained == ["c"]
+    assert outcome.missed == ["b"]
+
+
+def test_count_of_a_junit_report(tmp_path: Path) -> None:
+    report = tmp_path / "pytest.xml"
+    report.write_text('<testsuites><testsuite tests="10" failures="2" errors="1" skipped="3"/></testsuites>')
+    assert count(str(report)) == (4, 3)
