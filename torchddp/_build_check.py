@@ -1,12 +1,15 @@
 """Compares the torch that the extension was built for with the one that runs, before anything uses the extension.
 
-libtorch's C++ interface changes between minor versions without its symbols changing: a mismatch does not fail to load, it
-crashes later. One readable error instead.
+libtorch's C++ interface changes between minor versions without its symbols changing: a mismatch does not fail to
+load, it crashes later. One readable error instead.
 """
 
 import torch
 
-REBUILD = "Install the torchddp wheel for your torch, or rebuild it here: pip install --no-build-isolation --force-reinstall torchddp"
+REBUILD = (
+    "Install the torchddp wheel for your torch, or rebuild it here: "
+    "pip install --no-build-isolation --force-reinstall torchddp"
+)
 
 
 def minor(version: str) -> tuple[int, int]:

@@ -20,8 +20,8 @@ def supports(buffers: Sequence[torch.Tensor]) -> bool:
 class BufferBroadcaster:
     """Holds, per rank, one copy of the buffers as bytes; made anew when their dtypes or shapes change.
 
-    torch sends one message per dtype: a batch norm's float statistics and its integer counter take two. On a link where a small
-    message costs what a large one does (gloo: hundreds of microseconds), one message halves the cost of a forward.
+    torch sends one message per dtype: a batch norm's float statistics and its integer counter take two. On a link
+    where a small message costs what a large one does (gloo: hundreds of microseconds), one message halves the cost of a forward.
     """
 
     def __init__(self, process_group: Any) -> None:
@@ -31,7 +31,10 @@ class BufferBroadcaster:
         self._views: list[torch.Tensor] = []
 
     def broadcast(self, buffers: Sequence[torch.Tensor], root: int) -> None:
-        """Collective. ``buffers``: the same dtypes and shapes on every rank; on return they hold those of group rank ``root``."""
+        """Collective. On return ``buffers`` hold those of group rank ``root``.
+
+        They must have the same dtypes and shapes on every rank.
+        """
         layout = tuple((b.dtype, b.shape, b.device) for b in buffers)
         if layout != self._layout:
             self._allocate(layout)

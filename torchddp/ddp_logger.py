@@ -44,8 +44,8 @@ class DDPLoggingData:
 class DDPLogger(dist.Logger):
     """A ``torch.distributed.Logger`` that reads its fields off our reducer, when somebody asks.
 
-    torch's functions that log through a DDP logger take only its own class, which takes only its own reducer: the base holds one
-    over a single number that never gets a gradient.
+    torch's functions that log through a DDP logger take only its own class, which takes only its own reducer: the
+    base holds one over a single number that never gets a gradient.
     """
 
     def __init__(self, reducer: Any, process_group: Any) -> None:

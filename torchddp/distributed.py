@@ -39,29 +39,32 @@ _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 
 
 class DistributedDataParallel(TorchDDP):
-    r"""``torch.nn.parallel.DistributedDataParallel`` with another engine; every argument of torch's class, in its order.
+    r"""``torch.nn.parallel.DistributedDataParallel`` with another engine; every argument of torch's class, in its
+    order.
 
-    Gradients are packed into buckets by autograd hooks in C++, scaled by ``1 / world_size`` on the way in, summed over the
-    ranks of ``process_group`` while backward goes on, and are final when ``backward()`` returns. Construction, the first
-    forwards, and every synchronised backward are collective: each rank must reach them in the same order.
+    Gradients are packed into buckets by autograd hooks in C++, scaled by ``1 / world_size`` on the way in, summed
+    over the ranks of ``process_group`` while backward goes on, and are final when ``backward()`` returns.
+    Construction, the first forwards, and every synchronised backward are collective: each rank must reach them in the
+    same order.
 
     What differs from torch's class:
 
-    * ``gradient_as_bucket_view`` defaults to None, which means views: ``param.grad`` is bucket memory, there is no second copy of
-      the gradients, and nothing is copied back. The values of a ``.grad`` kept over a step change with the next one, as with
-      torch's ``True``. ``False`` given explicitly is honoured.
+    * ``gradient_as_bucket_view`` defaults to None, which means views: ``param.grad`` is bucket memory, there is no
+      second copy of the gradients, and nothing is copied back. The values of a ``.grad`` kept over a step change with
+      the next one, as with torch's ``True``. ``False`` given explicitly is honoured.
     * ``find_unused_parameters=True`` and ``static_graph=True`` rebuild buckets by the measured order too.
-    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB. A number given explicitly holds for every bucket, the first
-      included (torch does the same). Fractions are allowed; zero and negative numbers raise ValueError.
+    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB. A number given explicitly holds for every bucket,
+      the first included (torch does the same). Fractions are allowed; zero and negative numbers raise ValueError.
     * ``batched_grad_copy`` is accepted and changes nothing: packing never goes through one operator a parameter.
     * ``bf16_compress_hook`` works on CPU models too.
 
     Args:
         transport: ``"auto"`` or ``"c10d"``: what moves buckets between ranks. ``"c10d"`` is the process group itself.
-        timeout: how long a reduction may take, e.g. ``datetime.timedelta(seconds=30)``; None: the process group's own limit.
-            A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and parameters.
+        timeout: how long a reduction may take, e.g. ``datetime.timedelta(seconds=30)``; None: the process group's own
+            limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and parameters.
 
-    Memory per rank: the gradients (as buckets), and one int32 a parameter with ``find_unused_parameters`` or ``static_graph``.
+    Memory per rank: the gradients (as buckets), and one int32 a parameter with ``find_unused_parameters`` or
+    ``static_graph``.
 
     Raises:
         ValueError: a bucket cap that is not positive, an unknown transport, mixed device types.
@@ -132,6 +135,9 @@ class DistributedDataParallel(TorchDDP):
         super().__init__(module, **arguments)
         self._share_gradients_with(inner)
 
+    reducer: Any  # a torchddp._C.Reducer: torch's stubs know only their own
+    logger: Any
+
     # --- construction ---
 
     def _ddp_init_helper(
@@ -195,7 +201,7 @@ class DistributedDataParallel(TorchDDP):
 
     @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """``module(*inputs, **kwargs)``, with what must happen around it: see ``_pre_forward`` and ``_post_forward``."""
+        """``module(*inputs, **kwargs)``, with what must happen around it (``_pre_forward``, ``_post_forward``)."""
         if self._use_python_reducer or self._delay_all_reduce_all_params:
             return super().forward(*inputs, **kwargs)
         if torch.autograd._profiler_enabled():
@@ -269,7 +275,8 @@ class DistributedDataParallel(TorchDDP):
         # The order of torch's own: under join() all ranks first agree on who is authoritative.
         root = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
         self._assign_modules_buffers()  # buffers may have been reassigned
-        # In-place updates must not make autograd refuse a backward through an earlier forward (two forwards, one backward).
+        # In-place updates must not make autograd refuse a backward through an earlier forward (two forwards, one
+        # backward).
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
             self._sync_module_buffers(root)
 
@@ -293,7 +300,8 @@ class DistributedDataParallel(TorchDDP):
             self.require_forward_param_sync = True
             search = self.find_unused_parameters and not self.static_graph
             self.reducer.prepare_for_backward(list(_find_tensors(output)) if search else [])
-            # Only in steps that are reduced: under no_sync torch's sink would end the recording of a static graph too early.
+            # Only in steps that are reduced: under no_sync torch's sink would end the recording of a static graph too
+            # early.
             if search or (self.static_graph and not self._static_graph_delay_allreduce_enqueued):
                 output = self._attach_sink(output)
         else:
@@ -304,8 +312,8 @@ class DistributedDataParallel(TorchDDP):
     def _attach_sink(self, output: Any) -> Any:
         """Route outputs through an autograd node of torch's DDP.
 
-        Its backward is the first to run: it tells when the outermost backward of a static graph's first step begins, and hands
-        undefined gradients to the hooks of parameters whose outputs did not take part in the loss.
+        Its backward is the first to run: it tells when the outermost backward of a static graph's first step begins,
+        and hands undefined gradients to the hooks of parameters whose outputs did not take part in the loss.
         """
         tensors, spec, is_rref = _tree_flatten_with_rref(output)
         through = _DDPSink.apply(weakref.ref(self), *tensors)
@@ -315,8 +323,9 @@ class DistributedDataParallel(TorchDDP):
 
     @contextmanager
     def no_sync(self):  # type: ignore[no-untyped-def]  # torch declares none either
-        """Gradients accumulate locally inside; the first forward-backward after it reduces the sum. Include the forward.
+        """Gradients accumulate locally inside; the first forward-backward after it reduces the sum.
 
+        Include the forward.
         Not collective, but every rank must skip the same steps.
         """
         with super().no_sync():
@@ -331,13 +340,13 @@ class DistributedDataParallel(TorchDDP):
         super()._check_comm_hook(hook)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce buckets with ``hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]`` from now on.
+        """Reduce buckets with ``hook(state, bucket: GradBucket) -> Future[Tensor]`` from now on (torch's types).
 
-        Once, before the first backward. The bucket is not divided by the world size beforehand. Any hook written for torch's
-        class works. Not collective, but every rank must register a hook that sends the same collectives.
+        Once, before the first backward. The bucket is not divided by the world size beforehand. Any hook written for
+        torch's class works. Not collective, but every rank must register a hook that sends the same collectives.
         """
         self._check_comm_hook(hook)
-        self.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
+        self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
         self.reducer._register_comm_hook(state, hook)
 
@@ -351,16 +360,16 @@ class DistributedDataParallel(TorchDDP):
             self._log_and_throw(
                 ValueError, "DDP runtime logging sample rate should be equal or greater than 1, got " + str(sample_rate)
             )
-        self.logger.set_sample_rate(sample_rate)  # type: ignore[union-attr, attr-defined]
+        self.logger.set_sample_rate(sample_rate)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self.logger._set_comm_hook_name(str(comm_hook_type))  # type: ignore[union-attr]
+        self.logger._set_comm_hook_name(str(comm_hook_type))
         self.reducer._register_builtin_comm_hook(comm_hook_type)
 
     def _update_process_group(self, new_process_group: Any) -> None:
         super()._update_process_group(new_process_group)
         self._buffer_broadcaster = buffer_sync.BufferBroadcaster(self.process_group)
-        self.logger.rebind(self.process_group)  # type: ignore[union-attr, attr-defined]
+        self.logger.rebind(self.process_group)
         if self.static_graph:
             self._static_graph_delay_allreduce_enqueued = False
 
@@ -401,8 +410,8 @@ def _wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
     ]
     if inner:
         warnings.warn(
-            "DistributedDataParallel wraps a model that is already wrapped: its gradients are reduced twice, at twice the cost, "
-            "and kept outside of buckets. Wrap once (trainers such as Accelerate wrap in prepare()).",
+            "DistributedDataParallel wraps a model that is already wrapped: its gradients are reduced twice, at twice "
+            "the cost, and kept outside of buckets. Wrap once (trainers such as Accelerate wrap in prepare()).",
             UserWarning,
             stacklevel=3,
         )

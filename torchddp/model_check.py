@@ -42,8 +42,8 @@ def _digest(descriptions: Sequence[ParamDescription]) -> int:
 def find_differences(by_rank: Sequence[Sequence[ParamDescription]]) -> list[str]:
     """Sentences about every rank whose parameters do not match rank 0's; empty if gradients can be reduced together.
 
-    Names alone may differ (a rank may wrap the same layers under other names), unless the same names come in another order:
-    then gradients would be added to those of other layers.
+    Names alone may differ (a rank may wrap the same layers under other names), unless the same names come in another
+    order: then gradients would be added to those of other layers.
     """
     found: list[str] = []
     reference = by_rank[0]
@@ -99,8 +99,9 @@ def _param_difference(rank: int, index: int, theirs: ParamDescription, ours: Par
 def verify_same_model(
     parameters: Sequence[torch.Tensor], names: Sequence[str], process_group: Any, device: torch.device
 ) -> None:
-    """Collective. Raise RuntimeError on every rank unless the parameters agree in number, order, shape, strides and dtype.
+    """Collective. Raise RuntimeError on every rank unless the parameters agree.
 
+    In number, order, shape, strides and dtype.
     One all-gather of two integers when they do; the full descriptions travel only when they don't.
     """
     world_size = process_group.size()
@@ -120,6 +121,6 @@ def verify_same_model(
     more = len(differences) - MAX_DIFFERENCES
     text = "\n".join(differences[:MAX_DIFFERENCES]) + (f"\n... and {more} more differences" if more > 0 else "")
     raise RuntimeError(
-        "The model that is wrapped in DistributedDataParallel is not the same on all ranks. DDP expects same model across "
-        f"all ranks.\n{text}\nBuild the model from the same arguments on every rank."
+        "The model that is wrapped in DistributedDataParallel is not the same on all ranks. DDP expects same model "
+        f"across all ranks.\n{text}\nBuild the model from the same arguments on every rank."
     )
