@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from torchddp.errors import TransportError
 
 Layout = tuple[tuple[torch.dtype, torch.Size, torch.device], ...]
 
@@ -21,11 +24,12 @@ class BufferBroadcaster:
     """Holds, per rank, one copy of the buffers as bytes; made anew when their dtypes or shapes change.
 
     torch sends one message per dtype: a batch norm's float statistics and its integer counter take two. On a link
-    where a small message costs what a large one does (gloo: hundreds of microseconds), one message halves the cost of a forward.
+    where a small message costs what a large one does (gloo: hundreds of microseconds), one message halves that.
     """
 
-    def __init__(self, process_group: Any) -> None:
+    def __init__(self, process_group: Any, timeout: datetime.timedelta | None) -> None:
         self._group = process_group
+        self._timeout = timeout
         self._layout: Layout = ()
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._views: list[torch.Tensor] = []
@@ -44,9 +48,22 @@ class BufferBroadcaster:
             torch._foreach_copy_(self._views, targets)
         options = dist.BroadcastOptions()
         options.rootRank = root
-        self._group.broadcast([self._flat], options).wait()
+        try:
+            work = self._group.broadcast([self._flat], options)
+            ok = work.wait() if self._timeout is None else work.wait(self._timeout)
+        except RuntimeError as error:
+            raise TransportError(self._failure(root, str(error))) from error
+        if not ok:
+            raise TransportError(self._failure(root, "the process group reported that the operation failed"))
         if not is_root:
             torch._foreach_copy_(targets, self._views)
+
+    def _failure(self, root: int, reason: str) -> str:
+        return (
+            f"rank {self._group.rank()}: the broadcast of {len(self._layout)} buffers ({self._flat.numel()} bytes) "
+            f"from rank {root} failed before forward: {reason}\nA peer has died, left, or did not reach this step in time. "
+            "Look at the other ranks' logs for the first error."
+        )
 
     def _allocate(self, layout: Layout) -> None:
         sizes = [dtype.itemsize * shape.numel() for dtype, shape, _ in layout]

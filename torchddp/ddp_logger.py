@@ -76,6 +76,7 @@ class DDPLogger(dist.Logger):
         environment = _ENVIRONMENT | (_NCCL_ENVIRONMENT if "nccl" in backend else {})
         strings.update({key: os.environ.get(variable, "N/A") for key, variable in environment.items()})
         strings["bucket_sizes"] = self._bucket_sizes()
+        strings["bucket_caps_bytes"] = ", ".join(map(str, ddp._bucket_caps_bytes))  # those in force; the last repeats
         self._fixed.ints_map.update(
             world_size=ddp.process_group.size(),
             rank=ddp.process_group.rank(),

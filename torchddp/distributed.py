@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.utils import _cast_forward_inputs, _sync_module_states, _to_kwargs
 from torch.nn.parallel.distributed import (
     DistributedDataParallel as TorchDDP,
@@ -27,6 +28,7 @@ from torch.nn.parallel.distributed import (
 )
 
 from torchddp import _C, buffer_sync, model_check
+from torchddp.comm_hook_check import check_hook_signature, checked
 from torchddp.ddp_logger import DDPLogger
 
 __all__ = ["DistributedDataParallel"]
@@ -35,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 _MIB = 1024 * 1024
 _DEFAULT_BUCKET_CAP_MB = 25
+# Between CPU ranks a bucket of 25 MiB takes longer than the backward of the layers in it, and the last one hides
+# behind nothing.
+_DEFAULT_CPU_BUCKET_CAP_MB = 8
 _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 
 
@@ -53,7 +58,8 @@ class DistributedDataParallel(TorchDDP):
       second copy of the gradients, and nothing is copied back. The values of a ``.grad`` kept over a step change with
       the next one, as with torch's ``True``. ``False`` given explicitly is honoured.
     * ``find_unused_parameters=True`` and ``static_graph=True`` rebuild buckets by the measured order too.
-    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB. A number given explicitly holds for every bucket,
+    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB (models on CPU: 8 MiB; ``bucket_bytes_cap``, which
+      torch's compiler reads, says 25 MiB as in torch). A number given explicitly holds for every bucket,
       the first included (torch does the same). Fractions are allowed; zero and negative numbers raise ValueError.
     * ``batched_grad_copy`` is accepted and changes nothing: packing never goes through one operator a parameter.
     * ``bf16_compress_hook`` works on CPU models too.
@@ -61,7 +67,8 @@ class DistributedDataParallel(TorchDDP):
     Args:
         transport: ``"auto"`` or ``"c10d"``: what moves buckets between ranks. ``"c10d"`` is the process group itself.
         timeout: how long a reduction may take, e.g. ``datetime.timedelta(seconds=30)``; None: the process group's own
-            limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and parameters.
+            limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and
+            parameters.
 
     Memory per rank: the gradients (as buckets), and one int32 a parameter with ``find_unused_parameters`` or
     ``static_graph``.
@@ -110,7 +117,7 @@ class DistributedDataParallel(TorchDDP):
         self._views_asked_for = bool(gradient_as_bucket_view)
         self._sync_at_init = init_sync
         self._init_sync_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
-        self._bucket_caps_bytes = _caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
+        self._bucket_caps_bytes = _caps_bytes(bucket_cap_mb, bucket_cap_mb_list, module)
         arguments = _only_torch_arguments(
             device_ids=device_ids,
             output_device=output_device,
@@ -168,11 +175,17 @@ class DistributedDataParallel(TorchDDP):
             timeout=self._timeout or datetime.timedelta(0),
         )
         self._reduced_ids = {id(p) for p in parameters}
-        self._buffer_broadcaster = buffer_sync.BufferBroadcaster(self.process_group)
+        self._adopt_group()
         self._has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
         self.logger = DDPLogger(self.reducer, self.process_group)
         self.logger.log_construction(self, parameters)
         self._passing_sync_batchnorm_handle(self.module)
+
+    def _adopt_group(self) -> None:
+        # Groups that torch does not know (torchft's) can't be seen to have been destroyed.
+        self._group_is_registered = self.process_group in _world.pg_map
+        self._own_rank = self.process_group.rank()
+        self._buffer_broadcaster = buffer_sync.BufferBroadcaster(self.process_group, self._timeout)
 
     def _verify_and_sync_module(self, parameters: list[torch.Tensor], names: list[str]) -> None:
         model_check.verify_same_model(parameters, names, self.process_group, self.device)
@@ -196,6 +209,17 @@ class DistributedDataParallel(TorchDDP):
         state = super().__getstate__()
         del state["_buffer_broadcaster"]
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # The new reducer has neither measured an order nor recorded a static graph.
+        self._has_rebuilt_buckets = False
+        self._static_graph_delay_allreduce_enqueued = False
+
+    def _build_params_for_reducer(self) -> Any:
+        # torch compares f"{module}.{parameter}", which for the outermost module begins with a dot that nobody writes.
+        self.parameters_to_ignore |= {f".{name}" for name in self.parameters_to_ignore if "." not in name}
+        return super()._build_params_for_reducer()
 
     # --- forward ---
 
@@ -240,6 +264,11 @@ class DistributedDataParallel(TorchDDP):
         return inputs, kwargs
 
     def _begin_step(self) -> None:
+        if self._group_is_registered and self.process_group not in _world.pg_map:
+            raise RuntimeError(
+                f"The process group of this DistributedDataParallel (rank {self._own_rank}) is gone: it was destroyed "
+                "by destroy_process_group(). Make a new one and pass it to _update_process_group(), or wrap again."
+            )
         try:
             if self.require_backward_grad_sync:
                 self.reducer.prepare_for_forward()
@@ -334,10 +363,13 @@ class DistributedDataParallel(TorchDDP):
     # --- hooks and special modes ---
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
+        try:
+            check_hook_signature(hook)
+        except (TypeError, ValueError) as error:
+            self._log_and_throw(type(error), str(error))
         bf16 = ("bf16_compress_hook", "bf16_compress_wrapper_hook")
-        if self.device_type == "cpu" and getattr(hook, "__name__", "") in bf16:
-            return  # torch asks for CUDA here, but gloo sums bfloat16
-        super()._check_comm_hook(hook)
+        if self.device_type != "cpu" and getattr(hook, "__name__", "") in bf16:
+            super()._check_comm_hook(hook)  # torch asks for CUDA and NCCL here, also on CPU, where gloo sums bfloat16
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce buckets with ``hook(state, bucket: GradBucket) -> Future[Tensor]`` from now on (torch's types).
@@ -346,9 +378,9 @@ class DistributedDataParallel(TorchDDP):
         torch's class works. Not collective, but every rank must register a hook that sends the same collectives.
         """
         self._check_comm_hook(hook)
-        self.logger._set_comm_hook_name(hook.__qualname__)
+        self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
         self._comm_hooks.append((hook, state))
-        self.reducer._register_comm_hook(state, hook)
+        self.reducer._register_comm_hook(state, checked(hook, self._distributed_rank))
 
     def _match_unused_params_allreduce(self) -> None:
         # A rank without inputs uses no parameter. (torch sends the last step's sum again, and calls everything used.)
@@ -368,7 +400,7 @@ class DistributedDataParallel(TorchDDP):
 
     def _update_process_group(self, new_process_group: Any) -> None:
         super()._update_process_group(new_process_group)
-        self._buffer_broadcaster = buffer_sync.BufferBroadcaster(self.process_group)
+        self._adopt_group()
         self.logger.rebind(self.process_group)
         if self.static_graph:
             self._static_graph_delay_allreduce_enqueued = False
@@ -384,11 +416,15 @@ def _check_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | Non
             raise ValueError(f"{name} must be a positive number of MiB, got {cap!r}")
 
 
-def _caps_bytes(bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None) -> list[int]:
+def _caps_bytes(
+    bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None, module: torch.nn.Module
+) -> list[int]:
     if bucket_cap_mb_list:
         return [max(1, int(cap * _MIB)) for cap in bucket_cap_mb_list]
     if bucket_cap_mb is None:
-        return [dist._DEFAULT_FIRST_BUCKET_BYTES, _DEFAULT_BUCKET_CAP_MB * _MIB]
+        on_cpu = all(p.device.type == "cpu" for p in module.parameters())
+        cap_mb = _DEFAULT_CPU_BUCKET_CAP_MB if on_cpu else _DEFAULT_BUCKET_CAP_MB
+        return [min(dist._DEFAULT_FIRST_BUCKET_BYTES, cap_mb * _MIB), cap_mb * _MIB]
     return [max(1, int(bucket_cap_mb * _MIB))]
 
 

@@ -64,7 +64,11 @@ at::Tensor CommHook::wait(c10::ivalue::Future& future) const {
   if (future.hasError()) {
     std::rethrow_exception(future.exception_ptr());
   }
-  return hook_->parseHookResult(future.value());
+  try {
+    return hook_->parseHookResult(future.value());
+  } catch (const std::exception& error) {
+    throw std::runtime_error(c10::str("the communication hook's future must hold one tensor: ", error.what()));
+  }
 }
 
 c10d::GradBucket make_grad_bucket(int64_t index, int64_t bucket_count, bucket::Bucket& bucket,

@@ -5,7 +5,8 @@
 namespace torchddp::reducer {
 
 plan::BucketPlan agree_on_plan(const plan::BucketPlan& mine, std::span<const plan::ParamSpec> params,
-                               int64_t alignment_bytes, transport::Transport& transport, at::Device device) {
+                               int64_t alignment_bytes, transport::Transport& transport, at::Device device,
+                               std::chrono::milliseconds timeout) {
   if (transport.size() == 1) {
     return mine;
   }
@@ -15,7 +16,7 @@ plan::BucketPlan agree_on_plan(const plan::BucketPlan& mine, std::span<const pla
   auto wire = host.to(device);
   auto work = transport.make_work();
   transport.broadcast(wire, 0, *work);
-  work->wait();
+  work->wait(timeout);
   host = wire.cpu();
   const std::span<const int64_t> agreed(host.const_data_ptr<int64_t>(), words.size());
   return plan::decode_plan(agreed, params, alignment_bytes);

@@ -395,12 +395,7 @@ void Reducer::finalize() {
     finish_late(late);
   }
   late_.clear();
-  if (dynamic_find_unused()) {
-    used_map_->finish_reduction();
-    used_map_->reset();
-  } else if (used_map_ != nullptr) {
-    used_map_->finish_reduction();
-  }
+  finish_used_map();
   if (futures_) {
     for (const auto index : c10::irange(futures_->size())) {
       c10::intrusive_ptr<c10::ivalue::Future> future = futures_->get(index);
@@ -419,6 +414,21 @@ void Reducer::finalize() {
   incomplete_.store(false, std::memory_order_release);
   timeline_.record(EventKind::kBackwardEnd, stats_.steps);
   stats_.finish_step();
+}
+
+void Reducer::finish_used_map() {
+  if (used_map_ == nullptr) {
+    return;
+  }
+  try {
+    used_map_->finish_reduction(config_.timeout);
+  } catch (const TransportError& error) {
+    throw TransportError(c10::str("rank ", transport_->rank(), ", step ", stats_.steps,
+                                  ": finding out which parameters other ranks used failed: ", error.what()));
+  }
+  if (dynamic_find_unused()) {
+    used_map_->reset();
+  }
 }
 
 void Reducer::wait_bucket(int64_t index) {
@@ -461,7 +471,9 @@ void Reducer::finish_bucket(int64_t index) {
   }
 }
 
-bool Reducer::keeps_grad(int64_t param) { return used_map_ != nullptr && !used_map_->used_anywhere(param); }
+bool Reducer::keeps_grad(int64_t param) {
+  return used_map_ != nullptr && !used_map_->used_anywhere(param, config_.timeout);
+}
 
 void Reducer::finish_grad(int64_t param, at::Tensor& grad, bool touch_if_unused) {
   auto& slot = *places_[static_cast<size_t>(param)].slot;

@@ -125,6 +125,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   bool can_skip(const bucket::Bucket& bucket) const;
   void all_launched();
   void finalize();
+  void finish_used_map();
   void wait_bucket(int64_t index);
   void finish_bucket(int64_t index);
   void finish_grad(int64_t param, at::Tensor& grad, bool touch_if_unused);

@@ -78,7 +78,8 @@ bool Reducer::rebuild_buckets() {
   const auto mine = plan::make_bucket_plan(specs_, measured_order_, config_.limits);
   plan::BucketPlan agreed;
   try {
-    agreed = agree_on_plan(mine, specs_, config_.limits.alignment_bytes, *transport_, params_.front().device());
+    agreed = agree_on_plan(mine, specs_, config_.limits.alignment_bytes, *transport_, params_.front().device(),
+                           config_.timeout);
   } catch (const TransportError& error) {
     throw TransportError(c10::str("rank ", transport_->rank(), ": agreeing on new buckets before step ", stats_.steps,
                                   " failed: ", error.what()));

@@ -95,19 +95,19 @@ void UsedMap::start_reduction(transport::Transport& transport) {
   in_flight_ = true;
 }
 
-void UsedMap::finish_reduction() {
+void UsedMap::finish_reduction(std::chrono::milliseconds timeout) {
   if (in_flight_) {
     in_flight_ = false;
-    work_->wait();
+    work_->wait(timeout);
   }
 }
 
-bool UsedMap::used_anywhere(int64_t param) {
+bool UsedMap::used_anywhere(int64_t param, std::chrono::milliseconds timeout) {
   if (used_here(param)) {
     return true;
   }
   if (global_data_ == nullptr) {
-    finish_reduction();
+    finish_reduction(timeout);
     global_ = device_map_.cpu();
     global_data_ = global_.const_data_ptr<int32_t>();
   }

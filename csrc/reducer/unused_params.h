@@ -43,9 +43,9 @@ class UsedMap {
   bool used_here(int64_t param) const { return local_[param] != 0; }
   void start_reduction(transport::Transport& transport);
   // Waits for the reduction at the first call in a step; later ones are cheap.
-  bool used_anywhere(int64_t param);
+  bool used_anywhere(int64_t param, std::chrono::milliseconds timeout);
   // Waits for the reduction, if one is under way.
-  void finish_reduction();
+  void finish_reduction(std::chrono::milliseconds timeout);
   void reset();
   void abandon();
   void rebind(transport::Transport& transport);
