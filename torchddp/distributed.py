@@ -39,7 +39,7 @@ _MIB = 1024 * 1024
 _DEFAULT_BUCKET_CAP_MB = 25
 # Between CPU ranks a bucket of 25 MiB takes longer than the backward of the layers in it, and the last one hides
 # behind nothing.
-_DEFAULT_CPU_BUCKET_CAP_MB = 8
+_DEFAULT_CPU_BUCKET_CAP_MB = 4
 _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 
 
@@ -58,7 +58,7 @@ class DistributedDataParallel(TorchDDP):
       second copy of the gradients, and nothing is copied back. The values of a ``.grad`` kept over a step change with
       the next one, as with torch's ``True``. ``False`` given explicitly is honoured.
     * ``find_unused_parameters=True`` and ``static_graph=True`` rebuild buckets by the measured order too.
-    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB (models on CPU: 8 MiB; ``bucket_bytes_cap``, which
+    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB (models on CPU: 4 MiB; ``bucket_bytes_cap``, which
       torch's compiler reads, says 25 MiB as in torch). A number given explicitly holds for every bucket,
       the first included (torch does the same). Fractions are allowed; zero and negative numbers raise ValueError.
     * ``batched_grad_copy`` is accepted and changes nothing: packing never goes through one operator a parameter.

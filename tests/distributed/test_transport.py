@@ -1,0 +1,167 @@
+"""The conformance test of transports: what each must do, on stamped inputs whose results have a closed form.
+
+A new transport joins by adding its name to TRANSPORTS.
+"""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import run_outcomes, run_ranks
+from torchddp import TransportError, _C
+
+TRANSPORTS = ["c10d"]
+WORLD_SIZES = [1, 2, 3, 4]
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
+NUMELS = [0, 1, 7, 1000, 65_537]
+
+on_each_transport = pytest.mark.parametrize("choice", TRANSPORTS)
+at_each_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
+
+
+def stamp(rank: int, world_size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """rank + i * world_size, kept small enough to be exact in every dtype, also after summing over ranks."""
+    return ((rank + torch.arange(numel) * world_size) % 16).to(dtype)
+
+
+def opened(choice: str) -> tuple[_C.Transport, _C.Work]:
+    transport = _C.open_transport(choice, dist.group.WORLD)
+    return transport, transport.make_work()
+
+
+@on_each_transport
+@at_each_world_size
+def test_all_reduce_sums_in_place(choice, world_size):
+    def work(rank):
+        transport, handle = opened(choice)
+        assert (transport.name, transport.rank, transport.size) == (choice, rank, world_size)
+        for dtype in DTYPES:
+            for numel in NUMELS[1:]:
+                tensor = stamp(rank, world_size, numel, dtype)
+                transport.all_reduce(tensor, handle)
+                handle.wait()
+                assert torch.equal(tensor, sum(stamp(r, world_size, numel, dtype) for r in range(world_size)))
+
+    run_ranks(work, world_size)
+
+
+@on_each_transport
+@at_each_world_size
+def test_broadcast_from_every_root(choice, world_size):
+    def work(rank):
+        transport, handle = opened(choice)
+        for root in range(world_size):
+            for dtype in DTYPES:
+                tensor = stamp(rank, world_size, 1000, dtype)
+                transport.broadcast(tensor, root, handle)
+                handle.wait()
+                assert torch.equal(tensor, stamp(root, world_size, 1000, dtype))
+
+    run_ranks(work, world_size)
+
+
+@on_each_transport
+@at_each_world_size
+def test_reduce_scatter_and_all_gather_are_an_all_reduce(choice, world_size):
+    def work(rank):
+        transport, handle = opened(choice)
+        for dtype in (torch.float32, torch.float64):
+            for shard_numel in (1, 7, 1000):
+                whole = stamp(rank, world_size, shard_numel * world_size, dtype)
+                want = sum(stamp(r, world_size, shard_numel * world_size, dtype) for r in range(world_size))
+                shard = torch.full((shard_numel,), -1, dtype=dtype)
+                transport.reduce_scatter(shard, whole.clone(), handle)
+                handle.wait()
+                assert torch.equal(shard, want[rank * shard_numel : (rank + 1) * shard_numel])
+                gathered = torch.full_like(whole, -1)
+                transport.all_gather(gathered, shard, handle)
+                handle.wait()
+                assert torch.equal(gathered, want)
+
+    run_ranks(work, world_size)
+
+
+@on_each_transport
+def test_operations_overlap_and_finish_in_any_order_of_waiting(choice):
+    def work(rank):
+        transport, _ = opened(choice)
+        handles = [transport.make_work() for _ in range(5)]
+        tensors = [stamp(rank, 2, 100 + i, torch.float32) for i in range(5)]
+        for tensor, handle in zip(tensors, handles, strict=True):
+            transport.all_reduce(tensor, handle)
+        for handle in reversed(handles):
+            handle.wait()
+        assert all(handle.poll() for handle in handles)
+        for i, tensor in enumerate(tensors):
+            assert torch.equal(tensor, stamp(0, 2, 100 + i, torch.float32) + stamp(1, 2, 100 + i, torch.float32))
+
+    run_ranks(work, 2)
+
+
+@on_each_transport
+def test_allocated_memory_is_flat_and_of_the_asked_dtype(choice):
+    def work(rank):
+        transport, handle = opened(choice)
+        memory = transport.allocate(33, torch.zeros((), dtype=torch.bfloat16))
+        assert memory.shape == (33,) and memory.dtype is torch.bfloat16 and memory.is_contiguous()
+        memory.fill_(rank + 1)
+        transport.all_reduce(memory, handle)
+        handle.wait()
+        assert torch.equal(memory, torch.full((33,), 3.0, dtype=torch.bfloat16))
+
+    run_ranks(work, 2)
+
+
+@on_each_transport
+def test_idle_handles_do_not_wait(choice):
+    def work(rank):
+        _, handle = opened(choice)
+        assert handle.poll()
+        handle.wait(timedelta(milliseconds=1))
+
+    run_ranks(work, 1)
+
+
+@on_each_transport
+def test_bad_arguments_say_what_was_got(choice):
+    def work(rank):
+        transport, handle = opened(choice)
+        with pytest.raises(RuntimeError, match=r"rank 0.*input has 5 elements"):
+            transport.reduce_scatter(torch.zeros(2), torch.zeros(5), handle)
+        with pytest.raises(RuntimeError, match=r"rank 0.*output has 5 elements"):
+            transport.all_gather(torch.zeros(5), torch.zeros(2), handle)
+        with pytest.raises(RuntimeError, match=r"root 7 is not in \[0, 1\)"):
+            transport.broadcast(torch.zeros(5), 7, handle)
+        with pytest.raises(RuntimeError, match="contiguous"):
+            transport.all_reduce(torch.zeros(4, 4).t()[:2], handle)
+
+    run_ranks(work, 1)
+
+
+@on_each_transport
+def test_a_peer_that_never_comes_is_an_error_within_the_timeout(choice):
+    def work(rank):
+        transport, handle = opened(choice)
+        if rank == 1:
+            dist.barrier()  # comes only when rank 0 has given up
+            return True
+        tensor = torch.ones(10)
+        transport.all_reduce(tensor, handle)
+        with pytest.raises(TransportError):
+            handle.wait(timedelta(milliseconds=300))
+        handle.abandon()
+        assert handle.poll()
+        return True
+
+    outcomes = run_outcomes(work, 2, timeout=30)
+    assert outcomes[0].value is True, outcomes[0].error
+
+
+def test_unknown_transport_is_refused():
+    def work(rank):
+        with pytest.raises(ValueError, match="'auto' or 'c10d', got 'carrier pigeon'"):
+            _C.open_transport("carrier pigeon", dist.group.WORLD)
+
+    run_ranks(work, 1)
