@@ -1,4 +1,5 @@
-// A step of the Reducer; see Note [A step] in the header. Set-up and modes: reducer_modes.cpp.
+// A step of the Reducer, up to its last launch; see Note [A step] in the header. Its end: reducer_finish.cpp. Set-up and modes:
+// reducer_modes.cpp.
 #include "reducer/reducer.h"
 
 #include <ATen/Functions.h>
@@ -6,8 +7,11 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <algorithm>
+
 #include "common/check.h"
 #include "reducer/messages.h"
+#include "reducer/reducer_inl.h"
 
 namespace torchddp::reducer {
 
@@ -17,21 +21,6 @@ using timeline::EventKind;
 namespace {
 constexpr uint8_t kNotMarked = 0, kMarked = 1, kMarkedUnused = 2;
 }  // namespace
-
-template <typename Callback>
-void Reducer::with_grad(int64_t param, Callback&& callback) {
-  const auto& variable = params_[static_cast<size_t>(param)];
-  if (rpc_context_ != nullptr) [[unlikely]] {
-    // Under distributed autograd gradients live in the context, not in .grad.
-    auto handle = variable;
-    rpc_context_->runGradCallbackForVariable(handle, [&](at::Tensor& grad) {
-      callback(grad);
-      return true;
-    });
-    return;
-  }
-  callback(variable.mutable_grad());
-}
 
 template <typename Body>
 void Reducer::guarded(Body&& body) {
@@ -207,8 +196,7 @@ void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused) {
   if (unused || grad.requires_grad() || rpc_context_ != nullptr) [[unlikely]] {
     if (grad.requires_grad()) {
       TORCH_WARN_ONCE(
-          "backward(create_graph=True) under DistributedDataParallel averages the gradients themselves, but not what "
-          "is "
+          "backward(create_graph=True) under DistributedDataParallel averages the gradients, but not what is "
           "differentiated through them: higher-order gradients are not synchronized across ranks.");
     }
     add_late(!unused, {});
@@ -305,15 +293,10 @@ void Reducer::bucket_ready(int64_t index) {
 }
 
 bool Reducer::can_skip(const bucket::Bucket& bucket) const {
-  if (!config_.skip_all_reduce_unused_params) {
-    return false;
-  }
-  for (const auto param : bucket.params()) {
-    if (std::find(unused_.begin(), unused_.end(), param) == unused_.end()) {
-      return false;
-    }
-  }
-  return true;
+  return config_.skip_all_reduce_unused_params &&
+         std::all_of(bucket.params().begin(), bucket.params().end(), [&](int64_t param) {
+           return marked_[static_cast<size_t>(param)].load(std::memory_order_relaxed) == kMarkedUnused;
+         });
 }
 
 void Reducer::launch(int64_t index) {
@@ -377,132 +360,6 @@ void Reducer::delay_all_reduce() {
     }
     static_graph_.finish_recording();
     finalize();
-  });
-}
-
-void Reducer::finalize() {
-  armed_.store(false, std::memory_order_release);
-  stats_.current.backward_compute_end_ns = wall_clock_ns();
-  const c10::NoGradGuard no_grad;
-  for (int64_t i = 0; i < static_cast<int64_t>(buckets_.size()); ++i) {
-    if (buckets_[static_cast<size_t>(i)]->state == BucketState::kInFlight) {
-      wait_bucket(i);
-      finish_bucket(i);
-    }
-  }
-  stats_.current.comm_end_ns = wall_clock_ns();
-  for (const auto& late : late_) {
-    finish_late(late);
-  }
-  late_.clear();
-  finish_used_map();
-  if (futures_) {
-    for (const auto index : c10::irange(futures_->size())) {
-      c10::intrusive_ptr<c10::ivalue::Future> future = futures_->get(index);
-      future->wait();
-      if (future->hasError()) {
-        std::rethrow_exception(future->exception_ptr());
-      }
-    }
-    futures_.reset();
-  }
-  if (!has_rebuilt_ && measured_order_.empty() && num_ready_.load(std::memory_order_relaxed) > 0) {
-    measured_order_ = plan::complete_order(grad_ready_order(), static_cast<int64_t>(params_.size()));
-  }
-  forward_work_.reset();
-  rpc_context_.reset();
-  incomplete_.store(false, std::memory_order_release);
-  timeline_.record(EventKind::kBackwardEnd, stats_.steps);
-  stats_.finish_step();
-}
-
-void Reducer::finish_used_map() {
-  if (used_map_ == nullptr) {
-    return;
-  }
-  try {
-    used_map_->finish_reduction(config_.timeout);
-  } catch (const TransportError& error) {
-    throw TransportError(c10::str("rank ", transport_->rank(), ", step ", stats_.steps,
-                                  ": finding out which parameters other ranks used failed: ", error.what()));
-  }
-  if (dynamic_find_unused()) {
-    used_map_->reset();
-  }
-}
-
-void Reducer::wait_bucket(int64_t index) {
-  auto& bucket = *buckets_[static_cast<size_t>(index)];
-  timeline_.record(EventKind::kWaitBegin, index);
-  if (comm_hook_) {
-    const auto future = std::exchange(bucket.future, nullptr);
-    TDDP_CHECK(future != nullptr, "the communication hook returned no future for bucket ", index, " on rank ",
-               transport_->rank(), ": it must return a torch.futures.Future that holds one tensor");
-    const auto result = comm_hook_.wait(*future);
-    if (bucket.is_sparse()) {
-      sparse_[static_cast<size_t>(index)].finish(bucket, result);
-    } else {
-      const auto& flat = bucket.buffer();
-      TDDP_CHECK(result.numel() == flat.numel(), "the communication hook returned ", result.numel(),
-                 " elements for bucket ", index, " on rank ", transport_->rank(), ", which has ", flat.numel(),
-                 " (parameters ", list_names(bucket.params(), specs_), ")");
-      if (!result.is_alias_of(flat)) {
-        flat.copy_(result.view_as(flat));
-      }
-    }
-  } else {
-    try {
-      bucket.work().wait(config_.timeout);
-    } catch (const TransportError& error) {
-      fail(error, index);
-    }
-  }
-  bucket.state = BucketState::kReduced;
-  timeline_.record(EventKind::kDone, index);
-}
-
-void Reducer::finish_bucket(int64_t index) {
-  auto& bucket = *buckets_[static_cast<size_t>(index)];
-  if (bucket.is_sparse() || optimizer_in_backward_ || views_) {
-    return;
-  }
-  for (const auto param : bucket.params()) {
-    with_grad(param, [&](at::Tensor& grad) { finish_grad(param, grad, true); });
-  }
-}
-
-bool Reducer::keeps_grad(int64_t param) {
-  return used_map_ != nullptr && !used_map_->used_anywhere(param, config_.timeout);
-}
-
-void Reducer::finish_grad(int64_t param, at::Tensor& grad, bool touch_if_unused) {
-  auto& slot = *places_[static_cast<size_t>(param)].slot;
-  if ((!touch_if_unused || used_map_ != nullptr) && keeps_grad(param)) {
-    return;
-  }
-  if (!grad.defined()) {
-    slot.restore_view();
-    grad = views_ && rpc_context_ == nullptr ? slot.view() : slot.clone();
-  } else if (!slot.holds(grad)) {
-    auto target = grad.detach();  // of a gradient that is part of a graph (create_graph), only the values change
-    slot.unpack(target);
-  }
-}
-
-void Reducer::finish_late(const Late& late) {
-  const auto& place = places_[static_cast<size_t>(late.param)];
-  if (place.bucket->state == BucketState::kSkipped) {
-    return;
-  }
-  if (optimizer_in_backward_) {
-    return;
-  }
-  with_grad(late.param, [&](at::Tensor& grad) {
-    if (late.saved.defined() && keeps_grad(late.param)) {
-      grad.copy_(late.saved);
-      return;
-    }
-    finish_grad(late.param, grad, late.touch_if_unused);
   });
 }
 

@@ -139,3 +139,22 @@ def test_large_parameter_spans_many_caps(ddp_class):
         loss_of(model(batch(rank, step, 3, 4, dtype=torch.float32))).backward()
 
     assert_same_as_torch(ddp_class, make, run, 2, dtype=torch.float32, options={"bucket_cap_mb": 0.1})
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}], ids=str)
+def test_large_gradient_packed_by_several_threads(ddp_class, options):
+    """A gradient large enough to be split between threads, with a tail that no thread count divides."""
+
+    class Large(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(1_300_003))
+
+        def forward(self, x):
+            return self.weight * x.sum()
+
+    def run(model, rank, step):
+        torch.set_num_threads(3)
+        model(batch(rank, step, 3, dtype=torch.float32)).sin().sum().backward()
+
+    assert_same_as_torch(ddp_class, Large, run, 2, dtype=torch.float32, options=options)

@@ -1,0 +1,22 @@
+"""Classes to put beside the others with ``--vs``.
+
+    python -m benchmarks --case per_param --vs benchmarks.peers.WithTimeline
+
+shows what recording every event of every step costs: compare its step with that of torchddp default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchddp import DistributedDataParallel
+
+EVENTS = 100_000
+
+
+class WithTimeline(DistributedDataParallel):
+    """torchddp with its timeline always on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reducer._enable_timeline(EVENTS)

@@ -1,0 +1,48 @@
+"""What is said about models that differ between ranks."""
+
+import torch
+
+from torchddp.model_check import MAX_DIFFERENCES, describe, find_differences
+
+
+def _model(**shapes: tuple[int, ...]):
+    return describe([torch.zeros(shape) for shape in shapes.values()], list(shapes))
+
+
+def test_equal_models_have_no_differences():
+    assert find_differences([_model(a=(2, 3), b=(3,))] * 4) == []
+
+
+def test_other_names_alone_are_no_difference():
+    assert find_differences([_model(a=(2,), b=(3,)), _model(x=(2,), y=(3,))]) == []
+
+
+def test_shape_names_parameter_and_ranks():
+    (text,) = find_differences([_model(a=(2, 3)), _model(a=(2, 4))])
+    assert text.startswith("[1]: params[0] ('a')")
+    assert "[2, 4]" in text and "[2, 3]" in text and "process 0" in text
+
+
+def test_dtype_and_strides():
+    reference = describe([torch.zeros(2, 3), torch.zeros(2, 3)], ["a", "b"])
+    other = describe([torch.zeros(2, 3, dtype=torch.float64), torch.zeros(3, 2).t()], ["a", "b"])
+    dtype, strides = find_differences([reference, reference, other])
+    assert dtype.startswith("[2]: params[0] ('a')") and "float64" in dtype and "float32" in dtype
+    assert strides.startswith("[2]: params[1] ('b')") and "strides [1, 2]" in strides
+
+
+def test_number_names_what_each_side_lacks():
+    (text,) = find_differences([_model(a=(2,), b=(3,)), _model(a=(2,), c=(3,), d=(1,))])
+    assert "Rank 0 has 2 params, while rank 1 has inconsistent 3 params" in text
+    assert "Only Rank 0 has 'b'" in text and "Only rank 1 has 'c', 'd'" in text
+
+
+def test_order_is_told_apart_from_shapes():
+    (text,) = find_differences([_model(a=(2,), b=(2,)), _model(b=(2,), a=(2,))])
+    assert "another order" in text and "'b'" in text and "'a'" in text and "Rank 1" in text
+
+
+def test_every_rank_that_differs_is_named():
+    found = find_differences([_model(a=(2,)), _model(a=(3,)), _model(a=(2,)), _model(a=(4,))])
+    assert [text[:3] for text in found] == ["[1]", "[3]"]
+    assert MAX_DIFFERENCES >= len(found)
