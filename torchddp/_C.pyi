@@ -56,7 +56,11 @@ class BucketPlan:
     def __len__(self) -> int: ...
 
 def make_bucket_plan(
-    params: Sequence[ParamSpec], order: Sequence[int], caps_bytes: Sequence[int], alignment_bytes: int = ...
+    params: Sequence[ParamSpec],
+    order: Sequence[int],
+    caps_bytes: Sequence[int],
+    alignment_bytes: int = ...,
+    solo_bytes: int = ...,
 ) -> BucketPlan: ...
 def reverse_registration_order(num_params: int) -> list[int]: ...
 def complete_order(seen: Sequence[int], num_params: int) -> list[int]: ...
@@ -102,6 +106,7 @@ class Reducer:
         *,
         caps_bytes: Sequence[int],
         alignment_bytes: int = ...,
+        solo_bytes: int = ...,
         find_unused_parameters: bool = ...,
         gradient_as_bucket_view: bool = ...,
         skip_all_reduce_unused_params: bool = ...,

@@ -62,7 +62,8 @@ class BufferBroadcaster:
         return (
             f"rank {self._group.rank()}: the broadcast of {len(self._layout)} buffers ({self._flat.numel()} bytes) "
             f"from rank {root} failed before forward: {reason}\n"
-            "A peer has died, left, or did not reach this step in time. Look at the other ranks' logs for the first error."
+            "A peer has died, left, or did not reach this step in time. "
+            "Look at the other ranks' logs for the first error."
         )
 
     def _allocate(self, layout: Layout) -> None:

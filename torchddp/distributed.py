@@ -39,7 +39,9 @@ _MIB = 1024 * 1024
 _DEFAULT_BUCKET_CAP_MB = 25
 # Between CPU ranks a bucket of 25 MiB takes longer than the backward of the layers in it, and the last one hides
 # behind nothing.
-_DEFAULT_CPU_BUCKET_CAP_MB = 4
+_DEFAULT_CPU_BUCKET_CAP_MB = 8
+# A CPU gradient this large is reduced where it lies, in a bucket of its own: a copy costs more than one more message.
+_SOLO_BYTES = 1 * _MIB
 _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 
 
@@ -58,8 +60,9 @@ class DistributedDataParallel(TorchDDP):
       second copy of the gradients, and nothing is copied back. The values of a ``.grad`` kept over a step change with
       the next one, as with torch's ``True``. ``False`` given explicitly is honoured.
     * ``find_unused_parameters=True`` and ``static_graph=True`` rebuild buckets by the measured order too.
-    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB (models on CPU: 4 MiB; ``bucket_bytes_cap``, which
-      torch's compiler reads, says 25 MiB as in torch). A number given explicitly holds for every bucket,
+    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB (models on CPU: 8 MiB; ``bucket_bytes_cap``, which
+      torch's compiler reads, says 25 MiB as in torch; a CPU gradient of 1 MiB or more has a bucket of its own and is
+      reduced where it lies). A number given explicitly holds for every bucket,
       the first included (torch does the same). Fractions are allowed; zero and negative numbers raise ValueError.
     * ``batched_grad_copy`` is accepted and changes nothing: packing never goes through one operator a parameter.
     * ``bf16_compress_hook`` works on CPU models too.
@@ -118,6 +121,7 @@ class DistributedDataParallel(TorchDDP):
         self._sync_at_init = init_sync
         self._init_sync_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
         self._bucket_caps_bytes = _caps_bytes(bucket_cap_mb, bucket_cap_mb_list, module)
+        self._solo_bytes = _SOLO_BYTES if bucket_cap_mb is None and not bucket_cap_mb_list and _on_cpu(module) else 0
         arguments = _only_torch_arguments(
             device_ids=device_ids,
             output_device=output_device,
@@ -167,6 +171,7 @@ class DistributedDataParallel(TorchDDP):
             _param_specs(parameters, names, expect_sparse_gradient),
             self.process_group,
             caps_bytes=self._bucket_caps_bytes,
+            solo_bytes=self._solo_bytes,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
@@ -416,14 +421,17 @@ def _check_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | Non
             raise ValueError(f"{name} must be a positive number of MiB, got {cap!r}")
 
 
+def _on_cpu(module: torch.nn.Module) -> bool:
+    return all(p.device.type == "cpu" for p in module.parameters())
+
+
 def _caps_bytes(
     bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None, module: torch.nn.Module
 ) -> list[int]:
     if bucket_cap_mb_list:
         return [max(1, int(cap * _MIB)) for cap in bucket_cap_mb_list]
     if bucket_cap_mb is None:
-        on_cpu = all(p.device.type == "cpu" for p in module.parameters())
-        cap_mb = _DEFAULT_CPU_BUCKET_CAP_MB if on_cpu else _DEFAULT_BUCKET_CAP_MB
+        cap_mb = _DEFAULT_CPU_BUCKET_CAP_MB if _on_cpu(module) else _DEFAULT_BUCKET_CAP_MB
         return [min(dist._DEFAULT_FIRST_BUCKET_BYTES, cap_mb * _MIB), cap_mb * _MIB]
     return [max(1, int(bucket_cap_mb * _MIB))]
 

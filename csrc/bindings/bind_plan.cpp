@@ -52,8 +52,11 @@ void bind_plan(py::module_& m) {
   m.def(
       "make_bucket_plan",
       [](const std::vector<ParamSpec>& params, const std::vector<int64_t>& order, std::vector<int64_t> caps_bytes,
-         int64_t alignment_bytes) { return make_bucket_plan(params, order, {std::move(caps_bytes), alignment_bytes}); },
+         int64_t alignment_bytes, int64_t solo_bytes) {
+        return make_bucket_plan(params, order, {std::move(caps_bytes), alignment_bytes, solo_bytes});
+      },
       py::arg("params"), py::arg("order"), py::arg("caps_bytes"), py::arg("alignment_bytes") = 1,
+      py::arg("solo_bytes") = 0,
       "Buckets for parameters whose gradients become ready in `order` (a permutation of the parameter indices). "
       "ValueError for bad input.");
   m.def("reverse_registration_order", &reverse_registration_order, py::arg("num_params"));

@@ -16,12 +16,12 @@ using PyReducer = py::class_<Reducer, std::shared_ptr<Reducer>>;
 
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> specs,
                                       c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int64_t> caps_bytes,
-                                      int64_t alignment_bytes, bool find_unused_parameters,
+                                      int64_t alignment_bytes, int64_t solo_bytes, bool find_unused_parameters,
                                       bool gradient_as_bucket_view, bool skip_all_reduce_unused_params,
                                       bool compiled_autograd_takes_over, std::string transport,
                                       std::chrono::milliseconds timeout) {
   reducer::ReducerConfig config;
-  config.limits = {std::move(caps_bytes), alignment_bytes};
+  config.limits = {std::move(caps_bytes), alignment_bytes, solo_bytes};
   config.find_unused_parameters = find_unused_parameters;
   config.gradient_as_bucket_view = gradient_as_bucket_view;
   config.skip_all_reduce_unused_params = skip_all_reduce_unused_params;
@@ -150,10 +150,10 @@ void bind_reducer(py::module_& m) {
   PyReducer c(m, "Reducer",
               "Packs gradients into buckets and reduces them while autograd runs. Made by DistributedDataParallel.");
   c.def(py::init(&make_reducer), py::arg("params"), py::arg("specs"), py::arg("process_group"), py::kw_only(),
-        py::arg("caps_bytes"), py::arg("alignment_bytes") = 1, py::arg("find_unused_parameters") = false,
-        py::arg("gradient_as_bucket_view") = true, py::arg("skip_all_reduce_unused_params") = false,
-        py::arg("compiled_autograd_takes_over") = false, py::arg("transport") = "auto",
-        py::arg("timeout") = transport::kTransportTimeout, NoGil());
+        py::arg("caps_bytes"), py::arg("alignment_bytes") = 1, py::arg("solo_bytes") = 0,
+        py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
+        py::arg("skip_all_reduce_unused_params") = false, py::arg("compiled_autograd_takes_over") = false,
+        py::arg("transport") = "auto", py::arg("timeout") = transport::kTransportTimeout, NoGil());
   bind_step(c);
   bind_modes(c);
   bind_reports(c);

@@ -96,7 +96,19 @@ GradSlot::GradSlot(const at::Tensor& flat, int64_t offset, const at::Tensor& par
 at::Tensor GradSlot::make_view() const {
   // Below autograd on purpose: see view() in the header.
   c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-  return flat_.as_strided(sizes_, strides_, offset_);
+  return flat_.as_strided(sizes_, strides_, flat_.storage_offset() + offset_);
+}
+
+bool GradSlot::adopt(const at::Tensor& grad) {
+  if (!adopts_ || !is_plain(grad)) {
+    return false;
+  }
+  auto* flat = flat_.unsafeGetTensorImpl();
+  flat->set_storage_keep_dtype(grad.storage());
+  flat->set_storage_offset(grad.storage_offset());
+  view_ = grad;
+  data_ = flat_.mutable_data_ptr();
+  return true;
 }
 
 void GradSlot::restore_view() {

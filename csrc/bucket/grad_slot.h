@@ -9,6 +9,11 @@
 
 namespace torchddp::bucket {
 
+// Note [Adopted gradients]
+// A large gradient that has a bucket of its own need not be copied into it: its memory becomes the bucket's for this step. The
+// flat tensor is re-pointed, nothing is allocated. The slot keeps the gradient alive until the next one comes, so that memory
+// rotates between steps as it does when a bucket is copied into.
+
 // Not thread-safe per slot; different slots of one bucket may be packed by different threads.
 class GradSlot {
  public:
@@ -40,6 +45,10 @@ class GradSlot {
   }
   // The same for any gradient of the parameter's shape: every layout, and every dtype that converts.
   void pack(const at::Tensor& grad, double scale);
+  // Takes the memory of `grad` as the slot's, under the conditions of try_pack and if the slot may: see Note [Adopted gradients].
+  bool adopt(const at::Tensor& grad);
+  // The slot is all of its bucket, and the bucket's transport reaches any memory.
+  void allow_adoption() { adopts_ = true; }
   // flat <- flat * scale, for a gradient that was accumulated in place.
   void scale_in_place(double scale);
   void zero();
@@ -67,6 +76,7 @@ class GradSlot {
   at::ScalarType dtype_ = at::ScalarType::Undefined;
   kernels::DType kernel_dtype_ = kernels::DType::kF32;
   bool on_cpu_ = false;
+  bool adopts_ = false;
 
   std::vector<int64_t> sizes_;
   int64_t offset_ = 0;

@@ -16,6 +16,7 @@ void check_caps(const BucketLimits& limits) {
       detail::fail("caps_bytes[", i, "] must be at least 1 byte, got ", limits.caps_bytes[i]);
     }
   }
+  if (limits.solo_bytes < 0) detail::fail("solo_bytes must be at least 0, got ", limits.solo_bytes);
 }
 
 void check_order(std::span<const int64_t> order, int64_t num_params) {
@@ -48,7 +49,7 @@ BucketPlan make_bucket_plan(std::span<const ParamSpec> params, std::span<const i
   std::map<std::pair<int32_t, int32_t>, OpenBucket> open_buckets;
   for (const int64_t param : order) {
     const ParamSpec& spec = params[static_cast<size_t>(param)];
-    if (spec.sparse) {
+    if (spec.sparse || (limits.solo_bytes > 0 && spec.bytes() >= limits.solo_bytes)) {
       detail::append_slot(plan.buckets.emplace_back(detail::make_bucket(spec)), spec, param, limits.alignment_bytes);
       continue;
     }

@@ -15,6 +15,9 @@ namespace torchddp::plan {
 struct BucketLimits {
   std::vector<int64_t> caps_bytes;
   int64_t alignment_bytes = 1;  // each gradient starts at a multiple of this, and of its item size
+  // Gradients at least this large get a bucket each, which needs no packing (Note [Adopted gradients] in bucket/grad_slot.h);
+  // 0: none do.
+  int64_t solo_bytes = 0;
 };
 
 struct Slot {

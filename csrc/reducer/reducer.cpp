@@ -186,6 +186,11 @@ void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused) {
     slot.scale_in_place(scale_);
     return;
   }
+  const bool becomes_view = views_ && !unused && !grad.requires_grad() && rpc_context_ == nullptr;
+  if (becomes_view && slot.adopt(grad)) {
+    slot.scale_in_place(scale_);
+    return;
+  }
   if (!slot.try_pack(grad, scale_)) [[unlikely]] {
     check_grad(param, grad);
     slot.pack(grad, scale_);
@@ -193,7 +198,7 @@ void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused) {
   if (!views_) {
     return;  // finish_bucket copies the average back
   }
-  if (unused || grad.requires_grad() || rpc_context_ != nullptr) [[unlikely]] {
+  if (!becomes_view) [[unlikely]] {
     if (grad.requires_grad()) {
       TORCH_WARN_ONCE(
           "backward(create_graph=True) under DistributedDataParallel averages the gradients, but not what is "

@@ -24,6 +24,8 @@ class Transport {
   // Flat memory that this transport reaches without another copy. Contents are unspecified.
   virtual at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device) = 0;
   virtual std::unique_ptr<Work> make_work() const = 0;
+  // Whether collectives work on any memory as well as on allocate()'s.
+  virtual bool reaches_any_memory() const = 0;
 
   // In place: the sum over ranks.
   virtual void all_reduce(const at::Tensor& tensor, Work& work) = 0;

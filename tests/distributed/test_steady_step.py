@@ -72,7 +72,11 @@ def test_no_torch_memory_is_allocated_beyond_the_local_step():
         def allocations(model):
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
                 _step(model)
-            return sum(1 for event in prof.profiler.kineto_results.events() if event.name() == "[memory]" and event.nbytes() > 0)
+            return sum(
+                1
+                for event in prof.profiler.kineto_results.events()
+                if event.name() == "[memory]" and event.nbytes() > 0
+            )
 
         ddp, local = DistributedDataParallel(ManySmall()), ManySmall()
         for _ in range(3):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import run_outcomes, run_ranks
-from torchddp import TransportError, _C
+from torchddp import _C, TransportError
 
 TRANSPORTS = ["c10d"]
 WORLD_SIZES = [1, 2, 3, 4]

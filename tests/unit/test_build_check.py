@@ -20,7 +20,9 @@ def test_same_minor_is_accepted():
 
 @pytest.mark.parametrize("running", ["2.12.1", "2.14.0+cpu", "3.13.0"])
 def test_other_minor_says_what_to_do(running):
-    with pytest.raises(ImportError, match=rf"built for torch 2\.13\.0\+cpu, but torch {running.replace('+', '.')}.*pip install"):
+    with pytest.raises(
+        ImportError, match=rf"built for torch 2\.13\.0\+cpu, but torch {running.replace('+', '.')}.*pip install"
+    ):
         check_torch_matches(built="2.13.0+cpu", running=running)
 
 

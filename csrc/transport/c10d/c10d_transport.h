@@ -16,6 +16,7 @@ class C10dTransport final : public Transport {
   int size() const override { return group_->getSize(); }
   at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device) override;
   std::unique_ptr<Work> make_work() const override;
+  bool reaches_any_memory() const override { return true; }
 
   void all_reduce(const at::Tensor& tensor, Work& work) override;
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) override;
