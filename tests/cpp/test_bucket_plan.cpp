@@ -261,6 +261,21 @@ TEST(corrupt_words_are_no_plan) {
   expect(good, {"parameter 'c' (index 2) is sparse but shares bucket 1"});
 }
 
+TEST(large_gradients_get_a_bucket_each_and_leave_the_others_grouped) {
+  const std::vector<ParamSpec> params = {spec("a", 10), spec("big", 1000), spec("b", 10), spec("large", 250),
+                                         spec("c", 10)};
+  BucketLimits limits{{1 << 20}, 1, 1000};
+  const BucketPlan plan = make_bucket_plan(params, Longs{0, 1, 2, 3, 4}, limits);
+  CHECK_EQ(plan.buckets.size(), 3u);
+  CHECK_EQ(plan.buckets[0].slots.size(), 1u);
+  CHECK_EQ(plan.buckets[0].slots[0].param, 1);
+  CHECK_EQ(plan.buckets[1].slots[0].param, 3);  // 1000 bytes: at the limit counts as large
+  CHECK_EQ(plan.buckets[2].slots.size(), 3u);   // launched last: its last gradient is the last one
+  check_plan(plan, params, limits.alignment_bytes);
+  limits.solo_bytes = -1;
+  CHECK_THROWS(Error, make_bucket_plan(params, Longs{0, 1, 2, 3, 4}, limits), "solo_bytes must be at least 0, got -1");
+}
+
 struct Case {
   std::vector<ParamSpec> params;
   Longs order;
