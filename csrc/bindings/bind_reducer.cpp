@@ -66,7 +66,8 @@ void bind_step(PyReducer& c) {
           [](Reducer& self, const at::Tensor& output) { self.prepare_for_backward({&output, 1}); }, py::arg("output"),
           NoGil())
       .def(
-          "_autograd_hook", [](Reducer& self, int64_t index) { self.on_grad_ready(index); }, py::arg("index"), NoGil())
+          "_autograd_hook", [](Reducer& self, int64_t index) { self.on_grad_ready(index, nullptr); }, py::arg("index"),
+          NoGil())
       .def("_delay_all_reduce", &Reducer::delay_all_reduce, NoGil())
       .def("_check_reducer_finalized", &Reducer::check_finalized, NoGil())
       .def("_rebuild_buckets", &Reducer::rebuild_buckets, NoGil())

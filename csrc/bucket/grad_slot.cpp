@@ -66,6 +66,20 @@ void scale_cast_parallel(void* dst, const void* src, kernels::DType dtype, int64
   });
 }
 
+// Memory that a tensor elsewhere in the graph shares must not be scaled or reduced in place: with `param[None] + x` the other
+// branch may still have to read it. Known to share it are the gradient, the tensor that autograd handed to AccumulateGrad and
+// keeps until the hooks have run, and the tensor which that one is a view of (a linear layer's weight gradient is transposed).
+bool owns_memory(const at::Tensor& grad, const at::Tensor* incoming) {
+  size_t known = 1;
+  if (incoming != nullptr && !incoming->is_same(grad) && incoming->is_alias_of(grad)) {
+    ++known;
+    if (incoming->is_view() && incoming->_base().use_count() == 1) {
+      ++known;
+    }
+  }
+  return grad.storage().use_count() <= known;
+}
+
 }  // namespace
 
 GradSlot::GradSlot(const at::Tensor& flat, int64_t offset, const at::Tensor& param)
@@ -99,8 +113,8 @@ at::Tensor GradSlot::make_view() const {
   return flat_.as_strided(sizes_, strides_, flat_.storage_offset() + offset_);
 }
 
-bool GradSlot::adopt(const at::Tensor& grad) {
-  if (!adopts_ || !is_plain(grad)) {
+bool GradSlot::adopt(const at::Tensor& grad, const at::Tensor* incoming) {
+  if (!adopts_ || !is_plain(grad) || !owns_memory(grad, incoming)) {
     return false;
   }
   auto* flat = flat_.unsafeGetTensorImpl();

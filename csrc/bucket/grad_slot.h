@@ -46,7 +46,8 @@ class GradSlot {
   // The same for any gradient of the parameter's shape: every layout, and every dtype that converts.
   void pack(const at::Tensor& grad, double scale);
   // Takes the memory of `grad` as the slot's, under the conditions of try_pack and if the slot may: see Note [Adopted gradients].
-  bool adopt(const at::Tensor& grad);
+  // `incoming`: the tensor that autograd handed to the parameter and still holds, or null.
+  bool adopt(const at::Tensor& grad, const at::Tensor* incoming);
   // The slot is all of its bucket, and the bucket's transport reaches any memory.
   void allow_adoption() { adopts_ = true; }
   // flat <- flat * scale, for a gradient that was accumulated in place.

@@ -14,8 +14,8 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
  public:
   ReadyHook(GradSink& sink, int64_t param) : sink_(sink), param_(param) {}
 
-  variable_list operator()(const variable_list& outputs, const variable_list& /*inputs*/) override {
-    sink_.on_grad_ready(param_);
+  variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
+    sink_.on_grad_ready(param_, inputs.size() == 1 && inputs[0].defined() ? &inputs[0] : nullptr);
     return outputs;  // AccumulateGrad has none: an empty list
   }
 

@@ -12,7 +12,8 @@ namespace torchddp::reducer {
 // Called by whichever autograd thread accumulated the gradient; several at once when a model spans devices.
 class GradSink {
  public:
-  virtual void on_grad_ready(int64_t param) = 0;
+  // `incoming`: what autograd handed to the parameter and still holds; null if unknown.
+  virtual void on_grad_ready(int64_t param, const at::Tensor* incoming) = 0;
   // Whether compiled autograd may take over (it then bypasses the hooks).
   virtual void check_compiled_autograd() const = 0;
 

@@ -88,7 +88,7 @@ void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
   armed_.store(true, std::memory_order_release);
 }
 
-void Reducer::on_grad_ready(int64_t param) {
+void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
   if (used_map_ != nullptr && !static_graph_.replaying()) [[unlikely]] {
     // Also under no_sync: a parameter that any microbatch used counts as used in the step that synchronises.
     with_grad(param, [&](at::Tensor& grad) {
@@ -100,10 +100,10 @@ void Reducer::on_grad_ready(int64_t param) {
   if (!armed_.load(std::memory_order_acquire)) {
     return;
   }
-  guarded([&] { fire(param); });
+  guarded([&] { fire(param, incoming); });
 }
 
-void Reducer::fire(int64_t param) {
+void Reducer::fire(int64_t param, const at::Tensor* incoming) {
   if (!begun_.load(std::memory_order_acquire)) [[unlikely]] {
     begin_backward();
   }
@@ -119,7 +119,7 @@ void Reducer::fire(int64_t param) {
       return;
     }
   }
-  mark_ready(param, false);
+  mark_ready(param, false, incoming);
 }
 
 void Reducer::begin_backward() {
@@ -132,12 +132,12 @@ void Reducer::begin_backward() {
   rpc_context_ = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
   scale_ = gradient_scale();
   for (const auto param : unused_) {
-    mark_ready(param, true);
+    mark_ready(param, true, nullptr);
   }
   begun_.store(true, std::memory_order_release);
 }
 
-void Reducer::mark_ready(int64_t param, bool unused) {
+void Reducer::mark_ready(int64_t param, bool unused, const at::Tensor* incoming) {
   const auto before =
       marked_[static_cast<size_t>(param)].exchange(unused ? kMarkedUnused : kMarked, std::memory_order_relaxed);
   if (before != kNotMarked) {
@@ -151,24 +151,24 @@ void Reducer::mark_ready(int64_t param, bool unused) {
     ready_times_ns_[static_cast<size_t>(param)] = wall_clock_ns() - stats_.current.backward_begin_ns;
     timeline_.record(EventKind::kGradReady, param);
   }
-  pack(param, unused);
+  pack(param, unused, incoming);
   const auto& place = places_[static_cast<size_t>(param)];
   if (place.bucket->arrive()) {
     bucket_ready(place.bucket_index);
   }
 }
 
-void Reducer::pack(int64_t param, bool unused) {
+void Reducer::pack(int64_t param, bool unused, const at::Tensor* incoming) {
   const auto& place = places_[static_cast<size_t>(param)];
   if (place.slot == nullptr) {
     pack_sparse(param);
   } else if (place.slot->on_cpu()) {
-    with_grad(param, [&](at::Tensor& grad) { pack_grad(param, grad, unused); });
+    with_grad(param, [&](at::Tensor& grad) { pack_grad(param, grad, unused, incoming); });
   }
   // On other devices a whole bucket is packed at once, when it is complete: two kernels instead of one a parameter.
 }
 
-void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused) {
+void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming) {
   auto& slot = *places_[static_cast<size_t>(param)].slot;
   const auto add_late = [&](bool touch_if_unused, at::Tensor saved) {
     const std::lock_guard lock(late_mutex_);
@@ -187,7 +187,7 @@ void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused) {
     return;
   }
   const bool becomes_view = views_ && !unused && !grad.requires_grad() && rpc_context_ == nullptr;
-  if (becomes_view && slot.adopt(grad)) {
+  if (becomes_view && slot.adopt(grad, incoming)) {
     slot.scale_in_place(scale_);
     return;
   }
@@ -354,7 +354,7 @@ void Reducer::delay_all_reduce() {
         unused_.push_back(param);
       }
       marked_[static_cast<size_t>(param)].store(used ? kMarked : kMarkedUnused, std::memory_order_relaxed);
-      pack(param, !used);
+      pack(param, !used, nullptr);
     }
     incomplete_.store(true, std::memory_order_relaxed);
     for (size_t i = 0; i < buckets_.size(); ++i) {

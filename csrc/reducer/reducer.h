@@ -51,7 +51,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // --- a step ---
   void begin_forward();
   void prepare_for_backward(std::span<const at::Tensor> outputs);
-  void on_grad_ready(int64_t param) override;
+  void on_grad_ready(int64_t param, const at::Tensor* incoming) override;
   void check_compiled_autograd() const override;
   // The end of the first synchronised backward of a static graph: nothing was reduced before it.
   void delay_all_reduce();
@@ -113,10 +113,10 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   bool should_rebuild() const { return !has_rebuilt_; }
 
   void begin_backward();
-  void fire(int64_t param);
-  void mark_ready(int64_t param, bool unused);
-  void pack(int64_t param, bool unused);
-  void pack_grad(int64_t param, at::Tensor& grad, bool unused);
+  void fire(int64_t param, const at::Tensor* incoming);
+  void mark_ready(int64_t param, bool unused, const at::Tensor* incoming);
+  void pack(int64_t param, bool unused, const at::Tensor* incoming);
+  void pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming);
   void pack_sparse(int64_t param);
   void pack_whole_bucket(bucket::Bucket& bucket);
   void check_grad(int64_t param, const at::Tensor& grad) const;

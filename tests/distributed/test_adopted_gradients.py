@@ -118,6 +118,37 @@ def test_user_code_that_repoints_or_replaces_large_gradients():
     run_ranks(work, 2)
 
 
+@pytest.mark.parametrize("order", ["param_first", "param_last"])
+def test_memory_that_another_branch_still_reads_is_left_alone(order):
+    """One gradient tensor flows to a parameter (through a view) and to another branch: autograd shares its memory."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.position = nn.Parameter(torch.randn(300, 1000))
+            self.scale = nn.Parameter(torch.randn(1000))
+            self.other = nn.Parameter(torch.randn(1, 300, 1000))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scaled = x * self.scale
+            position = self.position.unsqueeze(0)
+            mixed = scaled + position if order == "param_last" else position + scaled
+            return (mixed + self.other).sin()
+
+    def work(rank):
+        ours, theirs = DistributedDataParallel(Shared()), TorchDDP(Shared())
+        for step in range(4):
+            for model in (ours, theirs):
+                model.zero_grad()
+                torch.manual_seed(10 * step + rank)
+                (model(torch.randn(1, 300, 1000)) * torch.randn(1, 300, 1000)).sum().backward()
+            for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+                assert torch.equal(p.grad, q.grad), (step, name)
+
+    run_ranks(work, 2)
+
+
 def test_own_bucket_sizes_turn_it_off():
     def work(rank):
         assert len(DistributedDataParallel(Mixed()).reducer.plan) == 3
