@@ -128,7 +128,8 @@ void Reducer::begin_backward() {
     return;
   }
   stats_.current.backward_begin_ns = wall_clock_ns();
-  timeline_.record(EventKind::kBackwardBegin, stats_.steps);
+  backward_begin_steady_ns_ = timeline::now_ns();
+  timeline_.record_at(EventKind::kBackwardBegin, stats_.steps, backward_begin_steady_ns_);
   rpc_context_ = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
   scale_ = gradient_scale();
   for (const auto param : unused_) {
@@ -148,8 +149,9 @@ void Reducer::mark_ready(int64_t param, bool unused, const at::Tensor* incoming)
     ready_order_[static_cast<size_t>(num_ready_.fetch_add(1, std::memory_order_relaxed))] = param;
   }
   if (timeline_.enabled()) [[unlikely]] {
-    ready_times_ns_[static_cast<size_t>(param)] = wall_clock_ns() - stats_.current.backward_begin_ns;
-    timeline_.record(EventKind::kGradReady, param);
+    const auto now_ns = timeline::now_ns();  // read once: the clock is most of what an event costs
+    ready_times_ns_[static_cast<size_t>(param)] = now_ns - backward_begin_steady_ns_;
+    timeline_.record_at(EventKind::kGradReady, param, now_ns);
   }
   pack(param, unused, incoming);
   const auto& place = places_[static_cast<size_t>(param)];

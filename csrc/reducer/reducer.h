@@ -163,6 +163,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::atomic<int64_t> num_ready_{0};
   std::unique_ptr<std::atomic<uint8_t>[]> marked_;
   std::vector<int64_t> ready_order_;
+  int64_t backward_begin_steady_ns_ = 0;
   std::vector<int64_t> ready_times_ns_;  // only while the timeline is on
   std::vector<int64_t> unused_;          // not reachable from the outputs (or never fired, for a static graph)
   std::vector<Late> late_;
