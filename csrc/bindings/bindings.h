@@ -12,7 +12,7 @@ void bind_timeline(py::module_& m);
 void bind_transport(py::module_& m);
 void bind_reducer(py::module_& m);
 
-// torchddp.InternalError and friends for errors that leave through pybind11 rather than through autograd.
+// For calls that may wait, or that run autograd: other Python threads, and hooks written in Python, need the GIL meanwhile.
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
 }  // namespace torchddp::bindings

@@ -172,18 +172,18 @@ void Reducer::pack(int64_t param, bool unused, const at::Tensor* incoming) {
 
 void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming) {
   auto& slot = *places_[static_cast<size_t>(param)].slot;
-  const auto add_late = [&](bool touch_if_unused, at::Tensor saved) {
+  const auto add_late = [&](at::Tensor saved) {
     const std::lock_guard lock(late_mutex_);
-    late_.push_back({param, touch_if_unused, std::move(saved)});
+    late_.push_back({param, std::move(saved)});
   };
   if (!grad.defined()) [[unlikely]] {
     slot.zero();
-    add_late(false, {});
+    add_late({});
     return;
   }
   if (slot.holds(grad)) {
     if (unused) {
-      add_late(false, slot.clone());
+      add_late(slot.clone());
     }
     slot.scale_in_place(scale_);
     return;
@@ -206,7 +206,7 @@ void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::
           "backward(create_graph=True) under DistributedDataParallel averages the gradients, but not what is "
           "differentiated through them: higher-order gradients are not synchronized across ranks.");
     }
-    add_late(!unused, {});
+    add_late({});
     return;
   }
   slot.restore_view();
@@ -250,15 +250,14 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
     const bool unused = marked_[static_cast<size_t>(param)].load(std::memory_order_relaxed) == kMarkedUnused;
     auto& slot = bucket.slot(i);
     with_grad(param, [&](at::Tensor& grad) {
-      const bool touch = !unused && grad.defined();
       if (!grad.defined()) {
         slot.zero();
-        late_.push_back({param, false, {}});
+        late_.push_back({param, {}});
         return;
       }
       if (slot.holds(grad)) {
         if (unused) {
-          late_.push_back({param, false, slot.clone()});
+          late_.push_back({param, slot.clone()});
         }
         return;
       }
@@ -266,10 +265,10 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
       slot.restore_view();
       slots.push_back(slot.view());
       grads.push_back(grad.detach());
-      if (views_ && touch && !grad.requires_grad() && rpc_context_ == nullptr) {
+      if (views_ && !unused && !grad.requires_grad() && rpc_context_ == nullptr) {
         grad = slot.view();
       } else if (views_) {
-        late_.push_back({param, touch, {}});
+        late_.push_back({param, {}});
       }
     });
   }

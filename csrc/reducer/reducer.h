@@ -105,7 +105,6 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   };
   struct Late {  // gradients that finalize must look at
     int64_t param;
-    bool touch_if_unused;
     at::Tensor saved;  // the values to go back to if nobody used the parameter
   };
 
@@ -128,7 +127,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void finish_used_map();
   void wait_bucket(int64_t index);
   void finish_bucket(int64_t index);
-  void finish_grad(int64_t param, at::Tensor& grad, bool touch_if_unused);
+  void finish_grad(int64_t param, at::Tensor& grad);
   void finish_late(const Late& late);
   bool keeps_grad(int64_t param);
   void abandon_step();

@@ -95,7 +95,7 @@ void Reducer::finish_bucket(int64_t index) {
     return;
   }
   for (const auto param : bucket.params()) {
-    with_grad(param, [&](at::Tensor& grad) { finish_grad(param, grad, true); });
+    with_grad(param, [&](at::Tensor& grad) { finish_grad(param, grad); });
   }
 }
 
@@ -103,9 +103,9 @@ bool Reducer::keeps_grad(int64_t param) {
   return used_map_ != nullptr && !used_map_->used_anywhere(param, config_.timeout);
 }
 
-void Reducer::finish_grad(int64_t param, at::Tensor& grad, bool touch_if_unused) {
+void Reducer::finish_grad(int64_t param, at::Tensor& grad) {
   auto& slot = *places_[static_cast<size_t>(param)].slot;
-  if ((!touch_if_unused || used_map_ != nullptr) && keeps_grad(param)) {
+  if (keeps_grad(param)) {
     return;
   }
   if (!grad.defined()) {
@@ -130,7 +130,7 @@ void Reducer::finish_late(const Late& late) {
       grad.copy_(late.saved);
       return;
     }
-    finish_grad(late.param, grad, late.touch_if_unused);
+    finish_grad(late.param, grad);
   });
 }
 
