@@ -49,10 +49,11 @@ setup: $(VENV)/.installed
 build: setup
 	@$(PY) setup.py -q build_ext --inplace
 
-# The tests of the torch-free rooms: optimised as shipped, then under AddressSanitizer and UndefinedBehaviorSanitizer.
+# The tests of the torch-free rooms: optimised as shipped, under AddressSanitizer and UndefinedBehaviorSanitizer, and, those
+# with several threads, under ThreadSanitizer.
 cpp-tests: setup
-	@for sanitize in "" address,undefined; do \
-	  dir=build/cpp-tests$${sanitize:+-sanitized}; \
+	@for sanitize in "" address,undefined thread; do \
+	  dir=build/cpp-tests$${sanitize:+-$${sanitize%%,*}}; \
 	  echo "C++ tests$${sanitize:+ under $$sanitize}"; \
 	  $(CMAKE) -S . -B $$dir -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	    -DTORCHDDP_BUILD_EXTENSION=OFF -DTORCHDDP_BUILD_TESTS=ON -DTORCHDDP_SANITIZE=$$sanitize \

@@ -16,7 +16,7 @@ ALLOCATOR_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 @dataclass(frozen=True)
 class Case:
-    """One question the benchmark answers, and for which models."""
+    """One question the benchmark answers, and for which models; none where it asks about no DDP class."""
 
     name: str
     title: str
@@ -57,6 +57,14 @@ CASES: dict[str, Case] = {
             default_world_size=2,
             unit="MB",
         ),
+        Case(
+            name="collective",
+            title="single collectives over message sizes (no model: torch's gloo and our transports)",
+            models=(),
+            quick_models=(),
+            default_world_size=2,
+            unit="us",
+        ),
     )
 }
 
@@ -73,3 +81,6 @@ class Job:
     seed: int = 0
     # A rank that waits longer than this for another one gives up with an error.
     collective_timeout_s: float = 60.0
+    # Of the case `collective`, in place of models and variants.
+    operations: tuple[str, ...] = ()
+    sizes_bytes: tuple[int, ...] = ()

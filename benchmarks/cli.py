@@ -6,12 +6,13 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from benchmarks.cases import CASES
+from benchmarks.collective.operations import OPERATIONS
 from benchmarks.launch import LaunchError
 from benchmarks.run import Settings, run
 from benchmarks.variants import DEFAULT_CAPS_MB, TORCHDDP, ArgumentError
@@ -25,13 +26,15 @@ Absolute times drift between runs, the ratios of one run do not: quote those, wi
 \b
 Examples:
   python -m benchmarks
-      every case, about five minutes
+      every case, about six minutes
   python -m benchmarks --quick
       the same in under a minute, to see that it works
   python -m benchmarks --case exposed --model gpt --seconds 120
       one table, many rounds
   python -m benchmarks --case exposed --vs mypackage.MyDDP
       another class beside ours and torch's
+  python -m benchmarks --op all_reduce --op broadcast --world-size 4
+      no DDP: single collectives over message sizes, gloo and our transports
   python -m benchmarks --ours torch.nn.parallel.DistributedDataParallel
       torch against itself: what the harness shows when nothing differs
   python -m benchmarks --json result.json --out benchmarks/results
@@ -59,11 +62,27 @@ def check_names(cases: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
             raise ArgumentError(f"There is no case '{case}'; choose from {', '.join(CASES)}.")
     chosen = tuple(dict.fromkeys(cases)) or tuple(CASES)
     allowed = tuple(dict.fromkeys(model for case in chosen for model in CASES[case].models))
+    if models and not allowed:
+        raise ArgumentError(f"--model: the case {', '.join(chosen)} has no models.")
     for model in models:
         if model not in allowed:
             raise ArgumentError(f"No model '{model}' in {', '.join(chosen)}; choose from {', '.join(allowed)}.")
     # With --model and no --case, only the cases that have such a model.
     return tuple(case for case in chosen if not models or set(models) & set(CASES[case].models))
+
+
+def check_operations(
+    cases: Sequence[str], models: Sequence[str], operations: Sequence[str]
+) -> tuple[Sequence[str], tuple[str, ...]]:
+    """The cases asked for and the collectives to time; with --op alone, that case alone."""
+    for operation in operations:
+        if operation not in OPERATIONS:
+            raise ArgumentError(f"There is no collective '{operation}'; choose from {', '.join(OPERATIONS)}.")
+    if operations and not cases and not models:
+        cases = ("collective",)
+    if operations and "collective" not in cases:
+        raise ArgumentError("--op is of the case collective, which was not asked for.")
+    return cases, tuple(dict.fromkeys(operations)) or ("all_reduce",)
 
 
 def check_numbers(seconds: float | None, world_size: int | None) -> None:
@@ -93,8 +112,13 @@ def benchmark(
     model: Annotated[
         list[str] | None, typer.Option(help="One of small, mlp, gpt, conv; repeatable. [default: all of the case]")
     ] = None,
+    op: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Of collective: one of {', '.join(OPERATIONS)}; repeatable. [default: all_reduce]"),
+    ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Time for the timed rounds of each model. [default: 45, with --quick 2]")
+        float | None,
+        typer.Option(help="Time for the timed rounds of each model or collective. [default: 45, with --quick 2]"),
     ] = None,
     world_size: Annotated[int | None, typer.Option(help="Number of ranks. [default: 1 for per_param, else 2]")] = None,
     caps: Annotated[
@@ -114,13 +138,15 @@ def benchmark(
     ] = None,
 ) -> None:
     models = tuple(model or ())
-    cases = check_names(case or (), models)
+    asked, operations = check_operations(case or (), models, op or ())
+    cases = check_names(asked, models)
     check_numbers(seconds, world_size)
     check_output(json_path, "--json", folder=False)
     check_output(out, "--out", folder=True)
     settings = Settings(
         cases=cases,
         models=models,
+        operations=operations,
         seconds=seconds if seconds is not None else (2.0 if quick else 45.0),
         world_size=world_size,
         caps_mb=parse_caps(caps) if caps is not None else ((1, 25) if quick else DEFAULT_CAPS_MB),
@@ -131,7 +157,11 @@ def benchmark(
         seed=seed,
     )
     console = make_console()
-    document = run(settings, context.obj["command"], console)
+    write_document(run(settings, context.obj["command"], console), json_path, out, console)
+
+
+def write_document(document: dict[str, Any], json_path: Path | None, out: Path | None, console: Console) -> None:
+    """Keep the numbers where --json and --out said."""
     if json_path is not None:
         json_path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
         console.print(f"wrote {json_path}")
@@ -148,22 +178,27 @@ def make_console() -> Console:
     return Console(width=min(console.width, 100) if console.is_terminal else 100)
 
 
-def _describe_error(error: Exception) -> tuple[str, int]:
+def _describe_error(error: Exception, program: str) -> tuple[str, int]:
     if isinstance(error, ArgumentError):
         return str(error), EXIT_BAD_ARGUMENT
     if isinstance(error, typer.TyperException):
         message = error.format_message().rstrip(".")
-        return f"{message}; see python -m benchmarks --help.", error.exit_code
+        return f"{message}; see {program} --help.", error.exit_code
     return str(error), EXIT_FAILED
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; the exit code. A user's mistake is one sentence and exit code 2."""
-    command = shlex.join(["python", "-m", "benchmarks", *arguments])
+    return run_app(app, "python -m benchmarks", arguments)
+
+
+def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
+    """Run a command of ours; the exit code. Whatever stops it is one sentence on stderr."""
+    command = shlex.join([*program.split(), *arguments])
     try:
-        result = app(list(arguments), standalone_mode=False, prog_name="python -m benchmarks", obj={"command": command})
+        result = program_app(list(arguments), standalone_mode=False, prog_name=program, obj={"command": command})
     except (ArgumentError, LaunchError, typer.TyperException) as error:
-        message, code = _describe_error(error)
+        message, code = _describe_error(error, program)
         Console(stderr=True).print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
         return code
     except (KeyboardInterrupt, typer.Abort):

@@ -20,6 +20,9 @@ STALL_TIMEOUT_S = 180.0
 # After the first error, so that the other ranks can say what they saw.
 ERROR_GRACE_S = 1.0
 
+# One thread each, also for libraries that read the variable when they are loaded.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
 Progress = Callable[[str, float, float], None]
 
 
@@ -49,7 +52,7 @@ def _stop(processes: list[BaseProcess]) -> None:
         process.join(timeout=10)
 
 
-class _Inbox:
+class Inbox:
     """What the ranks have said so far."""
 
     def __init__(self, channels: list[Connection], progress: Progress) -> None:
@@ -67,7 +70,7 @@ class _Inbox:
             rank = self._rank_of[id(channel)]
             try:
                 kind, payload = channel.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 self.open.remove(channel)
                 if rank not in self.results and rank not in self.errors:
                     self.errors[rank] = "the process ended without a word"
@@ -79,7 +82,8 @@ class _Inbox:
         return bool(ready)
 
 
-def _follow(inbox: _Inbox, job: Job, stall_timeout_s: float) -> list[dict[str, Any]]:
+def follow(inbox: Inbox, job: Job, stall_timeout_s: float) -> list[dict[str, Any]]:
+    """Listen until every rank is done; rank 0's results, or a `LaunchError` with what the ranks said."""
     while inbox.open and not inbox.errors:
         if not inbox.read(stall_timeout_s):
             silent = [rank for rank in range(job.world_size) if rank not in inbox.results]
@@ -100,14 +104,13 @@ def launch(
     environment: Mapping[str, str] | None = None,
     stall_timeout_s: float = STALL_TIMEOUT_S,
 ) -> list[dict[str, Any]]:
-    """Run the job on fresh processes and return rank 0's results, one per model."""
+    """Run the job on fresh processes and return rank 0's results, one per model or operation."""
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
     receivers: list[Connection] = []
     with tempfile.TemporaryDirectory(prefix="torchddp-benchmark-") as folder:
         try:
-            # One thread each, also for libraries that read the variable when they are loaded.
-            with _environment({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **(environment or {})}):
+            with _environment({**ONE_THREAD, **(environment or {})}):
                 for rank in range(job.world_size):
                     receiver, sender = context.Pipe(duplex=False)
                     process = context.Process(
@@ -117,6 +120,6 @@ def launch(
                     sender.close()
                     processes.append(process)
                     receivers.append(receiver)
-            return _follow(_Inbox(receivers, progress), job, stall_timeout_s)
+            return follow(Inbox(receivers, progress), job, stall_timeout_s)
         finally:
             _stop(processes)

@@ -5,56 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from benchmarks.collective.report import FOOTNOTE, collective_table
+from benchmarks.tables import number, plain_table, ranks_text, ratio_text
 
 MB = 1e6
 # With more rounds than this in which noise exceeded torch's cost, a table says nothing about a goal.
 MAX_ODD_SHARE = 0.1
 
 
-def number(value: float | None) -> str:
-    """About three digits, without exponents."""
-    if value is None:
-        return "inf"
-    if abs(value) >= 100:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
-
-
-def _ratio(value: float | None) -> str:
-    return "inf" if value is None else f"{value:.2f}"
-
-
-def ratio_text(ratio: dict[str, Any] | None) -> Text:
-    """'0.85 [0.80..0.91]', green below one, red above."""
-    if ratio is None:
-        return Text("1 (torch's best)", style="dim")
-    median = ratio["median"]
-    style = "red" if median is None or median > 1 else "green"
-    return Text(f"{_ratio(median)} [{_ratio(ratio['q25'])}..{_ratio(ratio['q75'])}]", style=style)
-
-
-def _size(result: dict[str, Any]) -> str:
-    ranks = result["world_size"]
+def size_text(result: dict[str, Any]) -> str:
+    """How much there is to reduce, and between how many ranks."""
     return (
         f"{result['title']}: {result['parameters']} parameters, {result['gradient_bytes'] / MB:.3g} MB, "
-        f"{ranks} rank{'s' if ranks > 1 else ''}"
+        f"{ranks_text(result['world_size'])}"
     )
-
-
-def _table(title: str, first: str) -> Table:
-    # Narrow gaps: every table fits a terminal of 80 columns.
-    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title_justify="left")
-    table.add_column(first, overflow="fold")
-    return table
 
 
 def timed_table(result: dict[str, Any]) -> Table:
     """One model: every variant with its step, its cost and its ratio to torch's best."""
-    table = _table(f"{result['case']} · {_size(result)}, {result['rounds']} rounds", "variant")
+    table = plain_table(f"{result['case']} · {size_text(result)}, {result['rounds']} rounds", "variant")
     for heading in ("step p50\nms", "step\np90", f"cost p50\n{result['unit']}", "cost\np90"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column(Text("to torch's best\np50 [p25..p75]"), justify="right", no_wrap=True)
@@ -71,7 +44,7 @@ def timed_table(result: dict[str, Any]) -> Table:
 
 def memory_table(result: dict[str, Any]) -> Table:
     """One model: peak resident set of each variant and what it holds beyond the bare model."""
-    table = _table(f"memory · {_size(result)}", "variant")
+    table = plain_table(f"memory · {size_text(result)}", "variant")
     for heading in ("peak\nMB", "beyond no DDP\nMB", "in copies of\nthe gradients", "held by .grad\nMB"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in result["variants"]:
@@ -93,8 +66,8 @@ def _row(result: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def our_row(result: dict[str, Any]) -> dict[str, Any]:
-    """The class under test with its defaults."""
-    found: dict[str, Any] = next(row for row in result["variants"] if row["role"] == "ours" and not row["options"])
+    """The class under test: its first row, which is the one that was not tuned."""
+    found: dict[str, Any] = next(row for row in result["variants"] if row["role"] == "ours")
     return found
 
 
@@ -113,7 +86,7 @@ def goal_text(result: dict[str, Any]) -> Text:
 
 def summary_table(results: Sequence[dict[str, Any]]) -> Table:
     """All timed results, one line each, wins and losses alike."""
-    table = _table("Summary: cost of ours against torch's best (per_param in us, exposed in ms)", "case")
+    table = plain_table("Summary: cost of ours against torch's best (per_param in us, exposed in ms)", "case")
     table.add_column("model", no_wrap=True)
     for heading in ("torch\ndefault", "torch best\n@ cap MiB", "ours", "ours / torch best\np50 [p25..p75]"):
         table.add_column(Text(heading), justify="right", no_wrap=True)
@@ -133,22 +106,32 @@ def summary_table(results: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def footnotes(document: dict[str, Any]) -> Iterable[Text]:
-    """What a reader needs to judge the numbers."""
+def origin(document: dict[str, Any]) -> Iterable[Text]:
+    """Where and with what the numbers were made."""
     machine = document["machine"]
     commit = (machine["git_commit"] or "no commit")[:12] + (" (changed)" if machine["git_dirty"] else "")
-    yield Text(
-        "tuned: gradient_as_bucket_view, batched_grad_copy, static_graph, and the bucket_cap_mb named. A cost "
-        "is the step minus the local step near it; a ratio is per round; both are then medians over the rounds.",
-        style="dim",
-    )
     yield Text(
         f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average_1min']:g} · torch "
         f"{machine['torch']} · torchddp {machine['torchddp'] or 'not installed'} · {commit}",
         style="dim",
     )
     yield Text(document["command"], style="dim")
-    if any(result["case"] == "memory" for result in document["results"]):
+
+
+def footnotes(document: dict[str, Any]) -> Iterable[Text]:
+    """What a reader needs to judge the numbers."""
+    machine = document["machine"]
+    cases = {result["case"] for result in document["results"]}
+    if cases - {"collective"}:
+        yield Text(
+            "tuned: gradient_as_bucket_view, batched_grad_copy, static_graph, and the bucket_cap_mb named. A cost "
+            "is the step minus the local step near it; a ratio is per round; both are then medians over the rounds.",
+            style="dim",
+        )
+    yield from origin(document)
+    if "collective" in cases:
+        yield Text(FOOTNOTE, style="dim")
+    if "memory" in cases:
         yield Text(
             "memory: resident set of the largest rank, each variant in its own processes. Beyond no DDP: buckets, the "
             "transport's own buffers, and gradients alive beside their bucket.",
@@ -162,21 +145,23 @@ def footnotes(document: dict[str, Any]) -> Iterable[Text]:
     if machine["load_average_1min"] > machine["cores"] / 2:
         yield Text("Other programs kept the machine busy when the run began: expect wide spreads.", style="yellow")
     if document["settings"]["quick"]:
-        yield Text("--quick is a smoke test: few rounds, fewer caps. Do not quote it.", style="yellow")
+        yield Text("--quick is a smoke test: few rounds, fewer caps and sizes. Do not quote it.", style="yellow")
 
 
 def _odd_share(result: dict[str, Any]) -> float:
-    ratios = [row.get("ratio_to_best_torch") for row in result["variants"]]
+    ratios = [row.get("ratio_to_best_torch") for row in result.get("variants", ())]
     return max((ratio["odd_rounds"] / ratio["rounds"] for ratio in ratios if ratio), default=0.0)
 
 
 def render(document: dict[str, Any]) -> RenderableType:
     """The whole report."""
-    timed = [result for result in document["results"] if result["case"] != "memory"]
+    collective = [result for result in document["results"] if result["case"] == "collective"]
+    timed = [result for result in document["results"] if result["case"] not in ("memory", "collective")]
     memory = [result for result in document["results"] if result["case"] == "memory"]
     tables = [*map(timed_table, timed), *map(memory_table, memory)]
     if timed:
         tables.append(summary_table(timed))
+    tables += map(collective_table, collective)
     parts: list[RenderableType] = []
     for table in tables:
         parts += [table, ""]

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.cases import ALLOCATOR_ENVIRONMENT, CASES, Case, Job
+from benchmarks.collective.operations import QUICK_SIZES_BYTES, SIZES_BYTES
+from benchmarks.collective.results import collective_result
 from benchmarks.launch import launch
 from benchmarks.machine import describe_machine
 from benchmarks.report import render
@@ -27,6 +29,7 @@ class Settings:
 
     cases: tuple[str, ...]
     models: tuple[str, ...]
+    operations: tuple[str, ...]
     seconds: float
     world_size: int | None
     caps_mb: tuple[float, ...]
@@ -43,24 +46,42 @@ class Settings:
         return case.quick_models if self.quick else case.models
 
 
-class _Display:
+def new_document(command: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """What every saved run begins with; its results are still to come."""
+    return {
+        "format": 1,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "machine": describe_machine(),
+        "settings": settings,
+        "results": [],
+    }
+
+
+def progress_bar(console: Console) -> Progress:
+    """The bar behind a `Display`."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, refresh_per_second=2)
+
+
+class Display:
     """The progress bar. Redrawn seldom: the ranks need the cores."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._task = progress.add_task("", total=None)
 
-    def start(self, what: str) -> None:
+    def start(self, case: str) -> None:
         """Begin another launch."""
-        self._what = what
-        self._progress.reset(self._task, total=None, description=f"{what}: starting ranks")
+        self._case = case
+        self._progress.reset(self._task, total=None, description=f"{case}: starting ranks")
 
-    def update(self, model: str, done: float, total: float) -> None:
+    def update(self, what: str, done: float, total: float) -> None:
         """How far it is, as rank 0 says."""
-        self._progress.update(self._task, description=f"{self._what} · {model}", completed=done, total=total)
+        self._progress.update(self._task, description=f"{self._case} · {what}", completed=done, total=total)
 
 
-def _run_timed(case: Case, settings: Settings, variants: Sequence[Variant], display: _Display) -> list[dict[str, Any]]:
+def _run_timed(case: Case, settings: Settings, variants: Sequence[Variant], display: Display) -> list[dict[str, Any]]:
     job = Job(
         case=case.name,
         models=settings.models_of(case),
@@ -74,7 +95,7 @@ def _run_timed(case: Case, settings: Settings, variants: Sequence[Variant], disp
     return [timed_result(case, variants, raw, job.world_size) for raw in raws]
 
 
-def _run_memory(case: Case, settings: Settings, variants: Sequence[Variant], display: _Display) -> list[dict[str, Any]]:
+def _run_memory(case: Case, settings: Settings, variants: Sequence[Variant], display: Display) -> list[dict[str, Any]]:
     world_size = settings.world_size or case.default_world_size
     models = settings.models_of(case)
     raws: dict[str, list[dict[str, Any]]] = {model: [] for model in models}
@@ -87,28 +108,38 @@ def _run_memory(case: Case, settings: Settings, variants: Sequence[Variant], dis
     return [memory_result(variants, raws[model], world_size) for model in models]
 
 
+def _run_collective(case: Case, settings: Settings, display: Display) -> list[dict[str, Any]]:
+    job = Job(
+        case=case.name,
+        models=(),
+        variants=(),
+        world_size=settings.world_size or case.default_world_size,
+        seconds=settings.seconds,
+        seed=settings.seed,
+        operations=settings.operations,
+        sizes_bytes=QUICK_SIZES_BYTES if settings.quick else SIZES_BYTES,
+    )
+    display.start(case.name)
+    return [collective_result(raw, job.world_size) for raw in launch(job, display.update)]
+
+
 def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
     """Run the cases, print the report, return the document."""
     variants = make_variants(settings.ours, settings.peers, settings.caps_mb, ours_tuned=settings.ours_tuned)
     memory_variants = make_variants(settings.ours, settings.peers, (MEMORY_CAP_MB,), ours_tuned=settings.ours_tuned)
+    compares_classes = any(CASES[name].models for name in settings.cases)
     for variant in variants:
-        if variant.role is not Role.LOCAL and variant.class_path is not None:
+        if compares_classes and variant.role is not Role.LOCAL and variant.class_path is not None:
             load_class(variant.class_path)
-    document: dict[str, Any] = {
-        "format": 1,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": command,
-        "machine": describe_machine(),
-        "settings": asdict(settings),
-        "results": [],
-    }
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, refresh_per_second=2) as progress:
-        display = _Display(progress)
+    document = new_document(command, asdict(settings))
+    with progress_bar(console) as progress:
+        display = Display(progress)
         for name in settings.cases:
             case = CASES[name]
             if name == "memory":
                 document["results"] += _run_memory(case, settings, memory_variants, display)
+            elif name == "collective":
+                document["results"] += _run_collective(case, settings, display)
             else:
                 document["results"] += _run_timed(case, settings, variants, display)
     console.print(render(document))

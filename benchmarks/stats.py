@@ -17,6 +17,7 @@ class Summary:
     p90: float
     q25: float
     q75: float
+    p99: float
 
     def to_dict(self) -> dict[str, float]:
         """For JSON."""
@@ -44,11 +45,12 @@ class PairedRatio:
 
 
 def summarize(values: Sequence[float] | np.ndarray) -> Summary:
-    """Median, 90th percentile and quartiles."""
+    """Median, quartiles, 90th and 99th percentile."""
     if len(values) == 0:
         raise ValueError("no values to summarize")
-    q25, median, q75, p90 = (float(q) for q in np.quantile(np.asarray(values, dtype=float), (0.25, 0.5, 0.75, 0.9)))
-    return Summary(median=median, p90=p90, q25=q25, q75=q75)
+    fractions = (0.25, 0.5, 0.75, 0.9, 0.99)
+    q25, median, q75, p90, p99 = (float(q) for q in np.quantile(np.asarray(values, dtype=float), fractions))
+    return Summary(median=median, p90=p90, q25=q25, q75=q75, p99=p99)
 
 
 def _quantile(ordered: np.ndarray, fraction: float) -> float:

@@ -9,13 +9,17 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 from benchmarks.cases import Job
 
 # Often enough for a progress bar, too seldom to disturb a measurement.
 PROGRESS_INTERVAL_S = 0.5
+
+# What a rank does once the process group is there; the results, one per model.
+Measure = Callable[[Job, int, Connection], list[dict[str, Any]]]
 
 
 def _die_with_parent() -> None:
@@ -29,8 +33,8 @@ def _die_with_parent() -> None:
 class Reporter:
     """Progress of rank 0, to the parent, throttled."""
 
-    def __init__(self, channel: Connection, model: str, enabled: bool) -> None:
-        self._channel, self._model, self._enabled = channel, model, enabled
+    def __init__(self, channel: Connection, what: str, enabled: bool) -> None:
+        self._channel, self._what, self._enabled = channel, what, enabled
         self._last_s = 0.0
 
     def __call__(self, done: float, total: float) -> None:
@@ -38,13 +42,16 @@ class Reporter:
         now_s = time.monotonic()
         if self._enabled and now_s - self._last_s >= PROGRESS_INTERVAL_S:
             self._last_s = now_s
-            self._channel.send(("progress", (self._model, done, total)))
+            self._channel.send(("progress", (self._what, done, total)))
 
 
 def _measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
+    from benchmarks.collective.measure import time_operation
     from benchmarks.memory import measure_memory
     from benchmarks.timing import time_model
 
+    if job.case == "collective":
+        return [time_operation(job, name, Reporter(channel, name, enabled=rank == 0)) for name in job.operations]
     results = []
     for model in job.models:
         report = Reporter(channel, model, enabled=rank == 0)
@@ -55,6 +62,11 @@ def _measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
 def run_rank(rank: int, job: Job, store_path: str, channel: Connection) -> None:
     """Entry point of a worker process."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    serve_rank(rank, job, f"file://{store_path}", channel, _measure)
+
+
+def serve_rank(rank: int, job: Job, init_method: str, channel: Connection, measure: Measure) -> NoReturn:
+    """Join the process group, measure, say what came of it to the parent, and end the process."""
     exit_code = 1
     try:
         import torch
@@ -64,12 +76,12 @@ def run_rank(rank: int, job: Job, store_path: str, channel: Connection) -> None:
         torch.set_num_threads(1)
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{store_path}",
+            init_method=init_method,
             rank=rank,
             world_size=job.world_size,
             timeout=datetime.timedelta(seconds=job.collective_timeout_s),
         )
-        results = _measure(job, rank, channel)
+        results = measure(job, rank, channel)
         # No rank may leave while another still reads from it.
         dist.barrier()
         channel.send(("result", results if rank == 0 else None))

@@ -1,8 +1,13 @@
-# C++ tests of the rooms without torch. TORCHDDP_SANITIZE=address,undefined builds them with the sanitizers.
+# C++ tests of the rooms without torch. TORCHDDP_SANITIZE=address,undefined builds them with the sanitizers, thread those
+# where threads share memory.
 enable_testing()
 file(GLOB_RECURSE test_sources CONFIGURE_DEPENDS tests/cpp/*.cpp)
 if(NOT test_sources)
   message(FATAL_ERROR "torchddp: no C++ tests below ${CMAKE_SOURCE_DIR}/tests/cpp.")
+endif()
+
+if(TORCHDDP_SANITIZE STREQUAL thread)
+  list(FILTER test_sources INCLUDE REGEX "/(main|test_shm_[^/]*)\\.cpp$")
 endif()
 
 add_executable(torchddp_cpp_tests ${test_sources} ${pure_sources})

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join
-from torch.distributed.distributed_c10d import _world
+from torch.distributed.distributed_c10d import _rank_not_in_group, _world
 from torch.distributed.utils import _cast_forward_inputs, _sync_module_states, _to_kwargs
 from torch.nn.parallel.distributed import (
     DistributedDataParallel as TorchDDP,
@@ -27,9 +27,10 @@ from torch.nn.parallel.distributed import (
     _tree_unflatten_with_rref,
 )
 
-from torchddp import _C, buffer_sync, model_check
+from torchddp import _C, buffer_sync, model_check, transports
 from torchddp.comm_hook_check import check_hook_signature, checked
 from torchddp.ddp_logger import DDPLogger
+from torchddp.errors import TransportError
 
 __all__ = ["DistributedDataParallel"]
 
@@ -42,6 +43,8 @@ _DEFAULT_BUCKET_CAP_MB = 25
 _DEFAULT_CPU_BUCKET_CAP_MB = 8
 # A CPU gradient this large is reduced where it lies, in a bucket of its own: a copy costs more than one more message.
 _SOLO_BYTES = 1 * _MIB
+# Over shared memory a bucket costs about a microsecond: small ones, which are reduced while they are in cache.
+_DEFAULT_SHARED_BUCKET_BYTES = 1 * _MIB
 _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 
 
@@ -68,7 +71,11 @@ class DistributedDataParallel(TorchDDP):
     * ``bf16_compress_hook`` works on CPU models too.
 
     Args:
-        transport: ``"auto"`` or ``"c10d"``: what moves buckets between ranks. ``"c10d"`` is the process group itself.
+        transport: what moves buckets between ranks. ``"c10d"``: the process group itself. ``"shm"``: memory that the
+            ranks of a host share, for models on CPU (several hosts: shared inside each, the process group between
+            them); RuntimeError where that is impossible. ``"auto"``: shared memory if the process group is gloo's and
+            all ranks can, c10d otherwise; also c10d with ``init_sync=False``, and for copies (pickle, deepcopy), which
+            may be made by one rank alone. The environment variable TORCHDDP_TRANSPORT chooses where this says "auto".
         timeout: how long a reduction may take, e.g. ``datetime.timedelta(seconds=30)``; None: the process group's own
             limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and
             parameters.
@@ -108,8 +115,7 @@ class DistributedDataParallel(TorchDDP):
         timeout: datetime.timedelta | None = None,
     ) -> None:
         _check_caps(bucket_cap_mb, bucket_cap_mb_list)
-        if transport not in ("auto", "c10d"):
-            raise ValueError(f"transport must be 'auto' or 'c10d', got {transport!r}")
+        transports.check_choice(transport)
         views = gradient_as_bucket_view is None or bool(gradient_as_bucket_view)
         inner = _wrapped_inside(module)
         if inner:
@@ -119,9 +125,11 @@ class DistributedDataParallel(TorchDDP):
         self._timeout = timeout
         self._views_asked_for = bool(gradient_as_bucket_view)
         self._sync_at_init = init_sync
+        self._is_copy = False
         self._init_sync_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
-        self._bucket_caps_bytes = _caps_bytes(bucket_cap_mb, bucket_cap_mb_list, module)
-        self._solo_bytes = _SOLO_BYTES if bucket_cap_mb is None and not bucket_cap_mb_list and _on_cpu(module) else 0
+        self._caps_asked_for: list[float] = list(bucket_cap_mb_list or ()) or (
+            [] if bucket_cap_mb is None else [bucket_cap_mb]
+        )
         arguments = _only_torch_arguments(
             device_ids=device_ids,
             output_device=output_device,
@@ -160,24 +168,23 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         """Called by torch's constructor and by unpickling: builds ``self.reducer`` and ``self.logger``."""
         names = [param_to_name_mapping[i].removeprefix(".") for i in range(len(parameters))]
-        if self._sync_at_init:
-            self._sync_at_init = False  # an unpickled copy does not synchronise, as torch's does not
-            self._verify_and_sync_module(parameters, names)
+        transport = self._open_transport(parameters, names)
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]  # torch's mixed-precision hooks pass it back
+        self._bucket_caps_bytes, solo_bytes = _bucket_sizes(self._caps_asked_for, parameters, transport)
         self.reducer = _C.Reducer(
             parameters,
             _param_specs(parameters, names, expect_sparse_gradient),
             self.process_group,
+            transport,
             caps_bytes=self._bucket_caps_bytes,
-            solo_bytes=self._solo_bytes,
+            solo_bytes=solo_bytes,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             compiled_autograd_takes_over=self._use_python_reducer,
-            transport=self._transport_choice,
-            timeout=self._timeout or datetime.timedelta(0),
+            timeout=self._wait_limit(),
         )
         self._reduced_ids = {id(p) for p in parameters}
         self._adopt_group()
@@ -190,10 +197,30 @@ class DistributedDataParallel(TorchDDP):
         # Groups that torch does not know (torchft's) can't be seen to have been destroyed.
         self._group_is_registered = self.process_group in _world.pg_map
         self._own_rank = self.process_group.rank()
-        self._buffer_broadcaster = buffer_sync.BufferBroadcaster(self.process_group, self._timeout)
+        self._buffer_broadcast = self._broadcast_over(self.reducer.transport)
 
-    def _verify_and_sync_module(self, parameters: list[torch.Tensor], names: list[str]) -> None:
-        model_check.verify_same_model(parameters, names, self.process_group, self.device)
+    def _open_transport(self, parameters: list[torch.Tensor], names: list[str]) -> _C.Transport:
+        """Collective, unless ``init_sync=False`` or this is a copy: then c10d, which needs no agreement."""
+        sync, self._sync_at_init = self._sync_at_init, False  # a copy does not synchronise, as torch's does not
+        choice = transports.intended_transport(
+            self._transport_choice, self.process_group, [p.device for p in parameters], collective=sync
+        )
+        if self._is_copy:
+            choice = "c10d"
+        if sync:
+            model_check.verify_same_model(parameters, names, self.process_group, self.device, choice)
+        transport = transports.open_transport(choice, self.process_group, timeout=self._timeout)
+        if sync:
+            self._sync_module(transport)
+        return transport
+
+    def _sync_module(self, transport: _C.Transport) -> None:
+        states = list(buffer_sync.states_of(self.module, self.parameters_to_ignore, buffers=self._init_sync_buffers))
+        if transport.size == 1 or not states:
+            return
+        if buffer_sync.supports(states):
+            self._broadcast_over(transport).run(states, 0)
+            return
         _sync_module_states(
             module=self.module,
             process_group=self.process_group,
@@ -202,6 +229,12 @@ class DistributedDataParallel(TorchDDP):
             params_and_buffers_to_ignore=self.parameters_to_ignore,
             broadcast_buffers=self._init_sync_buffers,
         )
+
+    def _broadcast_over(self, transport: _C.Transport) -> _C.TensorBroadcast:
+        return _C.TensorBroadcast(transport, self.broadcast_bucket_size, self._wait_limit())
+
+    def _wait_limit(self) -> datetime.timedelta:
+        return self._timeout or datetime.timedelta(0)  # zero: the process group's own
 
     def _share_gradients_with(self, inner: list[TorchDDP]) -> None:
         """Two reducers of one parameter: each must copy its average back, for one ``.grad`` can't be in two buckets."""
@@ -212,11 +245,11 @@ class DistributedDataParallel(TorchDDP):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        del state["_buffer_broadcaster"]
+        del state["_buffer_broadcast"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__({**state, "_is_copy": True})
         # The new reducer has neither measured an order nor recorded a static graph.
         self._has_rebuilt_buckets = False
         self._static_graph_delay_allreduce_enqueued = False
@@ -308,11 +341,20 @@ class DistributedDataParallel(TorchDDP):
     def _sync_buffers(self) -> None:
         # The order of torch's own: under join() all ranks first agree on who is authoritative.
         root = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
-        self._assign_modules_buffers()  # buffers may have been reassigned
-        # In-place updates must not make autograd refuse a backward through an earlier forward (two forwards, one
-        # backward).
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
-            self._sync_module_buffers(root)
+        if self.parameters_to_ignore or hasattr(self, "buffer_hook"):
+            self._assign_modules_buffers()  # with names, by torch's slower walk
+        else:
+            self.modules_buffers = buffer_sync.buffers_of(self.module)  # buffers may have been reassigned
+        self._sync_module_buffers(root)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        if hasattr(self, "buffer_hook"):
+            # In-place updates must not make autograd refuse a backward through an earlier forward (two forwards, one
+            # backward). Our own broadcast moves no version counter.
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+                super()._sync_module_buffers(authoritative_rank)
+        else:
+            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
 
     def _default_broadcast_coalesced(
         self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
@@ -321,9 +363,21 @@ class DistributedDataParallel(TorchDDP):
         if self.process_group.size() == 1 or not buffers:
             return
         if buffer_sync.supports(buffers):
-            self._buffer_broadcaster.broadcast(buffers, authoritative_rank)
-        else:
+            self._broadcast_buffers(buffers, authoritative_rank)
+            return
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
             super()._default_broadcast_coalesced(buffers, bucket_size, authoritative_rank)
+
+    def _broadcast_buffers(self, buffers: list[torch.Tensor], root: int) -> None:
+        try:
+            self._buffer_broadcast.run(buffers, root)
+        except TransportError as error:
+            raise TransportError(
+                f"rank {self._own_rank}: the broadcast of {len(buffers)} buffers "
+                f"({sum(b.nbytes for b in buffers)} bytes) from rank {root} failed: {error}\n"
+                "A peer has died, left, or did not reach this step in time. "
+                "Look at the other ranks' logs for the first error."
+            ) from error
 
     def _post_forward(self, output: Any) -> Any:
         if self._use_python_reducer or self._delay_all_reduce_all_params:
@@ -389,7 +443,7 @@ class DistributedDataParallel(TorchDDP):
 
     def _match_unused_params_allreduce(self) -> None:
         # A rank without inputs uses no parameter. (torch sends the last step's sum again, and calls everything used.)
-        self.process_group.allreduce(torch.zeros_like(self.reducer._get_local_used_map()))
+        self.reducer._match_used_map()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """How often ``_get_ddp_logging_data()`` moves on after the first ten steps: every ``sample_rate``-th step."""
@@ -404,7 +458,16 @@ class DistributedDataParallel(TorchDDP):
         self.reducer._register_builtin_comm_hook(comm_hook_type)
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        super()._update_process_group(new_process_group)
+        """Go on over another process group. Collective among its ranks."""
+        # As torch's own does, whose reducer would not know the new transport.
+        self._has_rebuilt_buckets = False
+        self.reducer._reset_state()
+        if not _rank_not_in_group(new_process_group):
+            self.process_group = new_process_group
+            devices = [p.device for p in self._module_parameters]
+            choice = transports.intended_transport(self._transport_choice, new_process_group, devices, collective=True)
+            transport = transports.open_transport(choice, new_process_group, timeout=self._timeout)
+            self.reducer._update_process_group(new_process_group, transport)
         self._adopt_group()
         self.logger.rebind(self.process_group)
         if self.static_graph:
@@ -421,19 +484,17 @@ def _check_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | Non
             raise ValueError(f"{name} must be a positive number of MiB, got {cap!r}")
 
 
-def _on_cpu(module: torch.nn.Module) -> bool:
-    return all(p.device.type == "cpu" for p in module.parameters())
-
-
-def _caps_bytes(
-    bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None, module: torch.nn.Module
-) -> list[int]:
-    if bucket_cap_mb_list:
-        return [max(1, int(cap * _MIB)) for cap in bucket_cap_mb_list]
-    if bucket_cap_mb is None:
-        cap_mb = _DEFAULT_CPU_BUCKET_CAP_MB if _on_cpu(module) else _DEFAULT_BUCKET_CAP_MB
-        return [min(dist._DEFAULT_FIRST_BUCKET_BYTES, cap_mb * _MIB), cap_mb * _MIB]
-    return [max(1, int(bucket_cap_mb * _MIB))]
+def _bucket_sizes(
+    asked_for: Sequence[float], parameters: Sequence[torch.Tensor], transport: _C.Transport
+) -> tuple[list[int], int]:
+    """Caps in bytes, the last one for all further buckets; from which size on a gradient has a bucket of its own."""
+    if asked_for:
+        return [max(1, int(cap * _MIB)) for cap in asked_for], 0
+    if not transport.reaches_any_memory:
+        return [_DEFAULT_SHARED_BUCKET_BYTES], 0
+    on_cpu = all(p.device.type == "cpu" for p in parameters)
+    cap_bytes = (_DEFAULT_CPU_BUCKET_CAP_MB if on_cpu else _DEFAULT_BUCKET_CAP_MB) * _MIB
+    return [min(dist._DEFAULT_FIRST_BUCKET_BYTES, cap_bytes), cap_bytes], _SOLO_BYTES if on_cpu else 0
 
 
 def _only_torch_arguments(**arguments: Any) -> dict[str, Any]:

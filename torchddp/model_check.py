@@ -13,6 +13,11 @@ import torch.distributed as dist
 MAX_DIFFERENCES = 8
 
 
+def _number(text: str) -> int:
+    """62 bits of SHA-256."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+
 @dataclass(frozen=True)
 class ParamDescription:
     """What must agree between ranks for one parameter that DDP reduces."""
@@ -34,9 +39,8 @@ def describe(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[P
 
 
 def _digest(descriptions: Sequence[ParamDescription]) -> int:
-    """62 bits of SHA-256: equal on ranks whose models agree, names included."""
-    text = "\n".join(f"{d.name}|{d.shape}|{d.stride}|{d.dtype}" for d in descriptions)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+    """Equal on ranks whose models agree, names included."""
+    return _number("\n".join(f"{d.name}|{d.shape}|{d.stride}|{d.dtype}" for d in descriptions))
 
 
 def find_differences(by_rank: Sequence[Sequence[ParamDescription]]) -> list[str]:
@@ -97,25 +101,32 @@ def _param_difference(rank: int, index: int, theirs: ParamDescription, ours: Par
 
 
 def verify_same_model(
-    parameters: Sequence[torch.Tensor], names: Sequence[str], process_group: Any, device: torch.device
+    parameters: Sequence[torch.Tensor], names: Sequence[str], process_group: Any, device: torch.device, transport: str
 ) -> None:
-    """Collective. Raise RuntimeError on every rank unless the parameters agree.
+    """Collective. Raise RuntimeError on every rank unless the parameters agree, ValueError unless the transports do.
 
-    In number, order, shape, strides and dtype.
-    One all-gather of two integers when they do; the full descriptions travel only when they don't.
+    Parameters in number, order, shape, strides and dtype.
+    One all-gather of three integers when they do; the full descriptions travel only when they don't.
     """
     world_size = process_group.size()
     if world_size == 1:
         return
     mine = describe(parameters, names)
-    local = torch.tensor([len(mine), _digest(mine)], dtype=torch.int64, device=device)
+    local = torch.tensor([len(mine), _digest(mine), _number(transport)], dtype=torch.int64, device=device)
     gathered = [torch.empty_like(local) for _ in range(world_size)]
     dist.all_gather(gathered, local, group=process_group)
     if all(torch.equal(other, gathered[0]) for other in gathered):
         return
     by_rank: list[Any] = [None] * world_size
-    dist.all_gather_object(by_rank, mine, group=process_group)
-    differences = find_differences(by_rank)
+    dist.all_gather_object(by_rank, (mine, transport), group=process_group)
+    transports = [choice for _, choice in by_rank]
+    if len(set(transports)) > 1:
+        listed = ", ".join(f"rank {rank}: {choice!r}" for rank, choice in enumerate(transports))
+        raise ValueError(
+            f"The ranks chose different transports ({listed}). Give all of them the same transport= and the same "
+            "TORCHDDP_TRANSPORT."
+        )
+    differences = find_differences([descriptions for descriptions, _ in by_rank])
     if not differences:
         return
     more = len(differences) - MAX_DIFFERENCES

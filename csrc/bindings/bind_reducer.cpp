@@ -15,20 +15,20 @@ using FuturePtr = std::shared_ptr<torch::jit::PythonFutureWrapper>;
 using PyReducer = py::class_<Reducer, std::shared_ptr<Reducer>>;
 
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> specs,
-                                      c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int64_t> caps_bytes,
+                                      c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                      std::shared_ptr<transport::Transport> transport, std::vector<int64_t> caps_bytes,
                                       int64_t alignment_bytes, int64_t solo_bytes, bool find_unused_parameters,
                                       bool gradient_as_bucket_view, bool skip_all_reduce_unused_params,
-                                      bool compiled_autograd_takes_over, std::string transport,
-                                      std::chrono::milliseconds timeout) {
+                                      bool compiled_autograd_takes_over, std::chrono::milliseconds timeout) {
   reducer::ReducerConfig config;
   config.limits = {std::move(caps_bytes), alignment_bytes, solo_bytes};
   config.find_unused_parameters = find_unused_parameters;
   config.gradient_as_bucket_view = gradient_as_bucket_view;
   config.skip_all_reduce_unused_params = skip_all_reduce_unused_params;
   config.compiled_autograd_takes_over = compiled_autograd_takes_over;
-  config.transport = std::move(transport);
   config.timeout = timeout;
-  return std::make_shared<Reducer>(std::move(params), std::move(specs), std::move(group), std::move(config));
+  return no_gil(std::make_shared<Reducer>(std::move(params), std::move(specs), std::move(group), std::move(transport),
+                                          std::move(config)));
 }
 
 py::dict stats_dict(const Reducer& self) {
@@ -118,7 +118,9 @@ void bind_modes(PyReducer& c) {
       .def("_set_sparse_metadata", &Reducer::set_sparse_metadata, py::arg("global_unique_ids"))
       .def("_disable_views", &Reducer::disable_views)
       .def("_remove_autograd_hooks", &Reducer::remove_autograd_hooks, NoGil())
-      .def("_update_process_group", &Reducer::update_process_group, py::arg("new_process_group"), NoGil())
+      .def("_update_process_group", &Reducer::update_process_group, py::arg("new_process_group"), py::arg("transport"),
+           NoGil())
+      .def("_match_used_map", &Reducer::match_used_map, NoGil())
       .def("_reset_state", &Reducer::reset_state, NoGil());
 }
 
@@ -139,7 +141,8 @@ void bind_reports(PyReducer& c) {
           "Events of the last steps, oldest first.")
       .def("_timeline_dropped", [](Reducer& self) { return self.timeline().dropped(); })
       .def_property_readonly("plan", &Reducer::plan)
-      .def_property_readonly("transport_name", [](Reducer& self) { return self.transport().name(); })
+      .def_property_readonly("transport", [](Reducer& self) { return no_gil(self.transport()); })
+      .def_property_readonly("transport_name", [](Reducer& self) { return self.transport()->name(); })
       .def_property_readonly("bucket_memory_bytes", &Reducer::bucket_memory_bytes)
       .def_property_readonly("gradient_as_bucket_view", &Reducer::gradient_as_bucket_view)
       .def_property_readonly("has_rebuilt_buckets", &Reducer::has_rebuilt_buckets);
@@ -150,11 +153,11 @@ void bind_reports(PyReducer& c) {
 void bind_reducer(py::module_& m) {
   PyReducer c(m, "Reducer",
               "Packs gradients into buckets and reduces them while autograd runs. Made by DistributedDataParallel.");
-  c.def(py::init(&make_reducer), py::arg("params"), py::arg("specs"), py::arg("process_group"), py::kw_only(),
-        py::arg("caps_bytes"), py::arg("alignment_bytes") = 1, py::arg("solo_bytes") = 0,
+  c.def(py::init(&make_reducer), py::arg("params"), py::arg("specs"), py::arg("process_group"), py::arg("transport"),
+        py::kw_only(), py::arg("caps_bytes"), py::arg("alignment_bytes") = 1, py::arg("solo_bytes") = 0,
         py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
         py::arg("skip_all_reduce_unused_params") = false, py::arg("compiled_autograd_takes_over") = false,
-        py::arg("transport") = "auto", py::arg("timeout") = transport::kTransportTimeout, NoGil());
+        py::arg("timeout") = transport::kTransportTimeout, NoGil());
   bind_step(c);
   bind_modes(c);
   bind_reports(c);

@@ -1,15 +1,21 @@
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <pybind11/chrono.h>
-
 #include "bindings/bindings.h"
-#include "transport/factory.h"
+#include "shm/errors.h"
+#include "transport/c10d/c10d_transport.h"
+#include "transport/shm/shm_transport.h"
+#include "transport/tensor_broadcast.h"
 
 namespace torchddp::bindings {
+namespace {
 
-void bind_transport(py::module_& m) {
-  using namespace transport;
-  py::class_<Work>(m, "Work", "The restartable handle of a collective; see Transport.make_work.")
+using namespace transport;
+using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+void bind_interface(py::module_& m) {
+  py::class_<Work, std::shared_ptr<Work>>(m, "Work", "The restartable handle of a collective; see Transport.make_work.")
       .def("poll", &Work::poll, NoGil(), "True when nothing is under way. Never blocks.")
       .def("wait", &Work::wait, py::arg("timeout") = kTransportTimeout, NoGil(),
            "Blocks until the result may be used; TransportError when a peer is gone or `timeout` has passed.")
@@ -17,10 +23,13 @@ void bind_transport(py::module_& m) {
 
   py::class_<Transport, std::shared_ptr<Transport>>(
       m, "Transport",
-      "Collectives on flat memory; all methods but the properties, allocate and make_work are collective.")
+      "Collectives on flat memory; all methods but the properties, allocate, make_work and progress are collective.")
       .def_property_readonly("name", &Transport::name)
       .def_property_readonly("rank", &Transport::rank)
       .def_property_readonly("size", &Transport::size)
+      .def_property_readonly("reaches_any_memory", &Transport::reaches_any_memory)
+      .def_property_readonly("lost_memory", &Transport::lost_memory,
+                             "allocate() has had to give memory that collectives reach only by copying.")
       .def(
           "allocate",
           [](Transport& transport, int64_t numel, const at::Tensor& like) {
@@ -28,14 +37,62 @@ void bind_transport(py::module_& m) {
           },
           py::arg("numel"), py::arg("like"), NoGil(),
           "1-d memory with `numel` elements of the dtype and device of `like`.")
-      .def("make_work", &Transport::make_work)
+      .def("make_work", [](Transport& transport) { return no_gil(std::shared_ptr<Work>(transport.make_work())); })
       .def("all_reduce", &Transport::all_reduce, py::arg("tensor"), py::arg("work"), NoGil())
       .def("reduce_scatter", &Transport::reduce_scatter, py::arg("output"), py::arg("input"), py::arg("work"), NoGil())
       .def("all_gather", &Transport::all_gather, py::arg("output"), py::arg("input"), py::arg("work"), NoGil())
-      .def("broadcast", &Transport::broadcast, py::arg("tensor"), py::arg("root"), py::arg("work"), NoGil());
+      .def("broadcast", &Transport::broadcast, py::arg("tensor"), py::arg("root"), py::arg("work"), NoGil())
+      .def("barrier", &Transport::barrier, py::arg("work"), NoGil())
+      .def("progress", &Transport::progress, NoGil(),
+           "Does what can be done for the operations under way. Never blocks.");
 
-  m.def("open_transport", &open_transport, py::arg("choice"), py::arg("process_group"),
-        "The transport of a process group. choice: 'auto' or 'c10d'.");
+  py::class_<TensorBroadcast, std::shared_ptr<TensorBroadcast>>(m, "TensorBroadcast",
+                                                                "Broadcasts many tensors in few messages.")
+      .def(py::init([](std::shared_ptr<Transport> transport, int64_t message_bytes, std::chrono::milliseconds timeout) {
+             return no_gil(std::make_shared<TensorBroadcast>(std::move(transport), message_bytes, timeout));
+           }),
+           py::arg("transport"), py::arg("message_bytes"), py::arg("timeout"))
+      .def(
+          "run",
+          [](TensorBroadcast& self, const std::vector<at::Tensor>& tensors, int root) { self.run(tensors, root); },
+          py::arg("tensors"), py::arg("root"), NoGil(),
+          "Collective: on return all ranks' tensors hold those of rank `root`.");
+}
+
+void bind_transports(py::module_& m) {
+  py::class_<C10dTransport, Transport, std::shared_ptr<C10dTransport>>(m, "C10dTransport",
+                                                                       "Through a torch.distributed process group.")
+      .def(py::init([](ProcessGroupPtr group) { return no_gil(std::make_shared<C10dTransport>(std::move(group))); }),
+           py::arg("process_group"));
+
+  py::register_exception<shm::Unavailable>(m, "SharedMemoryUnavailable", PyExc_RuntimeError);
+  py::class_<ShmTransport, Transport, std::shared_ptr<ShmTransport>>(m, "ShmTransport",
+                                                                     "Through memory that the ranks of a host share.");
+  py::class_<ShmEndpoint>(m, "ShmEndpoint", "A rank's socket, at which the ranks of its host can reach it.")
+      .def(py::init<>())
+      .def_property_readonly("address", &ShmEndpoint::address)
+      .def(
+          "connect",
+          [](ShmEndpoint& self, std::optional<ProcessGroupPtr> group, std::vector<int> local_ranks,
+             std::vector<std::string> addresses, std::optional<ProcessGroupPtr> outer_group, int owners, bool spans,
+             int64_t limit_bytes, std::chrono::milliseconds connect_timeout, std::chrono::milliseconds timeout) {
+            const py::gil_scoped_release release;
+            return no_gil(self.connect(group.value_or(ProcessGroupPtr()),
+                                       {std::move(local_ranks), std::move(addresses),
+                                        outer_group.value_or(ProcessGroupPtr()), owners, spans, limit_bytes},
+                                       connect_timeout, timeout));
+          },
+          py::arg("process_group"), py::kw_only(), py::arg("local_ranks"), py::arg("addresses"), py::arg("outer_group"),
+          py::arg("owners"), py::arg("spans"), py::arg("limit_bytes"), py::arg("connect_timeout"), py::arg("timeout"),
+          "Collective among the ranks of a host. SharedMemoryUnavailable says why it can't be.");
+  m.def("host_identity", &shm::host_identity, "Equal for processes that can share memory with each other.");
+}
+
+}  // namespace
+
+void bind_transport(py::module_& m) {
+  bind_interface(m);
+  bind_transports(m);
 }
 
 }  // namespace torchddp::bindings

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
+
 namespace torchddp::bindings {
 
 void bind_errors(py::module_& m);
@@ -14,5 +16,20 @@ void bind_reducer(py::module_& m);
 
 // For calls that may wait, or that run autograd: other Python threads, and hooks written in Python, need the GIL meanwhile.
 using NoGil = py::call_guard<py::gil_scoped_release>;
+
+// The same object, let go of without the GIL. What holds a process group must be: its destructor waits for threads that may be
+// about to ask for the GIL (torch binds its own classes so).
+template <typename T>
+std::shared_ptr<T> no_gil(std::shared_ptr<T> owner) {
+  auto* object = owner.get();
+  return std::shared_ptr<T>(object, [owner = std::move(owner)](T*) mutable {
+    if (PyGILState_Check() != 0) {
+      const py::gil_scoped_release release;
+      owner.reset();
+    } else {
+      owner.reset();
+    }
+  });
+}
 
 }  // namespace torchddp::bindings

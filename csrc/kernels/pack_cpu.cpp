@@ -47,17 +47,17 @@ const KernelTable* table_for(const char* wanted) {
   return generic_table();
 }
 
-constinit std::atomic<const KernelTable*> active_table{nullptr};
+constinit std::atomic<const KernelTable*> active{nullptr};
 
 [[gnu::noinline, gnu::cold]] const KernelTable* initialize_table() {
   static const KernelTable* const chosen = table_for(std::getenv("TORCHDDP_CPU_CAPABILITY"));
   const KernelTable* expected = nullptr;
-  active_table.compare_exchange_strong(expected, chosen, std::memory_order_release, std::memory_order_acquire);
+  active.compare_exchange_strong(expected, chosen, std::memory_order_release, std::memory_order_acquire);
   return expected == nullptr ? chosen : expected;
 }
 
 inline const KernelTable& table() {
-  const KernelTable* current = active_table.load(std::memory_order_acquire);
+  const KernelTable* current = active.load(std::memory_order_acquire);
   return current != nullptr ? *current : *initialize_table();
 }
 
@@ -83,6 +83,8 @@ void scale_cast(void* dst, DType dst_type, const void* src, DType src_type, int6
   table().scale_cast[static_cast<size_t>(dst_type)][static_cast<size_t>(src_type)](dst, src, numel, scale);
 }
 
+const KernelTable& active_table() { return table(); }
+
 const char* cpu_capability() { return table().capability; }
 
 std::vector<std::string_view> supported_capabilities() {
@@ -96,7 +98,7 @@ const char* choose_capability(const char* wanted) { return table_for(wanted)->ca
 bool set_cpu_capability(std::string_view capability) {
   for (const KernelTable* table : supported_tables()) {
     if (capability != table->capability) continue;
-    active_table.store(table, std::memory_order_release);
+    active.store(table, std::memory_order_release);
     return true;
   }
   return false;

@@ -1,6 +1,7 @@
 // The portable kernels: any processor, and the yardstick for the others.
 #include "kernels/pack_scalar.h"
 #include "kernels/pack_table.h"
+#include "kernels/sum_table.h"
 
 namespace torchddp::kernels {
 namespace {
@@ -12,7 +13,7 @@ struct GenericKernel {
   }
 };
 
-constexpr KernelTable kTable = make_table<GenericKernel>("generic");
+constexpr KernelTable kTable = make_table<GenericKernel>("generic", generic_sums);
 
 }  // namespace
 

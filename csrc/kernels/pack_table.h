@@ -1,5 +1,5 @@
-// Inside of the pack kernels: one table of contiguous kernels per instruction set. Not for use outside kernels/ and its
-// tests.
+// Inside of the kernels: one table per instruction set, of the contiguous pack kernels and of the sum kernels. Not for
+// use outside kernels/ and its tests.
 #pragma once
 
 #include <array>
@@ -19,27 +19,34 @@ constexpr bool is_float(DType dtype) { return static_cast<int>(dtype) < kNumFloa
 // dst[i] = cast(src[i] * scale), types and instruction set fixed.
 using ScaleCastFn = void (*)(void* dst, const void* src, int64_t numel, double scale);
 
+struct SumTable;  // sum_table.h
+
 struct KernelTable {
   const char* capability;
   std::array<std::array<ScaleCastFn, kNumFloatTypes>, kNumFloatTypes> scale_cast;  // [destination][source]
+  const SumTable* sums;
 };
 
 // All sixteen instantiations of a class template with a static member `run`, in the order of DType.
 template <template <DType, DType> class Kernel>
-constexpr KernelTable make_table(const char* capability) {
+constexpr KernelTable make_table(const char* capability, const SumTable& sums) {
   using enum DType;
-  return {capability,
-          {{{&Kernel<kF64, kF64>::run, &Kernel<kF64, kF32>::run, &Kernel<kF64, kF16>::run, &Kernel<kF64, kBF16>::run},
-            {&Kernel<kF32, kF64>::run, &Kernel<kF32, kF32>::run, &Kernel<kF32, kF16>::run, &Kernel<kF32, kBF16>::run},
-            {&Kernel<kF16, kF64>::run, &Kernel<kF16, kF32>::run, &Kernel<kF16, kF16>::run, &Kernel<kF16, kBF16>::run},
-            {&Kernel<kBF16, kF64>::run, &Kernel<kBF16, kF32>::run, &Kernel<kBF16, kF16>::run,
-             &Kernel<kBF16, kBF16>::run}}}};
+  return {
+      capability,
+      {{{&Kernel<kF64, kF64>::run, &Kernel<kF64, kF32>::run, &Kernel<kF64, kF16>::run, &Kernel<kF64, kBF16>::run},
+        {&Kernel<kF32, kF64>::run, &Kernel<kF32, kF32>::run, &Kernel<kF32, kF16>::run, &Kernel<kF32, kBF16>::run},
+        {&Kernel<kF16, kF64>::run, &Kernel<kF16, kF32>::run, &Kernel<kF16, kF16>::run, &Kernel<kF16, kBF16>::run},
+        {&Kernel<kBF16, kF64>::run, &Kernel<kBF16, kF32>::run, &Kernel<kBF16, kF16>::run, &Kernel<kBF16, kBF16>::run}}},
+      &sums};
 }
 
 // The table of an instruction set; null where the binary or the processor lacks it.
 const KernelTable* generic_table();
 const KernelTable* avx2_table();
 const KernelTable* avx512_table();
+
+// The table in use.
+const KernelTable& active_table();
 
 // What this processor can run, best first; the last is always "generic".
 std::vector<std::string_view> supported_capabilities();

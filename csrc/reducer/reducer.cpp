@@ -100,7 +100,10 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
   if (!armed_.load(std::memory_order_acquire)) {
     return;
   }
-  guarded([&] { fire(param, incoming); });
+  guarded([&] {
+    fire(param, incoming);
+    transport_->progress();
+  });
 }
 
 void Reducer::fire(int64_t param, const at::Tensor* incoming) {

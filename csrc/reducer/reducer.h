@@ -2,6 +2,7 @@
 #pragma once
 
 #include <torch/csrc/distributed/autograd/context/context.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <atomic>
 #include <memory>
@@ -17,7 +18,7 @@
 #include "reducer/step_stats.h"
 #include "reducer/unused_params.h"
 #include "timeline/timeline.h"
-#include "transport/factory.h"
+#include "transport/transport.h"
 
 namespace torchddp::reducer {
 
@@ -27,7 +28,6 @@ struct ReducerConfig {
   bool gradient_as_bucket_view = true;
   bool skip_all_reduce_unused_params = false;
   bool compiled_autograd_takes_over = false;  // torch's "python_reducer" mode
-  std::string transport = "auto";
   std::chrono::milliseconds timeout = transport::kTransportTimeout;
 };
 
@@ -44,9 +44,10 @@ struct ReducerConfig {
 // from the training thread, without the GIL.
 class Reducer final : public GradSink, public std::enable_shared_from_this<Reducer> {
  public:
-  // Not collective. `params`: leaves that require grad; `specs`: one each, in the same order.
+  // Collective if the transport may lose memory. `params`: leaves that require grad; `specs`: one each, in the same order.
   Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> specs,
-          c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerConfig config);
+          c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<transport::Transport> transport,
+          ReducerConfig config);
 
   // --- a step ---
   void begin_forward();
@@ -80,7 +81,11 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void disable_views() { views_ = false; }
   bool gradient_as_bucket_view() const { return views_; }
   void remove_autograd_hooks() { hooks_->remove(); }
-  void update_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  // Collective if the transport may lose memory.
+  void update_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                            std::shared_ptr<transport::Transport> transport);
+  // For a rank without inputs: takes part in the reduction of used parameters, with none.
+  void match_used_map();
   void reset_state();
 
   // --- for reports ---
@@ -94,7 +99,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   int64_t unused_bytes() const;
   timeline::Timeline& timeline() { return timeline_; }
   void enable_timeline(int64_t capacity);
-  transport::Transport& transport() { return *transport_; }
+  const std::shared_ptr<transport::Transport>& transport() const { return transport_; }
   int64_t bucket_memory_bytes() const;
 
  private:
@@ -133,6 +138,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void abandon_step();
   [[noreturn]] void fail(const TransportError& error, int64_t bucket);
   void apply_plan(plan::BucketPlan plan);
+  void use_transport(std::shared_ptr<transport::Transport> transport);
+  void agree_on_memory();
   [[noreturn]] void raise_unfinished();
   double gradient_scale();
   template <typename Callback>

@@ -11,12 +11,13 @@
 namespace torchddp::reducer {
 
 Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> specs,
-                 c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerConfig config)
+                 c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<transport::Transport> transport,
+                 ReducerConfig config)
     : params_(std::move(params)),
       specs_(std::move(specs)),
       config_(std::move(config)),
       group_(std::move(group)),
-      transport_(transport::open_transport(config_.transport, group_)),
+      transport_(std::move(transport)),
       views_(config_.gradient_as_bucket_view) {
   TDDP_CHECK(!params_.empty(), "Expected at least one parameter.");
   TDDP_CHECK(params_.size() == specs_.size(), "got ", params_.size(), " parameters but ", specs_.size(),
@@ -25,6 +26,7 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> sp
   marked_ = std::make_unique<std::atomic<uint8_t>[]>(params_.size());
   ready_order_.resize(params_.size());
   apply_plan(plan::make_bucket_plan(specs_, plan::reverse_registration_order(count), config_.limits));
+  agree_on_memory();
   if (config_.find_unused_parameters) {
     used_map_ = std::make_unique<UsedMap>(count, params_.front().device(), *transport_);
   }
@@ -88,8 +90,32 @@ bool Reducer::rebuild_buckets() {
   measured_order_.clear();
   if (agreed != plan_) {
     apply_plan(std::move(agreed));
+    agree_on_memory();
   }
   return true;
+}
+
+// Collective. If any rank got memory that its transport does not reach, all go on with the fallback.
+void Reducer::agree_on_memory() {
+  if (!transport_->may_lose_memory()) {
+    return;
+  }
+  auto lost = at::full({1}, transport_->lost_memory() ? 1 : 0, at::kInt);
+  auto work = transport_->make_work();
+  transport_->all_reduce(lost, *work);
+  work->wait(config_.timeout);
+  if (lost.item<int32_t>() != 0) {
+    use_transport(transport_->fallback());
+  }
+}
+
+void Reducer::use_transport(std::shared_ptr<transport::Transport> transport) {
+  // Works of the old one, which buckets hold, must not outlive it.
+  const auto old = std::exchange(transport_, std::move(transport));
+  if (used_map_ != nullptr) {
+    used_map_->rebind(*transport_);
+  }
+  apply_plan(plan_);
 }
 
 void Reducer::push_rebuilt_params_for_all_indices() {
@@ -133,10 +159,15 @@ c10::intrusive_ptr<c10::ivalue::Future> Reducer::run_comm_hook(c10d::GradBucket&
   return comm_hook_ ? comm_hook_.run(bucket) : run_allreduce_hook(bucket);
 }
 
+// What a rank without inputs does for each bucket that the others reduce; the result is there on return.
 c10::intrusive_ptr<c10::ivalue::Future> Reducer::run_allreduce_hook(c10d::GradBucket& bucket) {
   const auto& buffer = bucket.getBufferRef();
-  std::vector<at::Tensor> tensors{buffer.is_complex() ? at::view_as_real(buffer) : buffer};
-  return group_->allreduce(tensors, c10d::AllreduceOptions())->getFuture();
+  auto work = transport_->make_work();
+  transport_->all_reduce(buffer.is_complex() ? at::view_as_real(buffer).view({-1}) : buffer, *work);
+  work->wait(config_.timeout);
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  future->markCompleted(c10::IValue(std::vector<at::Tensor>{buffer}));
+  return future;
 }
 
 void Reducer::install_futures(const c10::List<c10::intrusive_ptr<c10::ivalue::Future>>& futures) {
@@ -152,13 +183,19 @@ void Reducer::set_forward_pass_work_handle(c10::intrusive_ptr<c10d::Work> work, 
   forward_work_static_world_ = use_static_world_size;
 }
 
-void Reducer::update_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group) {
+void Reducer::update_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                   std::shared_ptr<transport::Transport> transport) {
   group_ = std::move(group);
-  transport_ = transport::open_transport(config_.transport, group_);
-  if (used_map_ != nullptr) {
-    used_map_->rebind(*transport_);
-  }
-  apply_plan(plan_);
+  use_transport(std::move(transport));
+  agree_on_memory();
+}
+
+void Reducer::match_used_map() {
+  TDDP_CHECK(used_map_ != nullptr, "there is no map of used parameters to match");
+  auto none = at::zeros_like(used_map_->device_map());
+  auto work = transport_->make_work();
+  transport_->all_reduce(none, *work);
+  work->wait(config_.timeout);
 }
 
 void Reducer::reset_state() {

@@ -23,7 +23,7 @@ class Transport {
 
   // Flat memory that this transport reaches without another copy. Contents are unspecified.
   virtual at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device) = 0;
-  virtual std::unique_ptr<Work> make_work() const = 0;
+  virtual std::unique_ptr<Work> make_work() = 0;
   // Whether collectives work on any memory as well as on allocate()'s.
   virtual bool reaches_any_memory() const = 0;
 
@@ -35,6 +35,24 @@ class Transport {
   virtual void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) = 0;
   // In place: rank `root`'s values.
   virtual void broadcast(const at::Tensor& tensor, int root, Work& work) = 0;
+  // Complete when every rank has started it.
+  virtual void barrier(Work& work) = 0;
+
+  // Does what can be done for the operations under way, without waiting. For transports whose ranks do the work themselves: called
+  // from every autograd hook, from several threads, so it must cost next to nothing when there is nothing to do.
+  virtual void progress() {}
+
+  // Whether allocate() may have to give memory that collectives reach only by copying. All ranks must then agree to go on with
+  // fallback(); see Reducer::agree_on_memory.
+  virtual bool may_lose_memory() const { return false; }
+  virtual bool lost_memory() const { return false; }
+  virtual std::shared_ptr<Transport> fallback() const { return nullptr; }
+
+ protected:
+  void check_flat(const char* operation, const at::Tensor& tensor) const;
+  void check_reduce_scatter(const at::Tensor& output, const at::Tensor& input) const;
+  void check_all_gather(const at::Tensor& output, const at::Tensor& input) const;
+  void check_broadcast(const at::Tensor& tensor, int root) const;
 };
 
 }  // namespace torchddp::transport

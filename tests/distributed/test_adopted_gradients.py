@@ -1,4 +1,9 @@
-"""Large CPU gradients, which are reduced in their own memory instead of being copied into a bucket."""
+"""Large CPU gradients, which are reduced in their own memory instead of being copied into a bucket.
+
+Over c10d: shared memory reaches nothing but its own.
+"""
+
+import functools
 
 import pytest
 import torch
@@ -6,8 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.harness import run_ranks
-from torchddp import DistributedDataParallel
+from torchddp import DistributedDataParallel as AnyDDP
 
+DistributedDataParallel = functools.partial(AnyDDP, transport="c10d")
 LARGE = 300_000  # float32 elements: above the 1 MiB from which a gradient has a bucket of its own
 
 

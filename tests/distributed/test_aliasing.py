@@ -187,7 +187,7 @@ def test_no_second_copy_of_the_gradients_by_default(ddp_class):
         gradient_bytes = sum(p.nbytes for p in model.parameters())
         x = torch.randn(2, 1024)
         before = _status_bytes("VmRSS")
-        ddp = ddp_class(model, bucket_cap_mb=8)
+        ddp = ddp_class(model, bucket_cap_mb=8, **({"transport": "c10d"} if is_own_class() else {}))
         for _ in range(3):
             ddp.zero_grad(set_to_none=True)
             ddp(x).sum().backward()
@@ -198,6 +198,28 @@ def test_no_second_copy_of_the_gradients_by_default(ddp_class):
 
     for growth in run_ranks(work, 2):
         assert 0.9 < growth < 1.6, f"memory grew by {growth:.2f} times the gradients"
+
+
+@pytest.mark.beyond_torch("has no transports")
+def test_over_shared_memory_gradients_are_only_in_the_segment(ddp_class):
+    """Shared pages are counted in each process that maps them; private memory must not grow with the gradients."""
+
+    def work(rank):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB // 2)
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+        gradient_bytes = sum(p.nbytes for p in model.parameters())
+        x = torch.randn(2, 1024)
+        before = _status_bytes("RssAnon")
+        ddp = ddp_class(model, transport="shm")
+        for _ in range(3):
+            ddp.zero_grad(set_to_none=True)
+            ddp(x).sum().backward()
+        assert ddp.reducer.bucket_memory_bytes == gradient_bytes
+        assert _status_bytes("RssShmem") > gradient_bytes
+        return (_status_bytes("RssAnon") - before) / gradient_bytes
+
+    for growth in run_ranks(work, 2):
+        assert growth < 0.3, f"private memory grew by {growth:.2f} times the gradients"
 
 
 def _status_bytes(field):

@@ -1,5 +1,6 @@
 """The timeline of a step, and the times that the logging fields are filled from."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -52,9 +53,10 @@ def test_the_ring_keeps_the_last_events_and_counts_the_others():
     run_ranks(work, 1)
 
 
-def test_logging_times_add_up():
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_logging_times_add_up(transport):
     def work(rank):
-        ddp = DistributedDataParallel(_layers())
+        ddp = DistributedDataParallel(_layers(), transport=transport)
         for _ in range(4):
             ddp(torch.randn(2, 16)).sum().backward()
         data = ddp._get_ddp_logging_data()
@@ -63,6 +65,6 @@ def test_logging_times_add_up():
         assert data["forward_compute_time"] == data["backward_compute_time_start"] - data["forward_compute_time_start"]
         assert data["exposed_comm_time"] == data["backward_comm_time_end"] - data["backward_compute_time_end"]
         assert data["backward_compute_comm_overlap_time"] <= data["backward_comm_time"]
-        assert data["transport"] == "c10d"
+        assert data["transport"] == transport
 
     run_ranks(work, 2)

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from tests.harness import run_outcomes, run_ranks
 from torchddp import _C, TransportError
+from torchddp.transports import open_transport
 
-TRANSPORTS = ["c10d"]
+TRANSPORTS = ["c10d", "shm"]
 WORLD_SIZES = [1, 2, 3, 4]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
 NUMELS = [0, 1, 7, 1000, 65_537]
@@ -27,7 +28,7 @@ def stamp(rank: int, world_size: int, numel: int, dtype: torch.dtype) -> torch.T
 
 
 def opened(choice: str) -> tuple[_C.Transport, _C.Work]:
-    transport = _C.open_transport(choice, dist.group.WORLD)
+    transport = open_transport(choice, dist.group.WORLD)
     return transport, transport.make_work()
 
 
@@ -161,7 +162,7 @@ def test_a_peer_that_never_comes_is_an_error_within_the_timeout(choice):
 
 def test_unknown_transport_is_refused():
     def work(rank):
-        with pytest.raises(ValueError, match="'auto' or 'c10d', got 'carrier pigeon'"):
-            _C.open_transport("carrier pigeon", dist.group.WORLD)
+        with pytest.raises(ValueError, match="'auto', 'c10d' or 'shm', got 'carrier pigeon'"):
+            open_transport("carrier pigeon", dist.group.WORLD)
 
     run_ranks(work, 1)

@@ -310,7 +310,7 @@ def test_peak_of_a_status_text() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--case", "nope"], "There is no case 'nope'; choose from per_param, exposed, memory."),
+        (["--case", "nope"], "There is no case 'nope'; choose from per_param, exposed, memory, collective."),
         (["--model", "nope"], "No model 'nope' in per_param, exposed, memory"),
         (["--case", "memory", "--model", "conv"], "No model 'conv' in memory; choose from mlp, gpt."),
         (["--seconds", "-3"], "above 0 and up to 3600, not -3."),
@@ -346,7 +346,7 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_alone_selects_the_cases_that_have_it() -> None:
     assert cli.check_names([], ["conv"]) == ("exposed",)
     assert cli.check_names([], ["gpt"]) == ("exposed", "memory")
-    assert cli.check_names([], []) == ("per_param", "exposed", "memory")
+    assert cli.check_names([], []) == ("per_param", "exposed", "memory", "collective")
 
 
 def test_caps_are_numbers_without_repeats() -> None:
@@ -372,6 +372,22 @@ def test_a_run_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFix
     assert result["parameters"] == 1000 and result["world_size"] == 1
     assert result["rounds"] >= MIN_ROUNDS
     assert all(entry["step_ms"]["median"] > 0 for entry in result["variants"])
+
+
+def test_a_run_of_collectives_writes_its_numbers_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    arguments = ["--op", "all_reduce", "--quick", "--seconds", "0.1", "--json", str(path), "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    printed_text = capsys.readouterr().out
+    assert "collective · all_reduce, fp32, 2 ranks" in printed_text
+    (result,) = json.loads(path.read_text())["results"]
+    assert [size["bytes"] for size in result["sizes"]] == [1024, 65536, 16 * 1024**2]
+    for size in result["sizes"]:
+        assert size["rounds"] >= MIN_ROUNDS
+        assert {"gloo", "c10d"} <= {entry["name"] for entry in size["implementations"]}
+        assert all(entry["time_us"]["median"] > 0 for entry in size["implementations"])
+    assert result["sizes"][-1]["roofline_us"] > 0
+    assert len(list(tmp_path.glob("*-collective-*.png"))) == 1
 
 
 def test_wrong_gradients_end_the_run_and_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,12 +84,7 @@ at::Tensor C10dTransport::allocate(int64_t numel, at::ScalarType dtype, at::Devi
   return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device));
 }
 
-std::unique_ptr<Work> C10dTransport::make_work() const { return std::make_unique<C10dWork>(); }
-
-void C10dTransport::check_flat(const char* operation, const at::Tensor& tensor) const {
-  TDDP_CHECK(tensor.defined() && (tensor.is_sparse() || tensor.is_contiguous()), operation, " on rank ", rank(),
-             " needs a contiguous tensor");
-}
+std::unique_ptr<Work> C10dTransport::make_work() { return std::make_unique<C10dWork>(); }
 
 void C10dTransport::all_reduce(const at::Tensor& tensor, Work& work) {
   check_flat("all_reduce", tensor);
@@ -99,31 +94,30 @@ void C10dTransport::all_reduce(const at::Tensor& tensor, Work& work) {
 }
 
 void C10dTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
-  check_flat("reduce_scatter", input);
-  TDDP_CHECK(input.numel() == output.numel() * size(), "reduce_scatter on rank ", rank(), ": input has ", input.numel(),
-             " elements, expected output's ", output.numel(), " times the world size ", size());
+  check_reduce_scatter(output, input);
   auto out = output;
   auto in = input;
   own(work).start("reduce_scatter", [&] { return reduce_scatter_flat(*group_, out, in); });
 }
 
 void C10dTransport::all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) {
-  check_flat("all_gather", input);
-  TDDP_CHECK(output.numel() == input.numel() * size(), "all_gather on rank ", rank(), ": output has ", output.numel(),
-             " elements, expected input's ", input.numel(), " times the world size ", size());
+  check_all_gather(output, input);
   auto out = output;
   auto in = input;
   own(work).start("all_gather", [&] { return all_gather_flat(*group_, out, in); });
 }
 
 void C10dTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
-  check_flat("broadcast", tensor);
-  TDDP_CHECK(root >= 0 && root < size(), "broadcast on rank ", rank(), ": root ", root, " is not in [0, ", size(), ")");
+  check_broadcast(tensor, root);
   auto& mine = own(work);
   mine.tensors[0] = tensor;
   c10d::BroadcastOptions options;
   options.rootRank = root;
   mine.start("broadcast", [&] { return group_->broadcast(mine.tensors, options); });
+}
+
+void C10dTransport::barrier(Work& work) {
+  own(work).start("barrier", [&] { return group_->barrier(c10d::BarrierOptions()); });
 }
 
 }  // namespace torchddp::transport

@@ -15,17 +15,16 @@ class C10dTransport final : public Transport {
   int rank() const override { return group_->getRank(); }
   int size() const override { return group_->getSize(); }
   at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device) override;
-  std::unique_ptr<Work> make_work() const override;
+  std::unique_ptr<Work> make_work() override;
   bool reaches_any_memory() const override { return true; }
 
   void all_reduce(const at::Tensor& tensor, Work& work) override;
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) override;
   void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) override;
   void broadcast(const at::Tensor& tensor, int root, Work& work) override;
+  void barrier(Work& work) override;
 
  private:
-  void check_flat(const char* operation, const at::Tensor& tensor) const;
-
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
 };
 

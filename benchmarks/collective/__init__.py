@@ -1,0 +1,1 @@
+"""The case `collective`: single collectives over message sizes, torch's gloo beside the transports of torchddp."""

@@ -1,0 +1,43 @@
+"""What all tables have in common: their look, and how a number is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+
+def number(value: float | None) -> str:
+    """About three digits, without exponents."""
+    if value is None:
+        return "inf"
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
+
+
+def ranks_text(count: int) -> str:
+    """'1 rank', '2 ranks'."""
+    return f"{count} rank{'s' if count > 1 else ''}"
+
+
+def _ratio(value: float | None) -> str:
+    return "inf" if value is None else f"{value:.2f}"
+
+
+def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") -> Text:
+    """'0.85 [0.80..0.91]', green below one, red above; `without` for the row that the others are held against."""
+    if ratio is None:
+        return Text(without, style="dim")
+    median = ratio["median"]
+    style = "red" if median is None or median > 1 else "green"
+    return Text(f"{_ratio(median)} [{_ratio(ratio['q25'])}..{_ratio(ratio['q75'])}]", style=style)
+
+
+def plain_table(title: str, first: str) -> Table:
+    """A table with its first column. Narrow gaps: every table fits a terminal of 80 columns."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title_justify="left")
+    table.add_column(first, overflow="fold")
+    return table

@@ -1,0 +1,73 @@
+"""Parent side: start the ranks inside the namespaces, follow them, and leave no process behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.cases import Job
+from benchmarks.launch import ONE_THREAD, Inbox, Progress, follow
+from benchmarks.two_hosts.network import INTERFACE, RANKS_PER_HOST, Host, inside
+
+# The first host's namespace is new and nobody else's: every port is free there.
+STORE_PORT = 29500
+
+
+def host_of(rank: int, hosts: Sequence[Host]) -> Host:
+    """Ranks 0 and 1 on the first host, 2 and 3 on the second."""
+    return hosts[rank // RANKS_PER_HOST]
+
+
+def worker_command(host: Host, descriptor: int) -> list[str]:
+    """What starts one rank on its host; it talks to us through the inherited descriptor."""
+    return inside(host.namespace, [sys.executable, "-m", "benchmarks.two_hosts.worker", str(descriptor)])
+
+
+def worker_environment() -> dict[str, str]:
+    """The slow link for gloo, and our own import path, as a rank may have to load a class of the user's."""
+    # Addresses in a namespace have no names: nothing to warn about, and no name server that could be asked.
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "RES_OPTIONS": "attempts:1 timeout:1"}
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    return {**os.environ, **ONE_THREAD, **quiet, "GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": path}
+
+
+def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait(timeout=10)
+
+
+def launch_on_hosts(
+    job: Job, hosts: Sequence[Host], progress: Progress, stall_timeout_s: float
+) -> list[dict[str, Any]]:
+    """Run the job on fresh processes, each on its host, and return rank 0's results, one per model."""
+    init_method = f"tcp://{hosts[0].address}:{STORE_PORT}"
+    environment = worker_environment()
+    processes: list[subprocess.Popen[bytes]] = []
+    channels: list[Connection] = []
+    try:
+        for rank in range(job.world_size):
+            channel, theirs = Pipe()
+            channels.append(channel)
+            # Ctrl-C is for this process, which then ends the ranks: hence a session of their own.
+            processes.append(
+                subprocess.Popen(
+                    worker_command(host_of(rank, hosts), theirs.fileno()),
+                    pass_fds=(theirs.fileno(),),
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            )
+            channel.send((rank, job, init_method))
+            theirs.close()
+        return follow(Inbox(channels, progress), job, stall_timeout_s)
+    finally:
+        _stop(processes)

@@ -1,0 +1,91 @@
+"""The table a person reads. Built from the document only, so a saved JSON gives the same table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.report import MB, goal_text, origin, our_row, size_text
+from benchmarks.tables import number, plain_table, ratio_text
+
+
+def rate_text(rate: int) -> str:
+    """'1 Gbit/s'."""
+    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / MB:.{0 if count >= 100 * MB else 1}f}"
+
+
+def model_table(result: dict[str, Any]) -> Table:
+    """One model: every variant's step, what it adds, what it sends, and its ratio to torch's best."""
+    table = plain_table(f"two hosts · {size_text(result)}, {result['rounds']} rounds", "variant")
+    for heading in ("step p50\nms", "step\np90", "exposed\nms", "sent, MB\nby host"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column(Text("step to torch's\nbest [p25..p75]"), justify="right", no_wrap=True)
+    for row in result["variants"]:
+        step, wrapped = row["step_ms"], "cost" in row
+        table.add_row(
+            row["name"],
+            number(step["median"]),
+            number(step["p90"]),
+            number(row["cost"]["median"]) if wrapped else "",
+            ", ".join(map(_megabytes, row["sent_bytes"])),
+            ratio_text(row["ratio_to_best_torch"]) if wrapped else "",
+            style="bold" if row["role"] == "ours" else "",
+        )
+    return table
+
+
+def _crossings(result: dict[str, Any], row: dict[str, Any]) -> str:
+    # Of the busier host: the step waits for it.
+    return f"{max(row['sent_bytes']) / result['gradient_bytes']:.2f} x"
+
+
+def verdict(result: dict[str, Any]) -> Text:
+    """Ours against torch's best and the bound we hold ourselves to; how often each byte crosses the link."""
+    ours = our_row(result)
+    best = next(row for row in result["variants"] if row["name"] == result["best_torch"])
+    transport = f"transport {result['transport']} · " if result["transport"] else ""
+    return Text.assemble(
+        f"{ours['name']} / {best['name']}: ",
+        ratio_text(ours["ratio_to_best_torch"]),
+        ", goal ",
+        goal_text(result),
+        f"\n{transport}sent by a host: ours {_crossings(result, ours)} the gradients, ",
+        f"torch's best {_crossings(result, best)}",
+    )
+
+
+def footnotes(document: dict[str, Any]) -> Iterable[Text]:
+    """What a reader needs to judge the numbers."""
+    machine, rate = document["machine"], document["settings"]["rate"]
+    yield Text(
+        f"Two network namespaces with two ranks each, joined by a link of {rate_text(rate)} each way. tuned: "
+        "gradient_as_bucket_view, batched_grad_copy, static_graph, and the bucket_cap_mb named. exposed: the step "
+        "minus the local step near it. A ratio is of whole steps, per round. sent: what each host put on the link in "
+        "one step, headers and acknowledgements included.",
+        style="dim",
+    )
+    yield from origin(document)
+    ranks = max(result["world_size"] for result in document["results"])
+    if machine["cores"] < ranks:
+        yield Text(
+            f"{ranks} ranks share {machine['cores']} cores: computing takes longer than on two real hosts.",
+            style="yellow",
+        )
+    if machine["load_average_1min"] > machine["cores"] / 2:
+        yield Text("Other programs kept the machine busy when the run began: expect wide spreads.", style="yellow")
+
+
+def render(document: dict[str, Any]) -> RenderableType:
+    """The whole report."""
+    parts: list[RenderableType] = []
+    for result in document["results"]:
+        parts += [model_table(result), verdict(result), ""]
+    return Group(*parts, *footnotes(document))

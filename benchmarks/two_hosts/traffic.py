@@ -1,0 +1,53 @@
+"""Worker side: what each variant's steps put on the slow link, as the kernel counts it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.cases import Job
+from benchmarks.models import make_batch
+from benchmarks.timing import Runner
+from benchmarks.two_hosts.network import RANKS_PER_HOST, tx_bytes_path
+from benchmarks.variants import Role
+
+# Steps of one variant in a row, so that the barriers around them (about a kilobyte) do not matter.
+COUNTED_STEPS = 3
+# For the last acknowledgements to leave.
+SETTLE_S = 0.02
+
+
+def _quiet_count() -> int:
+    """Bytes this host has sent, read while no rank sends."""
+    dist.barrier()
+    time.sleep(SETTLE_S)
+    count = int(Path(tx_bytes_path()).read_text())
+    dist.barrier()
+    return count
+
+
+def sent_bytes(job: Job, model_name: str, runners: Sequence[Runner]) -> list[list[float]]:
+    """[host][variant] of the bytes over the link in one step. The same on every rank."""
+    batch = make_batch(model_name, job.seed, dist.get_rank(), 0)
+    mine = []
+    for runner in runners:
+        before = _quiet_count()
+        for _ in range(COUNTED_STEPS):
+            runner.step(batch)
+        mine.append((_quiet_count() - before) / COUNTED_STEPS)
+    by_rank: list[Any] = [None] * job.world_size
+    dist.all_gather_object(by_rank, mine)
+    return by_rank[::RANKS_PER_HOST]
+
+
+def transport_of(runners: Sequence[Runner]) -> str | None:
+    """What the class under test says moves its buckets; None if it does not say."""
+    ours = next(runner.module for runner in runners if runner.variant.role is Role.OURS)
+    if not isinstance(ours, nn.parallel.DistributedDataParallel):
+        return None
+    return ours._get_ddp_logging_data().get("transport")

@@ -1,0 +1,43 @@
+"""What each rank runs, inside the namespace of its host. It never outlives the command that started it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.cases import Job
+from benchmarks.worker import Reporter, serve_rank
+
+
+def _die_with_parent(channel: Connection) -> None:
+    # After the job nothing more is said in this direction: readable means that the other end is gone.
+    channel.poll(None)
+    os._exit(1)
+
+
+def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
+    """Time every model, then count what its variants send."""
+    from benchmarks.timing import build_runners, time_runners
+    from benchmarks.two_hosts.traffic import sent_bytes, transport_of
+
+    results = []
+    for model in job.models:
+        runners = build_runners(job, model)
+        timed = time_runners(job, model, runners, Reporter(channel, model, enabled=rank == 0))
+        results.append({**timed, "sent_bytes": sent_bytes(job, model, runners), "transport": transport_of(runners)})
+    return results
+
+
+def main(descriptor: int) -> None:
+    """Take the job from the inherited connection and serve it."""
+    channel = Connection(descriptor)
+    rank, job, init_method = channel.recv()
+    threading.Thread(target=_die_with_parent, args=(channel,), daemon=True).start()
+    serve_rank(rank, job, init_method, channel, measure)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,26 @@
+// Reductions over the buffers of several ranks on the CPU, in one pass over memory.
+//
+// Free of torch headers, like pack.h, and with the same choice of the instruction set at run time.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+namespace torchddp::kernels {
+
+enum class SumType : uint8_t { kF64, kF32, kF16, kBF16, kI8, kU8, kI16, kI32, kI64 };
+enum class ReduceOp : uint8_t { kSum, kProduct, kMin, kMax };
+
+int64_t item_size(SumType type);
+
+// dst[k][i] = src[0][i] + src[1][i] + ... (or *, min, max), in this order, for every k, i in [0, numel). All buffers are
+// contiguous, at any alignment. A destination may be one of the sources (same pointer); any other overlap is not
+// allowed. 16-bit floats are reduced in float and rounded once, to nearest even; the others are reduced in their own
+// type, and integers wrap. The minimum or maximum with a NaN is NaN, as in torch; of -0 and +0 it is the later source's.
+//
+// The result is the same, bit for bit but for the payload of NaN, whatever the instruction set, the alignment and the
+// way a range is split into calls. One source is copied. Throws std::invalid_argument if there are no sources.
+void reduce_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, SumType type, ReduceOp op,
+                  int64_t numel);
+
+}  // namespace torchddp::kernels

@@ -1,0 +1,162 @@
+// The loops of the sum kernels, written once with the compiler's vector types and compiled for each instruction set.
+//
+// Included by one file per instruction set, which defines TDDP_SUM_TARGET (the target attribute, or nothing) beforehand:
+// every function must carry it, because the compiler lowers vector arithmetic before it inlines. The definitions
+// therefore differ from file to file, hence the unnamed namespace in a header.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "kernels/pack.h"
+#include "kernels/sum_table.h"
+
+#ifndef TDDP_SUM_TARGET
+#error "define TDDP_SUM_TARGET before including this file"
+#endif
+#define TDDP_SUM_INLINE TDDP_SUM_TARGET __attribute__((always_inline)) inline
+
+namespace torchddp::kernels {
+namespace {
+
+// The numbers an operation works on. Sums and products of integers are formed unsigned, where wrapping is defined.
+template <SumType Type, ReduceOp Op>
+constexpr auto lane_of() {
+  constexpr bool kWraps = Op == ReduceOp::kSum || Op == ReduceOp::kProduct;
+  if constexpr (Type == SumType::kF64) return double{};
+  if constexpr (Type == SumType::kF32 || Type == SumType::kF16 || Type == SumType::kBF16) return float{};
+  if constexpr (Type == SumType::kU8) return uint8_t{};
+  if constexpr (Type == SumType::kI8) return std::conditional_t<kWraps, uint8_t, int8_t>{};
+  if constexpr (Type == SumType::kI16) return std::conditional_t<kWraps, uint16_t, int16_t>{};
+  if constexpr (Type == SumType::kI32) return std::conditional_t<kWraps, uint32_t, int32_t>{};
+  if constexpr (Type == SumType::kI64) return std::conditional_t<kWraps, uint64_t, int64_t>{};
+}
+
+// `Isa` names the instruction set: kVectorBytes, load<DType> and store<DType> for a vector of floats from and to 16-bit
+// floats, and kHasVectorHalves, whether these are more than loops over the elements.
+template <class Isa, SumType Type, ReduceOp Op>
+struct SumKernel {
+  using Lane = decltype(lane_of<Type, Op>());
+  typedef Lane Vector __attribute__((vector_size(Isa::kVectorBytes)));
+  // In memory: at any address, whatever the type declared there. (GCC copies 16 bytes by memcpy through the stack.)
+  typedef Lane Unaligned __attribute__((vector_size(Isa::kVectorBytes), aligned(1), may_alias));
+  static constexpr bool kIsHalf = Type == SumType::kF16 || Type == SumType::kBF16;
+  static constexpr DType kHalf = Type == SumType::kF16 ? DType::kF16 : DType::kBF16;
+  static constexpr int64_t kItemBytes = kIsHalf ? 2 : sizeof(Lane);
+  // What one vector covers in memory.
+  static constexpr int64_t kStepBytes = Isa::kVectorBytes / static_cast<int64_t>(sizeof(Lane)) * kItemBytes;
+  // Enough independent chains to hide the latency of an addition, few enough to stay in registers. (Element by element
+  // there is nothing to gain.)
+  static constexpr int kUnroll = kIsHalf && !Isa::kHasVectorHalves ? 1 : 4;
+
+  static TDDP_SUM_INLINE Vector load(const unsigned char* src) {
+    if constexpr (kIsHalf) {
+      return Isa::template load<kHalf>(src);
+    } else {
+      return *reinterpret_cast<const Unaligned*>(src);
+    }
+  }
+
+  static TDDP_SUM_INLINE void store(unsigned char* dst, Vector value) {
+    if constexpr (kIsHalf) {
+      Isa::template store<kHalf>(dst, value);
+    } else {
+      *reinterpret_cast<Unaligned*>(dst) = value;
+    }
+  }
+
+  // `a` is the reduction so far. A NaN in `b` makes every comparison false, and so is chosen.
+  static TDDP_SUM_INLINE Vector combine(Vector a, Vector b) {
+    if constexpr (Op == ReduceOp::kSum) {
+      return a + b;
+    } else if constexpr (Op == ReduceOp::kProduct) {
+      return a * b;
+    } else if constexpr (std::is_integral_v<Lane>) {
+      return Op == ReduceOp::kMin ? (a < b ? a : b) : (a > b ? a : b);
+    } else {
+      return Op == ReduceOp::kMin ? ((a < b) | (a != a) ? a : b) : ((a > b) | (a != a) ? a : b);
+    }
+  }
+
+  // kNum vectors of every rank, `at` bytes into the buffers. All is read before anything is written: a destination may
+  // be a source.
+  template <int kNum>
+  static TDDP_SUM_INLINE void step(void* const* dsts, int64_t num_dsts, const void* const* srcs, int64_t num_srcs,
+                                   int64_t at) {
+    Vector totals[kNum];
+    const auto* first = static_cast<const unsigned char*>(srcs[0]) + at;
+#pragma GCC unroll 4
+    for (int j = 0; j < kNum; ++j) totals[j] = load(first + j * kStepBytes);
+    for (int64_t rank = 1; rank < num_srcs; ++rank) {
+      const auto* src = static_cast<const unsigned char*>(srcs[rank]) + at;
+#pragma GCC unroll 4
+      for (int j = 0; j < kNum; ++j) totals[j] = combine(totals[j], load(src + j * kStepBytes));
+    }
+    for (int64_t k = 0; k < num_dsts; ++k) {
+      auto* dst = static_cast<unsigned char*>(dsts[k]) + at;
+#pragma GCC unroll 4
+      for (int j = 0; j < kNum; ++j) store(dst + j * kStepBytes, totals[j]);
+    }
+  }
+
+  // Less than a vector, by way of a whole one.
+  static TDDP_SUM_INLINE Vector load_part(const unsigned char* src, int64_t bytes) {
+    unsigned char whole[kStepBytes] = {};
+    std::memcpy(whole, src, static_cast<size_t>(bytes));
+    return load(whole);
+  }
+
+  static TDDP_SUM_INLINE void last_step(void* const* dsts, int64_t num_dsts, const void* const* srcs, int64_t num_srcs,
+                                        int64_t at, int64_t bytes) {
+    Vector total = load_part(static_cast<const unsigned char*>(srcs[0]) + at, bytes);
+    for (int64_t rank = 1; rank < num_srcs; ++rank) {
+      total = combine(total, load_part(static_cast<const unsigned char*>(srcs[rank]) + at, bytes));
+    }
+    unsigned char whole[kStepBytes];
+    store(whole, total);
+    for (int64_t k = 0; k < num_dsts; ++k) {
+      std::memcpy(static_cast<unsigned char*>(dsts[k]) + at, whole, static_cast<size_t>(bytes));
+    }
+  }
+
+  static TDDP_SUM_INLINE void loop(void* const* dsts, int64_t num_dsts, const void* const* srcs, int64_t num_srcs,
+                                   int64_t bytes) {
+    int64_t at = 0;
+    for (; at + kUnroll * kStepBytes <= bytes; at += kUnroll * kStepBytes) {
+      step<kUnroll>(dsts, num_dsts, srcs, num_srcs, at);
+    }
+    for (; at + kStepBytes <= bytes; at += kStepBytes) step<1>(dsts, num_dsts, srcs, num_srcs, at);
+    if (at < bytes) last_step(dsts, num_dsts, srcs, num_srcs, at, bytes - at);
+  }
+
+  TDDP_SUM_TARGET static void run(void* const* dsts, int64_t num_dsts, const void* const* srcs, int64_t num_srcs,
+                                  int64_t numel) {
+    const int64_t bytes = numel * kItemBytes;
+    // Two ranks: with the numbers known and the pointers in locals the loops over ranks dissolve.
+    if constexpr (Op == ReduceOp::kSum && kUnroll > 1) {
+      if (num_srcs == 2 && (num_dsts == 1 || num_dsts == 2)) {
+        const void* const two_srcs[] = {srcs[0], srcs[1]};
+        void* const two_dsts[] = {dsts[0], dsts[num_dsts - 1]};
+        return num_dsts == 1 ? loop(two_dsts, 1, two_srcs, 2, bytes) : loop(two_dsts, 2, two_srcs, 2, bytes);
+      }
+    }
+    loop(dsts, num_dsts, srcs, num_srcs, bytes);
+  }
+};
+
+template <class Isa>
+constexpr SumTable make_sum_table() {
+  SumTable table{};
+  [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+    ((table.reduce[kIndex / kNumReduceOps][kIndex % kNumReduceOps] =
+          &SumKernel<Isa, static_cast<SumType>(kIndex / kNumReduceOps),
+                     static_cast<ReduceOp>(kIndex % kNumReduceOps)>::run),
+     ...);
+  }(std::make_index_sequence<static_cast<size_t>(kNumSumTypes * kNumReduceOps)>{});
+  return table;
+}
+
+}  // namespace
+}  // namespace torchddp::kernels

@@ -1,0 +1,28 @@
+// Inside of the sum kernels: one table per instruction set, reached through its KernelTable. Not for use outside
+// kernels/.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "kernels/sum.h"
+
+namespace torchddp::kernels {
+
+inline constexpr int kNumSumTypes = 9;
+inline constexpr int kNumReduceOps = 4;
+
+// reduce_ranks with type, operation and instruction set fixed; num_srcs > 0.
+using ReduceFn = void (*)(void* const* dsts, int64_t num_dsts, const void* const* srcs, int64_t num_srcs,
+                          int64_t numel);
+
+struct SumTable {
+  std::array<std::array<ReduceFn, kNumReduceOps>, kNumSumTypes> reduce;  // [type][operation]
+};
+
+extern const SumTable generic_sums;
+// On x86-64 only.
+extern const SumTable avx2_sums;
+extern const SumTable avx512_sums;
+
+}  // namespace torchddp::kernels

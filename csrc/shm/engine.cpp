@@ -1,0 +1,317 @@
+// Starting operations, waiting for them, and what to say when it can't go on. The work itself: engine_work.cpp.
+#include "shm/engine.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "common/errors.h"
+#include "shm/futex.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace torchddp::shm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+// Looking before sleeping: some 100 us where each rank has a processor. Waking a sleeper takes about 5 us, and a context switch.
+constexpr int kSpins = 2000;
+constexpr int kCrowdedSpins = 20;
+// A sleeper looks whether its peers still live this often. The bound that users see is two seconds.
+constexpr int64_t kSleepNs = 20'000'000;
+// Nobody rings when the link between hosts has something.
+constexpr int64_t kOuterSleepNs = 100'000;
+constexpr milliseconds kPeerCheck{10};
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+// Whether the ranks have fewer processors between them than they are.
+bool too_few_processors(const std::vector<SegmentView>& segments) {
+  std::array<uint64_t, 16> all{};
+  for (const auto& segment : segments) {
+    const auto& mask = reinterpret_cast<const Header*>(segment.base)->cpu_mask;
+    std::transform(all.begin(), all.end(), mask.begin(), all.begin(), std::bit_or<>());
+  }
+  int processors = 0;
+  for (const auto word : all) {
+    processors += std::popcount(word);
+  }
+  return processors < static_cast<int>(segments.size());
+}
+
+}  // namespace
+
+const char* kind_name(OpKind kind) {
+  switch (kind) {
+    case OpKind::kAllReduce:
+      return "all_reduce";
+    case OpKind::kReduceScatter:
+      return "reduce_scatter";
+    case OpKind::kAllGather:
+      return "all_gather";
+    case OpKind::kBroadcast:
+      return "broadcast";
+    case OpKind::kScatter:
+      return "scatter";
+    case OpKind::kAllToAll:
+      return "all_to_all";
+  }
+  return "an unknown operation";
+}
+
+Engine::Engine(EngineConfig config)
+    : config_(std::move(config)),
+      pid_(getpid()),
+      crowded_(too_few_processors(config_.segments)),
+      posted_(config_.segments.size(), 0) {
+  if (config_.rank < 0 || config_.rank >= size() || size() > kMaxRanks) {
+    throw InternalError("a shared-memory engine for rank " + std::to_string(config_.rank) + " of " +
+                        std::to_string(size()));
+  }
+  for (auto& op : running_) {
+    op.seq = UINT64_MAX;
+    op.blocks.resize(config_.segments.size());
+  }
+}
+
+Engine::~Engine() {
+  if (getpid() != pid_) {
+    return;  // a forked child drops its copy; the rank is still there
+  }
+  auto open = static_cast<uint32_t>(RankState::kOpen);
+  header(config_.rank).state.compare_exchange_strong(open, static_cast<uint32_t>(RankState::kClosed));
+  ring();
+}
+
+bool Engine::is_eager(const Operation& operation) const {
+  return operation.bytes() <= kEagerBytes && !(config_.outer != nullptr && operation.kind == OpKind::kAllReduce);
+}
+
+std::byte* Engine::eager_data(int rank, uint64_t seq) const {
+  return config_.segments[static_cast<size_t>(rank)].base + kHeaderBytes +
+         static_cast<int64_t>(seq % kSlots) * kEagerBytes;
+}
+
+uint64_t Engine::start(const Operation& operation) {
+  const std::lock_guard lock(mutex_);
+  ensure_usable();
+  const auto seq = next_;
+  auto& op = running(seq);
+  if (seq >= kSlots) {
+    wait_until([&] { return recyclable(seq - kSlots); }, op, milliseconds(0));
+  }
+  op.operation = operation;
+  op.seq = seq;
+  op.eager = is_eager(operation);
+  op.next_shard = 0;
+  Post post{operation.kind,
+            static_cast<uint32_t>(operation.type),
+            static_cast<uint32_t>(operation.op),
+            operation.root,
+            operation.numel,
+            0};
+  const auto& mine = config_.segments[static_cast<size_t>(config_.rank)];
+  if (operation.input != nullptr && op.eager) {
+    std::memcpy(eager_data(config_.rank, seq), operation.input, static_cast<size_t>(operation.bytes()));
+  } else if (operation.input != nullptr) {
+    post.offset = static_cast<const std::byte*>(operation.input) - mine.base;
+    if (post.offset < kDataOffset || post.offset + operation.bytes() > mine.bytes) {
+      throw InternalError(std::string(kind_name(operation.kind)) + " of memory that is not in the shared segment");
+    }
+  }
+  auto& slot = this->slot(config_.rank, seq);
+  slot.post = post;
+  slot.claimed.store(Tally::pack(seq, 0));
+  slot.completed.store(Tally::pack(seq, 0));
+  ++next_;
+  under_way_.store(next_ - oldest_, std::memory_order_relaxed);
+  header(config_.rank).posted.store(next_);
+  ring();
+  advance();
+  update_under_way();
+  return seq;
+}
+
+void Engine::progress_slow() {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || !failed_.empty()) {
+    return;
+  }
+  advance();
+  advance_outer();
+  update_under_way();
+}
+
+bool Engine::poll(uint64_t seq) {
+  const std::lock_guard lock(mutex_);
+  ensure_usable();
+  advance();
+  advance_outer();
+  update_under_way();
+  auto& op = running(seq);
+  return op.seq != seq || complete(op);
+}
+
+void Engine::wait(uint64_t seq, milliseconds timeout) {
+  const std::lock_guard lock(mutex_);
+  auto& op = running(seq);
+  if (op.seq != seq) {
+    return;  // its slot serves a later one: it was complete
+  }
+  ensure_usable();
+  wait_until([&] { return complete(op); }, op, timeout);
+  update_under_way();
+}
+
+template <typename Predicate>
+void Engine::wait_until(Predicate&& predicate, Running& op, milliseconds timeout) {
+  const auto limit = timeout.count() > 0 ? timeout : config_.timeout;
+  const auto deadline = Clock::now() + limit;
+  auto next_check = Clock::now() + kPeerCheck;
+  auto& mine = header(config_.rank);
+  // Not short-circuited: each may have something to do.
+  const auto work = [&] { return static_cast<int>(advance()) + advance_outer() > 0 || steal(op); };
+  for (int idle = 0; !predicate();) {
+    if (work()) {
+      idle = 0;
+      if (Clock::now() >= deadline && !predicate()) {
+        check_peers(op, deadline, limit);  // a peer that hands out the same work over and over can't keep us here
+      }
+    } else if (++idle < (crowded_ ? kCrowdedSpins : kSpins)) {
+      pause_cpu();
+    } else {
+      idle = 0;
+      mine.sleeping.store(1);
+      const auto bell = mine.doorbell.load();
+      // Whoever posted before it saw us asleep is seen here.
+      if (!predicate() && !work()) {
+        const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Clock::now()).count();
+        const auto longest = config_.outer != nullptr && outer_cursor_ < cursor_ ? kOuterSleepNs : kSleepNs;
+        futex_wait(mine.doorbell, bell, std::clamp<int64_t>(left, 1, longest));
+      }
+      mine.sleeping.store(0);
+      if (const auto now = Clock::now(); now >= next_check) {
+        next_check = now + kPeerCheck;
+        check_peers(op, deadline, limit);
+      }
+    }
+  }
+}
+
+// Throws if it is no use to wait any longer.
+void Engine::check_peers(Running& waited_for, Clock::time_point deadline, milliseconds timeout) {
+  // Operations are worked on in order: the first that lacks an input holds up those after it.
+  auto& op = waited_for.seq >= cursor_ ? running(cursor_) : waited_for;
+  std::string names;
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank == config_.rank) {
+      continue;
+    }
+    if (!blocks(op, rank)) {
+      check_helper(op, rank);
+      continue;
+    }
+    names += (names.empty() ? "" : ", ") + name(rank);
+    check_peer(op, rank);
+  }
+  if (Clock::now() >= deadline) {
+    fail("timed out after " + std::to_string(timeout.count()) + " ms in " + describe(op) + ", waiting for " +
+             (!names.empty()             ? names
+              : config_.outer != nullptr ? "the other hosts"
+                                         : "a rank that helps with it") +
+             ". A peer is stopped, or does not reach this operation",
+         -1);
+  }
+}
+
+void Engine::check_peer(const Running& op, int rank) {
+  const auto& peer = header(rank);
+  // In this order: a rank that finished the operation may have closed its end, and exited, since it was last looked at.
+  const bool exited = config_.gone(rank);
+  const auto state = static_cast<RankState>(peer.state.load());
+  if (!blocks(op, rank)) {
+    return;
+  }
+  if (state == RankState::kFailed) {
+    const auto culprit = peer.culprit.load();
+    const bool known = culprit >= 0 && culprit < size() && culprit != config_.rank;
+    fail(name(rank) + " gave up" + (known ? " because of " + name(culprit) : "") + " before " + describe(op) +
+             " was complete",
+         known ? culprit : rank);
+  }
+  if (state == RankState::kClosed) {
+    fail(name(rank) + " has left: it closed its end before " + describe(op) + " was complete", rank);
+  }
+  if (exited) {
+    fail_died(op, rank);
+  }
+}
+
+// A rank that has done its part may have died with a chunk of another's shard in its hands. One that closed its end, or gave up,
+// had none.
+void Engine::check_helper(Running& op, int rank) {
+  if (op.seq >= cursor_ || !is_push(op) || is_outer(op) || !config_.gone(rank)) {
+    return;
+  }
+  const auto state = static_cast<RankState>(header(rank).state.load());
+  if (state != RankState::kClosed && state != RankState::kFailed && !complete(op)) {
+    fail_died(op, rank);
+  }
+}
+
+void Engine::fail_died(const Running& op, int rank) {
+  fail(name(rank) + " died: its process ended before " + describe(op) + " was complete", rank);
+}
+
+void Engine::ring() {
+  for (int rank = 0; rank < size(); ++rank) {
+    auto& peer = header(rank);
+    if (rank != config_.rank && peer.sleeping.load() != 0) {
+      peer.doorbell.fetch_add(1);
+      futex_wake(peer.doorbell);
+    }
+  }
+}
+
+void Engine::update_under_way() {
+  while (oldest_ < next_ && complete(running(oldest_))) {
+    ++oldest_;
+  }
+  under_way_.store(next_ - oldest_, std::memory_order_relaxed);
+}
+
+void Engine::ensure_usable() const {
+  if (!failed_.empty()) {
+    throw TransportError("the shared-memory transport is out of order since " + failed_);
+  }
+}
+
+void Engine::fail(const std::string& message, int culprit) {
+  failed_ = message;
+  auto& mine = header(config_.rank);
+  mine.culprit.store(culprit);
+  mine.state.store(static_cast<uint32_t>(RankState::kFailed));
+  ring();
+  throw TransportError(message);
+}
+
+std::string Engine::name(int rank) const {
+  return "rank " + std::to_string(config_.group_ranks[static_cast<size_t>(rank)]);
+}
+
+std::string Engine::describe(const Running& op) const {
+  return std::string(kind_name(op.operation.kind)) + " of " + std::to_string(op.operation.bytes()) +
+         " bytes (operation " + std::to_string(op.seq) + ")";
+}
+
+}  // namespace torchddp::shm

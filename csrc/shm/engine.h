@@ -1,0 +1,180 @@
+// Collective operations between processes that map each other's segments.
+//
+// Note [How ranks of one host work together]
+// Every rank starts the same operations in the same order; the n-th is number n everywhere and uses slot n % kSlots of each
+// segment. To start one is to fill in one's own slot and to count `posted` up. Nobody is asked for anything: whoever sees that
+// all inputs of an operation are posted does its own part of the work, in any call that passes by (start, progress, wait).
+//
+//   all-reduce of a block in the segment   rank s owns shard s of everybody's block. It sums the shard over all ranks, in rank
+//     order, chunk by chunk, and writes each chunk to all blocks while it is in cache. Who waits with nothing else to do takes
+//     chunks of other ranks' shards, so that a rank that is not running holds nobody up. Complete when all chunks are.
+//   small all-reduce (kEagerBytes)         the input travels in the slot; each rank sums all inputs itself. Complete with that.
+//   the others                             each rank reads what it needs from the slots or blocks of the others. Complete
+//     when no peer reads one's block any more; at once if the input travelled in the slot.
+//   all-reduce between hosts               ranks own shards as above, but write only their own block at first; the outer link
+//     sums the shard with the other hosts', and then it is written to all blocks of this host.
+//
+// The order of summation is the ranks' own, whoever sums and whenever: results are the same bit for bit in each run.
+//
+// Note [Trust]
+// A peer may die at any instruction, or hand us garbage. Whatever is read from another segment is copied once and checked before
+// it is used as an address; segments can't shrink. A dead peer is noticed by its process handle, between sleeps; a wrong one may
+// spoil sums, and no more.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "common/errors.h"
+#include "kernels/sum.h"
+#include "shm/layout.h"
+
+namespace torchddp::shm {
+
+// As torch names it.
+const char* kind_name(OpKind kind);
+
+// Where the segment of a rank is mapped in this process.
+struct SegmentView {
+  std::byte* base = nullptr;
+  int64_t bytes = 0;
+};
+
+struct Operation {
+  OpKind kind = OpKind::kAllReduce;
+  kernels::SumType type = kernels::SumType::kF32;
+  kernels::ReduceOp op = kernels::ReduceOp::kSum;
+  int root = 0;
+  // Elements of this rank's input (kScatter: of the root's).
+  int64_t numel = 0;
+  // Must lie in this rank's segment if it is larger than kEagerBytes; null where a rank has none (not the root).
+  const void* input = nullptr;
+  // Any memory; of a large kAllReduce it is the input.
+  void* output = nullptr;
+
+  int64_t bytes() const { return numel * kernels::item_size(type); }
+};
+
+// The all-reduce between hosts of the shards that one rank of each owns. Operations finish in the order of their start.
+class OuterLink {
+ public:
+  virtual ~OuterLink() = default;
+  virtual void start(void* data, kernels::SumType type, int64_t numel) = 0;
+  // True if the oldest is finished: then it is forgotten. Throws TransportError.
+  virtual bool finish_oldest() = 0;
+};
+
+struct EngineConfig {
+  int rank = 0;                       // of this host
+  std::vector<SegmentView> segments;  // by rank, this one's included
+  std::vector<int> group_ranks;       // what to call them in errors
+  std::function<bool(int)> gone;      // whether the process of a rank has exited
+  std::chrono::milliseconds timeout{std::chrono::minutes(30)};
+  OuterLink* outer = nullptr;  // not null if the group spans hosts
+  int owners = 0;              // ranks that own shards: all of a single host, the least number on any host otherwise
+  int threads = 1;             // to reduce a large block with
+  std::function<void(int, const std::function<void()>&)> run_parallel;  // calls it on that many threads
+};
+
+// Thread-safe; operations must be started in the same order everywhere all the same. All methods may throw TransportError, after
+// which every other call does.
+class Engine {
+ public:
+  explicit Engine(EngineConfig config);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  int rank() const { return config_.rank; }
+  int size() const { return static_cast<int>(config_.segments.size()); }
+
+  // Whether the operation's input travels in the slot.
+  bool is_eager(const Operation& operation) const;
+  // Returns its number.
+  uint64_t start(const Operation& operation);
+  // Does what can be done now, without waiting. Cheap when nothing is under way.
+  void progress() {
+    if (under_way_.load(std::memory_order_relaxed) != 0) {
+      progress_slow();
+    }
+  }
+  bool poll(uint64_t seq);
+  void wait(uint64_t seq, std::chrono::milliseconds timeout);
+
+ private:
+  struct Running {
+    Operation operation;
+    uint64_t seq = 0;
+    bool eager = false;
+    std::vector<std::byte*> blocks;  // every rank's input, once all are known to be there
+    int next_shard = 0;              // of the first shard not yet seen to be complete
+  };
+  struct Range {
+    int64_t begin, end;
+  };
+
+  Header& header(int rank) const {
+    return *reinterpret_cast<Header*>(config_.segments[static_cast<size_t>(rank)].base);
+  }
+  Slot& slot(int rank, uint64_t seq) const { return header(rank).slots[seq % kSlots]; }
+  std::byte* eager_data(int rank, uint64_t seq) const;
+  Running& running(uint64_t seq) { return running_[seq % kSlots]; }
+  bool is_push(const Running& op) const { return op.operation.kind == OpKind::kAllReduce && !op.eager; }
+  bool is_outer(const Running& op) const { return is_push(op) && config_.outer != nullptr; }
+  Range shard(const Running& op, int owner) const;
+  uint64_t chunks(const Running& op, int owner) const;
+
+  void progress_slow();
+  bool advance();
+  bool advance_outer();
+  bool needs(const Running& op, int rank) const;
+  bool inputs_here(const Running& op);
+  void find_blocks(Running& op);
+  void do_own_work(Running& op);
+  void pull(Running& op);
+  void reduce_own_shard(Running& op);
+  bool reduce_chunk(Running& op, int owner);
+  void sum_range(const Running& op, Range range, bool to_all);
+  void push_shard(const Running& op, Range range);
+  bool steal(Running& op);
+  bool complete(Running& op);
+  bool recyclable(uint64_t seq);
+  bool blocks(const Running& op, int rank) const;
+  void update_under_way();
+
+  template <typename Predicate>
+  void wait_until(Predicate&& predicate, Running& op, std::chrono::milliseconds timeout);
+  void check_peers(Running& waited_for, std::chrono::steady_clock::time_point deadline,
+                   std::chrono::milliseconds timeout);
+  void check_peer(const Running& op, int rank);
+  void check_helper(Running& op, int rank);
+  void ring();
+  void ensure_usable() const;
+  std::string name(int rank) const;
+  std::string describe(const Running& op) const;
+  [[noreturn]] void fail(const std::string& message, int culprit);
+  [[noreturn]] void fail_died(const Running& op, int rank);
+  [[noreturn]] void fail_outer(const TransportError& error);
+
+  const EngineConfig config_;
+  std::mutex mutex_;
+  const int pid_;
+  bool crowded_ = false;  // fewer processors than ranks: spinning would keep a peer from its work
+
+  std::array<Running, kSlots> running_;
+  uint64_t next_ = 0;             // number of the next operation
+  uint64_t cursor_ = 0;           // first whose own work is not done
+  uint64_t outer_cursor_ = 0;     // first whose shard is not final
+  uint64_t oldest_ = 0;           // first that is not known to be complete
+  std::vector<uint64_t> posted_;  // what peers had posted when last looked at
+  std::atomic<uint64_t> under_way_{0};
+  std::string failed_;
+};
+
+}  // namespace torchddp::shm

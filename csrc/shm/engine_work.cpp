@@ -1,0 +1,337 @@
+// The work of an operation: what a rank reads, sums and writes once the inputs are there.
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "common/errors.h"
+#include "shm/engine.h"
+
+namespace torchddp::shm {
+namespace {
+
+// Of each rank's block: small enough to be in cache when it is written to all, large enough to be worth a claim.
+constexpr int64_t kChunkBytes = 64 * 1024;
+// Shards begin at multiples of this many elements: whole cache lines for every type.
+constexpr int64_t kShardUnit = 128;
+// Below this one thread is faster.
+constexpr int64_t kParallelBytes = 4 << 20;
+
+int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+}  // namespace
+
+Engine::Range Engine::shard(const Running& op, int owner) const {
+  const auto numel = op.operation.numel;
+  const auto each = round_up((numel + config_.owners - 1) / config_.owners, kShardUnit);
+  return {std::min(numel, owner * each), std::min(numel, (owner + 1) * each)};
+}
+
+uint64_t Engine::chunks(const Running& op, int owner) const {
+  const auto range = shard(op, owner);
+  const auto chunk = kChunkBytes / kernels::item_size(op.operation.type);
+  return static_cast<uint64_t>((range.end - range.begin + chunk - 1) / chunk);
+}
+
+bool Engine::needs(const Running& op, int rank) const {
+  const auto kind = op.operation.kind;
+  if (kind == OpKind::kBroadcast || kind == OpKind::kScatter) {
+    return rank == op.operation.root;
+  }
+  return true;
+}
+
+bool Engine::inputs_here(const Running& op) {
+  for (int rank = 0; rank < size(); ++rank) {
+    auto& posted = posted_[static_cast<size_t>(rank)];
+    if (needs(op, rank) && posted <= op.seq && (posted = header(rank).posted.load()) <= op.seq) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Whether `rank` is one of those that an operation still waits for.
+bool Engine::blocks(const Running& op, int rank) const {
+  const auto& peer = header(rank);
+  if (op.seq >= cursor_) {
+    return needs(op, rank) && peer.posted.load() <= op.seq;
+  }
+  if (peer.done.load() <= op.seq) {
+    return true;
+  }
+  if (is_outer(op)) {
+    return rank < config_.owners && peer.outer.load() <= op.seq;
+  }
+  if (is_push(op)) {
+    const auto tally = slot(rank, op.seq).completed.load();
+    return Tally::seq(tally) == op.seq && Tally::count(tally) != chunks(op, rank);
+  }
+  return false;
+}
+
+bool Engine::advance() {
+  bool moved = false;
+  while (cursor_ < next_ && inputs_here(running(cursor_))) {
+    auto& op = running(cursor_);
+    find_blocks(op);
+    if (is_push(op)) {
+      reduce_own_shard(op);
+    } else {
+      pull(op);
+    }
+    ++cursor_;
+    header(config_.rank).done.store(cursor_);
+    ring();
+    moved = true;
+  }
+  return moved;
+}
+
+// Addresses of all inputs, from what the peers wrote: checked before use, see Note [Trust].
+void Engine::find_blocks(Running& op) {
+  const auto& mine = op.operation;
+  for (int rank = 0; rank < size(); ++rank) {
+    if (!needs(op, rank)) {
+      continue;
+    }
+    const auto& segment = config_.segments[static_cast<size_t>(rank)];
+    const Post post = slot(rank, op.seq).post;
+    std::atomic_signal_fence(
+        std::memory_order_seq_cst);  // the compiler may not read it again: the peer may have changed it
+    if (post.kind != mine.kind || post.type != static_cast<uint32_t>(mine.type) ||
+        post.op != static_cast<uint32_t>(mine.op) || post.root != mine.root || post.numel != mine.numel) {
+      Running theirs;
+      theirs.operation = mine;
+      theirs.operation.kind = post.kind;
+      theirs.operation.numel =
+          std::clamp<int64_t>(post.numel, 0, INT64_MAX / 8);  // of any type: bytes() can't overflow
+      theirs.operation.type =
+          static_cast<kernels::SumType>(std::min(post.type, static_cast<uint32_t>(kernels::SumType::kI64)));
+      theirs.seq = op.seq;
+      fail("the ranks are out of step: " + name(config_.rank) + " is in " + describe(op) + ", " + name(rank) + " in " +
+               describe(theirs) +
+               ". All must call the same collectives in the same order with the same shapes, dtypes " + "and roots",
+           rank);
+    }
+    if (op.eager) {
+      op.blocks[static_cast<size_t>(rank)] = eager_data(rank, op.seq);
+      continue;
+    }
+    if (post.offset < kDataOffset || mine.bytes() > segment.bytes || post.offset > segment.bytes - mine.bytes()) {
+      fail(name(rank) + " offers memory that is not in its segment, for " + describe(op), rank);
+    }
+    op.blocks[static_cast<size_t>(rank)] = segment.base + post.offset;
+  }
+}
+
+void Engine::pull(Running& op) {
+  const auto& operation = op.operation;
+  auto* output = static_cast<std::byte*>(operation.output);
+  const auto bytes = operation.bytes();
+  const auto piece = bytes / size();
+  const auto copy = [&](int64_t to, int rank, int64_t from, int64_t count) {
+    if (count > 0) {
+      std::memcpy(output + to, op.blocks[static_cast<size_t>(rank)] + from, static_cast<size_t>(count));
+    }
+  };
+  const auto sum_into_output = [&](int64_t from, int64_t numel) {
+    std::array<const void*, kMaxRanks> sources;
+    for (size_t rank = 0; rank < op.blocks.size(); ++rank) {
+      sources[rank] = op.blocks[rank] + from;
+    }
+    void* const target = output;
+    kernels::reduce_ranks({&target, 1}, {sources.data(), op.blocks.size()}, operation.type, operation.op, numel);
+  };
+  switch (operation.kind) {
+    case OpKind::kAllReduce:
+      sum_into_output(0, operation.numel);
+      return;
+    case OpKind::kReduceScatter:
+      sum_into_output(config_.rank * piece, operation.numel / size());
+      return;
+    case OpKind::kAllGather:
+      for (int rank = 0; rank < size(); ++rank) {
+        copy(rank * bytes, rank, 0, bytes);
+      }
+      return;
+    case OpKind::kBroadcast:
+      if (config_.rank != operation.root) {
+        copy(0, operation.root, 0, bytes);
+      }
+      return;
+    case OpKind::kScatter:
+      copy(0, operation.root, config_.rank * piece, piece);
+      return;
+    case OpKind::kAllToAll:
+      for (int rank = 0; rank < size(); ++rank) {
+        copy(rank * piece, rank, config_.rank * piece, piece);
+      }
+      return;
+  }
+}
+
+void Engine::sum_range(const Running& op, Range range, bool to_all) {
+  const auto offset = range.begin * kernels::item_size(op.operation.type);
+  const auto count = op.blocks.size();
+  std::array<const void*, kMaxRanks> sources;
+  std::array<void*, kMaxRanks> targets;
+  for (size_t rank = 0; rank < count; ++rank) {
+    sources[rank] = targets[rank] = op.blocks[rank] + offset;
+  }
+  const auto mine = static_cast<size_t>(config_.rank);
+  const auto written =
+      to_all ? std::span<void* const>(targets.data(), count) : std::span<void* const>(&targets[mine], 1);
+  kernels::reduce_ranks(written, {sources.data(), count}, op.operation.type, op.operation.op, range.end - range.begin);
+}
+
+void Engine::reduce_own_shard(Running& op) {
+  if (config_.rank >= config_.owners) {
+    return;
+  }
+  // Counted, so that a peer that spoils `claimed` can't keep us here.
+  const auto reduce = [&] {
+    for (auto left = chunks(op, config_.rank); left > 0 && reduce_chunk(op, config_.rank); --left) {
+    }
+  };
+  const auto range = shard(op, config_.rank);
+  const auto item = kernels::item_size(op.operation.type);
+  if (config_.threads > 1 && (range.end - range.begin) * item >= kParallelBytes) {
+    config_.run_parallel(config_.threads, reduce);
+  } else {
+    reduce();
+  }
+  if (is_outer(op) && range.end > range.begin) {
+    auto* data = op.blocks[static_cast<size_t>(config_.rank)] + range.begin * item;
+    try {
+      config_.outer->start(data, op.operation.type, range.end - range.begin);
+    } catch (const TransportError& error) {
+      fail_outer(error);
+    }
+  }
+}
+
+// Sums one chunk of a shard that nobody has claimed yet. False if there is none.
+bool Engine::reduce_chunk(Running& op, int owner) {
+  auto& slot = this->slot(owner, op.seq);
+  const auto total = chunks(op, owner);
+  auto tally = slot.claimed.load();
+  do {
+    if (Tally::seq(tally) != op.seq || Tally::count(tally) >= total) {
+      return false;
+    }
+  } while (!slot.claimed.compare_exchange_weak(tally, tally + 1));
+  const auto range = shard(op, owner);
+  const auto chunk = kChunkBytes / kernels::item_size(op.operation.type);
+  const auto begin = range.begin + static_cast<int64_t>(Tally::count(tally)) * chunk;
+  sum_range(op, {begin, std::min(range.end, begin + chunk)}, !is_outer(op));
+  const auto completed = slot.completed.fetch_add(1) + 1;
+  if (Tally::count(completed) == total) {
+    ring();
+  }
+  return true;
+}
+
+// A chunk of a shard whose owner has not got to it: it may be waiting for a processor. Not between hosts, where the owner alone
+// writes its shard.
+bool Engine::steal(Running& op) {
+  if (op.seq >= cursor_ || !is_push(op) || is_outer(op)) {
+    return false;
+  }
+  for (int i = 1; i < size(); ++i) {
+    if (reduce_chunk(op, (config_.rank + i) % size())) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool Engine::advance_outer() {
+  if (config_.outer == nullptr) {
+    return false;
+  }
+  bool moved = false;
+  while (outer_cursor_ < cursor_) {
+    auto& op = running(outer_cursor_);
+    if (is_outer(op) && config_.rank < config_.owners) {
+      const auto range = shard(op, config_.rank);
+      if (range.end > range.begin) {
+        try {
+          if (!config_.outer->finish_oldest()) {
+            break;
+          }
+        } catch (const TransportError& error) {
+          fail_outer(error);
+        }
+        push_shard(op, range);
+      }
+    }
+    ++outer_cursor_;
+    header(config_.rank).outer.store(outer_cursor_);
+    ring();
+    moved = true;
+  }
+  return moved;
+}
+
+void Engine::fail_outer(const TransportError& error) {
+  fail(std::string("the all-reduce with the other hosts failed: ") + error.what(), -1);
+}
+
+void Engine::push_shard(const Running& op, Range range) {
+  const auto item = kernels::item_size(op.operation.type);
+  const auto* source = op.blocks[static_cast<size_t>(config_.rank)] + range.begin * item;
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank != config_.rank) {
+      std::memcpy(op.blocks[static_cast<size_t>(rank)] + range.begin * item, source,
+                  static_cast<size_t>((range.end - range.begin) * item));
+    }
+  }
+}
+
+bool Engine::complete(Running& op) {
+  if (op.seq >= cursor_) {
+    return false;
+  }
+  if (op.eager) {
+    return true;
+  }
+  if (is_outer(op)) {
+    for (; op.next_shard < config_.owners; ++op.next_shard) {
+      if (header(op.next_shard).outer.load() <= op.seq) {
+        return false;
+      }
+    }
+    return outer_cursor_ > op.seq;
+  }
+  if (is_push(op)) {
+    for (; op.next_shard < size(); ++op.next_shard) {
+      const auto tally = slot(op.next_shard, op.seq).completed.load();
+      if (Tally::seq(tally) == op.seq && Tally::count(tally) != chunks(op, op.next_shard)) {
+        return false;
+      }
+    }
+    return true;
+  }
+  const bool offers = needs(op, config_.rank);
+  for (; offers && op.next_shard < size(); ++op.next_shard) {
+    if (header(op.next_shard).done.load() <= op.seq) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Nobody looks at the slot any more.
+bool Engine::recyclable(uint64_t seq) {
+  if (!complete(running(seq)) || (config_.outer != nullptr && outer_cursor_ <= seq)) {
+    return false;
+  }
+  for (int rank = 0; rank < size(); ++rank) {
+    if (header(rank).done.load() <= seq) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace torchddp::shm

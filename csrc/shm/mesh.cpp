@@ -1,0 +1,322 @@
+#include "shm/mesh.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <optional>
+#include <span>
+#include <utility>
+
+#include "shm/errors.h"
+#include "shm/layout.h"
+
+namespace torchddp::shm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr size_t kAddressLength = 32;
+
+// First words on a connection; the segment's file descriptor travels with them.
+struct Hello {
+  uint64_t magic = kMagic;
+  uint32_t version = kVersion;
+  int32_t rank = 0;
+  int32_t size = 0;
+  std::array<char, kAddressLength> address{};  // of the sender
+};
+
+struct Received {
+  Hello hello;
+  Fd segment;
+};
+
+std::string random_name() {
+  std::array<unsigned char, kAddressLength / 2> bytes{};
+  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
+    throw_unavailable("no random bytes for the name of a socket");
+  }
+  std::string name;
+  for (const auto byte : bytes) {
+    constexpr const char* kDigits = "0123456789abcdef";
+    name += {kDigits[byte >> 4], kDigits[byte & 15]};
+  }
+  return name;
+}
+
+socklen_t fill_address(sockaddr_un& address, const std::string& name) {
+  address = {};
+  address.sun_family = AF_UNIX;
+  const std::string path = "torchddp-" + name;
+  std::copy(path.begin(), path.end(), address.sun_path + 1);  // a leading zero byte: the abstract namespace
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
+}
+
+// Until one of `entries` has something; says in them which.
+void wait_readable(std::span<pollfd> entries, Clock::time_point deadline, const std::string& for_what) {
+  while (true) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+    const int ready =
+        poll(entries.data(), entries.size(), static_cast<int>(std::clamp<int64_t>(left.count(), 0, 1 << 30)));
+    if (ready < 0 && errno != EINTR) {
+      throw_unavailable("waiting for " + for_what);
+    }
+    if (ready == 0 || left.count() <= 0) {
+      throw Unavailable("timed out waiting for " + for_what);
+    }
+    if (ready > 0) {
+      return;
+    }
+  }
+}
+
+void send_hello(int socket, const Hello& hello, int segment_fd) {
+  iovec data{const_cast<Hello*>(&hello), sizeof(hello)};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  auto* rights = CMSG_FIRSTHDR(&message);
+  rights->cmsg_level = SOL_SOCKET;
+  rights->cmsg_type = SCM_RIGHTS;
+  rights->cmsg_len = CMSG_LEN(sizeof(int));
+  std::memcpy(CMSG_DATA(rights), &segment_fd, sizeof(int));
+  if (sendmsg(socket, &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof(hello))) {
+    throw_unavailable("could not give the shared segment to a peer");
+  }
+}
+
+// What is there to be read. Nothing if it is not a hello of ours.
+std::optional<Received> read_hello(int socket) {
+  Received received;
+  iovec data{&received.hello, sizeof(received.hello)};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  const auto got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  const auto* rights = got >= 0 ? CMSG_FIRSTHDR(&message) : nullptr;
+  size_t num_fds = 0;
+  if (rights != nullptr && rights->cmsg_level == SOL_SOCKET && rights->cmsg_type == SCM_RIGHTS) {
+    num_fds = (rights->cmsg_len - CMSG_LEN(0)) / sizeof(int);  // two fit, for alignment: whatever came is ours to close
+    for (size_t i = 0; i < num_fds; ++i) {
+      int fd = -1;
+      std::memcpy(&fd, CMSG_DATA(rights) + i * sizeof(int), sizeof(int));
+      received.segment = Fd(fd);
+    }
+  }
+  if (got != static_cast<ssize_t>(sizeof(Hello)) || num_fds != 1 || received.hello.magic != kMagic) {
+    return std::nullopt;
+  }
+  return received;
+}
+
+void check_version(const Hello& hello, const std::string& from) {
+  if (hello.version != kVersion) {
+    throw Unavailable(from + " speaks version " + std::to_string(hello.version) + " of the protocol, this rank " +
+                      std::to_string(kVersion) + ": all ranks must run the same torchddp");
+  }
+}
+
+// Of the rank that this one has connected to.
+Received receive_hello(int socket, int rank, Clock::time_point deadline) {
+  const auto from = "local rank " + std::to_string(rank);
+  pollfd entry{socket, POLLIN, 0};
+  wait_readable({&entry, 1}, deadline, "the segment of " + from);
+  auto received = read_hello(socket);
+  if (!received) {
+    throw Unavailable("something that is no peer of ours answered in the place of " + from);
+  }
+  check_version(received->hello, from);
+  if (received->hello.rank != rank) {
+    throw Unavailable("something that is no peer of ours answered in the place of " + from);
+  }
+  return *std::move(received);
+}
+
+ucred credentials_of(int socket) {
+  ucred credentials{0, static_cast<uid_t>(-1), static_cast<gid_t>(-1)};
+  socklen_t length = sizeof(credentials);
+  getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length);
+  return credentials;
+}
+
+bool same_user(int socket) { return credentials_of(socket).uid == geteuid(); }
+
+// Who connects to a listener, until each has said who it is. One that never does holds up nobody.
+class Visitors {
+ public:
+  explicit Visitors(int listener) : listener_(listener) {}
+
+  // The next that says something of ours.
+  std::pair<Fd, Received> next(Clock::time_point deadline, const std::string& for_what) {
+    while (true) {
+      std::vector<pollfd> entries{{listener_, POLLIN, 0}};
+      for (const auto& socket : silent_) {
+        entries.push_back({socket.get(), POLLIN, 0});
+      }
+      wait_readable(entries, deadline, for_what);
+      for (size_t i = silent_.size(); i-- > 0;) {
+        if (entries[i + 1].revents == 0) {
+          continue;
+        }
+        Fd socket = std::move(silent_[i]);
+        silent_.erase(silent_.begin() + static_cast<std::ptrdiff_t>(i));
+        if (auto received = read_hello(socket.get())) {
+          return {std::move(socket), *std::move(received)};
+        }
+      }
+      if (entries[0].revents != 0) {
+        greet();
+      }
+    }
+  }
+
+ private:
+  void greet() {
+    Fd socket(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC));
+    if (!socket) {
+      if (errno != EINTR && errno != ECONNABORTED) {
+        throw_unavailable("could not accept a local rank");
+      }
+    } else if (same_user(socket.get())) {  // abstract sockets are open to every user of the machine
+      silent_.push_back(std::move(socket));
+    }
+  }
+
+  const int listener_;
+  std::vector<Fd> silent_;
+};
+
+// Everything that is read before it is trusted.
+Mapping map_segment(const Received& received, int size, const std::string& from) {
+  const int fd = received.segment.get();
+  struct stat info{};
+  constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+  const int seals = fcntl(fd, F_GET_SEALS);  // -1 for what can't be sealed
+  if (fstat(fd, &info) != 0 || info.st_size < kDataOffset || seals < 0 || (seals & kSeals) != kSeals) {
+    throw Unavailable("the segment of " + from + " is no sealed segment of ours");
+  }
+  Mapping mapping(fd, info.st_size);
+  const auto* header = reinterpret_cast<const Header*>(mapping.base());
+  if (header->magic != kMagic || header->version != kVersion || header->header_bytes != sizeof(Header) ||
+      header->segment_bytes != info.st_size || header->rank != received.hello.rank || header->size != size) {
+    throw Unavailable("the segment of " + from + " has a header that is not ours (version, size or rank differ)");
+  }
+  return mapping;
+}
+
+Peer make_peer(Fd socket, const Received& received, int size, const std::string& from) {
+  const auto credentials = credentials_of(socket.get());
+  if (credentials.uid != geteuid()) {
+    throw Unavailable(from + " runs as user " + std::to_string(credentials.uid) + ", this rank as " +
+                      std::to_string(geteuid()));
+  }
+  Peer peer;
+  peer.pid = credentials.pid;
+  peer.segment = map_segment(received, size, from);
+  if (peer.pid > 0) {
+    peer.pidfd = Fd(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
+  }
+  peer.socket = std::move(socket);
+  return peer;
+}
+
+std::string read_line(const char* path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+}  // namespace
+
+std::string host_identity() {
+  std::array<char, 128> link{};
+  const auto length = readlink("/proc/self/ns/net", link.data(), link.size() - 1);
+  const char* chosen = std::getenv("TORCHDDP_HOST_ID");
+  return read_line("/proc/sys/kernel/random/boot_id") + " " +
+         std::string(link.data(), static_cast<size_t>(std::max<ssize_t>(length, 0))) + " " +
+         (chosen != nullptr ? chosen : "");
+}
+
+bool Peer::gone() const {
+  std::array<pollfd, 2> entries{{{socket.get(), POLLRDHUP, 0}, {pidfd.get(), POLLIN, 0}}};
+  const nfds_t count = pidfd ? 2 : 1;
+  return poll(entries.data(), count, 0) > 0 &&
+         ((entries[0].revents & (POLLHUP | POLLRDHUP | POLLERR)) != 0 || (pidfd && entries[1].revents != 0));
+}
+
+Listener::Listener() : socket_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)), address_(random_name()) {
+  sockaddr_un address;
+  const auto length = fill_address(address, address_);
+  if (!socket_ || bind(socket_.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+      listen(socket_.get(), kMaxRanks) != 0) {
+    throw_unavailable("could not listen on a Unix socket");
+  }
+}
+
+std::vector<Peer> Listener::connect(const std::vector<std::string>& addresses, int rank, const Segment& own,
+                                    std::chrono::milliseconds timeout) const {
+  const auto deadline = Clock::now() + timeout;
+  const int size = static_cast<int>(addresses.size());
+  if (size > kMaxRanks) {
+    throw Unavailable(std::to_string(size) + " ranks on one host; at most " + std::to_string(kMaxRanks) +
+                      " can share memory");
+  }
+  Hello hello;
+  hello.rank = rank;
+  hello.size = size;
+  std::copy_n(address_.begin(), kAddressLength, hello.address.begin());
+  std::vector<Peer> peers(addresses.size());
+  std::vector<Fd> outgoing;
+  // Each connects to those before it, and is connected to by those after it: connecting never waits.
+  for (int peer = 0; peer < rank; ++peer) {
+    sockaddr_un address;
+    const auto length = fill_address(address, addresses[static_cast<size_t>(peer)]);
+    Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    if (!socket || ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+      throw_unavailable("could not connect to local rank " + std::to_string(peer));
+    }
+    send_hello(socket.get(), hello, own.fd());
+    outgoing.push_back(std::move(socket));
+  }
+  Visitors visitors(socket_.get());
+  for (int missing = size - 1 - rank; missing > 0;) {
+    auto [socket, received] = visitors.next(deadline, std::to_string(missing) + " local ranks to connect");
+    check_version(received.hello, "a local rank");
+    const auto from = "local rank " + std::to_string(received.hello.rank);
+    const auto peer = static_cast<size_t>(received.hello.rank);
+    if (received.hello.rank <= rank || received.hello.rank >= size || peers[peer].socket ||
+        !std::equal(received.hello.address.begin(), received.hello.address.end(), addresses[peer].begin(),
+                    addresses[peer].end())) {
+      continue;  // a stranger
+    }
+    send_hello(socket.get(), hello, own.fd());
+    peers[peer] = make_peer(std::move(socket), received, size, from);
+    --missing;
+  }
+  for (int peer = 0; peer < rank; ++peer) {
+    const auto from = "local rank " + std::to_string(peer);
+    auto& socket = outgoing[static_cast<size_t>(peer)];
+    const auto received = receive_hello(socket.get(), peer, deadline);
+    peers[static_cast<size_t>(peer)] = make_peer(std::move(socket), received, size, from);
+  }
+  return peers;
+}
+
+}  // namespace torchddp::shm

@@ -1,0 +1,188 @@
+#include "shm/segment.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <new>
+
+#include "shm/errors.h"
+#include "shm/layout.h"
+
+namespace torchddp::shm {
+namespace {
+
+constexpr int64_t kPage = 4096;
+constexpr int64_t kHugePage = 2 << 20;
+
+int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+// Blocks share no page unless they are small, so that a page can be given back with its block.
+int64_t alignment_for(int64_t bytes) { return bytes >= kHugePage ? kHugePage : bytes >= kPage ? kPage : 64; }
+
+// As much as the machine could ever hold, unless a limit on file sizes (whose breach is a deadly signal) is lower.
+int64_t virtual_bytes() {
+  int64_t bytes = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+  rlimit limit{};
+  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+    bytes = std::min(bytes, static_cast<int64_t>(std::min<rlim_t>(limit.rlim_cur, INT64_MAX)));
+  }
+  return bytes / kHugePage * kHugePage;
+}
+
+void write_header(std::byte* base, int64_t bytes, int rank, int size) {
+  auto* header = new (base) Header{};
+  header->magic = kMagic;
+  header->version = kVersion;
+  header->header_bytes = sizeof(Header);
+  header->segment_bytes = bytes;
+  header->rank = rank;
+  header->size = size;
+  cpu_set_t cpus;
+  CPU_ZERO(&cpus);
+  if (sched_getaffinity(0, sizeof(cpus), &cpus) == 0) {
+    for (int cpu = 0; cpu < 1024; ++cpu) {
+      if (CPU_ISSET(cpu, &cpus)) {
+        header->cpu_mask[static_cast<size_t>(cpu / 64)] |= uint64_t{1} << (cpu % 64);
+      }
+    }
+  }
+  header->state.store(static_cast<uint32_t>(RankState::kOpen));
+  header->culprit.store(-1);
+}
+
+}  // namespace
+
+Mapping::Mapping(int fd, int64_t bytes) : bytes_(bytes) {
+  auto* base = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (base == MAP_FAILED) {
+    throw_unavailable("could not map " + std::to_string(bytes) + " bytes of shared memory");
+  }
+  base_ = static_cast<std::byte*>(base);
+  madvise(base_, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // where the machine allows it; no matter if it doesn't
+}
+
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  std::swap(base_, other.base_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+Mapping::~Mapping() {
+  if (base_ != nullptr) {
+    munmap(base_, static_cast<size_t>(bytes_));
+  }
+}
+
+Segment::Segment(int rank, int size, int64_t limit_bytes)
+    : fd_(memfd_create("torchddp", MFD_CLOEXEC | MFD_ALLOW_SEALING)), pid_(getpid()) {
+  if (!fd_) {
+    throw_unavailable("memfd_create failed");
+  }
+  const auto bytes = virtual_bytes();
+  if (bytes < kDataOffset + kHugePage) {
+    throw Unavailable("the limit on file sizes (ulimit -f) leaves no room for a shared segment");
+  }
+  if (ftruncate(fd_.get(), bytes) != 0) {
+    throw_unavailable("could not size a shared segment of " + std::to_string(bytes) + " bytes");
+  }
+  // A peer that could shrink the file could make us touch what is no longer there.
+  if (fcntl(fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    throw_unavailable("could not seal a shared segment");
+  }
+  mapping_ = Mapping(fd_.get(), bytes);
+  if (!commit(0, kDataOffset)) {
+    throw_unavailable("no room for a shared segment");
+  }
+  write_header(base(), bytes, rank, size);
+  limit_bytes_ = limit_bytes > 0 ? limit_bytes : bytes;
+  free_.emplace(kDataOffset, bytes - kDataOffset);
+}
+
+bool Segment::commit(int64_t offset, int64_t bytes) {
+  int status = 0;
+  do {
+    status = fallocate(fd_.get(), 0, offset, bytes);
+  } while (status != 0 && errno == EINTR);
+  return status == 0;
+}
+
+void* Segment::allocate(int64_t bytes) {
+  if (bytes > this->bytes() || getpid() != pid_) {
+    errno = ENOSPC;
+    return nullptr;
+  }
+  bytes = round_up(std::max<int64_t>(bytes, 1), 64);
+  const auto alignment = alignment_for(bytes);
+  bytes = round_up(bytes, std::min(alignment, kPage));
+  const std::lock_guard lock(mutex_);
+  if (taken_bytes_ + bytes > limit_bytes_) {
+    errno = ENOSPC;
+    return nullptr;
+  }
+  for (auto block = free_.begin(); block != free_.end(); ++block) {
+    const auto [begin, size] = *block;
+    const auto offset = round_up(begin, alignment);
+    if (offset + bytes > begin + size) {
+      continue;
+    }
+    const auto pages_begin = offset / kPage * kPage;
+    if (!commit(pages_begin, round_up(offset + bytes, kPage) - pages_begin)) {
+      return nullptr;
+    }
+    free_.erase(block);
+    if (offset > begin) {
+      free_.emplace(begin, offset - begin);
+    }
+    if (offset + bytes < begin + size) {
+      free_.emplace(offset + bytes, begin + size - offset - bytes);
+    }
+    taken_.emplace(offset, bytes);
+    taken_bytes_ += bytes;
+    return base() + offset;
+  }
+  errno = ENOSPC;
+  return nullptr;
+}
+
+void Segment::release(void* memory) {
+  if (getpid() != pid_) {
+    return;  // a forked child drops its copy of a tensor; the pages are the parent's
+  }
+  const std::lock_guard lock(mutex_);
+  const auto taken = taken_.find(offset_of(memory));
+  if (taken == taken_.end()) {
+    return;
+  }
+  auto [offset, bytes] = *taken;
+  taken_.erase(taken);
+  taken_bytes_ -= bytes;
+  if (bytes >= kPage) {  // only such a block has its pages to itself
+    fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
+  }
+  const auto after = free_.lower_bound(offset);
+  auto merged_begin = offset;
+  auto merged_end = offset + bytes;
+  if (after != free_.end() && after->first == merged_end) {
+    merged_end += after->second;
+  }
+  if (after != free_.begin()) {
+    const auto before = std::prev(after);
+    if (before->first + before->second == offset) {
+      merged_begin = before->first;
+    }
+  }
+  if (after != free_.end() && after->first == offset + bytes) {
+    free_.erase(after);
+  }
+  free_[merged_begin] = merged_end - merged_begin;
+}
+
+bool Segment::contains(const void* memory, int64_t bytes) const {
+  const auto offset = offset_of(memory);
+  return offset >= kDataOffset && bytes >= 0 && bytes <= this->bytes() - offset;
+}
+
+}  // namespace torchddp::shm

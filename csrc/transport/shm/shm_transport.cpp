@@ -1,0 +1,334 @@
+#include "transport/shm/shm_transport.h"
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "common/check.h"
+#include "transport/c10d/c10d_transport.h"
+#include "transport/shm/outer_link.h"
+#include "transport/shm/sum_types.h"
+
+namespace torchddp::transport {
+
+// An operation of the engine, and the tensors it works on. Or one of the process group, for what shared memory can't do.
+class ShmWork final : public Work {
+ public:
+  ShmWork(std::shared_ptr<ShmTransport> transport, std::unique_ptr<Work> group_work)
+      : transport_(std::move(transport)), engine_(*transport_->engine_), group_work_(std::move(group_work)) {}
+  ~ShmWork() override { give_up(); }
+
+  bool poll() override {
+    if (!active_) {
+      return group_work_ == nullptr || group_work_->poll();
+    }
+    try {
+      return engine_.poll(seq_);
+    } catch (const TransportError&) {
+      return true;  // wait() says what happened
+    }
+  }
+
+  void wait(std::chrono::milliseconds timeout) override {
+    if (!active_) {
+      if (group_work_ != nullptr) {
+        group_work_->wait(timeout);
+      }
+      return;
+    }
+    engine_.wait(seq_, timeout);
+    active_ = false;
+    if (copy_back.defined()) {
+      const c10::NoGradGuard no_grad;
+      copy_back.copy_(staged);
+    }
+    forget();
+  }
+
+  void abandon() override {
+    if (group_work_ != nullptr) {
+      group_work_->abandon();
+    }
+    give_up();
+  }
+
+  void begin(uint64_t seq) {
+    seq_ = seq;
+    active_ = true;
+  }
+  // What torch.profiler shows for the operation: from here to the end of wait().
+  void record(const std::string& title, const at::Tensor& tensor) {
+    record_.emplace(at::RecordScope::USER_SCOPE);
+    if (!record_->isActive()) {
+      record_.reset();
+      return;
+    }
+    record_->_setAsync();
+    const c10::IValue input(tensor);
+    record_->before(title, c10::ArrayRef<const c10::IValue>(input));
+  }
+  void check_idle() const { TDDP_INTERNAL(!active_, "an operation on a Work whose last one was not waited for"); }
+  Work& group_work() { return *group_work_; }
+
+  // Memory of the operation under way.
+  at::Tensor input, output;
+  // Private memory that the result is copied to, and the shared memory that it is copied from.
+  at::Tensor copy_back, staged;
+  // Shared memory for tensors that lie elsewhere; kept for the next operation.
+  at::Tensor staging;
+
+ private:
+  void give_up() {
+    if (active_) {
+      transport_->abandoned_.push_back({seq_, {input, output, staged}});
+      staging.reset();  // it may be in use
+      active_ = false;
+    }
+    forget();
+  }
+
+  void forget() {
+    if (record_) {
+      record_->end();
+      record_.reset();
+    }
+    input.reset();
+    output.reset();
+    copy_back.reset();
+    staged.reset();
+  }
+
+  std::optional<at::RecordFunction> record_;
+  std::shared_ptr<ShmTransport> transport_;
+  shm::Engine& engine_;
+  std::unique_ptr<Work> group_work_;
+  uint64_t seq_ = 0;
+  bool active_ = false;
+};
+
+namespace {
+
+ShmWork& own(Work& work) {
+  auto* mine = dynamic_cast<ShmWork*>(&work);
+  TDDP_INTERNAL(mine != nullptr, "a Work of another transport was given to the shared-memory transport");
+  return *mine;
+}
+
+bool is_dense_cpu(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().is_cpu() && tensor.layout() == at::kStrided;
+}
+
+shm::Operation as_bytes(shm::OpKind kind, const at::Tensor& tensor, int root) {
+  return {.kind = kind,
+          .type = kernels::SumType::kU8,
+          .op = kernels::ReduceOp::kSum,
+          .root = root,
+          .numel = static_cast<int64_t>(tensor.nbytes()),
+          .input = nullptr,
+          .output = nullptr};
+}
+
+void run_parallel(int threads, const std::function<void()>& body) {
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (auto i = begin; i < end; ++i) {
+      body();
+    }
+  });
+}
+
+}  // namespace
+
+std::shared_ptr<ShmTransport> ShmEndpoint::connect(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
+                                                   std::chrono::milliseconds connect_timeout,
+                                                   std::chrono::milliseconds timeout) {
+  const auto found = std::find(placement.addresses.begin(), placement.addresses.end(), address());
+  TDDP_INTERNAL(found != placement.addresses.end() && placement.local_ranks.size() == placement.addresses.size(),
+                "this rank is not among those of its host");
+  const auto rank = static_cast<int>(found - placement.addresses.begin());
+  const auto size = static_cast<int>(placement.addresses.size());
+  auto segment = std::make_shared<shm::Segment>(rank, size, placement.limit_bytes);
+  auto peers = listener_.connect(placement.addresses, rank, *segment, connect_timeout);
+  return std::make_shared<ShmTransport>(std::move(group), placement, std::move(segment), std::move(peers), timeout);
+}
+
+ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const ShmPlacement& placement,
+                           std::shared_ptr<shm::Segment> segment, std::vector<shm::Peer> peers,
+                           std::chrono::milliseconds timeout)
+    : segment_(std::move(segment)), peers_(std::move(peers)), spans_(placement.spans) {
+  shm::EngineConfig config;
+  config.group_ranks = placement.local_ranks;
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    const bool self = !peers_[i].socket;
+    if (self) {
+      config.rank = static_cast<int>(i);
+    }
+    config.segments.push_back(self ? shm::SegmentView{segment_->base(), segment_->bytes()}
+                                   : shm::SegmentView{peers_[i].segment.base(), peers_[i].segment.bytes()});
+  }
+  rank_ = placement.local_ranks[static_cast<size_t>(config.rank)];
+  size_ = group != nullptr ? group->getSize() : static_cast<int>(peers_.size());
+  config.gone = [this](int peer) { return peers_[static_cast<size_t>(peer)].gone(); };
+  if (timeout.count() > 0) {
+    config.timeout = timeout;
+  }
+  if (spans_) {
+    outer_ = std::make_unique<C10dOuterLink>(placement.outer_group);
+    config.outer = outer_.get();
+  }
+  config.owners = placement.owners;
+  config.threads = at::get_num_threads();
+  config.run_parallel = run_parallel;
+  engine_ = std::make_unique<shm::Engine>(std::move(config));
+  // Named as the process group names them, whose place they take: what reads profiles knows these names.
+  const auto backend = group != nullptr ? group->getBackendName() : std::string("shm");
+  for (size_t kind = 0; kind < titles_.size(); ++kind) {
+    titles_[kind] = backend + ":" + shm::kind_name(static_cast<shm::OpKind>(kind));
+  }
+  if (group != nullptr) {
+    c10d_ = std::make_shared<C10dTransport>(std::move(group));
+  }
+}
+
+ShmTransport::~ShmTransport() = default;
+
+at::Tensor ShmTransport::allocate(int64_t numel, at::ScalarType dtype, at::Device device) {
+  const auto options = at::TensorOptions().dtype(dtype).device(device);
+  if (!device.is_cpu()) {
+    return at::empty({numel}, options);
+  }
+  const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+  auto* memory = segment_->allocate(bytes);
+  if (memory == nullptr) {
+    TORCH_WARN(
+        "rank ", rank_, ": no room for ", bytes, " bytes of shared memory (", std::strerror(errno),
+        "): the ranks go on through the process group. Shared memory counts towards the memory of the container ",
+        "or cgroup; TORCHDDP_SHM_LIMIT_MB limits it too.");
+    lost_memory_ = true;
+    return at::empty({numel}, options);
+  }
+  auto segment = segment_;  // the mapping outlives the transport for as long as a gradient is in it
+  return at::from_blob(memory, {numel}, [segment](void* block) { segment->release(block); }, options);
+}
+
+std::unique_ptr<Work> ShmTransport::make_work() {
+  return std::make_unique<ShmWork>(shared_from_this(), c10d_ != nullptr ? c10d_->make_work() : nullptr);
+}
+
+bool ShmTransport::in_segment(const at::Tensor& tensor) const {
+  return segment_->contains(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
+}
+
+// Shared memory with the tensor's size and dtype; contents are unspecified.
+at::Tensor ShmTransport::stage(const at::Tensor& tensor, at::Tensor& cache) {
+  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+  if (!cache.defined() || static_cast<int64_t>(cache.nbytes()) < bytes) {
+    cache.reset();
+    auto* memory = segment_->allocate(bytes);
+    if (memory == nullptr) {
+      throw TransportError(
+          c10::str("rank ", rank_, ": no room for ", bytes, " bytes of shared memory: ", std::strerror(errno)));
+    }
+    auto segment = segment_;
+    cache = at::from_blob(
+        memory, {bytes}, [segment](void* block) { segment->release(block); }, at::TensorOptions().dtype(at::kByte));
+  }
+  return cache.narrow(0, 0, bytes).view(tensor.scalar_type()).view(tensor.sizes());
+}
+
+// `input` and `output` may be undefined where the operation has none on this rank.
+void ShmTransport::start(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output) {
+  auto& mine = own(work);
+  mine.check_idle();
+  drop_finished();
+  const c10::NoGradGuard no_grad;
+  mine.input = input;
+  mine.output = output;
+  operation.input = input.defined() ? input.const_data_ptr() : nullptr;
+  operation.output = output.defined() ? output.mutable_data_ptr() : nullptr;
+  if (input.defined() && !engine_->is_eager(operation) && !in_segment(input)) {
+    mine.staged = stage(input, mine.staging);
+    mine.staged.copy_(input);
+    operation.input = mine.staged.const_data_ptr();
+    if (operation.kind == shm::OpKind::kAllReduce) {
+      operation.output = mine.staged.mutable_data_ptr();
+      mine.copy_back = output;
+    }
+  }
+  mine.record(titles_[static_cast<size_t>(operation.kind)], input.defined() ? input : output);
+  mine.begin(engine_->start(operation));
+}
+
+void ShmTransport::drop_finished() {
+  std::erase_if(abandoned_, [&](const Abandoned& operation) { return engine_->poll(operation.seq); });
+}
+
+void ShmTransport::all_reduce(const at::Tensor& tensor, Work& work) {
+  const auto type = is_dense_cpu(tensor) ? sum_type(tensor.scalar_type()) : std::nullopt;
+  if (!type) {
+    c10d_->all_reduce(tensor, own(work).group_work());
+    return;
+  }
+  check_flat("all_reduce", tensor);
+  start(work,
+        {.kind = shm::OpKind::kAllReduce,
+         .type = *type,
+         .op = kernels::ReduceOp::kSum,
+         .root = 0,
+         .numel = tensor.numel(),
+         .input = nullptr,
+         .output = nullptr},
+        tensor, tensor);
+}
+
+void ShmTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
+  check_reduce_scatter(output, input);
+  const auto type = is_dense_cpu(input) ? sum_type(input.scalar_type()) : std::nullopt;
+  if (!type || spans_) {
+    c10d_->reduce_scatter(output, input, own(work).group_work());
+    return;
+  }
+  start(work,
+        {.kind = shm::OpKind::kReduceScatter,
+         .type = *type,
+         .op = kernels::ReduceOp::kSum,
+         .root = 0,
+         .numel = input.numel(),
+         .input = nullptr,
+         .output = nullptr},
+        input, output);
+}
+
+void ShmTransport::all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) {
+  check_all_gather(output, input);
+  if (!is_dense_cpu(input) || spans_) {
+    c10d_->all_gather(output, input, own(work).group_work());
+    return;
+  }
+  start(work, as_bytes(shm::OpKind::kAllGather, input, 0), input, output);
+}
+
+void ShmTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
+  check_broadcast(tensor, root);
+  if (!is_dense_cpu(tensor) || spans_) {
+    c10d_->broadcast(tensor, root, own(work).group_work());
+    return;
+  }
+  const bool is_root = root == rank_;
+  start(work, as_bytes(shm::OpKind::kBroadcast, tensor, root), is_root ? tensor : at::Tensor(),
+        is_root ? at::Tensor() : tensor);
+}
+
+void ShmTransport::barrier(Work& work) {
+  if (spans_) {
+    c10d_->barrier(own(work).group_work());
+    return;
+  }
+  start(work, {}, {}, {});
+}
+
+}  // namespace torchddp::transport

@@ -1,0 +1,97 @@
+// Ranks of one host, CPU tensors: the bucket is the shared memory.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "shm/engine.h"
+#include "shm/mesh.h"
+#include "shm/segment.h"
+#include "transport/transport.h"
+
+namespace torchddp::transport {
+
+// Who is where, as the ranks have agreed.
+struct ShmPlacement {
+  std::vector<int> local_ranks;        // group ranks of this host, ascending
+  std::vector<std::string> addresses;  // of their listeners
+  // Between hosts: the ranks with this one's place on each host; null on a single host, and for a rank that owns no shard.
+  c10::intrusive_ptr<c10d::ProcessGroup> outer_group;
+  int owners = 0;           // ranks of each host that own shards
+  bool spans = false;       // several hosts
+  int64_t limit_bytes = 0;  // 0: as much as the machine has
+};
+
+class ShmTransport;
+
+// The first half of opening the transport: what a rank tells the others before they connect.
+class ShmEndpoint {
+ public:
+  const std::string& address() const { return listener_.address(); }
+  // Every rank of the host must call it at about the same time. Throws shm::Unavailable.
+  std::shared_ptr<ShmTransport> connect(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
+                                        std::chrono::milliseconds connect_timeout, std::chrono::milliseconds timeout);
+
+ private:
+  shm::Listener listener_;
+};
+
+// What shared memory can't do (sparse tensors, other devices, dtypes that nobody sums, collectives other than the all-reduce
+// between hosts) goes through the process group; which way is decided by what is equal on all ranks.
+class ShmTransport final : public Transport, public std::enable_shared_from_this<ShmTransport> {
+ public:
+  ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const ShmPlacement& placement,
+               std::shared_ptr<shm::Segment> segment, std::vector<shm::Peer> peers, std::chrono::milliseconds timeout);
+  ~ShmTransport() override;
+
+  std::string name() const override { return "shm"; }
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  // In the segment; if that has no room, in private memory, with a warning (see lost_memory).
+  at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device) override;
+  std::unique_ptr<Work> make_work() override;
+  // Any other memory is copied in and out.
+  bool reaches_any_memory() const override { return false; }
+
+  void all_reduce(const at::Tensor& tensor, Work& work) override;
+  void reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) override;
+  void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) override;
+  void broadcast(const at::Tensor& tensor, int root, Work& work) override;
+  void barrier(Work& work) override;
+  void progress() override { engine_->progress(); }
+
+  bool may_lose_memory() const override { return true; }
+  bool lost_memory() const override { return lost_memory_; }
+  std::shared_ptr<Transport> fallback() const override { return c10d_; }
+
+  // --- for the c10d backend, which has more operations and reductions ---
+  void start(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output);
+  bool shares_host_with_all() const { return !spans_; }
+
+ private:
+  friend class ShmWork;
+  at::Tensor stage(const at::Tensor& tensor, at::Tensor& cache);
+  void drop_finished();
+  bool in_segment(const at::Tensor& tensor) const;
+
+  std::shared_ptr<Transport> c10d_;  // null without a process group
+  std::shared_ptr<shm::Segment> segment_;
+  std::vector<shm::Peer> peers_;
+  std::unique_ptr<shm::OuterLink> outer_;
+  std::unique_ptr<shm::Engine> engine_;
+  int rank_ = 0;
+  int size_ = 0;
+  bool spans_ = false;
+  bool lost_memory_ = false;
+  std::array<std::string, shm::kNumOpKinds> titles_;  // by OpKind
+  struct Abandoned {
+    uint64_t seq;
+    std::array<at::Tensor, 3> tensors;
+  };
+  std::vector<Abandoned> abandoned_;  // nobody waits for them, but the engine may still write to them
+};
+
+}  // namespace torchddp::transport

@@ -1,0 +1,114 @@
+#include "transport/tensor_broadcast.h"
+
+#include <ATen/Functions.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <cstring>
+
+#include "common/check.h"
+
+namespace torchddp::transport {
+namespace {
+
+// From here on a copy costs more than a message of its own.
+constexpr int64_t kAloneBytes = 1 << 20;
+// Every dtype's alignment.
+constexpr int64_t kAlignment = 16;
+
+int64_t padded_bytes(const at::Tensor& tensor) {
+  return (static_cast<int64_t>(tensor.nbytes()) + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+bool is_plain_bytes(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+}  // namespace
+
+void TensorBroadcast::run(std::span<const at::Tensor> tensors, int root) {
+  // Below autograd: neither version counters nor graphs have to know.
+  const c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  const c10::NoGradGuard no_grad;
+  size_t begin = 0;
+  int64_t bytes = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto more = padded_bytes(tensors[i]);
+    const bool alone = more >= kAloneBytes && tensors[i].is_contiguous();
+    if (bytes > 0 && (alone || bytes + more > message_bytes_)) {
+      run_flat(tensors.subspan(begin, i - begin), bytes, root);
+      begin = i;
+      bytes = 0;
+    }
+    if (alone) {
+      run_alone(tensors[i], root);
+      begin = i + 1;
+    } else {
+      bytes += more;
+    }
+  }
+  if (bytes > 0) {
+    run_flat(tensors.subspan(begin), bytes, root);
+  }
+}
+
+void TensorBroadcast::run_alone(const at::Tensor& tensor, int root) {
+  const auto real = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+  send(real.detach().view({-1}).view(at::kByte), root);
+}
+
+void TensorBroadcast::run_flat(std::span<const at::Tensor> tensors, int64_t bytes, int root) {
+  if (!flat_.defined() || flat_.numel() < bytes || flat_.device() != tensors.front().device()) {
+    flat_ = transport_->allocate(bytes, at::kByte, tensors.front().device());
+  }
+  const auto message = flat_.narrow(0, 0, bytes);
+  const bool is_root = transport_->rank() == root;
+  std::vector<at::Tensor> places;
+  std::vector<at::Tensor> others;  // those that take more than a copy of bytes
+  const auto each = [&](auto&& plain) {
+    int64_t offset = 0;
+    for (const auto& tensor : tensors) {
+      const auto size = static_cast<int64_t>(tensor.nbytes());
+      if (is_plain_bytes(tensor)) {
+        plain(tensor, static_cast<std::byte*>(message.mutable_data_ptr()) + offset, static_cast<size_t>(size));
+      } else {
+        places.push_back(message.narrow(0, offset, size).view(tensor.scalar_type()).view(tensor.sizes()));
+        others.push_back(tensor);
+      }
+      offset += padded_bytes(tensor);
+    }
+  };
+  if (is_root) {
+    each([](const at::Tensor& tensor, std::byte* place, size_t size) {
+      std::memcpy(place, tensor.const_data_ptr(), size);
+    });
+    if (!others.empty()) {
+      at::_foreach_copy_(places, others);
+    }
+    send(message, root);
+    return;
+  }
+  send(message, root);
+  each([](const at::Tensor& tensor, std::byte* place, size_t size) {
+    std::memcpy(tensor.mutable_data_ptr(), place, size);
+  });
+  if (!others.empty()) {
+    at::_foreach_copy_(others, places);
+  }
+}
+
+void TensorBroadcast::send(const at::Tensor& bytes, int root) {
+  if (work_ == nullptr) {
+    work_ = transport_->make_work();
+  }
+  try {
+    transport_->broadcast(bytes, root, *work_);
+    work_->wait(timeout_);
+  } catch (const TransportError&) {
+    work_->abandon();
+    throw;
+  }
+}
+
+}  // namespace torchddp::transport

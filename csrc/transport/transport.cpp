@@ -1,0 +1,35 @@
+#include "transport/transport.h"
+
+#include "common/check.h"
+
+namespace torchddp::transport {
+
+void Transport::check_flat(const char* operation, const at::Tensor& tensor) const {
+  TDDP_CHECK(tensor.defined() && (tensor.is_sparse() || tensor.is_contiguous()), operation, " on rank ", rank(),
+             " needs a contiguous tensor");
+}
+
+void Transport::check_reduce_scatter(const at::Tensor& output, const at::Tensor& input) const {
+  check_flat("reduce_scatter", input);
+  check_flat("reduce_scatter", output);
+  TDDP_CHECK(input.scalar_type() == output.scalar_type(), "reduce_scatter on rank ", rank(), ": input is ",
+             input.scalar_type(), ", output ", output.scalar_type());
+  TDDP_CHECK(input.numel() == output.numel() * size(), "reduce_scatter on rank ", rank(), ": input has ", input.numel(),
+             " elements, expected output's ", output.numel(), " times the world size ", size());
+}
+
+void Transport::check_all_gather(const at::Tensor& output, const at::Tensor& input) const {
+  check_flat("all_gather", input);
+  check_flat("all_gather", output);
+  TDDP_CHECK(input.scalar_type() == output.scalar_type(), "all_gather on rank ", rank(), ": input is ",
+             input.scalar_type(), ", output ", output.scalar_type());
+  TDDP_CHECK(output.numel() == input.numel() * size(), "all_gather on rank ", rank(), ": output has ", output.numel(),
+             " elements, expected input's ", input.numel(), " times the world size ", size());
+}
+
+void Transport::check_broadcast(const at::Tensor& tensor, int root) const {
+  check_flat("broadcast", tensor);
+  TDDP_CHECK(root >= 0 && root < size(), "broadcast on rank ", rank(), ": root ", root, " is not in [0, ", size(), ")");
+}
+
+}  // namespace torchddp::transport

@@ -1,0 +1,312 @@
+// Operations between ranks that are threads: every kind, size and number of ranks against results of a closed form.
+#include <algorithm>
+#include <random>
+
+#include "shm_ranks.h"
+
+namespace torchddp::shm {
+namespace {
+
+using kernels::ReduceOp;
+using kernels::SumType;
+
+constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather,
+                             OpKind::kBroadcast, OpKind::kScatter,       OpKind::kAllToAll};
+constexpr int kSizes[] = {1, 2, 3, 4, 7};
+// In float: nothing, one, odd ones, around what travels in the slot, and around one chunk and one unit of a shard.
+constexpr int64_t kNumels[] = {0, 1, 5, 127, 2047, 2048, 2049, 2311, 16'384, 16'385, 50'003};
+
+// Every rank runs every operation and waits for it.
+void run_all(int size, const std::vector<Spec>& specs) {
+  Host host(size);
+  check_ranks(size, [&](int rank) {
+    const auto engine = host.engine(rank);
+    for (const Spec& spec : specs) run_one(host, *engine, rank, spec);
+  });
+}
+
+TEST(shm_every_kind_size_and_number_of_ranks_gives_the_expected_bits) {
+  for (const int size : kSizes) {
+    std::vector<Spec> specs;
+    for (const OpKind kind : kKinds) {
+      for (const int64_t numel : kNumels) {
+        specs.push_back({.kind = kind, .numel = numel, .root = static_cast<int>(numel % size), .salt = 1});
+      }
+    }
+    run_all(size, specs);
+  }
+}
+
+TEST(shm_every_type_and_reduction) {
+  for (const int size : {2, 3}) {
+    std::vector<Spec> specs;
+    for (const SumType type : {SumType::kF64, SumType::kF32, SumType::kBF16, SumType::kI8, SumType::kU8, SumType::kI16,
+                               SumType::kI32, SumType::kI64}) {
+      for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax}) {
+        for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduceScatter}) {
+          for (const int64_t numel : {17, 9001}) specs.push_back({.kind = kind, .numel = numel, .type = type, .op = op});
+        }
+      }
+    }
+    run_all(size, specs);
+  }
+}
+
+TEST(shm_several_chunks_and_shards_with_tails) {
+  for (const int size : kSizes) {
+    std::vector<Spec> specs;
+    for (const int64_t bytes : {(int64_t{1} << 20), (int64_t{1} << 20) + 4, int64_t{1'234'564}}) {
+      specs.push_back({.kind = OpKind::kAllReduce, .numel = bytes / 4});
+    }
+    specs.push_back({.kind = OpKind::kReduceScatter, .numel = 300'001});
+    specs.push_back({.kind = OpKind::kAllGather, .numel = 300'001, .type = SumType::kU8});
+    run_all(size, specs);
+  }
+}
+
+TEST(shm_results_are_the_same_bits_in_every_run) {
+  constexpr int kSize = 4;
+  for (const int64_t numel : {1000, 100'003}) {
+    Bytes first;
+    for (int run = 0; run < 8; ++run) {
+      Host host(kSize);
+      std::vector<Bytes> results(kSize);
+      check_ranks(kSize, [&](int rank) {
+        const auto engine = host.engine(rank);
+        // Another rank is late in each run.
+        if (rank == run % kSize) std::this_thread::sleep_for(milliseconds(3));
+        Exchange exchange(host, rank, {.numel = numel});
+        exchange.start(*engine);
+        exchange.finish(*engine);
+        results[static_cast<size_t>(rank)] = exchange.result();
+      });
+      if (run == 0) first = results[0];
+      for (const Bytes& result : results) CHECK(result == first);
+    }
+  }
+}
+
+Spec random_spec(std::mt19937& random, int size) {
+  const auto below = [&](uint32_t end) { return random() % end; };
+  Spec spec;
+  spec.kind = kKinds[below(6)];
+  spec.numel = below(4) == 0 ? 2000 + below(40'000) : below(1500);
+  spec.root = static_cast<int>(below(static_cast<uint32_t>(size)));
+  spec.salt = below(1000);
+  return spec;
+}
+
+// More operations than there are slots, none waited for; then in any order.
+TEST(shm_more_operations_in_flight_than_slots_are_waited_for_in_any_order) {
+  for (const int size : {1, 2, 3, 7}) {
+    Host host(size);
+    check_ranks(size, [&](int rank) {
+      const auto engine = host.engine(rank);
+      std::mt19937 same(static_cast<uint32_t>(size));
+      std::mt19937 own(static_cast<uint32_t>(100 + rank));
+      std::vector<std::unique_ptr<Exchange>> exchanges;
+      for (uint64_t i = 0; i < 2 * kSlots + 40; ++i) {
+        exchanges.push_back(std::make_unique<Exchange>(host, rank, random_spec(same, size)));
+        exchanges.back()->start(*engine);
+        require(exchanges.back()->seq() == i, "operations are numbered from 0");
+      }
+      std::shuffle(exchanges.begin(), exchanges.end(), own);
+      for (const auto& exchange : exchanges) {
+        exchange->finish(*engine);
+        require(engine->poll(exchange->seq()), "what was waited for is complete");
+      }
+    });
+  }
+}
+
+// A slot serves again and again; each rank waits when it likes.
+TEST(shm_random_streams_with_random_waits) {
+  constexpr int kSize = 3;
+  Host host(kSize);
+  check_ranks(kSize, [&](int rank) {
+    const auto engine = host.engine(rank);
+    std::mt19937 same(5);
+    std::mt19937 own(static_cast<uint32_t>(rank));
+    std::vector<std::unique_ptr<Exchange>> open;
+    for (int i = 0; i < 600; ++i) {
+      open.push_back(std::make_unique<Exchange>(host, rank, random_spec(same, kSize)));
+      open.back()->start(*engine);
+      while (!open.empty() && own() % 8 >= 5) {
+        std::swap(open[own() % open.size()], open.back());
+        if (own() % 2 == 0) {
+          open.back()->finish(*engine);
+        } else {
+          while (!engine->poll(open.back()->seq())) engine->progress();
+          open.back()->check();
+        }
+        open.pop_back();
+      }
+    }
+    for (const auto& exchange : open) exchange->finish(*engine);
+  });
+}
+
+TEST(shm_progress_from_another_thread) {
+  constexpr int kSize = 3;
+  Host host(kSize);
+  check_ranks(kSize, [&](int rank) {
+    const auto engine = host.engine(rank);
+    std::atomic<bool> stop{false};
+    std::thread helper([&] {
+      while (!stop.load()) {
+        engine->progress();
+        std::this_thread::yield();
+      }
+    });
+    std::string error;
+    try {
+      std::mt19937 same(11);
+      for (int round = 0; round < 12; ++round) {
+        std::vector<std::unique_ptr<Exchange>> exchanges;
+        for (int i = 0; i < 10; ++i) {
+          exchanges.push_back(std::make_unique<Exchange>(host, rank, random_spec(same, kSize)));
+          exchanges.back()->start(*engine);
+        }
+        for (const auto& exchange : exchanges) exchange->finish(*engine);
+      }
+    } catch (const std::exception& caught) {
+      error = caught.what();
+    }
+    stop.store(true);
+    helper.join();
+    require(error.empty(), error);
+  });
+}
+
+// Two threads of each rank wait, for different operations.
+TEST(shm_two_threads_of_a_rank_wait) {
+  constexpr int kSize = 2;
+  Host host(kSize);
+  check_ranks(kSize, [&](int rank) {
+    const auto engine = host.engine(rank);
+    std::vector<std::unique_ptr<Exchange>> exchanges;
+    for (uint32_t i = 0; i < 20; ++i) {
+      exchanges.push_back(std::make_unique<Exchange>(host, rank, Spec{.numel = 1000 + 300 * i, .salt = i}));
+      exchanges.back()->start(*engine);
+    }
+    const auto errors = run_ranks(2, [&](int part) {
+      for (size_t i = static_cast<size_t>(part); i < exchanges.size(); i += 2) exchanges[i]->finish(*engine);
+    });
+    for (const std::string& error : errors) require(error.empty(), error);
+  });
+}
+
+// Rank 0 has started, and then does something else for long: its shard is summed by the others.
+TEST(shm_a_rank_that_sleeps_holds_nobody_up) {
+  constexpr int kSize = 3;
+  Host host(kSize);
+  std::atomic<bool> started{false};
+  std::atomic<int> finished{0};
+  check_ranks(kSize, [&](int rank) {
+    const auto engine = host.engine(rank);
+    Exchange exchange(host, rank, {.numel = 300'007});
+    if (rank == 0) {
+      exchange.start(*engine);
+      started.store(true);
+      const auto since = Clock::now();
+      while (finished.load() < kSize - 1 && ms_since(since) < kPatience.count()) {
+        std::this_thread::sleep_for(milliseconds(1));
+      }
+      require(finished.load() == kSize - 1, "the others waited for a rank that sleeps");
+      exchange.finish(*engine);
+    } else {
+      while (!started.load()) std::this_thread::yield();
+      exchange.start(*engine);
+      exchange.finish(*engine);
+      finished.fetch_add(1);
+    }
+  });
+}
+
+// The last to post does its part in start(); the others sleep and are woken.
+TEST(shm_a_late_rank_wakes_those_that_sleep) {
+  constexpr int kSize = 3;
+  Host host(kSize);
+  check_ranks(kSize, [&](int rank) {
+    const auto engine = host.engine(rank);
+    for (uint32_t round = 0; round < 6; ++round) {
+      if (static_cast<uint32_t>(rank) == round % kSize) std::this_thread::sleep_for(milliseconds(30));
+      run_one(host, *engine, rank, {.numel = round % 2 == 0 ? 100 : 20'000, .salt = round});
+    }
+  });
+}
+
+TEST(shm_several_threads_reduce_a_large_shard) {
+  constexpr int kSize = 2;
+  Host host(kSize);
+  check_ranks(kSize, [&](int rank) {
+    auto config = host.config(rank);
+    std::atomic<int> calls{0};
+    config.threads = 3;
+    config.run_parallel = [&, base = config.run_parallel](int threads, const std::function<void()>& body) {
+      require(threads == 3, "as many threads as were asked for");
+      calls.fetch_add(1);
+      base(threads, body);
+    };
+    Engine engine(std::move(config));
+    constexpr int64_t kShardOf4MiB = (4 << 20) / 4 * kSize;
+    run_one(host, engine, rank, {.numel = kShardOf4MiB + 1027});
+    run_one(host, engine, rank, {.numel = kShardOf4MiB - 1024});
+    require(calls.load() == 1, "small shards are one thread's");
+  });
+}
+
+TEST(shm_a_barrier_has_no_memory) {
+  for (const int size : kSizes) {
+    Host host(size);
+    std::atomic<int> entered{0};
+    check_ranks(size, [&](int rank) {
+      const auto engine = host.engine(rank);
+      for (int round = 1; round <= 5; ++round) {
+        entered.fetch_add(1);
+        engine->wait(engine->start({}), kPatience);
+        require(entered.load() >= round * size, "a barrier let a rank pass");
+      }
+    });
+  }
+}
+
+// Only what a rank reads is waited for: the root of a small broadcast goes on.
+TEST(shm_the_root_of_a_small_broadcast_does_not_wait) {
+  Host host(2);
+  const auto root = host.engine(0);
+  Exchange sent(host, 0, {.kind = OpKind::kBroadcast, .numel = 100});
+  sent.start(*root);
+  CHECK(root->poll(sent.seq()));
+  sent.finish(*root);
+  const auto other = host.engine(1);
+  Exchange received(host, 1, {.kind = OpKind::kBroadcast, .numel = 100});
+  received.start(*other);
+  CHECK(other->poll(received.seq()));
+  received.finish(*other);
+}
+
+TEST(shm_large_inputs_must_lie_in_the_segment) {
+  Host host(1);
+  const auto engine = host.engine(0);
+  Bytes elsewhere(100'000);
+  const Operation operation{.numel = 25'000, .input = elsewhere.data(), .output = elsewhere.data()};
+  CHECK_THROWS(InternalError, engine->start(operation), "all_reduce", "not in the shared segment");
+  auto* block = host.segment(0).base() + host.segment(0).bytes() - 99'999;
+  CHECK_THROWS(InternalError, engine->start({.numel = 25'000, .input = block, .output = block}), "not in the shared");
+  auto* in_header = host.segment(0).base() + kHeaderBytes;
+  CHECK_THROWS(InternalError, engine->start({.numel = 25'000, .input = in_header, .output = in_header}), "not in the");
+  run_one(host, *engine, 0, {.numel = 25'000});  // it was refused before anything happened
+}
+
+TEST(shm_a_rank_must_be_one_of_its_host) {
+  Host host(2);
+  auto config = host.config(0);
+  config.rank = 2;
+  CHECK_THROWS(InternalError, Engine(config), "rank 2 of 2");
+  config.rank = -1;
+  CHECK_THROWS(InternalError, Engine(config), "rank -1 of 2");
+}
+
+}  // namespace
+}  // namespace torchddp::shm

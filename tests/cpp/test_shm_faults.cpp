@@ -1,0 +1,213 @@
+// Peers that die, leave, stop or do something else: everybody hears of it, soon, and by name.
+#include "shm_ranks.h"
+
+namespace torchddp::shm {
+namespace {
+
+constexpr int64_t kLarge = 300'007;  // floats: several chunks of every shard
+
+TEST(shm_a_rank_that_died_is_named_soon) {
+  for (const int64_t numel : {int64_t{10}, kLarge}) {
+    Host host(3);
+    host.gone[1].store(true);
+    std::array<std::string, 3> messages;
+    const auto since = Clock::now();
+    check_ranks(3, [&](int rank) {
+      if (rank == 1) return;
+      const auto engine = host.engine(rank);
+      Exchange exchange(host, rank, {.numel = numel});
+      exchange.start(*engine);
+      messages[static_cast<size_t>(rank)] = error_of([&] { exchange.finish(*engine); });
+    });
+    CHECK(ms_since(since) < kQuickly.count());
+    for (const int rank : {0, 2}) {
+      const auto& message = messages[static_cast<size_t>(rank)];
+      const bool first_hand = contains_all(message, {"rank 11 died", "all_reduce"});
+      CHECK(first_hand || contains_all(message, {"gave up because of rank 11"}));
+    }
+  }
+}
+
+// Rank 2 did its part, took a chunk of rank 0's shard, and died with it.
+TEST(shm_a_rank_that_died_while_it_helped_is_named_soon) {
+  constexpr int kSize = 3;
+  Host host(kSize);
+  const auto numel = int64_t{kLarge};
+  const auto each = (numel + kSize - 1) / kSize / 128 * 128 + 128;
+  const auto chunks_of_last = static_cast<uint64_t>(((numel - 2 * each) * 4 + 65'535) / 65'536);
+  auto& dead = host.header(2);
+  auto* block = static_cast<std::byte*>(host.segment(2).allocate(numel * 4));
+  dead.slots[0].post = {OpKind::kAllReduce, static_cast<uint32_t>(kernels::SumType::kF32), 0, 0, numel,
+                        host.segment(2).offset_of(block)};
+  dead.slots[0].claimed.store(Tally::pack(0, chunks_of_last));
+  dead.slots[0].completed.store(Tally::pack(0, chunks_of_last));
+  dead.posted.store(1);
+  dead.done.store(1);
+  const auto first = host.engine(0);
+  Exchange mine(host, 0, {.numel = numel});
+  mine.start(*first);
+  host.header(0).slots[0].claimed.fetch_add(1);
+  const auto second = host.engine(1);
+  Exchange other(host, 1, {.numel = numel});
+  other.start(*second);
+  CHECK_EQ(error_of([&] { mine.finish(*first, milliseconds(60)); }).find("timed out after 60 ms"), 0u);
+  host.gone[2].store(true);
+  const auto since = Clock::now();
+  CHECK_THROWS(TransportError, other.finish(*second), "rank 12 died", "all_reduce");
+  CHECK(ms_since(since) < kQuickly.count());
+}
+
+// The same, seen by the owner of the shard.
+TEST(shm_the_owner_of_a_shard_hears_that_its_helper_died) {
+  Host host(2);
+  auto& dead = host.header(1);
+  auto* block = host.segment(1).allocate(kLarge * 4);
+  dead.slots[0].post = {OpKind::kAllReduce,           static_cast<uint32_t>(kernels::SumType::kF32), 0, 0, kLarge,
+                        host.segment(1).offset_of(block)};
+  dead.slots[0].claimed.store(Tally::pack(0, 1000));
+  dead.slots[0].completed.store(Tally::pack(1, 0));  // of a later operation: complete
+  const auto engine = host.engine(0);
+  Exchange exchange(host, 0, {.numel = kLarge});
+  exchange.start(*engine);
+  host.header(0).slots[0].claimed.fetch_add(1);
+  dead.posted.store(1);
+  dead.done.store(1);
+  host.gone[1].store(true);
+  const auto since = Clock::now();
+  CHECK_THROWS(TransportError, exchange.finish(*engine), "rank 11 died");
+  CHECK(ms_since(since) < kQuickly.count());
+}
+
+TEST(shm_a_timeout_names_those_that_are_missing) {
+  for (const int64_t numel : {int64_t{10}, kLarge}) {
+    Host host(4);
+    std::array<std::string, 4> messages;
+    const auto since = Clock::now();
+    check_ranks(4, [&](int rank) {
+      if (rank == 1 || rank == 3) return;
+      const auto engine = host.engine(rank);
+      Exchange exchange(host, rank, {.numel = numel});
+      exchange.start(*engine);
+      messages[static_cast<size_t>(rank)] =
+          error_of([&] { exchange.finish(*engine, rank == 0 ? milliseconds(100) : kPatience); });
+    });
+    CHECK(ms_since(since) < kQuickly.count());
+    CHECK(contains_all(messages[0], {"timed out after 100 ms", "rank 11, rank 13", "all_reduce"}));
+    CHECK(messages[0].find("rank 12") == std::string::npos);
+    CHECK(contains_all(messages[2], {"rank 10 gave up"}));
+  }
+}
+
+// The timeout of the configuration is that of a wait without one, and of a start that waits for a slot.
+TEST(shm_the_configured_timeout_holds_where_none_is_given) {
+  Host host(2);
+  auto config = host.config(0);
+  config.timeout = milliseconds(60);
+  Engine engine(std::move(config));
+  const std::string message = error_of([&] {
+    for (uint64_t i = 0; i <= kSlots; ++i) engine.start({});
+  });
+  CHECK(contains_all(message, {"timed out after 60 ms", "rank 11", "(operation 0)"}));
+  Host other(2);
+  config = other.config(0);
+  config.timeout = milliseconds(40);
+  Engine second(std::move(config));
+  CHECK_THROWS(TransportError, second.wait(second.start({}), milliseconds(0)), "timed out after 40 ms", "rank 11");
+}
+
+TEST(shm_after_a_failure_every_call_throws_at_once) {
+  Host host(2);
+  const auto engine = host.engine(0);
+  const auto seq = engine->start({});
+  CHECK_THROWS(TransportError, engine->wait(seq, milliseconds(30)), "timed out after 30 ms");
+  const auto since = Clock::now();
+  CHECK_THROWS(TransportError, engine->start({}), "out of order since timed out after 30 ms");
+  CHECK_THROWS(TransportError, engine->poll(seq), "out of order since");
+  CHECK_THROWS(TransportError, engine->wait(seq, kPatience), "out of order since");
+  engine->progress();
+  CHECK(ms_since(since) < 1000);
+}
+
+TEST(shm_a_rank_that_leaves_is_missed_by_those_that_wait) {
+  Host host(2);
+  std::array<std::string, 2> messages;
+  check_ranks(2, [&](int rank) {
+    auto engine = host.engine(rank);
+    run_one(host, *engine, rank, {.numel = 100});
+    if (rank == 1) {
+      std::this_thread::sleep_for(milliseconds(30));
+      engine.reset();
+      host.gone[1].store(true);  // its process ends, in order: that is no death
+      return;
+    }
+    const auto seq = engine->start({});
+    messages[0] = error_of([&] { engine->wait(seq, kPatience); });
+  });
+  CHECK(contains_all(messages[0], {"rank 11 has left"}));
+}
+
+// What is complete stays so, however many have left.
+TEST(shm_a_rank_that_leaves_after_its_part_is_not_missed) {
+  Host host(2);
+  auto first = host.engine(0);
+  auto second = host.engine(1);
+  Exchange mine(host, 0, {.numel = kLarge});
+  Exchange other(host, 1, {.numel = kLarge});
+  mine.start(*first);
+  other.start(*second);
+  other.finish(*second);
+  second.reset();
+  host.gone[1].store(true);
+  mine.finish(*first);
+  CHECK(first->poll(mine.seq()));
+}
+
+TEST(shm_ranks_out_of_step_are_both_named) {
+  const Spec specs[] = {{.numel = 100},
+                        {.numel = 101},
+                        {.numel = 100, .op = kernels::ReduceOp::kMax},
+                        {.numel = 100, .type = kernels::SumType::kI32},
+                        {.numel = kLarge},
+                        {.kind = OpKind::kAllGather, .numel = 100},
+                        {.kind = OpKind::kBroadcast, .numel = 100, .root = 1}};
+  for (const Spec& spec : specs) {
+    if (&spec == &specs[0]) continue;
+    Host host(2);
+    std::array<std::string, 2> messages;
+    const auto since = Clock::now();
+    check_ranks(2, [&](int rank) {
+      const auto engine = host.engine(rank);
+      run_one(host, *engine, rank, {.numel = 10});
+      Exchange exchange(host, rank, rank == 0 ? specs[0] : spec);
+      messages[static_cast<size_t>(rank)] = error_of([&] {
+        exchange.start(*engine);
+        exchange.finish(*engine);
+      });
+    });
+    CHECK(ms_since(since) < kQuickly.count());
+    int num_named = 0;
+    for (const std::string& message : messages) {
+      const bool names_both = contains_all(message, {"out of step", "rank 10", "rank 11", "(operation 1)"});
+      num_named += names_both ? 1 : 0;
+      // The root of a broadcast needs nobody: it may have gone, with its part done.
+      const bool is_other = contains_all(message, {"gave up"}) || contains_all(message, {"has left"}) || message.empty();
+      CHECK_EQ(names_both || is_other ? "" : message, "");
+    }
+    CHECK(num_named >= 1);
+  }
+}
+
+TEST(shm_ranks_out_of_step_say_what_each_does) {
+  Host host(2);
+  const auto first = host.engine(0);
+  const auto second = host.engine(1);
+  Exchange mine(host, 0, {.numel = 100});
+  Exchange other(host, 1, {.kind = OpKind::kAllGather, .numel = 7, .type = kernels::SumType::kF64});
+  mine.start(*first);
+  CHECK_THROWS(TransportError, other.start(*second), "rank 11 is in all_gather of 56 bytes (operation 0)",
+               "rank 10 in all_reduce of 400 bytes (operation 0)");
+  CHECK_THROWS(TransportError, mine.finish(*first), "rank 10 is in all_reduce of 400 bytes", "rank 11 in all_gather of 56");
+}
+
+}  // namespace
+}  // namespace torchddp::shm

@@ -1,0 +1,250 @@
+// Peers that write garbage: a wrong result or an error, but never a read outside of their memory, and never for ever.
+#include <sys/mman.h>
+
+#include <random>
+
+#include "shm_ranks.h"
+
+namespace torchddp::shm {
+namespace {
+
+// Memory between pages that nobody may touch.
+class Guarded {
+ public:
+  static constexpr int64_t kBytes = (kDataOffset + 4095) / 4096 * 4096 + 256 * 1024;
+
+  Guarded() {
+    auto* all = mmap(nullptr, kBytes + 2 * kGuard, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    require(all != MAP_FAILED, "could not map memory");
+    all_ = static_cast<std::byte*>(all);
+    require(mprotect(base(), kBytes, PROT_READ | PROT_WRITE) == 0, "could not open memory");
+  }
+  ~Guarded() { munmap(all_, kBytes + 2 * kGuard); }
+  Guarded(const Guarded&) = delete;
+  Guarded& operator=(const Guarded&) = delete;
+
+  std::byte* base() const { return all_ + kGuard; }
+  Header& header() const { return *reinterpret_cast<Header*>(base()); }
+  void reset(int rank) const {
+    std::memset(base(), 0, static_cast<size_t>(kDataOffset));
+    header().rank = rank;
+    header().size = 2;
+    header().state.store(static_cast<uint32_t>(RankState::kOpen));
+  }
+
+ private:
+  static constexpr int64_t kGuard = 64 << 20;
+  std::byte* all_ = nullptr;
+};
+
+constexpr int64_t kEagerNumel = 100;
+constexpr int64_t kLargeNumel = 50'000;  // 200'000 bytes: four chunks
+
+// Rank 0 is an engine, rank 1 is only memory.
+struct Victim {
+  Victim() {
+    reset();
+  }
+
+  void reset() {
+    own.reset(0);
+    peer.reset(1);
+  }
+
+  std::unique_ptr<Engine> engine() const {
+    EngineConfig config;
+    config.segments = {{own.base(), Guarded::kBytes}, {peer.base(), Guarded::kBytes}};
+    config.group_ranks = {10, 11};
+    config.gone = [](int) { return false; };
+    config.timeout = milliseconds(15);
+    config.owners = 2;
+    return std::make_unique<Engine>(std::move(config));
+  }
+
+  Operation operation(OpKind kind, bool eager) {
+    Operation operation;
+    operation.kind = kind;
+    operation.numel = eager ? kEagerNumel : kLargeNumel;
+    operation.root = 1;
+    auto* block = own.base() + kDataOffset;
+    output.resize(static_cast<size_t>(operation.bytes()) * 2);
+    const bool has_input = kind != OpKind::kBroadcast && kind != OpKind::kScatter;
+    operation.input = has_input ? block : nullptr;
+    operation.output = kind == OpKind::kAllReduce && !eager ? block : output.data();
+    return operation;
+  }
+
+  // What an honest peer would have written.
+  void post(uint64_t seq, const Operation& operation) const {
+    auto& slot = peer.header().slots[seq % kSlots];
+    slot.post = {operation.kind, static_cast<uint32_t>(operation.type), static_cast<uint32_t>(operation.op),
+                 operation.root, operation.numel, kDataOffset};
+    slot.claimed.store(Tally::pack(seq, 0));
+    slot.completed.store(Tally::pack(seq, 0));
+    peer.header().posted.store(seq + 1);
+    peer.header().done.store(seq + 1);
+  }
+
+  // The text of the error, or "".
+  std::string run(const Operation& operation) const {
+    const auto since = Clock::now();
+    const std::string message = error_of([&] {
+      const auto victim = engine();
+      victim->wait(victim->start(operation), milliseconds(15));
+    });
+    CHECK(ms_since(since) < kQuickly.count());
+    return message;
+  }
+
+  Guarded own;
+  Guarded peer;
+  Bytes output;
+};
+
+constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather,
+                             OpKind::kBroadcast, OpKind::kScatter,       OpKind::kAllToAll};
+
+TEST(shm_offsets_outside_of_a_segment_are_refused) {
+  Victim victim;
+  constexpr int64_t kLast = Guarded::kBytes - kLargeNumel * 4;
+  for (const OpKind kind : kKinds) {
+    for (const int64_t offset : {int64_t{-1}, int64_t{-4096}, INT64_MIN, int64_t{0}, kDataOffset - 1, kLast + 1,
+                                 Guarded::kBytes, Guarded::kBytes + 1, INT64_MAX - kLargeNumel * 4, INT64_MAX}) {
+      victim.reset();
+      const auto operation = victim.operation(kind, false);
+      victim.post(0, operation);
+      victim.peer.header().slots[0].post.offset = offset;
+      const std::string message = victim.run(operation);
+      CHECK(contains_all(message, {"rank 11 offers memory that is not in its segment"}));
+    }
+    // The last bytes of the mapping are fine; so is an offset that is no multiple of anything.
+    for (const int64_t offset : {kLast, kLast - 1, kDataOffset + 3}) {
+      victim.reset();
+      const auto operation = victim.operation(kind, false);
+      victim.post(0, operation);
+      victim.peer.header().slots[0].post.offset = offset;
+      CHECK_EQ(victim.run(operation), "");
+    }
+  }
+}
+
+TEST(shm_offsets_of_small_inputs_mean_nothing) {
+  Victim victim;
+  for (const OpKind kind : kKinds) {
+    victim.reset();
+    const auto operation = victim.operation(kind, true);
+    victim.post(0, operation);
+    victim.peer.header().slots[0].post.offset = INT64_MIN;
+    CHECK_EQ(victim.run(operation), "");
+  }
+}
+
+TEST(shm_other_lengths_are_refused) {
+  Victim victim;
+  for (const bool eager : {true, false}) {
+    for (const int64_t numel : {int64_t{-1}, INT64_MIN, int64_t{0}, int64_t{99}, INT64_MAX, INT64_MAX / 4 + 1}) {
+      victim.reset();
+      const auto operation = victim.operation(OpKind::kAllGather, eager);
+      victim.post(0, operation);
+      victim.peer.header().slots[0].post.numel = numel;
+      CHECK(contains_all(victim.run(operation), {"out of step", "rank 10", "rank 11"}));
+    }
+    victim.reset();
+    const auto operation = victim.operation(OpKind::kAllReduce, eager);
+    victim.post(0, operation);
+    auto& post = victim.peer.header().slots[0].post;
+    post.kind = static_cast<OpKind>(0xFFFFFFFF);
+    post.type = 0xFFFFFFFF;
+    CHECK(contains_all(victim.run(operation), {"out of step", "an unknown operation"}));
+  }
+}
+
+TEST(shm_counters_of_any_value_end_in_a_result_or_an_error) {
+  Victim victim;
+  for (const uint64_t value : {uint64_t{0}, uint64_t{1} << 23, (uint64_t{1} << 24) - 1, uint64_t{1} << 24, uint64_t{1} << 63,
+                               UINT64_MAX - 1, UINT64_MAX}) {
+    for (const bool eager : {true, false}) {
+      for (int which = 0; which < 8; ++which) {
+        victim.reset();
+        const auto operation = victim.operation(OpKind::kAllReduce, eager);
+        victim.post(0, operation);
+        // A peer maps this rank's segment too.
+        auto& header = which % 2 == 0 ? victim.peer.header() : victim.own.header();
+        const auto& slot = header.slots[0];
+        const std::array<std::atomic<uint64_t>*, 4> counters{&header.posted, &header.done,
+                                                             const_cast<std::atomic<uint64_t>*>(&slot.claimed),
+                                                             const_cast<std::atomic<uint64_t>*>(&slot.completed)};
+        counters[static_cast<size_t>(which / 2)]->store(value);
+        const std::string message = victim.run(operation);
+        CHECK_EQ(message.empty() || contains_all(message, {"timed out"}) ? "" : message, "");
+      }
+    }
+  }
+}
+
+// The whole header of the peer, a few bytes or many, before an operation; what is not hit is honest.
+TEST(shm_random_bytes_in_a_header_end_in_a_result_or_an_error) {
+  Victim victim;
+  std::mt19937 random(20'240'607);
+  int num_errors = 0;
+  constexpr int kRounds = 1500;
+  for (int round = 0; round < kRounds; ++round) {
+    victim.reset();
+    const auto operation = victim.operation(kKinds[random() % 6], random() % 2 == 0);
+    victim.post(0, operation);
+    auto* begin = victim.peer.base();
+    // Most of it is slots that are not in use: half of the hits go to what matters now.
+    const auto end = random() % 2 == 0 ? sizeof(Header) : offsetof(Header, slots) + sizeof(Slot);
+    const auto hits = round % 10 == 0 ? 2000 : 1 + random() % 12;
+    for (uint32_t i = 0; i < hits; ++i) begin[random() % end] = static_cast<std::byte>(random());
+    num_errors += victim.run(operation).empty() ? 0 : 1;
+  }
+  CHECK(num_errors > 0 && num_errors < kRounds);
+}
+
+#ifndef __SANITIZE_THREAD__  // such races are the peer's, and all of them would be reported
+
+// One that never stops writing, in its own header and in that of the victim.
+void tamper_while_running(const std::function<void(Victim&, std::mt19937&)>& tamper, int rounds) {
+  Victim victim;
+  std::atomic<bool> stop{false};
+  std::thread tamperer([&] {
+    std::mt19937 random(99);
+    while (!stop.load()) tamper(victim, random);
+  });
+  for (int round = 0; round < rounds; ++round) {
+    const auto operation = victim.operation(kKinds[round % 6], round % 4 == 0);
+    victim.post(0, operation);
+    victim.run(operation);
+  }
+  stop.store(true);
+  tamperer.join();
+}
+
+TEST(shm_a_peer_that_writes_random_bytes_all_the_time) {
+  tamper_while_running(
+      [](Victim& victim, std::mt19937& random) {
+        const auto& memory = random() % 2 == 0 ? victim.peer : victim.own;
+        const auto end = random() % 2 == 0 ? sizeof(Header) : offsetof(Header, slots) + sizeof(Slot);
+        const_cast<volatile std::byte*>(memory.base())[random() % end] = static_cast<std::byte>(random());
+      },
+      120);
+}
+
+// Work that is never used up.
+TEST(shm_a_peer_that_takes_back_every_claim) {
+  tamper_while_running(
+      [](Victim& victim, std::mt19937& /*random*/) {
+        for (const Guarded* memory : {&victim.peer, &victim.own}) {
+          auto& slot = memory->header().slots[0];
+          slot.claimed.store(0);
+          slot.completed.store(0);
+        }
+      },
+      60);
+}
+
+#endif
+
+}  // namespace
+}  // namespace torchddp::shm

@@ -1,0 +1,109 @@
+"""The benchmark over two emulated hosts, on real namespaces: what it measures, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.machine import ROOT
+from benchmarks.two_hosts.network import NoNetworkError, make_hosts, two_hosts
+from benchmarks.variants import TORCH_DDP
+
+COMMAND = [sys.executable, "-m", "benchmarks.two_hosts", "--model", "small", "--caps", "25"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _network() -> None:
+    try:
+        with two_hosts(1_000_000_000):
+            pass
+    except NoNetworkError as error:
+        pytest.skip(str(error))
+
+
+def namespaces_of(pid: int) -> list[str]:
+    return [host.namespace for host in make_hosts(pid) if Path("/run/netns", host.namespace).exists()]
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Processes that have become Python inside the namespaces of a command."""
+    found = []
+    for name in namespaces_of(pid):
+        listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+        found += [int(rank) for rank in listed if b"two_hosts.worker" in command_line(int(rank))]
+    return found
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_run_times_the_steps_and_counts_the_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    arguments = ["--seconds", "0.1", "--transport", "c10d", "--json", str(path)]
+    with subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL) as command:
+        assert command.wait(90) == 0
+        assert not namespaces_of(command.pid)
+    (result,) = json.loads(path.read_text())["results"]
+    assert (result["world_size"], result["transport"]) == (4, "c10d")
+    local, *wrapped = result["variants"]
+    assert [row["role"] for row in wrapped] == ["torch", "torch", "ours"]
+    assert all(sent < 10_000 for sent in local["sent_bytes"])
+    for row in wrapped:
+        # No reduction can do with less than each byte once; a ring over four ranks has one and a half.
+        assert len(row["sent_bytes"]) == 2
+        assert all(0.95 < sent / result["gradient_bytes"] < 3 for sent in row["sent_bytes"]), row
+
+
+@pytest.fixture
+def long_run() -> Iterator[subprocess.Popen[str]]:
+    """A command whose four ranks have started."""
+    arguments = ["--seconds", "600", "--ours", TORCH_DDP]
+    command = subprocess.Popen(
+        [*COMMAND, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert wait_until(lambda: len(ranks_of(command.pid)) == 4, 60)
+        yield command
+    finally:
+        command.kill()
+        command.communicate(timeout=10)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_an_ended_command(long_run: subprocess.Popen[str], how: signal.Signals) -> None:
+    ranks = ranks_of(long_run.pid)
+    long_run.send_signal(how)
+    assert long_run.wait(20) == (130 if how is signal.SIGINT else -how)
+    assert wait_until(lambda: not any(command_line(rank) for rank in ranks), 10)
+    assert wait_until(lambda: not namespaces_of(long_run.pid), 10)
+
+
+def test_a_rank_that_dies_ends_the_run(long_run: subprocess.Popen[str]) -> None:
+    ranks = ranks_of(long_run.pid)
+    os.kill(ranks[0], signal.SIGKILL)
+    _, said = long_run.communicate(timeout=30)
+    assert long_run.returncode == 1
+    assert "the process ended without a word" in said
+    assert not any(map(command_line, ranks))
+    assert not namespaces_of(long_run.pid)

@@ -1,0 +1,314 @@
+"""The benchmark of single collectives: its formulas, its checks, its table, and implementations that are not there."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from benchmarks import cli, plot, report
+from benchmarks.cases import CASES, MAX_ROUNDS, MIN_ROUNDS, Job
+from benchmarks.collective import check, implementations, measure, operations
+from benchmarks.collective.names import IMPLEMENTATIONS
+from benchmarks.collective.operations import OPERATIONS
+from benchmarks.collective.report import collective_table
+from benchmarks.collective.results import collective_result
+from tests.harness import run_ranks
+
+MB = 1024**2
+REASON = "transport must be 'auto' or 'c10d', got 'shm'"
+
+# --- formulas --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "factor"),
+    [
+        ("all_reduce", 1, 0),
+        ("all_reduce", 2, 1),
+        ("all_reduce", 8, 1.75),
+        ("broadcast", 2, 1),
+        ("broadcast", 8, 1),
+        ("all_gather", 2, 0.5),
+        ("all_gather", 4, 0.75),
+        ("reduce_scatter", 2, 0.5),
+        ("reduce_scatter", 4, 0.75),
+    ],
+)
+def test_busbw_is_that_of_nccl_tests(name: str, world_size: int, factor: float) -> None:
+    assert operations.algbw_gb_per_s(5_000_000, 1000.0) == 5.0
+    assert operations.busbw_gb_per_s(OPERATIONS[name], 5_000_000, 1000.0, world_size) == pytest.approx(5.0 * factor)
+
+
+def test_sizes_go_from_1_kb_to_256_mb_in_fours() -> None:
+    sizes = operations.SIZES_BYTES
+    assert (sizes[0], sizes[-1], len(sizes)) == (1024, 256 * MB, 10)
+    assert all(after == 4 * before for before, after in zip(sizes, sizes[1:], strict=False))
+    assert set(operations.QUICK_SIZES_BYTES) < set(sizes)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"), [(1020, "1020 B"), (1024, "1 KB"), (65536, "64 KB"), (MB, "1 MB"), (256 * MB, "256 MB")]
+)
+def test_sizes_are_written_in_powers_of_1024(size_bytes: int, text: str) -> None:
+    assert operations.size_text(size_bytes) == text
+
+
+@given(st.integers(0, 10**7), st.integers(1, 64))
+def test_messages_split_into_equal_shards_of_at_least_one_element(size_bytes: int, world_size: int) -> None:
+    numel = operations.whole_numel(size_bytes, world_size)
+    assert numel >= world_size and numel % world_size == 0
+    assert abs(numel - size_bytes / operations.ITEM_BYTES) <= world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_roofline_is_the_time_of_the_copies_it_was_measured_with(world_size: int) -> None:
+    # A rank's copy reads and writes one message: just what it must move in an all-reduce.
+    memory_gb_per_s = operations.streamed_gb_per_s(16 * MB, [2000.0] * world_size)
+    assert memory_gb_per_s == pytest.approx(world_size * 2 * 16 * MB / 2e-3 / 1e9)
+    assert operations.roofline_us(16 * MB, world_size, memory_gb_per_s) == pytest.approx(2000.0)
+
+
+def test_only_a_large_all_reduce_between_ranks_has_a_roofline() -> None:
+    assert operations.has_roofline(OPERATIONS["all_reduce"], 16 * MB, 2)
+    assert not operations.has_roofline(OPERATIONS["all_reduce"], 16 * MB - 4, 2)
+    assert not operations.has_roofline(OPERATIONS["all_reduce"], 16 * MB, 1)
+    assert not operations.has_roofline(OPERATIONS["broadcast"], 256 * MB, 2)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "elapsed_s", "batch"),
+    [
+        (0, 0.0, 1),
+        (1, 1.0, 1),  # a round takes a large part of the time: ask again after each
+        (10, 0.01, 1250),  # an eighth of the time
+        (100, 9.9, 12),
+        (100, 10.0, 0),
+        (MIN_ROUNDS - 1, 99.0, 1),
+        (MAX_ROUNDS - 1, 0.1, 1),
+        (MAX_ROUNDS, 0.1, 0),
+    ],
+)
+def test_the_clock_is_looked_at_about_eight_times(rounds: int, elapsed_s: float, batch: int) -> None:
+    assert measure.next_batch(rounds, elapsed_s, seconds=10.0) == batch
+
+
+# --- rounds ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_is_called_twice_in_its_turn_and_timed_once() -> None:
+    calls: list[str] = []
+    runs = [partial(calls.append, name) for name in "abc"]
+    times_us = measure.one_round(runs, [2, 0, 1])
+    assert calls == list("ccaabb")
+    assert len(times_us) == 3 and all(time_us >= 0 for time_us in times_us)
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_expected_outputs_are_those_of_the_stamped_inputs(world_size: int) -> None:
+    numel = 600 * world_size
+    inputs = [check.stamp(rank, numel) for rank in range(world_size)]
+    total = torch.stack(inputs).sum(0)
+    for rank in range(world_size):
+        mine = slice(rank * 600, (rank + 1) * 600)
+        assert torch.equal(check.expected("all_reduce", rank, world_size, numel), total)
+        assert torch.equal(check.expected("reduce_scatter", rank, world_size, numel), total[mine])
+        assert torch.equal(check.expected("broadcast", rank, world_size, numel), inputs[-1])
+        gathered = check.expected("all_gather", rank, world_size, numel)
+        assert torch.equal(gathered[mine], check.stamp(rank, 600))
+
+
+def test_stamps_differ_between_ranks_and_sum_exactly() -> None:
+    stamps = [check.stamp(rank, 300) for rank in range(64)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(stamps) for b in stamps[:i])
+    assert torch.equal(torch.stack(stamps).sum(0).double(), torch.stack(stamps).double().sum(0))
+
+
+def test_a_wrong_result_is_named() -> None:
+    def work(rank: int) -> None:
+        tensor = torch.empty(1000)
+        with pytest.raises(check.WrongResultError, match=r"all_reduce of 'idle' on rank \d, 1000 elements: .* wrong"):
+            check.verify("idle", "all_reduce", lambda: None, tensor, tensor)
+
+    run_ranks(work, 2)
+
+
+# --- implementations -------------------------------------------------------------------------------------------------
+
+
+def brief_job(*names: str) -> Job:
+    return Job("collective", (), (), 2, seconds=0.02, operations=names, sizes_bytes=(1024, 4096))
+
+
+def without_progress(done: float, total: float) -> None:
+    assert 0 <= done <= total
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_implementation_that_opens_is_timed(name: str) -> None:
+    def work(rank: int) -> dict[str, Any]:
+        return measure.time_operation(brief_job(name), name, without_progress)
+
+    raw = run_ranks(work, 2)[0]
+    here = [one for one in IMPLEMENTATIONS if one not in raw["unavailable"]]
+    assert {"gloo", "c10d"} <= set(here)
+    for size, size_bytes in zip(raw["sizes"], (1024, 4096), strict=True):
+        assert (size["bytes"], size["names"]) == (size_bytes, here)
+        assert size["time_us"].shape[0] == len(here) and size["time_us"].shape[1] >= MIN_ROUNDS
+        assert (size["time_us"] > 0).all()
+
+
+def test_what_does_not_open_on_one_rank_is_left_out_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int) -> tuple[list[str], dict[str, str]]:
+        real = implementations.open_transport
+
+        def open_transport(choice: str, group: Any) -> Any:
+            if choice == "shm" and rank == 1:
+                raise RuntimeError("no room on this host\nand a long trace")
+            return real("c10d", group)
+
+        monkeypatch.setattr(implementations, "open_transport", open_transport)
+        opened, reasons = implementations.open_all()
+        return [one.name for one in opened], reasons
+
+    assert run_ranks(work, 2) == [(["gloo", "c10d"], {"shm": "no room on this host"})] * 2
+
+
+def test_what_cannot_allocate_one_size_is_left_out_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int) -> dict[str, Any]:
+        real = implementations.Ours.allocate
+
+        def allocate(self: implementations.Ours, numel: int) -> torch.Tensor:
+            if numel == 1024:
+                raise RuntimeError("too large")
+            return real(self, numel)
+
+        monkeypatch.setattr(implementations.Ours, "allocate", allocate)
+        return measure.time_operation(brief_job("all_reduce"), "all_reduce", without_progress)
+
+    small, large = run_ranks(work, 2)[0]["sizes"]
+    assert small["unavailable"] == {} and "c10d" in small["names"]
+    assert large["unavailable"]["c10d"] == "too large" and large["names"] == ["gloo"]
+
+
+# --- results and the table -------------------------------------------------------------------------------------------
+
+
+def raw_size(size_bytes: int, times_us: dict[str, float], memory_gb_per_s: float | None = None) -> dict[str, Any]:
+    return {
+        "bytes": size_bytes,
+        "unavailable": {},
+        "names": list(times_us),
+        "time_us": np.array([[time_us] * 20 for time_us in times_us.values()]),
+        "memory_gb_per_s": memory_gb_per_s,
+    }
+
+
+def fake_result(name: str = "all_reduce", world_size: int = 2) -> dict[str, Any]:
+    sizes = [
+        raw_size(1024, {"gloo": 100.0, "c10d": 90.0, "shm": 5.0}),
+        raw_size(16 * MB, {"gloo": 8000.0, "c10d": 8000.0, "shm": 4000.0}, 2 * 2 * 16 * MB / 2e-3 / 1e9),
+    ]
+    return collective_result({"operation": name, "unavailable": {}, "sizes": sizes}, world_size)
+
+
+def without_shm() -> dict[str, Any]:
+    sizes = [raw_size(1024, {"gloo": 100.0, "c10d": 90.0})]
+    return collective_result({"operation": "broadcast", "unavailable": {"shm": REASON}, "sizes": sizes}, world_size=2)
+
+
+def rows_of(size: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in size["implementations"]}
+
+
+def printed(renderable: Any) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(renderable)
+    return stream.getvalue()
+
+
+def test_results_hold_times_bandwidths_and_ratios_to_gloo() -> None:
+    small, large = fake_result()["sizes"]
+    assert rows_of(small)["gloo"]["ratio_to_gloo"] is None
+    assert rows_of(small)["shm"]["ratio_to_gloo"]["median"] == pytest.approx(0.05)
+    assert rows_of(large)["shm"]["time_us"]["p99"] == pytest.approx(4000.0)
+    assert rows_of(large)["shm"]["algbw_gb_per_s"] == pytest.approx(16 * MB / 4e-3 / 1e9)
+    gathered = rows_of(fake_result("all_gather")["sizes"][1])["shm"]
+    assert gathered["busbw_gb_per_s"] == pytest.approx(gathered["algbw_gb_per_s"] / 2)
+
+
+def test_only_shared_memory_is_held_against_the_roofline() -> None:
+    small, large = fake_result()["sizes"]
+    assert (small["roofline_us"], large["roofline_us"]) == (None, pytest.approx(2000.0))
+    assert {name: row["over_roofline"] for name, row in rows_of(large).items()} == {
+        "gloo": None,
+        "c10d": None,
+        "shm": pytest.approx(2.0),
+    }
+
+
+def test_the_table_fits_80_columns_and_says_what_is_missing() -> None:
+    text = printed(collective_table(fake_result())) + printed(collective_table(without_shm()))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for words in ("1 KB", "16 MB", *IMPLEMENTATIONS, "0.50 [0.50..0.50]", "2.00", "20 rounds", "not available"):
+        assert words in text
+    assert f"shm not available: {REASON}" in text
+    assert "roof" in printed(collective_table(fake_result())) and "roof" not in printed(collective_table(without_shm()))
+    assert "memory bandwidth, all ranks copying at once: 33.6 GB/s at 16 MB" in text
+
+
+def test_the_report_of_collectives_alone_has_no_words_on_ddp_options() -> None:
+    machine = {"cpu": "x", "cores": 2, "load_average_1min": 0.0, "torch": "2", "torchddp": "0", "git_commit": "abc"}
+    document = {
+        "machine": {**machine, "git_dirty": False},
+        "command": "python -m benchmarks",
+        "settings": {"quick": False},
+        "results": [fake_result()],
+    }
+    text = printed(report.render(document))
+    assert "nccl-tests" in text and "batched_grad_copy" not in text and "Summary" not in text
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_plot_has_a_curve_for_each_implementation(world_size: int, tmp_path: Path) -> None:
+    result = fake_result(world_size=world_size)
+    assert plot.curve(result, "shm")[:2] == ([1024, 16 * MB], [pytest.approx(5.0), pytest.approx(4000.0)])
+    assert plot.curve(without_shm(), "shm") == ([], [], [])
+    plot.save_plot([result, without_shm()], tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--op", "nope"], "There is no collective 'nope'; choose from all_reduce, broadcast, all_gather"),
+        (["--case", "memory", "--op", "broadcast"], "--op is of the case collective, which was not asked for."),
+        (["--case", "collective", "--model", "gpt"], "--model: the case collective has no models."),
+    ],
+)
+def test_a_bad_argument_is_one_sentence_and_exit_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_an_operation_alone_selects_its_case() -> None:
+    assert cli.check_operations([], [], ["broadcast", "broadcast"]) == (("collective",), ("broadcast",))
+    assert cli.check_operations([], [], []) == ([], ("all_reduce",))
+    assert "collective" in CASES

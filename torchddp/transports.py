@@ -1,0 +1,216 @@
+"""Which transport moves the buckets of a process group: chosen together by all its ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from torchddp import _C
+
+__all__ = ["CHOICES", "CHOICE_ENV", "LIMIT_ENV", "check_choice", "intended_transport", "open_transport"]
+
+logger = logging.getLogger(__name__)
+
+CHOICES = ("auto", "c10d", "shm")
+CHOICE_ENV = "TORCHDDP_TRANSPORT"
+LIMIT_ENV = "TORCHDDP_SHM_LIMIT_MB"
+# Backends that a shared-memory transport may stand in for: what they do for CPU tensors is known, and nobody put
+# something of their own between.
+_KNOWN_BACKENDS = ("gloo", "torchddp_shm")
+# Ranks reach this point within milliseconds of each other: it follows a collective.
+_CONNECT_TIMEOUT = datetime.timedelta(seconds=20)
+_MIB = 1024 * 1024
+_outer_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def check_choice(choice: str) -> str:
+    """``choice``, or what TORCHDDP_TRANSPORT says where that is "auto". ValueError for anything not in ``CHOICES``."""
+    if choice not in CHOICES:
+        raise ValueError(f"transport must be {_quoted_choices()}, got {choice!r}")
+    wished = os.environ.get(CHOICE_ENV, "")
+    if choice != "auto" or not wished:
+        return choice
+    if wished not in CHOICES:
+        raise ValueError(f"{CHOICE_ENV} must be {_quoted_choices()}, got {wished!r}")
+    return wished
+
+
+def _quoted_choices() -> str:
+    return f"{', '.join(repr(c) for c in CHOICES[:-1])} or {CHOICES[-1]!r}"
+
+
+def intended_transport(choice: str, process_group: Any, devices: Sequence[torch.device], *, collective: bool) -> str:
+    """What this rank will try: "c10d", "auto" (shared memory if it can be had) or "shm" (that or an error).
+
+    Not collective; the answer must be the same on all ranks. ``collective``: whether the ranks may talk to each other
+    now.
+    """
+    choice = check_choice(choice)
+    elsewhere = next((d for d in devices if d.type != "cpu"), None)
+    if choice == "shm" and elsewhere is not None:
+        raise ValueError(f"transport='shm' shares memory between CPU tensors, but there are parameters on {elsewhere}")
+    if choice != "auto":
+        return choice
+    reason = _reason_against_shared_memory(process_group, elsewhere, collective)
+    if reason:
+        logger.debug("reducing through the process group: %s", reason)
+    return "c10d" if reason else "auto"
+
+
+def _reason_against_shared_memory(process_group: Any, elsewhere: torch.device | None, collective: bool) -> str:
+    if elsewhere is not None:
+        return f"there are parameters on {elsewhere}"
+    if not collective:
+        return "the ranks were told not to talk to each other here (init_sync=False, or a copy of a module)"
+    if process_group.size() == 1:
+        return "there is one rank"
+    # A process group written in Python, or a wrapper around one, may do more than reduce.
+    backend = _cpu_backend(process_group)
+    if type(process_group) is not dist.ProcessGroup or process_group not in _world.pg_map or backend is None:
+        return "the process group is none of torch's own"
+    if backend.name() not in _KNOWN_BACKENDS or "Wrapper" in type(backend).__name__:
+        return f"the process group's backend is {type(backend).__name__}"
+    return ""
+
+
+def open_transport(choice: str, process_group: Any, *, timeout: datetime.timedelta | None = None) -> _C.Transport:
+    """The transport of ``process_group`` for CPU tensors.
+
+    Args:
+        choice: "c10d" is the process group itself. "shm" is memory shared by the ranks of a host (several hosts: shared
+            inside each, and the process group between them). "auto" tries shared memory, and takes c10d where that
+            can't be had.
+        timeout: how long an operation may take; None: the process group's own limit.
+
+    Collective unless the answer is c10d: every rank must give the same choice.
+
+    Raises:
+        ValueError: unknown choice.
+        RuntimeError: "shm", and some rank can't. On all ranks, with rank and reason.
+    """
+    choice = intended_transport(choice, process_group, (), collective=True)
+    if choice == "c10d":
+        return _C.C10dTransport(process_group)
+    outcome = _share_memory(process_group, timeout or _group_timeout(process_group))
+    if isinstance(outcome, _C.Transport):
+        return outcome
+    if choice == "shm":
+        raise RuntimeError(f"transport='shm' is impossible: {outcome}")
+    if process_group.rank() == 0:
+        logger.warning("torchddp reduces through the process group, for memory can't be shared: %s", outcome)
+    return _C.C10dTransport(process_group)
+
+
+@dataclasses.dataclass
+class _Card:
+    """What a rank tells the others about itself."""
+
+    host: str
+    user: int
+    address: str
+    problem: str
+
+
+def _share_memory(process_group: Any, timeout: datetime.timedelta) -> _C.Transport | str:
+    """Collective. A transport on every rank, or on every rank the same reason why not."""
+    endpoint, problem = None, ""
+    try:
+        limit_bytes = _limit_bytes()
+        endpoint = _C.ShmEndpoint()
+    except (RuntimeError, ValueError) as error:
+        problem = str(error)
+    card = _Card(_C.host_identity(), os.geteuid(), endpoint.address if endpoint else "", problem)
+    cards: list[_Card] = _gather(card, process_group)
+    if reason := _reason_in(cards):
+        return reason
+    hosts: dict[str, list[int]] = {}
+    for rank, other in enumerate(cards):
+        hosts.setdefault(other.host, []).append(rank)
+    if len(hosts) > 1 and max(map(len, hosts.values())) == 1:
+        return "no two ranks are on the same host"
+    transport = None
+    try:
+        mine = hosts[card.host]
+        owners = min(map(len, hosts.values()))
+        outer_group = _outer_group(process_group, list(hosts.values()), owners) if len(hosts) > 1 else None
+        assert endpoint is not None
+        transport = endpoint.connect(
+            process_group,
+            local_ranks=mine,
+            addresses=[cards[rank].address for rank in mine],
+            outer_group=outer_group,
+            owners=owners,
+            spans=len(hosts) > 1,
+            limit_bytes=limit_bytes,
+            connect_timeout=_CONNECT_TIMEOUT,
+            timeout=timeout,
+        )
+    except RuntimeError as error:
+        problem = str(error)
+    problems: list[str] = _gather(problem, process_group)
+    return _first_problem(problems) or transport or "unknown"
+
+
+def _reason_in(cards: Sequence[_Card]) -> str:
+    if len({card.user for card in cards}) > 1:
+        return "the ranks run as different users"
+    return _first_problem([card.problem for card in cards])
+
+
+def _first_problem(problems: Sequence[str]) -> str:
+    return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), "")
+
+
+def _limit_bytes() -> int:
+    text = os.environ.get(LIMIT_ENV, "")
+    if not text:
+        return 0
+    try:
+        limit_mb = float(text)
+    except ValueError:
+        limit_mb = -1.0
+    if not 0 < limit_mb < float("inf"):
+        raise ValueError(f"{LIMIT_ENV} must be a positive number of MiB, got {text!r}")
+    return max(1, int(limit_mb * _MIB))
+
+
+def _gather(value: Any, process_group: Any) -> list[Any]:
+    by_rank: list[Any] = [None] * process_group.size()
+    dist.all_gather_object(by_rank, value, group=process_group)
+    return by_rank
+
+
+def _outer_group(process_group: Any, hosts: Sequence[Sequence[int]], owners: int) -> Any:
+    """The ranks in this one's place on each host, or None if its place owns no shard. One per process group, kept."""
+    if process_group not in _outer_groups:
+        rank = process_group.rank()
+        place = next(ranks.index(rank) for ranks in hosts if rank in ranks)
+        group = None
+        if place < owners:
+            peers = sorted(dist.get_global_rank(process_group, ranks[place]) for ranks in hosts)
+            timeout = _group_timeout(process_group)
+            group = dist.new_group(peers, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        _outer_groups[process_group] = group
+    return _outer_groups[process_group]
+
+
+def _cpu_backend(process_group: Any) -> Any:
+    try:
+        return process_group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return None
+
+
+def _group_timeout(process_group: Any) -> datetime.timedelta:
+    options = getattr(_cpu_backend(process_group), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, datetime.timedelta) else dist.default_pg_timeout
