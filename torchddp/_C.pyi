@@ -146,6 +146,7 @@ class Reducer:
         gradient_as_bucket_view: bool = ...,
         skip_all_reduce_unused_params: bool = ...,
         compiled_autograd_takes_over: bool = ...,
+        wire_dtype: torch.dtype | None = ...,
         timeout: datetime.timedelta = ...,
     ) -> None: ...
     def prepare_for_forward(self) -> None: ...

@@ -42,9 +42,7 @@ constexpr int64_t kLargeNumel = 50'000;  // 200'000 bytes: four chunks
 
 // Rank 0 is an engine, rank 1 is only memory.
 struct Victim {
-  Victim() {
-    reset();
-  }
+  Victim() { reset(); }
 
   void reset() {
     own.reset(0);
@@ -77,8 +75,7 @@ struct Victim {
   // What an honest peer would have written.
   void post(uint64_t seq, const Operation& operation) const {
     auto& slot = peer.header().slots[seq % kSlots];
-    slot.post = {operation.kind, static_cast<uint32_t>(operation.type), static_cast<uint32_t>(operation.op),
-                 operation.root, operation.numel, kDataOffset};
+    slot.post = post_of(operation, kDataOffset);
     slot.claimed.store(Tally::pack(seq, 0));
     slot.completed.store(Tally::pack(seq, 0));
     peer.header().posted.store(seq + 1);
@@ -161,8 +158,8 @@ TEST(shm_other_lengths_are_refused) {
 
 TEST(shm_counters_of_any_value_end_in_a_result_or_an_error) {
   Victim victim;
-  for (const uint64_t value : {uint64_t{0}, uint64_t{1} << 23, (uint64_t{1} << 24) - 1, uint64_t{1} << 24, uint64_t{1} << 63,
-                               UINT64_MAX - 1, UINT64_MAX}) {
+  for (const uint64_t value : {uint64_t{0}, uint64_t{1} << 23, (uint64_t{1} << 24) - 1, uint64_t{1} << 24,
+                               uint64_t{1} << 63, UINT64_MAX - 1, UINT64_MAX}) {
     for (const bool eager : {true, false}) {
       for (int which = 0; which < 8; ++which) {
         victim.reset();

@@ -80,13 +80,14 @@ class ShmWork final : public Work {
   // Private memory that the result is copied to, and the shared memory that it is copied from.
   at::Tensor copy_back, staged;
   // Shared memory for tensors that lie elsewhere; kept for the next operation.
-  at::Tensor staging;
+  at::Tensor staging, wire;
 
  private:
   void give_up() {
     if (active_) {
-      transport_->abandoned_.push_back({seq_, {input, output, staged}});
-      staging.reset();  // it may be in use
+      transport_->abandoned_.push_back({seq_, {input, output, staged, wire}});
+      staging.reset();  // they may be in use
+      wire.reset();
       active_ = false;
     }
     forget();
@@ -124,13 +125,7 @@ bool is_dense_cpu(const at::Tensor& tensor) {
 }
 
 shm::Operation as_bytes(shm::OpKind kind, const at::Tensor& tensor, int root) {
-  return {.kind = kind,
-          .type = kernels::SumType::kU8,
-          .op = kernels::ReduceOp::kSum,
-          .root = root,
-          .numel = static_cast<int64_t>(tensor.nbytes()),
-          .input = nullptr,
-          .output = nullptr};
+  return {.kind = kind, .type = kernels::SumType::kU8, .root = root, .numel = static_cast<int64_t>(tensor.nbytes())};
 }
 
 void run_parallel(int threads, const std::function<void()>& body) {
@@ -159,7 +154,10 @@ std::shared_ptr<ShmTransport> ShmEndpoint::connect(c10::intrusive_ptr<c10d::Proc
 ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const ShmPlacement& placement,
                            std::shared_ptr<shm::Segment> segment, std::vector<shm::Peer> peers,
                            std::chrono::milliseconds timeout)
-    : segment_(std::move(segment)), peers_(std::move(peers)), spans_(placement.spans) {
+    : segment_(std::move(segment)),
+      pool_(GradientPool::make(segment_)),
+      peers_(std::move(peers)),
+      spans_(placement.spans) {
   shm::EngineConfig config;
   config.group_ranks = placement.local_ranks;
   for (size_t i = 0; i < peers_.size(); ++i) {
@@ -219,13 +217,18 @@ std::unique_ptr<Work> ShmTransport::make_work() {
   return std::make_unique<ShmWork>(shared_from_this(), c10d_ != nullptr ? c10d_->make_work() : nullptr);
 }
 
-bool ShmTransport::in_segment(const at::Tensor& tensor) const {
+bool ShmTransport::scales(at::ScalarType dtype) const {
+  const auto type = sum_type(dtype);
+  return type && kernels::can_scale(*type);
+}
+
+bool ShmTransport::reaches(const at::Tensor& tensor) const {
   return segment_->contains(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
 }
 
-// Shared memory with the tensor's size and dtype; contents are unspecified.
-at::Tensor ShmTransport::stage(const at::Tensor& tensor, at::Tensor& cache) {
-  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+// Shared memory of the tensor's size; contents are unspecified.
+at::Tensor ShmTransport::stage(const at::Tensor& tensor, at::ScalarType dtype, at::Tensor& cache) {
+  const auto bytes = tensor.numel() * static_cast<int64_t>(c10::elementSize(dtype));
   if (!cache.defined() || static_cast<int64_t>(cache.nbytes()) < bytes) {
     cache.reset();
     auto* memory = segment_->allocate(bytes);
@@ -237,7 +240,7 @@ at::Tensor ShmTransport::stage(const at::Tensor& tensor, at::Tensor& cache) {
     cache = at::from_blob(
         memory, {bytes}, [segment](void* block) { segment->release(block); }, at::TensorOptions().dtype(at::kByte));
   }
-  return cache.narrow(0, 0, bytes).view(tensor.scalar_type()).view(tensor.sizes());
+  return cache.narrow(0, 0, bytes).view(dtype).view(tensor.sizes());
 }
 
 // `input` and `output` may be undefined where the operation has none on this rank.
@@ -250,8 +253,8 @@ void ShmTransport::start(Work& work, shm::Operation operation, const at::Tensor&
   mine.output = output;
   operation.input = input.defined() ? input.const_data_ptr() : nullptr;
   operation.output = output.defined() ? output.mutable_data_ptr() : nullptr;
-  if (input.defined() && !engine_->is_eager(operation) && !in_segment(input)) {
-    mine.staged = stage(input, mine.staging);
+  if (input.defined() && !engine_->is_eager(operation) && !reaches(input)) {
+    mine.staged = stage(input, input.scalar_type(), mine.staging);
     mine.staged.copy_(input);
     operation.input = mine.staged.const_data_ptr();
     if (operation.kind == shm::OpKind::kAllReduce) {
@@ -267,22 +270,20 @@ void ShmTransport::drop_finished() {
   std::erase_if(abandoned_, [&](const Abandoned& operation) { return engine_->poll(operation.seq); });
 }
 
-void ShmTransport::all_reduce(const at::Tensor& tensor, Work& work) {
+void ShmTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) {
   const auto type = is_dense_cpu(tensor) ? sum_type(tensor.scalar_type()) : std::nullopt;
   if (!type) {
     c10d_->all_reduce(tensor, own(work).group_work());
     return;
   }
   check_flat("all_reduce", tensor);
-  start(work,
-        {.kind = shm::OpKind::kAllReduce,
-         .type = *type,
-         .op = kernels::ReduceOp::kSum,
-         .root = 0,
-         .numel = tensor.numel(),
-         .input = nullptr,
-         .output = nullptr},
-        tensor, tensor);
+  shm::Operation operation{
+      .kind = shm::OpKind::kAllReduce, .type = *type, .numel = tensor.numel(), .scale = options.scale};
+  if (options.wire && *type == kernels::SumType::kF32 && !engine_->is_eager(operation)) {
+    operation.wire = *sum_type(*options.wire);
+    operation.wire_memory = stage(tensor, *options.wire, own(work).wire).mutable_data_ptr();
+  }
+  start(work, operation, tensor, tensor);
 }
 
 void ShmTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
@@ -292,15 +293,7 @@ void ShmTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& in
     c10d_->reduce_scatter(output, input, own(work).group_work());
     return;
   }
-  start(work,
-        {.kind = shm::OpKind::kReduceScatter,
-         .type = *type,
-         .op = kernels::ReduceOp::kSum,
-         .root = 0,
-         .numel = input.numel(),
-         .input = nullptr,
-         .output = nullptr},
-        input, output);
+  start(work, {.kind = shm::OpKind::kReduceScatter, .type = *type, .numel = input.numel()}, input, output);
 }
 
 void ShmTransport::all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) {

@@ -10,6 +10,7 @@
 #include "shm/engine.h"
 #include "shm/mesh.h"
 #include "shm/segment.h"
+#include "transport/shm/gradient_pool.h"
 #include "transport/transport.h"
 
 namespace torchddp::transport {
@@ -55,13 +56,21 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   std::unique_ptr<Work> make_work() override;
   // Any other memory is copied in and out.
   bool reaches_any_memory() const override { return false; }
+  bool reaches(const at::Tensor& tensor) const override;
+  bool scales(at::ScalarType dtype) const override;
+  bool narrows() const override { return true; }
 
-  void all_reduce(const at::Tensor& tensor, Work& work) override;
+  using Transport::all_reduce;
+  void all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) override;
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) override;
   void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) override;
   void broadcast(const at::Tensor& tensor, int root, Work& work) override;
   void barrier(Work& work) override;
   void progress() override { engine_->progress(); }
+
+  void expect_gradients(std::span<const int64_t> sizes) override { pool_->expect(sizes); }
+  void begin_backward() override { pool_->set_active(true); }
+  void end_backward() override { pool_->set_active(false); }
 
   bool may_lose_memory() const override { return true; }
   bool lost_memory() const override { return lost_memory_; }
@@ -73,12 +82,12 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
 
  private:
   friend class ShmWork;
-  at::Tensor stage(const at::Tensor& tensor, at::Tensor& cache);
+  at::Tensor stage(const at::Tensor& tensor, at::ScalarType dtype, at::Tensor& cache);
   void drop_finished();
-  bool in_segment(const at::Tensor& tensor) const;
 
   std::shared_ptr<Transport> c10d_;  // null without a process group
   std::shared_ptr<shm::Segment> segment_;
+  std::shared_ptr<GradientPool> pool_;
   std::vector<shm::Peer> peers_;
   std::unique_ptr<shm::OuterLink> outer_;
   std::unique_ptr<shm::Engine> engine_;
@@ -89,7 +98,7 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   std::array<std::string, shm::kNumOpKinds> titles_;  // by OpKind
   struct Abandoned {
     uint64_t seq;
-    std::array<at::Tensor, 3> tensors;
+    std::array<at::Tensor, 4> tensors;
   };
   std::vector<Abandoned> abandoned_;  // nobody waits for them, but the engine may still write to them
 };
