@@ -122,6 +122,8 @@ class ShmEndpoint:
         local_ranks: Sequence[int],
         addresses: Sequence[str],
         outer_group: ProcessGroup | None,
+        places: Sequence[int],
+        outer_ranks: Sequence[int],
         owners: int,
         spans: bool,
         limit_bytes: int,

@@ -64,8 +64,8 @@ class DistributedDataParallel(TorchDDP):
       second copy of the gradients, and nothing is copied back. The values of a ``.grad`` kept over a step change with
       the next one, as with torch's ``True``. ``False`` given explicitly is honoured.
     * ``find_unused_parameters=True`` and ``static_graph=True`` rebuild buckets by the measured order too.
-    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB (models on CPU: 8 MiB, and a gradient of 1 MiB or more
-      has a bucket of its own and is reduced where it lies; over shared memory: 1 MiB, and 256 KiB;
+    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB (models on CPU: 8 MiB, and a gradient of 1 MiB or
+      more has a bucket of its own and is reduced where it lies; over shared memory: 1 MiB, and 256 KiB;
       ``bucket_bytes_cap``, which torch's compiler reads, says 25 MiB as in torch). A number given explicitly holds for
       every bucket, the first included (torch does the same). Fractions are allowed; zero and negative numbers raise
       ValueError.
@@ -78,10 +78,10 @@ class DistributedDataParallel(TorchDDP):
             them); RuntimeError where that is impossible. ``"auto"``: shared memory if the process group is gloo's and
             all ranks can, c10d otherwise; also c10d with ``init_sync=False``, and for copies (pickle, deepcopy), which
             may be made by one rank alone. The environment variable TORCHDDP_TRANSPORT chooses where this says "auto".
-        wire_dtype: ``torch.bfloat16`` or ``torch.float16``: fp32 gradients travel in 16 bits and are summed in fp32; the
-            same values on all ranks, but not those of full precision. Over shared memory only (RuntimeError otherwise;
-            the hook ``bf16_compress_hook`` works everywhere). Between hosts it halves what is sent where there are two;
-            every host sends its part to every other. None: as they are.
+        wire_dtype: ``torch.bfloat16`` or ``torch.float16``: fp32 gradients travel in 16 bits and are summed in fp32;
+            the same values on all ranks, but not those of full precision. Over shared memory only (RuntimeError
+            otherwise; the hook ``bf16_compress_hook`` works everywhere). Two hosts send half as much to each other; of
+            more, every host sends its part to every other. None: as they are.
         timeout: how long a reduction may take, e.g. ``datetime.timedelta(seconds=30)``; None: the process group's own
             limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and
             parameters.

@@ -139,16 +139,16 @@ def _share_memory(process_group: Any, timeout: datetime.timedelta) -> _C.Transpo
         return "no two ranks are on the same host"
     transport = None
     try:
-        mine = hosts[card.host]
-        owners = min(map(len, hosts.values()))
-        outer_group = _outer_group(process_group, list(hosts.values()), owners) if len(hosts) > 1 else None
+        placement = _place(process_group, list(hosts.values()))
         assert endpoint is not None
         transport = endpoint.connect(
             process_group,
-            local_ranks=mine,
-            addresses=[cards[rank].address for rank in mine],
-            outer_group=outer_group,
-            owners=owners,
+            local_ranks=hosts[card.host],
+            addresses=[cards[rank].address for rank in hosts[card.host]],
+            outer_group=_outer_group(process_group, placement) if len(hosts) > 1 else None,
+            places=placement.places,
+            outer_ranks=placement.outer_ranks,
+            owners=placement.owners,
             spans=len(hosts) > 1,
             limit_bytes=limit_bytes,
             connect_timeout=_CONNECT_TIMEOUT,
@@ -189,16 +189,43 @@ def _gather(value: Any, process_group: Any) -> list[Any]:
     return by_rank
 
 
-def _outer_group(process_group: Any, hosts: Sequence[Sequence[int]], owners: int) -> Any:
+@dataclasses.dataclass
+class _Placement:
+    """Where ranks are, and who reduces what between hosts."""
+
+    owners: int  # the first ranks of each host, which own a shard of every bucket each
+    places: list[int]  # by rank: its place among the ranks of its host
+    outer_ranks: list[int]  # by rank: its rank among those with its place, or -1 if that owns nothing
+    columns: list[list[int]]  # by place below `owners`: the global ranks that have it, ascending
+
+
+def _place(process_group: Any, hosts: Sequence[Sequence[int]]) -> _Placement:
+    owners = min(map(len, hosts))
+    places = [0] * process_group.size()
+    outer_ranks = [-1] * process_group.size()
+    columns = []
+    for ranks in hosts:
+        for place, rank in enumerate(ranks):
+            places[rank] = place
+    for place in range(owners if len(hosts) > 1 else 0):
+        # In the order of new_group(), which sorts.
+        column = sorted((dist.get_global_rank(process_group, ranks[place]), ranks[place]) for ranks in hosts)
+        columns.append([global_rank for global_rank, _ in column])
+        for outer_rank, (_, rank) in enumerate(column):
+            outer_ranks[rank] = outer_rank
+    return _Placement(owners, places, outer_ranks, columns)
+
+
+def _outer_group(process_group: Any, placement: _Placement) -> Any:
     """The ranks in this one's place on each host, or None if its place owns no shard. One per process group, kept."""
     if process_group not in _outer_groups:
-        rank = process_group.rank()
-        place = next(ranks.index(rank) for ranks in hosts if rank in ranks)
+        place = placement.places[process_group.rank()]
         group = None
-        if place < owners:
-            peers = sorted(dist.get_global_rank(process_group, ranks[place]) for ranks in hosts)
+        if place < placement.owners:
             timeout = _group_timeout(process_group)
-            group = dist.new_group(peers, backend="gloo", timeout=timeout, use_local_synchronization=True)
+            group = dist.new_group(
+                placement.columns[place], backend="gloo", timeout=timeout, use_local_synchronization=True
+            )
         _outer_groups[process_group] = group
     return _outer_groups[process_group]
 

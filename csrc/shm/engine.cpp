@@ -187,6 +187,11 @@ void Engine::progress_slow() {
   update_under_way();
 }
 
+void Engine::give_up(const std::string& reason) {
+  const std::lock_guard lock(mutex_);
+  fail(reason, -1);
+}
+
 bool Engine::poll(uint64_t seq) {
   const std::lock_guard lock(mutex_);
   ensure_usable();

@@ -112,6 +112,8 @@ class Engine {
       progress_slow();
     }
   }
+  // Always throws, and so does every later call here, and soon those of the peers.
+  [[noreturn]] void give_up(const std::string& reason);
   bool poll(uint64_t seq);
   void wait(uint64_t seq, std::chrono::milliseconds timeout);
 

@@ -176,6 +176,9 @@ ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const S
   }
   if (spans_) {
     outer_ = std::make_unique<C10dOuterLink>(placement.outer_group);
+    outer_group_ = placement.outer_group;
+    places_ = placement.places;
+    outer_ranks_ = placement.outer_ranks;
     config.outer = outer_.get();
   }
   config.owners = placement.owners;
@@ -307,13 +310,33 @@ void ShmTransport::all_gather(const at::Tensor& output, const at::Tensor& input,
 
 void ShmTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
   check_broadcast(tensor, root);
-  if (!is_dense_cpu(tensor) || spans_) {
+  if (!is_dense_cpu(tensor) || (spans_ && outer_ranks_[static_cast<size_t>(root)] < 0)) {
     c10d_->broadcast(tensor, root, own(work).group_work());
     return;
   }
-  const bool is_root = root == rank_;
-  start(work, as_bytes(shm::OpKind::kBroadcast, tensor, root), is_root ? tensor : at::Tensor(),
+  // Between hosts to those with the root's place there, who then are the roots of their hosts: the link carries it once.
+  const int local_root = spans_ ? places_[static_cast<size_t>(root)] : root;
+  const bool is_root = local_root == engine_->rank();
+  if (spans_ && is_root) {
+    broadcast_between_hosts(tensor, outer_ranks_[static_cast<size_t>(root)]);
+  }
+  start(work, as_bytes(shm::OpKind::kBroadcast, tensor, local_root), is_root ? tensor : at::Tensor(),
         is_root ? at::Tensor() : tensor);
+}
+
+void ShmTransport::broadcast_between_hosts(const at::Tensor& tensor, int root) {
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  std::vector<at::Tensor> tensors{tensor};
+  std::string problem = "the process group reported that the operation failed";
+  try {
+    if (outer_group_->broadcast(tensors, options)->wait()) {
+      return;
+    }
+  } catch (const std::exception& error) {
+    problem = error.what();
+  }
+  engine_->give_up("the broadcast between hosts failed: " + problem);  // the others of this host wait for us
 }
 
 void ShmTransport::barrier(Work& work) {

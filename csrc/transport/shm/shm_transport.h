@@ -20,7 +20,9 @@ struct ShmPlacement {
   std::vector<int> local_ranks;        // group ranks of this host, ascending
   std::vector<std::string> addresses;  // of their listeners
   // Between hosts: the ranks with this one's place on each host; null on a single host, and for a rank that owns no shard.
-  c10::intrusive_ptr<c10d::ProcessGroup> outer_group;
+  c10::intrusive_ptr<c10d::ProcessGroup>
+      outer_group;  // By group rank: its place among the ranks of its host, and its rank in the outer group of that place (-1: there is none).
+  std::vector<int> places, outer_ranks;
   int owners = 0;           // ranks of each host that own shards
   bool spans = false;       // several hosts
   int64_t limit_bytes = 0;  // 0: as much as the machine has
@@ -82,6 +84,7 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
 
  private:
   friend class ShmWork;
+  void broadcast_between_hosts(const at::Tensor& tensor, int root);
   at::Tensor stage(const at::Tensor& tensor, at::ScalarType dtype, at::Tensor& cache);
   void drop_finished();
 
@@ -94,6 +97,8 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   int rank_ = 0;
   int size_ = 0;
   bool spans_ = false;
+  c10::intrusive_ptr<c10d::ProcessGroup> outer_group_;
+  std::vector<int> places_, outer_ranks_;
   bool lost_memory_ = false;
   std::array<std::string, shm::kNumOpKinds> titles_;  // by OpKind
   struct Abandoned {
