@@ -1,0 +1,255 @@
+"""Where memory can't be shared: all ranks go on through the process group together, soon, and rank 0 says why."""
+
+import logging
+import os
+import resource
+import time
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.models import Mlp, NormNet, assert_grads, batch, expected_grads, grads_of, loss_of, seeded
+from torchddp import transports
+
+SOON_S = 5.0
+# Room for this rank's segment, which is as large as the machine's memory, and not for a second.
+LITTLE_SPACE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 2
+WIDTH = 256  # fp64 gradients of 1, 3, and 1.5 MiB
+
+pytestmark = pytest.mark.beyond_torch("has no transports")
+
+
+@pytest.fixture(autouse=True)
+def _no_choice_from_outside(monkeypatch):
+    for name in (transports.CHOICE_ENV, transports.LIMIT_ENV, "TORCHDDP_HOST_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Listening(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(f"{record.levelname}: {record.getMessage()}")
+
+
+def wrapped(ddp_class, make=Mlp, **options):
+    """(module, its transport's name, what was logged)."""
+    handler = Listening()
+    transports.logger.addHandler(handler)
+    started_s = time.monotonic()
+    ddp = ddp_class(seeded(make), **options)
+    assert time.monotonic() - started_s < SOON_S, f"{time.monotonic() - started_s:.1f} s: {handler.lines}"
+    transports.logger.removeHandler(handler)
+    return ddp, handler.lines
+
+
+def assert_trains(ddp, rank, width=8):
+    def run(model, r, step):
+        loss_of(model(batch(r, step, 5, width))).backward()
+
+    for step in range(3):
+        ddp.zero_grad()
+        run(ddp, rank, step)
+        assert_grads(grads_of(ddp), expected_grads(ddp.module, lambda plain, r, s=step: run(plain, r, s)))
+
+
+def limit(what, size):
+    resource.setrlimit(what, (size, resource.getrlimit(what)[1]))
+
+
+def fill_files(left):
+    """Leaves this process `left` file descriptors."""
+    limit(resource.RLIMIT_NOFILE, max(int(fd) for fd in os.listdir("/proc/self/fd")) + 8)
+    taken = []
+    while True:
+        try:
+            taken.append(os.dup(0))
+        except OSError:
+            break
+    for fd in taken[:left]:
+        os.close(fd)
+
+
+def no_endpoint():
+    def fail(*_):
+        raise RuntimeError("no sockets here")
+
+    transports._C.ShmEndpoint = fail
+
+
+def no_connection():
+    def fail(*_, **__):
+        raise RuntimeError("no memory here")
+
+    transports._C.ShmEndpoint.connect = fail
+
+
+# name -> (what to do to a rank, what it is called in the log)
+TROUBLES = {
+    "no sockets": (no_endpoint, "no sockets here"),
+    "no memory": (no_connection, "no memory here"),
+    "little address space": (lambda: limit(resource.RLIMIT_AS, LITTLE_SPACE), "could not map"),
+    "no files": (lambda: fill_files(0), "Too many open files"),
+    "one file": (lambda: fill_files(1), "Too many open files"),
+    "few files": (lambda: fill_files(3), "Too many open files"),
+    "small files": (lambda: limit(resource.RLIMIT_FSIZE, 1 << 20), "file sizes"),
+}
+
+
+@pytest.mark.parametrize("unable", [0, 2])
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_one_rank_that_can_not(ddp_class, trouble, unable):
+    cause, reason = TROUBLES[trouble]
+
+    def work(rank):
+        if rank == unable:
+            cause()
+        ddp, lines = wrapped(ddp_class)
+        assert_trains(ddp, rank)
+        return ddp.reducer.transport_name, lines
+
+    found = run_ranks(work, 3, timeout=60)
+    assert [name for name, _ in found] == ["c10d"] * 3
+    lines = [line for _, logged in found for line in logged]
+    assert len(lines) == 1 and found[0][1] == lines, lines
+    assert lines[0].startswith("WARNING: ") and f"rank {unable}: " in lines[0] and reason in lines[0], lines
+
+
+@pytest.mark.parametrize("trouble", ["no sockets", "no memory"])
+def test_shared_memory_or_nothing(ddp_class, trouble):
+    """Asked for by name, it is an error on all ranks, with rank and reason; the process group is still of use."""
+    cause, reason = TROUBLES[trouble]
+
+    def work(rank):
+        real = transports._C.ShmEndpoint.connect
+        if rank == 1:
+            cause()
+        with pytest.raises(RuntimeError, match=f"transport='shm' is impossible: .*rank 1: {reason}"):
+            ddp_class(seeded(Mlp), transport="shm")
+        transports._C.ShmEndpoint.connect = real
+        assert_trains(ddp_class(seeded(Mlp), transport="c10d"), rank)
+
+    run_ranks(work, 2, timeout=60)
+
+
+def test_no_two_ranks_on_a_host(ddp_class):
+    def work(rank):
+        os.environ["TORCHDDP_HOST_ID"] = str(rank)
+        with pytest.raises(RuntimeError, match="transport='shm' is impossible: no two ranks are on the same host"):
+            ddp_class(seeded(Mlp), transport="shm")
+        ddp, lines = wrapped(ddp_class)
+        assert_trains(ddp, rank)
+        return ddp.reducer.transport_name, lines
+
+    (name, lines), *others = run_ranks(work, 3)
+    assert name == "c10d" and others == [("c10d", [])] * 2
+    assert len(lines) == 1 and "no two ranks are on the same host" in lines[0], lines
+
+
+def test_no_line_where_nothing_is_wrong(ddp_class):
+    def work(rank):
+        return [wrapped(ddp_class, transport=choice)[1] for choice in ("auto", "shm", "c10d")]
+
+    assert run_ranks(work, 2) == [[[], [], []]] * 2
+
+
+@pytest.mark.parametrize("text", ["nonsense", "-1", "0", "nan", "inf"])
+def test_limit_that_is_no_size(ddp_class, text):
+    def work(rank):
+        if rank == 1:
+            os.environ[transports.LIMIT_ENV] = text
+        with pytest.raises(RuntimeError, match=f"rank 1: {transports.LIMIT_ENV} must be .* got '{text}'"):
+            ddp_class(seeded(Mlp), transport="shm")
+        ddp, lines = wrapped(ddp_class)
+        assert_trains(ddp, rank)
+        return ddp.reducer.transport_name, len(lines)
+
+    assert run_ranks(work, 2) == [("c10d", 1), ("c10d", 0)]
+
+
+@pytest.mark.parametrize("limit_mb", ["0.5", "1.5", "2", "4", "5"])
+@pytest.mark.parametrize("limited", [(0,), (1,), (0, 1)], ids=str)
+def test_gradients_that_do_not_fit(ddp_class, limited, limit_mb, capfd):
+    """The model's are 5.5 MiB: whichever rank has no room, and for whatever, all go on without."""
+
+    def work(rank):
+        if rank in limited:
+            os.environ[transports.LIMIT_ENV] = limit_mb
+        ddp, _ = wrapped(ddp_class, lambda: Mlp(WIDTH))
+        assert_trains(ddp, rank, WIDTH)
+        return ddp.reducer.transport_name
+
+    assert run_ranks(work, 2, timeout=20) == ["c10d", "c10d"]
+    said = capfd.readouterr().err
+    for rank in range(2):
+        assert (f"rank {rank}: no room for" in said) == (rank in limited), said
+
+
+def test_gradients_that_just_fit(ddp_class):
+    def work(rank):
+        os.environ[transports.LIMIT_ENV] = "16"
+        ddp, _ = wrapped(ddp_class, lambda: Mlp(WIDTH))
+        assert_trains(ddp, rank, WIDTH)
+        return ddp.reducer.transport_name
+
+    assert run_ranks(work, 2) == ["shm", "shm"]
+
+
+@pytest.mark.parametrize("limited", [0, 1])
+def test_buffers_that_do_not_fit(ddp_class, limited):
+    """One of 2.5 MiB, which is broadcast before each forward."""
+
+    class Wide(NormNet):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", seeded(lambda: Mlp(64)).first.weight.detach().repeat(40, 1))  # 2.5 MiB
+
+    def work(rank):
+        if rank == limited:
+            os.environ[transports.LIMIT_ENV] = "1"
+        ddp, _ = wrapped(ddp_class, Wide)
+        for step in range(3):
+            if rank == 1:
+                ddp.module.table.zero_()
+            loss_of(ddp(batch(rank, step, 2, 3, 6, 6))).backward()
+            assert ddp.module.table.abs().sum() > 1
+
+    run_ranks(work, 2, timeout=20)
+
+
+class Reordered(Mlp):
+    """Registered in another order than it is used in: buckets change after the first step."""
+
+    def __init__(self):
+        super().__init__(WIDTH)
+        first = self.first
+        del self.first
+        self.register_buffer("table", torch.ones(100_000))
+        self.first = first
+
+
+@pytest.mark.parametrize("limited", [(0,), (1,), (0, 1)], ids=str)
+def test_no_room_in_mid_training(ddp_class, limited):
+    """New buckets before the second step, while gradients still hold the old ones: there is room for one set."""
+
+    def work(rank):
+        if rank in limited:
+            os.environ[transports.LIMIT_ENV] = "9"
+        ddp, _ = wrapped(ddp_class, Reordered, bucket_cap_mb=3.5)
+        names = []
+        for step in range(4):
+            if rank == 1:
+                ddp.module.table.zero_()
+            loss = loss_of(ddp(batch(rank, step, 5, WIDTH)))
+            assert ddp.module.table.sum() == 100_000
+            ddp.zero_grad(set_to_none=False)
+            loss.backward()
+            want = expected_grads(ddp.module, lambda m, r, s=step: loss_of(m(batch(r, s, 5, WIDTH))).backward())
+            assert_grads(grads_of(ddp), want)
+            names.append(ddp.reducer.transport_name)
+        return names
+
+    assert run_ranks(work, 2, timeout=20) == [["shm", "c10d", "c10d", "c10d"]] * 2

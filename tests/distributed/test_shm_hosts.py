@@ -1,0 +1,170 @@
+"""Several hosts, emulated by TORCHDDP_HOST_ID: shared memory inside each, the process group between them."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from tests.harness import run_outcomes, run_ranks
+from tests.models import (
+    Branches,
+    Mlp,
+    NormNet,
+    assert_grads,
+    batch,
+    grads_of,
+    loss_of,
+    same_on_all_ranks,
+    seeded,
+    step_on,
+)
+
+# The host of each rank. Hosts of different size; ranks of a host that do not follow each other.
+PLACES = ["aabb", "aab", "abb", "aaab", "abab", "aabbb"]
+RTOL = 1e-14  # of fp64: sums are the same but for the order of their terms
+NOTICED_S = 5.0
+
+pytestmark = pytest.mark.beyond_torch("knows no hosts")
+at_all_places = pytest.mark.parametrize("places", PLACES)
+
+
+def live_on(places, rank):
+    os.environ["TORCHDDP_HOST_ID"] = places[rank]
+
+
+def both(ddp_class, make, **options):
+    """The module under test and torch's own, of equal weights."""
+    ours = ddp_class(seeded(make), transport="shm", bucket_cap_mb=0.001, **options)
+    assert ours.reducer.transport_name == "shm"
+    return ours, TorchDDP(seeded(make), bucket_cap_mb=0.001, **options)
+
+
+def assert_same(ours, theirs, step):
+    assert_grads(grads_of(ours), grads_of(theirs), rtol=RTOL, what=f"step {step}:")
+    grads = [p.grad for p in ours.parameters() if p.grad is not None]
+    assert same_on_all_ranks(grads), f"step {step}: ranks differ"
+
+
+@at_all_places
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": False}], ids=str)
+def test_gradients_are_those_of_torch(ddp_class, places, options):
+    def work(rank):
+        live_on(places, rank)
+        models = both(ddp_class, Mlp, **options)
+        for step in range(3):
+            for ddp in models:
+                ddp.zero_grad()
+                step_on(ddp, rank, step)
+            assert_same(*models, step)
+
+    run_ranks(work, len(places))
+
+
+@pytest.mark.parametrize("places", ["aab", "aabb"])
+def test_shards_of_many_chunks(ddp_class, places):
+    """Gradients of 3 MiB, and buckets that no shard divides."""
+
+    def work(rank):
+        live_on(places, rank)
+        models = both(ddp_class, lambda: Mlp(257))
+        for step in range(2):
+            for ddp in models:
+                ddp.zero_grad()
+                loss_of(ddp(batch(rank, step, 5, 257))).backward()
+            assert_same(*models, step)
+
+    run_ranks(work, len(places))
+
+
+@pytest.mark.parametrize("places", ["aab", "aabb"])
+def test_unused_parameters(ddp_class, places):
+    def work(rank):
+        live_on(places, rank)
+        models = both(ddp_class, Branches, find_unused_parameters=True)
+        for step in range(4):
+            for ddp in models:
+                ddp.zero_grad()
+                branch = ("left", "right")[(rank + step) % 2] if step < 3 else "left"
+                loss_of(ddp(batch(rank, step, 5, 4), branch)).backward()
+            assert_same(*models, step)
+
+    run_ranks(work, len(places))
+
+
+@pytest.mark.parametrize("places", ["aab", "aabb"])
+def test_buffers_are_those_of_rank_0(ddp_class, places):
+    def work(rank):
+        live_on(places, rank)
+        models = both(ddp_class, NormNet)
+        for step in range(3):
+            for ddp in models:
+                loss_of(ddp(batch(rank, step, 2, 3, 6, 6))).backward()
+        with torch.no_grad():
+            for ddp in models:
+                ddp(batch(0, 9, 2, 3, 6, 6))
+        assert same_on_all_ranks(models[0].buffers())
+        for ours, theirs in zip(models[0].buffers(), models[1].buffers(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+    run_ranks(work, len(places))
+
+
+@pytest.mark.parametrize("places", ["aab", "aabb"])
+def test_uneven_inputs(ddp_class, places):
+    """Inside join() a rank that has run out of inputs goes on reducing."""
+
+    def work(rank):
+        live_on(places, rank)
+        models = both(ddp_class, Mlp)
+        for ddp in models:
+            with ddp.join():
+                for step in range(rank + 1):
+                    ddp.zero_grad()
+                    step_on(ddp, rank, step)
+        assert_grads(grads_of(models[0]), grads_of(models[1]), rtol=RTOL)
+
+    run_ranks(work, len(places))
+
+
+@pytest.mark.parametrize("places", ["aabb", "aab", "abb", "abab"])
+@pytest.mark.parametrize("victim", [0, -1])
+def test_dead_rank_is_noticed_on_both_hosts(ddp_class, places, victim):
+    """Also by ranks that share nothing with it, and by one that has no link of its own to the other host."""
+    dead = range(len(places))[victim]
+    survivors = [rank for rank in range(len(places)) if rank != dead]
+
+    def work(rank):
+        live_on(places, rank)
+        ddp = ddp_class(seeded(Mlp), transport="shm", bucket_cap_mb=0.001)
+        for step in range(3):
+            step_on(ddp, rank, step)
+        if rank == dead:
+            os.kill(os.getpid(), signal.SIGKILL)
+        started_s = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            for step in range(3):
+                step_on(ddp, rank, step)
+        return type(caught.value).__name__, time.monotonic() - started_s
+
+    outcomes = run_outcomes(work, len(places), needed_ranks=survivors, timeout=30, straggler_s=20)
+    for rank in survivors:
+        assert outcomes[rank].ok, f"rank {rank}: {outcomes[rank].error}"
+        name, seconds = outcomes[rank].value
+        assert name == "TransportError" and seconds < NOTICED_S, f"rank {rank}: {name} after {seconds:.1f} s"
+
+
+def test_same_results_in_each_run(ddp_class):
+    def work(rank):
+        live_on("aabb", rank)
+        ddp = ddp_class(seeded(Mlp), transport="shm", bucket_cap_mb=0.001)
+        for step in range(3):
+            ddp.zero_grad()
+            step_on(ddp, rank, step)
+        return grads_of(ddp)
+
+    first, *others = [run_ranks(work, 4)[0] for _ in range(3)]
+    for other in others:
+        assert_grads(other, first, rtol=0)

@@ -1,0 +1,215 @@
+"""Which transport a model gets: what "auto" means, who may choose, and that all ranks get the same."""
+
+import copy
+import io
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import run_ranks
+from tests.models import Mlp, assert_grads, expected_grads, grads_of, seeded, step_on
+from torchddp.transports import CHOICE_ENV, intended_transport
+
+pytestmark = pytest.mark.beyond_torch("has no transports")
+
+
+@pytest.fixture(autouse=True)
+def _no_choice_from_outside(monkeypatch):
+    monkeypatch.delenv(CHOICE_ENV, raising=False)
+
+
+def transport_of(ddp):
+    return ddp.reducer.transport_name
+
+
+def assert_trains(ddp, rank):
+    for step in range(3):
+        ddp.zero_grad()
+        step_on(ddp, rank, step)
+        assert_grads(grads_of(ddp), expected_grads(ddp.module, lambda plain, r, s=step: step_on(plain, r, s)))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_of_a_host_share_memory(ddp_class, world_size):
+    def work(rank):
+        ddp = ddp_class(seeded(Mlp))
+        assert_trains(ddp, rank)
+        return transport_of(ddp)
+
+    assert run_ranks(work, world_size) == ["shm"] * world_size
+
+
+def test_one_rank_alone_has_nobody_to_share_with(ddp_class):
+    assert run_ranks(lambda rank: transport_of(ddp_class(seeded(Mlp))), 1) == ["c10d"]
+
+
+def test_without_synchronisation_at_init_nothing_is_agreed(ddp_class):
+    """`init_sync=False` says that the ranks may come at different times."""
+
+    def work(rank):
+        ddp = ddp_class(seeded(Mlp), init_sync=False)
+        if rank == 0:
+            ddp_class(seeded(Mlp), init_sync=False)  # alone: would hang if it were collective
+        assert_trains(ddp, rank)
+        return transport_of(ddp)
+
+    assert run_ranks(work, 2) == ["c10d", "c10d"]
+
+
+class Forwarding(dist.ProcessGroup):
+    """A process group in Python, with another inside."""
+
+    def __init__(self, inner):
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+        self.reduced = 0
+
+    def allreduce(self, tensors, options=None):
+        self.reduced += 1
+        return self.inner.allreduce(tensors, options or dist.AllreduceOptions())
+
+    def broadcast(self, tensors, options=None):
+        return self.inner.broadcast(tensors, options or dist.BroadcastOptions())
+
+    def allgather(self, outputs, inputs, options=None):
+        return self.inner.allgather(outputs, inputs, options or dist.AllgatherOptions())
+
+
+def test_process_group_in_python_is_not_passed_by(ddp_class):
+    def create(store, rank, world_size, timeout):
+        return Forwarding(dist.ProcessGroupGloo(store, rank, world_size, timeout))
+
+    def work(rank):
+        dist.Backend.register_backend("forwarding", create, devices=["cpu"])
+        group = dist.new_group(backend="forwarding")
+        ddp = ddp_class(seeded(Mlp), process_group=group)
+        assert_trains(ddp, rank)
+        assert group.reduced >= 3
+        return transport_of(ddp)
+
+    assert run_ranks(work, 2) == ["c10d", "c10d"]
+
+
+def test_checking_wrapper_of_torch_is_not_passed_by(ddp_class):
+    def work(rank):
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        ddp = ddp_class(seeded(Mlp), process_group=dist.new_group())
+        assert_trains(ddp, rank)
+        return transport_of(ddp)
+
+    assert run_ranks(work, 2) == ["c10d", "c10d"]
+
+
+def test_copies_are_made_by_one_rank_alone(ddp_class):
+    """deepcopy and pickle are not collective: rank 0 makes them while the other waits at a barrier."""
+
+    def work(rank):
+        ddp = ddp_class(seeded(Mlp), transport="shm")
+        step_on(ddp, rank)
+        copies = []
+        if rank == 0:
+            file = io.BytesIO()
+            torch.save(ddp, file)
+            file.seek(0)
+            os.environ[CHOICE_ENV] = "shm"
+            copies = [copy.deepcopy(ddp), torch.load(file, weights_only=False)]
+        dist.barrier()
+        assert_trains(ddp, rank)
+        return transport_of(ddp), [transport_of(other) for other in copies]
+
+    assert run_ranks(work, 2, timeout=20) == [("shm", ["c10d", "c10d"]), ("shm", [])]
+
+
+def test_environment_chooses_where_the_argument_does_not(ddp_class):
+    def work(rank):
+        found = {}
+        for wished in ("auto", "c10d", "shm", ""):
+            os.environ[CHOICE_ENV] = wished
+            found[wished] = transport_of(ddp_class(seeded(Mlp)))
+        return found
+
+    assert run_ranks(work, 2) == [{"auto": "shm", "c10d": "c10d", "shm": "shm", "": "shm"}] * 2
+
+
+def test_argument_wins_over_the_environment(ddp_class):
+    def work(rank):
+        found = []
+        for wished in ("c10d", "shm", "nonsense"):
+            os.environ[CHOICE_ENV] = wished
+            found += [transport_of(ddp_class(seeded(Mlp), transport=given)) for given in ("c10d", "shm")]
+        return found
+
+    assert run_ranks(work, 2) == [["c10d", "shm"] * 3] * 2
+
+
+def test_unknown_choices_are_refused_by_name(ddp_class):
+    def work(rank):
+        with pytest.raises(ValueError, match="transport must be 'auto', 'c10d' or 'shm', got 'pigeon'"):
+            ddp_class(seeded(Mlp), transport="pigeon")
+        os.environ[CHOICE_ENV] = "nonsense"
+        with pytest.raises(ValueError, match=f"{CHOICE_ENV} must be 'auto', 'c10d' or 'shm', got 'nonsense'"):
+            ddp_class(seeded(Mlp))
+
+    run_ranks(work, 1)
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+@pytest.mark.parametrize(
+    "choices", [("shm", "c10d", "shm"), ("auto", "shm", "c10d"), ("auto", "auto", "c10d")], ids=str
+)
+def test_ranks_that_choose_differently_all_hear_of_it(ddp_class, choices, by_environment):
+    def work(rank):
+        if by_environment:
+            os.environ[CHOICE_ENV] = choices[rank]
+        with pytest.raises(ValueError) as caught:
+            ddp_class(seeded(Mlp), transport="auto" if by_environment else choices[rank])
+        assert_trains(ddp_class(seeded(Mlp), transport="shm"), rank)  # the group is as good as before
+        return str(caught.value)
+
+    for text in run_ranks(work, 3, timeout=20):
+        for rank, choice in enumerate(choices):
+            assert f"rank {rank}: '{choice}'" in text, text
+        assert CHOICE_ENV in text, text
+
+
+def test_differing_models_are_told_before_anything_is_opened(ddp_class):
+    def work(rank):
+        with pytest.raises(RuntimeError, match="not the same on all ranks"):
+            ddp_class(seeded(lambda: Mlp(8 + rank)))
+
+    run_ranks(work, 2, timeout=20)
+
+
+@pytest.mark.parametrize("choice", ["auto", "shm"])
+def test_parameters_elsewhere(ddp_class, choice):
+    """Memory of another device can't be shared: "auto" keeps to the process group, "shm" says why not."""
+
+    def work(rank):
+        devices = [torch.device("cpu"), torch.device("cuda", 1)]
+        if choice == "shm":
+            with pytest.raises(ValueError, match="cuda:1"):
+                intended_transport(choice, dist.group.WORLD, devices, collective=True)
+        else:
+            assert intended_transport(choice, dist.group.WORLD, devices, collective=True) == "c10d"
+        dist.barrier()
+
+    run_ranks(work, 2)
+
+
+def test_new_process_group_is_asked_again(ddp_class):
+    """`_update_process_group` to a group of one and back."""
+
+    def work(rank):
+        ddp = ddp_class(seeded(Mlp))
+        alone = [dist.new_group([r]) for r in range(2)][rank]
+        found = [transport_of(ddp)]
+        for group in (alone, dist.group.WORLD):
+            ddp._update_process_group(group)
+            found.append(transport_of(ddp))
+            step_on(ddp, rank)
+        assert_trains(ddp, rank)
+        return found
+
+    assert run_ranks(work, 2) == [["shm", "c10d", "shm"]] * 2

@@ -1,0 +1,274 @@
+"""Ranks that share memory and stop, leave, raise or die: the others say who it was, hang nowhere, and can go on."""
+
+import contextlib
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.fault.deaths import holders_of, segments_of
+from tests.harness import run_outcomes, run_ranks
+from tests.models import Branches, Mlp, assert_grads, batch, grads_of, local_grads, loss_of, mean_grads, seeded, step_on
+from torchddp import transports
+
+LIMIT_S = 1.0  # of an operation, where a test waits for it to run out
+NOTICED_S = 2.0
+STEPS_BEFORE = 2  # buckets are rebuilt in the second
+
+pytestmark = pytest.mark.beyond_torch("knows no shared memory")
+
+
+def wrap(ddp_class, model=None, **options):
+    """Shared memory and three buckets."""
+    return ddp_class(model or seeded(Mlp), transport="shm", bucket_cap_mb=0.001, **options)
+
+
+def trained(ddp_class, rank, **options):
+    ddp = wrap(ddp_class, **options)
+    for step in range(STEPS_BEFORE):
+        step_on(ddp, rank, step)
+    return ddp
+
+
+def error_of(train):
+    """(names of the error's classes, its text, after how many seconds) of what `train` raises."""
+    started_s = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        train()
+    return [c.__name__ for c in type(caught.value).__mro__], str(caught.value), time.monotonic() - started_s
+
+
+def error_of_steps(ddp, rank, steps=3):
+    """Of a few steps: a rank may finish one that its peers have done their part of."""
+    return error_of(lambda: [step_on(ddp, rank, STEPS_BEFORE + step) for step in range(steps)])
+
+
+def assert_names(told, culprit, at_most_s=NOTICED_S):
+    types, text, seconds = told
+    assert "TransportError" in types, f"{types}: {text}"
+    assert re.search(rf"rank {culprit}\b", text), f"rank {culprit} is not named: {text}"
+    assert seconds < at_most_s, f"{seconds:.1f} s: {text}"
+
+
+def values_of(outcomes, ranks):
+    for rank in ranks:
+        assert outcomes[rank].ok, f"rank {rank}: {outcomes[rank].error}"
+    return [outcomes[rank].value for rank in ranks]
+
+
+def stop_for(seconds):
+    """SIGSTOP to this process; a child wakes it up again."""
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        time.sleep(seconds)
+        os.kill(parent, signal.SIGCONT)
+        os._exit(0)
+    os.kill(parent, signal.SIGSTOP)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_stopped_rank_runs_into_the_timeout_and_errs_when_it_wakes(ddp_class, world_size):
+    def work(rank):
+        ddp = trained(ddp_class, rank, timeout=timedelta(seconds=LIMIT_S))
+        if rank == 1:
+            stop_for(2 * LIMIT_S)
+        return error_of_steps(ddp, rank)
+
+    told = run_ranks(work, world_size, timeout=20)
+    for rank in set(range(world_size)) - {1}:
+        assert_names(told[rank], 1, at_most_s=LIMIT_S + NOTICED_S)
+        assert told[rank][2] > 0.9 * LIMIT_S, "nobody knew before the timeout"
+    assert_names(told[1], "[02]")
+
+
+def test_all_who_wait_for_a_stopped_rank_name_it(ddp_class):
+    """Also one that began to wait later, and sees another give up first."""
+
+    def work(rank):
+        ddp = trained(ddp_class, rank, timeout=timedelta(seconds=LIMIT_S))
+        if rank == 1:
+            stop_for(2.5 * LIMIT_S)
+        if rank == 2:
+            time.sleep(0.4 * LIMIT_S)
+        return error_of_steps(ddp, rank)
+
+    told = run_ranks(work, 3, timeout=20)
+    for rank in (0, 2):
+        assert_names(told[rank], 1, at_most_s=LIMIT_S + NOTICED_S)
+
+
+def test_rank_that_leaves_in_good_order(ddp_class):
+    def work(rank):
+        ddp = trained(ddp_class, rank)
+        if rank != 1:
+            return error_of_steps(ddp, rank, steps=1)
+        del ddp
+        return None
+
+    told = run_ranks(work, 3, timeout=20)
+    for rank in (0, 2):
+        assert_names(told[rank], 1)
+    assert any("has left" in told[rank][1] for rank in (0, 2)), told
+
+
+def test_exception_in_the_forward_of_one_rank(ddp_class):
+    """It lives, and says nothing: the others are held up no longer than `timeout`."""
+
+    def work(rank):
+        ddp = trained(ddp_class, rank, timeout=timedelta(seconds=LIMIT_S))
+        if rank == 1:
+            handle = ddp.module.middle.register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                step_on(ddp, rank, STEPS_BEFORE)
+            handle.remove()
+            time.sleep(LIMIT_S + NOTICED_S)
+        return error_of_steps(ddp, rank)
+
+    told = run_ranks(work, 2, timeout=20)
+    assert_names(told[0], 1, at_most_s=LIMIT_S + NOTICED_S)
+    assert_names(told[1], 0)
+
+
+def test_death_of_a_rank_whose_child_lives_on(ddp_class, tmp_path):
+    """A forked child holds its parent's sockets open and its memory mapped, as the worker of a DataLoader does."""
+    child_path = tmp_path / "child"
+
+    def work(rank):
+        ddp = trained(ddp_class, rank)
+        if rank == 1:
+            child = os.fork()
+            if child == 0:
+                time.sleep(30)
+                os._exit(0)
+            child_path.write_text(str(child))
+            os.kill(os.getpid(), signal.SIGKILL)
+        told = error_of_steps(ddp, rank, steps=1)
+        assert int(child_path.read_text()) in holders_of(segments_of()), "the child does not hold what it should"
+        return told
+
+    try:
+        for told in values_of(run_outcomes(work, 3, needed_ranks=[0, 2], timeout=20), [0, 2]):
+            assert_names(told, 1)
+            assert "died" in told[1], told[1]
+    finally:
+        os.kill(int(child_path.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_survivors_go_on_in_a_group_of_their_own(ddp_class, options):
+    survivors = [0, 2, 3]
+
+    def work(rank):
+        ddp = trained(ddp_class, rank, **options)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        told = error_of_steps(ddp, rank, steps=1)
+        ddp._update_process_group(dist.new_group(survivors, use_local_synchronization=True))
+        assert ddp.reducer.transport_name == "shm"
+        for step in range(3):
+            ddp.zero_grad()
+            step_on(ddp, rank, step)
+            plain = ddp.module
+            want = mean_grads(local_grads(plain, lambda m, r=r, s=step: step_on(m, r, s)) for r in survivors)
+            assert_grads(grads_of(ddp), want, what=f"step {step}:")
+        return told, segments_of()
+
+    outcomes = run_outcomes(work, 4, needed_ranks=survivors, timeout=30, straggler_s=20)
+    segments = set()
+    for told, mapped in values_of(outcomes, survivors):
+        assert_names(told, 1)
+        segments |= mapped
+    assert segments and not holders_of(segments)
+
+
+def test_survivors_are_halved_twice(ddp_class):
+    """Four ranks, then two, then one."""
+
+    def work(rank):
+        ddp = trained(ddp_class, rank)
+        alive = [0, 1, 2, 3]
+        while len(alive) > 1:
+            dead, alive = alive[len(alive) // 2 :], alive[: len(alive) // 2]
+            if rank in dead:
+                os.kill(os.getpid(), signal.SIGKILL)
+            assert_names(error_of_steps(ddp, rank, steps=1), f"[{dead[0]}-{dead[-1]}]")
+            ddp._update_process_group(dist.new_group(alive, use_local_synchronization=True))
+            ddp.zero_grad()
+            step_on(ddp, rank)
+            assert_grads(
+                grads_of(ddp), mean_grads(local_grads(ddp.module, lambda m, r=r: step_on(m, r)) for r in alive)
+            )
+        return alive
+
+    assert values_of(run_outcomes(work, 4, needed_ranks=[0], timeout=30, straggler_s=20), [0]) == [[0]]
+
+
+def test_death_while_parameters_are_unused(ddp_class):
+    """The map of used parameters travels too: its reduction is as mortal as a bucket's."""
+
+    def work(rank):
+        ddp = wrap(ddp_class, seeded(Branches), find_unused_parameters=True)
+        x = batch(rank, 0, 5, 4)
+        for step in range(4):
+            if (rank, step) == (1, 2):
+                ddp.module.trunk.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+            if rank == 0 and step == 2:
+                return error_of(lambda: [loss_of(ddp(x, "left")).backward() for _ in range(2)])
+            loss_of(ddp(x, ("left", "right")[(rank + step) % 2])).backward()
+
+    outcomes = run_outcomes(work, 2, needed_ranks=[0], timeout=20)
+    assert_names(values_of(outcomes, [0])[0], 1)
+
+
+def test_death_before_the_ranks_have_met(ddp_class):
+    """Between the exchange of addresses and that of memory: there is nobody yet to be seen dying."""
+
+    def work(rank):
+        if rank == 1:
+            transports._C.ShmEndpoint.connect = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        return error_of(lambda: wrap(ddp_class))
+
+    for told in values_of(run_outcomes(work, 3, needed_ranks=[0, 2], timeout=30, straggler_s=25), [0, 2]):
+        assert told[2] < NOTICED_S, f"{told[2]:.1f} s: {told[1]}"
+
+
+def test_nothing_is_mapped_once_model_and_gradients_are_gone(ddp_class):
+    def work(rank):
+        ddp = trained(ddp_class, rank)
+        assert len(segments_of()) == 3
+        held = ddp.module.first.weight.grad
+        ddp.zero_grad()
+        del ddp
+        mine = segments_of()
+        kept = held.clone()
+        values = bool((held == kept).all())
+        del held
+        return len(mine), values, len(segments_of())
+
+    assert run_ranks(work, 3) == [(1, True, 0)] * 3
+
+
+@contextlib.contextmanager
+def nothing_left_open():
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    yield
+    after = len(list(Path("/proc/self/fd").iterdir()))
+    assert after <= before, f"{after - before} file descriptors are left open"
+
+
+def test_wrapping_again_and_again_leaves_no_file_open(ddp_class):
+    def work(rank):
+        wrap(ddp_class)
+        with nothing_left_open():
+            for _ in range(5):
+                step_on(wrap(ddp_class), rank)
+        return segments_of()
+
+    assert run_ranks(work, 2) == [set(), set()]
