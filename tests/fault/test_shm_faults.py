@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.fault.deaths import holders_of, segments_of
@@ -272,3 +273,40 @@ def test_wrapping_again_and_again_leaves_no_file_open(ddp_class):
         return segments_of()
 
     assert run_ranks(work, 2) == [set(), set()]
+
+
+def test_late_writes_of_a_stopped_rank_reach_nobody(ddp_class):
+    """It wakes with a piece of an old sum in its hands, while the others train on without it."""
+    peers = [0, 2]
+    width = 128  # gradients of several chunks, which ranks take from each other
+
+    def train(ddp, rank, step):
+        ddp.zero_grad()
+        loss_of(ddp(batch(rank, step, 5, width))).backward()
+
+    def work(rank):
+        ddp = ddp_class(seeded(lambda: Mlp(width)), transport="shm", timeout=timedelta(seconds=0.5 * LIMIT_S))
+        if rank == 1:
+            parent = os.getpid()
+            if os.fork() == 0:
+                time.sleep(0.1)
+                os.kill(parent, signal.SIGSTOP)
+                time.sleep(1.2 * LIMIT_S)
+                os.kill(parent, signal.SIGCONT)
+                os._exit(0)
+        told = error_of(lambda: [train(ddp, rank, step) for step in range(100_000)])
+        if rank in peers:
+            started_s = time.monotonic()
+            group = dist.new_group(peers, use_local_synchronization=True)
+            ddp._update_process_group(group)
+            enough = torch.zeros(())
+            while enough.item() == 0:
+                train(ddp, rank, 0)
+                run = [local_grads(ddp.module, lambda m, r=r: train(m, r, 0)) for r in peers]
+                assert_grads(grads_of(ddp), mean_grads(run))
+                enough.fill_(time.monotonic() - started_s > LIMIT_S)
+                dist.all_reduce(enough, group=group)
+        return told
+
+    for types, text, _ in run_ranks(work, 3, timeout=30):
+        assert "TransportError" in types, text

@@ -134,7 +134,8 @@ def run(ddp_class: type, plan: Kill) -> tuple[list[str], set[str]]:
             train, plan.world_size, ddp_class, plan, folder, needed_ranks=survivors, timeout=20, straggler_s=5
         )
         log = folder / "death"
-        died_s = float(log.read_text()) if log.exists() else None
+        written = log.read_text() if log.exists() else ""  # not if the survivors needed it no more
+        died_s = float(written) if written else None
     wrong = []
     segments: set[str] = set()
     for rank in survivors:
