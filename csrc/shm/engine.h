@@ -9,7 +9,8 @@
 //     order, chunk by chunk, and writes each chunk to all blocks while it is in cache. Who waits with nothing else to do takes
 //     chunks of other ranks' shards, so that a rank that is not running holds nobody up. Complete when all chunks are.
 //   small all-reduce (kEagerBytes)         the input travels in the slot; each rank sums all inputs itself. Complete with that.
-//   the others                             each rank reads what it needs from the slots or blocks of the others. Complete
+//   the others                             each rank reads what it needs from the slots or blocks of the others. In an
+//     all-to-all with splits a block begins with a table of who gets what (split_table_bytes). Complete
 //     when no peer reads one's block any more; at once if the input travelled in the slot.
 //   all-reduce between hosts               ranks own shards as above, but write only their own block at first; the outer link
 //     sums the shard with the other hosts', and then it is written to all blocks of this host.
@@ -57,9 +58,15 @@ struct Operation {
   const void* input = nullptr;
   // Any memory; of a large kAllReduce it is the input.
   void* output = nullptr;
+  // kAllToAllSplits: bytes that this rank expects from each, in rank order; empty: nothing from anybody.
+  std::vector<int64_t> expected = {};
 
   int64_t bytes() const { return numel * kernels::item_size(type); }
 };
+
+// A block of kAllToAllSplits is a table of size + 1 offsets (int64), padded to this many bytes, then the data: bytes
+// [offsets[r], offsets[r + 1]) of it are for rank r.
+constexpr int64_t split_table_bytes(int size) { return (size + 1 + 1) / 2 * 16; }
 
 // The all-reduce between hosts of the shards that one rank of each owns. Operations finish in the order of their start.
 class OuterLink {
@@ -86,6 +93,8 @@ struct EngineConfig {
 // which every other call does.
 class Engine {
  public:
+  using Clock = std::chrono::steady_clock;
+
   explicit Engine(EngineConfig config);
   ~Engine();
   Engine(const Engine&) = delete;
@@ -105,9 +114,21 @@ class Engine {
     }
   }
   bool poll(uint64_t seq);
-  void wait(uint64_t seq, std::chrono::milliseconds timeout);
+  // Several threads may wait, and start other operations meanwhile. The time limit is counted from `since`.
+  void wait(uint64_t seq, std::chrono::milliseconds timeout, Clock::time_point since = Clock::now());
+  // False if the operation is not complete after `longest`; it goes on then. `spin`: whether to look for a while before sleeping.
+  bool wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin);
+  // Ends it for all ranks: whatever is under way or comes later fails with this reason.
+  void abort(const std::string& reason);
 
  private:
+  // How long to wait, and what to do then.
+  struct Patience {
+    Clock::time_point until;
+    std::chrono::milliseconds limit;  // to be told in the error
+    bool fails = true;                // an error, for all ranks; otherwise wait_until returns false
+    bool spins = true;
+  };
   struct Running {
     Operation operation;
     uint64_t seq = 0;
@@ -136,6 +157,8 @@ class Engine {
   bool needs(const Running& op, int rank) const;
   bool inputs_here(const Running& op);
   void find_blocks(Running& op);
+  void find_splits(Running& op, int rank, const Post& post);
+  bool agrees(const Post& post, const Operation& mine) const;
   void do_own_work(Running& op);
   void pull(Running& op);
   void reduce_own_shard(Running& op);
@@ -148,8 +171,10 @@ class Engine {
   bool blocks(const Running& op, int rank) const;
   void update_under_way();
 
+  Patience patience(std::chrono::milliseconds timeout, Clock::time_point since) const;
   template <typename Predicate>
-  void wait_until(Predicate&& predicate, Running& op, std::chrono::milliseconds timeout);
+  bool wait_until(Predicate&& predicate, Running& op, const Patience& patience, std::unique_lock<std::mutex>* unlocked);
+  void sleep(uint32_t bell, int64_t longest_ns, std::unique_lock<std::mutex>* unlocked);
   void check_peers(Running& waited_for, std::chrono::steady_clock::time_point deadline,
                    std::chrono::milliseconds timeout);
   void check_peer(const Running& op, int rank);
@@ -158,7 +183,10 @@ class Engine {
   void ensure_usable() const;
   std::string name(int rank) const;
   std::string describe(const Running& op) const;
+  std::string details(const Operation& operation) const;
+  [[noreturn]] void fail_out_of_step(const Running& op, int rank, const Post& post);
   [[noreturn]] void fail(const std::string& message, int culprit);
+  void mark_failed(const std::string& message, int culprit);
   [[noreturn]] void fail_died(const Running& op, int rank);
   [[noreturn]] void fail_outer(const TransportError& error);
 

@@ -223,19 +223,23 @@ bool ShmTransport::in_segment(const at::Tensor& tensor) const {
   return segment_->contains(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
 }
 
+at::Tensor ShmTransport::shared_bytes(int64_t bytes) {
+  auto* memory = segment_->allocate(bytes);
+  if (memory == nullptr) {
+    throw TransportError(
+        c10::str("rank ", rank_, ": no room for ", bytes, " bytes of shared memory: ", std::strerror(errno)));
+  }
+  auto segment = segment_;
+  return at::from_blob(
+      memory, {bytes}, [segment](void* block) { segment->release(block); }, at::TensorOptions().dtype(at::kByte));
+}
+
 // Shared memory with the tensor's size and dtype; contents are unspecified.
 at::Tensor ShmTransport::stage(const at::Tensor& tensor, at::Tensor& cache) {
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
   if (!cache.defined() || static_cast<int64_t>(cache.nbytes()) < bytes) {
     cache.reset();
-    auto* memory = segment_->allocate(bytes);
-    if (memory == nullptr) {
-      throw TransportError(
-          c10::str("rank ", rank_, ": no room for ", bytes, " bytes of shared memory: ", std::strerror(errno)));
-    }
-    auto segment = segment_;
-    cache = at::from_blob(
-        memory, {bytes}, [segment](void* block) { segment->release(block); }, at::TensorOptions().dtype(at::kByte));
+    cache = shared_bytes(bytes);
   }
   return cache.narrow(0, 0, bytes).view(tensor.scalar_type()).view(tensor.sizes());
 }
