@@ -41,7 +41,7 @@ def _create(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
     transport = reason or meeting.connect(rounds.exchange, None, timeout)
     rounds.clean_up()
     if isinstance(transport, str):
-        raise RuntimeError(f"rank {rank}: the {BACKEND_NAME} backend can't share memory between these ranks: {transport}")
+        raise RuntimeError(f"rank {rank}: the {BACKEND_NAME} backend can't share memory here: {transport}")
     return _C.make_shm_backend(transport, timeout)
 
 
@@ -74,6 +74,7 @@ class _Rounds:
             self._store.wait([key], datetime.timedelta(seconds=left_s))
         except RuntimeError as error:  # as torch's stores say it, without saying whose
             raise RuntimeError(
-                f"rank {self._rank}: the {BACKEND_NAME} backend heard nothing of rank {rank} within {self._timeout}: {error}"
+                f"rank {self._rank}: the {BACKEND_NAME} backend heard nothing of rank {rank} within {self._timeout}: "
+                f"{error}"
             ) from error
         return self._store.get(key)

@@ -127,7 +127,7 @@ class Card:
 
 @dataclasses.dataclass
 class Meeting:
-    """What a rank knows once all have told about themselves. Collective up to `connect`; any of them may have a problem."""
+    """What a rank knows once all have told about themselves; any of them may have a problem."""
 
     rank: int
     endpoint: _C.ShmEndpoint | None

@@ -211,11 +211,8 @@ bool Engine::wait_until(Predicate&& predicate, Running& op, const Patience& pati
   const auto work = [&] { return static_cast<int>(advance()) + advance_outer() > 0 || steal(op); };
   // A peer that hands out the same work over and over can't keep us here.
   const auto check = [&](Clock::time_point now) {
-    if (patience.fails || now < patience.until) {
-      check_peers(op, patience.fails ? patience.until : Clock::time_point::max(), patience.limit);
-      return true;
-    }
-    return false;
+    check_peers(op, patience.fails ? patience.until : Clock::time_point::max(), patience.limit);
+    return patience.fails || now < patience.until;
   };
   for (int idle = 0; !predicate();) {
     if (work()) {
