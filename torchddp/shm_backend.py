@@ -25,6 +25,18 @@ def register() -> None:
     """Makes the name known to ``init_process_group`` and ``new_group``. Again: does nothing."""
     if BACKEND_NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND_NAME, _create, devices=["cpu"])
+        dist.Backend._plugins = _Plugins(dist.Backend._plugins)
+
+
+class _Plugins(dict[str, Any]):
+    """torch's table of backends from elsewhere, without ours when it is listed.
+
+    Where a group is asked for by device ("cpu:gloo"), torch lists the table, and if it is not empty sets no default
+    backend: such groups would be called "undefined", and warn when they are destroyed, because torchddp was imported.
+    """
+
+    def keys(self) -> Any:
+        return {name: None for name in self if name != BACKEND_NAME.upper()}.keys()
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:

@@ -143,7 +143,8 @@ inline int64_t numel_of(const Spec& spec, int size) {
 
 // Of very different sizes and both signs: in another order of summation the result would differ.
 inline double stamp(uint32_t salt, int rank, int64_t i) {
-  auto bits = (static_cast<uint32_t>(i) + 1) * 2654435761u ^ (static_cast<uint32_t>(rank) + salt * 31 + 1) * 0x85EBCA6Bu;
+  auto bits =
+      (static_cast<uint32_t>(i) + 1) * 2654435761u ^ (static_cast<uint32_t>(rank) + salt * 31 + 1) * 0x85EBCA6Bu;
   bits ^= bits >> 15;
   bits *= 0x2C1B3C6Du;
   bits ^= bits >> 12;

@@ -37,8 +37,8 @@ TEST(shm_a_rank_that_died_while_it_helped_is_named_soon) {
   const auto chunks_of_last = static_cast<uint64_t>(((numel - 2 * each) * 4 + 65'535) / 65'536);
   auto& dead = host.header(2);
   auto* block = static_cast<std::byte*>(host.segment(2).allocate(numel * 4));
-  dead.slots[0].post = {OpKind::kAllReduce, static_cast<uint32_t>(kernels::SumType::kF32), 0, 0, numel,
-                        host.segment(2).offset_of(block)};
+  dead.slots[0].post = {
+      OpKind::kAllReduce, static_cast<uint32_t>(kernels::SumType::kF32), 0, 0, numel, host.segment(2).offset_of(block)};
   dead.slots[0].claimed.store(Tally::pack(0, chunks_of_last));
   dead.slots[0].completed.store(Tally::pack(0, chunks_of_last));
   dead.posted.store(1);
@@ -62,7 +62,11 @@ TEST(shm_the_owner_of_a_shard_hears_that_its_helper_died) {
   Host host(2);
   auto& dead = host.header(1);
   auto* block = host.segment(1).allocate(kLarge * 4);
-  dead.slots[0].post = {OpKind::kAllReduce,           static_cast<uint32_t>(kernels::SumType::kF32), 0, 0, kLarge,
+  dead.slots[0].post = {OpKind::kAllReduce,
+                        static_cast<uint32_t>(kernels::SumType::kF32),
+                        0,
+                        0,
+                        kLarge,
                         host.segment(1).offset_of(block)};
   dead.slots[0].claimed.store(Tally::pack(0, 1000));
   dead.slots[0].completed.store(Tally::pack(1, 0));  // of a later operation: complete
@@ -190,7 +194,8 @@ TEST(shm_ranks_out_of_step_are_both_named) {
       const bool names_both = contains_all(message, {"out of step", "rank 10", "rank 11", "(operation 1)"});
       num_named += names_both ? 1 : 0;
       // The root of a broadcast needs nobody: it may have gone, with its part done.
-      const bool is_other = contains_all(message, {"gave up"}) || contains_all(message, {"has left"}) || message.empty();
+      const bool is_other =
+          contains_all(message, {"gave up"}) || contains_all(message, {"has left"}) || message.empty();
       CHECK_EQ(names_both || is_other ? "" : message, "");
     }
     CHECK(num_named >= 1);
@@ -206,7 +211,8 @@ TEST(shm_ranks_out_of_step_say_what_each_does) {
   mine.start(*first);
   CHECK_THROWS(TransportError, other.start(*second), "rank 11 is in all_gather of 56 bytes (operation 0)",
                "rank 10 in all_reduce of 400 bytes (operation 0)");
-  CHECK_THROWS(TransportError, mine.finish(*first), "rank 10 is in all_reduce of 400 bytes", "rank 11 in all_gather of 56");
+  CHECK_THROWS(TransportError, mine.finish(*first), "rank 10 is in all_reduce of 400 bytes",
+               "rank 11 in all_gather of 56");
 }
 
 }  // namespace

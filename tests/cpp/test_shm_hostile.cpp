@@ -42,9 +42,7 @@ constexpr int64_t kLargeNumel = 50'000;  // 200'000 bytes: four chunks
 
 // Rank 0 is an engine, rank 1 is only memory.
 struct Victim {
-  Victim() {
-    reset();
-  }
+  Victim() { reset(); }
 
   void reset() {
     own.reset(0);
@@ -77,8 +75,12 @@ struct Victim {
   // What an honest peer would have written.
   void post(uint64_t seq, const Operation& operation) const {
     auto& slot = peer.header().slots[seq % kSlots];
-    slot.post = {operation.kind, static_cast<uint32_t>(operation.type), static_cast<uint32_t>(operation.op),
-                 operation.root, operation.numel, kDataOffset};
+    slot.post = {operation.kind,
+                 static_cast<uint32_t>(operation.type),
+                 static_cast<uint32_t>(operation.op),
+                 operation.root,
+                 operation.numel,
+                 kDataOffset};
     slot.claimed.store(Tally::pack(seq, 0));
     slot.completed.store(Tally::pack(seq, 0));
     peer.header().posted.store(seq + 1);
@@ -139,6 +141,42 @@ TEST(shm_offsets_of_small_inputs_mean_nothing) {
   }
 }
 
+TEST(shm_split_tables_of_any_content_are_checked) {
+  Victim victim;
+  constexpr int64_t kTable = split_table_bytes(2);
+  for (const bool eager : {true, false}) {
+    for (const auto& [begin, end, numel] : {std::array{int64_t{-1}, int64_t{4}, int64_t{100}},
+                                            {INT64_MIN, INT64_MAX, 100},
+                                            {4, 0, 100},
+                                            {0, 100, 100},
+                                            {100, 104, 100},
+                                            {INT64_MAX - 3, INT64_MAX, 100},
+                                            {0, 4, kTable - 1},
+                                            {0, 4, -1},
+                                            {0, 4, INT64_MIN},
+                                            {0, 4, INT64_MAX},
+                                            {0, 4, Guarded::kBytes},
+                                            {0, kEagerBytes, kEagerBytes + kTable + 1}}) {
+      victim.reset();
+      Operation operation = victim.operation(OpKind::kAllToAllSplits, true);
+      operation.type = kernels::SumType::kU8;
+      operation.numel = kTable;
+      operation.expected = {0, 4};
+      std::memset(victim.own.base() + kDataOffset, 0, static_cast<size_t>(kTable));
+      victim.post(0, operation);
+      auto& post = victim.peer.header().slots[0].post;
+      post.numel = numel;
+      post.offset = eager ? 0 : Guarded::kBytes - 2000;
+      auto* table = victim.peer.base() + (eager ? kHeaderBytes : post.offset);
+      const std::array<int64_t, 2> part{begin, end};
+      std::memcpy(table, part.data(), sizeof(part));
+      const auto message = victim.run(operation);
+      // A table that is in its bounds, of a block that is too long for the slot but not for the segment, disagrees on the size.
+      CHECK(contains_all(message, {"rank 11 offers memory"}) || contains_all(message, {"rank 11 has", "expects 4"}));
+    }
+  }
+}
+
 TEST(shm_other_lengths_are_refused) {
   Victim victim;
   for (const bool eager : {true, false}) {
@@ -161,8 +199,8 @@ TEST(shm_other_lengths_are_refused) {
 
 TEST(shm_counters_of_any_value_end_in_a_result_or_an_error) {
   Victim victim;
-  for (const uint64_t value : {uint64_t{0}, uint64_t{1} << 23, (uint64_t{1} << 24) - 1, uint64_t{1} << 24, uint64_t{1} << 63,
-                               UINT64_MAX - 1, UINT64_MAX}) {
+  for (const uint64_t value : {uint64_t{0}, uint64_t{1} << 23, (uint64_t{1} << 24) - 1, uint64_t{1} << 24,
+                               uint64_t{1} << 63, UINT64_MAX - 1, UINT64_MAX}) {
     for (const bool eager : {true, false}) {
       for (int which = 0; which < 8; ++which) {
         victim.reset();

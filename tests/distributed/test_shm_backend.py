@@ -495,7 +495,16 @@ def _store_of_all(rank: int) -> dist.Store:
     return server or dist.TCPStore("localhost", port[0], 2, is_master=False)
 
 
-def test_ranks_on_two_hosts_are_refused_on_both(monkeypatch):
+def test_other_groups_are_as_they_were_without_this_backend():
+    def work(rank):
+        group = dist.new_group(backend="cpu:gloo")
+        assert group.name() == "gloo"
+        dist.all_reduce(torch.ones(1), group=group)
+
+    run_ranks(work, 2)
+
+
+def test_ranks_on_two_hosts_are_refused_on_both():
     def work(rank):
         os.environ["TORCHDDP_HOST_ID"] = f"host{rank}"
         with pytest.raises(RuntimeError, match=f"rank {rank}: the torchddp_shm.*rank 1 is on another host than rank 0"):

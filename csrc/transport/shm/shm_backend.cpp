@@ -449,7 +449,7 @@ ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Ten
 
 ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                 const c10d::ReduceScatterOptions& options) {
-  Call call{c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED,
+  Call call{c10d::OpType::COALESCED,
             "torchddp_shm:reduce_scatter_tensor_coalesced",
             options.timeout,
             options.asyncOp,
