@@ -123,6 +123,8 @@ class ShmEndpoint:
         local_ranks: Sequence[int],
         addresses: Sequence[str],
         outer_group: ProcessGroup | None,
+        places: Sequence[int],
+        outer_ranks: Sequence[int],
         owners: int,
         spans: bool,
         limit_bytes: int,
@@ -148,6 +150,7 @@ class Reducer:
         gradient_as_bucket_view: bool = ...,
         skip_all_reduce_unused_params: bool = ...,
         compiled_autograd_takes_over: bool = ...,
+        wire_dtype: torch.dtype | None = ...,
         timeout: datetime.timedelta = ...,
     ) -> None: ...
     def prepare_for_forward(self) -> None: ...

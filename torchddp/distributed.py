@@ -44,7 +44,8 @@ _DEFAULT_CPU_BUCKET_CAP_MB = 8
 # A CPU gradient this large is reduced where it lies, in a bucket of its own: a copy costs more than one more message.
 _SOLO_BYTES = 1 * _MIB
 # Over shared memory a bucket costs about a microsecond: small ones, which are reduced while they are in cache.
-_DEFAULT_SHARED_BUCKET_BYTES = 1 * _MIB
+_SHARED_BUCKET_BYTES = 1 * _MIB
+_SHARED_SOLO_BYTES = 256 * 1024
 _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 
 
@@ -63,10 +64,11 @@ class DistributedDataParallel(TorchDDP):
       second copy of the gradients, and nothing is copied back. The values of a ``.grad`` kept over a step change with
       the next one, as with torch's ``True``. ``False`` given explicitly is honoured.
     * ``find_unused_parameters=True`` and ``static_graph=True`` rebuild buckets by the measured order too.
-    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB (models on CPU: 8 MiB; ``bucket_bytes_cap``, which
-      torch's compiler reads, says 25 MiB as in torch; a CPU gradient of 1 MiB or more has a bucket of its own and is
-      reduced where it lies). A number given explicitly holds for every bucket,
-      the first included (torch does the same). Fractions are allowed; zero and negative numbers raise ValueError.
+    * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB (models on CPU: 8 MiB, and a gradient of 1 MiB or
+      more has a bucket of its own and is reduced where it lies; over shared memory: 1 MiB, and 256 KiB;
+      ``bucket_bytes_cap``, which torch's compiler reads, says 25 MiB as in torch). A number given explicitly holds for
+      every bucket, the first included (torch does the same). Fractions are allowed; zero and negative numbers raise
+      ValueError.
     * ``batched_grad_copy`` is accepted and changes nothing: packing never goes through one operator a parameter.
     * ``bf16_compress_hook`` works on CPU models too.
 
@@ -76,12 +78,17 @@ class DistributedDataParallel(TorchDDP):
             them); RuntimeError where that is impossible. ``"auto"``: shared memory if the process group is gloo's and
             all ranks can, c10d otherwise; also c10d with ``init_sync=False``, and for copies (pickle, deepcopy), which
             may be made by one rank alone. The environment variable TORCHDDP_TRANSPORT chooses where this says "auto".
+        wire_dtype: ``torch.bfloat16`` or ``torch.float16``: fp32 gradients travel in 16 bits and are summed in fp32;
+            the same values on all ranks, but not those of full precision. Over shared memory only (RuntimeError
+            otherwise; the hook ``bf16_compress_hook`` works everywhere). Two hosts send half as much to each other; of
+            more, every host sends its part to every other. None: as they are.
         timeout: how long a reduction may take, e.g. ``datetime.timedelta(seconds=30)``; None: the process group's own
             limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and
             parameters.
 
-    Memory per rank: the gradients (as buckets), and one int32 a parameter with ``find_unused_parameters`` or
-    ``static_graph``.
+    Memory per rank: the gradients (as buckets); with ``wire_dtype`` half as much again; over shared memory also up to
+    three more gradients of each size from 256 KiB on (those are allocated there by autograd, and not copied); one int32
+    a parameter with ``find_unused_parameters`` or ``static_graph``.
 
     Raises:
         ValueError: a bucket cap that is not positive, an unknown transport, mixed device types.
@@ -112,16 +119,20 @@ class DistributedDataParallel(TorchDDP):
         forward_sync_buffers: bool | None = None,
         *,
         transport: str = "auto",
+        wire_dtype: torch.dtype | None = None,
         timeout: datetime.timedelta | None = None,
     ) -> None:
         _check_caps(bucket_cap_mb, bucket_cap_mb_list)
         transports.check_choice(transport)
+        if wire_dtype not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(f"wire_dtype must be torch.bfloat16, torch.float16 or None, got {wire_dtype!r}")
         views = gradient_as_bucket_view is None or bool(gradient_as_bucket_view)
         inner = _wrapped_inside(module)
         if inner:
             views = False
         # Set before Module.__init__: torch's constructor builds the reducer, which reads them. Plain attributes only.
         self._transport_choice = transport
+        self._wire_dtype = wire_dtype
         self._timeout = timeout
         self._views_asked_for = bool(gradient_as_bucket_view)
         self._sync_at_init = init_sync
@@ -184,6 +195,7 @@ class DistributedDataParallel(TorchDDP):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             compiled_autograd_takes_over=self._use_python_reducer,
+            wire_dtype=self._wire_dtype,
             timeout=self._wait_limit(),
         )
         self._reduced_ids = {id(p) for p in parameters}
@@ -491,7 +503,7 @@ def _bucket_sizes(
     if asked_for:
         return [max(1, int(cap * _MIB)) for cap in asked_for], 0
     if not transport.reaches_any_memory:
-        return [_DEFAULT_SHARED_BUCKET_BYTES], 0
+        return [_SHARED_BUCKET_BYTES], _SHARED_SOLO_BYTES
     on_cpu = all(p.device.type == "cpu" for p in parameters)
     cap_bytes = (_DEFAULT_CPU_BUCKET_CAP_MB if on_cpu else _DEFAULT_BUCKET_CAP_MB) * _MIB
     return [min(dist._DEFAULT_FIRST_BUCKET_BYTES, cap_bytes), cap_bytes], _SOLO_BYTES if on_cpu else 0

@@ -162,31 +162,26 @@ class Meeting:
             by_host.setdefault(card.host, []).append(rank)
         return list(by_host.values())
 
-    def connect(
-        self,
-        exchange: Exchange,
-        process_group: Any,
-        timeout: datetime.timedelta,
-        outer_group: Callable[[list[list[int]], int], Any] | None = None,
-    ) -> _C.ShmTransport | str:
+    def connect(self, exchange: Exchange, process_group: Any, timeout: datetime.timedelta) -> _C.ShmTransport | str:
         """Collective. A transport on every rank, or on every rank the same reason why not.
 
-        `outer_group` makes the group between hosts, of their ranks and the number that owns shards on each.
+        The process group may be None if there is one host.
         """
         transport, problem = None, ""
         try:
             hosts = self.hosts()
-            owners = min(map(len, hosts))
             mine = next(ranks for ranks in hosts if self.rank in ranks)
             spans = len(hosts) > 1
+            placement = _place(process_group, hosts)
             assert self.endpoint is not None
-            assert outer_group is not None or not spans
             transport = self.endpoint.connect(
                 process_group,
                 local_ranks=mine,
                 addresses=[self.cards[rank].address for rank in mine],
-                outer_group=outer_group(hosts, owners) if outer_group is not None and spans else None,
-                owners=owners,
+                outer_group=_outer_group(process_group, placement) if spans else None,
+                places=placement.places,
+                outer_ranks=placement.outer_ranks,
+                owners=placement.owners,
                 spans=spans,
                 limit_bytes=self.limit_bytes,
                 connect_timeout=_CONNECT_TIMEOUT,
@@ -211,9 +206,7 @@ def _share_memory(process_group: Any, timeout: datetime.timedelta) -> _C.ShmTran
     hosts = meeting.hosts()
     if len(hosts) > 1 and max(map(len, hosts)) == 1:
         return "no two ranks are on the same host"
-    return meeting.connect(
-        exchange, process_group, timeout, lambda hosts, owners: _outer_group(process_group, hosts, owners)
-    )
+    return meeting.connect(exchange, process_group, timeout)
 
 
 def _first_problem(problems: Sequence[str]) -> str:
@@ -233,16 +226,43 @@ def _limit_bytes() -> int:
     return max(1, int(limit_mb * _MIB))
 
 
-def _outer_group(process_group: Any, hosts: Sequence[Sequence[int]], owners: int) -> Any:
+@dataclasses.dataclass
+class _Placement:
+    """Where ranks are, and who reduces what between hosts."""
+
+    owners: int  # the first ranks of each host, which own a shard of every bucket each
+    places: list[int]  # by rank: its place among the ranks of its host
+    outer_ranks: list[int]  # by rank: its rank among those with its place, or -1 if that owns nothing
+    columns: list[list[int]]  # by place below `owners`: the global ranks that have it, ascending
+
+
+def _place(process_group: Any, hosts: Sequence[Sequence[int]]) -> _Placement:
+    owners = min(map(len, hosts))
+    size = sum(map(len, hosts))
+    places, outer_ranks = [0] * size, [-1] * size
+    columns = []
+    for ranks in hosts:
+        for place, rank in enumerate(ranks):
+            places[rank] = place
+    for place in range(owners if len(hosts) > 1 else 0):
+        # In the order of new_group(), which sorts.
+        column = sorted((dist.get_global_rank(process_group, ranks[place]), ranks[place]) for ranks in hosts)
+        columns.append([global_rank for global_rank, _ in column])
+        for outer_rank, (_, rank) in enumerate(column):
+            outer_ranks[rank] = outer_rank
+    return _Placement(owners, places, outer_ranks, columns)
+
+
+def _outer_group(process_group: Any, placement: _Placement) -> Any:
     """The ranks in this one's place on each host, or None if its place owns no shard. One per process group, kept."""
     if process_group not in _outer_groups:
-        rank = process_group.rank()
-        place = next(ranks.index(rank) for ranks in hosts if rank in ranks)
+        place = placement.places[process_group.rank()]
         group = None
-        if place < owners:
-            peers = sorted(dist.get_global_rank(process_group, ranks[place]) for ranks in hosts)
+        if place < placement.owners:
             timeout = _group_timeout(process_group)
-            group = dist.new_group(peers, backend="gloo", timeout=timeout, use_local_synchronization=True)
+            group = dist.new_group(
+                placement.columns[place], backend="gloo", timeout=timeout, use_local_synchronization=True
+            )
         _outer_groups[process_group] = group
     return _outer_groups[process_group]
 

@@ -39,7 +39,8 @@ void bind_interface(py::module_& m) {
           py::arg("numel"), py::arg("like"), NoGil(),
           "1-d memory with `numel` elements of the dtype and device of `like`.")
       .def("make_work", [](Transport& transport) { return no_gil(std::shared_ptr<Work>(transport.make_work())); })
-      .def("all_reduce", &Transport::all_reduce, py::arg("tensor"), py::arg("work"), NoGil())
+      .def("all_reduce", py::overload_cast<const at::Tensor&, Work&>(&Transport::all_reduce), py::arg("tensor"),
+           py::arg("work"), NoGil())
       .def("reduce_scatter", &Transport::reduce_scatter, py::arg("output"), py::arg("input"), py::arg("work"), NoGil())
       .def("all_gather", &Transport::all_gather, py::arg("output"), py::arg("input"), py::arg("work"), NoGil())
       .def("broadcast", &Transport::broadcast, py::arg("tensor"), py::arg("root"), py::arg("work"), NoGil())
@@ -75,15 +76,19 @@ void bind_transports(py::module_& m) {
       .def(
           "connect",
           [](ShmEndpoint& self, std::optional<ProcessGroupPtr> group, std::vector<int> local_ranks,
-             std::vector<std::string> addresses, std::optional<ProcessGroupPtr> outer_group, int owners, bool spans,
-             int64_t limit_bytes, std::chrono::milliseconds connect_timeout, std::chrono::milliseconds timeout) {
+             std::vector<std::string> addresses, std::optional<ProcessGroupPtr> outer_group, std::vector<int> places,
+             std::vector<int> outer_ranks, int owners, bool spans, int64_t limit_bytes,
+             std::chrono::milliseconds connect_timeout, std::chrono::milliseconds timeout) {
             const py::gil_scoped_release release;
-            return no_gil(self.connect(group.value_or(ProcessGroupPtr()),
-                                       {std::move(local_ranks), std::move(addresses),
-                                        outer_group.value_or(ProcessGroupPtr()), owners, spans, limit_bytes},
-                                       connect_timeout, timeout));
+            return no_gil(
+                self.connect(group.value_or(ProcessGroupPtr()),
+                             {std::move(local_ranks), std::move(addresses), outer_group.value_or(ProcessGroupPtr()),
+                              std::move(places), std::move(outer_ranks), owners, spans, limit_bytes},
+                             connect_timeout, timeout));
           },
           py::arg("process_group"), py::kw_only(), py::arg("local_ranks"), py::arg("addresses"), py::arg("outer_group"),
+          py::arg("places"), py::arg("outer_ranks"),
+
           py::arg("owners"), py::arg("spans"), py::arg("limit_bytes"), py::arg("connect_timeout"), py::arg("timeout"),
           "Collective among the ranks of a host. SharedMemoryUnavailable says why it can't be.");
   m.def(

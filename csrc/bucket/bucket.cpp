@@ -35,9 +35,9 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
   for (const auto& slot : spec.slots) {
     slots_.emplace_back(flat_, slot.offset, params[static_cast<size_t>(slot.param)]);
   }
-  if (slots_.size() == 1 && slots_[0].numel() == spec.numel && slots_[0].on_cpu() && !flat_.is_complex() &&
-      transport.reaches_any_memory()) {
-    slots_[0].allow_adoption();
+  if (slots_.size() == 1 && slots_[0].numel() == spec.numel && slots_[0].on_cpu() && !flat_.is_complex()) {
+    slots_[0].allow_adoption(transport);
+    scales_ = transport.scales(flat_.scalar_type());
   }
 }
 

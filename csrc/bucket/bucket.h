@@ -48,7 +48,13 @@ class Bucket {
   // Result of a communication hook, instead of `work`.
   c10::intrusive_ptr<c10::ivalue::Future> future;
 
+  // Whether the transport can scale a gradient that is all of this bucket, and what it shall scale it by. Otherwise gradients
+  // are scaled when they are packed.
+  bool scales_in_flight() const { return scales_; }
+  double scale = 1.0;
+
   void begin_step() {
+    scale = 1.0;
     pending_.store(num_slots(), std::memory_order_relaxed);
     state = BucketState::kFilling;
   }
@@ -64,6 +70,7 @@ class Bucket {
   std::unique_ptr<transport::Work> work_;
   std::atomic<int64_t> pending_{0};
   bool sparse_ = false;
+  bool scales_ = false;
 };
 
 }  // namespace torchddp::bucket

@@ -114,7 +114,7 @@ at::Tensor GradSlot::make_view() const {
 }
 
 bool GradSlot::adopt(const at::Tensor& grad, const at::Tensor* incoming) {
-  if (!adopts_ || !is_plain(grad) || !owns_memory(grad, incoming)) {
+  if (adopter_ == nullptr || !is_plain(grad) || !owns_memory(grad, incoming) || !adopter_->reaches(grad)) {
     return false;
   }
   auto* flat = flat_.unsafeGetTensorImpl();

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/pack.h"
+#include "transport/transport.h"
 
 namespace torchddp::bucket {
 
@@ -48,8 +49,8 @@ class GradSlot {
   // Takes the memory of `grad` as the slot's, under the conditions of try_pack and if the slot may: see Note [Adopted gradients].
   // `incoming`: the tensor that autograd handed to the parameter and still holds, or null.
   bool adopt(const at::Tensor& grad, const at::Tensor* incoming);
-  // The slot is all of its bucket, and the bucket's transport reaches any memory.
-  void allow_adoption() { adopts_ = true; }
+  // The slot is all of its bucket: it may take any memory that the bucket's transport reaches.
+  void allow_adoption(const transport::Transport& transport) { adopter_ = &transport; }
   // flat <- flat * scale, for a gradient that was accumulated in place.
   void scale_in_place(double scale);
   void zero();
@@ -77,7 +78,7 @@ class GradSlot {
   at::ScalarType dtype_ = at::ScalarType::Undefined;
   kernels::DType kernel_dtype_ = kernels::DType::kF32;
   bool on_cpu_ = false;
-  bool adopts_ = false;
+  const transport::Transport* adopter_ = nullptr;
 
   std::vector<int64_t> sizes_;
   int64_t offset_ = 0;

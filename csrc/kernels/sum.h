@@ -23,4 +23,10 @@ int64_t item_size(SumType type);
 void reduce_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, SumType type, ReduceOp op,
                   int64_t numel);
 
+// The same sum of src[r][i] * scales[r]: products are rounded before they are added, as if each source had been scaled by
+// itself (kernels::scale_cast) beforehand. kF64 and kF32 only, anything else throws std::invalid_argument.
+bool can_scale(SumType type);
+void scaled_sum_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, std::span<const double> scales,
+                      SumType type, int64_t numel);
+
 }  // namespace torchddp::kernels

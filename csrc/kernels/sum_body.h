@@ -80,19 +80,31 @@ struct SumKernel {
     }
   }
 
+  // A source, times its factor where there are factors.
+  template <bool kScaled>
+  static TDDP_SUM_INLINE Vector scaled(Vector value, const double* scales, int64_t rank) {
+    if constexpr (kScaled) {
+      return value * static_cast<Lane>(scales[rank]);
+    } else {
+      return value;
+    }
+  }
+
   // kNum vectors of every rank, `at` bytes into the buffers. All is read before anything is written: a destination may
   // be a source.
-  template <int kNum>
-  static TDDP_SUM_INLINE void step(void* const* dsts, int64_t num_dsts, const void* const* srcs, int64_t num_srcs,
-                                   int64_t at) {
+  template <bool kScaled, int kNum>
+  static TDDP_SUM_INLINE void step(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
+                                   int64_t num_srcs, int64_t at) {
     Vector totals[kNum];
     const auto* first = static_cast<const unsigned char*>(srcs[0]) + at;
 #pragma GCC unroll 4
-    for (int j = 0; j < kNum; ++j) totals[j] = load(first + j * kStepBytes);
+    for (int j = 0; j < kNum; ++j) totals[j] = scaled<kScaled>(load(first + j * kStepBytes), scales, 0);
     for (int64_t rank = 1; rank < num_srcs; ++rank) {
       const auto* src = static_cast<const unsigned char*>(srcs[rank]) + at;
 #pragma GCC unroll 4
-      for (int j = 0; j < kNum; ++j) totals[j] = combine(totals[j], load(src + j * kStepBytes));
+      for (int j = 0; j < kNum; ++j) {
+        totals[j] = combine(totals[j], scaled<kScaled>(load(src + j * kStepBytes), scales, rank));
+      }
     }
     for (int64_t k = 0; k < num_dsts; ++k) {
       auto* dst = static_cast<unsigned char*>(dsts[k]) + at;
@@ -108,11 +120,15 @@ struct SumKernel {
     return load(whole);
   }
 
-  static TDDP_SUM_INLINE void last_step(void* const* dsts, int64_t num_dsts, const void* const* srcs, int64_t num_srcs,
-                                        int64_t at, int64_t bytes) {
-    Vector total = load_part(static_cast<const unsigned char*>(srcs[0]) + at, bytes);
+  template <bool kScaled>
+  static TDDP_SUM_INLINE void last_step(void* const* dsts, int64_t num_dsts, const void* const* srcs,
+                                        const double* scales, int64_t num_srcs, int64_t at, int64_t bytes) {
+    const auto part = [&](int64_t rank) TDDP_SUM_TARGET {
+      return scaled<kScaled>(load_part(static_cast<const unsigned char*>(srcs[rank]) + at, bytes), scales, rank);
+    };
+    Vector total = part(0);
     for (int64_t rank = 1; rank < num_srcs; ++rank) {
-      total = combine(total, load_part(static_cast<const unsigned char*>(srcs[rank]) + at, bytes));
+      total = combine(total, part(rank));
     }
     unsigned char whole[kStepBytes];
     store(whole, total);
@@ -121,28 +137,32 @@ struct SumKernel {
     }
   }
 
-  static TDDP_SUM_INLINE void loop(void* const* dsts, int64_t num_dsts, const void* const* srcs, int64_t num_srcs,
-                                   int64_t bytes) {
+  template <bool kScaled>
+  static TDDP_SUM_INLINE void loop(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
+                                   int64_t num_srcs, int64_t bytes) {
     int64_t at = 0;
     for (; at + kUnroll * kStepBytes <= bytes; at += kUnroll * kStepBytes) {
-      step<kUnroll>(dsts, num_dsts, srcs, num_srcs, at);
+      step<kScaled, kUnroll>(dsts, num_dsts, srcs, scales, num_srcs, at);
     }
-    for (; at + kStepBytes <= bytes; at += kStepBytes) step<1>(dsts, num_dsts, srcs, num_srcs, at);
-    if (at < bytes) last_step(dsts, num_dsts, srcs, num_srcs, at, bytes - at);
+    for (; at + kStepBytes <= bytes; at += kStepBytes) step<kScaled, 1>(dsts, num_dsts, srcs, scales, num_srcs, at);
+    if (at < bytes) last_step<kScaled>(dsts, num_dsts, srcs, scales, num_srcs, at, bytes - at);
   }
 
-  TDDP_SUM_TARGET static void run(void* const* dsts, int64_t num_dsts, const void* const* srcs, int64_t num_srcs,
-                                  int64_t numel) {
+  template <bool kScaled>
+  TDDP_SUM_TARGET static void run(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
+                                  int64_t num_srcs, int64_t numel) {
     const int64_t bytes = numel * kItemBytes;
     // Two ranks: with the numbers known and the pointers in locals the loops over ranks dissolve.
     if constexpr (Op == ReduceOp::kSum && kUnroll > 1) {
       if (num_srcs == 2 && (num_dsts == 1 || num_dsts == 2)) {
         const void* const two_srcs[] = {srcs[0], srcs[1]};
         void* const two_dsts[] = {dsts[0], dsts[num_dsts - 1]};
-        return num_dsts == 1 ? loop(two_dsts, 1, two_srcs, 2, bytes) : loop(two_dsts, 2, two_srcs, 2, bytes);
+        const double two_scales[] = {kScaled ? scales[0] : 1.0, kScaled ? scales[1] : 1.0};
+        return num_dsts == 1 ? loop<kScaled>(two_dsts, 1, two_srcs, two_scales, 2, bytes)
+                             : loop<kScaled>(two_dsts, 2, two_srcs, two_scales, 2, bytes);
       }
     }
-    loop(dsts, num_dsts, srcs, num_srcs, bytes);
+    loop<kScaled>(dsts, num_dsts, srcs, scales, num_srcs, bytes);
   }
 };
 
@@ -152,9 +172,11 @@ constexpr SumTable make_sum_table() {
   [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
     ((table.reduce[kIndex / kNumReduceOps][kIndex % kNumReduceOps] =
           &SumKernel<Isa, static_cast<SumType>(kIndex / kNumReduceOps),
-                     static_cast<ReduceOp>(kIndex % kNumReduceOps)>::run),
+                     static_cast<ReduceOp>(kIndex % kNumReduceOps)>::template run<false>),
      ...);
   }(std::make_index_sequence<static_cast<size_t>(kNumSumTypes * kNumReduceOps)>{});
+  table.scaled_sum = {&SumKernel<Isa, SumType::kF64, ReduceOp::kSum>::template run<true>,
+                      &SumKernel<Isa, SumType::kF32, ReduceOp::kSum>::template run<true>};
   return table;
 }
 

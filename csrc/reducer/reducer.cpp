@@ -86,6 +86,7 @@ void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
   begun_.store(false, std::memory_order_relaxed);
   incomplete_.store(false, std::memory_order_relaxed);
   armed_.store(true, std::memory_order_release);
+  transport_->begin_backward();
 }
 
 void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
@@ -174,7 +175,8 @@ void Reducer::pack(int64_t param, bool unused, const at::Tensor* incoming) {
 }
 
 void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming) {
-  auto& slot = *places_[static_cast<size_t>(param)].slot;
+  const auto& place = places_[static_cast<size_t>(param)];
+  auto& slot = *place.slot;
   const auto add_late = [&](at::Tensor saved) {
     const std::lock_guard lock(late_mutex_);
     late_.push_back({param, std::move(saved)});
@@ -188,12 +190,12 @@ void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::
     if (unused) {
       add_late(slot.clone());
     }
-    slot.scale_in_place(scale_);
+    scale_slot(place);
     return;
   }
   const bool becomes_view = views_ && !unused && !grad.requires_grad() && rpc_context_ == nullptr;
   if (becomes_view && slot.adopt(grad, incoming)) {
-    slot.scale_in_place(scale_);
+    scale_slot(place);
     return;
   }
   if (!slot.try_pack(grad, scale_)) [[unlikely]] {
@@ -214,6 +216,15 @@ void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::
   }
   slot.restore_view();
   grad = slot.view();
+}
+
+// For a gradient that is in its slot already.
+void Reducer::scale_slot(const Place& place) {
+  if (place.bucket->scales_in_flight()) {
+    place.bucket->scale = scale_;
+  } else {
+    place.slot->scale_in_place(scale_);
+  }
 }
 
 void Reducer::check_grad(int64_t param, const at::Tensor& grad) const {
@@ -328,7 +339,8 @@ void Reducer::launch(int64_t index) {
     } else if (bucket.is_sparse()) {
       sparse.start(bucket, *transport_);
     } else {
-      transport_->all_reduce(bucket.wire(), bucket.work());
+      transport_->all_reduce(bucket.wire(), bucket.work(),
+                             {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt});
     }
   } catch (const TransportError& error) {
     fail(error, index);
@@ -380,6 +392,7 @@ void Reducer::fail(const TransportError& error, int64_t index) {
 
 void Reducer::abandon_step() {
   armed_.store(false, std::memory_order_release);
+  transport_->end_backward();
   begun_.store(false, std::memory_order_relaxed);
   incomplete_.store(false, std::memory_order_relaxed);
   for (auto& bucket : buckets_) {

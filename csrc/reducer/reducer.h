@@ -28,6 +28,7 @@ struct ReducerConfig {
   bool gradient_as_bucket_view = true;
   bool skip_all_reduce_unused_params = false;
   bool compiled_autograd_takes_over = false;  // torch's "python_reducer" mode
+  std::optional<at::ScalarType> wire_dtype;   // fp32 buckets travel in it
   std::chrono::milliseconds timeout = transport::kTransportTimeout;
 };
 
@@ -123,6 +124,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming);
   void pack_sparse(int64_t param);
   void pack_whole_bucket(bucket::Bucket& bucket);
+  void scale_slot(const Place& place);
   void check_grad(int64_t param, const at::Tensor& grad) const;
   void bucket_ready(int64_t index);
   void launch(int64_t index);
@@ -140,6 +142,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void apply_plan(plan::BucketPlan plan);
   void use_transport(std::shared_ptr<transport::Transport> transport);
   void agree_on_memory();
+  void expect_gradients();
   [[noreturn]] void raise_unfinished();
   double gradient_scale();
   template <typename Callback>

@@ -10,6 +10,7 @@ using timeline::EventKind;
 
 void Reducer::finalize() {
   armed_.store(false, std::memory_order_release);
+  transport_->end_backward();
   stats_.current.backward_compute_end_ns = wall_clock_ns();
   const c10::NoGradGuard no_grad;
   for (int64_t i = 0; i < static_cast<int64_t>(buckets_.size()); ++i) {

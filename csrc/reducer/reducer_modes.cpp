@@ -20,6 +20,8 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> sp
       transport_(std::move(transport)),
       views_(config_.gradient_as_bucket_view) {
   TDDP_CHECK(!params_.empty(), "Expected at least one parameter.");
+  TDDP_CHECK(!config_.wire_dtype || transport_->narrows(),
+             "wire_dtype needs shared memory (transport='shm'), but buckets go through ", transport_->name());
   TDDP_CHECK(params_.size() == specs_.size(), "got ", params_.size(), " parameters but ", specs_.size(),
              " descriptions of them");
   const auto count = static_cast<int64_t>(params_.size());
@@ -68,6 +70,18 @@ void Reducer::apply_plan(plan::BucketPlan plan) {
     }
   }
   plan_ = std::move(plan);
+  expect_gradients();
+}
+
+// Gradients that have a bucket each may be born in it.
+void Reducer::expect_gradients() {
+  std::vector<int64_t> sizes;
+  for (const auto& bucket : buckets_) {
+    if (views_ && !bucket->is_sparse() && bucket->num_slots() == 1) {
+      sizes.push_back(bucket->bytes());
+    }
+  }
+  transport_->expect_gradients(sizes);
 }
 
 bool Reducer::rebuild_buckets() {

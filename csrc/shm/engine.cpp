@@ -1,13 +1,14 @@
 // Starting operations, waiting for them, and what to say when it can't go on. The work itself: engine_work.cpp.
 #include "shm/engine.h"
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
 
 #include "common/errors.h"
+#include "kernels/pack.h"
 #include "shm/futex.h"
 
 #if defined(__x86_64__)
@@ -70,9 +71,26 @@ const char* kind_name(OpKind kind) {
   return "an unknown operation";
 }
 
+namespace {
+
+// How often this process was forked from another one, counted in the child.
+std::atomic<int> forks{0};
+
+void count_forks() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+  static_cast<void>(registered);
+}
+
+// Of the 16-bit floats only.
+kernels::DType pack_type(kernels::SumType type) {
+  return type == kernels::SumType::kF16 ? kernels::DType::kF16 : kernels::DType::kBF16;
+}
+
+}  // namespace
+
 Engine::Engine(EngineConfig config)
     : config_(std::move(config)),
-      pid_(getpid()),
+      forks_((count_forks(), forks.load())),
       crowded_(too_few_processors(config_.segments)),
       posted_(config_.segments.size(), 0) {
   if (config_.rank < 0 || config_.rank >= size() || size() > kMaxRanks) {
@@ -82,11 +100,13 @@ Engine::Engine(EngineConfig config)
   for (auto& op : running_) {
     op.seq = UINT64_MAX;
     op.blocks.resize(config_.segments.size());
+    op.scales.resize(config_.segments.size());
+    op.wires.resize(config_.segments.size());
   }
 }
 
 Engine::~Engine() {
-  if (getpid() != pid_) {
+  if (forks.load() != forks_) {
     return;  // a forked child drops its copy; the rank is still there
   }
   auto open = static_cast<uint32_t>(RankState::kOpen);
@@ -106,6 +126,10 @@ std::byte* Engine::eager_data(int rank, uint64_t seq) const {
 uint64_t Engine::start(const Operation& operation) {
   const std::lock_guard lock(mutex_);
   ensure_usable();
+  if (operation.numel < 0 || operation.root < 0 || operation.root >= size()) {
+    throw InternalError(std::string(kind_name(operation.kind)) + " of " + std::to_string(operation.numel) +
+                        " elements with root " + std::to_string(operation.root));
+  }
   const auto seq = next_;
   auto& op = running(seq);
   if (seq >= kSlots) {
@@ -116,12 +140,13 @@ uint64_t Engine::start(const Operation& operation) {
   op.seq = seq;
   op.eager = is_eager(operation);
   op.next_shard = 0;
-  Post post{operation.kind,
-            static_cast<uint32_t>(operation.type),
-            static_cast<uint32_t>(operation.op),
-            operation.root,
-            operation.numel,
-            0};
+  Post post{.kind = operation.kind,
+            .type = static_cast<uint32_t>(operation.type),
+            .op = static_cast<uint32_t>(operation.op),
+            .root = operation.root,
+            .numel = operation.numel,
+            .offset = 0,
+            .scale = operation.scale};
   const auto& mine = config_.segments[static_cast<size_t>(config_.rank)];
   if (operation.input != nullptr && op.eager) {
     std::memcpy(eager_data(config_.rank, seq), operation.input, static_cast<size_t>(operation.bytes()));
@@ -130,6 +155,16 @@ uint64_t Engine::start(const Operation& operation) {
     if (post.offset < kDataOffset || post.offset + operation.bytes() > mine.bytes) {
       throw InternalError(std::string(kind_name(operation.kind)) + " of memory that is not in the shared segment");
     }
+  }
+  if (has_wire(op)) {
+    post.wire = 1 + static_cast<uint32_t>(operation.wire);
+    post.wire_offset = static_cast<const std::byte*>(operation.wire_memory) - mine.base;
+    if (operation.type != kernels::SumType::kF32 || post.wire_offset < kDataOffset ||
+        post.wire_offset + operation.numel * kernels::item_size(operation.wire) > mine.bytes) {
+      throw InternalError("only fp32 travels in 16 bits, and through the shared segment");
+    }
+    kernels::scale_cast(operation.wire_memory, pack_type(operation.wire), operation.input, kernels::DType::kF32,
+                        operation.numel, operation.scale);
   }
   auto& slot = this->slot(config_.rank, seq);
   slot.post = post;
@@ -146,12 +181,17 @@ uint64_t Engine::start(const Operation& operation) {
 
 void Engine::progress_slow() {
   const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock || !failed_.empty()) {
+  if (!lock || !failed_.empty() || forks.load() != forks_) {
     return;
   }
   advance();
   advance_outer();
   update_under_way();
+}
+
+void Engine::give_up(const std::string& reason) {
+  const std::lock_guard lock(mutex_);
+  fail(reason, -1);
 }
 
 bool Engine::poll(uint64_t seq) {
@@ -161,7 +201,14 @@ bool Engine::poll(uint64_t seq) {
   advance_outer();
   update_under_way();
   auto& op = running(seq);
-  return op.seq != seq || complete(op);
+  if (op.seq != seq || complete(op)) {
+    return true;
+  }
+  if (const auto now = Clock::now(); now >= next_poll_check_) {
+    next_poll_check_ = now + kPeerCheck;
+    check_peers(op, Clock::time_point::max(), config_.timeout);
+  }
+  return false;
 }
 
 void Engine::wait(uint64_t seq, milliseconds timeout, Clock::time_point since) {
@@ -186,13 +233,6 @@ bool Engine::wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin)
   const bool finished = wait_until([&] { return op.seq != seq || complete(op); }, op, patience, &lock);
   update_under_way();
   return finished;
-}
-
-void Engine::abort(const std::string& reason) {
-  const std::lock_guard lock(mutex_);
-  if (failed_.empty()) {
-    mark_failed(reason, -1);
-  }
 }
 
 Engine::Patience Engine::patience(milliseconds timeout, Clock::time_point since) const {
@@ -296,11 +336,7 @@ void Engine::check_peer(const Running& op, int rank) {
     return;
   }
   if (state == RankState::kFailed) {
-    const auto culprit = peer.culprit.load();
-    const bool known = culprit >= 0 && culprit < size() && culprit != config_.rank;
-    fail(name(rank) + " gave up" + (known ? " because of " + name(culprit) : "") + " before " + describe(op) +
-             " was complete",
-         known ? culprit : rank);
+    fail_after(op, rank);
   }
   if (state == RankState::kClosed) {
     fail(name(rank) + " has left: it closed its end before " + describe(op) + " was complete", rank);
@@ -310,16 +346,29 @@ void Engine::check_peer(const Running& op, int rank) {
   }
 }
 
-// A rank that has done its part may have died with a chunk of another's shard in its hands. One that closed its end, or gave up,
-// had none.
+// A rank that the operation does not wait for. If it gave up, no other will go on for long. If it died, it may have had a chunk of
+// another's shard in its hands; one that closed its end had none.
 void Engine::check_helper(Running& op, int rank) {
-  if (op.seq >= cursor_ || !is_push(op) || is_outer(op) || !config_.gone(rank)) {
+  const bool exited = config_.gone(rank);
+  const auto state = static_cast<RankState>(header(rank).state.load());
+  if (state == RankState::kClosed || complete(op)) {
     return;
   }
-  const auto state = static_cast<RankState>(header(rank).state.load());
-  if (state != RankState::kClosed && state != RankState::kFailed && !complete(op)) {
+  if (state == RankState::kFailed) {
+    fail_after(op, rank);
+  }
+  if (exited && op.seq < cursor_ && is_push(op) && !is_outer(op)) {
     fail_died(op, rank);
   }
+}
+
+// Because `rank` did.
+void Engine::fail_after(const Running& op, int rank) {
+  const auto culprit = header(rank).culprit.load();
+  const bool known = culprit >= 0 && culprit < size() && culprit != config_.rank;
+  fail(name(rank) + " gave up" + (known ? " because of " + name(culprit) : "") + " before " + describe(op) +
+           " was complete",
+       known ? culprit : rank);
 }
 
 void Engine::fail_died(const Running& op, int rank) {
@@ -344,22 +393,22 @@ void Engine::update_under_way() {
 }
 
 void Engine::ensure_usable() const {
+  if (forks.load() != forks_) {
+    throw TransportError(
+        "this process is a fork of the rank that opened the shared-memory transport; it can't take its place");
+  }
   if (!failed_.empty()) {
     throw TransportError("the shared-memory transport is out of order since " + failed_);
   }
 }
 
 void Engine::fail(const std::string& message, int culprit) {
-  mark_failed(message, culprit);
-  throw TransportError(message);
-}
-
-void Engine::mark_failed(const std::string& message, int culprit) {
   failed_ = message;
   auto& mine = header(config_.rank);
   mine.culprit.store(culprit);
   mine.state.store(static_cast<uint32_t>(RankState::kFailed));
   ring();
+  throw TransportError(message);
 }
 
 std::string Engine::name(int rank) const {

@@ -28,6 +28,7 @@
 #include <chrono>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -58,6 +59,12 @@ struct Operation {
   const void* input = nullptr;
   // Any memory; of a large kAllReduce it is the input.
   void* output = nullptr;
+  // What this rank's input is multiplied by before it is summed; ranks may differ. Anything but 1 for a sum of kF64 or kF32 only.
+  double scale = 1.0;
+  // For a large kAllReduce of kF32: memory of the segment for numel 16-bit floats of type `wire`, in which the input travels. Sums are
+  // formed in kF32; sums that travel on to other hosts are rounded again.
+  void* wire_memory = nullptr;
+  kernels::SumType wire = kernels::SumType::kBF16;
   // kAllToAllSplits: bytes that this rank expects from each, in rank order; empty: nothing from anybody.
   std::vector<int64_t> expected = {};
 
@@ -72,7 +79,8 @@ constexpr int64_t split_table_bytes(int size) { return (size + 1 + 1) / 2 * 16; 
 class OuterLink {
  public:
   virtual ~OuterLink() = default;
-  virtual void start(void* data, kernels::SumType type, int64_t numel) = 0;
+  // `wire`: what the numbers travel as, if not as they are.
+  virtual void start(void* data, kernels::SumType type, int64_t numel, std::optional<kernels::SumType> wire) = 0;
   // True if the oldest is finished: then it is forgotten. Throws TransportError.
   virtual bool finish_oldest() = 0;
 };
@@ -113,13 +121,13 @@ class Engine {
       progress_slow();
     }
   }
+  // Always throws, and so does every later call here, and soon those of the peers.
+  [[noreturn]] void give_up(const std::string& reason);
   bool poll(uint64_t seq);
   // Several threads may wait, and start other operations meanwhile. The time limit is counted from `since`.
   void wait(uint64_t seq, std::chrono::milliseconds timeout, Clock::time_point since = Clock::now());
   // False if the operation is not complete after `longest`; it goes on then. `spin`: whether to look for a while before sleeping.
   bool wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin);
-  // Ends it for all ranks: whatever is under way or comes later fails with this reason.
-  void abort(const std::string& reason);
 
  private:
   // How long to wait, and what to do then.
@@ -133,8 +141,11 @@ class Engine {
     Operation operation;
     uint64_t seq = 0;
     bool eager = false;
-    std::vector<std::byte*> blocks;  // every rank's input, once all are known to be there
-    int next_shard = 0;              // of the first shard not yet seen to be complete
+    std::vector<const std::byte*> wires;  // what they send in the place of their blocks, if has_wire()
+    std::vector<double> scales;           // what their inputs are multiplied by
+    bool scaled = false;                  // not all by 1
+    std::vector<std::byte*> blocks;       // every rank's input, once all are known to be there
+    int next_shard = 0;                   // of the first shard not yet seen to be complete
   };
   struct Range {
     int64_t begin, end;
@@ -147,6 +158,7 @@ class Engine {
   std::byte* eager_data(int rank, uint64_t seq) const;
   Running& running(uint64_t seq) { return running_[seq % kSlots]; }
   bool is_push(const Running& op) const { return op.operation.kind == OpKind::kAllReduce && !op.eager; }
+  bool has_wire(const Running& op) const { return is_push(op) && op.operation.wire_memory != nullptr; }
   bool is_outer(const Running& op) const { return is_push(op) && config_.outer != nullptr; }
   Range shard(const Running& op, int owner) const;
   uint64_t chunks(const Running& op, int owner) const;
@@ -161,9 +173,12 @@ class Engine {
   bool agrees(const Post& post, const Operation& mine) const;
   void do_own_work(Running& op);
   void pull(Running& op);
+  void sum_ranks(const Running& op, std::span<void* const> targets, std::span<const void* const> sources,
+                 int64_t numel) const;
   void reduce_own_shard(Running& op);
   bool reduce_chunk(Running& op, int owner);
   void sum_range(const Running& op, Range range, bool to_all);
+  void sum_wires(const Running& op, Range range, std::span<void* const> targets) const;
   void push_shard(const Running& op, Range range);
   bool steal(Running& op);
   bool complete(Running& op);
@@ -186,13 +201,13 @@ class Engine {
   std::string details(const Operation& operation) const;
   [[noreturn]] void fail_out_of_step(const Running& op, int rank, const Post& post);
   [[noreturn]] void fail(const std::string& message, int culprit);
-  void mark_failed(const std::string& message, int culprit);
+  [[noreturn]] void fail_after(const Running& op, int rank);
   [[noreturn]] void fail_died(const Running& op, int rank);
-  [[noreturn]] void fail_outer(const TransportError& error);
+  [[noreturn]] void fail_outer(const std::exception& error);
 
   const EngineConfig config_;
   std::mutex mutex_;
-  const int pid_;
+  const int forks_;       // of this process when the engine was made: a forked child must not act for the rank
   bool crowded_ = false;  // fewer processors than ranks: spinning would keep a peer from its work
 
   std::array<Running, kSlots> running_;
@@ -202,6 +217,7 @@ class Engine {
   uint64_t oldest_ = 0;           // first that is not known to be complete
   std::vector<uint64_t> posted_;  // what peers had posted when last looked at
   std::atomic<uint64_t> under_way_{0};
+  std::chrono::steady_clock::time_point next_poll_check_;
   std::string failed_;
 };
 

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "common/errors.h"
+#include "kernels/pack.h"
 #include "shm/engine.h"
 
 namespace torchddp::shm {
@@ -90,14 +91,15 @@ bool Engine::advance() {
 // Addresses of all inputs, from what the peers wrote: checked before use, see Note [Trust].
 void Engine::find_blocks(Running& op) {
   const auto& mine = op.operation;
+  op.scaled = false;
   for (int rank = 0; rank < size(); ++rank) {
     if (!needs(op, rank)) {
       continue;
     }
     const auto& segment = config_.segments[static_cast<size_t>(rank)];
     const Post post = slot(rank, op.seq).post;
-    std::atomic_signal_fence(
-        std::memory_order_seq_cst);  // the compiler may not read it again: the peer may have changed it
+    // Not to be read again by a compiler that would rather: the peer may have changed it.
+    std::atomic_signal_fence(std::memory_order_seq_cst);
     if (!agrees(post, mine)) {
       fail_out_of_step(op, rank, post);
     }
@@ -105,6 +107,8 @@ void Engine::find_blocks(Running& op) {
       find_splits(op, rank, post);
       continue;
     }
+    op.scales[static_cast<size_t>(rank)] = post.scale;
+    op.scaled |= post.scale != 1.0;
     if (op.eager) {
       op.blocks[static_cast<size_t>(rank)] = eager_data(rank, op.seq);
       continue;
@@ -113,6 +117,14 @@ void Engine::find_blocks(Running& op) {
       fail(name(rank) + " offers memory that is not in its segment, for " + describe(op), rank);
     }
     op.blocks[static_cast<size_t>(rank)] = segment.base + post.offset;
+    if (has_wire(op)) {
+      const auto wire_bytes = mine.numel * kernels::item_size(mine.wire);
+      if (post.wire != 1 + static_cast<uint32_t>(mine.wire) || post.wire_offset < kDataOffset ||
+          post.wire_offset > segment.bytes - wire_bytes) {
+        fail(name(rank) + " does not send " + describe(op) + " as 16-bit floats from its segment", rank);
+      }
+      op.wires[static_cast<size_t>(rank)] = segment.base + post.wire_offset;
+    }
   }
 }
 
@@ -183,7 +195,7 @@ void Engine::pull(Running& op) {
       sources[rank] = op.blocks[rank] + from;
     }
     void* const target = output;
-    kernels::reduce_ranks({&target, 1}, {sources.data(), op.blocks.size()}, operation.type, operation.op, numel);
+    sum_ranks(op, {&target, 1}, {sources.data(), op.blocks.size()}, numel);
   };
   switch (operation.kind) {
     case OpKind::kAllReduce:
@@ -234,7 +246,46 @@ void Engine::sum_range(const Running& op, Range range, bool to_all) {
   const auto mine = static_cast<size_t>(config_.rank);
   const auto written =
       to_all ? std::span<void* const>(targets.data(), count) : std::span<void* const>(&targets[mine], 1);
-  kernels::reduce_ranks(written, {sources.data(), count}, op.operation.type, op.operation.op, range.end - range.begin);
+  if (has_wire(op)) {
+    sum_wires(op, range, written);
+  } else {
+    sum_ranks(op, written, {sources.data(), count}, range.end - range.begin);
+  }
+}
+
+// Sums of 16-bit floats, formed and written in kF32, piece by piece so that they stay in the first cache.
+void Engine::sum_wires(const Running& op, Range range, std::span<void* const> targets) const {
+  constexpr int64_t kPiece = 2048;
+  std::array<float, kPiece> total;
+  std::array<float, kPiece> next;
+  const auto wire = op.operation.wire == kernels::SumType::kF16 ? kernels::DType::kF16 : kernels::DType::kBF16;
+  const auto wire_item = kernels::item_size(op.operation.wire);
+  for (auto begin = range.begin; begin < range.end; begin += kPiece) {
+    const auto numel = std::min(kPiece, range.end - begin);
+    for (size_t rank = 0; rank < op.wires.size(); ++rank) {
+      const auto* source = op.wires[rank] + begin * wire_item;
+      kernels::scale_cast(rank == 0 ? total.data() : next.data(), kernels::DType::kF32, source, wire, numel, 1.0);
+      if (rank > 0) {
+        void* const sum = total.data();
+        const std::array<const void*, 2> sources{total.data(), next.data()};
+        kernels::reduce_ranks({&sum, 1}, sources, kernels::SumType::kF32, kernels::ReduceOp::kSum, numel);
+      }
+    }
+    for (auto* target : targets) {
+      std::memcpy(static_cast<std::byte*>(target) + (begin - range.begin) * static_cast<int64_t>(sizeof(float)),
+                  total.data(), static_cast<size_t>(numel) * sizeof(float));
+    }
+  }
+}
+
+void Engine::sum_ranks(const Running& op, std::span<void* const> targets, std::span<const void* const> sources,
+                       int64_t numel) const {
+  const auto& operation = op.operation;
+  if (op.scaled && !has_wire(op) && operation.op == kernels::ReduceOp::kSum && kernels::can_scale(operation.type)) {
+    kernels::scaled_sum_ranks(targets, sources, op.scales, operation.type, numel);
+  } else {
+    kernels::reduce_ranks(targets, sources, operation.type, operation.op, numel);
+  }
 }
 
 void Engine::reduce_own_shard(Running& op) {
@@ -255,9 +306,10 @@ void Engine::reduce_own_shard(Running& op) {
   }
   if (is_outer(op) && range.end > range.begin) {
     auto* data = op.blocks[static_cast<size_t>(config_.rank)] + range.begin * item;
+    const auto wire = has_wire(op) ? std::optional(op.operation.wire) : std::nullopt;
     try {
-      config_.outer->start(data, op.operation.type, range.end - range.begin);
-    } catch (const TransportError& error) {
+      config_.outer->start(data, op.operation.type, range.end - range.begin, wire);
+    } catch (const std::exception& error) {
       fail_outer(error);
     }
   }
@@ -312,7 +364,7 @@ bool Engine::advance_outer() {
           if (!config_.outer->finish_oldest()) {
             break;
           }
-        } catch (const TransportError& error) {
+        } catch (const std::exception& error) {
           fail_outer(error);
         }
         push_shard(op, range);
@@ -326,7 +378,7 @@ bool Engine::advance_outer() {
   return moved;
 }
 
-void Engine::fail_outer(const TransportError& error) {
+void Engine::fail_outer(const std::exception& error) {
   fail(std::string("the all-reduce with the other hosts failed: ") + error.what(), -1);
 }
 

@@ -34,8 +34,11 @@ struct Post {
   uint32_t type;  // kernels::SumType
   uint32_t op;    // kernels::ReduceOp
   int32_t root;
-  int64_t numel;   // elements of this rank's input
-  int64_t offset;  // of the input in this rank's segment; 0 for an eager one
+  int64_t numel;            // elements of this rank's input
+  int64_t offset;           // of the input in this rank's segment; 0 for an eager one
+  uint32_t wire = 0;        // 1 + kernels::SumType of what travels, if that is not `type`
+  int64_t wire_offset = 0;  // where it is in this rank's segment
+  double scale = 1.0;       // what the input is multiplied by before it is summed
 };
 
 // `claimed` and `completed` belong to the shard of an all-reduce that the segment's rank owns: operation number and chunk count,

@@ -5,11 +5,21 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 
 #include "transport/work.h"
 
 namespace torchddp::transport {
+
+struct SumOptions {
+  // Other than 1 only if Transport::scales(); ranks may differ in it.
+  double scale = 1.0;
+  // fp32 tensors may travel as kBFloat16 or kHalf, and are summed in fp32. Only if Transport::narrows(); equal on all ranks. Ranks
+  // get equal results.
+  std::optional<at::ScalarType> wire;
+};
 
 // All operations are collective: every rank calls them in the same order with equal shapes and dtypes. They start the
 // operation and return; the tensors must stay unchanged until Work::wait() returned. Calls come from one thread at a time.
@@ -26,9 +36,16 @@ class Transport {
   virtual std::unique_ptr<Work> make_work() = 0;
   // Whether collectives work on any memory as well as on allocate()'s.
   virtual bool reaches_any_memory() const = 0;
+  // Whether they work on this memory without copying it.
+  virtual bool reaches(const at::Tensor& tensor) const = 0;
+  // Whether all_reduce scales tensors of this dtype on the way, for less than a pass over memory.
+  virtual bool scales(at::ScalarType dtype) const = 0;
+  // Whether all_reduce can send fp32 in 16 bits.
+  virtual bool narrows() const { return false; }
 
-  // In place: the sum over ranks.
-  virtual void all_reduce(const at::Tensor& tensor, Work& work) = 0;
+  // In place: the sum over ranks of tensor * options.scale.
+  virtual void all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) = 0;
+  void all_reduce(const at::Tensor& tensor, Work& work) { all_reduce(tensor, work, SumOptions()); }
   // output[numel / size()] = this rank's part of the sum of input[numel]; numel must be a multiple of size().
   virtual void reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) = 0;
   // output[numel * size()] = every rank's input[numel], in rank order.
@@ -41,6 +58,13 @@ class Transport {
   // Does what can be done for the operations under way, without waiting. For transports whose ranks do the work themselves: called
   // from every autograd hook, from several threads, so it must cost next to nothing when there is nothing to do.
   virtual void progress() {}
+
+  // For transports that do not reach any memory: the gradients that a bucket each waits for, by size in bytes. Between
+  // begin_backward and end_backward the transport may let torch allocate tensors of such sizes where it reaches them, so that
+  // those gradients need not be copied.
+  virtual void expect_gradients(std::span<const int64_t> sizes) { static_cast<void>(sizes); }
+  virtual void begin_backward() {}
+  virtual void end_backward() {}
 
   // Whether allocate() may have to give memory that collectives reach only by copying. All ranks must then agree to go on with
   // fallback(); see Reducer::agree_on_memory.

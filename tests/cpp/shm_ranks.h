@@ -242,6 +242,18 @@ inline Bytes expected_result(const Spec& spec, int size, int rank) {
   return result;
 }
 
+// What a rank writes in its slot, for peers that are no engine.
+inline Post post_of(const Operation& operation, int64_t offset) {
+  Post post{};
+  post.kind = operation.kind;
+  post.type = static_cast<uint32_t>(operation.type);
+  post.op = static_cast<uint32_t>(operation.op);
+  post.root = operation.root;
+  post.numel = operation.numel;
+  post.offset = offset;
+  return post;
+}
+
 // One rank's part of an operation: its memory, and what should come out. Inputs that travel in the slot, and all outputs but
 // that of a large all-reduce, are in memory of exactly their size.
 class Exchange {
@@ -268,7 +280,7 @@ class Exchange {
     if (has_input_ && !engine.is_eager(operation_)) {
       block_ = segment_.allocate(operation_.bytes());
       require(block_ != nullptr, "no room in the segment");
-      std::memcpy(block_, input_.data(), input_.size());
+      std::copy(input_.begin(), input_.end(), static_cast<std::byte*>(block_));
     }
     operation_.input = !has_input_ ? nullptr : block_ != nullptr ? block_ : input_.data();
     operation_.output = in_place() ? block_ : output_.data();
@@ -291,11 +303,12 @@ class Exchange {
     const auto what = "kind " + std::to_string(static_cast<int>(spec_.kind)) + ", type " +
                       std::to_string(static_cast<int>(spec_.type)) + ", numel " + std::to_string(operation_.numel) +
                       ", root " + std::to_string(spec_.root);
-    if (actual.size() != expected_.size() || std::memcmp(actual.data(), expected_.data(), actual.size()) != 0) {
+    if (actual != expected_) {
       const auto at = std::mismatch(actual.begin(), actual.end(), expected_.begin()).first - actual.begin();
       throw std::runtime_error(what + ": wrong result at byte " + std::to_string(at));
     }
-    require(block_ == nullptr || in_place() || std::memcmp(block_, input_.data(), input_.size()) == 0,
+    require(block_ == nullptr || in_place() ||
+                std::equal(input_.begin(), input_.end(), static_cast<const std::byte*>(block_)),
             what + ": the input changed");
   }
 

@@ -54,7 +54,7 @@ TEST(shm_every_type_and_reduction) {
 }
 
 TEST(shm_several_chunks_and_shards_with_tails) {
-  for (const int size : kSizes) {
+  for (const int size : {2, 3, 7}) {
     std::vector<Spec> specs;
     for (const int64_t bytes : {(int64_t{1} << 20), (int64_t{1} << 20) + 4, int64_t{1'234'564}}) {
       specs.push_back({.kind = OpKind::kAllReduce, .numel = bytes / 4});
@@ -69,7 +69,7 @@ TEST(shm_results_are_the_same_bits_in_every_run) {
   constexpr int kSize = 4;
   for (const int64_t numel : {1000, 100'003}) {
     Bytes first;
-    for (int run = 0; run < 8; ++run) {
+    for (int run = 0; run < 6; ++run) {
       Host host(kSize);
       std::vector<Bytes> results(kSize);
       check_ranks(kSize, [&](int rank) {
@@ -379,7 +379,7 @@ TEST(shm_an_abort_is_told_to_all) {
   const auto second = host.engine(1);
   Exchange exchange(host, 1, {.numel = 10});
   exchange.start(*second);
-  first->abort("nobody wants it any more");
+  CHECK_THROWS(TransportError, first->give_up("nobody wants it any more"), "nobody wants it any more");
   CHECK_THROWS(TransportError, first->start({}), "nobody wants it any more");
   CHECK_THROWS(TransportError, second->wait(exchange.seq(), kPatience), "rank 10 gave up");
 }

@@ -37,8 +37,7 @@ TEST(shm_a_rank_that_died_while_it_helped_is_named_soon) {
   const auto chunks_of_last = static_cast<uint64_t>(((numel - 2 * each) * 4 + 65'535) / 65'536);
   auto& dead = host.header(2);
   auto* block = static_cast<std::byte*>(host.segment(2).allocate(numel * 4));
-  dead.slots[0].post = {
-      OpKind::kAllReduce, static_cast<uint32_t>(kernels::SumType::kF32), 0, 0, numel, host.segment(2).offset_of(block)};
+  dead.slots[0].post = post_of({.numel = numel}, host.segment(2).offset_of(block));
   dead.slots[0].claimed.store(Tally::pack(0, chunks_of_last));
   dead.slots[0].completed.store(Tally::pack(0, chunks_of_last));
   dead.posted.store(1);
@@ -50,7 +49,6 @@ TEST(shm_a_rank_that_died_while_it_helped_is_named_soon) {
   const auto second = host.engine(1);
   Exchange other(host, 1, {.numel = numel});
   other.start(*second);
-  CHECK_EQ(error_of([&] { mine.finish(*first, milliseconds(60)); }).find("timed out after 60 ms"), 0u);
   host.gone[2].store(true);
   const auto since = Clock::now();
   CHECK_THROWS(TransportError, other.finish(*second), "rank 12 died", "all_reduce");
@@ -62,12 +60,7 @@ TEST(shm_the_owner_of_a_shard_hears_that_its_helper_died) {
   Host host(2);
   auto& dead = host.header(1);
   auto* block = host.segment(1).allocate(kLarge * 4);
-  dead.slots[0].post = {OpKind::kAllReduce,
-                        static_cast<uint32_t>(kernels::SumType::kF32),
-                        0,
-                        0,
-                        kLarge,
-                        host.segment(1).offset_of(block)};
+  dead.slots[0].post = post_of({.numel = kLarge}, host.segment(1).offset_of(block));
   dead.slots[0].claimed.store(Tally::pack(0, 1000));
   dead.slots[0].completed.store(Tally::pack(1, 0));  // of a later operation: complete
   const auto engine = host.engine(0);

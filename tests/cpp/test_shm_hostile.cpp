@@ -75,12 +75,7 @@ struct Victim {
   // What an honest peer would have written.
   void post(uint64_t seq, const Operation& operation) const {
     auto& slot = peer.header().slots[seq % kSlots];
-    slot.post = {operation.kind,
-                 static_cast<uint32_t>(operation.type),
-                 static_cast<uint32_t>(operation.op),
-                 operation.root,
-                 operation.numel,
-                 kDataOffset};
+    slot.post = post_of(operation, kDataOffset);
     slot.claimed.store(Tally::pack(seq, 0));
     slot.completed.store(Tally::pack(seq, 0));
     peer.header().posted.store(seq + 1);

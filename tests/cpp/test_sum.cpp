@@ -1,5 +1,6 @@
 // Reductions over ranks: every type, operation, instruction set, size and aliasing against the reference.
 #include <cmath>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -380,6 +381,50 @@ TEST(a_reduction_needs_sources_but_no_elements_and_no_destinations) {
     reduce_ranks({}, srcs, SumType::kF32, ReduceOp::kSum, 1);
   });
   CHECK_EQ(value, 3.f);
+}
+
+TEST(scaled_sums_are_those_of_sources_scaled_beforehand) {
+  for_each_capability([] {
+    for (const auto type : {SumType::kF64, SumType::kF32}) {
+      const auto dtype = dtype_of(type);
+      for (const auto ranks : kRanks) {
+        for (const auto numel : kSizes) {
+          const auto bytes = static_cast<size_t>(numel * item_size(type));
+          std::vector<Bytes> sources, scaled;
+          std::vector<double> scales;
+          std::vector<const void*> plain_pointers, scaled_pointers;
+          for (int64_t rank = 0; rank < ranks; ++rank) {
+            Bytes source(bytes);
+            for (int64_t i = 0; i < numel; ++i) {
+              const double value = static_cast<double>((i * 37 + rank * 101) % 97) / 7.0 - 5.0;
+              const auto narrow = static_cast<float>(value);
+              std::memcpy(source.data() + i * item_size(type),
+                          type == SumType::kF64 ? static_cast<const void*>(&value) : &narrow,
+                          static_cast<size_t>(item_size(type)));
+            }
+            scales.push_back(rank == 1 ? 1.0 : 1.0 / static_cast<double>(ranks));
+            scaled.emplace_back(bytes);
+            scale_cast(scaled.back().data(), dtype, source.data(), dtype, numel, scales.back());
+            sources.push_back(std::move(source));
+          }
+          for (const auto& source : sources) plain_pointers.push_back(source.data());
+          for (const auto& source : scaled) scaled_pointers.push_back(source.data());
+          Bytes want(bytes), first(bytes), second(bytes);
+          void* const one[] = {want.data()};
+          void* const two[] = {first.data(), second.data()};
+          reduce_ranks(one, scaled_pointers, type, ReduceOp::kSum, numel);
+          scaled_sum_ranks(two, plain_pointers, scales, type, numel);
+          CHECK(first == want && second == want);
+        }
+      }
+    }
+  });
+  const float source = 1.0F;
+  const void* const sources[] = {&source};
+  CHECK_THROWS(std::invalid_argument, scaled_sum_ranks({}, sources, {}, SumType::kF32, 1));
+  const double scale = 0.5;
+  const std::span<const double> scales(&scale, 1);
+  CHECK_THROWS(std::invalid_argument, scaled_sum_ranks({}, sources, scales, SumType::kBF16, 1));
 }
 
 TEST(item_sizes_of_sum_types) {

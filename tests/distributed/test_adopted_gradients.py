@@ -1,9 +1,10 @@
 """Large CPU gradients, which are reduced in their own memory instead of being copied into a bucket.
 
-Over c10d: shared memory reaches nothing but its own.
+Over shared memory that means that autograd allocates them there.
 """
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,16 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from tests.harness import run_ranks
 from torchddp import DistributedDataParallel as AnyDDP
 
-DistributedDataParallel = functools.partial(AnyDDP, transport="c10d")
+DistributedDataParallel: Any = None  # over the transport of the test
+
+
+@pytest.fixture(params=["c10d", "shm"], autouse=True)
+def transport(request):
+    global DistributedDataParallel
+    DistributedDataParallel = functools.partial(AnyDDP, transport=request.param)
+    return request.param
+
+
 LARGE = 300_000  # float32 elements: above the 1 MiB from which a gradient has a bucket of its own
 
 

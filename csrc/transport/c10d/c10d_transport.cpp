@@ -3,30 +3,10 @@
 #include <ATen/Functions.h>
 
 #include "common/check.h"
+#include "transport/c10d/flat_collectives.h"
 
 namespace torchddp::transport {
 namespace {
-
-// torch 2.13 renamed two collectives and deprecates the old names; 2.11 and 2.12 know only those.
-template <typename Group>
-auto reduce_scatter_flat(Group& group, at::Tensor& out, at::Tensor& in) {
-  const c10d::ReduceScatterOptions options;
-  if constexpr (requires { group.reduce_scatter_single(out, in, options); }) {
-    return group.reduce_scatter_single(out, in, options);
-  } else {
-    return group._reduce_scatter_base(out, in, options);
-  }
-}
-
-template <typename Group>
-auto all_gather_flat(Group& group, at::Tensor& out, at::Tensor& in) {
-  const c10d::AllgatherOptions options;
-  if constexpr (requires { group.all_gather_single(out, in, options); }) {
-    return group.all_gather_single(out, in, options);
-  } else {
-    return group._allgather_base(out, in, options);
-  }
-}
 
 class C10dWork final : public Work {
  public:
@@ -86,7 +66,8 @@ at::Tensor C10dTransport::allocate(int64_t numel, at::ScalarType dtype, at::Devi
 
 std::unique_ptr<Work> C10dTransport::make_work() { return std::make_unique<C10dWork>(); }
 
-void C10dTransport::all_reduce(const at::Tensor& tensor, Work& work) {
+void C10dTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) {
+  TDDP_INTERNAL(options.scale == 1.0 && !options.wire, "a process group neither scales nor narrows");
   check_flat("all_reduce", tensor);
   auto& mine = own(work);
   mine.tensors[0] = tensor;

@@ -17,8 +17,11 @@ class C10dTransport final : public Transport {
   at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device) override;
   std::unique_ptr<Work> make_work() override;
   bool reaches_any_memory() const override { return true; }
+  bool reaches(const at::Tensor&) const override { return true; }
+  bool scales(at::ScalarType) const override { return false; }
 
-  void all_reduce(const at::Tensor& tensor, Work& work) override;
+  using Transport::all_reduce;
+  void all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) override;
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) override;
   void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) override;
   void broadcast(const at::Tensor& tensor, int root, Work& work) override;

@@ -1,34 +1,52 @@
 #include "transport/shm/outer_link.h"
 
-#include <ATen/ops/from_blob.h>
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
 
 #include "common/errors.h"
+#include "transport/c10d/flat_collectives.h"
 #include "transport/shm/sum_types.h"
 
 namespace torchddp::transport {
 
-void C10dOuterLink::start(void* data, kernels::SumType type, int64_t numel) {
-  std::vector<at::Tensor> tensors{at::from_blob(data, {numel}, at::TensorOptions().dtype(scalar_type(type)))};
+void C10dOuterLink::start(void* data, kernels::SumType type, int64_t numel, std::optional<kernels::SumType> wire) {
+  const c10::NoGradGuard no_grad;
+  Running running;
+  running.data = at::from_blob(data, {numel}, at::TensorOptions().dtype(scalar_type(type)));
   try {
-    running_.push_back(group_->allreduce(tensors, c10d::AllreduceOptions()));
+    if (wire) {
+      // Process groups sum 16-bit floats in 16 bits. Here each host gets the others' addends and sums them itself.
+      auto mine = running.data.to(scalar_type(*wire));
+      running.gathered = at::empty({group_->getSize() * numel}, mine.options());
+      running.work = all_gather_flat(*group_, running.gathered, mine);
+    } else {
+      std::vector<at::Tensor> tensors{running.data};
+      running.work = group_->allreduce(tensors, c10d::AllreduceOptions());
+    }
   } catch (const std::exception& error) {
     throw TransportError(error.what());
   }
+  running_.push_back(std::move(running));
 }
 
 bool C10dOuterLink::finish_oldest() {
-  auto& oldest = *running_.front();
-  if (!oldest.isCompleted()) {
+  auto& oldest = running_.front();
+  if (!oldest.work->isCompleted()) {
     return false;
   }
   bool ok = false;
   try {
-    ok = oldest.wait();
+    ok = oldest.work->wait();
   } catch (const std::exception& error) {
     throw TransportError(error.what());
   }
   if (!ok) {
     throw TransportError("the process group reported that the operation failed");
+  }
+  if (oldest.gathered.defined()) {
+    const c10::NoGradGuard no_grad;
+    at::sum_out(oldest.data, oldest.gathered.view({group_->getSize(), -1}), at::IntArrayRef{0}, /*keepdim=*/false,
+                oldest.data.scalar_type());
   }
   running_.pop_front();
   return true;

@@ -266,7 +266,7 @@ at::Tensor ShmBackend::bring(ShmPart& part, const Tensors& tensors, int64_t lead
   const auto transport = operations_->open_transport();
   const bool eager = transport->engine().is_eager(part.operation);
   const bool alone = in_place && tensors.size() == 1 && lead_bytes == 0 && is_plain(tensors[0]);
-  if (alone && (eager || transport->in_segment(tensors[0]))) {
+  if (alone && (eager || transport->reaches(tensors[0]))) {
     part.input = tensors[0];
     part.operation.input = tensors[0].const_data_ptr();
     return tensors[0];
@@ -585,7 +585,7 @@ ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs, cons
   const auto size = static_cast<size_t>(size_);
   TDDP_CHECK(inputs.size() == size && outputs.size() == size, call.name(), " on rank ", rank_, ": ", inputs.size(),
              " inputs and ", outputs.size(), " outputs, expected ", size, " of each");
-  auto part = all_to_all_part(call, outputs, inputs, -1);
+  auto part = all_to_all_part(call, outputs, inputs, 0);
   return start(std::move(call), {std::move(part)});
 }
 
@@ -600,7 +600,7 @@ ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& in
             {output}};
   check_dense_cpu(call.name(), rank_, {output, input});
   auto part = all_to_all_part(call, split_rows(call.name(), output, output_splits, size_),
-                              split_rows(call.name(), input, input_splits, size_), -1);
+                              split_rows(call.name(), input, input_splits, size_), 0);
   return start(std::move(call), {std::move(part)});
 }
 

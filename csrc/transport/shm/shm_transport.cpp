@@ -80,13 +80,14 @@ class ShmWork final : public Work {
   // Private memory that the result is copied to, and the shared memory that it is copied from.
   at::Tensor copy_back, staged;
   // Shared memory for tensors that lie elsewhere; kept for the next operation.
-  at::Tensor staging;
+  at::Tensor staging, wire;
 
  private:
   void give_up() {
     if (active_) {
-      transport_->abandoned_.push_back({seq_, {input, output, staged}});
-      staging.reset();  // it may be in use
+      transport_->abandoned_.push_back({seq_, {input, output, staged, wire}});
+      staging.reset();  // they may be in use
+      wire.reset();
       active_ = false;
     }
     forget();
@@ -124,13 +125,7 @@ bool is_dense_cpu(const at::Tensor& tensor) {
 }
 
 shm::Operation as_bytes(shm::OpKind kind, const at::Tensor& tensor, int root) {
-  return {.kind = kind,
-          .type = kernels::SumType::kU8,
-          .op = kernels::ReduceOp::kSum,
-          .root = root,
-          .numel = static_cast<int64_t>(tensor.nbytes()),
-          .input = nullptr,
-          .output = nullptr};
+  return {.kind = kind, .type = kernels::SumType::kU8, .root = root, .numel = static_cast<int64_t>(tensor.nbytes())};
 }
 
 void run_parallel(int threads, const std::function<void()>& body) {
@@ -159,7 +154,10 @@ std::shared_ptr<ShmTransport> ShmEndpoint::connect(c10::intrusive_ptr<c10d::Proc
 ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const ShmPlacement& placement,
                            std::shared_ptr<shm::Segment> segment, std::vector<shm::Peer> peers,
                            std::chrono::milliseconds timeout)
-    : segment_(std::move(segment)), peers_(std::move(peers)), spans_(placement.spans) {
+    : segment_(std::move(segment)),
+      pool_(GradientPool::make(segment_)),
+      peers_(std::move(peers)),
+      spans_(placement.spans) {
   shm::EngineConfig config;
   config.group_ranks = placement.local_ranks;
   for (size_t i = 0; i < peers_.size(); ++i) {
@@ -178,6 +176,9 @@ ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const S
   }
   if (spans_) {
     outer_ = std::make_unique<C10dOuterLink>(placement.outer_group);
+    outer_group_ = placement.outer_group;
+    places_ = placement.places;
+    outer_ranks_ = placement.outer_ranks;
     config.outer = outer_.get();
   }
   config.owners = placement.owners;
@@ -219,7 +220,12 @@ std::unique_ptr<Work> ShmTransport::make_work() {
   return std::make_unique<ShmWork>(shared_from_this(), c10d_ != nullptr ? c10d_->make_work() : nullptr);
 }
 
-bool ShmTransport::in_segment(const at::Tensor& tensor) const {
+bool ShmTransport::scales(at::ScalarType dtype) const {
+  const auto type = sum_type(dtype);
+  return type && kernels::can_scale(*type);
+}
+
+bool ShmTransport::reaches(const at::Tensor& tensor) const {
   return segment_->contains(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
 }
 
@@ -234,14 +240,14 @@ at::Tensor ShmTransport::shared_bytes(int64_t bytes) {
       memory, {bytes}, [segment](void* block) { segment->release(block); }, at::TensorOptions().dtype(at::kByte));
 }
 
-// Shared memory with the tensor's size and dtype; contents are unspecified.
-at::Tensor ShmTransport::stage(const at::Tensor& tensor, at::Tensor& cache) {
-  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+// Shared memory of the tensor's size; contents are unspecified.
+at::Tensor ShmTransport::stage(const at::Tensor& tensor, at::ScalarType dtype, at::Tensor& cache) {
+  const auto bytes = tensor.numel() * static_cast<int64_t>(c10::elementSize(dtype));
   if (!cache.defined() || static_cast<int64_t>(cache.nbytes()) < bytes) {
     cache.reset();
     cache = shared_bytes(bytes);
   }
-  return cache.narrow(0, 0, bytes).view(tensor.scalar_type()).view(tensor.sizes());
+  return cache.narrow(0, 0, bytes).view(dtype).view(tensor.sizes());
 }
 
 // `input` and `output` may be undefined where the operation has none on this rank.
@@ -254,8 +260,8 @@ void ShmTransport::start(Work& work, shm::Operation operation, const at::Tensor&
   mine.output = output;
   operation.input = input.defined() ? input.const_data_ptr() : nullptr;
   operation.output = output.defined() ? output.mutable_data_ptr() : nullptr;
-  if (input.defined() && !engine_->is_eager(operation) && !in_segment(input)) {
-    mine.staged = stage(input, mine.staging);
+  if (input.defined() && !engine_->is_eager(operation) && !reaches(input)) {
+    mine.staged = stage(input, input.scalar_type(), mine.staging);
     mine.staged.copy_(input);
     operation.input = mine.staged.const_data_ptr();
     if (operation.kind == shm::OpKind::kAllReduce) {
@@ -271,22 +277,20 @@ void ShmTransport::drop_finished() {
   std::erase_if(abandoned_, [&](const Abandoned& operation) { return engine_->poll(operation.seq); });
 }
 
-void ShmTransport::all_reduce(const at::Tensor& tensor, Work& work) {
+void ShmTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) {
   const auto type = is_dense_cpu(tensor) ? sum_type(tensor.scalar_type()) : std::nullopt;
   if (!type) {
     c10d_->all_reduce(tensor, own(work).group_work());
     return;
   }
   check_flat("all_reduce", tensor);
-  start(work,
-        {.kind = shm::OpKind::kAllReduce,
-         .type = *type,
-         .op = kernels::ReduceOp::kSum,
-         .root = 0,
-         .numel = tensor.numel(),
-         .input = nullptr,
-         .output = nullptr},
-        tensor, tensor);
+  shm::Operation operation{
+      .kind = shm::OpKind::kAllReduce, .type = *type, .numel = tensor.numel(), .scale = options.scale};
+  if (options.wire && *type == kernels::SumType::kF32 && !engine_->is_eager(operation)) {
+    operation.wire = *sum_type(*options.wire);
+    operation.wire_memory = stage(tensor, *options.wire, own(work).wire).mutable_data_ptr();
+  }
+  start(work, operation, tensor, tensor);
 }
 
 void ShmTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
@@ -296,15 +300,7 @@ void ShmTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& in
     c10d_->reduce_scatter(output, input, own(work).group_work());
     return;
   }
-  start(work,
-        {.kind = shm::OpKind::kReduceScatter,
-         .type = *type,
-         .op = kernels::ReduceOp::kSum,
-         .root = 0,
-         .numel = input.numel(),
-         .input = nullptr,
-         .output = nullptr},
-        input, output);
+  start(work, {.kind = shm::OpKind::kReduceScatter, .type = *type, .numel = input.numel()}, input, output);
 }
 
 void ShmTransport::all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) {
@@ -318,13 +314,33 @@ void ShmTransport::all_gather(const at::Tensor& output, const at::Tensor& input,
 
 void ShmTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
   check_broadcast(tensor, root);
-  if (!is_dense_cpu(tensor) || spans_) {
+  if (!is_dense_cpu(tensor) || (spans_ && outer_ranks_[static_cast<size_t>(root)] < 0)) {
     c10d_->broadcast(tensor, root, own(work).group_work());
     return;
   }
-  const bool is_root = root == rank_;
-  start(work, as_bytes(shm::OpKind::kBroadcast, tensor, root), is_root ? tensor : at::Tensor(),
+  // Between hosts to those with the root's place there, who then are the roots of their hosts: the link carries it once.
+  const int local_root = spans_ ? places_[static_cast<size_t>(root)] : root;
+  const bool is_root = local_root == engine_->rank();
+  if (spans_ && is_root) {
+    broadcast_between_hosts(tensor, outer_ranks_[static_cast<size_t>(root)]);
+  }
+  start(work, as_bytes(shm::OpKind::kBroadcast, tensor, local_root), is_root ? tensor : at::Tensor(),
         is_root ? at::Tensor() : tensor);
+}
+
+void ShmTransport::broadcast_between_hosts(const at::Tensor& tensor, int root) {
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  std::vector<at::Tensor> tensors{tensor};
+  std::string problem = "the process group reported that the operation failed";
+  try {
+    if (outer_group_->broadcast(tensors, options)->wait()) {
+      return;
+    }
+  } catch (const std::exception& error) {
+    problem = error.what();
+  }
+  engine_->give_up("the broadcast between hosts failed: " + problem);  // the others of this host wait for us
 }
 
 void ShmTransport::barrier(Work& work) {

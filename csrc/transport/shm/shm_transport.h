@@ -10,6 +10,7 @@
 #include "shm/engine.h"
 #include "shm/mesh.h"
 #include "shm/segment.h"
+#include "transport/shm/gradient_pool.h"
 #include "transport/transport.h"
 
 namespace torchddp::transport {
@@ -19,7 +20,9 @@ struct ShmPlacement {
   std::vector<int> local_ranks;        // group ranks of this host, ascending
   std::vector<std::string> addresses;  // of their listeners
   // Between hosts: the ranks with this one's place on each host; null on a single host, and for a rank that owns no shard.
-  c10::intrusive_ptr<c10d::ProcessGroup> outer_group;
+  c10::intrusive_ptr<c10d::ProcessGroup>
+      outer_group;  // By group rank: its place among the ranks of its host, and its rank in the outer group of that place (-1: there is none).
+  std::vector<int> places, outer_ranks;
   int owners = 0;           // ranks of each host that own shards
   bool spans = false;       // several hosts
   int64_t limit_bytes = 0;  // 0: as much as the machine has
@@ -55,13 +58,21 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   std::unique_ptr<Work> make_work() override;
   // Any other memory is copied in and out.
   bool reaches_any_memory() const override { return false; }
+  bool reaches(const at::Tensor& tensor) const override;
+  bool scales(at::ScalarType dtype) const override;
+  bool narrows() const override { return true; }
 
-  void all_reduce(const at::Tensor& tensor, Work& work) override;
+  using Transport::all_reduce;
+  void all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) override;
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) override;
   void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) override;
   void broadcast(const at::Tensor& tensor, int root, Work& work) override;
   void barrier(Work& work) override;
   void progress() override { engine_->progress(); }
+
+  void expect_gradients(std::span<const int64_t> sizes) override { pool_->expect(sizes); }
+  void begin_backward() override { pool_->set_active(true); }
+  void end_backward() override { pool_->set_active(false); }
 
   bool may_lose_memory() const override { return true; }
   bool lost_memory() const override { return lost_memory_; }
@@ -71,27 +82,30 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   shm::Engine& engine() { return *engine_; }
   // Throws TransportError if there is no room.
   at::Tensor shared_bytes(int64_t bytes);
-  bool in_segment(const at::Tensor& tensor) const;
 
  private:
   friend class ShmWork;
   void start(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output);
-  at::Tensor stage(const at::Tensor& tensor, at::Tensor& cache);
+  void broadcast_between_hosts(const at::Tensor& tensor, int root);
+  at::Tensor stage(const at::Tensor& tensor, at::ScalarType dtype, at::Tensor& cache);
   void drop_finished();
 
   std::shared_ptr<Transport> c10d_;  // null without a process group
   std::shared_ptr<shm::Segment> segment_;
+  std::shared_ptr<GradientPool> pool_;
   std::vector<shm::Peer> peers_;
   std::unique_ptr<shm::OuterLink> outer_;
   std::unique_ptr<shm::Engine> engine_;
   int rank_ = 0;
   int size_ = 0;
   bool spans_ = false;
+  c10::intrusive_ptr<c10d::ProcessGroup> outer_group_;
+  std::vector<int> places_, outer_ranks_;
   bool lost_memory_ = false;
   std::array<std::string, shm::kNumOpKinds> titles_;  // by OpKind
   struct Abandoned {
     uint64_t seq;
-    std::array<at::Tensor, 3> tensors;
+    std::array<at::Tensor, 4> tensors;
   };
   std::vector<Abandoned> abandoned_;  // nobody waits for them, but the engine may still write to them
 };

@@ -377,7 +377,11 @@ void ShmOperations::close_later() {
 
 void ShmOperations::abort(const std::string& reason) {
   if (const auto transport = this->transport()) {
-    transport->engine().abort(reason);
+    try {
+      transport->engine().give_up(reason);
+    } catch (const TransportError&) {
+      // Whatever is under way says so.
+    }
   }
 }
 

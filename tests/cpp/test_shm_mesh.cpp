@@ -1,0 +1,408 @@
+// How ranks find each other: as threads, among strangers, and as processes that die.
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+
+#include <csignal>
+
+#include "shm/errors.h"
+#include "shm/mesh.h"
+#include "shm_ranks.h"
+
+namespace torchddp::shm {
+namespace {
+
+int open_files() {
+  int count = 0;
+  DIR* directory = opendir("/proc/self/fd");
+  while (readdir(directory) != nullptr) ++count;
+  closedir(directory);
+  return count;
+}
+
+// What travels first on a connection, as mesh.cpp has it.
+struct Hello {
+  uint64_t magic = kMagic;
+  uint32_t version = kVersion;
+  int32_t rank = 0;
+  int32_t size = 0;
+  std::array<char, 32> address{};
+};
+
+// Somebody who knows the name of a listener.
+class Stranger {
+ public:
+  explicit Stranger(const std::string& address) : socket_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
+    sockaddr_un name{};
+    name.sun_family = AF_UNIX;
+    const std::string path = "torchddp-" + address;
+    std::copy(path.begin(), path.end(), name.sun_path + 1);
+    require(::connect(socket_.get(), reinterpret_cast<const sockaddr*>(&name),
+                      static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size())) == 0,
+            "the stranger could not connect");
+  }
+
+  void send(const void* data, size_t bytes, const std::vector<int>& fds) const {
+    iovec part{const_cast<void*>(data), bytes};
+    alignas(cmsghdr) std::array<char, CMSG_SPACE(4 * sizeof(int))> control{};
+    msghdr message{};
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    if (!fds.empty()) {
+      message.msg_control = control.data();
+      message.msg_controllen = CMSG_SPACE(fds.size() * sizeof(int));
+      auto* rights = CMSG_FIRSTHDR(&message);
+      rights->cmsg_level = SOL_SOCKET;
+      rights->cmsg_type = SCM_RIGHTS;
+      rights->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
+      std::memcpy(CMSG_DATA(rights), fds.data(), fds.size() * sizeof(int));
+    }
+    require(sendmsg(socket_.get(), &message, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes),
+            "the stranger could not send");
+  }
+
+ private:
+  Fd socket_;
+};
+
+Hello hello_of(int rank, int size, const std::string& address) {
+  Hello hello;
+  hello.rank = rank;
+  hello.size = size;
+  std::copy(address.begin(), address.end(), hello.address.begin());
+  return hello;
+}
+
+struct Ranks {
+  explicit Ranks(int size) : listeners(static_cast<size_t>(size)) {
+    for (const Listener& listener : listeners) addresses.push_back(listener.address());
+    for (int rank = 0; rank < size; ++rank) segments.push_back(std::make_unique<Segment>(rank, size, 0));
+  }
+  std::vector<Peer> connect(int rank, milliseconds timeout = kPatience) {
+    return listeners[static_cast<size_t>(rank)].connect(addresses, rank, *segments[static_cast<size_t>(rank)], timeout);
+  }
+
+  std::vector<Listener> listeners;
+  std::vector<std::string> addresses;
+  std::vector<std::unique_ptr<Segment>> segments;
+};
+
+// Connects all; each must see what the others wrote in their segments.
+void check_connects(Ranks& ranks) {
+  const int size = static_cast<int>(ranks.addresses.size());
+  for (int rank = 0; rank < size; ++rank) {
+    auto* mark = ranks.segments[static_cast<size_t>(rank)]->base() + kDataOffset - 1;
+    *mark = static_cast<std::byte>(100 + rank);
+  }
+  std::atomic<int> finished{0};
+  check_ranks(size, [&](int rank) {
+    const auto peers = ranks.connect(rank);
+    require(peers.size() == ranks.addresses.size(), "one entry for each rank");
+    for (int peer = 0; peer < size; ++peer) {
+      const auto& found = peers[static_cast<size_t>(peer)];
+      require(static_cast<bool>(found.socket) == (peer != rank), "no connection to oneself");
+      if (peer == rank) continue;
+      require(found.pid == getpid() && !found.gone(), "the peer is this process, and it lives");
+      require(found.segment.base()[kDataOffset - 1] == static_cast<std::byte>(100 + peer), "the segment of the peer");
+      require(found.segment.bytes() == ranks.segments[static_cast<size_t>(peer)]->bytes(), "all of it");
+    }
+    finished.fetch_add(1);
+    while (finished.load() < size) std::this_thread::yield();  // who leaves early is gone
+  });
+}
+
+TEST(shm_mesh_connects_ranks_and_leaves_no_file_open) {
+  for (const int size : {1, 2, 4}) {
+    const int before = open_files();
+    {
+      Ranks ranks(size);
+      check_connects(ranks);
+    }
+    CHECK_EQ(open_files(), before);
+  }
+}
+
+TEST(shm_mesh_names_are_random_and_hosts_have_one) {
+  const Listener first;
+  const Listener second;
+  CHECK_EQ(first.address().size(), 32u);
+  CHECK(first.address() != second.address());
+  CHECK_EQ(host_identity(), host_identity());
+  CHECK(host_identity().size() > 36);
+}
+
+// Before all ranks, in the queue of the first listener and while others connect.
+TEST(shm_mesh_strangers_do_no_harm) {
+  const int before = open_files();
+  {
+    Ranks ranks(3);
+    const auto& address = ranks.addresses[0];
+    const auto& own = *ranks.segments[1];
+    std::vector<std::unique_ptr<Stranger>> strangers;
+    const auto stranger = [&]() -> Stranger& { return *strangers.emplace_back(std::make_unique<Stranger>(address)); };
+    stranger();  // says nothing
+    {
+      const Stranger gone_at_once(address);
+    }
+    stranger().send("garbage", 7, {});
+    const std::vector<char> long_garbage(5000, 'x');
+    stranger().send(long_garbage.data(), long_garbage.size(), {});
+    const Hello good = hello_of(1, 3, ranks.addresses[1]);
+    stranger().send(&good, sizeof(good), {});                    // without a segment
+    stranger().send(&good, sizeof(good) - 1, {own.fd()});        // cut short
+    stranger().send(&good, sizeof(good), {own.fd(), own.fd()});  // with two
+    stranger().send(&good, sizeof(good), {own.fd(), own.fd(), own.fd(), own.fd()});
+    Hello bad = good;
+    bad.magic ^= 1;
+    stranger().send(&bad, sizeof(bad), {own.fd()});
+    for (const int rank : {-1, 0, 3, INT32_MAX, INT32_MIN}) {
+      bad = good;
+      bad.rank = rank;
+      stranger().send(&bad, sizeof(bad), {own.fd()});
+    }
+    bad = good;
+    bad.address[0] = '?';  // does not know the name of the rank that it would be
+    stranger().send(&bad, sizeof(bad), {own.fd()});
+    const auto since = Clock::now();
+    check_connects(ranks);
+    CHECK(ms_since(since) < kQuickly.count());
+    strangers.clear();
+    ranks.listeners.clear();
+    ranks.segments.clear();
+    CHECK_EQ(open_files(), before);
+  }
+}
+
+// What rank 0 of two says to a rank 1 that sends `hello` and `fd`. No file stays open.
+std::string refusal(const std::function<void(Hello&)>& change, const std::function<int(Ranks&)>& fd) {
+  const int before = open_files();
+  std::string message;
+  {
+    Ranks ranks(2);
+    const Stranger other(ranks.addresses[0]);
+    auto hello = hello_of(1, 2, ranks.addresses[1]);
+    change(hello);
+    const Fd sent(fcntl(fd(ranks), F_DUPFD_CLOEXEC, 0));
+    other.send(&hello, sizeof(hello), {sent.get()});
+    try {
+      ranks.connect(0, milliseconds(300));
+    } catch (const Unavailable& error) {
+      message = error.what();
+    }
+  }
+  CHECK_EQ(open_files(), before);
+  return message;
+}
+
+TEST(shm_mesh_a_peer_that_does_not_fit_is_refused) {
+  const auto same = [](Hello&) {};
+  const auto own_fd = [](Ranks& ranks) { return ranks.segments[1]->fd(); };
+  CHECK_EQ(refusal(same, own_fd), "");
+  CHECK(contains_all(refusal([](Hello& hello) { hello.version = 77; }, own_fd), {"speaks version 77"}));
+  const auto header_of = [](Ranks& ranks) { return reinterpret_cast<Header*>(ranks.segments[1]->base()); };
+  const std::vector<std::function<void(Header&)>> changes{
+      [](Header& header) { header.magic = 0; },         [](Header& header) { header.version = kVersion + 1; },
+      [](Header& header) { header.header_bytes = 64; }, [](Header& header) { header.segment_bytes += 1; },
+      [](Header& header) { header.rank = 0; },          [](Header& header) { header.size = 3; }};
+  for (const auto& change : changes) {
+    const auto spoiled = [&](Ranks& ranks) {
+      change(*header_of(ranks));
+      return own_fd(ranks);
+    };
+    CHECK(contains_all(refusal(same, spoiled), {"the segment of local rank 1 has a header that is not ours"}));
+  }
+}
+
+TEST(shm_mesh_a_segment_that_could_shrink_is_refused) {
+  const auto same = [](Hello&) {};
+  const auto refused = [&](int fd) {
+    const Fd file(fd);
+    require(file && ftruncate(file.get(), 64 << 20) == 0, "could not make a file");
+    const auto message = refusal(same, [&](Ranks& ranks) {
+      const auto& header = *reinterpret_cast<const Header*>(ranks.segments[1]->base());
+      require(pwrite(file.get(), &header, sizeof(header), 0) == sizeof(header), "could not write a header");
+      const int64_t bytes = 64 << 20;
+      require(pwrite(file.get(), &bytes, sizeof(bytes), offsetof(Header, segment_bytes)) == sizeof(bytes),
+              "nor its size");
+      return file.get();
+    });
+    return contains_all(message, {"is no sealed segment of ours"});
+  };
+  CHECK(refused(memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING)));
+  CHECK(refused(open("/tmp", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600)));  // what can't be sealed at all
+}
+
+TEST(shm_mesh_a_rank_that_does_not_come_is_waited_for_no_longer_than_agreed) {
+  const int before = open_files();
+  {
+    Ranks ranks(3);
+    const Stranger silent(ranks.addresses[0]);
+    const auto since = Clock::now();
+    CHECK_THROWS(Unavailable, ranks.connect(0, milliseconds(100)), "timed out", "2 local ranks");
+    CHECK_THROWS(Unavailable, ranks.connect(2, milliseconds(100)), "timed out", "the segment of local rank 0");
+    CHECK(ms_since(since) < kQuickly.count());
+    ranks.listeners.erase(ranks.listeners.begin() + 1);
+    CHECK_THROWS(Unavailable, ranks.connect(1, milliseconds(100)), "local rank");
+    const std::vector<std::string> nobody{Listener().address(), ranks.addresses[0]};
+    CHECK_THROWS(Unavailable, ranks.listeners[0].connect(nobody, 1, *ranks.segments[0], milliseconds(100)),
+                 "could not connect to local rank 0");
+  }
+  CHECK_EQ(open_files(), before);
+}
+
+TEST(shm_mesh_more_ranks_than_can_share_memory) {
+  const Listener listener;
+  const Segment segment(0, 1, 0);
+  const std::vector<std::string> addresses(kMaxRanks + 1, listener.address());
+  CHECK_THROWS(Unavailable, listener.connect(addresses, 0, segment, milliseconds(100)), "257 ranks", "at most 256");
+}
+
+#ifndef __SANITIZE_THREAD__  // it does not know fork()
+
+// Rank 1 of two in a process of its own. It runs `body` with an engine, then waits to be killed.
+class Child {
+ public:
+  template <class Body>
+  explicit Child(const Listener& parent, const Body& body) {
+    std::array<int, 2> ends{};
+    require(pipe2(ends.data(), O_CLOEXEC) == 0, "no pipe");
+    const Fd read_end(ends[0]);
+    Fd write_end(ends[1]);
+    pid_ = fork();
+    if (pid_ == 0) {
+      int status = 1;
+      try {
+        const Listener listener;
+        const Segment segment(1, 2, 0);
+        const std::vector<std::string> addresses{parent.address(), listener.address()};
+        if (write(write_end.get(), listener.address().data(), 32) == 32) {
+          const auto peers = listener.connect(addresses, 1, segment, kPatience);
+          status = body(peers, segment) ? 0 : 1;
+        }
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "child: %s\n", error.what());
+      }
+      _exit(status);
+    }
+    std::array<char, 32> name{};
+    require(read(read_end.get(), name.data(), name.size()) == 32, "the child has no address");
+    addresses = {parent.address(), std::string(name.data(), name.size())};
+  }
+  ~Child() { end(); }
+
+  void kill() const { ::kill(pid_, SIGKILL); }
+  // Its exit status; -1 if it was killed.
+  int end() {
+    if (pid_ <= 0) return -1;
+    int status = 0;
+    waitpid(pid_, &status, 0);
+    pid_ = 0;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  }
+
+  std::vector<std::string> addresses;
+
+ private:
+  pid_t pid_ = 0;
+};
+
+EngineConfig config_of(int rank, const Segment& own, const std::vector<Peer>& peers) {
+  EngineConfig config;
+  config.rank = rank;
+  for (const Peer& peer : peers) {
+    config.segments.push_back(peer.socket ? SegmentView{peer.segment.base(), peer.segment.bytes()}
+                                          : SegmentView{own.base(), own.bytes()});
+  }
+  config.group_ranks = {10, 11};
+  config.gone = [&peers](int rank) { return peers[static_cast<size_t>(rank)].gone(); };
+  config.timeout = kPatience;
+  config.owners = 2;
+  return config;
+}
+
+// All-reduces of `numel` ones and twos; whether all came out as threes.
+bool reduce_some(Engine& engine, Segment& segment, int rounds, int64_t numel) {
+  auto* block = static_cast<float*>(segment.allocate(numel * 4));
+  bool good = true;
+  for (int round = 0; round < rounds; ++round) {
+    std::fill_n(block, numel, static_cast<float>(engine.rank() + 1));
+    engine.wait(engine.start({.numel = numel, .input = block, .output = block}), kPatience);
+    good = good && std::all_of(block, block + numel, [](float value) { return value == 3; });
+  }
+  segment.release(block);
+  return good;
+}
+
+TEST(shm_mesh_two_processes_reduce) {
+  const Listener listener;
+  Child child(listener, [](const std::vector<Peer>& peers, const Segment& segment) {
+    Engine engine(config_of(1, segment, peers));
+    auto& own = const_cast<Segment&>(segment);
+    return reduce_some(engine, own, 20, 100) && reduce_some(engine, own, 20, 100'003);
+  });
+  Segment segment(0, 2, 0);
+  const auto peers = listener.connect(child.addresses, 0, segment, kPatience);
+  Engine engine(config_of(0, segment, peers));
+  CHECK(reduce_some(engine, segment, 20, 100));
+  CHECK(reduce_some(engine, segment, 20, 100'003));
+  CHECK_EQ(child.end(), 0);
+}
+
+TEST(shm_mesh_a_process_that_exits_is_gone_at_once) {
+  for (const bool is_killed : {false, true}) {
+    const Listener listener;
+    Child child(listener, [&](const std::vector<Peer>&, const Segment&) {
+      if (is_killed) pause();
+      usleep(50'000);
+      return true;
+    });
+    const Segment segment(0, 2, 0);
+    const auto peers = listener.connect(child.addresses, 0, segment, kPatience);
+    CHECK(!peers[1].gone());
+    if (is_killed) {
+      child.kill();
+    } else {
+      usleep(60'000);
+    }
+    const auto since = Clock::now();
+    while (!peers[1].gone() && ms_since(since) < 1000) usleep(1000);
+    CHECK(ms_since(since) < 100);
+    child.end();
+  }
+}
+
+TEST(shm_mesh_a_process_that_is_killed_is_named) {
+  for (const bool in_the_middle : {true, false}) {
+    const Listener listener;
+    Child child(listener, [&](const std::vector<Peer>& peers, const Segment& segment) {
+      Engine engine(config_of(1, segment, peers));
+      auto& own = const_cast<Segment&>(segment);
+      reduce_some(engine, own, 5, 100'003);
+      while (in_the_middle) reduce_some(engine, own, 5, 100'003);
+      pause();
+      return true;
+    });
+    Segment segment(0, 2, 0);
+    const auto peers = listener.connect(child.addresses, 0, segment, kPatience);
+    Engine engine(config_of(0, segment, peers));
+    CHECK(reduce_some(engine, segment, 5, 100'003));
+    std::thread killer([&] {
+      usleep(50'000);
+      child.kill();
+    });
+    const auto since = Clock::now();
+    const std::string message = error_of([&] { reduce_some(engine, segment, INT32_MAX, 100'003); });
+    CHECK(ms_since(since) < kQuickly.count());
+    CHECK(contains_all(message, {"rank 11 died", "all_reduce of 400012 bytes"}));
+    killer.join();
+    child.end();
+  }
+}
+
+#endif
+
+}  // namespace
+}  // namespace torchddp::shm

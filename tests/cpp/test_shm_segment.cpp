@@ -1,0 +1,290 @@
+// Memory of a segment: where blocks lie, what is given back, and what nobody can do to it.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+
+#include <cerrno>
+#include <csignal>
+#include <map>
+#include <random>
+
+#include "shm/errors.h"
+#include "shm_ranks.h"
+
+namespace torchddp::shm {
+namespace {
+
+constexpr int64_t kPage = 4096;
+constexpr int64_t kHuge = 2 << 20;
+
+int64_t pages_held(const Segment& segment) {
+  struct stat info{};
+  fstat(segment.fd(), &info);
+  return info.st_blocks * 512 / kPage;
+}
+
+void fill(void* memory, int64_t bytes, int value) { std::memset(memory, value, static_cast<size_t>(bytes)); }
+
+bool is_filled(const void* memory, int64_t bytes, int value) {
+  const auto* data = static_cast<const unsigned char*>(memory);
+  return std::all_of(data, data + bytes, [&](unsigned char byte) { return byte == value; });
+}
+
+TEST(shm_segment_blocks_are_aligned_to_their_size) {
+  Segment segment(0, 1, 0);
+  for (const auto& [bytes, alignment] : std::map<int64_t, int64_t>{{0, 64},
+                                                                   {1, 64},
+                                                                   {64, 64},
+                                                                   {65, 64},
+                                                                   {4000, 64},
+                                                                   {4096, kPage},
+                                                                   {4097, kPage},
+                                                                   {100'000, kPage},
+                                                                   {kHuge - 1, kHuge},
+                                                                   {kHuge, kHuge},
+                                                                   {3 * kHuge + 1, kHuge}}) {
+    auto* block = segment.allocate(bytes);
+    CHECK(block != nullptr);
+    CHECK_EQ(segment.offset_of(block) % alignment, 0);
+    CHECK(segment.offset_of(block) >= kDataOffset);
+    CHECK(segment.contains(block, bytes));
+    fill(block, bytes, 1);
+  }
+}
+
+TEST(shm_segment_released_memory_is_merged_and_used_again) {
+  Segment segment(0, 1, 0);
+  for (const auto& order : {std::array{0, 1, 2}, std::array{2, 1, 0}, std::array{0, 2, 1}, std::array{1, 0, 2}}) {
+    std::array<void*, 3> blocks{};
+    for (auto& block : blocks) block = segment.allocate(3 * kPage);
+    CHECK_EQ(segment.offset_of(blocks[1]) - segment.offset_of(blocks[0]), 3 * kPage);
+    auto* after = segment.allocate(kPage);
+    for (const int which : order) segment.release(blocks[static_cast<size_t>(which)]);
+    auto* whole = segment.allocate(9 * kPage);
+    CHECK(whole == blocks[0]);
+    segment.release(whole);
+    segment.release(after);
+  }
+  segment.release(nullptr);
+  int elsewhere = 0;
+  segment.release(&elsewhere);
+  auto* block = segment.allocate(100);
+  segment.release(static_cast<std::byte*>(block) + 64);  // no block begins there
+  segment.release(block);
+  segment.release(block);
+  CHECK(segment.allocate(100) == block);
+}
+
+TEST(shm_segment_without_room_says_so) {
+  Segment segment(0, 1, 10 * kPage);
+  auto* most = segment.allocate(9 * kPage);
+  CHECK(most != nullptr);
+  for (const int64_t bytes : {kPage + 1, 2 * kPage, int64_t{1} << 40, INT64_MAX - 100, INT64_MAX}) {
+    errno = 0;
+    CHECK(segment.allocate(bytes) == nullptr);
+    CHECK_EQ(errno, ENOSPC);
+  }
+  auto* rest = segment.allocate(kPage);
+  CHECK(rest != nullptr);
+  CHECK(segment.allocate(1) == nullptr);
+  segment.release(rest);
+  CHECK(segment.allocate(1) != nullptr);
+  Segment unlimited(0, 1, 0);
+  errno = 0;
+  CHECK(unlimited.allocate(unlimited.bytes()) == nullptr);
+  CHECK_EQ(errno, ENOSPC);
+}
+
+TEST(shm_segment_contains_what_can_be_allocated_and_no_more) {
+  Segment segment(0, 1, 0);
+  auto* base = segment.base();
+  auto* end = base + segment.bytes();
+  CHECK(!segment.contains(base, 1));
+  CHECK(!segment.contains(base + kDataOffset - 1, 1));
+  CHECK(segment.contains(base + kDataOffset, 1));
+  CHECK(segment.contains(base + kDataOffset, segment.bytes() - kDataOffset));
+  CHECK(!segment.contains(base + kDataOffset, segment.bytes() - kDataOffset + 1));
+  CHECK(segment.contains(end - 1, 1));
+  CHECK(!segment.contains(end - 1, 2));
+  CHECK(segment.contains(end, 0));
+  CHECK(!segment.contains(end, 1));
+  CHECK(!segment.contains(base + kDataOffset, -1));
+  CHECK(!segment.contains(base + kDataOffset, INT64_MAX));
+  int elsewhere = 0;
+  CHECK(!segment.contains(&elsewhere, 4));
+  CHECK(!segment.contains(nullptr, 0));
+}
+
+TEST(shm_segment_pages_are_there_from_allocation_to_release) {
+  Segment segment(0, 1, 0);
+  const auto at_first = pages_held(segment);
+  CHECK(at_first * kPage < kDataOffset + kHuge);
+  auto* block = segment.allocate(100 * kPage);
+  CHECK(pages_held(segment) >= at_first + 100);  // before it is touched
+  fill(block, 100 * kPage, 7);
+  auto* small = segment.allocate(64);
+  fill(small, 64, 9);
+  segment.release(block);
+  CHECK(pages_held(segment) <= at_first + 1);
+  CHECK(is_filled(small, 64, 9));
+  segment.release(small);
+  CHECK(segment.allocate(100 * kPage) != nullptr);
+}
+
+TEST(shm_segment_can_not_be_resized_or_unsealed_and_is_closed_on_exec) {
+  Segment segment(0, 1, 0);
+  CHECK_EQ(ftruncate(segment.fd(), 0), -1);
+  CHECK_EQ(ftruncate(segment.fd(), segment.bytes() + kPage), -1);
+  CHECK_EQ(fcntl(segment.fd(), F_ADD_SEALS, F_SEAL_WRITE), -1);
+  CHECK((fcntl(segment.fd(), F_GETFD) & FD_CLOEXEC) != 0);
+  const auto* header = reinterpret_cast<const Header*>(segment.base());
+  CHECK_EQ(header->segment_bytes, segment.bytes());
+  CHECK_EQ(header->magic, kMagic);
+}
+
+TEST(shm_segment_is_the_same_memory_in_another_mapping) {
+  Segment segment(0, 1, 0);
+  const Mapping mapping(segment.fd(), segment.bytes());
+  auto* block = segment.allocate(10'000);
+  fill(block, 10'000, 5);
+  CHECK(mapping.base() != segment.base());
+  CHECK(is_filled(mapping.base() + segment.offset_of(block), 10'000, 5));
+  CHECK_THROWS(Unavailable, Mapping(-1, 4096), "could not map 4096 bytes");
+}
+
+// Against a list of blocks: none overlaps another, contents stay, and at the end all is free again.
+TEST(shm_segment_random_allocations_agree_with_a_model) {
+  constexpr int64_t kLimit = 24 << 20;
+  Segment segment(0, 1, kLimit);
+  struct Block {
+    int64_t bytes;
+    int value;
+  };
+  std::map<int64_t, Block> model;
+  std::mt19937 random(7);
+  const auto at_first = pages_held(segment);
+  int num_refused = 0;
+  const auto drop = [&](std::map<int64_t, Block>::iterator found) {
+    auto* memory = segment.base() + found->first;
+    CHECK(is_filled(memory, found->second.bytes, found->second.value));
+    segment.release(memory);
+    model.erase(found);
+  };
+  for (int step = 0; step < 1500; ++step) {
+    if (!model.empty() && random() % 5 < 2) {
+      drop(std::next(model.begin(), static_cast<std::ptrdiff_t>(random() % model.size())));
+      continue;
+    }
+    constexpr int64_t kSizes[] = {1, 64, 1000, kPage - 64, kPage, 3 * kPage + 5, 100'000, kHuge, kHuge + 1};
+    const Block block{kSizes[random() % 9] + static_cast<int64_t>(random() % 3), static_cast<int>(1 + random() % 250)};
+    auto* memory = segment.allocate(block.bytes);
+    if (memory == nullptr) {
+      ++num_refused;
+      CHECK(!model.empty());
+      drop(model.begin());
+      continue;
+    }
+    const auto offset = segment.offset_of(memory);
+    const auto next = model.lower_bound(offset);
+    CHECK(next == model.end() || offset + block.bytes <= next->first);
+    CHECK(next == model.begin() || std::prev(next)->first + std::prev(next)->second.bytes <= offset);
+    fill(memory, block.bytes, block.value);
+    model.emplace(offset, block);
+  }
+  CHECK(num_refused > 0);
+  while (!model.empty()) drop(model.begin());
+  auto* whole = segment.allocate(kLimit);
+  CHECK(whole != nullptr);
+  segment.release(whole);
+  CHECK(pages_held(segment) < at_first + 600);  // only what small blocks have touched
+}
+
+TEST(shm_segment_threads_allocate_at_the_same_time) {
+  Segment segment(0, 1, 0);
+  check_ranks(4, [&](int thread) {
+    std::mt19937 random(static_cast<uint32_t>(thread));
+    for (int i = 0; i < 200; ++i) {
+      const int64_t bytes = 1 + random() % 20'000;
+      auto* block = segment.allocate(bytes);
+      require(block != nullptr, "no room");
+      fill(block, bytes, thread + 1);
+      require(is_filled(block, bytes, thread + 1), "somebody else has the same memory");
+      segment.release(block);
+    }
+  });
+}
+
+#ifndef __SANITIZE_THREAD__  // it does not know fork()
+
+// Runs `body` in a child; whether it returned true.
+template <class Body>
+bool in_child(const Body& body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    bool good = false;
+    try {
+      good = body();
+    } catch (const std::exception&) {
+    }
+    _exit(good ? 0 : 1);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+bool limit_files_to(int64_t bytes) {
+  const rlimit limit{static_cast<rlim_t>(bytes), static_cast<rlim_t>(bytes)};
+  return setrlimit(RLIMIT_FSIZE, &limit) == 0;
+}
+
+TEST(shm_segment_keeps_below_the_limit_on_file_sizes) {
+  CHECK(in_child([] {
+    if (!limit_files_to(64 << 20)) return false;
+    Segment segment(0, 1, 0);
+    auto* block = segment.allocate(16 << 20);
+    if (segment.bytes() > 64 << 20 || block == nullptr) return false;
+    fill(block, 16 << 20, 1);
+    return segment.allocate(60 << 20) == nullptr;
+  }));
+  CHECK(in_child([] {
+    if (!limit_files_to(1 << 20)) return false;
+    try {
+      const Segment segment(0, 1, 0);
+    } catch (const Unavailable& error) {
+      return std::string(error.what()).find("ulimit -f") != std::string::npos;
+    }
+    return false;
+  }));
+}
+
+// A child that drops its copies of tensors must not empty those of the parent, nor hand out the same memory.
+TEST(shm_segment_is_left_alone_by_a_forked_child) {
+  Segment segment(0, 1, 0);
+  auto* block = segment.allocate(10 * kPage);
+  fill(block, 10 * kPage, 3);
+  CHECK(in_child([&] {
+    segment.release(block);
+    return segment.allocate(64) == nullptr && errno == ENOSPC;
+  }));
+  CHECK(is_filled(block, 10 * kPage, 3));
+}
+
+TEST(shm_segment_an_engine_is_not_closed_by_a_forked_child) {
+  Host host(1);
+  auto engine = host.engine(0);
+  CHECK(in_child([&] {
+    engine.reset();
+    return true;
+  }));
+  CHECK_EQ(host.header(0).state.load(), static_cast<uint32_t>(RankState::kOpen));
+  engine.reset();
+  CHECK_EQ(host.header(0).state.load(), static_cast<uint32_t>(RankState::kClosed));
+}
+
+#endif
+
+}  // namespace
+}  // namespace torchddp::shm
