@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed import GradBucket, ProcessGroup
 from torch.distributed import Work as C10dWork
+from torch.distributed import _Backend as Backend
 from torch.futures import Future
 
 torch_version: str
@@ -131,6 +132,7 @@ class ShmEndpoint:
         timeout: datetime.timedelta,
     ) -> ShmTransport: ...
 
+def make_shm_backend(transport: ShmTransport, timeout: datetime.timedelta) -> Backend: ...
 def host_identity() -> str: ...
 
 class Reducer:

@@ -14,6 +14,10 @@ check_torch_matches()
 
 from torchddp.distributed import DistributedDataParallel  # noqa: E402
 from torchddp.errors import InternalError, TransportError  # noqa: E402
+from torchddp.shm_backend import register  # noqa: E402
+
+register()
+del register
 
 DDP = DistributedDataParallel
 

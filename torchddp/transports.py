@@ -7,7 +7,7 @@ import datetime
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ CHOICE_ENV = "TORCHDDP_TRANSPORT"
 LIMIT_ENV = "TORCHDDP_SHM_LIMIT_MB"
 # Backends that a shared-memory transport may stand in for: what they do for CPU tensors is known, and nobody put
 # something of their own between.
-_KNOWN_BACKENDS = ("gloo", "torchddp_shm")
+BACKEND_NAME = "torchddp_shm"
+_KNOWN_BACKENDS = ("gloo", BACKEND_NAME)
 # Ranks reach this point within milliseconds of each other: it follows a collective.
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=20)
 _MIB = 1024 * 1024
@@ -110,9 +111,13 @@ def open_transport(choice: str, process_group: Any, *, timeout: datetime.timedel
     return _C.C10dTransport(process_group)
 
 
+# Gives a value to all ranks, and gets theirs, in rank order.
+Exchange = Callable[[Any], list[Any]]
+
+
 @dataclasses.dataclass
-class _Card:
-    """What a rank tells the others about itself."""
+class Card:
+    """What a rank tells the others about itself before they share memory."""
 
     host: str
     user: int
@@ -120,50 +125,88 @@ class _Card:
     problem: str
 
 
-def _share_memory(process_group: Any, timeout: datetime.timedelta) -> _C.Transport | str:
+@dataclasses.dataclass
+class Meeting:
+    """What a rank knows once all have told about themselves; any of them may have a problem."""
+
+    rank: int
+    endpoint: _C.ShmEndpoint | None
+    cards: list[Card]
+    limit_bytes: int
+
+    @classmethod
+    def of(cls, rank: int, exchange: Exchange) -> Meeting:
+        """Every rank's card."""
+        endpoint, problem, limit = None, "", 0
+        try:
+            limit = _limit_bytes()
+            endpoint = _C.ShmEndpoint()
+        except (RuntimeError, ValueError) as error:
+            problem = str(error)
+        card = Card(_C.host_identity(), os.geteuid(), endpoint.address if endpoint else "", problem)
+        cards = [Card(**other) for other in exchange(dataclasses.asdict(card))]
+        return cls(rank, endpoint, cards, limit)
+
+    def reason_against(self) -> str:
+        """Why nobody can share memory, the same on all ranks; or nothing."""
+        if problem := _first_problem([card.problem for card in self.cards]):
+            return problem
+        users = [card.user for card in self.cards]
+        other = next((rank for rank, user in enumerate(users) if user != users[0]), None)
+        return "" if other is None else f"rank 0 runs as user {users[0]}, rank {other} as user {users[other]}"
+
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host, in the order of their first ones."""
+        by_host: dict[str, list[int]] = {}
+        for rank, card in enumerate(self.cards):
+            by_host.setdefault(card.host, []).append(rank)
+        return list(by_host.values())
+
+    def connect(self, exchange: Exchange, process_group: Any, timeout: datetime.timedelta) -> _C.ShmTransport | str:
+        """Collective. A transport on every rank, or on every rank the same reason why not.
+
+        The process group may be None if there is one host.
+        """
+        transport, problem = None, ""
+        try:
+            hosts = self.hosts()
+            mine = next(ranks for ranks in hosts if self.rank in ranks)
+            spans = len(hosts) > 1
+            placement = _place(process_group, hosts)
+            assert self.endpoint is not None
+            transport = self.endpoint.connect(
+                process_group,
+                local_ranks=mine,
+                addresses=[self.cards[rank].address for rank in mine],
+                outer_group=_outer_group(process_group, placement) if spans else None,
+                places=placement.places,
+                outer_ranks=placement.outer_ranks,
+                owners=placement.owners,
+                spans=spans,
+                limit_bytes=self.limit_bytes,
+                connect_timeout=_CONNECT_TIMEOUT,
+                timeout=timeout,
+            )
+        except RuntimeError as error:
+            problem = str(error)
+        return _first_problem(exchange(problem)) or transport or "unknown"
+
+
+def _share_memory(process_group: Any, timeout: datetime.timedelta) -> _C.ShmTransport | str:
     """Collective. A transport on every rank, or on every rank the same reason why not."""
-    endpoint, problem = None, ""
-    try:
-        limit_bytes = _limit_bytes()
-        endpoint = _C.ShmEndpoint()
-    except (RuntimeError, ValueError) as error:
-        problem = str(error)
-    card = _Card(_C.host_identity(), os.geteuid(), endpoint.address if endpoint else "", problem)
-    cards: list[_Card] = _gather(card, process_group)
-    if reason := _reason_in(cards):
+
+    def exchange(value: Any) -> list[Any]:
+        by_rank: list[Any] = [None] * process_group.size()
+        dist.all_gather_object(by_rank, value, group=process_group)
+        return by_rank
+
+    meeting = Meeting.of(process_group.rank(), exchange)
+    if reason := meeting.reason_against():
         return reason
-    hosts: dict[str, list[int]] = {}
-    for rank, other in enumerate(cards):
-        hosts.setdefault(other.host, []).append(rank)
-    if len(hosts) > 1 and max(map(len, hosts.values())) == 1:
+    hosts = meeting.hosts()
+    if len(hosts) > 1 and max(map(len, hosts)) == 1:
         return "no two ranks are on the same host"
-    transport = None
-    try:
-        placement = _place(process_group, list(hosts.values()))
-        assert endpoint is not None
-        transport = endpoint.connect(
-            process_group,
-            local_ranks=hosts[card.host],
-            addresses=[cards[rank].address for rank in hosts[card.host]],
-            outer_group=_outer_group(process_group, placement) if len(hosts) > 1 else None,
-            places=placement.places,
-            outer_ranks=placement.outer_ranks,
-            owners=placement.owners,
-            spans=len(hosts) > 1,
-            limit_bytes=limit_bytes,
-            connect_timeout=_CONNECT_TIMEOUT,
-            timeout=timeout,
-        )
-    except RuntimeError as error:
-        problem = str(error)
-    problems: list[str] = _gather(problem, process_group)
-    return _first_problem(problems) or transport or "unknown"
-
-
-def _reason_in(cards: Sequence[_Card]) -> str:
-    if len({card.user for card in cards}) > 1:
-        return "the ranks run as different users"
-    return _first_problem([card.problem for card in cards])
+    return meeting.connect(exchange, process_group, timeout)
 
 
 def _first_problem(problems: Sequence[str]) -> str:
@@ -183,12 +226,6 @@ def _limit_bytes() -> int:
     return max(1, int(limit_mb * _MIB))
 
 
-def _gather(value: Any, process_group: Any) -> list[Any]:
-    by_rank: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(by_rank, value, group=process_group)
-    return by_rank
-
-
 @dataclasses.dataclass
 class _Placement:
     """Where ranks are, and who reduces what between hosts."""
@@ -201,8 +238,8 @@ class _Placement:
 
 def _place(process_group: Any, hosts: Sequence[Sequence[int]]) -> _Placement:
     owners = min(map(len, hosts))
-    places = [0] * process_group.size()
-    outer_ranks = [-1] * process_group.size()
+    size = sum(map(len, hosts))
+    places, outer_ranks = [0] * size, [-1] * size
     columns = []
     for ranks in hosts:
         for place, rank in enumerate(ranks):

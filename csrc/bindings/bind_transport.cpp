@@ -5,6 +5,7 @@
 #include "bindings/bindings.h"
 #include "shm/errors.h"
 #include "transport/c10d/c10d_transport.h"
+#include "transport/shm/shm_backend.h"
 #include "transport/shm/shm_transport.h"
 #include "transport/tensor_broadcast.h"
 
@@ -90,6 +91,12 @@ void bind_transports(py::module_& m) {
 
           py::arg("owners"), py::arg("spans"), py::arg("limit_bytes"), py::arg("connect_timeout"), py::arg("timeout"),
           "Collective among the ranks of a host. SharedMemoryUnavailable says why it can't be.");
+  m.def(
+      "make_shm_backend",
+      [](std::shared_ptr<ShmTransport> transport, std::chrono::milliseconds timeout) {
+        return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<ShmBackend>(std::move(transport), timeout));
+      },
+      py::arg("transport"), py::arg("timeout"), NoGil(), "The backend of a process group whose ranks share memory.");
   m.def("host_identity", &shm::host_identity, "Equal for processes that can share memory with each other.");
 }
 

@@ -18,7 +18,6 @@
 namespace torchddp::shm {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 // Looking before sleeping: some 100 us where each rank has a processor. Waking a sleeper takes about 5 us, and a context switch.
@@ -66,6 +65,8 @@ const char* kind_name(OpKind kind) {
       return "scatter";
     case OpKind::kAllToAll:
       return "all_to_all";
+    case OpKind::kAllToAllSplits:
+      return "all_to_all with splits";
   }
   return "an unknown operation";
 }
@@ -132,7 +133,8 @@ uint64_t Engine::start(const Operation& operation) {
   const auto seq = next_;
   auto& op = running(seq);
   if (seq >= kSlots) {
-    wait_until([&] { return recyclable(seq - kSlots); }, op, milliseconds(0));
+    // With the lock: nobody else may start this operation meanwhile.
+    wait_until([&] { return recyclable(seq - kSlots); }, op, patience(milliseconds(0), Clock::now()), nullptr);
   }
   op.operation = operation;
   op.seq = seq;
@@ -209,49 +211,93 @@ bool Engine::poll(uint64_t seq) {
   return false;
 }
 
-void Engine::wait(uint64_t seq, milliseconds timeout) {
-  const std::lock_guard lock(mutex_);
+void Engine::wait(uint64_t seq, milliseconds timeout, Clock::time_point since) {
+  std::unique_lock lock(mutex_);
   auto& op = running(seq);
   if (op.seq != seq) {
     return;  // its slot serves a later one: it was complete
   }
   ensure_usable();
-  wait_until([&] { return complete(op); }, op, timeout);
+  wait_until([&] { return op.seq != seq || complete(op); }, op, patience(timeout, since), &lock);
   update_under_way();
 }
 
-template <typename Predicate>
-void Engine::wait_until(Predicate&& predicate, Running& op, milliseconds timeout) {
+bool Engine::wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin) {
+  std::unique_lock lock(mutex_);
+  auto& op = running(seq);
+  if (op.seq != seq) {
+    return true;
+  }
+  ensure_usable();
+  const Patience patience{.until = Clock::now() + longest, .limit = milliseconds(0), .fails = false, .spins = spin};
+  const bool finished = wait_until([&] { return op.seq != seq || complete(op); }, op, patience, &lock);
+  update_under_way();
+  return finished;
+}
+
+Engine::Patience Engine::patience(milliseconds timeout, Clock::time_point since) const {
   const auto limit = timeout.count() > 0 ? timeout : config_.timeout;
-  const auto deadline = Clock::now() + limit;
+  return {.until = since + limit, .limit = limit};
+}
+
+// Gives `unlocked`, which holds the mutex, back while it sleeps, so that other threads can start operations and do their work.
+template <typename Predicate>
+bool Engine::wait_until(Predicate&& predicate, Running& op, const Patience& patience,
+                        std::unique_lock<std::mutex>* unlocked) {
   auto next_check = Clock::now() + kPeerCheck;
+  const int spins = !patience.spins ? 0 : crowded_ ? kCrowdedSpins : kSpins;
   auto& mine = header(config_.rank);
   // Not short-circuited: each may have something to do.
   const auto work = [&] { return static_cast<int>(advance()) + advance_outer() > 0 || steal(op); };
+  // A peer that hands out the same work over and over can't keep us here.
+  const auto check = [&](Clock::time_point now) {
+    check_peers(op, patience.fails ? patience.until : Clock::time_point::max(), patience.limit);
+    return patience.fails || now < patience.until;
+  };
   for (int idle = 0; !predicate();) {
     if (work()) {
       idle = 0;
-      if (Clock::now() >= deadline && !predicate()) {
-        check_peers(op, deadline, limit);  // a peer that hands out the same work over and over can't keep us here
+      if (const auto now = Clock::now(); now >= patience.until && !predicate() && !check(now)) {
+        return false;
       }
-    } else if (++idle < (crowded_ ? kCrowdedSpins : kSpins)) {
+    } else if (++idle < spins) {
       pause_cpu();
     } else {
       idle = 0;
-      mine.sleeping.store(1);
+      mine.sleeping.fetch_add(1);
       const auto bell = mine.doorbell.load();
       // Whoever posted before it saw us asleep is seen here.
       if (!predicate() && !work()) {
-        const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Clock::now()).count();
+        const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(patience.until - Clock::now()).count();
         const auto longest = config_.outer != nullptr && outer_cursor_ < cursor_ ? kOuterSleepNs : kSleepNs;
-        futex_wait(mine.doorbell, bell, std::clamp<int64_t>(left, 1, longest));
+        sleep(bell, std::clamp<int64_t>(left, 1, longest), unlocked);
       }
-      mine.sleeping.store(0);
-      if (const auto now = Clock::now(); now >= next_check) {
-        next_check = now + kPeerCheck;
-        check_peers(op, deadline, limit);
+      mine.sleeping.fetch_sub(1);
+      const auto now = Clock::now();
+      if (now < next_check && now < patience.until) {
+        continue;
+      }
+      // What another thread has seen meanwhile counts, but not against an operation that is complete.
+      if (predicate()) {
+        return true;
+      }
+      ensure_usable();
+      next_check = now + kPeerCheck;
+      if (!check(now)) {
+        return false;
       }
     }
+  }
+  return true;
+}
+
+void Engine::sleep(uint32_t bell, int64_t longest_ns, std::unique_lock<std::mutex>* unlocked) {
+  if (unlocked != nullptr) {
+    unlocked->unlock();
+  }
+  futex_wait(header(config_.rank).doorbell, bell, longest_ns);
+  if (unlocked != nullptr) {
+    unlocked->lock();
   }
 }
 
@@ -332,7 +378,7 @@ void Engine::fail_died(const Running& op, int rank) {
 void Engine::ring() {
   for (int rank = 0; rank < size(); ++rank) {
     auto& peer = header(rank);
-    if (rank != config_.rank && peer.sleeping.load() != 0) {
+    if (peer.sleeping.load() != 0) {  // this rank's too: other threads of it may wait for what this one has done
       peer.doorbell.fetch_add(1);
       futex_wake(peer.doorbell);
     }
@@ -372,6 +418,22 @@ std::string Engine::name(int rank) const {
 std::string Engine::describe(const Running& op) const {
   return std::string(kind_name(op.operation.kind)) + " of " + std::to_string(op.operation.bytes()) +
          " bytes (operation " + std::to_string(op.seq) + ")";
+}
+
+// What may differ besides kind and size.
+std::string Engine::details(const Operation& operation) const {
+  constexpr const char* kTypes[] = {"float64", "float32", "float16", "bfloat16", "int8",
+                                    "uint8",   "int16",   "int32",   "int64"};
+  constexpr const char* kOps[] = {"sum", "product", "min", "max"};
+  if (operation.kind == OpKind::kAllReduce || operation.kind == OpKind::kReduceScatter) {
+    return std::string(" [") + kOps[static_cast<size_t>(operation.op)] + " of " +
+           kTypes[static_cast<size_t>(operation.type)] + "]";
+  }
+  if (operation.kind == OpKind::kBroadcast || operation.kind == OpKind::kScatter) {
+    const bool known = operation.root >= 0 && operation.root < size();
+    return " [from " + (known ? name(operation.root) : "rank " + std::to_string(operation.root)) + "]";
+  }
+  return "";
 }
 
 }  // namespace torchddp::shm

@@ -9,7 +9,8 @@
 //     order, chunk by chunk, and writes each chunk to all blocks while it is in cache. Who waits with nothing else to do takes
 //     chunks of other ranks' shards, so that a rank that is not running holds nobody up. Complete when all chunks are.
 //   small all-reduce (kEagerBytes)         the input travels in the slot; each rank sums all inputs itself. Complete with that.
-//   the others                             each rank reads what it needs from the slots or blocks of the others. Complete
+//   the others                             each rank reads what it needs from the slots or blocks of the others. In an
+//     all-to-all with splits a block begins with a table of who gets what (split_table_bytes). Complete
 //     when no peer reads one's block any more; at once if the input travelled in the slot.
 //   all-reduce between hosts               ranks own shards as above, but write only their own block at first; the outer link
 //     sums the shard with the other hosts', and then it is written to all blocks of this host.
@@ -64,9 +65,15 @@ struct Operation {
   // formed in kF32; sums that travel on to other hosts are rounded again.
   void* wire_memory = nullptr;
   kernels::SumType wire = kernels::SumType::kBF16;
+  // kAllToAllSplits: bytes that this rank expects from each, in rank order; empty: nothing from anybody.
+  std::vector<int64_t> expected = {};
 
   int64_t bytes() const { return numel * kernels::item_size(type); }
 };
+
+// A block of kAllToAllSplits is a table of size + 1 offsets (int64), padded to this many bytes, then the data: bytes
+// [offsets[r], offsets[r + 1]) of it are for rank r.
+constexpr int64_t split_table_bytes(int size) { return (size + 1 + 1) / 2 * 16; }
 
 // The all-reduce between hosts of the shards that one rank of each owns. Operations finish in the order of their start.
 class OuterLink {
@@ -94,6 +101,8 @@ struct EngineConfig {
 // which every other call does.
 class Engine {
  public:
+  using Clock = std::chrono::steady_clock;
+
   explicit Engine(EngineConfig config);
   ~Engine();
   Engine(const Engine&) = delete;
@@ -115,9 +124,19 @@ class Engine {
   // Always throws, and so does every later call here, and soon those of the peers.
   [[noreturn]] void give_up(const std::string& reason);
   bool poll(uint64_t seq);
-  void wait(uint64_t seq, std::chrono::milliseconds timeout);
+  // Several threads may wait, and start other operations meanwhile. The time limit is counted from `since`.
+  void wait(uint64_t seq, std::chrono::milliseconds timeout, Clock::time_point since = Clock::now());
+  // False if the operation is not complete after `longest`; it goes on then. `spin`: whether to look for a while before sleeping.
+  bool wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin);
 
  private:
+  // How long to wait, and what to do then.
+  struct Patience {
+    Clock::time_point until;
+    std::chrono::milliseconds limit;  // to be told in the error
+    bool fails = true;                // an error, for all ranks; otherwise wait_until returns false
+    bool spins = true;
+  };
   struct Running {
     Operation operation;
     uint64_t seq = 0;
@@ -150,6 +169,8 @@ class Engine {
   bool needs(const Running& op, int rank) const;
   bool inputs_here(const Running& op);
   void find_blocks(Running& op);
+  void find_splits(Running& op, int rank, const Post& post);
+  bool agrees(const Post& post, const Operation& mine) const;
   void do_own_work(Running& op);
   void pull(Running& op);
   void sum_ranks(const Running& op, std::span<void* const> targets, std::span<const void* const> sources,
@@ -165,8 +186,10 @@ class Engine {
   bool blocks(const Running& op, int rank) const;
   void update_under_way();
 
+  Patience patience(std::chrono::milliseconds timeout, Clock::time_point since) const;
   template <typename Predicate>
-  void wait_until(Predicate&& predicate, Running& op, std::chrono::milliseconds timeout);
+  bool wait_until(Predicate&& predicate, Running& op, const Patience& patience, std::unique_lock<std::mutex>* unlocked);
+  void sleep(uint32_t bell, int64_t longest_ns, std::unique_lock<std::mutex>* unlocked);
   void check_peers(Running& waited_for, std::chrono::steady_clock::time_point deadline,
                    std::chrono::milliseconds timeout);
   void check_peer(const Running& op, int rank);
@@ -175,6 +198,8 @@ class Engine {
   void ensure_usable() const;
   std::string name(int rank) const;
   std::string describe(const Running& op) const;
+  std::string details(const Operation& operation) const;
+  [[noreturn]] void fail_out_of_step(const Running& op, int rank, const Post& post);
   [[noreturn]] void fail(const std::string& message, int culprit);
   [[noreturn]] void fail_after(const Running& op, int rank);
   [[noreturn]] void fail_died(const Running& op, int rank);

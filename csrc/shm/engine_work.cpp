@@ -100,20 +100,12 @@ void Engine::find_blocks(Running& op) {
     const Post post = slot(rank, op.seq).post;
     // Not to be read again by a compiler that would rather: the peer may have changed it.
     std::atomic_signal_fence(std::memory_order_seq_cst);
-    if (post.kind != mine.kind || post.type != static_cast<uint32_t>(mine.type) ||
-        post.op != static_cast<uint32_t>(mine.op) || post.root != mine.root || post.numel != mine.numel) {
-      Running theirs;
-      theirs.operation = mine;
-      theirs.operation.kind = post.kind;
-      theirs.operation.numel =
-          std::clamp<int64_t>(post.numel, 0, INT64_MAX / 8);  // of any type: bytes() can't overflow
-      theirs.operation.type =
-          static_cast<kernels::SumType>(std::min(post.type, static_cast<uint32_t>(kernels::SumType::kI64)));
-      theirs.seq = op.seq;
-      fail("the ranks are out of step: " + name(config_.rank) + " is in " + describe(op) + ", " + name(rank) + " in " +
-               describe(theirs) +
-               ". All must call the same collectives in the same order with the same shapes, dtypes " + "and roots",
-           rank);
+    if (!agrees(post, mine)) {
+      fail_out_of_step(op, rank, post);
+    }
+    if (mine.kind == OpKind::kAllToAllSplits) {
+      find_splits(op, rank, post);
+      continue;
     }
     op.scales[static_cast<size_t>(rank)] = post.scale;
     op.scaled |= post.scale != 1.0;
@@ -134,6 +126,57 @@ void Engine::find_blocks(Running& op) {
       op.wires[static_cast<size_t>(rank)] = segment.base + post.wire_offset;
     }
   }
+}
+
+bool Engine::agrees(const Post& post, const Operation& mine) const {
+  return post.kind == mine.kind && post.type == static_cast<uint32_t>(mine.type) &&
+         post.op == static_cast<uint32_t>(mine.op) && post.root == mine.root &&
+         (post.numel == mine.numel || mine.kind == OpKind::kAllToAllSplits);
+}
+
+void Engine::fail_out_of_step(const Running& op, int rank, const Post& post) {
+  Running theirs;
+  theirs.operation = op.operation;
+  theirs.operation.kind = post.kind;
+  theirs.operation.root = post.root;
+  theirs.operation.op =
+      static_cast<kernels::ReduceOp>(std::min(post.op, static_cast<uint32_t>(kernels::ReduceOp::kMax)));
+  theirs.operation.numel = std::clamp<int64_t>(post.numel, 0, INT64_MAX / 8);  // of any type: bytes() can't overflow
+  theirs.operation.type =
+      static_cast<kernels::SumType>(std::min(post.type, static_cast<uint32_t>(kernels::SumType::kI64)));
+  theirs.seq = op.seq;
+  fail("the ranks are out of step: " + name(config_.rank) + " is in " + describe(op) + details(op.operation) + ", " +
+           name(rank) + " in " + describe(theirs) + details(theirs.operation) +
+           ". All must call the same collectives in the same order with the same shapes, dtypes, roots and reductions",
+       rank);
+}
+
+// The part of a rank's block that is for this one.
+void Engine::find_splits(Running& op, int rank, const Post& post) {
+  const auto& segment = config_.segments[static_cast<size_t>(rank)];
+  const auto table_bytes = split_table_bytes(size());
+  const bool eager = post.offset == 0;
+  const auto room = eager ? kEagerBytes : segment.bytes;
+  if (post.numel < table_bytes || post.numel > room ||
+      (!eager && (post.offset < kDataOffset || post.offset > room - post.numel))) {
+    fail(name(rank) + " offers memory that is not in its segment, for " + describe(op), rank);
+  }
+  auto* block = eager ? eager_data(rank, op.seq) : segment.base + post.offset;
+  std::array<int64_t, 2> part{};
+  std::memcpy(part.data(), block + static_cast<int64_t>(config_.rank) * 8, sizeof(part));
+  const auto [begin, end] = part;
+  if (begin < 0 || end < begin || end > post.numel - table_bytes) {
+    fail(name(rank) + " offers memory that is not in its segment, for " + describe(op), rank);
+  }
+  const auto& expected = op.operation.expected;
+  const auto want = expected.empty() ? 0 : expected[static_cast<size_t>(rank)];
+  if (end - begin != want) {
+    fail("the ranks disagree on the sizes in " + describe(op) + ": " + name(rank) + " has " +
+             std::to_string(end - begin) + " bytes for " + name(config_.rank) + ", which expects " +
+             std::to_string(want),
+         rank);
+  }
+  op.blocks[static_cast<size_t>(rank)] = block + table_bytes + begin;
 }
 
 void Engine::pull(Running& op) {
@@ -177,6 +220,16 @@ void Engine::pull(Running& op) {
     case OpKind::kAllToAll:
       for (int rank = 0; rank < size(); ++rank) {
         copy(rank * piece, rank, config_.rank * piece, piece);
+      }
+      return;
+    case OpKind::kAllToAllSplits:
+      if (!operation.expected.empty()) {
+        int64_t to = 0;
+        for (int rank = 0; rank < size(); ++rank) {
+          const auto count = operation.expected[static_cast<size_t>(rank)];
+          copy(to, rank, 0, count);
+          to += count;
+        }
       }
       return;
   }

@@ -9,7 +9,7 @@
 namespace torchddp::shm {
 
 inline constexpr uint64_t kMagic = 0x316d687370646474;  // "tddpshm1" in memory
-inline constexpr uint32_t kVersion = 1;                 // changes with anything in this file
+inline constexpr uint32_t kVersion = 2;                 // changes with anything in this file
 inline constexpr int kMaxRanks = 256;
 
 // Operations that may be under way at once. One more waits for the oldest.
@@ -17,8 +17,16 @@ inline constexpr uint64_t kSlots = 64;
 // Inputs up to this size travel inside the slot: one synchronisation instead of two.
 inline constexpr int64_t kEagerBytes = 8192;
 
-enum class OpKind : uint32_t { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kScatter, kAllToAll };
-inline constexpr size_t kNumOpKinds = 6;
+enum class OpKind : uint32_t {
+  kAllReduce,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kScatter,
+  kAllToAll,
+  kAllToAllSplits
+};
+inline constexpr size_t kNumOpKinds = 7;
 
 // What a rank brings to an operation. Written before Header::posted moves past it, read by peers after that.
 struct Post {
@@ -27,7 +35,7 @@ struct Post {
   uint32_t op;    // kernels::ReduceOp
   int32_t root;
   int64_t numel;            // elements of this rank's input
-  int64_t offset;           // of the input in this rank's segment; of no meaning for an eager one
+  int64_t offset;           // of the input in this rank's segment; 0 for an eager one
   uint32_t wire = 0;        // 1 + kernels::SumType of what travels, if that is not `type`
   int64_t wire_offset = 0;  // where it is in this rank's segment
   double scale = 1.0;       // what the input is multiplied by before it is summed
@@ -59,9 +67,9 @@ struct alignas(64) Header {
       std::atomic<uint64_t> outer;  // between hosts: this rank's shard is final, and written to all ranks of the host
 
   alignas(64) std::atomic<uint32_t> doorbell;  // futex: moves when the rank sleeps and something happened
-  std::atomic<uint32_t> sleeping;
-  alignas(64) std::atomic<uint32_t> state;  // RankState
-  std::atomic<int32_t> culprit;             // of kFailed: the rank that was waited for, or -1
+  std::atomic<uint32_t> sleeping;              // how many of the rank's threads are
+  alignas(64) std::atomic<uint32_t> state;     // RankState
+  std::atomic<int32_t> culprit;                // of kFailed: the rank that was waited for, or -1
 
   std::array<Slot, kSlots> slots;
 };

@@ -272,6 +272,118 @@ TEST(shm_a_barrier_has_no_memory) {
   }
 }
 
+// A block of an all-to-all with splits: the table, then the data, all of one value.
+std::vector<std::byte> split_block(const std::vector<int64_t>& counts, int value) {
+  std::vector<int64_t> table{0};
+  for (const auto count : counts) table.push_back(table.back() + count);
+  const auto table_bytes = split_table_bytes(static_cast<int>(counts.size()));
+  std::vector<std::byte> block(static_cast<size_t>(table_bytes + table.back()), static_cast<std::byte>(value));
+  std::memcpy(block.data(), table.data(), table.size() * sizeof(int64_t));
+  return block;
+}
+
+TEST(shm_all_to_all_with_splits_in_slots_and_in_blocks) {
+  for (const int size : kSizes) {
+    for (const int64_t unit : {int64_t{0}, int64_t{5}, int64_t{4000}, int64_t{100'000}}) {
+      const auto count = [&](int from, int to) { return (from * 2 + to) % 3 * unit; };
+      Host host(size);
+      check_ranks(size, [&](int rank) {
+        const auto engine = host.engine(rank);
+        std::vector<int64_t> counts;
+        Operation operation{.kind = OpKind::kAllToAllSplits, .type = kernels::SumType::kU8};
+        std::vector<std::byte> expected;
+        for (int peer = 0; peer < size; ++peer) {
+          counts.push_back(count(rank, peer));
+          operation.expected.push_back(count(peer, rank));
+          expected.resize(expected.size() + static_cast<size_t>(count(peer, rank)), static_cast<std::byte>(peer + 1));
+        }
+        const auto block = split_block(counts, rank + 1);
+        operation.numel = static_cast<int64_t>(block.size());
+        operation.input = block.data();
+        if (!engine->is_eager(operation)) {
+          auto* memory = host.segment(rank).allocate(operation.numel);
+          std::memcpy(memory, block.data(), block.size());
+          operation.input = memory;
+        }
+        std::vector<std::byte> output(expected.size() + 1);
+        operation.output = output.data();
+        engine->wait(engine->start(operation), kPatience);
+        output.pop_back();
+        require(output == expected, "wrong result");
+      });
+    }
+  }
+}
+
+TEST(shm_splits_that_disagree_are_an_error) {
+  Host host(2);
+  const auto errors = run_ranks(2, [&](int rank) {
+    const auto engine = host.engine(rank);
+    const auto block = split_block({3, 4}, 0);
+    std::array<std::byte, 16> output{};
+    const Operation operation{.kind = OpKind::kAllToAllSplits,
+                              .type = kernels::SumType::kU8,
+                              .numel = static_cast<int64_t>(block.size()),
+                              .input = block.data(),
+                              .output = output.data(),
+                              .expected = {3, rank == 0 ? 3 : 4}};
+    engine->wait(engine->start(operation), kPatience);
+  });
+  CHECK(contains_all(errors[1], {"rank 10 has 4 bytes for rank 11, which expects 3"}));
+}
+
+// Two threads of a rank wait, a third starts what they wait for: none keeps another from its work, or asleep.
+TEST(shm_threads_of_a_rank_wait_side_by_side) {
+  Host host(2);
+  check_ranks(2, [&](int rank) {
+    const auto engine = host.engine(rank);
+    for (int round = 0; round < 20; ++round) {
+      Exchange small(host, rank, {.numel = 10});
+      Exchange large(host, rank, {.kind = OpKind::kAllGather, .numel = 10'000});
+      Exchange last(host, rank, {.numel = 50'000});
+      small.start(*engine);
+      large.start(*engine);
+      std::thread first([&] { engine->wait(small.seq(), kPatience); });
+      std::thread second([&] {
+        while (!engine->wait_for(large.seq(), milliseconds(5), false)) {
+        }
+      });
+      last.start(*engine);
+      last.finish(*engine);
+      first.join();
+      second.join();
+      small.check();
+      large.check();
+    }
+  });
+}
+
+TEST(shm_a_wait_with_an_end_leaves_the_operation_alone) {
+  Host host(2);
+  const auto early = host.engine(0);
+  Exchange mine(host, 0, {.numel = 10});
+  mine.start(*early);
+  CHECK(!early->wait_for(mine.seq(), milliseconds(30), true));
+  CHECK(!early->wait_for(mine.seq(), milliseconds(0), false));
+  const auto late = host.engine(1);
+  Exchange other(host, 1, {.numel = 10});
+  other.start(*late);
+  CHECK(early->wait_for(mine.seq(), milliseconds(10'000), false));
+  mine.finish(*early);
+  other.finish(*late);
+}
+
+TEST(shm_an_abort_is_told_to_all) {
+  Host host(2);
+  const auto first = host.engine(0);
+  const auto second = host.engine(1);
+  Exchange exchange(host, 1, {.numel = 10});
+  exchange.start(*second);
+  CHECK_THROWS(TransportError, first->give_up("nobody wants it any more"), "nobody wants it any more");
+  CHECK_THROWS(TransportError, first->start({}), "nobody wants it any more");
+  CHECK_THROWS(TransportError, second->wait(exchange.seq(), kPatience), "rank 10 gave up");
+}
+
 // Only what a rank reads is waited for: the root of a small broadcast goes on.
 TEST(shm_the_root_of_a_small_broadcast_does_not_wait) {
   Host host(2);

@@ -136,6 +136,42 @@ TEST(shm_offsets_of_small_inputs_mean_nothing) {
   }
 }
 
+TEST(shm_split_tables_of_any_content_are_checked) {
+  Victim victim;
+  constexpr int64_t kTable = split_table_bytes(2);
+  for (const bool eager : {true, false}) {
+    for (const auto& [begin, end, numel] : {std::array{int64_t{-1}, int64_t{4}, int64_t{100}},
+                                            {INT64_MIN, INT64_MAX, 100},
+                                            {4, 0, 100},
+                                            {0, 100, 100},
+                                            {100, 104, 100},
+                                            {INT64_MAX - 3, INT64_MAX, 100},
+                                            {0, 4, kTable - 1},
+                                            {0, 4, -1},
+                                            {0, 4, INT64_MIN},
+                                            {0, 4, INT64_MAX},
+                                            {0, 4, Guarded::kBytes},
+                                            {0, kEagerBytes, kEagerBytes + kTable + 1}}) {
+      victim.reset();
+      Operation operation = victim.operation(OpKind::kAllToAllSplits, true);
+      operation.type = kernels::SumType::kU8;
+      operation.numel = kTable;
+      operation.expected = {0, 4};
+      std::memset(victim.own.base() + kDataOffset, 0, static_cast<size_t>(kTable));
+      victim.post(0, operation);
+      auto& post = victim.peer.header().slots[0].post;
+      post.numel = numel;
+      post.offset = eager ? 0 : Guarded::kBytes - 2000;
+      auto* table = victim.peer.base() + (eager ? kHeaderBytes : post.offset);
+      const std::array<int64_t, 2> part{begin, end};
+      std::memcpy(table, part.data(), sizeof(part));
+      const auto message = victim.run(operation);
+      // A table that is in its bounds, of a block that is too long for the slot but not for the segment, disagrees on the size.
+      CHECK(contains_all(message, {"rank 11 offers memory"}) || contains_all(message, {"rank 11 has", "expects 4"}));
+    }
+  }
+}
+
 TEST(shm_other_lengths_are_refused) {
   Victim victim;
   for (const bool eager : {true, false}) {

@@ -229,19 +229,23 @@ bool ShmTransport::reaches(const at::Tensor& tensor) const {
   return segment_->contains(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
 }
 
+at::Tensor ShmTransport::shared_bytes(int64_t bytes) {
+  auto* memory = segment_->allocate(bytes);
+  if (memory == nullptr) {
+    throw TransportError(
+        c10::str("rank ", rank_, ": no room for ", bytes, " bytes of shared memory: ", std::strerror(errno)));
+  }
+  auto segment = segment_;
+  return at::from_blob(
+      memory, {bytes}, [segment](void* block) { segment->release(block); }, at::TensorOptions().dtype(at::kByte));
+}
+
 // Shared memory of the tensor's size; contents are unspecified.
 at::Tensor ShmTransport::stage(const at::Tensor& tensor, at::ScalarType dtype, at::Tensor& cache) {
   const auto bytes = tensor.numel() * static_cast<int64_t>(c10::elementSize(dtype));
   if (!cache.defined() || static_cast<int64_t>(cache.nbytes()) < bytes) {
     cache.reset();
-    auto* memory = segment_->allocate(bytes);
-    if (memory == nullptr) {
-      throw TransportError(
-          c10::str("rank ", rank_, ": no room for ", bytes, " bytes of shared memory: ", std::strerror(errno)));
-    }
-    auto segment = segment_;
-    cache = at::from_blob(
-        memory, {bytes}, [segment](void* block) { segment->release(block); }, at::TensorOptions().dtype(at::kByte));
+    cache = shared_bytes(bytes);
   }
   return cache.narrow(0, 0, bytes).view(dtype).view(tensor.sizes());
 }

@@ -79,11 +79,13 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   std::shared_ptr<Transport> fallback() const override { return c10d_; }
 
   // --- for the c10d backend, which has more operations and reductions ---
-  void start(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output);
-  bool shares_host_with_all() const { return !spans_; }
+  shm::Engine& engine() { return *engine_; }
+  // Throws TransportError if there is no room.
+  at::Tensor shared_bytes(int64_t bytes);
 
  private:
   friend class ShmWork;
+  void start(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output);
   void broadcast_between_hosts(const at::Tensor& tensor, int root);
   at::Tensor stage(const at::Tensor& tensor, at::ScalarType dtype, at::Tensor& cache);
   void drop_finished();

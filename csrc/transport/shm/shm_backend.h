@@ -1,0 +1,81 @@
+// Shared memory as a backend of torch.distributed, for programs that call its collectives: all of them but point-to-point.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <memory>
+#include <vector>
+
+#include "transport/shm/shm_transport.h"
+#include "transport/shm/shm_work.h"
+
+namespace torchddp::transport {
+
+// Dense CPU tensors of any dtype, contiguous or not; reductions: sum, average, product, minimum and maximum of the dtypes in
+// sum_types.h, of bool, and (sum and average) of complex numbers. Thread-safe, if all ranks start operations in the same order all
+// the same. The names are those of torch 2.11; later ones call them by new names that lead here.
+class ShmBackend final : public c10d::Backend {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  using Lists = std::vector<Tensors>;
+
+  ShmBackend(std::shared_ptr<ShmTransport> transport, std::chrono::milliseconds timeout);
+  ~ShmBackend() override;
+
+  const std::string getBackendName() const override { return kName; }
+  c10::intrusive_ptr<Options> getBackendOptions() override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return started_; }
+  // Flat memory that collectives reach without another copy.
+  bool supportsTensorAlloc(c10::DeviceIndex /*index*/) override { return true; }
+  at::Tensor allocateTensor(long numel, at::TensorOptions options = {}) override;
+  void shutdown() override { operations_->close(); }
+  void abort() override;
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  WorkPtr gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+
+  WorkPtr send(Tensors& tensors, int to, int tag) override;
+  WorkPtr recv(Tensors& tensors, int from, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+  static constexpr const char* kName = "torchddp_shm";
+
+ private:
+  struct Call;
+  WorkPtr start(Call call, std::vector<ShmPart> parts);
+  ShmPart all_reduce_part(const Call& call, const Tensors& tensors, const c10d::ReduceOp& op, bool keep, int root);
+  ShmPart reduce_scatter_part(const Call& call, const at::Tensor& output, const Tensors& inputs,
+                              const c10d::ReduceOp& op);
+  ShmPart all_gather_part(const Call& call, const Tensors& outputs, const at::Tensor& input);
+  ShmPart all_to_all_part(const Call& call, const Tensors& outputs, const Tensors& inputs, int root);
+  at::Tensor bring(ShmPart& part, const Tensors& tensors, int64_t lead_bytes = 0, bool in_place = true);
+  void take_result(ShmPart& part, const Tensors& tensors);
+  int root_of(const Call& call, int64_t root) const;
+
+  std::shared_ptr<ShmOperations> operations_;
+  std::atomic<uint64_t> started_{0};
+};
+
+}  // namespace torchddp::transport

@@ -1,0 +1,388 @@
+#include "transport/shm/shm_work.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/StringUtil.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "common/check.h"
+#include "transport/shm/shm_transport.h"
+
+namespace torchddp::transport {
+namespace {
+
+using Clock = shm::Engine::Clock;
+using std::chrono::milliseconds;
+
+// How often the watcher looks at operations that nobody has asked a Future of.
+constexpr milliseconds kLook{5};
+constexpr std::chrono::microseconds kMoment{100};
+// Looks without anything under way, until it sleeps for good.
+constexpr int kIdleLooks = 20;
+// What close() gives the others to come: ranks leave at about the same time, or one of them has failed.
+constexpr milliseconds kFarewell{10'000};
+
+}  // namespace
+
+ShmC10dWork::ShmC10dWork(std::shared_ptr<ShmOperations> operations, int rank, Description description,
+                         std::vector<ShmPart> parts)
+    : Work(rank, description.type, description.title, description.inputs),
+      operations_(std::move(operations)),
+      parts_(std::move(parts)),
+      outputs_(std::move(description.outputs)),
+      timeout_(description.timeout),
+      async_(description.async) {}
+
+void ShmC10dWork::start(ShmTransport& transport) {
+  for (auto& part : parts_) {
+    seqs_.push_back(transport.engine().start(part.operation));
+  }
+  first_seq_ = seqs_.empty() ? 0 : seqs_.front();
+}
+
+bool ShmC10dWork::isCompleted() {
+  if (is_over()) {
+    return true;
+  }
+  const auto transport = operations_->transport();
+  return transport != nullptr && try_finish(*transport, false);
+}
+
+bool ShmC10dWork::isSuccess() const { return is_over() && c10d::Work::isSuccess(); }
+
+bool ShmC10dWork::wait(milliseconds timeout) {
+  const auto transport = is_over() ? nullptr : operations_->transport();
+  if (transport != nullptr && !await(*transport, timeout)) {
+    throw TransportError(c10::str("rank ", rank_, ": ", c10d::opTypeToString(opType_), " was not complete ",
+                                  timeout.count(), " ms after wait(). It goes on, and so does the process group"));
+  }
+  const std::lock_guard lock(finishing_);  // another thread may be about to say that it is over
+  TDDP_INTERNAL(is_over(), "a wait for an operation has ended before the operation");
+  if (exception_ != nullptr) {
+    std::rethrow_exception(exception_);
+  }
+  return true;
+}
+
+// False if the caller's own time is up.
+bool ShmC10dWork::await(ShmTransport& transport, milliseconds timeout) {
+  auto& engine = transport.engine();
+  const auto deadline = Clock::now() + timeout;
+  try {
+    for (const auto seq : seqs_) {
+      if (timeout <= kNoTimeout) {
+        engine.wait(seq, timeout_);
+      } else if (!engine.wait_for(seq, deadline - Clock::now(), true)) {
+        return false;
+      }
+    }
+  } catch (const TransportError&) {
+    std::unique_lock lock(finishing_);
+    if (!is_over()) {
+      conclude(std::current_exception(), std::move(lock));
+    }
+  }
+  try_finish(transport, true);
+  return true;
+}
+
+void ShmC10dWork::abort() { operations_->abort(c10::str("rank ", rank_, " aborted an operation")); }
+
+c10::intrusive_ptr<c10::ivalue::Future> ShmC10dWork::getFuture() {
+  std::unique_lock lock(finishing_);
+  if (future_ == nullptr) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    if (is_over()) {
+      complete(*future_);
+    } else {
+      awaited_.store(true, std::memory_order_release);
+      operations_->attend();
+    }
+  }
+  return future_;
+}
+
+// Whether it is over, well or not. `wait_for_others`: also if another thread is just ending it.
+bool ShmC10dWork::try_finish(ShmTransport& transport, bool wait_for_others) {
+  std::unique_lock lock(finishing_, std::defer_lock);
+  if (wait_for_others) {
+    lock.lock();
+  } else if (!lock.try_lock()) {
+    return is_over();
+  }
+  if (is_over()) {
+    return true;
+  }
+  std::exception_ptr error;
+  try {
+    auto& engine = transport.engine();
+    if (!std::all_of(seqs_.begin(), seqs_.end(), [&](uint64_t seq) { return engine.poll(seq); })) {
+      return false;
+    }
+    // Below autograd: neither version counters nor graphs have to know.
+    const c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+    const c10::NoGradGuard no_grad;
+    for (const auto& part : parts_) {
+      if (part.deliver) {
+        part.deliver();
+      }
+    }
+  } catch (...) {
+    error = std::current_exception();
+  }
+  conclude(error, std::move(lock));
+  return true;
+}
+
+void ShmC10dWork::conclude(std::exception_ptr error, std::unique_lock<std::mutex> lock) {
+  for (auto& part : parts_) {
+    if (part.staging.defined() && error == nullptr) {
+      operations_->pool().give_back(std::move(part.staging));
+    } else if (part.staging.defined()) {
+      operations_->keep(std::move(part.staging));
+    }
+  }
+  parts_.clear();
+  finish(error);
+  over_.store(true, std::memory_order_release);
+  const auto future = future_;
+  lock.unlock();  // callbacks may ask for this very operation
+  operations_->remove(*this, future != nullptr);
+  if (future != nullptr) {
+    complete(*future);
+  }
+}
+
+void ShmC10dWork::complete(c10::ivalue::Future& future) {
+  if (exception_ != nullptr) {
+    future.setError(exception_);
+  } else {
+    future.markCompleted(c10::IValue(outputs_));
+  }
+}
+
+ShmOperations::ShmOperations(std::shared_ptr<ShmTransport> transport, milliseconds timeout)
+    : pid_(getpid()), transport_(std::move(transport)), timeout_(timeout) {}
+
+ShmOperations::~ShmOperations() {
+  if (watcher_.joinable()) {
+    watcher_.detach();  // it is this thread, or one of the process that this one was forked from
+  }
+}
+
+std::shared_ptr<ShmTransport> ShmOperations::transport() const {
+  const std::lock_guard lock(mutex_);
+  return transport_;
+}
+
+std::shared_ptr<ShmTransport> ShmOperations::open_transport() const {
+  auto transport = this->transport();
+  if (transport == nullptr) {
+    throw std::runtime_error("the torchddp_shm backend of this process group was shut down");
+  }
+  return transport;
+}
+
+c10::intrusive_ptr<ShmC10dWork> ShmOperations::start(int rank, ShmC10dWork::Description description,
+                                                     std::vector<ShmPart> parts) {
+  const auto transport = open_transport();
+  auto work = c10::make_intrusive<ShmC10dWork>(shared_from_this(), rank, std::move(description), std::move(parts));
+  const std::lock_guard beginning(work->finishing_);  // the watcher may see it before it has begun
+  {
+    std::unique_lock lock(mutex_);
+    work->place_ = works_.insert(works_.end(), work);
+    if (work->async_) {
+      wake_watcher(lock);
+    }
+  }
+  try {
+    work->start(*transport);
+  } catch (...) {
+    // Part of it may be under way.
+    for (auto& part : work->parts_) {
+      keep(std::move(part.staging));
+    }
+    work->parts_.clear();
+    work->finish(std::current_exception());
+    work->over_ = true;
+    remove(*work, false);
+    throw;
+  }
+  return work;
+}
+
+void ShmOperations::remove(ShmC10dWork& work, bool awaited) {
+  c10::intrusive_ptr<ShmC10dWork> last;  // let go of without the lock
+  const std::lock_guard lock(mutex_);
+  last = std::move(*work.place_);
+  works_.erase(work.place_);
+  awaited_futures_ -= awaited ? 1 : 0;
+}
+
+void ShmOperations::keep(at::Tensor staging) {
+  const std::lock_guard lock(mutex_);
+  if (staging.defined() && transport_ != nullptr) {
+    lost_.push_back(std::move(staging));
+  }
+}
+
+// Somebody waits for a Future: the watcher must be as quick as a wait().
+void ShmOperations::attend() {
+  std::unique_lock lock(mutex_);
+  ++awaited_futures_;
+  wake_watcher(lock);
+  wake_.notify_one();
+}
+
+void ShmOperations::wake_watcher(std::unique_lock<std::mutex>& /*held*/) {
+  if (!watching_ && !stop_) {
+    watching_ = true;
+    // It holds what it needs, so that nobody has to wait for it.
+    watcher_ = std::thread([self = shared_from_this()] {
+      pthread_setname_np(pthread_self(), "torchddp_shm");
+      self->watch();
+    });
+  } else if (dozing_) {
+    dozing_ = false;
+    wake_.notify_one();
+  }
+}
+
+void ShmOperations::watch() {
+  std::unique_lock lock(mutex_);
+  for (int idle = 0; !stop_;) {
+    if (works_.empty()) {
+      if (++idle > kIdleLooks) {
+        dozing_ = true;
+        wake_.wait(lock, [&] { return stop_ || !dozing_; });
+        idle = 0;
+      }
+    } else {
+      idle = 0;
+    }
+    if (awaited_futures_ == 0) {
+      wake_.wait_for(lock, kLook, [&] { return stop_ || awaited_futures_ > 0; });
+    }
+    if (stop_) {
+      break;
+    }
+    const auto transport = transport_;
+    const Works works(works_.begin(), works_.end());
+    lock.unlock();
+    const bool slept = transport != nullptr && look(*transport, works);
+    lock.lock();
+    if (!slept && awaited_futures_ > 0) {
+      wake_.wait_for(lock, kMoment, [&] { return stop_; });  // another thread is just ending it
+    }
+  }
+  lock.unlock();
+  drain_and_drop();
+}
+
+// Ends what can be ended. Where somebody waits for a Future, sleeps until something happens to the first of those; whether it did.
+bool ShmOperations::look(ShmTransport& transport, const Works& works) {
+  const ShmC10dWork* awaited = nullptr;
+  for (const auto& work : works) {
+    const bool over = (work->async_ || work->is_awaited()) && work->try_finish(transport, false);
+    if (!over && awaited == nullptr && work->is_awaited()) {
+      awaited = work.get();
+    }
+  }
+  if (awaited == nullptr) {
+    return false;
+  }
+  auto& engine = transport.engine();
+  try {
+    for (const auto seq : awaited->seqs_) {
+      if (!engine.wait_for(seq, kLook, false)) {
+        if (Clock::now() - awaited->started_ >= awaited->timeout_) {
+          engine.wait(seq, awaited->timeout_, awaited->started_);
+        }
+        break;
+      }
+    }
+  } catch (const TransportError&) {
+    // Each operation learns of it when it is looked at again.
+  }
+  return true;
+}
+
+ShmOperations::Works ShmOperations::under_way() const {
+  const std::lock_guard lock(mutex_);
+  return {works_.begin(), works_.end()};
+}
+
+// The end of the backend: in the watcher if there is one.
+void ShmOperations::drain_and_drop() {
+  const auto transport = this->transport();
+  if (transport == nullptr) {
+    return;
+  }
+  const auto deadline = Clock::now() + std::min(kFarewell, timeout());
+  for (const auto& work : under_way()) {
+    try {
+      for (const auto seq : work->seqs_) {
+        transport->engine().wait_for(seq, deadline - Clock::now(), false);
+      }
+    } catch (const TransportError&) {
+      // try_finish() tells it.
+    }
+    if (!work->try_finish(*transport, true)) {
+      std::unique_lock lock(work->finishing_);
+      if (!work->is_over()) {
+        work->conclude(std::make_exception_ptr(
+                           TransportError(c10::str("rank ", transport->rank(), " left the process group before ",
+                                                   c10d::opTypeToString(work->opType_), " was complete"))),
+                       std::move(lock));
+      }
+    }
+  }
+  std::vector<at::Tensor> lost;
+  std::shared_ptr<ShmTransport> last;
+  {
+    const std::lock_guard lock(mutex_);
+    lost.swap(lost_);
+    last.swap(transport_);
+  }
+  pool_.clear();
+}
+
+void ShmOperations::close() {
+  close_later();
+  if (getpid() == pid_ && watcher_.joinable() && watcher_.get_id() != std::this_thread::get_id()) {
+    watcher_.join();
+  }
+}
+
+void ShmOperations::close_later() {
+  if (getpid() != pid_) {
+    return;  // a forked child: there is no watcher, and the rank is still there
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (stop_) {
+      return;
+    }
+    stop_ = true;
+    if (watching_) {
+      wake_.notify_one();
+      return;
+    }
+  }
+  drain_and_drop();
+}
+
+void ShmOperations::abort(const std::string& reason) {
+  if (const auto transport = this->transport()) {
+    try {
+      transport->engine().give_up(reason);
+    } catch (const TransportError&) {
+      // Whatever is under way says so.
+    }
+  }
+}
+
+}  // namespace torchddp::transport

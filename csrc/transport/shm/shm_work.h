@@ -1,0 +1,133 @@
+// The operations of a c10d backend over shared memory, from their start to their end.
+//
+// Note [Who finishes a c10d operation]
+// Ranks do the work themselves, whenever one of their threads passes by: in wait(), in isCompleted(), in the next collective. Nobody
+// may pass by for long: a Future is only ever waited for outside of our code, and a Work may be dropped. So each backend has one
+// thread more, the watcher, started by the first asynchronous operation. It sleeps for good when nothing is under way, looks every
+// few milliseconds at what is, and wakes with every message where a Future was asked for.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "shm/engine.h"
+#include "transport/shm/staging_pool.h"
+
+namespace torchddp::transport {
+
+class ShmOperations;
+class ShmTransport;
+
+// An operation of the engine; a collective on several tensors is several. `input` and `output` of the operation are the memory.
+struct ShmPart {
+  shm::Operation operation;
+  at::Tensor input, output;       // what keeps that memory
+  at::Tensor staging;             // goes back to the pool
+  std::function<void()> deliver;  // to where the user wants the result; may be empty
+};
+
+// Thread-safe.
+class ShmC10dWork final : public c10d::Work {
+ public:
+  struct Description {
+    c10d::OpType type;
+    const char* title;  // for profiles
+    std::vector<at::Tensor> inputs, outputs;
+    std::chrono::milliseconds timeout;
+    bool async;
+  };
+
+  ShmC10dWork(std::shared_ptr<ShmOperations> operations, int rank, Description description, std::vector<ShmPart> parts);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  // A limit of its own ends the waiting, not the operation.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override { wait(); }
+  void abort() override;
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override { return first_seq_; }
+
+ private:
+  friend class ShmOperations;
+  void start(ShmTransport& transport);
+  bool is_over() const { return over_.load(std::memory_order_acquire); }
+  bool is_awaited() const { return awaited_.load(std::memory_order_acquire); }
+  bool await(ShmTransport& transport, std::chrono::milliseconds timeout);
+  bool try_finish(ShmTransport& transport, bool wait_for_others);
+  void conclude(std::exception_ptr error, std::unique_lock<std::mutex> lock);
+  void complete(c10::ivalue::Future& future);
+
+  std::shared_ptr<ShmOperations> operations_;
+  std::vector<ShmPart> parts_;
+  std::vector<uint64_t> seqs_;
+  uint64_t first_seq_ = 0;
+  const std::vector<at::Tensor> outputs_;
+  const std::chrono::milliseconds timeout_;
+  const bool async_;
+  const shm::Engine::Clock::time_point started_ = shm::Engine::Clock::now();
+
+  std::mutex finishing_;
+  std::atomic<bool> over_{false};
+  std::atomic<bool> awaited_{false};  // somebody has its Future
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::list<c10::intrusive_ptr<ShmC10dWork>>::iterator place_;  // among those under way
+};
+
+// What is under way, and the watcher. Thread-safe.
+class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
+ public:
+  ShmOperations(std::shared_ptr<ShmTransport> transport, std::chrono::milliseconds timeout);
+  ~ShmOperations();
+
+  // Null after close().
+  std::shared_ptr<ShmTransport> transport() const;
+  // The same, or an error that says so.
+  std::shared_ptr<ShmTransport> open_transport() const;
+  StagingPool& pool() { return pool_; }
+  std::chrono::milliseconds timeout() const { return timeout_.load(); }
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+
+  c10::intrusive_ptr<ShmC10dWork> start(int rank, ShmC10dWork::Description description, std::vector<ShmPart> parts);
+  // Waits a while for what is under way, then lets go of the shared memory. What was not complete has failed.
+  void close();
+  // The same, without waiting: the watcher does it. For destructors, which may hold the GIL.
+  void close_later();
+  void abort(const std::string& reason);
+
+ private:
+  friend class ShmC10dWork;
+  using Works = std::vector<c10::intrusive_ptr<ShmC10dWork>>;
+  void remove(ShmC10dWork& work, bool awaited);
+  void keep(at::Tensor staging);
+  void attend();
+  void wake_watcher(std::unique_lock<std::mutex>& lock);
+  void watch();
+  bool look(ShmTransport& transport, const Works& works);
+  void drain_and_drop();
+  Works under_way() const;
+
+  const int pid_;
+  mutable std::mutex mutex_;
+  std::condition_variable wake_;
+  std::shared_ptr<ShmTransport> transport_;
+  std::list<c10::intrusive_ptr<ShmC10dWork>> works_;
+  std::vector<at::Tensor> lost_;  // staging that a peer may still write to, after a failure
+  StagingPool pool_;
+  std::atomic<std::chrono::milliseconds> timeout_;
+  std::thread watcher_;
+  bool watching_ = false, dozing_ = false, stop_ = false;
+  int awaited_futures_ = 0;
+};
+
+}  // namespace torchddp::transport
