@@ -183,6 +183,7 @@ class DistributedDataParallel(TorchDDP):
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]  # torch's mixed-precision hooks pass it back
+        buffer_broadcast = self._reserve_for_buffers(transport)  # before the reducer, in which ranks agree on memory
         self._bucket_caps_bytes, solo_bytes = _bucket_sizes(self._caps_asked_for, parameters, transport)
         self.reducer = _C.Reducer(
             parameters,
@@ -199,17 +200,17 @@ class DistributedDataParallel(TorchDDP):
             timeout=self._wait_limit(),
         )
         self._reduced_ids = {id(p) for p in parameters}
-        self._adopt_group()
+        self._adopt_group(buffer_broadcast if self.reducer.transport is transport else None)
         self._has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
         self.logger = DDPLogger(self.reducer, self.process_group)
         self.logger.log_construction(self, parameters)
         self._passing_sync_batchnorm_handle(self.module)
 
-    def _adopt_group(self) -> None:
+    def _adopt_group(self, buffer_broadcast: _C.TensorBroadcast | None = None) -> None:
         # Groups that torch does not know (torchft's) can't be seen to have been destroyed.
         self._group_is_registered = self.process_group in _world.pg_map
         self._own_rank = self.process_group.rank()
-        self._buffer_broadcast = self._broadcast_over(self.reducer.transport)
+        self._buffer_broadcast = buffer_broadcast or self._broadcast_over(self.reducer.transport)
 
     def _open_transport(self, parameters: list[torch.Tensor], names: list[str]) -> _C.Transport:
         """Collective, unless ``init_sync=False`` or this is a copy: then c10d, which needs no agreement."""
@@ -222,17 +223,19 @@ class DistributedDataParallel(TorchDDP):
         if sync:
             model_check.verify_same_model(parameters, names, self.process_group, self.device, choice)
         transport = transports.open_transport(choice, self.process_group, timeout=self._timeout)
-        if sync:
-            self._sync_module(transport)
-        return transport
+        return self._sync_module(transport) if sync else transport
 
-    def _sync_module(self, transport: _C.Transport) -> None:
+    def _sync_module(self, transport: _C.Transport) -> _C.Transport:
+        """The transport, or the one that the ranks went on with because some had no room for a message."""
         states = list(buffer_sync.states_of(self.module, self.parameters_to_ignore, buffers=self._init_sync_buffers))
         if transport.size == 1 or not states:
-            return
+            return transport
         if buffer_sync.supports(states):
-            self._broadcast_over(transport).run(states, 0)
-            return
+            broadcast = self._broadcast_over(transport)
+            broadcast.reserve(states)
+            agreed = _C.agree_on_memory(transport, self._wait_limit())
+            (broadcast if agreed is transport else self._broadcast_over(agreed)).run(states, 0)
+            return agreed
         _sync_module_states(
             module=self.module,
             process_group=self.process_group,
@@ -241,6 +244,13 @@ class DistributedDataParallel(TorchDDP):
             params_and_buffers_to_ignore=self.parameters_to_ignore,
             broadcast_buffers=self._init_sync_buffers,
         )
+        return transport
+
+    def _reserve_for_buffers(self, transport: _C.Transport) -> _C.TensorBroadcast:
+        broadcast = self._broadcast_over(transport)
+        if transport.size > 1 and self.modules_buffers and buffer_sync.supports(self.modules_buffers):
+            broadcast.reserve(self.modules_buffers)
+        return broadcast
 
     def _broadcast_over(self, transport: _C.Transport) -> _C.TensorBroadcast:
         return _C.TensorBroadcast(transport, self.broadcast_bucket_size, self._wait_limit())

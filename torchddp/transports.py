@@ -132,24 +132,23 @@ class Meeting:
     rank: int
     endpoint: _C.ShmEndpoint | None
     cards: list[Card]
-    limit_bytes: int
 
     @classmethod
     def of(cls, rank: int, exchange: Exchange) -> Meeting:
         """Every rank's card."""
-        endpoint, problem, limit = None, "", 0
+        endpoint, problem, host = None, "", ""
         try:
-            limit = _limit_bytes()
-            endpoint = _C.ShmEndpoint()
+            host = _C.host_identity()
+            endpoint = _C.ShmEndpoint(_limit_bytes())
         except (RuntimeError, ValueError) as error:
             problem = str(error)
-        card = Card(_C.host_identity(), os.geteuid(), endpoint.address if endpoint else "", problem)
+        card = Card(host, os.geteuid(), endpoint.address if endpoint else "", problem)
         cards = [Card(**other) for other in exchange(dataclasses.asdict(card))]
-        return cls(rank, endpoint, cards, limit)
+        return cls(rank, endpoint, cards)
 
     def reason_against(self) -> str:
         """Why nobody can share memory, the same on all ranks; or nothing."""
-        if problem := _first_problem([card.problem for card in self.cards]):
+        if problem := _problems([card.problem for card in self.cards]):
             return problem
         users = [card.user for card in self.cards]
         other = next((rank for rank, user in enumerate(users) if user != users[0]), None)
@@ -183,13 +182,13 @@ class Meeting:
                 outer_ranks=placement.outer_ranks,
                 owners=placement.owners,
                 spans=spans,
-                limit_bytes=self.limit_bytes,
                 connect_timeout=_CONNECT_TIMEOUT,
                 timeout=timeout,
             )
         except RuntimeError as error:
             problem = str(error)
-        return _first_problem(exchange(problem)) or transport or "unknown"
+        self.endpoint = None  # a socket that nobody should wait at
+        return _problems(exchange(problem)) or transport or "unknown"
 
 
 def _share_memory(process_group: Any, timeout: datetime.timedelta) -> _C.ShmTransport | str:
@@ -209,8 +208,13 @@ def _share_memory(process_group: Any, timeout: datetime.timedelta) -> _C.ShmTran
     return meeting.connect(exchange, process_group, timeout)
 
 
-def _first_problem(problems: Sequence[str]) -> str:
-    return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), "")
+def _problems(by_rank: Sequence[str]) -> str:
+    """Different ones only: what one rank can't do, all others may complain of."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, problem in enumerate(by_rank):
+        if problem:
+            ranks_of.setdefault(problem, []).append(rank)
+    return "; ".join(f"rank {', '.join(map(str, ranks))}: {problem}" for problem, ranks in ranks_of.items())
 
 
 def _limit_bytes() -> int:

@@ -48,12 +48,27 @@ void bind_interface(py::module_& m) {
       .def("progress", &Transport::progress, NoGil(),
            "Does what can be done for the operations under way. Never blocks.");
 
+  m.def(
+      "agree_on_memory",
+      [](const std::shared_ptr<Transport>& transport, std::chrono::milliseconds timeout) {
+        auto agreed = [&] {
+          const py::gil_scoped_release release;
+          return agree_on_memory(transport, timeout);
+        }();
+        return agreed == transport ? transport : no_gil(std::move(agreed));
+      },
+      py::arg("transport"), py::arg("timeout"),
+      "Collective if the transport may lose memory: it, or its fallback on all ranks if any has lost some.");
+
   py::class_<TensorBroadcast, std::shared_ptr<TensorBroadcast>>(m, "TensorBroadcast",
                                                                 "Broadcasts many tensors in few messages.")
       .def(py::init([](std::shared_ptr<Transport> transport, int64_t message_bytes, std::chrono::milliseconds timeout) {
              return no_gil(std::make_shared<TensorBroadcast>(std::move(transport), message_bytes, timeout));
            }),
            py::arg("transport"), py::arg("message_bytes"), py::arg("timeout"))
+      .def(
+          "reserve", [](TensorBroadcast& self, const std::vector<at::Tensor>& tensors) { self.reserve(tensors); },
+          py::arg("tensors"), NoGil(), "Not collective: takes the memory that run() needs for such tensors.")
       .def(
           "run",
           [](TensorBroadcast& self, const std::vector<at::Tensor>& tensors, int root) { self.run(tensors, root); },
@@ -71,25 +86,25 @@ void bind_transports(py::module_& m) {
   py::class_<ShmTransport, Transport, std::shared_ptr<ShmTransport>>(m, "ShmTransport",
                                                                      "Through memory that the ranks of a host share.");
   py::class_<ShmEndpoint>(m, "ShmEndpoint", "A rank's socket, at which the ranks of its host can reach it.")
-      .def(py::init<>())
+      .def(py::init<int64_t>(), py::arg("limit_bytes"))
       .def_property_readonly("address", &ShmEndpoint::address)
       .def(
           "connect",
           [](ShmEndpoint& self, std::optional<ProcessGroupPtr> group, std::vector<int> local_ranks,
              std::vector<std::string> addresses, std::optional<ProcessGroupPtr> outer_group, std::vector<int> places,
-             std::vector<int> outer_ranks, int owners, bool spans, int64_t limit_bytes,
-             std::chrono::milliseconds connect_timeout, std::chrono::milliseconds timeout) {
+             std::vector<int> outer_ranks, int owners, bool spans, std::chrono::milliseconds connect_timeout,
+             std::chrono::milliseconds timeout) {
             const py::gil_scoped_release release;
             return no_gil(
                 self.connect(group.value_or(ProcessGroupPtr()),
                              {std::move(local_ranks), std::move(addresses), outer_group.value_or(ProcessGroupPtr()),
-                              std::move(places), std::move(outer_ranks), owners, spans, limit_bytes},
+                              std::move(places), std::move(outer_ranks), owners, spans},
                              connect_timeout, timeout));
           },
           py::arg("process_group"), py::kw_only(), py::arg("local_ranks"), py::arg("addresses"), py::arg("outer_group"),
           py::arg("places"), py::arg("outer_ranks"),
 
-          py::arg("owners"), py::arg("spans"), py::arg("limit_bytes"), py::arg("connect_timeout"), py::arg("timeout"),
+          py::arg("owners"), py::arg("spans"), py::arg("connect_timeout"), py::arg("timeout"),
           "Collective among the ranks of a host. SharedMemoryUnavailable says why it can't be.");
   m.def(
       "make_shm_backend",

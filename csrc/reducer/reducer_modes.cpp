@@ -109,17 +109,11 @@ bool Reducer::rebuild_buckets() {
   return true;
 }
 
-// Collective. If any rank got memory that its transport does not reach, all go on with the fallback.
+// Collective if the transport may lose memory.
 void Reducer::agree_on_memory() {
-  if (!transport_->may_lose_memory()) {
-    return;
-  }
-  auto lost = at::full({1}, transport_->lost_memory() ? 1 : 0, at::kInt);
-  auto work = transport_->make_work();
-  transport_->all_reduce(lost, *work);
-  work->wait(config_.timeout);
-  if (lost.item<int32_t>() != 0) {
-    use_transport(transport_->fallback());
+  auto agreed = transport::agree_on_memory(transport_, config_.timeout);
+  if (agreed != transport_) {
+    use_transport(std::move(agreed));
   }
 }
 

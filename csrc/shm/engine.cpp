@@ -306,6 +306,7 @@ void Engine::check_peers(Running& waited_for, Clock::time_point deadline, millis
   // Operations are worked on in order: the first that lacks an input holds up those after it.
   auto& op = waited_for.seq >= cursor_ ? running(cursor_) : waited_for;
   std::string names;
+  int first = -1;
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == config_.rank) {
       continue;
@@ -314,6 +315,7 @@ void Engine::check_peers(Running& waited_for, Clock::time_point deadline, millis
       check_helper(op, rank);
       continue;
     }
+    first = first < 0 ? rank : first;
     names += (names.empty() ? "" : ", ") + name(rank);
     check_peer(op, rank);
   }
@@ -323,7 +325,7 @@ void Engine::check_peers(Running& waited_for, Clock::time_point deadline, millis
               : config_.outer != nullptr ? "the other hosts"
                                          : "a rank that helps with it") +
              ". A peer is stopped, or does not reach this operation",
-         -1);
+         first);
   }
 }
 

@@ -26,6 +26,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kAddressLength = 32;
+// How often to see whether those that are waited for are still there.
+constexpr std::chrono::milliseconds kLookAround{100};
 
 // First words on a connection; the segment's file descriptor travels with them.
 struct Hello {
@@ -63,21 +65,37 @@ socklen_t fill_address(sockaddr_un& address, const std::string& name) {
 }
 
 // Until one of `entries` has something; says in them which.
-void wait_readable(std::span<pollfd> entries, Clock::time_point deadline, const std::string& for_what) {
+// False when the time is over.
+bool is_readable(std::span<pollfd> entries, Clock::time_point deadline) {
   while (true) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
     const int ready =
         poll(entries.data(), entries.size(), static_cast<int>(std::clamp<int64_t>(left.count(), 0, 1 << 30)));
     if (ready < 0 && errno != EINTR) {
-      throw_unavailable("waiting for " + for_what);
-    }
-    if (ready == 0 || left.count() <= 0) {
-      throw Unavailable("timed out waiting for " + for_what);
+      throw_unavailable("waiting for local ranks");
     }
     if (ready > 0) {
-      return;
+      return true;
+    }
+    if (ready == 0 || left.count() <= 0) {
+      return false;
     }
   }
+}
+
+void wait_readable(std::span<pollfd> entries, Clock::time_point deadline, const std::string& for_what) {
+  if (!is_readable(entries, deadline)) {
+    throw Unavailable("timed out waiting for " + for_what);
+  }
+}
+
+// Whether somebody listens there. To ask is to visit, without a word.
+bool listens(const std::string& name) {
+  sockaddr_un address;
+  const auto length = fill_address(address, name);
+  const Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  return !socket || ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0 ||
+         errno != ECONNREFUSED;
 }
 
 void send_hello(int socket, const Hello& hello, int segment_fd) {
@@ -162,14 +180,22 @@ class Visitors {
  public:
   explicit Visitors(int listener) : listener_(listener) {}
 
-  // The next that says something of ours.
-  std::pair<Fd, Received> next(Clock::time_point deadline, const std::string& for_what) {
+  // The next that says something of ours. While nobody does, `look_around` is called now and then.
+  template <typename LookAround>
+  std::pair<Fd, Received> next(Clock::time_point deadline, const std::string& for_what, LookAround&& look_around) {
     while (true) {
       std::vector<pollfd> entries{{listener_, POLLIN, 0}};
       for (const auto& socket : silent_) {
         entries.push_back({socket.get(), POLLIN, 0});
       }
-      wait_readable(entries, deadline, for_what);
+      if (const auto soon = Clock::now() + kLookAround; soon < deadline) {
+        if (!is_readable(entries, soon)) {
+          look_around();
+          continue;
+        }
+      } else {
+        wait_readable(entries, deadline, for_what);
+      }
       for (size_t i = silent_.size(); i-- > 0;) {
         if (entries[i + 1].revents == 0) {
           continue;
@@ -239,7 +265,9 @@ Peer make_peer(Fd socket, const Received& received, int size, const std::string&
 std::string read_line(const char* path) {
   std::ifstream file(path);
   std::string line;
-  std::getline(file, line);
+  if (!std::getline(file, line)) {
+    throw_unavailable(std::string("could not read ") + path);  // or this rank would seem to be on another host
+  }
   return line;
 }
 
@@ -248,10 +276,12 @@ std::string read_line(const char* path) {
 std::string host_identity() {
   std::array<char, 128> link{};
   const auto length = readlink("/proc/self/ns/net", link.data(), link.size() - 1);
+  if (length <= 0) {
+    throw_unavailable("could not read /proc/self/ns/net");
+  }
   const char* chosen = std::getenv("TORCHDDP_HOST_ID");
-  return read_line("/proc/sys/kernel/random/boot_id") + " " +
-         std::string(link.data(), static_cast<size_t>(std::max<ssize_t>(length, 0))) + " " +
-         (chosen != nullptr ? chosen : "");
+  return read_line("/proc/sys/kernel/random/boot_id") + " " + std::string(link.data(), static_cast<size_t>(length)) +
+         " " + (chosen != nullptr ? chosen : "");
 }
 
 bool Peer::gone() const {
@@ -271,7 +301,8 @@ Listener::Listener() : socket_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 
 }
 
 std::vector<Peer> Listener::connect(const std::vector<std::string>& addresses, int rank, const Segment& own,
-                                    std::chrono::milliseconds timeout) const {
+                                    std::chrono::milliseconds timeout) {
+  const Fd listener = std::move(socket_);
   const auto deadline = Clock::now() + timeout;
   const int size = static_cast<int>(addresses.size());
   if (size > kMaxRanks) {
@@ -295,9 +326,15 @@ std::vector<Peer> Listener::connect(const std::vector<std::string>& addresses, i
     send_hello(socket.get(), hello, own.fd());
     outgoing.push_back(std::move(socket));
   }
-  Visitors visitors(socket_.get());
+  Visitors visitors(listener.get());
   for (int missing = size - 1 - rank; missing > 0;) {
-    auto [socket, received] = visitors.next(deadline, std::to_string(missing) + " local ranks to connect");
+    auto [socket, received] = visitors.next(deadline, std::to_string(missing) + " local ranks to connect", [&] {
+      for (int peer = rank + 1; peer < size; ++peer) {
+        if (!peers[static_cast<size_t>(peer)].socket && !listens(addresses[static_cast<size_t>(peer)])) {
+          throw Unavailable("local rank " + std::to_string(peer) + " has given up, or died");
+        }
+      }
+    });
     check_version(received.hello, "a local rank");
     const auto from = "local rank " + std::to_string(received.hello.rank);
     const auto peer = static_cast<size_t>(received.hello.rank);

@@ -35,8 +35,9 @@ class Listener {
   // Exchanges segments with all ranks of the host; addresses[i] is the listener of rank i, `rank` is this one's own. Every rank
   // must call it at about the same time. The result has an empty entry for this rank. Throws Unavailable: a peer can't be
   // reached within `timeout`, is another user's, or speaks another version.
+  // Once: the socket is closed on return, so that peers see that nobody listens any more.
   std::vector<Peer> connect(const std::vector<std::string>& addresses, int rank, const Segment& own,
-                            std::chrono::milliseconds timeout) const;
+                            std::chrono::milliseconds timeout);
 
  private:
   Fd socket_;

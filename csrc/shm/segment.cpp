@@ -101,6 +101,12 @@ Segment::Segment(int rank, int size, int64_t limit_bytes)
   free_.emplace(kDataOffset, bytes - kDataOffset);
 }
 
+void Segment::introduce(int rank, int size) {
+  auto* header = reinterpret_cast<Header*>(base());
+  header->rank = rank;
+  header->size = size;
+}
+
 bool Segment::commit(int64_t offset, int64_t bytes) {
   int status = 0;
   do {

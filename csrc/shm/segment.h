@@ -38,6 +38,8 @@ class Segment {
   // `limit_bytes`: how much allocate() may hand out; 0 for no limit but the machine's. Throws Unavailable.
   Segment(int rank, int size, int64_t limit_bytes);
 
+  // Changes who the header says it is; before any peer has seen it.
+  void introduce(int rank, int size);
   int fd() const { return fd_.get(); }
   std::byte* base() const { return mapping_.base(); }
   int64_t bytes() const { return mapping_.bytes(); }

@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "common/check.h"
@@ -14,6 +15,8 @@ namespace {
 
 // From here on a copy costs more than a message of its own.
 constexpr int64_t kAloneBytes = 1 << 20;
+// What is copied through shared memory at once.
+constexpr int64_t kPieceBytes = 4 << 20;
 // Every dtype's alignment.
 constexpr int64_t kAlignment = 16;
 
@@ -27,29 +30,87 @@ bool is_plain_bytes(const at::Tensor& tensor) {
 
 }  // namespace
 
+TensorBroadcast::TensorBroadcast(std::shared_ptr<Transport> transport, int64_t message_bytes,
+                                 std::chrono::milliseconds timeout)
+    : transport_(std::move(transport)),
+      message_bytes_(transport_->reaches_any_memory() ? message_bytes : std::min(message_bytes, kPieceBytes)),
+      timeout_(timeout) {}
+
+TensorBroadcast::Way TensorBroadcast::way(const at::Tensor& tensor) const {
+  const auto bytes = padded_bytes(tensor);
+  if (!transport_->reaches_any_memory() && tensor.device().is_cpu()) {
+    return bytes > message_bytes_ ? Way::kInPieces : Way::kTogether;
+  }
+  return bytes >= kAloneBytes && tensor.is_contiguous() ? Way::kAlone : Way::kTogether;
+}
+
+void TensorBroadcast::reserve(std::span<const at::Tensor> tensors) {
+  int64_t bytes = 0;
+  for (const auto& tensor : tensors) {
+    bytes += padded_bytes(tensor);
+  }
+  if (transport_->may_lose_memory() && bytes > 0) {
+    reserve(std::min(bytes, message_bytes_), tensors.front().device());
+  }
+}
+
+void TensorBroadcast::reserve(int64_t bytes, at::Device device) {
+  if (!flat_.defined() || flat_.numel() < bytes || flat_.device() != device) {
+    flat_ = transport_->allocate(bytes, at::kByte, device);
+  }
+}
+
 void TensorBroadcast::run(std::span<const at::Tensor> tensors, int root) {
   // Below autograd: neither version counters nor graphs have to know.
   const c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   const c10::NoGradGuard no_grad;
   size_t begin = 0;
   int64_t bytes = 0;
+  const auto send_collected = [&](size_t end) {
+    if (bytes > 0) {
+      run_together(tensors.subspan(begin, end - begin), bytes, root);
+    }
+    begin = end;
+    bytes = 0;
+  };
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto more = padded_bytes(tensors[i]);
-    const bool alone = more >= kAloneBytes && tensors[i].is_contiguous();
-    if (bytes > 0 && (alone || bytes + more > message_bytes_)) {
-      run_flat(tensors.subspan(begin, i - begin), bytes, root);
-      begin = i;
-      bytes = 0;
+    const auto way = this->way(tensors[i]);
+    if (way != Way::kTogether || bytes + more > message_bytes_) {
+      send_collected(i);
     }
-    if (alone) {
-      run_alone(tensors[i], root);
-      begin = i + 1;
-    } else {
+    if (way == Way::kTogether) {
       bytes += more;
+      continue;
+    }
+    if (way == Way::kAlone) {
+      run_alone(tensors[i], root);
+    } else {
+      run_in_pieces(tensors[i], root);
+    }
+    begin = i + 1;
+  }
+  send_collected(tensors.size());
+}
+
+void TensorBroadcast::run_in_pieces(const at::Tensor& tensor, int root) {
+  const auto plain = is_plain_bytes(tensor) ? tensor : tensor.resolve_conj().resolve_neg().contiguous();
+  const bool is_root = transport_->rank() == root;
+  const auto total = static_cast<int64_t>(plain.nbytes());
+  reserve(std::min(total, message_bytes_), tensor.device());
+  auto* data = static_cast<std::byte*>(plain.mutable_data_ptr());
+  for (int64_t offset = 0; offset < total; offset += message_bytes_) {
+    const auto piece = flat_.narrow(0, 0, std::min(message_bytes_, total - offset));
+    if (is_root) {
+      std::memcpy(piece.mutable_data_ptr(), data + offset, piece.nbytes());
+    }
+    send(piece, root);
+    if (!is_root) {
+      std::memcpy(data + offset, piece.const_data_ptr(), piece.nbytes());
     }
   }
-  if (bytes > 0) {
-    run_flat(tensors.subspan(begin), bytes, root);
+  if (!is_root && !plain.is_same(tensor)) {
+    tensor.copy_(plain);
   }
 }
 
@@ -58,10 +119,8 @@ void TensorBroadcast::run_alone(const at::Tensor& tensor, int root) {
   send(real.detach().view({-1}).view(at::kByte), root);
 }
 
-void TensorBroadcast::run_flat(std::span<const at::Tensor> tensors, int64_t bytes, int root) {
-  if (!flat_.defined() || flat_.numel() < bytes || flat_.device() != tensors.front().device()) {
-    flat_ = transport_->allocate(bytes, at::kByte, tensors.front().device());
-  }
+void TensorBroadcast::run_together(std::span<const at::Tensor> tensors, int64_t bytes, int root) {
+  reserve(bytes, tensors.front().device());
   const auto message = flat_.narrow(0, 0, bytes);
   const bool is_root = transport_->rank() == root;
   std::vector<at::Tensor> places;

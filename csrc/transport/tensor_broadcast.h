@@ -9,20 +9,25 @@
 
 namespace torchddp::transport {
 
-// Holds one copy of the small tensors, as bytes; larger ones are sent from where they are.
+// Holds one message. Where the transport reaches any memory larger tensors are sent from where they are, otherwise in pieces.
 class TensorBroadcast {
  public:
-  // `message_bytes`: no message is larger, but for a tensor that is.
-  TensorBroadcast(std::shared_ptr<Transport> transport, int64_t message_bytes, std::chrono::milliseconds timeout)
-      : transport_(std::move(transport)), message_bytes_(message_bytes), timeout_(timeout) {}
+  // `message_bytes`: no message is larger, but for a tensor that is sent from where it is.
+  TensorBroadcast(std::shared_ptr<Transport> transport, int64_t message_bytes, std::chrono::milliseconds timeout);
 
+  // Not collective: takes the memory that run() needs for such tensors, so that ranks can agree on a transport by whether they got it.
+  void reserve(std::span<const at::Tensor> tensors);
   // Collective. On return all ranks' `tensors` hold those of rank `root`. They must be strided and of one device, and agree in
   // number, dtypes and shapes between ranks. Invisible to autograd: no version counter moves.
   void run(std::span<const at::Tensor> tensors, int root);
 
  private:
-  void run_flat(std::span<const at::Tensor> tensors, int64_t bytes, int root);
+  enum class Way { kTogether, kAlone, kInPieces };
+  Way way(const at::Tensor& tensor) const;
+  void run_together(std::span<const at::Tensor> tensors, int64_t bytes, int root);
   void run_alone(const at::Tensor& tensor, int root);
+  void run_in_pieces(const at::Tensor& tensor, int root);
+  void reserve(int64_t bytes, at::Device device);
   void send(const at::Tensor& bytes, int root);
 
   std::shared_ptr<Transport> transport_;

@@ -1,5 +1,7 @@
 #include "transport/transport.h"
 
+#include <ATen/Functions.h>
+
 #include "common/check.h"
 
 namespace torchddp::transport {
@@ -30,6 +32,17 @@ void Transport::check_all_gather(const at::Tensor& output, const at::Tensor& inp
 void Transport::check_broadcast(const at::Tensor& tensor, int root) const {
   check_flat("broadcast", tensor);
   TDDP_CHECK(root >= 0 && root < size(), "broadcast on rank ", rank(), ": root ", root, " is not in [0, ", size(), ")");
+}
+
+std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport, std::chrono::milliseconds timeout) {
+  if (!transport->may_lose_memory()) {
+    return transport;
+  }
+  auto lost = at::full({1}, transport->lost_memory() ? 1 : 0, at::kInt);
+  auto work = transport->make_work();
+  transport->all_reduce(lost, *work);
+  work->wait(timeout);
+  return lost.item<int32_t>() == 0 ? transport : transport->fallback();
 }
 
 }  // namespace torchddp::transport

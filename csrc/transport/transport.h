@@ -67,7 +67,7 @@ class Transport {
   virtual void end_backward() {}
 
   // Whether allocate() may have to give memory that collectives reach only by copying. All ranks must then agree to go on with
-  // fallback(); see Reducer::agree_on_memory.
+  // fallback(): see agree_on_memory.
   virtual bool may_lose_memory() const { return false; }
   virtual bool lost_memory() const { return false; }
   virtual std::shared_ptr<Transport> fallback() const { return nullptr; }
@@ -78,5 +78,8 @@ class Transport {
   void check_all_gather(const at::Tensor& output, const at::Tensor& input) const;
   void check_broadcast(const at::Tensor& tensor, int root) const;
 };
+
+// Collective if the transport may lose memory, otherwise nothing. `transport`, or its fallback on all ranks if any rank has lost some.
+std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport, std::chrono::milliseconds timeout);
 
 }  // namespace torchddp::transport

@@ -23,9 +23,8 @@ struct ShmPlacement {
   c10::intrusive_ptr<c10d::ProcessGroup>
       outer_group;  // By group rank: its place among the ranks of its host, and its rank in the outer group of that place (-1: there is none).
   std::vector<int> places, outer_ranks;
-  int owners = 0;           // ranks of each host that own shards
-  bool spans = false;       // several hosts
-  int64_t limit_bytes = 0;  // 0: as much as the machine has
+  int owners = 0;      // ranks of each host that own shards
+  bool spans = false;  // several hosts
 };
 
 class ShmTransport;
@@ -33,12 +32,15 @@ class ShmTransport;
 // The first half of opening the transport: what a rank tells the others before they connect.
 class ShmEndpoint {
  public:
+  // `limit_bytes`: of the segment; 0 for as much as the machine has. Throws shm::Unavailable.
+  explicit ShmEndpoint(int64_t limit_bytes) : segment_(std::make_shared<shm::Segment>(0, 1, limit_bytes)) {}
   const std::string& address() const { return listener_.address(); }
   // Every rank of the host must call it at about the same time. Throws shm::Unavailable.
   std::shared_ptr<ShmTransport> connect(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
                                         std::chrono::milliseconds connect_timeout, std::chrono::milliseconds timeout);
 
  private:
+  std::shared_ptr<shm::Segment> segment_;
   shm::Listener listener_;
 };
 
