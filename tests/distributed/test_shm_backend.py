@@ -458,11 +458,13 @@ def test_a_group_leaves_nothing_behind():
 
         use()
         gc.collect()
-        before = open_files(), mapped_segments(), threads()
+        before = open_files(), threads()
         for _ in range(3):
             use()
         gc.collect()
-        assert (open_files(), mapped_segments(), threads()) == before and mapped_segments() == 0
+        assert mapped_segments() == 0
+        # gloo, which goes on beside it, may have closed something meanwhile.
+        assert open_files() <= before[0] and threads() <= before[1], (open_files(), threads(), before)
 
     run_ranks(work, 2)
 
