@@ -123,8 +123,8 @@ void bind_modes(PyReducer& c) {
       .def("_set_sparse_metadata", &Reducer::set_sparse_metadata, py::arg("global_unique_ids"))
       .def("_disable_views", &Reducer::disable_views)
       .def("_remove_autograd_hooks", &Reducer::remove_autograd_hooks, NoGil())
-      .def("_update_process_group", &Reducer::update_process_group, py::arg("new_process_group"), py::arg("transport"),
-           NoGil())
+      .def("_update_process_group", &Reducer::update_process_group, py::arg("new_process_group"),
+           py::arg("transport").none(false), NoGil())
       .def("_match_used_map", &Reducer::match_used_map, NoGil())
       .def("_reset_state", &Reducer::reset_state, NoGil());
 }
@@ -158,9 +158,9 @@ void bind_reports(PyReducer& c) {
 void bind_reducer(py::module_& m) {
   PyReducer c(m, "Reducer",
               "Packs gradients into buckets and reduces them while autograd runs. Made by DistributedDataParallel.");
-  c.def(py::init(&make_reducer), py::arg("params"), py::arg("specs"), py::arg("process_group"), py::arg("transport"),
-        py::kw_only(), py::arg("caps_bytes"), py::arg("alignment_bytes") = 1, py::arg("solo_bytes") = 0,
-        py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
+  c.def(py::init(&make_reducer), py::arg("params"), py::arg("specs"), py::arg("process_group"),
+        py::arg("transport").none(false), py::kw_only(), py::arg("caps_bytes"), py::arg("alignment_bytes") = 1,
+        py::arg("solo_bytes") = 0, py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
         py::arg("skip_all_reduce_unused_params") = false, py::arg("compiled_autograd_takes_over") = false,
         py::arg("wire_dtype") = py::none(), py::arg("timeout") = transport::kTransportTimeout);
   bind_step(c);

@@ -137,6 +137,10 @@ std::optional<Received> read_hello(int socket) {
       received.segment = Fd(fd);
     }
   }
+  if (num_fds == 0 && (message.msg_flags & MSG_CTRUNC) != 0) {
+    errno = EMFILE;
+    throw_unavailable("could not take a local rank's segment");
+  }
   if (got != static_cast<ssize_t>(sizeof(Hello)) || num_fds != 1 || received.hello.magic != kMagic) {
     return std::nullopt;
   }

@@ -260,7 +260,7 @@ TEST(shm_mesh_a_rank_that_gave_up_is_not_waited_for) {
   }
   {
     Ranks ranks(3);
-    CHECK_THROWS(Unavailable, ranks.connect(2, milliseconds(1)), "timed out");
+    ranks.listeners.pop_back();
     CHECK_THROWS(Unavailable, ranks.connect(0, kPatience), "local rank 2 has given up, or died");
   }
   CHECK(ms_since(since) < kQuickly.count());

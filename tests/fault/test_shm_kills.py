@@ -98,7 +98,7 @@ def train(rank: int, ddp_class: type, plan: Kill, folder: Path) -> dict:
             seen["segments"] |= segments_of()
             if rank == plan.victim and plan.phase == "construction":
                 die_in(plan.delay_us, log)
-            super()._sync_module(transport)
+            return super()._sync_module(transport)
 
     if rank == plan.victim:
         calls = arm(plan, model, log)
