@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join
 from torch.distributed.distributed_c10d import _rank_not_in_group, _world
@@ -27,7 +26,7 @@ from torch.nn.parallel.distributed import (
     _tree_unflatten_with_rref,
 )
 
-from torchddp import _C, buffer_sync, model_check, transports
+from torchddp import _C, bucket_sizes, buffer_sync, model_check, transports
 from torchddp.comm_hook_check import check_hook_signature, checked
 from torchddp.ddp_logger import DDPLogger
 from torchddp.errors import TransportError
@@ -36,16 +35,6 @@ __all__ = ["DistributedDataParallel"]
 
 logger = logging.getLogger(__name__)
 
-_MIB = 1024 * 1024
-_DEFAULT_BUCKET_CAP_MB = 25
-# Between CPU ranks a bucket of 25 MiB takes longer than the backward of the layers in it, and the last one hides
-# behind nothing.
-_DEFAULT_CPU_BUCKET_CAP_MB = 8
-# A CPU gradient this large is reduced where it lies, in a bucket of its own: a copy costs more than one more message.
-_SOLO_BYTES = 1 * _MIB
-# Over shared memory a bucket costs about a microsecond: small ones, which are reduced while they are in cache.
-_SHARED_BUCKET_BYTES = 1 * _MIB
-_SHARED_SOLO_BYTES = 256 * 1024
 _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 
 
@@ -122,7 +111,7 @@ class DistributedDataParallel(TorchDDP):
         wire_dtype: torch.dtype | None = None,
         timeout: datetime.timedelta | None = None,
     ) -> None:
-        _check_caps(bucket_cap_mb, bucket_cap_mb_list)
+        bucket_sizes.check_caps(bucket_cap_mb, bucket_cap_mb_list)
         transports.check_choice(transport)
         if wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"wire_dtype must be torch.bfloat16, torch.float16 or None, got {wire_dtype!r}")
@@ -184,7 +173,7 @@ class DistributedDataParallel(TorchDDP):
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]  # torch's mixed-precision hooks pass it back
         buffer_broadcast = self._reserve_for_buffers(transport)  # before the reducer, in which ranks agree on memory
-        self._bucket_caps_bytes, solo_bytes = _bucket_sizes(self._caps_asked_for, parameters, transport)
+        self._bucket_caps_bytes, solo_bytes = bucket_sizes.choose(self._caps_asked_for, parameters, transport)
         self.reducer = _C.Reducer(
             parameters,
             _param_specs(parameters, names, expect_sparse_gradient),
@@ -494,29 +483,6 @@ class DistributedDataParallel(TorchDDP):
         self.logger.rebind(self.process_group)
         if self.static_graph:
             self._static_graph_delay_allreduce_enqueued = False
-
-
-def _check_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[int] | None) -> None:
-    for name, cap in [("bucket_cap_mb", bucket_cap_mb), *(("bucket_cap_mb_list", c) for c in bucket_cap_mb_list or [])]:
-        if cap is None:
-            continue
-        if isinstance(cap, bool) or not isinstance(cap, (int, float)):
-            raise TypeError(f"{name} must be a number of MiB, got {cap!r}")
-        if not cap > 0:
-            raise ValueError(f"{name} must be a positive number of MiB, got {cap!r}")
-
-
-def _bucket_sizes(
-    asked_for: Sequence[float], parameters: Sequence[torch.Tensor], transport: _C.Transport
-) -> tuple[list[int], int]:
-    """Caps in bytes, the last one for all further buckets; from which size on a gradient has a bucket of its own."""
-    if asked_for:
-        return [max(1, int(cap * _MIB)) for cap in asked_for], 0
-    if not transport.reaches_any_memory:
-        return [_SHARED_BUCKET_BYTES], _SHARED_SOLO_BYTES
-    on_cpu = all(p.device.type == "cpu" for p in parameters)
-    cap_bytes = (_DEFAULT_CPU_BUCKET_CAP_MB if on_cpu else _DEFAULT_BUCKET_CAP_MB) * _MIB
-    return [min(dist._DEFAULT_FIRST_BUCKET_BYTES, cap_bytes), cap_bytes], _SOLO_BYTES if on_cpu else 0
 
 
 def _only_torch_arguments(**arguments: Any) -> dict[str, Any]:
