@@ -8,7 +8,6 @@
 #include <cstring>
 
 #include "common/errors.h"
-#include "kernels/pack.h"
 #include "shm/futex.h"
 
 #if defined(__x86_64__)
@@ -79,11 +78,6 @@ std::atomic<int> forks{0};
 void count_forks() {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
   static_cast<void>(registered);
-}
-
-// Of the 16-bit floats only.
-kernels::DType pack_type(kernels::SumType type) {
-  return type == kernels::SumType::kF16 ? kernels::DType::kF16 : kernels::DType::kBF16;
 }
 
 }  // namespace

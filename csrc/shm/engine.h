@@ -34,6 +34,7 @@
 #include <vector>
 
 #include "common/errors.h"
+#include "kernels/pack.h"
 #include "kernels/sum.h"
 #include "shm/layout.h"
 
@@ -41,6 +42,11 @@ namespace torchddp::shm {
 
 // As torch names it.
 const char* kind_name(OpKind kind);
+
+// Of the 16-bit floats only.
+inline kernels::DType pack_type(kernels::SumType type) {
+  return type == kernels::SumType::kF16 ? kernels::DType::kF16 : kernels::DType::kBF16;
+}
 
 // Where the segment of a rank is mapped in this process.
 struct SegmentView {
@@ -171,7 +177,6 @@ class Engine {
   void find_blocks(Running& op);
   void find_splits(Running& op, int rank, const Post& post);
   bool agrees(const Post& post, const Operation& mine) const;
-  void do_own_work(Running& op);
   void pull(Running& op);
   void sum_ranks(const Running& op, std::span<void* const> targets, std::span<const void* const> sources,
                  int64_t numel) const;

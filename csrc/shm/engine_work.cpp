@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "common/errors.h"
-#include "kernels/pack.h"
 #include "shm/engine.h"
 
 namespace torchddp::shm {
@@ -258,7 +257,7 @@ void Engine::sum_wires(const Running& op, Range range, std::span<void* const> ta
   constexpr int64_t kPiece = 2048;
   std::array<float, kPiece> total;
   std::array<float, kPiece> next;
-  const auto wire = op.operation.wire == kernels::SumType::kF16 ? kernels::DType::kF16 : kernels::DType::kBF16;
+  const auto wire = pack_type(op.operation.wire);
   const auto wire_item = kernels::item_size(op.operation.wire);
   for (auto begin = range.begin; begin < range.end; begin += kPiece) {
     const auto numel = std::min(kPiece, range.end - begin);
