@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import random
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ MIN_WARMUP_STEPS = 3
 # torch DDP times itself in its first ten steps; cheap models can afford to leave these out.
 FULL_WARMUP_STEPS = 12
 RELATIVE_TOLERANCE = 1e-4
+# Time for the message with the starting time to reach every rank.
+START_DELAY_NS = 1_000_000
 
 # Seconds done, seconds in all.
 Report = Callable[[float, float], None]
@@ -34,6 +37,26 @@ class WrongGradientsError(RuntimeError):
     """A variant computed other gradients than the rest, so its time means nothing."""
 
 
+def start_together(world_size: int) -> None:
+    """Return on all ranks of this machine within some microseconds; collective.
+
+    The ranks leave gloo's barrier up to half a millisecond apart, and whoever leaves it first would wait that long at
+    the end of its step: charged to the wrapper, though no wrapper made it.
+    """
+    if world_size == 1:
+        return
+    dist.barrier()
+    if world_size > len(os.sched_getaffinity(0)):
+        # They can't run at the same time, and who waits busily only keeps others from their turn.
+        return
+    # CLOCK_MONOTONIC, which the processes of a machine share.
+    start_ns = torch.tensor([time.perf_counter_ns() + START_DELAY_NS])
+    dist.broadcast(start_ns, src=0)
+    agreed_ns = int(start_ns.item())
+    while time.perf_counter_ns() < agreed_ns:
+        pass
+
+
 @dataclass
 class Runner:
     """A variant that is built and ready to step."""
@@ -41,10 +64,11 @@ class Runner:
     variant: Variant
     module: nn.Module
 
-    def step(self, batch: Tensor) -> float:
-        """One forward and backward; its wall time in ms."""
+    def step(self, batch: Tensor, world_size: int = 1) -> float:
+        """One forward and backward, begun by `world_size` ranks at once; its wall time in ms."""
         # Outside the timed part, the same for every variant: what it costs is the optimizer's, not the wrapper's.
         self.module.zero_grad(set_to_none=True)
+        start_together(world_size)
         start_ns = time.perf_counter_ns()
         self.module(batch).backward()
         return (time.perf_counter_ns() - start_ns) / 1e6
@@ -68,11 +92,6 @@ def build_runners(job: Job, model_name: str) -> list[Runner]:
             module = load_class(variant.class_path)(module, **variant.keywords)
         runners.append(Runner(variant, module))
     return runners
-
-
-def _align_ranks(world_size: int) -> None:
-    if world_size > 1:
-        dist.barrier()
 
 
 def check_gradients(job: Job, model_name: str, runners: list[Runner], batch: Tensor) -> None:
@@ -108,8 +127,7 @@ def one_round(runners: list[Runner], batch: Tensor, order: list[int], world_size
     """One step of every variant in the given order; step times in ms, by variant."""
     step_ms = [0.0] * len(runners)
     for index in order:
-        _align_ranks(world_size)
-        step_ms[index] = runners[index].step(batch)
+        step_ms[index] = runners[index].step(batch, world_size)
     return step_ms
 
 
