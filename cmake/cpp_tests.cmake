@@ -7,7 +7,7 @@ if(NOT test_sources)
 endif()
 
 if(TORCHDDP_SANITIZE STREQUAL thread)
-  list(FILTER test_sources INCLUDE REGEX "/(main|test_shm_[^/]*)\\.cpp$")
+  list(FILTER test_sources INCLUDE REGEX "/(main|test_(shm|gpu)_[^/]*)\\.cpp$")
 endif()
 
 add_executable(torchddp_cpp_tests ${test_sources} ${pure_sources})

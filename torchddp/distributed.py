@@ -64,9 +64,11 @@ class DistributedDataParallel(TorchDDP):
     Args:
         transport: what moves buckets between ranks. ``"c10d"``: the process group itself. ``"shm"``: memory that the
             ranks of a host share, for models on CPU (several hosts: shared inside each, the process group between
-            them); RuntimeError where that is impossible. ``"auto"``: shared memory if the process group is gloo's and
-            all ranks can, c10d otherwise; also c10d with ``init_sync=False``, and for copies (pickle, deepcopy), which
-            may be made by one rank alone. The environment variable TORCHDDP_TRANSPORT chooses where this says "auto".
+            them). ``"nccl"``: a NCCL communicator and a stream of its own, for models on one CUDA device a rank. Both
+            raise RuntimeError where that is impossible. ``"auto"``: shared memory if the process group is gloo's and
+            all ranks can, NCCL for a CUDA model if the process group is NCCL's and all ranks can, c10d otherwise; also
+            c10d with ``init_sync=False``, and for copies (pickle, deepcopy), which may be made by one rank alone. The
+            environment variable TORCHDDP_TRANSPORT chooses where this says "auto".
         wire_dtype: ``torch.bfloat16`` or ``torch.float16``: fp32 gradients travel in 16 bits and are summed in fp32;
             the same values on all ranks, but not those of full precision. Over shared memory only (RuntimeError
             otherwise; the hook ``bf16_compress_hook`` works everywhere). Two hosts send half as much to each other; of
@@ -211,7 +213,9 @@ class DistributedDataParallel(TorchDDP):
             choice = "c10d"
         if sync:
             model_check.verify_same_model(parameters, names, self.process_group, self.device, choice)
-        transport = transports.open_transport(choice, self.process_group, timeout=self._timeout)
+        transport = transports.open_transport(
+            choice, self.process_group, device=parameters[0].device, timeout=self._timeout
+        )
         return self._sync_module(transport) if sync else transport
 
     def _sync_module(self, transport: _C.Transport) -> _C.Transport:
@@ -477,7 +481,7 @@ class DistributedDataParallel(TorchDDP):
             self.process_group = new_process_group
             devices = [p.device for p in self._module_parameters]
             choice = transports.intended_transport(self._transport_choice, new_process_group, devices, collective=True)
-            transport = transports.open_transport(choice, new_process_group, timeout=self._timeout)
+            transport = transports.open_transport(choice, new_process_group, device=devices[0], timeout=self._timeout)
             self.reducer._update_process_group(new_process_group, transport)
         self._adopt_group()
         self.logger.rebind(self.process_group)

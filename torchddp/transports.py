@@ -14,19 +14,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from torchddp import _C
+from torchddp import _C, nccl_setup
+from torchddp.rank_problems import listed
 
 __all__ = ["CHOICES", "CHOICE_ENV", "LIMIT_ENV", "check_choice", "intended_transport", "open_transport"]
 
 logger = logging.getLogger(__name__)
 
-CHOICES = ("auto", "c10d", "shm")
+CHOICES = ("auto", "c10d", "shm", "nccl")
 CHOICE_ENV = "TORCHDDP_TRANSPORT"
 LIMIT_ENV = "TORCHDDP_SHM_LIMIT_MB"
-# Backends that a shared-memory transport may stand in for: what they do for CPU tensors is known, and nobody put
-# something of their own between.
 BACKEND_NAME = "torchddp_shm"
-_KNOWN_BACKENDS = ("gloo", BACKEND_NAME)
+# Backends that a transport of ours may stand in for, by device: what they do is known, and nobody put something of
+# their own between.
+_KNOWN_BACKENDS = {"cpu": ("gloo", BACKEND_NAME), "cuda": ("nccl",)}
 # Ranks reach this point within milliseconds of each other: it follows a collective.
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=20)
 _MIB = 1024 * 1024
@@ -50,64 +51,99 @@ def _quoted_choices() -> str:
 
 
 def intended_transport(choice: str, process_group: Any, devices: Sequence[torch.device], *, collective: bool) -> str:
-    """What this rank will try: "c10d", "auto" (shared memory if it can be had) or "shm" (that or an error).
+    """What this rank will try: "c10d", "shm" or "nccl" (that or an error), or "auto": shared memory for parameters on
+    the CPU, NCCL for those on CUDA, and c10d where that can't be had.
 
     Not collective; the answer must be the same on all ranks. ``collective``: whether the ranks may talk to each other
     now.
     """
     choice = check_choice(choice)
-    elsewhere = next((d for d in devices if d.type != "cpu"), None)
-    if choice == "shm" and elsewhere is not None:
+    device = devices[0] if devices else torch.device("cpu")
+    if choice == "shm" and (elsewhere := next((d for d in devices if d.type != "cpu"), None)) is not None:
         raise ValueError(f"transport='shm' shares memory between CPU tensors, but there are parameters on {elsewhere}")
+    if choice == "nccl" and (problem := _not_on_one_gpu(devices)):
+        raise ValueError(f"transport='nccl' moves tensors of one CUDA device, but {problem}")
     if choice != "auto":
         return choice
-    reason = _reason_against_shared_memory(process_group, elsewhere, collective)
+    if len({d.type for d in devices}) > 1:
+        reason = f"there are parameters on {' and '.join(map(str, dict.fromkeys(devices)))}"
+    else:
+        reason = _reason_for_c10d(process_group, device, collective)
+    if not reason and device.type == "cuda":
+        reason = _reason_against_nccl(devices)
     if reason:
         logger.debug("reducing through the process group: %s", reason)
     return "c10d" if reason else "auto"
 
 
-def _reason_against_shared_memory(process_group: Any, elsewhere: torch.device | None, collective: bool) -> str:
-    if elsewhere is not None:
-        return f"there are parameters on {elsewhere}"
+def _not_on_one_gpu(devices: Sequence[torch.device]) -> str:
+    places = list(dict.fromkeys(devices))
+    if all(d.type == "cuda" for d in places) and len(places) == 1:
+        return ""
+    return f"there are parameters on {' and '.join(map(str, places)) or 'no device'}"
+
+
+def _reason_against_nccl(devices: Sequence[torch.device]) -> str:
+    if not _C.with_cuda:
+        return "this torchddp was built without CUDA"
+    return _not_on_one_gpu(devices)
+
+
+def _reason_for_c10d(process_group: Any, device: torch.device, collective: bool) -> str:
+    if device.type not in _KNOWN_BACKENDS:
+        return f"there are parameters on {device}"
     if not collective:
         return "the ranks were told not to talk to each other here (init_sync=False, or a copy of a module)"
-    if process_group.size() == 1:
+    if device.type == "cpu" and process_group.size() == 1:
         return "there is one rank"
     # A process group written in Python, or a wrapper around one, may do more than reduce.
-    backend = _cpu_backend(process_group)
+    backend = _backend(process_group, device.type)
     if type(process_group) is not dist.ProcessGroup or process_group not in _world.pg_map or backend is None:
         return "the process group is none of torch's own"
-    if backend.name() not in _KNOWN_BACKENDS or "Wrapper" in type(backend).__name__:
+    if backend.name() not in _KNOWN_BACKENDS[device.type] or "Wrapper" in type(backend).__name__:
         return f"the process group's backend is {type(backend).__name__}"
     return ""
 
 
-def open_transport(choice: str, process_group: Any, *, timeout: datetime.timedelta | None = None) -> _C.Transport:
-    """The transport of ``process_group`` for CPU tensors.
+def open_transport(
+    choice: str,
+    process_group: Any,
+    *,
+    device: torch.device | None = None,
+    timeout: datetime.timedelta | None = None,
+) -> _C.Transport:
+    """The transport of ``process_group`` for tensors of ``device`` (None: CPU tensors).
 
     Args:
         choice: "c10d" is the process group itself. "shm" is memory shared by the ranks of a host (several hosts: shared
-            inside each, and the process group between them). "auto" tries shared memory, and takes c10d where that
-            can't be had.
+            inside each, and the process group between them). "nccl" is a NCCL communicator and a stream of its own, for
+            CUDA tensors; the process group may be any. "auto" tries shared memory, or NCCL for a CUDA device, and takes
+            c10d where that can't be had.
         timeout: how long an operation may take; None: the process group's own limit.
 
     Collective unless the answer is c10d: every rank must give the same choice.
 
     Raises:
-        ValueError: unknown choice.
-        RuntimeError: "shm", and some rank can't. On all ranks, with rank and reason.
+        ValueError: unknown choice, or one that does not fit the device.
+        RuntimeError: "shm" or "nccl", and some rank can't. On all ranks, with rank and reason.
     """
-    choice = intended_transport(choice, process_group, (), collective=True)
+    device = device or torch.device("cpu")
+    choice = intended_transport(choice, process_group, (device,), collective=True)
     if choice == "c10d":
         return _C.C10dTransport(process_group)
-    outcome = _share_memory(process_group, timeout or _group_timeout(process_group))
+    timeout = timeout or _group_timeout(process_group, device.type)
+    outcome: _C.Transport | str
+    if device.type == "cuda":
+        outcome = nccl_setup.connect(process_group, device, timeout)
+    else:
+        outcome = _share_memory(process_group, timeout)
     if isinstance(outcome, _C.Transport):
         return outcome
-    if choice == "shm":
-        raise RuntimeError(f"transport='shm' is impossible: {outcome}")
+    if choice != "auto":
+        raise RuntimeError(f"transport={choice!r} is impossible: {outcome}")
     if process_group.rank() == 0:
-        logger.warning("torchddp reduces through the process group, for memory can't be shared: %s", outcome)
+        what = "NCCL can't be used directly" if device.type == "cuda" else "memory can't be shared"
+        logger.warning("torchddp reduces through the process group, for %s: %s", what, outcome)
     return _C.C10dTransport(process_group)
 
 
@@ -148,7 +184,7 @@ class Meeting:
 
     def reason_against(self) -> str:
         """Why nobody can share memory, the same on all ranks; or nothing."""
-        if problem := _problems([card.problem for card in self.cards]):
+        if problem := listed([card.problem for card in self.cards]):
             return problem
         users = [card.user for card in self.cards]
         other = next((rank for rank, user in enumerate(users) if user != users[0]), None)
@@ -188,7 +224,7 @@ class Meeting:
         except RuntimeError as error:
             problem = str(error)
         self.endpoint = None  # a socket that nobody should wait at
-        return _problems(exchange(problem)) or transport or "unknown"
+        return listed(exchange(problem)) or transport or "unknown"
 
 
 def _share_memory(process_group: Any, timeout: datetime.timedelta) -> _C.ShmTransport | str:
@@ -206,15 +242,6 @@ def _share_memory(process_group: Any, timeout: datetime.timedelta) -> _C.ShmTran
     if len(hosts) > 1 and max(map(len, hosts)) == 1:
         return "no two ranks are on the same host"
     return meeting.connect(exchange, process_group, timeout)
-
-
-def _problems(by_rank: Sequence[str]) -> str:
-    """Different ones only: what one rank can't do, all others may complain of."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, problem in enumerate(by_rank):
-        if problem:
-            ranks_of.setdefault(problem, []).append(rank)
-    return "; ".join(f"rank {', '.join(map(str, ranks))}: {problem}" for problem, ranks in ranks_of.items())
 
 
 def _limit_bytes() -> int:
@@ -271,14 +298,14 @@ def _outer_group(process_group: Any, placement: _Placement) -> Any:
     return _outer_groups[process_group]
 
 
-def _cpu_backend(process_group: Any) -> Any:
+def _backend(process_group: Any, device_type: str) -> Any:
     try:
-        return process_group._get_backend(torch.device("cpu"))
+        return process_group._get_backend(torch.device(device_type))
     except RuntimeError:
         return None
 
 
-def _group_timeout(process_group: Any) -> datetime.timedelta:
-    options = getattr(_cpu_backend(process_group), "options", None)
+def _group_timeout(process_group: Any, device_type: str = "cpu") -> datetime.timedelta:
+    options = getattr(_backend(process_group, device_type), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, datetime.timedelta) else dist.default_pg_timeout

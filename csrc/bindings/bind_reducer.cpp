@@ -19,7 +19,7 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       std::shared_ptr<transport::Transport> transport, std::vector<int64_t> caps_bytes,
                                       int64_t alignment_bytes, int64_t solo_bytes, bool find_unused_parameters,
                                       bool gradient_as_bucket_view, bool skip_all_reduce_unused_params,
-                                      bool compiled_autograd_takes_over, py::object wire_dtype,
+                                      bool compiled_autograd_takes_over, py::object wire_dtype, bool pack_whole_buckets,
                                       std::chrono::milliseconds timeout) {
   reducer::ReducerConfig config;
   config.limits = {std::move(caps_bytes), alignment_bytes, solo_bytes};
@@ -30,6 +30,7 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
   if (!wire_dtype.is_none()) {
     config.wire_dtype = reinterpret_cast<THPDtype*>(wire_dtype.ptr())->scalar_type;
   }
+  config.pack_whole_buckets = pack_whole_buckets;
   config.timeout = timeout;
   const py::gil_scoped_release release;
   return no_gil(std::make_shared<Reducer>(std::move(params), std::move(specs), std::move(group), std::move(transport),
@@ -162,7 +163,8 @@ void bind_reducer(py::module_& m) {
         py::arg("transport").none(false), py::kw_only(), py::arg("caps_bytes"), py::arg("alignment_bytes") = 1,
         py::arg("solo_bytes") = 0, py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
         py::arg("skip_all_reduce_unused_params") = false, py::arg("compiled_autograd_takes_over") = false,
-        py::arg("wire_dtype") = py::none(), py::arg("timeout") = transport::kTransportTimeout);
+        py::arg("wire_dtype") = py::none(), py::arg("pack_whole_buckets") = false,
+        py::arg("timeout") = transport::kTransportTimeout);
   bind_step(c);
   bind_modes(c);
   bind_reports(c);

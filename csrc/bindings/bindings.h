@@ -12,6 +12,7 @@ void bind_plan(py::module_& m);
 void bind_kernels(py::module_& m);
 void bind_timeline(py::module_& m);
 void bind_transport(py::module_& m);
+void bind_cuda(py::module_& m);
 void bind_reducer(py::module_& m);
 
 // For calls that may wait, or that run autograd: other Python threads, and hooks written in Python, need the GIL meanwhile.

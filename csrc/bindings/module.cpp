@@ -23,5 +23,6 @@ PYBIND11_MODULE(_C, m) {
   bind_kernels(m);
   bind_timeline(m);
   bind_transport(m);
+  bind_cuda(m);
   bind_reducer(m);
 }

@@ -8,6 +8,7 @@
 #include <span>
 
 #include "bucket/grad_slot.h"
+#include "gpu/stream_set.h"
 #include "plan/bucket_plan.h"
 #include "transport/transport.h"
 
@@ -53,8 +54,12 @@ class Bucket {
   bool scales_in_flight() const { return scales_; }
   double scale = 1.0;
 
+  // Where the gradients of this step come from, on a CUDA device.
+  gpu::StreamSet streams;
+
   void begin_step() {
     scale = 1.0;
+    streams.clear();
     pending_.store(num_slots(), std::memory_order_relaxed);
     state = BucketState::kFilling;
   }

@@ -193,13 +193,26 @@ void GradSlot::zero() {
   make_view().zero_();
 }
 
-void GradSlot::unpack(at::Tensor& grad) const {
+void GradSlot::unpack(const at::Tensor& grad) const {
   if (is_plain(grad)) [[likely]] {
     scale_cast_parallel(grad.mutable_data_ptr(), data_, kernel_dtype_, kernel_numel_, 1.0);
     return;
   }
   c10::NoGradGuard no_grad;
   grad.copy_(make_view());
+}
+
+std::optional<GradSlot::Piece> GradSlot::piece_of(const at::Tensor& grad) const {
+  if (grad.layout() != at::kStrided || !grad.has_storage() || grad.device() != flat_.device() || grad.is_conj() ||
+      grad.is_neg() || grad.sizes() != c10::IntArrayRef(sizes_) || grad.strides() != c10::IntArrayRef(strides_) ||
+      grad.is_complex() != flat_.is_complex()) {
+    return std::nullopt;
+  }
+  const auto theirs = kernel_type(grad.scalar_type());
+  if (theirs.dtype != kernel_dtype_ && (is_opaque(theirs.dtype) || is_opaque(kernel_dtype_))) {
+    return std::nullopt;
+  }
+  return Piece{grad.mutable_data_ptr(), offset_ * theirs.words, numel_ * theirs.words, theirs.dtype};
 }
 
 at::Tensor GradSlot::clone() const {

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 #include "kernels/pack.h"
@@ -28,6 +29,7 @@ class GradSlot {
   int64_t numel() const { return numel_; }
   at::ScalarType dtype() const { return dtype_; }
   bool on_cpu() const { return on_cpu_; }
+  at::Device device() const { return flat_.device(); }
   c10::IntArrayRef sizes() const { return sizes_; }
 
   // Whether `grad`'s elements are this slot's memory, in its layout: then there is nothing to copy.
@@ -55,7 +57,20 @@ class GradSlot {
   void scale_in_place(double scale);
   void zero();
   // grad <- slot. `grad` has memory of its own.
-  void unpack(at::Tensor& grad) const;
+  void unpack(const at::Tensor& grad) const;
+
+  // For kernels that move many gradients at once: a gradient of the slot's layout, as what it is in memory.
+  struct Piece {
+    void* data;
+    int64_t begin;  // in flat_data()
+    int64_t numel;
+    kernels::DType dtype;
+  };
+  // None if the gradient is laid out otherwise, or neither of the slot's dtype nor convertible.
+  std::optional<Piece> piece_of(const at::Tensor& grad) const;
+  void* flat_data() const { return flat_.mutable_data_ptr(); }
+  kernels::DType kernel_dtype() const { return kernel_dtype_; }
+
   // A gradient with memory of its own, equal to the slot.
   at::Tensor clone() const;
   // User code may have re-pointed the view (`p.grad.data = x`): then the slot needs a new one before it is handed out again.

@@ -3,7 +3,6 @@
 #include "reducer/reducer.h"
 
 #include <ATen/Functions.h>
-#include <ATen/ops/_foreach_copy.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
 
@@ -17,10 +16,6 @@ namespace torchddp::reducer {
 
 using bucket::BucketState;
 using timeline::EventKind;
-
-namespace {
-constexpr uint8_t kNotMarked = 0, kMarked = 1, kMarkedUnused = 2;
-}  // namespace
 
 template <typename Body>
 void Reducer::guarded(Body&& body) {
@@ -168,10 +163,11 @@ void Reducer::pack(int64_t param, bool unused, const at::Tensor* incoming) {
   const auto& place = places_[static_cast<size_t>(param)];
   if (place.slot == nullptr) {
     pack_sparse(param);
-  } else if (place.slot->on_cpu()) {
+  } else if (!packs_whole_buckets()) {
     with_grad(param, [&](at::Tensor& grad) { pack_grad(param, grad, unused, incoming); });
+  } else {
+    note_stream(*place.bucket);  // packed when the bucket is complete
   }
-  // On other devices a whole bucket is packed at once, when it is complete: two kernels instead of one a parameter.
 }
 
 void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming) {
@@ -207,15 +203,19 @@ void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::
   }
   if (!becomes_view) [[unlikely]] {
     if (grad.requires_grad()) {
-      TORCH_WARN_ONCE(
-          "backward(create_graph=True) under DistributedDataParallel averages the gradients, but not what is "
-          "differentiated through them: higher-order gradients are not synchronized across ranks.");
+      warn_create_graph();
     }
     add_late({});
     return;
   }
   slot.restore_view();
   grad = slot.view();
+}
+
+void Reducer::warn_create_graph() {
+  TORCH_WARN_ONCE(
+      "backward(create_graph=True) under DistributedDataParallel averages the gradients, but not what is "
+      "differentiated through them: higher-order gradients are not synchronized across ranks.");
 }
 
 // For a gradient that is in its slot already.
@@ -255,49 +255,10 @@ void Reducer::pack_sparse(int64_t param) {
   });
 }
 
-void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
-  c10::NoGradGuard no_grad;
-  std::vector<at::Tensor> slots;
-  std::vector<at::Tensor> grads;
-  for (int64_t i = 0; i < bucket.num_slots(); ++i) {
-    const auto param = bucket.params()[static_cast<size_t>(i)];
-    const bool unused = marked_[static_cast<size_t>(param)].load(std::memory_order_relaxed) == kMarkedUnused;
-    auto& slot = bucket.slot(i);
-    with_grad(param, [&](at::Tensor& grad) {
-      if (!grad.defined()) {
-        slot.zero();
-        late_.push_back({param, {}});
-        return;
-      }
-      if (slot.holds(grad)) {
-        if (unused) {
-          late_.push_back({param, slot.clone()});
-        }
-        return;
-      }
-      check_grad(param, grad);
-      slot.restore_view();
-      slots.push_back(slot.view());
-      grads.push_back(grad.detach());
-      if (views_ && !unused && !grad.requires_grad() && rpc_context_ == nullptr) {
-        grad = slot.view();
-      } else if (views_) {
-        late_.push_back({param, {}});
-      }
-    });
-  }
-  if (!slots.empty()) {
-    at::_foreach_copy_(slots, grads);
-  }
-  if (scale_ != 1.0) {
-    bucket.wire().mul_(scale_);
-  }
-}
-
 void Reducer::bucket_ready(int64_t index) {
   const std::lock_guard lock(launch_mutex_);
   auto& bucket = *buckets_[static_cast<size_t>(index)];
-  if (!bucket.is_sparse() && !bucket.slot(0).on_cpu()) {
+  if (!bucket.is_sparse() && packs_whole_buckets()) {
     pack_whole_bucket(bucket);
   }
   bucket.state = BucketState::kReady;
@@ -340,7 +301,7 @@ void Reducer::launch(int64_t index) {
       sparse.start(bucket, *transport_);
     } else {
       transport_->all_reduce(bucket.wire(), bucket.work(),
-                             {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt});
+                             {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index});
     }
   } catch (const TransportError& error) {
     fail(error, index);
@@ -374,7 +335,7 @@ void Reducer::delay_all_reduce() {
     }
     incomplete_.store(true, std::memory_order_relaxed);
     for (size_t i = 0; i < buckets_.size(); ++i) {
-      if (!buckets_[i]->is_sparse() && !buckets_[i]->slot(0).on_cpu()) {
+      if (!buckets_[i]->is_sparse() && packs_whole_buckets()) {
         pack_whole_bucket(*buckets_[i]);
       }
       launch(static_cast<int64_t>(i));

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "bucket/bucket.h"
+#include "bucket/gather.h"
 #include "common/errors.h"
 #include "reducer/comm_hook.h"
 #include "reducer/grad_hooks.h"
@@ -29,6 +30,7 @@ struct ReducerConfig {
   bool skip_all_reduce_unused_params = false;
   bool compiled_autograd_takes_over = false;  // torch's "python_reducer" mode
   std::optional<at::ScalarType> wire_dtype;   // fp32 buckets travel in it
+  bool pack_whole_buckets = false;            // pack a bucket when it is complete, on the CPU too, as on other devices
   std::chrono::milliseconds timeout = transport::kTransportTimeout;
 };
 
@@ -49,6 +51,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> specs,
           c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<transport::Transport> transport,
           ReducerConfig config);
+  ~Reducer();
 
   // --- a step ---
   void begin_forward();
@@ -115,7 +118,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   };
 
   bool dynamic_find_unused() const { return config_.find_unused_parameters && !static_graph_.enabled(); }
-  bool should_rebuild() const { return !has_rebuilt_; }
+  bool should_rebuild() const { return !has_rebuilt_ && !is_in_graph_; }
 
   void begin_backward();
   void fire(int64_t param, const at::Tensor* incoming);
@@ -123,8 +126,13 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void pack(int64_t param, bool unused, const at::Tensor* incoming);
   void pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming);
   void pack_sparse(int64_t param);
+  // reducer_device.cpp
+  bool packs_whole_buckets() const;
+  void note_stream(bucket::Bucket& bucket);
   void pack_whole_bucket(bucket::Bucket& bucket);
+  bool is_captured();
   void scale_slot(const Place& place);
+  static void warn_create_graph();
   void check_grad(int64_t param, const at::Tensor& grad) const;
   void bucket_ready(int64_t index);
   void launch(int64_t index);
@@ -134,7 +142,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void finish_used_map();
   void wait_bucket(int64_t index);
   void finish_bucket(int64_t index);
-  void finish_grad(int64_t param, at::Tensor& grad);
+  // `scatter`, if there is one, does the copying later.
+  void finish_grad(int64_t param, at::Tensor& grad, bucket::Scatter* scatter);
   void finish_late(const Late& late);
   bool keeps_grad(int64_t param);
   void abandon_step();
@@ -155,6 +164,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   const ReducerConfig config_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<transport::Transport> transport_;
+  std::shared_ptr<gpu::Device> device_;  // null for models that are on no CUDA device, or on several
+  gpu::Event fork_ = nullptr;            // used under launch_mutex_
 
   // Buckets and the way from a parameter to its slot.
   plan::BucketPlan plan_;
@@ -162,6 +173,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::vector<Place> places_;
   std::vector<SparseGrad> sparse_;  // by bucket
   bool has_rebuilt_ = false;
+  bool is_in_graph_ = false;         // a captured graph holds the addresses of the buckets: they must stay
   bool needs_fresh_memory_ = false;  // a failed operation may still write to the buckets
   std::vector<int64_t> measured_order_;
 
@@ -178,7 +190,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::vector<Late> late_;
   double scale_ = 1.0;
   int64_t next_launch_ = 0;
-  std::mutex begin_mutex_, launch_mutex_, late_mutex_;
+  std::mutex begin_mutex_, launch_mutex_, late_mutex_, streams_mutex_;
   torch::distributed::autograd::ContextPtr rpc_context_;
 
   // Modes.

@@ -95,16 +95,19 @@ void Reducer::finish_bucket(int64_t index) {
   if (bucket.is_sparse() || optimizer_in_backward_ || views_) {
     return;
   }
+  bucket::Scatter scatter;
+  auto* const together = packs_whole_buckets() ? &scatter : nullptr;
   for (const auto param : bucket.params()) {
-    with_grad(param, [&](at::Tensor& grad) { finish_grad(param, grad); });
+    with_grad(param, [&](at::Tensor& grad) { finish_grad(param, grad, together); });
   }
+  scatter.run();
 }
 
 bool Reducer::keeps_grad(int64_t param) {
   return used_map_ != nullptr && !used_map_->used_anywhere(param, config_.timeout);
 }
 
-void Reducer::finish_grad(int64_t param, at::Tensor& grad) {
+void Reducer::finish_grad(int64_t param, at::Tensor& grad, bucket::Scatter* scatter) {
   auto& slot = *places_[static_cast<size_t>(param)].slot;
   if (keeps_grad(param)) {
     return;
@@ -113,8 +116,8 @@ void Reducer::finish_grad(int64_t param, at::Tensor& grad) {
     slot.restore_view();
     grad = views_ && rpc_context_ == nullptr ? slot.view() : slot.clone();
   } else if (!slot.holds(grad)) {
-    auto target = grad.detach();  // of a gradient that is part of a graph (create_graph), only the values change
-    slot.unpack(target);
+    const auto target = grad.detach();  // of a gradient that is part of a graph (create_graph), only the values change
+    scatter != nullptr ? scatter->add(slot, target) : slot.unpack(target);
   }
 }
 
@@ -131,7 +134,7 @@ void Reducer::finish_late(const Late& late) {
       grad.copy_(late.saved);
       return;
     }
-    finish_grad(late.param, grad);
+    finish_grad(late.param, grad, nullptr);
   });
 }
 

@@ -1,9 +1,12 @@
-// Templates of the Reducer that several of its files use.
+// What several files of the Reducer use.
 #pragma once
 
 #include "reducer/reducer.h"
 
 namespace torchddp::reducer {
+
+// Of Reducer::marked_.
+inline constexpr uint8_t kNotMarked = 0, kMarked = 1, kMarkedUnused = 2;
 
 template <typename Callback>
 void Reducer::with_grad(int64_t param, Callback&& callback) {

@@ -3,10 +3,13 @@
 
 #include <torch/csrc/distributed/c10d/debug.h>
 
+#include <algorithm>
+
 #include "common/check.h"
 #include "reducer/messages.h"
 #include "reducer/plan_agreement.h"
 #include "reducer/reducer.h"
+#include "transport/cuda/cuda_device.h"
 
 namespace torchddp::reducer {
 
@@ -25,6 +28,15 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> sp
   TDDP_CHECK(params_.size() == specs_.size(), "got ", params_.size(), " parameters but ", specs_.size(),
              " descriptions of them");
   const auto count = static_cast<int64_t>(params_.size());
+  const auto device = params_.front().device();
+  const bool on_one =
+      std::all_of(params_.begin(), params_.end(), [&](const at::Tensor& p) { return p.device() == device; });
+  if (device.is_cuda() && on_one) {
+    device_ = transport::cuda_device(device.index());
+  }
+  if (device_ != nullptr) {
+    fork_ = device_->make_event();
+  }
   marked_ = std::make_unique<std::atomic<uint8_t>[]>(params_.size());
   ready_order_.resize(params_.size());
   apply_plan(plan::make_bucket_plan(specs_, plan::reverse_registration_order(count), config_.limits));
@@ -34,6 +46,12 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> sp
   }
   hooks_ = std::make_unique<GradHooks>(params_, *this);
   search_ = std::make_unique<UnusedSearch>(*hooks_);
+}
+
+Reducer::~Reducer() {
+  if (fork_ != nullptr) {
+    device_->destroy_event(fork_);
+  }
 }
 
 void Reducer::check_compiled_autograd() const {
@@ -88,6 +106,7 @@ bool Reducer::rebuild_buckets() {
   if (incomplete_.load(std::memory_order_acquire)) {
     raise_unfinished();
   }
+  is_in_graph_ = is_in_graph_ || is_captured();
   if (!should_rebuild() || measured_order_.empty()) {
     return false;
   }

@@ -19,6 +19,8 @@ struct SumOptions {
   // fp32 tensors may travel as kBFloat16 or kHalf, and are summed in fp32. Only if Transport::narrows(); equal on all ranks. Ranks
   // get equal results.
   std::optional<at::ScalarType> wire;
+  // What errors call it, where the operation itself is all that is left to tell of: -1 is no bucket.
+  int64_t bucket = -1;
 };
 
 // All operations are collective: every rank calls them in the same order with equal shapes and dtypes. They start the

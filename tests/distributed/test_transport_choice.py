@@ -146,10 +146,10 @@ def test_argument_wins_over_the_environment(ddp_class):
 
 def test_unknown_choices_are_refused_by_name(ddp_class):
     def work(rank):
-        with pytest.raises(ValueError, match="transport must be 'auto', 'c10d' or 'shm', got 'pigeon'"):
+        with pytest.raises(ValueError, match="transport must be 'auto', 'c10d', 'shm' or 'nccl', got 'pigeon'"):
             ddp_class(seeded(Mlp), transport="pigeon")
         os.environ[CHOICE_ENV] = "nonsense"
-        with pytest.raises(ValueError, match=f"{CHOICE_ENV} must be 'auto', 'c10d' or 'shm', got 'nonsense'"):
+        with pytest.raises(ValueError, match=f"{CHOICE_ENV} must be 'auto', 'c10d', 'shm' or 'nccl', got 'nonsense'"):
             ddp_class(seeded(Mlp))
 
     run_ranks(work, 1)

@@ -15,13 +15,14 @@ RANK = {
     "kernels": 1,
     "timeline": 1,
     "shm": 2,
+    "gpu": 2,
     "transport": 3,
     "bucket": 4,
     "reducer": 5,
     "bindings": 6,
 }
 # Tested alone, under sanitizers: free of torch and Python.
-TORCH_FREE = {"plan", "kernels", "timeline", "shm"}
+TORCH_FREE = {"plan", "kernels", "timeline", "shm", "gpu"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2|pybind11)/|^Python\.h$")
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
 SUFFIXES = {".h", ".hpp", ".cuh", ".cpp", ".cc", ".cu"}

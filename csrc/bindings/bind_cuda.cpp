@@ -1,0 +1,84 @@
+// What Python needs to set up NCCL. Without CUDA in the build all of it exists, and says so.
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+
+#include "bindings/bindings.h"
+#include "common/errors.h"
+#include "transport/cuda/cuda_device.h"
+#include "transport/nccl/nccl_transport.h"
+
+namespace torchddp::bindings {
+namespace {
+
+using namespace transport;
+
+std::shared_ptr<gpu::Nccl> require_nccl(int device_index) {
+  auto nccl = nccl_library(device_index);
+  if (nccl == nullptr) {
+    throw std::runtime_error(
+        "this torchddp was built without CUDA: install the wheel for your CUDA version, or build "
+        "with TORCHDDP_CUDA=1");
+  }
+  return nccl;
+}
+
+py::object nccl_versions() {
+  const auto nccl = nccl_library(0);
+  return nccl == nullptr ? py::none() : py::object(py::make_tuple(nccl->version(), nccl->built_version()));
+}
+
+py::bytes make_nccl_id() {
+  const auto nccl = require_nccl(0);
+  gpu::UniqueId id;
+  int result = gpu::kNcclSuccess;
+  {
+    const py::gil_scoped_release release;
+    result = nccl->make_id(&id);
+  }
+  if (result != gpu::kNcclSuccess) {
+    throw torchddp::TransportError("NCCL could not make an id: " + nccl->describe(result, nullptr));
+  }
+  return {id.bytes.data(), id.bytes.size()};
+}
+
+std::shared_ptr<NcclTransport> connect_nccl(const std::string& id, int rank, int size, int device_index,
+                                            std::chrono::milliseconds connect_timeout,
+                                            std::chrono::milliseconds timeout) {
+  auto nccl = require_nccl(device_index);
+  gpu::UniqueId given;
+  if (id.size() != given.bytes.size()) {
+    throw std::invalid_argument("an id of NCCL has " + std::to_string(given.bytes.size()) + " bytes, got " +
+                                std::to_string(id.size()));
+  }
+  std::copy(id.begin(), id.end(), given.bytes.begin());
+  gpu::CommunicatorConfig config;
+  config.rank = rank;
+  config.size = size;
+  config.timeout = timeout;
+  config.connect_timeout = connect_timeout;
+  const py::gil_scoped_release release;
+  auto communicator = std::make_shared<gpu::Communicator>(std::move(nccl), cuda_device(device_index), config, given);
+  return no_gil(std::make_shared<NcclTransport>(std::move(communicator),
+                                                at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device_index))));
+}
+
+}  // namespace
+
+void bind_cuda(py::module_& m) {
+  m.def("nccl_versions", &nccl_versions,
+        "The NCCL that is loaded and the one that this was built with, as 22907 for 2.29.7; None without CUDA.");
+  m.def("nccl_version_problem", &gpu::version_problem, py::arg("running"), py::arg("built"),
+        "Why the NCCL that is loaded can't be used; empty if it can.");
+  m.def("device_identity", &device_identity, py::arg("device_index"), NoGil(),
+        "Tells CUDA devices apart, on all hosts; empty without CUDA.");
+  m.def("make_nccl_id", &make_nccl_id, "What all ranks of a communicator are given: 128 bytes, made by one of them.");
+  py::class_<NcclTransport, Transport, std::shared_ptr<NcclTransport>>(
+      m, "NcclTransport", "NCCL on a stream of its own, for CUDA tensors of one device.")
+      .def(py::init(&connect_nccl), py::arg("id"), py::kw_only(), py::arg("rank"), py::arg("size"),
+           py::arg("device_index"), py::arg("connect_timeout"), py::arg("timeout"),
+           "Collective: all ranks with the same id. TransportError when the others don't come, or NCCL fails.");
+}
+
+}  // namespace torchddp::bindings

@@ -1,0 +1,43 @@
+// What is asked of a CUDA device, as a table: a test puts a recording one in its place, so that the order of events and waits is
+// tested on machines without a GPU.
+#pragma once
+
+#include <stdexcept>
+
+namespace torchddp::gpu {
+
+using Stream = void*;  // cudaStream_t
+using Event = void*;   // cudaEvent_t
+
+// The device or its driver failed. Usually no later call succeeds either.
+class DeviceError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// One device. Thread-safe. Nothing blocks the host but synchronize(). Methods throw DeviceError.
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  // torch's current stream of this device in the calling thread.
+  virtual Stream current_stream() = 0;
+  // Independent of the default stream, of high priority.
+  virtual Stream make_stream() = 0;
+  virtual void destroy_stream(Stream stream) noexcept = 0;
+
+  // Without timing.
+  virtual Event make_event() = 0;
+  virtual void destroy_event(Event event) noexcept = 0;
+  virtual void record(Event event, Stream stream) = 0;
+  // What is queued on `stream` from now on starts after what the event was last recorded behind.
+  virtual void wait(Stream stream, Event event) = 0;
+  // Whether all work that the event was recorded behind is done. Allowed while other threads capture a graph.
+  virtual bool finished(Event event) = 0;
+  // Whether `stream` records a graph instead of running what is queued.
+  virtual bool capturing(Stream stream) = 0;
+  // Blocks until the device is idle.
+  virtual void synchronize() = 0;
+};
+
+}  // namespace torchddp::gpu

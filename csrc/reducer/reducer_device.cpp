@@ -1,0 +1,75 @@
+// Buckets of devices: packed in one launch when they are complete, on the stream of the last gradient.
+#include <ATen/Functions.h>
+
+#include "reducer/reducer_inl.h"
+
+namespace torchddp::reducer {
+
+bool Reducer::packs_whole_buckets() const { return config_.pack_whole_buckets || !params_.front().device().is_cpu(); }
+
+// Called by the hook of a gradient: torch's current stream is the one that produced it.
+void Reducer::note_stream(bucket::Bucket& bucket) {
+  if (device_ != nullptr) {
+    auto* const stream = device_->current_stream();
+    const std::lock_guard lock(streams_mutex_);
+    bucket.streams.add(stream);
+  }
+}
+
+// Under launch_mutex_. See Note [Streams and lifetimes] in gpu/stream_set.h.
+void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
+  const c10::NoGradGuard no_grad;
+  auto* const stream = device_ != nullptr ? device_->current_stream() : nullptr;
+  if (device_ != nullptr) {
+    bucket.streams.join_into(*device_, stream, fork_);
+  }
+  bucket::Gather gather(scale_);  // holds the gradients until they are packed
+  for (int64_t i = 0; i < bucket.num_slots(); ++i) {
+    const auto param = bucket.params()[static_cast<size_t>(i)];
+    const bool unused = marked_[static_cast<size_t>(param)].load(std::memory_order_relaxed) == kMarkedUnused;
+    auto& slot = bucket.slot(i);
+    const auto add_late = [&](at::Tensor saved) {
+      const std::lock_guard lock(late_mutex_);
+      late_.push_back({param, std::move(saved)});
+    };
+    with_grad(param, [&](at::Tensor& grad) {
+      if (!grad.defined()) {
+        slot.zero();
+        add_late({});
+        return;
+      }
+      if (slot.holds(grad)) {
+        if (unused) {
+          add_late(slot.clone());
+        }
+        if (scale_ != 1.0) {
+          gather.add_in_place(slot);
+        }
+        return;
+      }
+      check_grad(param, grad);
+      slot.restore_view();
+      gather.add(slot, grad.detach());
+      if (!views_) {
+        return;  // finish_bucket copies the average back
+      }
+      if (!unused && !grad.requires_grad() && rpc_context_ == nullptr) {
+        grad = slot.view();
+        return;
+      }
+      if (grad.requires_grad()) {
+        warn_create_graph();
+      }
+      add_late({});
+    });
+  }
+  gather.run();
+  if (device_ != nullptr) {
+    bucket.streams.wait_back(*device_, stream, fork_);
+  }
+}
+
+// Whether this step becomes part of a CUDA graph.
+bool Reducer::is_captured() { return device_ != nullptr && device_->capturing(device_->current_stream()); }
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,136 @@
+#include "transport/cuda/cuda_device.h"
+
+#ifdef TORCHDDP_WITH_CUDA
+
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <mutex>
+#include <vector>
+
+namespace torchddp::transport {
+namespace {
+
+void check(cudaError_t result, const char* what) {
+  if (result != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());  // so that torch does not report it again, somewhere else
+    throw gpu::DeviceError(std::string(what) + ": " + cudaGetErrorString(result));
+  }
+}
+
+cudaStream_t stream_of(gpu::Stream stream) { return static_cast<cudaStream_t>(stream); }
+cudaEvent_t event_of(gpu::Event event) { return static_cast<cudaEvent_t>(event); }
+
+class CudaDevice final : public gpu::Device {
+ public:
+  explicit CudaDevice(int index) : index_(static_cast<c10::DeviceIndex>(index)) {}
+
+  gpu::Stream current_stream() override { return c10::cuda::getCurrentCUDAStream(index_).stream(); }
+
+  gpu::Stream make_stream() override {
+    const c10::cuda::CUDAGuard guard(index_);
+    int lowest = 0;
+    int highest = 0;
+    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for stream priorities");
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest), "making a stream");
+    return stream;
+  }
+  // Errors of the next two can't be acted on: at the end of the process the driver may be gone already.
+  void destroy_stream(gpu::Stream stream) noexcept override { static_cast<void>(cudaStreamDestroy(stream_of(stream))); }
+  void destroy_event(gpu::Event event) noexcept override { static_cast<void>(cudaEventDestroy(event_of(event))); }
+
+  gpu::Event make_event() override {
+    const c10::cuda::CUDAGuard guard(index_);
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
+    return event;
+  }
+  void record(gpu::Event event, gpu::Stream stream) override {
+    const c10::cuda::CUDAGuard guard(index_);
+    check(cudaEventRecord(event_of(event), stream_of(stream)), "recording an event");
+  }
+  void wait(gpu::Stream stream, gpu::Event event) override {
+    const c10::cuda::CUDAGuard guard(index_);
+    check(cudaStreamWaitEvent(stream_of(stream), event_of(event), 0), "making a stream wait");
+  }
+
+  bool finished(gpu::Event event) override {
+    // A query would spoil a graph that another thread captures in CUDA's strictest mode, were it not said to be harmless.
+    auto mode = cudaStreamCaptureModeRelaxed;
+    check(cudaThreadExchangeStreamCaptureMode(&mode), "changing the capture mode");
+    const auto result = cudaEventQuery(event_of(event));
+    check(cudaThreadExchangeStreamCaptureMode(&mode), "changing the capture mode back");
+    if (result == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());
+      return false;
+    }
+    check(result, "the device failed");
+    return true;
+  }
+
+  bool capturing(gpu::Stream stream) override {
+    auto status = cudaStreamCaptureStatusNone;
+    const auto result = cudaStreamIsCapturing(stream_of(stream), &status);
+    if (result == cudaErrorStreamCaptureImplicit) {
+      // The legacy default stream while some other one captures: it does not.
+      static_cast<void>(cudaGetLastError());
+      return false;
+    }
+    check(result, "asking whether a graph is captured");
+    return status != cudaStreamCaptureStatusNone;
+  }
+
+  void synchronize() override {
+    const c10::cuda::CUDAGuard guard(index_);
+    check(cudaDeviceSynchronize(), "the device failed");
+  }
+
+ private:
+  c10::DeviceIndex index_;
+};
+
+}  // namespace
+
+std::shared_ptr<gpu::Device> cuda_device(int index) {
+  static std::mutex mutex;
+  static auto* const devices = new std::vector<std::shared_ptr<gpu::Device>>();  // outlives whatever runs at exit
+  const std::lock_guard lock(mutex);
+  if (devices->size() <= static_cast<size_t>(index)) {
+    devices->resize(static_cast<size_t>(index) + 1);
+  }
+  auto& device = (*devices)[static_cast<size_t>(index)];
+  if (device == nullptr) {
+    device = std::make_shared<CudaDevice>(index);
+  }
+  return device;
+}
+
+std::string device_identity(int index) {
+  std::array<char, 64> bus{};
+  check(cudaDeviceGetPCIBusId(bus.data(), static_cast<int>(bus.size()), index), "asking for the bus of the device");
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, index), "asking for the properties of the device");
+  std::string text;
+  for (const auto byte : properties.uuid.bytes) {
+    constexpr const char* kDigits = "0123456789abcdef";
+    text += kDigits[static_cast<unsigned char>(byte) >> 4];
+    text += kDigits[static_cast<unsigned char>(byte) & 15];
+  }
+  return text + " at " + bus.data();
+}
+
+}  // namespace torchddp::transport
+
+#else
+
+namespace torchddp::transport {
+
+std::shared_ptr<gpu::Device> cuda_device(int) { return nullptr; }
+std::string device_identity(int) { return ""; }
+
+}  // namespace torchddp::transport
+
+#endif

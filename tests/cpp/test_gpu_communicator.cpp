@@ -1,0 +1,364 @@
+// The NCCL communicator against a table that writes down its calls: order, streams, lifetimes, and every way to fail.
+#include <memory>
+
+#include "check.h"
+#include "common/errors.h"
+#include "gpu/communicator.h"
+#include "gpu_recorder.h"
+
+namespace torchddp::gpu {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::Diary;
+using testing::RecordingDevice;
+using testing::RecordingNccl;
+using Lines = std::vector<std::string>;
+
+struct Fixture {
+  Diary diary;
+  std::shared_ptr<RecordingDevice> device = std::make_shared<RecordingDevice>(diary);
+  std::shared_ptr<RecordingNccl> nccl = std::make_shared<RecordingNccl>(diary);
+  CommunicatorConfig config{1, 4, 10min, 2s, 2s, 1ms};
+
+  std::unique_ptr<Communicator> make() { return std::make_unique<Communicator>(nccl, device, config, UniqueId{}); }
+  void all_reduce(Communicator& comm, Ticket& ticket, int64_t numel = 8, int64_t bucket = -1,
+                  std::shared_ptr<void> keep = nullptr) {
+    comm.start(
+        ticket, {"all_reduce", numel, bucket},
+        [&](Comm handle, Stream stream) {
+          return nccl->all_reduce(nullptr, nullptr, numel, NcclType::kF32, handle, stream);
+        },
+        std::move(keep));
+  }
+};
+
+template <typename Body>
+std::string error_of(Body&& body) {
+  try {
+    body();
+  } catch (const TransportError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+bool has(const std::string& text, std::initializer_list<const char*> words) {
+  return std::all_of(words.begin(), words.end(),
+                     [&](const char* word) { return text.find(word) != std::string::npos; });
+}
+
+bool soon(const std::function<bool()>& condition) {
+  const auto deadline = std::chrono::steady_clock::now() + 5s;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(1ms);
+  }
+  return true;
+}
+
+TEST(gpu_an_operation_is_queued_between_events) {
+  Fixture f;
+  {
+    const auto comm = f.make();
+    f.diary.take();
+    f.device->idle = false;
+    Ticket ticket;
+    f.all_reduce(*comm, ticket);
+    // s1 is the compute stream, s2 the communicator's; e1 the fork.
+    CHECK(f.diary.take() == (Lines{"record e1 s1", "s2 waits e1", "all_reduce 8 s2", "record e2 s2"}));
+    CHECK(!comm->ended(ticket));
+    f.device->current = 5;  // whoever joins
+    comm->join(ticket);
+    CHECK(f.diary.take() == (Lines{"s5 waits e2"}));
+    f.device->idle = true;
+    CHECK(comm->ended(ticket));
+  }
+  CHECK(f.diary.take() == (Lines{"finalize", "destroy"}));
+  CHECK_EQ(f.device->alive.load(), 0);
+}
+
+TEST(gpu_operations_under_way_have_events_of_their_own_which_come_back) {
+  Fixture f;
+  f.config.watch_interval = 10min;
+  const auto comm = f.make();
+  f.device->idle = false;
+  std::array<Ticket, 3> tickets;
+  for (auto& ticket : tickets) {
+    f.all_reduce(*comm, ticket);
+  }
+  f.diary.take();
+  comm->join(tickets[2]);
+  comm->join(tickets[0]);
+  CHECK(f.diary.take() == (Lines{"s1 waits e4", "s1 waits e2"}));
+  f.device->idle = true;
+  Ticket next;
+  f.all_reduce(*comm, next);  // puts two away
+  CHECK_EQ(f.diary.count("record e3 s2"), 1);
+  f.diary.take();
+  comm->join(tickets[0]);  // was put away: nothing to wait for
+  CHECK(f.diary.take().empty());
+  const auto events = f.device->alive.load();
+  for (int i = 0; i < 100; ++i) {
+    f.all_reduce(*comm, next);
+    comm->join(next);
+  }
+  CHECK_EQ(f.device->alive.load(), events);
+}
+
+TEST(gpu_what_an_operation_uses_lives_until_the_device_is_done) {
+  Fixture f;
+  const auto comm = f.make();
+  f.device->idle = false;
+  auto memory = std::make_shared<int>(3);
+  const std::weak_ptr<int> alive = memory;
+  Ticket ticket;
+  f.all_reduce(*comm, ticket, 8, 0, std::move(memory));
+  comm->join(ticket);
+  std::this_thread::sleep_for(20ms);
+  CHECK(!alive.expired());
+  f.device->idle = true;
+  // Not on the watchdog's thread: at the next call.
+  CHECK(soon([&] {
+    comm->join(ticket);
+    return alive.expired();
+  }));
+}
+
+TEST(gpu_an_operation_in_a_graph_is_joined_by_its_own_event_and_not_watched) {
+  Fixture f;
+  f.config.timeout = 5ms;
+  const auto comm = f.make();
+  f.device->captures = true;
+  f.device->idle = false;  // an event of a graph is never seen to finish
+  Ticket ticket;
+  f.diary.take();
+  f.all_reduce(*comm, ticket);
+  comm->join(ticket);
+  CHECK(f.diary.take() == (Lines{"record e1 s1", "s2 waits e1", "all_reduce 8 s2", "record e2 s2", "s1 waits e2"}));
+  CHECK(comm->ended(ticket));
+  std::this_thread::sleep_for(30ms);
+  CHECK_EQ(error_of([&] { comm->check(); }), "");
+  const auto alive = f.device->alive.load();
+  f.all_reduce(*comm, ticket);  // the same event again
+  CHECK_EQ(f.device->alive.load(), alive);
+  comm->forget(ticket);
+  CHECK_EQ(f.device->alive.load(), alive - 1);
+}
+
+TEST(gpu_a_call_in_progress_is_waited_for_before_the_next) {
+  Fixture f;
+  f.config.watch_interval = 10min;
+  f.nccl->init_result = kNcclInProgress;
+  f.nccl->in_progress = 3;
+  const auto comm = f.make();
+  CHECK_EQ(f.nccl->in_progress.load(), 0);
+  f.nccl->call_result = kNcclInProgress;
+  f.nccl->in_progress = 2;
+  Ticket ticket;
+  f.diary.take();
+  f.all_reduce(*comm, ticket);
+  CHECK_EQ(f.nccl->in_progress.load(), 0);
+  CHECK_EQ(f.diary.take().back(), "record e2 s2");
+}
+
+TEST(gpu_a_call_that_stays_in_progress_runs_into_the_time_limit) {
+  Fixture f;
+  const auto comm = f.make();
+  f.nccl->call_result = kNcclInProgress;
+  f.nccl->async = kNcclInProgress;
+  f.config.connect_timeout = 20ms;
+  const auto limited = f.make();
+  Ticket ticket;
+  const auto message = error_of([&] { f.all_reduce(*limited, ticket, 8, 2); });
+  CHECK(has(message, {"rank 1 of 4", "all_reduce of 8 elements (bucket 2)", "20 ms"}));
+  f.nccl->async = kNcclSuccess;
+}
+
+TEST(gpu_an_operation_that_does_not_end_breaks_the_communicator) {
+  Fixture f;
+  f.config.timeout = 20ms;
+  auto comm = f.make();
+  f.device->idle = false;
+  Ticket ticket;
+  f.all_reduce(*comm, ticket, 1000, 3);
+  comm->join(ticket);  // queues a wait: does not block, does not throw
+  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+  const auto message = error_of([&] { comm->check(); });
+  CHECK(has(message, {"rank 1 of 4", "all_reduce of 1000 elements (bucket 3)", "20 ms", "aborted"}));
+  CHECK_EQ(error_of([&] { comm->join(ticket); }), message);
+  CHECK_EQ(error_of([&] { f.all_reduce(*comm, ticket); }), message);
+  CHECK(comm->ended(ticket));
+  comm.reset();
+  CHECK_EQ(f.diary.count("abort"), 1);
+  CHECK_EQ(f.diary.count("finalize") + f.diary.count("destroy"), 0);
+  CHECK_EQ(f.device->alive.load(), 0);
+}
+
+TEST(gpu_time_counts_from_the_end_of_the_operation_before) {
+  Fixture f;
+  f.config.timeout = 300ms;
+  const auto comm = f.make();
+  std::array<Ticket, 2> tickets;
+  for (int i = 0; i < 5; ++i) {  // 500 ms in all, none of it too long
+    f.device->idle = false;
+    f.all_reduce(*comm, tickets[0]);
+    std::this_thread::sleep_for(100ms);
+    f.device->idle = true;
+    std::this_thread::sleep_for(5ms);
+  }
+  CHECK_EQ(error_of([&] { comm->check(); }), "");
+}
+
+TEST(gpu_an_asynchronous_error_breaks_the_communicator) {
+  Fixture f;
+  auto comm = f.make();
+  f.device->idle = false;
+  Ticket ticket;
+  f.all_reduce(*comm, ticket, 10, 1);
+  f.nccl->async = 6;
+  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+  CHECK(
+      has(error_of([&] { comm->check(); }), {"rank 1 of 4", "error 6", "during all_reduce of 10 elements (bucket 1)"}));
+}
+
+TEST(gpu_a_call_that_fails_breaks_the_communicator_at_once) {
+  Fixture f;
+  const auto comm = f.make();
+  f.nccl->call_result = 5;
+  Ticket ticket;
+  CHECK(has(error_of([&] { f.all_reduce(*comm, ticket); }), {"all_reduce of 8 elements failed", "error 5"}));
+  f.nccl->call_result = kNcclSuccess;
+  CHECK(has(error_of([&] { f.all_reduce(*comm, ticket); }), {"error 5"}));
+  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+}
+
+TEST(gpu_a_device_that_fails_is_a_transport_error) {
+  Fixture f;
+  const auto comm = f.make();
+  f.device->broken = true;
+  Ticket ticket;
+  CHECK(has(error_of([&] { f.all_reduce(*comm, ticket); }), {"could not be queued", "fallen off the bus"}));
+}
+
+TEST(gpu_an_abort_that_hangs_holds_nobody_up) {
+  Fixture f;
+  f.config.timeout = 5ms;
+  f.config.leave_timeout = 50ms;
+  auto comm = f.make();
+  f.device->idle = false;
+  f.nccl->abort_hangs = true;
+  Ticket ticket;
+  f.all_reduce(*comm, ticket);
+  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+  CHECK(has(error_of([&] { comm->check(); }), {"did not finish"}));
+  const auto since = std::chrono::steady_clock::now();
+  comm.reset();
+  CHECK(std::chrono::steady_clock::now() - since < 2s);
+  // The thread it was left to needs table and device until it is through.
+  const std::weak_ptr<RecordingNccl> nccl = f.nccl;
+  f.nccl->let_abort_go();
+  f.device.reset();
+  CHECK(soon([&] { return nccl.use_count() == 1; }));
+}
+
+TEST(gpu_leaving_with_operations_under_way_aborts_in_time) {
+  Fixture f;
+  f.config.leave_timeout = 30ms;
+  auto comm = f.make();
+  f.device->idle = false;
+  Ticket ticket;
+  f.all_reduce(*comm, ticket);
+  comm.reset();
+  CHECK_EQ(f.diary.count("abort"), 1);
+  CHECK_EQ(f.diary.count("finalize"), 0);
+}
+
+TEST(gpu_a_peer_that_does_not_leave_is_not_waited_for) {
+  Fixture f;
+  f.config.leave_timeout = 30ms;
+  auto comm = f.make();
+  f.nccl->finalize_result = kNcclInProgress;
+  f.nccl->async = kNcclInProgress;
+  comm.reset();
+  CHECK_EQ(f.diary.count("finalize"), 1);
+  CHECK_EQ(f.diary.count("destroy"), 0);
+  CHECK_EQ(f.diary.count("abort"), 1);
+}
+
+TEST(gpu_a_communicator_that_can_not_be_made_says_why_and_leaves_nothing) {
+  Fixture f;
+  f.config.connect_timeout = 20ms;
+  f.nccl->init_result = 3;
+  CHECK(has(error_of([&] { f.make(); }), {"making a NCCL communicator failed", "error 3"}));
+  f.nccl->refuse_comm = true;
+  CHECK(has(error_of([&] { f.make(); }), {"could not make a NCCL communicator", "error 3"}));
+  f.nccl->refuse_comm = false;
+  f.nccl->init_result = kNcclInProgress;
+  f.nccl->async = kNcclInProgress;
+  CHECK(has(error_of([&] { f.make(); }), {"did not get under way within 20 ms"}));
+  CHECK_EQ(f.diary.count("abort"), 2);
+  CHECK_EQ(f.device->alive.load(), 0);
+}
+
+TEST(gpu_a_library_older_than_the_header_is_refused) {
+  Fixture f;
+  f.nccl->running = 22809;
+  CHECK(has(error_of([&] { f.make(); }), {"built with NCCL 2.29.7", "NCCL 2.28.9 is loaded"}));
+  CHECK_EQ(version_problem(23007, 22907), "");
+  CHECK_EQ(version_problem(22903, 22907), "");
+  CHECK(version_problem(30100, 22907) != "");
+}
+
+TEST(gpu_memory_is_a_window_and_outlives_the_communicator) {
+  Fixture f;
+  auto comm = f.make();
+  f.diary.take();
+  auto first = comm->allocate(4096);
+  auto second = comm->allocate(64);
+  CHECK(f.diary.take() == (Lines{"register", "register"}));
+  first.reset();
+  CHECK(f.diary.take() == (Lines{"synchronize", "deregister", "free"}));
+  comm.reset();
+  f.diary.take();
+  second.reset();
+  CHECK(f.diary.take() == (Lines{"synchronize", "free"}));
+  CHECK_EQ(f.nccl->blocks.load(), 0);
+}
+
+TEST(gpu_an_old_library_has_no_windows) {
+  Fixture f;
+  f.nccl->running = 22907;
+  CHECK(f.make()->uses_windows());
+  // Built against one that has them, so this can't be loaded; but what decides is the lower of the two.
+  const auto comm = f.make();
+  f.nccl->running = kWindowsVersion - 1;
+  CHECK(!comm->uses_windows());
+  f.diary.take();
+  comm->allocate(64);
+  CHECK_EQ(f.diary.count("register"), 0);
+}
+
+TEST(gpu_memory_freed_during_capture_goes_later) {
+  Fixture f;
+  auto comm = f.make();
+  auto memory = comm->allocate(4096);
+  f.device->captures = true;
+  f.diary.take();
+  memory.reset();
+  CHECK(f.diary.take().empty());
+  f.device->captures = false;
+  comm.reset();
+  CHECK_EQ(f.nccl->blocks.load(), 0);
+  CHECK(f.diary.take() == (Lines{"deregister", "free", "finalize", "destroy"}));
+}
+
+TEST(gpu_no_memory_is_a_transport_error) {
+  Fixture f;
+  const auto comm = f.make();
+  f.nccl->alloc_result = 1;
+  CHECK(has(error_of([&] { comm->allocate(123); }), {"could not allocate 123 bytes", "error 1"}));
+}
+
+}  // namespace
+}  // namespace torchddp::gpu

@@ -1,0 +1,213 @@
+"""Who may make a NCCL communicator together, and what each rank hears if they may not. No GPU: NCCL is replaced."""
+
+import contextlib
+import dataclasses
+import datetime
+import json
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import run_ranks
+from torchddp import _C, nccl_setup
+from torchddp.nccl_setup import Card, meet, reason_against
+from torchddp.transports import intended_transport, open_transport
+
+CUDA = torch.device("cuda", 0)
+MINUTE = datetime.timedelta(minutes=1)
+
+
+def cards(count, **changes):
+    """One sound card a rank; `changes`: by rank."""
+    sound = [Card(count, f"gpu{rank}", 22907, False, "00" * 128 if rank == 0 else "", "") for rank in range(count)]
+    return [dataclasses.replace(card, **changes.get(f"rank{rank}", {})) for rank, card in enumerate(sound)]
+
+
+def test_ranks_that_agree_have_nothing_against_it():
+    assert reason_against(cards(1)) == ""
+    assert reason_against(cards(4)) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rank1": {"problem": "no driver"}}, ["rank 1: no driver"]),
+        ({"rank0": {"problem": "x"}, "rank2": {"problem": "x"}}, ["rank 0, 2: x"]),
+        ({"rank2": {"size": 4}}, ["rank 2 counts 4 ranks", "which has 3"]),
+        ({"rank1": {"version": 22809}}, ["rank 0 runs NCCL 2.29.7", "rank 1 2.28.9"]),
+        ({"rank2": {"device": "gpu0"}}, ["ranks 0 and 2 are on the same GPU (gpu0)", "NCCL_MULTI_RANK_GPU_ENABLE=1"]),
+    ],
+)
+def test_ranks_that_can_not_are_told_why(changes, words):
+    reason = reason_against(cards(3, **changes))
+    assert all(word in reason for word in words), reason
+
+
+def test_a_gpu_is_shared_only_if_nccl_can_and_was_told_to():
+    def of(version, shares):
+        same = {"device": "gpu0", "version": version, "shares_gpu": shares}
+        return reason_against(cards(2, rank0=same, rank1=same))
+
+    assert of(23000, True) == ""
+    assert "same GPU" in of(22907, True)
+    assert "same GPU" in of(23007, False)
+
+
+class Group:
+    """A process group as far as the set-up looks at it."""
+
+    bound_device_id = None
+
+    def __init__(self, rank=0, size=2):
+        self._rank, self._size = rank, size
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return self._size
+
+
+@contextlib.contextmanager
+def replaced(**functions):
+    """The extension's functions as they would be with CUDA."""
+    sound = {
+        "nccl_versions": lambda: (22907, 22907),
+        "device_identity": lambda index: f"gpu{index}",
+        "make_nccl_id": lambda: b"\x07" * 128,
+        "NcclTransport": mock.Mock(name="NcclTransport"),
+    }
+    with contextlib.ExitStack() as stack:
+        for name, function in {**sound, **functions}.items():
+            stack.enter_context(mock.patch.object(_C, name, function))
+        yield
+
+
+def test_a_rank_connects_with_the_id_of_rank_0():
+    transport = mock.Mock(name="transport")
+    made = mock.Mock(return_value=transport)
+
+    def exchange(value):
+        if isinstance(value, str):
+            return [value, ""]
+        zero = {**value, "id": "ab" * 128, "device": "gpu7"}
+        return [zero, value]
+
+    with replaced(NcclTransport=made):
+        assert meet(Group(rank=1), CUDA, MINUTE, exchange) is transport
+    args, kwargs = made.call_args
+    assert args == (b"\xab" * 128,)
+    assert (kwargs["rank"], kwargs["size"], kwargs["device_index"], kwargs["timeout"]) == (1, 2, 0, MINUTE)
+
+
+def test_a_rank_that_fails_to_connect_tells_the_others():
+    def exchange(value):
+        return [value, "the network is down"] if isinstance(value, str) else [value, {**value, "device": "gpu7"}]
+
+    with replaced():
+        assert meet(Group(), CUDA, MINUTE, exchange) == "rank 1: the network is down"
+    with replaced(NcclTransport=mock.Mock(side_effect=RuntimeError("out of memory"))):
+        assert meet(Group(), CUDA, MINUTE, exchange) == "rank 0: out of memory; rank 1: the network is down"
+
+
+@pytest.mark.parametrize(
+    ("functions", "words"),
+    [
+        ({"nccl_versions": lambda: None}, "built without CUDA"),
+        ({"nccl_versions": lambda: (22809, 22907)}, "built with NCCL 2.29.7, but NCCL 2.28.9 is loaded"),
+        ({"device_identity": mock.Mock(side_effect=RuntimeError("no device"))}, "no device"),
+        ({"make_nccl_id": mock.Mock(side_effect=RuntimeError("no socket"))}, "no socket"),
+    ],
+)
+def test_what_a_rank_lacks_is_its_problem(functions, words):
+    with replaced(**functions):
+        assert words in Card.of_this_rank(Group(), CUDA).problem
+
+
+def test_a_group_that_is_bound_to_another_device_is_refused():
+    group = Group()
+    group.bound_device_id = torch.device("cuda", 1)
+    with replaced():
+        assert "bound to cuda:1, but the model is on cuda:0" in Card.of_this_rank(group, CUDA).problem
+        group.bound_device_id = CUDA
+        assert Card.of_this_rank(group, CUDA).problem == ""
+
+
+def test_the_store_carries_values_between_ranks():
+    def work(rank):
+        group = dist.group.WORLD
+        first, second = nccl_setup.over_store(group), nccl_setup.over_store(group)
+        return [first({"rank": rank}), first("a"), second(rank)]
+
+    expected = [[{"rank": rank} for rank in range(3)], ["a"] * 3, [0, 1, 2]]
+    assert run_ranks(work, 3) == [expected] * 3
+
+
+@pytest.mark.skipif(_C.with_cuda, reason="this build has CUDA")
+def test_without_cuda_all_ranks_hear_the_same():
+    def work(rank):
+        reason = nccl_setup.connect(dist.group.WORLD, CUDA, MINUTE)
+        with pytest.raises(RuntimeError, match="transport='nccl' is impossible: rank 0, 1: .*without CUDA"):
+            open_transport("nccl", dist.group.WORLD, device=CUDA)
+        # auto takes the process group without asking anybody.
+        return reason, open_transport("auto", dist.group.WORLD, device=CUDA).name
+
+    reason = "rank 0, 1: this torchddp was built without CUDA"
+    assert run_ranks(work, 2) == [(reason, "c10d")] * 2
+
+
+@pytest.mark.skipif(_C.with_cuda, reason="this build has CUDA")
+def test_without_cuda_the_extension_says_so():
+    assert _C.nccl_versions() is None
+    assert _C.device_identity(0) == ""
+    with pytest.raises(RuntimeError, match="built without CUDA"):
+        _C.make_nccl_id()
+    with pytest.raises(RuntimeError, match="built without CUDA"):
+        _C.NcclTransport(b"0" * 128, rank=0, size=1, device_index=0, connect_timeout=MINUTE, timeout=MINUTE)
+
+
+def fake_group(backend_name):
+    """What `auto` looks at, with a backend for CUDA of this name."""
+    group = dist.ProcessGroup(dist.HashStore(), 0, 2)
+    backend = SimpleNamespace(name=lambda: backend_name)
+    return (
+        group,
+        mock.patch("torchddp.transports._backend", return_value=backend),
+        mock.patch.dict("torchddp.transports._world.pg_map", {group: (backend_name, None)}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "with_cuda", "devices", "collective", "expected"),
+    [
+        ("nccl", True, [CUDA, CUDA], True, "auto"),
+        ("nccl", False, [CUDA], True, "c10d"),
+        ("gloo", True, [CUDA], True, "c10d"),
+        ("nccl", True, [CUDA, torch.device("cuda", 1)], True, "c10d"),
+        ("nccl", True, [CUDA], False, "c10d"),
+        ("nccl", True, [torch.device("xpu")], True, "c10d"),
+    ],
+)
+def test_auto_takes_nccl_for_a_nccl_group(monkeypatch, backend, with_cuda, devices, collective, expected):
+    monkeypatch.delenv("TORCHDDP_TRANSPORT", raising=False)
+    group, backends, known = fake_group(backend)
+    with backends, known, mock.patch.object(_C, "with_cuda", with_cuda):
+        assert intended_transport("auto", group, devices, collective=collective) == expected
+        assert intended_transport("c10d", group, devices, collective=collective) == "c10d"
+
+
+@pytest.mark.parametrize(
+    "devices", [[torch.device("cpu")], [CUDA, torch.device("cuda", 1)], [CUDA, torch.device("cpu")]]
+)
+def test_nccl_is_for_one_gpu(monkeypatch, devices):
+    monkeypatch.delenv("TORCHDDP_TRANSPORT", raising=False)
+    with pytest.raises(ValueError, match="one CUDA device, but there are parameters on (cpu|cuda:0 and )"):
+        intended_transport("nccl", Group(), devices, collective=True)
+
+
+def test_what_is_exchanged_is_json():
+    card = cards(1)[0]
+    assert Card(**json.loads(json.dumps(dataclasses.asdict(card)))) == card
