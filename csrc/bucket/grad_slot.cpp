@@ -7,6 +7,7 @@
 
 #include <cstring>
 
+#include "bucket/kernel_type.h"
 #include "common/check.h"
 
 namespace torchddp::bucket {
@@ -14,45 +15,6 @@ namespace {
 
 // Below this, waking a second thread costs more than the copy. Elements, not bytes: at::parallel_for counts those.
 constexpr int64_t kParallelGrain = 256 * 1024;
-
-struct KernelType {
-  kernels::DType dtype;
-  int64_t words;  // kernel elements per tensor element
-};
-
-KernelType kernel_type(at::ScalarType dtype) {
-  using kernels::DType;
-  switch (dtype) {
-    case at::kDouble:
-      return {DType::kF64, 1};
-    case at::kFloat:
-      return {DType::kF32, 1};
-    case at::kHalf:
-      return {DType::kF16, 1};
-    case at::kBFloat16:
-      return {DType::kBF16, 1};
-    case at::kComplexDouble:
-      return {DType::kF64, 2};
-    case at::kComplexFloat:
-      return {DType::kF32, 2};
-    case at::kComplexHalf:
-      return {DType::kF16, 2};
-    default:
-      break;
-  }
-  switch (c10::elementSize(dtype)) {
-    case 1:
-      return {DType::kBytes1, 1};
-    case 2:
-      return {DType::kBytes2, 1};
-    case 4:
-      return {DType::kBytes4, 1};
-    default:
-      return {DType::kBytes8, 1};
-  }
-}
-
-bool is_opaque(kernels::DType dtype) { return dtype >= kernels::DType::kBytes1; }
 
 void scale_cast_parallel(void* dst, const void* src, kernels::DType dtype, int64_t numel, double scale) {
   if (numel < 2 * kParallelGrain || at::get_num_threads() == 1) {

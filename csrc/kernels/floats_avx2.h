@@ -1,12 +1,12 @@
-// Eight floats in an AVX2 register: loads that widen, stores that round. Shared by the pack and the sum kernels; empty
-// on other processors. Only functions marked TDDP_AVX2_INLINE hold AVX2 and F16C instructions.
+// Eight floats, or four doubles, in an AVX2 register: loads that widen, stores that round. Shared by the pack, sum and statistics
+// kernels; empty on other processors. Only functions marked TDDP_AVX2_INLINE hold AVX2 and F16C instructions.
 #pragma once
 
 #if defined(__x86_64__)
 
 #include <immintrin.h>
 
-#include "kernels/pack.h"
+#include "kernels/dtype.h"
 
 #define TDDP_AVX2 __attribute__((target("avx2,f16c")))
 #define TDDP_AVX2_INLINE __attribute__((target("avx2,f16c"), always_inline)) inline
@@ -48,6 +48,40 @@ struct Floats {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(dst), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
     } else {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(dst), round_to_bf16(value));
+    }
+  }
+};
+
+// Four products in double.
+struct Doubles {
+  static constexpr int64_t kWidth = 4;
+  using Vector = __m256d;
+
+  static TDDP_AVX2_INLINE Vector broadcast(double scale) { return _mm256_set1_pd(scale); }
+  static TDDP_AVX2_INLINE Vector multiply(Vector a, Vector b) { return _mm256_mul_pd(a, b); }
+
+  template <DType Src>
+  static TDDP_AVX2_INLINE Vector load(const unsigned char* src) {
+    if constexpr (Src == DType::kF64) return _mm256_loadu_pd(reinterpret_cast<const double*>(src));
+    if constexpr (Src == DType::kF32) return _mm256_cvtps_pd(_mm_loadu_ps(reinterpret_cast<const float*>(src)));
+    const __m128i halves = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(src));
+    if constexpr (Src == DType::kF16) return _mm256_cvtps_pd(_mm_cvtph_ps(halves));
+    return _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(halves), 16)));
+  }
+
+  template <DType Dst>
+  static TDDP_AVX2_INLINE void store(unsigned char* dst, Vector value) {
+    if constexpr (Dst == DType::kF64) {
+      _mm256_storeu_pd(reinterpret_cast<double*>(dst), value);
+      return;
+    }
+    const __m128 narrow = _mm256_cvtpd_ps(value);
+    if constexpr (Dst == DType::kF32) {
+      _mm_storeu_ps(reinterpret_cast<float*>(dst), narrow);
+    } else if constexpr (Dst == DType::kF16) {
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(dst), _mm_cvtps_ph(narrow, _MM_FROUND_TO_NEAREST_INT));
+    } else if constexpr (Dst == DType::kBF16) {
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(dst), Floats::round_to_bf16(_mm256_set_m128(narrow, narrow)));
     }
   }
 };

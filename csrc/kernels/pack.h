@@ -7,13 +7,9 @@
 #include <cstdint>
 #include <span>
 
+#include "kernels/dtype.h"
+
 namespace torchddp::kernels {
-
-// Element types as the kernels see them. A complex tensor is packed as twice as many reals of its component type.
-// kBytes1..kBytes8 are opaque words (integers, bool): they can be copied, never scaled or cast.
-enum class DType : uint8_t { kF64, kF32, kF16, kBF16, kBytes1, kBytes2, kBytes4, kBytes8 };
-
-int64_t item_size(DType dtype);
 
 // dst[i] = cast<dst_type>(src[i] * scale), i in [0, numel); both contiguous. The product is formed in double for kF64
 // and in float otherwise, and rounded once, to nearest even: bit for bit what torch's `mul` by a scalar gives. (kF64 to

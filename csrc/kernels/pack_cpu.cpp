@@ -69,11 +69,6 @@ inline const KernelTable& table() {
 
 }  // namespace
 
-int64_t item_size(DType dtype) {
-  constexpr int64_t kBytes[] = {8, 4, 2, 2, 1, 2, 4, 8};
-  return kBytes[static_cast<int>(dtype)];
-}
-
 void scale_cast(void* dst, DType dst_type, const void* src, DType src_type, int64_t numel, double scale) {
   if (dst_type == src_type && scale == 1.0) {
     if (dst != src && numel > 0) std::memcpy(dst, src, static_cast<size_t>(numel * item_size(src_type)));

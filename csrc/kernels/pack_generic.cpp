@@ -1,6 +1,7 @@
 // The portable kernels: any processor, and the yardstick for the others.
 #include "kernels/pack_scalar.h"
 #include "kernels/pack_table.h"
+#include "kernels/stats_table.h"
 #include "kernels/sum_table.h"
 
 namespace torchddp::kernels {
@@ -13,7 +14,7 @@ struct GenericKernel {
   }
 };
 
-constexpr KernelTable kTable = make_table<GenericKernel>("generic", generic_sums);
+constexpr KernelTable kTable = make_table<GenericKernel>("generic", generic_sums, generic_stats);
 
 }  // namespace
 

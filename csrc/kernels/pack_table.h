@@ -1,4 +1,4 @@
-// Inside of the kernels: one table per instruction set, of the contiguous pack kernels and of the sum kernels. Not for
+// Inside of the kernels: one table per instruction set, of the contiguous pack, the sum and the statistics kernels. Not for
 // use outside kernels/ and its tests.
 #pragma once
 
@@ -8,13 +8,9 @@
 #include <vector>
 
 #include "kernels/pack.h"
+#include "kernels/stats_table.h"
 
 namespace torchddp::kernels {
-
-// Only the floating point types can be scaled and cast; they come first in DType, so a DType indexes the table.
-inline constexpr int kNumFloatTypes = 4;
-
-constexpr bool is_float(DType dtype) { return static_cast<int>(dtype) < kNumFloatTypes; }
 
 // dst[i] = cast(src[i] * scale), types and instruction set fixed.
 using ScaleCastFn = void (*)(void* dst, const void* src, int64_t numel, double scale);
@@ -25,11 +21,12 @@ struct KernelTable {
   const char* capability;
   std::array<std::array<ScaleCastFn, kNumFloatTypes>, kNumFloatTypes> scale_cast;  // [destination][source]
   const SumTable* sums;
+  const StatsTable* stats;
 };
 
 // All sixteen instantiations of a class template with a static member `run`, in the order of DType.
 template <template <DType, DType> class Kernel>
-constexpr KernelTable make_table(const char* capability, const SumTable& sums) {
+constexpr KernelTable make_table(const char* capability, const SumTable& sums, const StatsTable& stats) {
   using enum DType;
   return {
       capability,
@@ -37,7 +34,8 @@ constexpr KernelTable make_table(const char* capability, const SumTable& sums) {
         {&Kernel<kF32, kF64>::run, &Kernel<kF32, kF32>::run, &Kernel<kF32, kF16>::run, &Kernel<kF32, kBF16>::run},
         {&Kernel<kF16, kF64>::run, &Kernel<kF16, kF32>::run, &Kernel<kF16, kF16>::run, &Kernel<kF16, kBF16>::run},
         {&Kernel<kBF16, kF64>::run, &Kernel<kBF16, kF32>::run, &Kernel<kBF16, kF16>::run, &Kernel<kBF16, kBF16>::run}}},
-      &sums};
+      &sums,
+      &stats};
 }
 
 // The table of an instruction set; null where the binary or the processor lacks it.

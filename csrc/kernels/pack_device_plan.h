@@ -1,0 +1,137 @@
+// Which launches a pack or unpack on the device takes: checks, chunks of pieces, tiles, blocks. Host code without CUDA, so that
+// tests run it. Not for use outside kernels/ and its tests.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/pack_cuda.h"
+#include "kernels/pack_device_body.h"
+
+namespace torchddp::kernels::device {
+
+// Kernel parameters were limited to 4 KB; since CUDA 12.1, from compute capability 7.0 on, it is 32,764 bytes. Parameters are
+// copied with every launch, so the small table serves where it is enough.
+inline constexpr int kFewPieces = 144;
+inline constexpr int kMaxPieces = 1168;
+static_assert(sizeof(PieceTable<kFewPieces>) <= 4096, "the small table must fit the parameters of any kernel");
+static_assert(sizeof(PieceTable<kMaxPieces>) <= 32764, "the large table must fit the parameters of a kernel");
+
+// A grid has no more blocks, and the statistics no more partial sums. Several times what the largest device runs at once, so
+// that the last blocks to finish are a small part of all. It depends on no device: neither do results.
+inline constexpr uint32_t kMaxBlocks = 4096;
+
+inline constexpr int kInvalidValue = 1;  // cudaErrorInvalidValue
+
+enum class Direction : uint8_t { kPack, kUnpack };
+
+struct Job {
+  Direction direction;
+  const void* flat;  // written to by kPack
+  DType flat_type;
+  const DevicePiece* pieces;
+  int64_t count;
+  DType outside_type;
+  double scale;
+  bool stats;
+
+  DType dst_type() const { return direction == Direction::kPack ? flat_type : outside_type; }
+  DType src_type() const { return direction == Direction::kPack ? outside_type : flat_type; }
+  bool is_copy() const { return flat_type == outside_type && scale == 1.0; }
+  int64_t tile_elements() const {
+    const int64_t flat_size = item_size(flat_type);
+    const int64_t outside_size = item_size(outside_type);
+    return device::tile_elements(flat_size > outside_size ? flat_size : outside_size);
+  }
+  unsigned char* flat_at(const DevicePiece& piece) const {
+    return static_cast<unsigned char*>(const_cast<void*>(flat)) + piece.begin * item_size(flat_type);
+  }
+  void* dst(const DevicePiece& piece) const { return direction == Direction::kPack ? flat_at(piece) : piece.outside; }
+  const void* src(const DevicePiece& piece) const {
+    return direction == Direction::kPack ? piece.outside : flat_at(piece);
+  }
+  int64_t num_tiles(const DevicePiece& piece) const {
+    const int64_t lead = lead_elements(dst(piece), item_size(dst_type()));
+    return (lead + piece.numel + tile_elements() - 1) / tile_elements();
+  }
+};
+
+// More than any device's memory holds, of the largest elements; keeps the sums above from overflowing.
+inline constexpr int64_t kMaxNumel = int64_t{1} << 48;
+
+inline bool is_aligned(const void* pointer, DType dtype) {
+  return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(item_size(dtype)) == 0;
+}
+
+inline bool is_valid(const Job& job, const DevicePiece& piece) {
+  if (piece.numel == 0) return true;
+  return piece.numel > 0 && piece.numel <= kMaxNumel && piece.begin >= 0 && piece.begin <= kMaxNumel &&
+         piece.outside != nullptr && job.flat != nullptr && is_aligned(piece.outside, job.outside_type);
+}
+
+inline bool is_valid(const Job& job) {
+  const bool opaque = !is_float(job.flat_type) || !is_float(job.outside_type);
+  if (opaque && (!job.is_copy() || job.stats)) return false;
+  if (job.count < 0 || !is_aligned(job.flat, job.flat_type)) return false;
+  int64_t num_tiles = 0;
+  for (int64_t i = 0; i < job.count; ++i) {
+    if (!is_valid(job, job.pieces[i])) return false;
+    if (job.pieces[i].numel > 0) num_tiles += job.num_tiles(job.pieces[i]);
+    if (num_tiles > UINT32_MAX) return false;
+  }
+  return true;
+}
+
+constexpr int64_t num_launches(int64_t num_pieces) { return (num_pieces + kMaxPieces - 1) / kMaxPieces; }
+
+// Fills `table` with as many non-empty pieces as it holds, from `next` on; returns where the rest begins.
+template <int kCapacity>
+int64_t fill_table(PieceTable<kCapacity>& table, const Job& job, int64_t next) {
+  table.scale = job.scale;
+  table.partials = nullptr;
+  table.count = 0;
+  table.first_tile[0] = 0;
+  for (; next < job.count && table.count < kCapacity; ++next) {
+    const DevicePiece& piece = job.pieces[next];
+    if (piece.numel == 0) continue;
+    const int32_t i = table.count++;
+    table.src[i] = static_cast<const unsigned char*>(job.src(piece));
+    table.dst[i] = static_cast<unsigned char*>(job.dst(piece));
+    table.numel[i] = piece.numel;
+    table.first_tile[i + 1] = table.first_tile[i] + static_cast<uint32_t>(job.num_tiles(piece));
+  }
+  return next;
+}
+
+// The launches of a job, in order. launch(table, num_blocks) returns an error, or 0 to go on. Block b of a launch has its partial
+// sums at table.partials[b]; those of all launches lie one after another from `partials` on, and `num_partials` counts them.
+template <class Launch>
+int for_each_launch(const Job& job, Partial* partials, int64_t& num_partials, const Launch& launch) {
+  num_partials = 0;
+  if (!is_valid(job)) return kInvalidValue;
+  int64_t left = 0;
+  for (int64_t i = 0; i < job.count; ++i) left += job.pieces[i].numel > 0 ? 1 : 0;
+  int64_t next = 0;
+  const auto launch_some = [&](auto& table) {
+    next = fill_table(table, job, next);
+    left -= table.count;
+    const uint32_t num_tiles = table.first_tile[table.count];
+    const uint32_t num_blocks = num_tiles < kMaxBlocks ? num_tiles : kMaxBlocks;
+    if (partials != nullptr) table.partials = partials + num_partials;
+    num_partials += num_blocks;
+    return launch(table, num_blocks);
+  };
+  while (left > 0) {
+    int error;
+    if (left <= kFewPieces) {
+      PieceTable<kFewPieces> table;
+      error = launch_some(table);
+    } else {
+      PieceTable<kMaxPieces> table;
+      error = launch_some(table);
+    }
+    if (error != 0) return error;
+  }
+  return 0;
+}
+
+}  // namespace torchddp::kernels::device
