@@ -76,6 +76,7 @@ class DistributedDataParallel(TorchDDP):
         timeout: how long a reduction may take, e.g. ``datetime.timedelta(seconds=30)``; None: the process group's own
             limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and
             parameters.
+        gradient_stats: measure every bucket once it is reduced; see :meth:`gradient_stats`.
 
     Memory per rank: the gradients (as buckets); with ``wire_dtype`` half as much again; over shared memory also up to
     three more gradients of each size from 256 KiB on (those are allocated there by autograd, and not copied); one int32
@@ -112,6 +113,7 @@ class DistributedDataParallel(TorchDDP):
         transport: str = "auto",
         wire_dtype: torch.dtype | None = None,
         timeout: datetime.timedelta | None = None,
+        gradient_stats: bool = False,
     ) -> None:
         bucket_sizes.check_caps(bucket_cap_mb, bucket_cap_mb_list)
         transports.check_choice(transport)
@@ -125,6 +127,7 @@ class DistributedDataParallel(TorchDDP):
         self._transport_choice = transport
         self._wire_dtype = wire_dtype
         self._timeout = timeout
+        self._measures_gradients = gradient_stats
         self._views_asked_for = bool(gradient_as_bucket_view)
         self._sync_at_init = init_sync
         self._is_copy = False
@@ -188,6 +191,7 @@ class DistributedDataParallel(TorchDDP):
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             compiled_autograd_takes_over=self._use_python_reducer,
             wire_dtype=self._wire_dtype,
+            gradient_stats=self._measures_gradients,
             timeout=self._wait_limit(),
         )
         self._reduced_ids = {id(p) for p in parameters}
@@ -433,6 +437,20 @@ class DistributedDataParallel(TorchDDP):
         """
         with super().no_sync():
             yield
+
+    def gradient_stats(self) -> torch.Tensor:
+        """What the averaged gradients of the last synchronised backward are like, without another pass by the caller.
+
+        Returns:
+            float64 tensor ``[buckets, 2]`` on the model's device: the sum of squares of each bucket, and how many of
+            its values are infinite or NaN. Equal on all ranks. ``stats[:, 0].sum().sqrt()`` is the total 2-norm for
+            clipping, ``stats[:, 1].sum()`` what a loss scaler looks for; neither waits for the device. Sparse gradients
+            count as zero. The next backward writes to the same tensor.
+
+        Raises:
+            RuntimeError: the module was not made with ``gradient_stats=True``.
+        """
+        return self.reducer._gradient_stats()
 
     # --- hooks and special modes ---
 

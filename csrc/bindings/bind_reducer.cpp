@@ -19,8 +19,8 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       std::shared_ptr<transport::Transport> transport, std::vector<int64_t> caps_bytes,
                                       int64_t alignment_bytes, int64_t solo_bytes, bool find_unused_parameters,
                                       bool gradient_as_bucket_view, bool skip_all_reduce_unused_params,
-                                      bool compiled_autograd_takes_over, py::object wire_dtype, bool pack_whole_buckets,
-                                      std::chrono::milliseconds timeout) {
+                                      bool compiled_autograd_takes_over, py::object wire_dtype, bool gradient_stats,
+                                      bool pack_whole_buckets, std::chrono::milliseconds timeout) {
   reducer::ReducerConfig config;
   config.limits = {std::move(caps_bytes), alignment_bytes, solo_bytes};
   config.find_unused_parameters = find_unused_parameters;
@@ -30,6 +30,7 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
   if (!wire_dtype.is_none()) {
     config.wire_dtype = reinterpret_cast<THPDtype*>(wire_dtype.ptr())->scalar_type;
   }
+  config.gradient_stats = gradient_stats;
   config.pack_whole_buckets = pack_whole_buckets;
   config.timeout = timeout;
   const py::gil_scoped_release release;
@@ -137,6 +138,7 @@ void bind_reports(PyReducer& c) {
       .def("_get_local_used_map", &Reducer::local_used_map, NoGil())
       .def("_ddp_graph_static", &Reducer::graph_has_been_static)
       .def("_grad_ready_order", &Reducer::grad_ready_order)
+      .def("_gradient_stats", &Reducer::gradient_stats)
       .def("_last_error", &Reducer::last_error)
       .def("_unused_bytes", &Reducer::unused_bytes)
       .def("_stats", &stats_dict, "Times of the last step in ns, and averages, under torch's names.")
@@ -163,7 +165,7 @@ void bind_reducer(py::module_& m) {
         py::arg("transport").none(false), py::kw_only(), py::arg("caps_bytes"), py::arg("alignment_bytes") = 1,
         py::arg("solo_bytes") = 0, py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
         py::arg("skip_all_reduce_unused_params") = false, py::arg("compiled_autograd_takes_over") = false,
-        py::arg("wire_dtype") = py::none(), py::arg("pack_whole_buckets") = false,
+        py::arg("wire_dtype") = py::none(), py::arg("gradient_stats") = false, py::arg("pack_whole_buckets") = false,
         py::arg("timeout") = transport::kTransportTimeout);
   bind_step(c);
   bind_modes(c);

@@ -1,9 +1,13 @@
 #include "bucket/bucket.h"
 
 #include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "bucket/device_pieces.h"
+#include "bucket/kernel_type.h"
 #include "common/check.h"
+#include "kernels/stats.h"
 
 namespace torchddp::bucket {
 
@@ -38,6 +42,23 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
   if (slots_.size() == 1 && slots_[0].numel() == spec.numel && slots_[0].on_cpu() && !flat_.is_complex()) {
     slots_[0].allow_adoption(transport);
     scales_ = transport.scales(flat_.scalar_type());
+  }
+}
+
+void Bucket::measure(const at::Tensor& stats) const {
+  const c10::NoGradGuard no_grad;
+  if (sparse_ || !wire_.is_floating_point()) {
+    stats.zero_();
+  } else if (wire_.device().is_cpu()) {
+    const auto found = kernels::measure(wire_.const_data_ptr(), kernel_type(wire_.scalar_type()).dtype, wire_.numel());
+    auto* const out = stats.mutable_data_ptr<double>();
+    out[0] = found.sum_squares;
+    out[1] = static_cast<double>(found.non_finite);
+  } else if (DevicePieces::available(wire_.device())) {
+    DevicePieces::measure(wire_, stats);
+  } else {
+    const auto wide = wire_.to(at::kDouble);
+    stats.copy_(at::stack({wide.square().sum(), wide.isfinite().logical_not().sum().to(at::kDouble)}));
   }
 }
 

@@ -57,6 +57,10 @@ class Bucket {
   // Where the gradients of this step come from, on a CUDA device.
   gpu::StreamSet streams;
 
+  // Of the flat memory as it is: {sum of squares, number of values that are not finite} into `stats`, two doubles on the bucket's
+  // device. Memory of a dtype that is not floating point gives zeros, as does a sparse bucket.
+  void measure(const at::Tensor& stats) const;
+
   void begin_step() {
     scale = 1.0;
     streams.clear();

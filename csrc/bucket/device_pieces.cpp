@@ -1,7 +1,8 @@
 #include "bucket/device_pieces.h"
 
-#include <c10/util/Exception.h>
+#include <ATen/Functions.h>
 
+#include "bucket/kernel_type.h"
 #include "common/check.h"
 
 #ifdef TORCHDDP_WITH_CUDA
@@ -62,11 +63,26 @@ void DevicePieces::unpack() {
   }
 }
 
+void DevicePieces::measure(const at::Tensor& flat, const at::Tensor& stats) {
+  const auto dtype = kernel_type(flat.scalar_type()).dtype;
+  // In place, unscaled: values are read, and written back as they are.
+  const kernels::DevicePiece all{flat.mutable_data_ptr(), 0, flat.numel()};
+  const auto scratch = at::empty({kernels::device_scratch_bytes(1)}, stats.options().dtype(at::kByte));
+  launch(flat.device().index(), [&](void* stream) {
+    return kernels::pack_on_device(all.outside, dtype, &all, 1, dtype, 1.0,
+                                   static_cast<kernels::DeviceStats*>(stats.mutable_data_ptr()),
+                                   scratch.mutable_data_ptr(), stream);
+  });
+}
+
 #else
 
 bool DevicePieces::available(at::Device) { return false; }
 void DevicePieces::pack(double) { TDDP_INTERNAL(false, "this build has no CUDA kernels"); }
 void DevicePieces::unpack() { TDDP_INTERNAL(false, "this build has no CUDA kernels"); }
+void DevicePieces::measure(const at::Tensor&, const at::Tensor&) {
+  TDDP_INTERNAL(false, "this build has no CUDA kernels");
+}
 
 #endif
 

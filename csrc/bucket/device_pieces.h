@@ -22,6 +22,9 @@ class DevicePieces {
   void pack(double scale);
   // gradients <- slots
   void unpack();
+  // What is in all of `flat`, a bucket's memory of a floating point dtype: {sum of squares, values that are not finite} into
+  // `stats`, two doubles on the device.
+  static void measure(const at::Tensor& flat, const at::Tensor& stats);
 
  private:
   static constexpr size_t kNumDTypes = static_cast<size_t>(kernels::DType::kBytes8) + 1;

@@ -30,6 +30,7 @@ struct ReducerConfig {
   bool skip_all_reduce_unused_params = false;
   bool compiled_autograd_takes_over = false;  // torch's "python_reducer" mode
   std::optional<at::ScalarType> wire_dtype;   // fp32 buckets travel in it
+  bool gradient_stats = false;                // measure every bucket once it is reduced
   bool pack_whole_buckets = false;            // pack a bucket when it is complete, on the CPU too, as on other devices
   std::chrono::milliseconds timeout = transport::kTransportTimeout;
 };
@@ -91,6 +92,9 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // For a rank without inputs: takes part in the reduction of used parameters, with none.
   void match_used_map();
   void reset_state();
+
+  // Of the last synchronised backward: a row a bucket, see bucket::Bucket::measure; float64, on the parameters' device.
+  const at::Tensor& gradient_stats() const;
 
   // --- for reports ---
   at::Tensor local_used_map();
@@ -190,6 +194,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::vector<Late> late_;
   double scale_ = 1.0;
   int64_t next_launch_ = 0;
+  at::Tensor gradient_stats_;
   std::mutex begin_mutex_, launch_mutex_, late_mutex_, streams_mutex_;
   torch::distributed::autograd::ContextPtr rpc_context_;
 

@@ -16,6 +16,9 @@ void Reducer::finalize() {
   for (int64_t i = 0; i < static_cast<int64_t>(buckets_.size()); ++i) {
     if (buckets_[static_cast<size_t>(i)]->state == BucketState::kInFlight) {
       wait_bucket(i);
+      if (gradient_stats_.defined()) {
+        buckets_[static_cast<size_t>(i)]->measure(gradient_stats_[i]);  // while it is in cache
+      }
       finish_bucket(i);
     }
   }
@@ -43,6 +46,12 @@ void Reducer::finalize() {
   incomplete_.store(false, std::memory_order_release);
   timeline_.record(EventKind::kBackwardEnd, stats_.steps);
   stats_.finish_step();
+}
+
+const at::Tensor& Reducer::gradient_stats() const {
+  TDDP_CHECK(config_.gradient_stats,
+             "gradients are only measured by a DistributedDataParallel that was made with gradient_stats=True");
+  return gradient_stats_;
 }
 
 void Reducer::finish_used_map() {

@@ -89,6 +89,10 @@ void Reducer::apply_plan(plan::BucketPlan plan) {
   }
   plan_ = std::move(plan);
   expect_gradients();
+  if (config_.gradient_stats) {
+    gradient_stats_ = at::zeros({static_cast<int64_t>(buckets_.size()), 2},
+                                at::TensorOptions().dtype(at::kDouble).device(params_.front().device()));
+  }
 }
 
 // Gradients that have a bucket each may be born in it.
