@@ -23,7 +23,7 @@ struct GradStats {
 // payload of a NaN), because the order of additions is fixed. Opaque types throw std::invalid_argument.
 GradStats measure(const void* data, DType dtype, int64_t numel);
 
-// scale_cast (pack.h), and what `measure` says of `dst` afterwards, bit for bit, in one pass over memory.
+// scale_cast (pack.h), and what `measure` says of `dst` afterwards (the same bits, again but for a NaN's), in one pass over memory.
 GradStats scale_cast_stats(void* dst, DType dst_type, const void* src, DType src_type, int64_t numel, double scale);
 
 }  // namespace torchddp::kernels
