@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from tests.gpu.device import chosen_device
 from tests.models import Branches, Mlp, NormNet, batch, loss_of
 from tests.parity.compare import Run, compare_on_rank
 from tests.parity.test_training import Checkpointed
@@ -110,7 +111,8 @@ def frozen() -> nn.Module:
 
 
 def with_own_optimizer() -> nn.Module:
-    model = Mlp(WIDTH, FLOAT)
+    # Moved first: a parameter that moves gets another node in the graph, without the optimizer's hook.
+    model = Mlp(WIDTH, FLOAT).to(chosen_device())
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.01})
     return model
 

