@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from benchmarks.gpu.cases import GpuJob
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.machine import l2_bytes
 from benchmarks.timing import Report, enough
+from torchddp import _C
 
 # Gradients as a net has them: a few large ones, many small ones, and one whose size divides by nothing.
 NUMELS = (768, 768, 147456, 384, 64, 36864, 192, 7, 589824)
@@ -115,8 +115,7 @@ def implementations(device: torch.device) -> list[Implementation]:
     """The plain copy first. Ours need a GPU."""
     found = [Implementation(COPY, 8, _copy), Implementation(FOREACH, 8, _foreach)]
     if device.type == "cuda":
-        extension: Any = importlib.import_module("torchddp._C")
-        pack, unpack = extension.pack_on_device, extension.unpack_on_device
+        pack, unpack = _C.pack_on_device, _C.unpack_on_device
         found += [
             Implementation(PACK, 8, lambda b: lambda: pack(b.flat, b.gradients, b.offsets)),
             Implementation(PACK_CAST, 6, lambda b: lambda: pack(b.flat_cast, b.gradients, b.offsets)),

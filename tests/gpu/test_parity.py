@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.cases import CASES, run_case
-from torchddp import DistributedDataParallel
+from torchddp import _C, DistributedDataParallel
 
 
 def transports(device: torch.device) -> tuple[str, ...]:
@@ -19,6 +19,10 @@ def test_same_as_torch(alone, name):
         pytest.skip("torch's class takes this on a GPU only")
     for transport in transports(alone):
         run_case(name, alone, 0, partial(DistributedDataParallel, transport=transport))
+
+
+def test_the_extension_is_the_cuda_build(gpu):
+    assert _C.with_cuda
 
 
 def test_without_device_ids(alone):
