@@ -81,6 +81,12 @@ class Job:
     seed: int = 0
     # A rank that waits longer than this for another one gives up with an error.
     collective_timeout_s: float = 60.0
+    backend: str = "gloo"
     # Of the case `collective`, in place of models and variants.
     operations: tuple[str, ...] = ()
     sizes_bytes: tuple[int, ...] = ()
+
+    @property
+    def control_device(self) -> str:
+        """Where tensors must be for what the ranks tell each other beside the work that is timed."""
+        return "cuda" if self.backend == "nccl" else "cpu"

@@ -103,8 +103,9 @@ def launch(
     progress: Progress,
     environment: Mapping[str, str] | None = None,
     stall_timeout_s: float = STALL_TIMEOUT_S,
+    entry: Callable[[int, Any, str, Connection], None] = run_rank,
 ) -> list[dict[str, Any]]:
-    """Run the job on fresh processes and return rank 0's results, one per model or operation."""
+    """Run the job on fresh processes, each in `entry`, and return rank 0's results, one per model or operation."""
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
     receivers: list[Connection] = []
@@ -114,7 +115,7 @@ def launch(
                 for rank in range(job.world_size):
                     receiver, sender = context.Pipe(duplex=False)
                     process = context.Process(
-                        target=run_rank, args=(rank, job, f"{folder}/store", sender), daemon=True, name=f"rank{rank}"
+                        target=entry, args=(rank, job, f"{folder}/store", sender), daemon=True, name=f"rank{rank}"
                     )
                     process.start()
                     sender.close()

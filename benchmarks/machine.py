@@ -57,12 +57,15 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": _version("torch"),
         "torchddp": _version("torchddp"),
-        "git_commit": _git("rev-parse", "HEAD"),
+        # A copy of the tree without its history is told where it comes from.
+        "git_commit": _git("rev-parse", "HEAD") or os.environ.get("TORCHDDP_COMMIT") or None,
         "git_dirty": None if status is None else bool(status),
     }
 
 
 def machine_slug(machine: dict[str, Any]) -> str:
-    """A file name part such as 'intel-xeon-processor-2c'."""
-    name = re.sub(r"\((?:r|tm)\)", "", machine["cpu"].lower())
-    return f"{re.sub(r'[^a-z0-9]+', '-', name).strip('-')}-{machine['cores']}c"
+    """A file name part such as 'intel-xeon-processor-2c', or 'nvidia-h200' for what ran on a GPU."""
+    gpu = machine.get("gpu")
+    name = re.sub(r"\((?:r|tm)\)", "", (gpu["name"] if gpu else machine["cpu"]).lower())
+    name = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+    return name if gpu else f"{name}-{machine['cores']}c"

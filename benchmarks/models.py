@@ -70,17 +70,29 @@ class _GptBlock(nn.Module):
         return hidden + self.down(F.gelu(self.up(self.mlp_norm(hidden))))
 
 
-class SmallGpt(nn.Module):
-    """A decoder-only transformer over bytes, about 17 M parameters."""
+class Gpt(nn.Module):
+    """A decoder-only transformer; as it stands, over bytes and with about 17 M parameters."""
 
-    def __init__(self, vocabulary: int = 256, width: int = 480, depth: int = 6, heads: int = 8) -> None:
+    def __init__(
+        self,
+        vocabulary: int = 256,
+        width: int = 480,
+        depth: int = 6,
+        heads: int = 8,
+        max_length: int = 64,
+        *,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
-        self.max_length = 64
+        self.max_length = max_length
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(self.max_length, width)
         self.blocks = nn.Sequential(*(_GptBlock(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+            nn.init.normal_(self.tokens.weight, std=0.02)  # as a head, it would start with enormous logits
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.tokens(tokens[:, :-1])
@@ -109,7 +121,7 @@ class ConvNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         logits = self.classifier(self.features(images).mean(dim=(2, 3)))
-        return F.cross_entropy(logits, torch.zeros(len(images), dtype=torch.long))
+        return F.cross_entropy(logits, torch.zeros(len(images), dtype=torch.long, device=images.device))
 
 
 @dataclass(frozen=True)
@@ -128,7 +140,7 @@ MODELS: dict[str, ModelSpec] = {
         lambda generator: torch.randn(SMALL_NUMEL, generator=generator),
     ),
     "mlp": ModelSpec("MLP 6 x 1024x1024", Mlp, lambda generator: torch.randn(32, 1024, generator=generator)),
-    "gpt": ModelSpec("small GPT", SmallGpt, lambda generator: torch.randint(0, 256, (1, 65), generator=generator)),
+    "gpt": ModelSpec("small GPT", Gpt, lambda generator: torch.randint(0, 256, (1, 65), generator=generator)),
     "conv": ModelSpec("batch-norm conv net", ConvNet, lambda generator: torch.randn(8, 3, 32, 32, generator=generator)),
 }
 

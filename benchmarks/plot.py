@@ -8,6 +8,8 @@ from typing import Any
 
 from benchmarks.collective.names import IMPLEMENTATIONS
 from benchmarks.collective.operations import size_text
+from benchmarks.gpu.cases import PACK_CASE
+from benchmarks.gpu.plot import save_bandwidth
 from benchmarks.tables import ranks_text
 
 COLORS = {"torch": "#9aa5b1", "ours": "#d9480f", "peer": "#4c6ef5", "local": "#dee2e6"}
@@ -47,6 +49,8 @@ def save_plot(results: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     if results[0]["case"] == "collective":
         _save_curves(results, path)
+    elif results[0]["case"] == PACK_CASE:
+        save_bandwidth(results, path)
     else:
         _save_bars(results, path)
 

@@ -7,9 +7,9 @@ import gc
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -57,6 +57,18 @@ def start_together(world_size: int) -> None:
         pass
 
 
+class AnyRunner(Protocol):
+    """A variant that is built and ready to step."""
+
+    variant: Variant
+
+    def step(self, batch: Tensor, world_size: int = 1) -> Any:
+        """One forward and backward; its time, or its times, in ms."""
+
+    def gradients(self) -> list[tuple[str, Tensor]]:
+        """Gradients by the name of their parameter in the bare model."""
+
+
 @dataclass
 class Runner:
     """A variant that is built and ready to step."""
@@ -75,26 +87,41 @@ class Runner:
 
     def gradients(self) -> list[tuple[str, Tensor]]:
         """Gradients by the name of their parameter in the bare model."""
-        bare = self.module if self.variant.class_path is None else self.module.module
-        return [(name, p.grad) for name, p in bare.named_parameters()]  # type: ignore[union-attr,misc]
+        return gradients_of(self.variant, self.module)
 
 
-def build_runners(job: Job, model_name: str) -> list[Runner]:
-    """One wrapper per variant over copies of one model, all in this process group."""
-    original = make_model(model_name, job.seed)
-    runners = []
-    for variant in job.variants:
+def gradients_of(variant: Variant, module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Gradients by the name of their parameter in the bare model, which a variant may have wrapped."""
+    bare = module if variant.class_path is None else module.module
+    return [(name, p.grad) for name, p in bare.named_parameters()]  # type: ignore[union-attr,misc]
+
+
+def wrap_copies(
+    original: nn.Module, variants: Sequence[Variant], build: Callable[[type, nn.Module, dict[str, Any]], nn.Module]
+) -> list[nn.Module]:
+    """A copy of the model per variant, wrapped by `build(class, copy, options)` where the variant has a class."""
+    modules = []
+    for variant in variants:
         module = copy.deepcopy(original)
         # No step changes a weight, so the copies share theirs: less memory, and the same cache misses for everyone.
         for mine, shared in zip(module.parameters(), original.parameters(), strict=True):
             mine.data = shared.data
         if variant.class_path is not None:
-            module = load_class(variant.class_path)(module, **variant.keywords)
-        runners.append(Runner(variant, module))
-    return runners
+            module = build(load_class(variant.class_path), module, variant.keywords)
+        modules.append(module)
+    return modules
 
 
-def check_gradients(job: Job, model_name: str, runners: list[Runner], batch: Tensor) -> None:
+def build_runners(job: Job, model_name: str) -> list[Runner]:
+    """One wrapper per variant over copies of one model, all in this process group."""
+    original = make_model(model_name, job.seed)
+    modules = wrap_copies(original, job.variants, lambda cls, module, options: cls(module, **options))
+    return [Runner(variant, module) for variant, module in zip(job.variants, modules, strict=True)]
+
+
+def check_gradients(
+    job: Job, model_name: str, runners: Sequence[AnyRunner], batch: Tensor, tolerance: float = RELATIVE_TOLERANCE
+) -> None:
     """Every variant against the mean over ranks of the bare model's gradients, computed without any wrapper."""
     local = next(runner for runner in runners if runner.variant.role is Role.LOCAL)
     local.step(batch)
@@ -109,23 +136,23 @@ def check_gradients(job: Job, model_name: str, runners: list[Runner], batch: Ten
             continue
         runner.step(batch)
         for (name, want), (_, got) in zip(expected, runner.gradients(), strict=True):
-            _compare(runner.variant, model_name, name, want, got)
+            _compare(runner.variant, model_name, name, want, got, tolerance)
 
 
-def _compare(variant: Variant, model_name: str, name: str, want: Tensor, got: Tensor | None) -> None:
+def _compare(variant: Variant, model_name: str, name: str, want: Tensor, got: Tensor | None, tolerance: float) -> None:
     where = f"'{variant.name}' on model '{model_name}', rank {dist.get_rank()}, parameter '{name}'"
     if got is None:
         raise WrongGradientsError(f"{where}: no gradient")
     scale = float(want.abs().max())
     error = float((want - got).abs().max())
     # `not <=` also catches nan.
-    if got.shape != want.shape or not error <= RELATIVE_TOLERANCE * scale + 1e-12:
+    if got.shape != want.shape or not error <= tolerance * scale + 1e-12:
         raise WrongGradientsError(f"{where}: off by {error:.3g} where the largest gradient is {scale:.3g}")
 
 
-def one_round(runners: list[Runner], batch: Tensor, order: list[int], world_size: int) -> list[float]:
-    """One step of every variant in the given order; step times in ms, by variant."""
-    step_ms = [0.0] * len(runners)
+def one_round(runners: Sequence[AnyRunner], batch: Tensor, order: list[int], world_size: int) -> list[Any]:
+    """One step of every variant in the given order; what the steps return, by variant."""
+    step_ms: list[Any] = [None] * len(runners)
     for index in order:
         step_ms[index] = runners[index].step(batch, world_size)
     return step_ms
@@ -136,24 +163,25 @@ def enough(rounds: int, elapsed_s: float, seconds: float) -> bool:
     return rounds >= MIN_ROUNDS and (elapsed_s >= seconds or rounds >= MAX_ROUNDS)
 
 
-def _agreed(decision: bool) -> bool:
+def _agreed(decision: bool, job: Job) -> bool:
     """Rank 0's decision, on every rank."""
-    flag = torch.tensor([decision])
+    flag = torch.tensor([decision], device=job.control_device)
     dist.broadcast(flag, src=0)
     return bool(flag.item())
 
 
-def _warm_up(runners: list[Runner], batch: Tensor, job: Job) -> None:
+def warm_up(runners: Sequence[AnyRunner], batch: Tensor, job: Job) -> None:
+    """Steps until nothing is a first time any more."""
     order = list(range(len(runners)))
     start_s = time.monotonic()
     for done in range(1, FULL_WARMUP_STEPS + 1):
         one_round(runners, batch, order, job.world_size)
-        if _agreed(done >= MIN_WARMUP_STEPS and time.monotonic() - start_s > 0.2 * job.seconds):
+        if _agreed(done >= MIN_WARMUP_STEPS and time.monotonic() - start_s > 0.2 * job.seconds, job):
             break
 
 
-def _timed_rounds(runners: list[Runner], batch: Tensor, job: Job, report: Report) -> np.ndarray:
-    """[variant, round] of step times in ms on this rank."""
+def timed_rounds(runners: Sequence[AnyRunner], batch: Tensor, job: Job, report: Report) -> np.ndarray:
+    """[variant, round] of step times in ms on this rank; [clock, variant, round] where a step has several times."""
     # The same shuffle on every rank, another one each round: no variant always runs in the wake of the same one.
     shuffler = random.Random(job.seed)
     order = list(range(len(runners)))
@@ -171,7 +199,7 @@ def _timed_rounds(runners: list[Runner], batch: Tensor, job: Job, report: Report
             gc.collect(0)
             elapsed_s = time.monotonic() - start_s
             report(elapsed_s, max(job.seconds, elapsed_s))
-            finished = _agreed(enough(len(rounds), elapsed_s, job.seconds))
+            finished = _agreed(enough(len(rounds), elapsed_s, job.seconds), job)
     finally:
         gc.enable()
         gc.unfreeze()
@@ -187,10 +215,10 @@ def time_runners(job: Job, model_name: str, runners: list[Runner], report: Repor
     """`time_model` for variants that are built already, and stay with the caller."""
     rank = dist.get_rank()
     batch, other_batch = (make_batch(model_name, job.seed, rank, index) for index in (0, 1))
-    _warm_up(runners, batch, job)
+    warm_up(runners, batch, job)
     # Another batch than the warm-up's, so that a gradient left over from there is seen.
     check_gradients(job, model_name, runners, other_batch)
-    samples = _timed_rounds(runners, batch, job, report)
+    samples = timed_rounds(runners, batch, job, report)
     check_gradients(job, model_name, runners, other_batch)
     by_rank: list[Any] = [None] * job.world_size
     dist.all_gather_object(by_rank, samples)

@@ -59,10 +59,10 @@ def _measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
     return results
 
 
-def run_rank(rank: int, job: Job, store_path: str, channel: Connection) -> None:
+def run_rank(rank: int, job: Job, store_path: str, channel: Connection, measure: Measure = _measure) -> None:
     """Entry point of a worker process."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    serve_rank(rank, job, f"file://{store_path}", channel, _measure)
+    serve_rank(rank, job, f"file://{store_path}", channel, measure)
 
 
 def serve_rank(rank: int, job: Job, init_method: str, channel: Connection, measure: Measure) -> NoReturn:
@@ -75,7 +75,7 @@ def serve_rank(rank: int, job: Job, init_method: str, channel: Connection, measu
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo",
+            job.backend,
             init_method=init_method,
             rank=rank,
             world_size=job.world_size,

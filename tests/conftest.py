@@ -23,8 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Ranks are forked from this process, which must not have run a backward before: tests without ranks come last.
-    items.sort(key=lambda item: "/tests/unit/" in str(item.path))
+    # Ranks are forked from this process, which must not have run a backward before, and must not have opened a GPU:
+    # tests without ranks come last, and at the very end those that use a GPU in this process.
+    items.sort(key=lambda item: ("/tests/unit/" in str(item.path)) + 2 * ("/tests/gpu/" in str(item.path)))
     if is_own_class():
         return
     for item in items:

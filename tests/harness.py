@@ -1,5 +1,8 @@
 """Runs a function on several ranks: forked processes, gloo over the loopback interface, never a hang.
 
+CUDA does not survive a fork: ranks that need a GPU are started with `start_method="spawn"`, which imports everything
+again in each of them, and run a function that can be pickled by name.
+
 Ranks are forked from the test process, so nothing is imported twice and a two-rank run costs about 60 ms. That works
 because the test process itself never runs a backward (autograd refuses to work in the child of a process that did):
 whatever needs autograd runs inside `run_ranks`.
@@ -36,8 +39,6 @@ OWN_CLASS = "torchddp.DistributedDataParallel"
 CLASS_ENV = "TORCHDDP_TEST_CLASS"
 STRAGGLER_S = 8.0  # how long the other ranks may go on once one has failed
 GROUP_TIMEOUT_S = 30.0
-
-_FORK = multiprocessing.get_context("fork")
 
 
 def class_under_test() -> type[torch.nn.Module]:
@@ -92,14 +93,18 @@ def run_outcomes(
     group_timeout_s: float = GROUP_TIMEOUT_S,
     straggler_s: float = STRAGGLER_S,
     needed_ranks: Collection[int] | None = None,
+    start_method: str = "fork",
+    backend: str = "gloo",
 ) -> list[Outcome]:
     """Like run_ranks, but tells how each rank ended instead of raising.
 
     With `needed_ranks` it returns as soon as those are back: the others may be dead or stopped by intent.
     """
     needed = set(range(world_size) if needed_ranks is None else needed_ranks)
+    context = multiprocessing.get_context(start_method)
     with tempfile.TemporaryDirectory(prefix="torchddp_test_") as folder:
-        ranks = [_Rank(fn, rank, world_size, args, Path(folder), group_timeout_s) for rank in range(world_size)]
+        plan = Launch(fn, args, world_size, Path(folder), group_timeout_s, backend)
+        ranks = [_Rank(rank, plan, context) for rank in range(world_size)]
         try:
             _collect(ranks, needed, timeout, straggler_s)
         finally:
@@ -108,21 +113,31 @@ def run_outcomes(
     return [rank.outcome for rank in ranks]
 
 
-class _Rank:
-    """One forked process with the pipe its outcome comes through."""
+@dataclass
+class Launch:
+    """What all ranks are told."""
 
-    def __init__(
-        self, fn: Callable[..., Any], rank: int, world_size: int, args: tuple, folder: Path, group_timeout_s: float
-    ) -> None:
+    fn: Callable[..., Any]
+    args: tuple
+    world_size: int
+    folder: Path
+    group_timeout_s: float
+    backend: str
+
+    def stacks_path(self, rank: int) -> Path:
+        """Where a rank writes its stacks when it is asked for them."""
+        return self.folder / f"stacks{rank}"
+
+
+class _Rank:
+    """One process with the pipe its outcome comes through."""
+
+    def __init__(self, rank: int, plan: Launch, context: Any) -> None:
         self.outcome = Outcome(rank)
-        self.stacks_path = folder / f"stacks{rank}"
+        self.stacks_path = plan.stacks_path(rank)
         self.started_s = time.monotonic()
-        self.pipe, child_end = _FORK.Pipe(duplex=False)
-        self.process = _FORK.Process(
-            target=_rank_main,
-            args=(fn, rank, world_size, args, folder / "store", self.stacks_path, group_timeout_s, child_end),
-            daemon=True,
-        )
+        self.pipe, child_end = context.Pipe(duplex=False)
+        self.process = context.Process(target=_rank_main, args=(rank, plan, child_end), daemon=True)
         self.process.start()
         child_end.close()
 
@@ -183,25 +198,16 @@ def _collect(ranks: list[_Rank], needed: set[int], timeout: float, straggler_s: 
                 deadline = min(deadline, time.monotonic() + straggler_s)
 
 
-def _rank_main(
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    args: tuple,
-    store_path: Path,
-    stacks_path: Path,
-    group_timeout_s: float,
-    pipe: Connection,
-) -> None:
+def _rank_main(rank: int, plan: Launch, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    with open(stacks_path, "w") as stacks:
+    with open(plan.stacks_path(rank), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         value, error = None, None
         try:
-            store = dist.FileStore(str(store_path), world_size)
-            with process_group(store, rank, world_size, group_timeout_s) as group:
-                value, error = attempt(fn, rank, *args)
+            store = dist.FileStore(str(plan.folder / "store"), plan.world_size)
+            with process_group(store, rank, plan.world_size, plan.group_timeout_s, plan.backend) as group:
+                value, error = attempt(plan.fn, rank, *plan.args)
                 if error is None:
                     keep_until_exit(group)
         except BaseException:
@@ -240,10 +246,12 @@ def keep_until_exit(group: Any) -> None:
 
 @contextlib.contextmanager
 def process_group(
-    store: dist.Store, rank: int, world_size: int, timeout_s: float = GROUP_TIMEOUT_S
+    store: dist.Store, rank: int, world_size: int, timeout_s: float = GROUP_TIMEOUT_S, backend: str = "gloo"
 ) -> Iterator[dist.ProcessGroup | None]:
-    """The default process group (gloo), destroyed at the end unless the body has done so."""
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
+    """The default process group, destroyed at the end unless the body has done so."""
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+    )
     group = dist.group.WORLD  # the last reference, so that the group is destroyed without the GIL
     try:
         yield group

@@ -61,7 +61,10 @@ def train(
     return seen, ddp
 
 
-def _both(rank: int, ddp_class: type, make: Any, run: Any, steps: int, rtol: float, settings: dict[str, Any]) -> None:
+def compare_on_rank(
+    rank: int, ddp_class: type, make: Any, run: Any, steps: int, rtol: float, settings: dict[str, Any]
+) -> None:
+    """Trains both classes in this process group and asserts what `assert_same_as_torch` says."""
     theirs, their_model = train(TorchDDP, make, run, rank, steps, **settings)
     ours, our_model = train(ddp_class, make, run, rank, steps, **settings)
     for step in range(steps):
@@ -85,4 +88,4 @@ def assert_same_as_torch(
 ) -> None:
     """Trains both classes from the same seeds; asserts equal gradients in each step and an equal model at the end."""
     limit = tolerance(world_size, dtype) if rtol is None else rtol
-    run_ranks(_both, world_size, ddp_class, make, run, steps, limit, settings, timeout=timeout)
+    run_ranks(compare_on_rank, world_size, ddp_class, make, run, steps, limit, settings, timeout=timeout)

@@ -1,0 +1,100 @@
+"""The command line of `python -m benchmarks.gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.cli import check_numbers, check_output, make_console, parse_caps, run_app, write_document
+from benchmarks.gpu.cases import MODELS_CASE, PARTS
+from benchmarks.gpu.run import Settings, run
+from benchmarks.variants import ArgumentError
+
+DEVICES, BACKENDS = ("cuda", "cpu"), ("nccl", "gloo")
+DEFAULT_SECONDS, QUICK_SECONDS = 120.0, 4.0
+DEFAULT_CAPS, QUICK_CAPS = "1,25,100", "25"
+SEQUENCE_LIMITS = (16, 8192)
+
+HELP = """Time DistributedDataParallel on a GPU against torch's class, and packing against a plain copy.
+
+All variants step in turn in one process group, from an idle device: quote the ratios of one run, with their spread.
+
+\b
+Examples:
+  python -m benchmarks.gpu
+      three models and packing, about two and a half minutes, one rank over NCCL
+  python -m benchmarks.gpu --model gpt2 --part models --seconds 60
+      one table
+  python -m benchmarks.gpu --world-size 2 --backend gloo --part models
+      two ranks that share the GPU: kernel counts, not speed
+  python -m benchmarks.gpu --json result.json --out benchmarks/results
+      keep the numbers, and plots
+  python -m benchmarks.gpu --device cpu --backend gloo --quick
+      the whole program without a GPU, to see that it works
+"""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+def choose(what: str, asked: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
+    """What was asked for, each once, or everything; an unknown name is an `ArgumentError`."""
+    for name in asked:
+        if name not in allowed:
+            raise ArgumentError(f"There is no {what} '{name}'; choose from {', '.join(allowed)}.")
+    return tuple(dict.fromkeys(asked)) or tuple(allowed)
+
+
+@app.command(help=HELP)
+def benchmark(
+    context: typer.Context,
+    model: Annotated[
+        list[str] | None, typer.Option(help=f"One of {', '.join(MODELS_CASE.models)}; repeatable. [default: all]")
+    ] = None,
+    part: Annotated[list[str] | None, typer.Option(help="models or pack; repeatable. [default: both]")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Budget of the whole run after start-up. [default: 120, with --quick 4]")
+    ] = None,
+    world_size: Annotated[int, typer.Option(help="Number of ranks; more than GPUs only over gloo.")] = 1,
+    backend: Annotated[str, typer.Option(help="nccl or gloo.")] = "nccl",
+    device: Annotated[str, typer.Option(help="cuda or cpu (a dry run).")] = "cuda",
+    caps: Annotated[
+        str | None, typer.Option(help="bucket_cap_mb values of the tuned rows. [default: 1,25,100, with --quick 25]")
+    ] = None,
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence of gpt2.")] = 1024,
+    quick: Annotated[bool, typer.Option("--quick", help="Small models, soon done: not to be quoted.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write <date>-<case>-<machine>.json and a .png plot into this folder.")
+    ] = None,
+) -> None:
+    check_numbers(seconds, world_size)
+    choose("device", (device,), DEVICES)
+    choose("backend", (backend,), BACKENDS)
+    low, high = SEQUENCE_LIMITS
+    if not low <= sequence <= high:
+        raise ArgumentError(f"--sequence wants {low} to {high} tokens, not {sequence}.")
+    check_output(json_path, "--json", folder=False)
+    check_output(out, "--out", folder=True)
+    settings = Settings(
+        models=choose("model", model or (), MODELS_CASE.models),
+        parts=choose("part", part or (), PARTS),
+        seconds=seconds if seconds is not None else (QUICK_SECONDS if quick else DEFAULT_SECONDS),
+        world_size=world_size,
+        backend=backend,
+        device=device,
+        caps_mb=parse_caps(caps if caps is not None else (QUICK_CAPS if quick else DEFAULT_CAPS)),
+        sequence=sequence,
+        quick=quick,
+        seed=seed,
+    )
+    console = make_console()
+    write_document(run(settings, context.obj["command"], console), json_path, out, console)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; the exit code."""
+    return run_app(app, "python -m benchmarks.gpu", arguments)

@@ -1,0 +1,45 @@
+"""Which GPU, driver and libraries the numbers were made with. Asked by a rank, which has the device open anyway."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import torch
+
+
+def first_line(text: str) -> str | None:
+    """The first line that says something."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), None)
+
+
+def _driver_version() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return first_line(done.stdout)
+
+
+def describe_gpu(device: torch.device) -> dict[str, Any] | None:
+    """None where the work runs on the CPU."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": l2_bytes(device),
+        "count": torch.cuda.device_count(),
+        "driver": _driver_version(),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
+
+
+def l2_bytes(device: torch.device) -> int:
+    """The size of the device's last cache; 0 on a CPU, where nothing is measured that would depend on it."""
+    return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0

@@ -1,0 +1,132 @@
+"""The models that are timed on a GPU. Each returns its loss from `forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.gpu.cases import GpuJob
+from benchmarks.models import SMALL_NUMEL, Gpt, ManySmallTensors
+
+VOCABULARY = 50257
+IMAGE_BATCH, IMAGE_SIDE = 64, 224
+TEXT_BATCH = 8
+# Two runs of the same step may add in another order. Under autocast a sum has three digits.
+FULL_PRECISION_TOLERANCE, AUTOCAST_TOLERANCE = 1e-4, 5e-2
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions around a shortcut."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.relu(self.body(hidden) + self.shortcut(hidden))
+
+
+class ResNet(nn.Module):
+    """A residual net of bottlenecks; as it stands, the one of 50 layers with its 161 parameters."""
+
+    def __init__(self, depths: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [
+            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        ]
+        channels = width
+        for stage, depth in enumerate(depths):
+            for block in range(depth):
+                stride = 2 if stage > 0 and block == 0 else 1
+                layers.append(Bottleneck(channels, width << stage, stride))
+                channels = 4 * (width << stage)
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(channels, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits = self.classifier(self.features(images).mean(dim=(2, 3)))
+        return F.cross_entropy(logits, torch.zeros(len(images), dtype=torch.long, device=images.device))
+
+
+def _resnet50(job: GpuJob) -> nn.Module:
+    model = ResNet((1, 1), width=8, classes=10) if job.quick else ResNet()
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def _images(job: GpuJob, generator: torch.Generator) -> Tensor:
+    batch, side = (4, 32) if job.quick else (IMAGE_BATCH, IMAGE_SIDE)
+    images = torch.randn(batch, 3, side, side, generator=generator)
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+def _gpt2(job: GpuJob) -> nn.Module:
+    if job.quick:
+        return Gpt(vocabulary=256, width=64, depth=2, heads=2, max_length=job.sequence, tied=True)
+    return Gpt(VOCABULARY, width=768, depth=12, heads=12, max_length=job.sequence, tied=True)
+
+
+def _tokens(job: GpuJob, generator: torch.Generator) -> Tensor:
+    batch, vocabulary = (2, 256) if job.quick else (TEXT_BATCH, VOCABULARY)
+    # One more than the model sees: each token but the first is a target.
+    return torch.randint(0, vocabulary, (batch, job.sequence + 1), generator=generator)
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """How to build a model and one batch for it."""
+
+    title: str
+    build: Callable[[GpuJob], nn.Module]
+    make_batch: Callable[[GpuJob, torch.Generator], Tensor]
+    autocast: bool
+
+    @property
+    def tolerance(self) -> float:
+        """How far gradients of two runs may be apart, relative to the largest element."""
+        return AUTOCAST_TOLERANCE if self.autocast else FULL_PRECISION_TOLERANCE
+
+
+MODELS: dict[str, GpuModel] = {
+    "small": GpuModel(
+        "1000 small tensors",
+        lambda job: ManySmallTensors(),
+        lambda job, generator: torch.randn(SMALL_NUMEL, generator=generator),
+        autocast=False,
+    ),
+    "resnet50": GpuModel("ResNet-50-like, bf16 autocast", _resnet50, _images, autocast=True),
+    "gpt2": GpuModel("GPT-2, bf16 autocast", _gpt2, _tokens, autocast=True),
+}
+
+
+def make_model(job: GpuJob, name: str) -> nn.Module:
+    """A model with the same weights on every rank, still on the CPU."""
+    torch.manual_seed(job.seed)
+    return MODELS[name].build(job)
+
+
+def make_batch(job: GpuJob, name: str, rank: int, index: int) -> Tensor:
+    """Batch `index` of a rank; ranks see different data, so that gradients must really be averaged."""
+    generator = torch.Generator().manual_seed(job.seed + 1000 * rank + index)
+    return MODELS[name].make_batch(job, generator)

@@ -1,0 +1,97 @@
+"""The course of one run: launch the ranks, gather the document that tables, JSON and plots are made from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.gpu.cases import MODELS_CASE, PACK_BYTES, QUICK_PACK_BYTES, GpuJob
+from benchmarks.gpu.report import render
+from benchmarks.gpu.results import model_result, pack_result
+from benchmarks.gpu.variants import make_field
+from benchmarks.gpu.worker import run_gpu_rank
+from benchmarks.launch import launch
+from benchmarks.run import Display, new_document, progress_bar
+from benchmarks.variants import TORCHDDP, ArgumentError, load_class
+
+# Of the time asked for: warm-up takes a fifth of a model's, building and checking the rest.
+TIMED_SHARE = 0.6
+QUICK_SEQUENCE = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line asked for, checked."""
+
+    models: tuple[str, ...]
+    parts: tuple[str, ...]
+    seconds: float
+    world_size: int
+    backend: str
+    device: str
+    caps_mb: tuple[float, ...]
+    sequence: int
+    quick: bool
+    seed: int
+
+
+def check_device(device: str, backend: str) -> None:
+    """Refuse at once what the ranks would fail at."""
+    if device == "cpu":
+        if backend == "nccl":
+            raise ArgumentError("NCCL has no CPU tensors: use --backend gloo with --device cpu.")
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        build = "has no GPU here" if torch.version.cuda else "is a CPU build"
+        raise ArgumentError(f"torch {torch.__version__} {build}; --device cpu runs the program without one.")
+
+
+def seconds_each(settings: Settings) -> float:
+    """The share of each model, and of packing, in the time for timed rounds."""
+    shares = (len(settings.models) if "models" in settings.parts else 0) + ("pack" in settings.parts)
+    return TIMED_SHARE * settings.seconds / shares
+
+
+def make_job(settings: Settings) -> GpuJob:
+    """What the ranks need to know."""
+    return GpuJob(
+        case=MODELS_CASE.name,
+        models=settings.models,
+        variants=make_field(TORCHDDP, settings.caps_mb),
+        world_size=settings.world_size,
+        seconds=seconds_each(settings),
+        seed=settings.seed,
+        # One rank packs while the others wait for it.
+        collective_timeout_s=60.0 + 2 * settings.seconds,
+        backend=settings.backend,
+        device=settings.device,
+        parts=settings.parts,
+        quick=settings.quick,
+        sequence=QUICK_SEQUENCE if settings.quick else settings.sequence,
+        pack_bytes=QUICK_PACK_BYTES if settings.quick else PACK_BYTES,
+    )
+
+
+def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
+    """Time the models and packing, print the report, return the document."""
+    check_device(settings.device, settings.backend)
+    load_class(TORCHDDP)
+    job = make_job(settings)
+    document = new_document(command, asdict(settings))
+    with progress_bar(console) as progress:
+        display = Display(progress)
+        display.start(MODELS_CASE.name)
+        raws = launch(job, display.update, entry=run_gpu_rank)
+    for raw in raws:
+        if raw["kind"] == "gpu":
+            document["machine"]["gpu"] = raw["gpu"]
+        elif raw["kind"] == "model":
+            document["results"].append(model_result(job.variants, raw, job.world_size))
+        else:
+            document["results"].append(pack_result(raw))
+    console.print(render(document))
+    return document

@@ -1,0 +1,300 @@
+"""Ways to train on a device. Each is run with torch's class and ours from the same seed, and compared bit for bit.
+
+The sum of two numbers depends on no order and a division by 1 or 2 is exact, so this holds for one rank and for two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from tests.gpu.device import chosen_device
+from tests.models import Branches, Mlp, NormNet, batch, loss_of
+from tests.parity.compare import Run, compare_on_rank
+from tests.parity.test_training import Checkpointed
+
+FLOAT = torch.float32
+WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what is done with it in a step."""
+
+    make: Callable[[], nn.Module]
+    run: Callable[[torch.device], Run]
+    options: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[nn.Module], None] | None = None
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None
+    set_to_none: bool = True
+    steps: int = 4
+    rtol: float = 0.0
+    # Refused by torch's class on the CPU, or not the same thing there.
+    gpu_only: bool = False
+    # Compiles a model: seconds, and once is enough.
+    slow: bool = False
+
+
+def sgd(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+def mlp(dtype: torch.dtype = FLOAT) -> Callable[[], nn.Module]:
+    return lambda: Mlp(WIDTH, dtype)
+
+
+def plain(*shape: int, dtype: torch.dtype = FLOAT) -> Callable[[torch.device], Run]:
+    """Forward and backward on a batch of this shape."""
+
+    def on(device: torch.device) -> Run:
+        def run(model: nn.Module, rank: int, step: int) -> None:
+            loss_of(model(batch(rank, step, *(shape or (6, WIDTH)), dtype=dtype).to(device))).backward()
+
+        return run
+
+    return on
+
+
+IMAGES = (4, 3, 8, 8)
+SMALL_BUCKETS = {"bucket_cap_mb": 0.004}
+
+
+class ManyParameters(nn.Module):
+    """More tensors than one launch of a kernel takes, of sizes that divide by nothing."""
+
+    def __init__(self, count: int = 1500) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(1 + 7 * i % 61) for i in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(weight * x).sum() for weight in self.weights])
+
+
+class MixedTypes(nn.Module):
+    """Parameters of two types, whose gradients cannot share a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x).bfloat16()).float())
+
+
+class ChannelsLast(NormNet):
+    """Convolution weights, and so their gradients, whose elements lie in another order."""
+
+    def __init__(self) -> None:
+        super().__init__(FLOAT)
+        self.to(memory_format=torch.channels_last)
+
+
+def large() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+
+
+def frozen() -> nn.Module:
+    model = Mlp(WIDTH, FLOAT)
+    model.middle.requires_grad_(False)
+    return model
+
+
+def with_own_optimizer() -> nn.Module:
+    # Moved first: a parameter that moves gets another node in the graph, without the optimizer's hook.
+    model = Mlp(WIDTH, FLOAT).to(chosen_device())
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.01})
+    return model
+
+
+def branches(device: torch.device) -> Run:
+    def run(model: nn.Module, rank: int, step: int) -> None:
+        branch = ("left", "right", "never")[(rank + step) % 3]
+        loss_of(model(batch(rank, step, 3, 4, dtype=FLOAT).to(device), branch)).backward()
+
+    return run
+
+
+def accumulated(device: torch.device) -> Run:
+    def run(model: Any, rank: int, step: int) -> None:
+        one = plain()(device)
+        with model.no_sync():
+            one(model, rank, 10 * step)
+            one(model, rank, 10 * step + 1)
+        one(model, rank, 10 * step + 2)
+
+    return run
+
+
+def several_forwards(device: torch.device) -> Run:
+    def run(model: nn.Module, rank: int, step: int) -> None:
+        batches = [batch(rank, 10 * step + i, 6, WIDTH, dtype=FLOAT).to(device) for i in range(3)]
+        torch.stack([loss_of(model(x)) for x in batches]).sum().backward()
+
+    return run
+
+
+def clipped(device: torch.device) -> Run:
+    def run(model: nn.Module, rank: int, step: int) -> None:
+        plain()(device)(model, rank, step)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+    return run
+
+
+def autocast(dtype: torch.dtype) -> Callable[[torch.device], Run]:
+    def on(device: torch.device) -> Run:
+        def run(model: nn.Module, rank: int, step: int) -> None:
+            with torch.autocast(device.type, dtype):
+                loss = loss_of(model(batch(rank, step, 6, WIDTH, dtype=FLOAT).to(device)).float())
+            loss.backward()
+
+        return run
+
+    return on
+
+
+def scaled(device: torch.device) -> Run:
+    """fp16 with a loss scale; the second step overflows and must be skipped."""
+
+    def run(model: Any, rank: int, step: int) -> None:
+        scaler, optimizer = model.scaler_and_optimizer
+        with torch.autocast(device.type, torch.float16):
+            loss = loss_of(model(batch(rank, step, 6, WIDTH, dtype=FLOAT).to(device)).float())
+        scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 1:
+            assert scaler.get_scale() < INITIAL_SCALE, "the overflow was not seen"
+            model.zero_grad(set_to_none=True)  # nan, which is not equal to itself
+
+    return run
+
+
+INITIAL_SCALE = 1024.0
+
+
+def prepare_scaler(ddp: Any) -> None:
+    device = next(ddp.parameters()).device
+    ddp.scaler_and_optimizer = (torch.amp.GradScaler(device.type, init_scale=INITIAL_SCALE), sgd(ddp.parameters()))
+
+
+def channels_last_images(device: torch.device) -> Run:
+    def run(model: nn.Module, rank: int, step: int) -> None:
+        images = batch(rank, step, *IMAGES, dtype=FLOAT).to(device)
+        loss_of(model(images.contiguous(memory_format=torch.channels_last))).backward()
+
+    return run
+
+
+def hook(function: Any) -> Callable[[Any], None]:
+    return lambda ddp: ddp.register_comm_hook(None, function)
+
+
+def power_sgd_hook(ddp: Any) -> None:
+    state = power_sgd.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=0.5)
+    ddp.register_comm_hook(state, power_sgd.powerSGD_hook)
+
+
+def chained(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses other annotations than its own
+    sent = bucket.buffer() * 2
+    future = dist.all_reduce(sent, async_op=True).get_future()
+    return future.then(lambda f: f.value()[0] / (2 * dist.get_world_size()))
+
+
+def mixed_precision() -> Any:
+    half = torch.bfloat16
+    return _MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half)
+
+
+def adamw(fused: bool) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
+    return lambda params: torch.optim.AdamW(params, lr=1e-3, fused=fused)
+
+
+CASES: dict[str, Case] = {
+    "fp32": Case(mlp(), plain(), SMALL_BUCKETS, optimizer=sgd),
+    "fp64": Case(mlp(torch.float64), plain(dtype=torch.float64), SMALL_BUCKETS, optimizer=sgd),
+    "bf16": Case(mlp(torch.bfloat16), plain(dtype=torch.bfloat16), SMALL_BUCKETS, optimizer=sgd),
+    "fp16": Case(mlp(torch.float16), plain(dtype=torch.float16), SMALL_BUCKETS),
+    "default_buckets": Case(mlp(), plain(), optimizer=sgd),
+    "large": Case(large, plain(8, 1024), {"bucket_cap_mb": 5}, optimizer=sgd),
+    "many_parameters": Case(ManyParameters, plain(1), optimizer=sgd),
+    "mixed_types": Case(MixedTypes, plain(), optimizer=sgd),
+    "views": Case(mlp(), plain(), {**SMALL_BUCKETS, "gradient_as_bucket_view": True}, optimizer=sgd),
+    "copies": Case(mlp(), plain(), {**SMALL_BUCKETS, "gradient_as_bucket_view": False}, optimizer=sgd),
+    "zeroed_gradients": Case(mlp(), plain(), SMALL_BUCKETS, set_to_none=False, optimizer=sgd),
+    "static_graph": Case(mlp(), plain(), {**SMALL_BUCKETS, "static_graph": True}, optimizer=sgd),
+    "static_graph_copies": Case(
+        mlp(), plain(), {**SMALL_BUCKETS, "static_graph": True, "gradient_as_bucket_view": False}
+    ),
+    "unused": Case(lambda: Branches(FLOAT), branches, {"find_unused_parameters": True}, steps=6),
+    "frozen": Case(frozen, plain(), SMALL_BUCKETS, optimizer=sgd),
+    "no_sync": Case(mlp(), accumulated, SMALL_BUCKETS, optimizer=sgd),
+    "no_sync_copies": Case(mlp(), accumulated, {**SMALL_BUCKETS, "gradient_as_bucket_view": False}),
+    "several_forwards": Case(mlp(), several_forwards, SMALL_BUCKETS),
+    "batch_norm": Case(lambda: NormNet(FLOAT), plain(*IMAGES), optimizer=sgd),
+    "channels_last": Case(ChannelsLast, channels_last_images, optimizer=sgd),
+    "checkpoint": Case(lambda: Checkpointed(False), plain(3, 4, dtype=torch.float64)),
+    "checkpoint_reentrant": Case(lambda: Checkpointed(True), plain(3, 4, dtype=torch.float64)),
+    "checkpoint_static": Case(
+        lambda: Checkpointed(True), plain(3, 4, dtype=torch.float64), {"static_graph": True}
+    ),
+    "clip_grad_norm": Case(mlp(), clipped, SMALL_BUCKETS, optimizer=sgd),
+    "adamw": Case(mlp(), plain(), SMALL_BUCKETS, optimizer=adamw(False)),
+    "adamw_fused": Case(mlp(), plain(), SMALL_BUCKETS, optimizer=adamw(True)),
+    "autocast_bf16": Case(mlp(), autocast(torch.bfloat16), SMALL_BUCKETS, optimizer=sgd),
+    "grad_scaler": Case(mlp(), scaled, SMALL_BUCKETS, prepare=prepare_scaler),
+    "hook_allreduce": Case(mlp(), plain(), prepare=hook(default_hooks.allreduce_hook)),
+    "hook_fp16": Case(mlp(), plain(), prepare=hook(default_hooks.fp16_compress_hook)),
+    "hook_bf16": Case(mlp(), plain(), prepare=hook(default_hooks.bf16_compress_hook), gpu_only=True),
+    "hook_in_python": Case(mlp(), plain(), SMALL_BUCKETS, prepare=hook(chained)),
+    "hook_power_sgd": Case(mlp(), plain(), prepare=power_sgd_hook, rtol=1e-6),
+    "hook_builtin_fp16": Case(
+        mlp(), plain(), prepare=lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    ),
+    "mixed_precision": Case(mlp(), plain(), {"mixed_precision": mixed_precision()}, optimizer=sgd, gpu_only=True),
+    "optimizer_in_backward": Case(
+        with_own_optimizer, plain(), {"gradient_as_bucket_view": True}, gpu_only=True
+    ),
+    # The generated code is the same for both classes; what it fuses may depend on the buckets.
+    "compiled_model": Case(
+        lambda: torch.compile(Mlp(WIDTH, FLOAT)), plain(), optimizer=sgd, rtol=1e-5, gpu_only=True, slow=True
+    ),
+}  # fmt: skip
+
+
+def names(*, device: torch.device, slow: bool) -> list[str]:
+    """The cases for this device."""
+    return [
+        name for name, case in CASES.items() if (device.type == "cuda" or not case.gpu_only) and (slow or not case.slow)
+    ]
+
+
+def run_case(name: str, device: torch.device, rank: int, ddp_class: Any, *, device_ids: bool = True) -> None:
+    """Trains both classes in this process group and compares gradients after each step, weights and buffers at the end.
+
+    `ddp_class` takes torch's arguments; that it is over a certain transport is bound to it beforehand.
+    """
+    case = CASES[name]
+    options = dict(case.options)
+    if device.type == "cuda" and device_ids:
+        options["device_ids"] = [device.index]
+    settings = {
+        "options": options,
+        "prepare": case.prepare,
+        "optimizer": case.optimizer,
+        "set_to_none": case.set_to_none,
+    }
+    compare_on_rank(rank, ddp_class, lambda: case.make().to(device), case.run(device), case.steps, case.rtol, settings)

@@ -1,0 +1,39 @@
+"""Where the tests of this folder run: on a GPU, or, to see that they themselves work, on the CPU."""
+
+from __future__ import annotations
+
+import os
+
+# Libraries look at these when they are first used. Counting devices through the driver's management library leaves a
+# process that forks ranks later without a CUDA context.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+
+DEVICE_ENV = "TORCHDDP_TEST_DEVICE"
+
+
+def chosen_device() -> torch.device:
+    """The first GPU, or the CPU if TORCHDDP_TEST_DEVICE says so."""
+    name = os.environ.get(DEVICE_ENV, "cuda")
+    if name not in ("cuda", "cpu"):
+        raise ValueError(f"{DEVICE_ENV} must be cuda or cpu, got {name!r}")
+    return torch.device("cuda", 0) if name == "cuda" else torch.device("cpu")
+
+
+def why_not() -> str:
+    """Why these tests cannot run here, or nothing."""
+    if chosen_device().type == "cpu" or torch.cuda.is_available():
+        return ""
+    build = "finds no GPU" if torch.version.cuda else "is a CPU build"
+    return f"no CUDA device: torch {torch.__version__} {build} ({DEVICE_ENV}=cpu runs what needs none)"
+
+
+def make_deterministic(device: torch.device) -> None:
+    """The same kernels in the same order in every run, so that two classes can be compared bit for bit."""
+    # Only a warning for an operator that has no such form: its case would then fail by its numbers.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -1,0 +1,114 @@
+"""What this machine has of what tests/gpu/run.sh needs.
+
+`environment.py` prints a report and fails if something is missing; `environment.py --tool-path` prints the folders in
+which build tools lie that are not on the PATH.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+PACKAGES = ("torch", "numpy", "pytest", "pytest_timeout", "hypothesis", "typer", "rich", "matplotlib")
+CUDA_FOLDERS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
+
+
+def tool_path() -> list[str]:
+    """Folders of cmake, ninja and nvcc: those of this interpreter, of pip's packages, and where CUDA is installed."""
+    folders = [sysconfig.get_path("scripts"), str(Path(sys.executable).parent)]
+    for package, folder in (("cmake", "data/bin"), ("ninja", "data/bin")):
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            folders.append(str(Path(spec.origin).parent / folder))
+    folders += [os.path.join(os.environ[name], "bin") for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    folders += CUDA_FOLDERS
+    return list(dict.fromkeys(folder for folder in folders if Path(folder).is_dir()))
+
+
+def missing(found: dict[str, bool], *, on_gpu: bool, builds: bool) -> list[str]:
+    """What of this cannot be done without."""
+    needed = [f"Python package {name}" for name in PACKAGES]
+    if builds:
+        needed += ["cmake", "ninja or make", "C++ compiler", "Python.h"] + (["nvcc"] if on_gpu else [])
+    if on_gpu:
+        needed.append("CUDA device")
+    return [what for what in needed if not found[what]]
+
+
+def look() -> dict[str, bool]:
+    """What is there."""
+    found = {f"Python package {name}": importlib.util.find_spec(name) is not None for name in PACKAGES}
+    found |= {name: shutil.which(name) is not None for name in ("cmake", "nvcc")}
+    found["ninja or make"] = any(map(shutil.which, ("ninja", "make")))
+    found["C++ compiler"] = any(map(shutil.which, ("c++", "g++", "clang++")))
+    found["Python.h"] = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
+    found["CUDA device"] = False
+    if found["Python package torch"]:
+        import torch
+
+        found["CUDA device"] = torch.cuda.is_available()
+    return found
+
+
+def _output_of(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"not to be had ({type(error).__name__})"
+    return version_line(done.stdout or done.stderr) or f"nothing (exit code {done.returncode})"
+
+
+def version_line(text: str) -> str:
+    """The line of a program's answer that tells its version."""
+    lines = text.strip().splitlines() or [""]
+    return next((line for line in lines if re.search(r"(version|release)\D{0,2}\d", line, re.IGNORECASE)), lines[0])
+
+
+def report() -> None:
+    """Versions, line by line."""
+    print(f"python      {platform.python_version()} {sys.executable}")
+    for name, command in {
+        "cmake": ("cmake", "--version"),
+        "ninja": ("ninja", "--version"),
+        "c++": ("c++", "-dumpfullversion"),
+        "nvcc": ("nvcc", "--version"),
+        "sanitizer": ("compute-sanitizer", "--version"),
+        "GPU, driver": (
+            "nvidia-smi",
+            "--query-gpu=name,driver_version,memory.total,clocks.sm",
+            "--format=csv,noheader",
+        ),
+    }.items():
+        print(f"{name:<11} {_output_of(*command)}")
+    print(f"cores       {len(os.sched_getaffinity(0))}")
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    print(f"torch       {torch.__version__}, CUDA {torch.version.cuda}")
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        print(f"NCCL        {'.'.join(map(str, torch.cuda.nccl.version()))}")
+        print(f"device      {torch.cuda.get_device_name()}, compute capability {major}.{minor}")
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--tool-path"]:
+        print(os.pathsep.join(tool_path()))
+        return 0
+    report()
+    lacking = missing(look(), on_gpu="--cpu" not in arguments, builds="--no-build" not in arguments)
+    if lacking:
+        print(f"This machine lacks: {', '.join(lacking)}.")
+    return 1 if lacking else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""What two ranks do that share one GPU. Run by name in fresh processes, for CUDA does not survive a fork."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import signal
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu import trace
+from tests.gpu.cases import names, run_case
+from tests.gpu.device import chosen_device, make_deterministic
+from tests.harness import attempt
+from tests.models import loss_of
+from torchddp import DistributedDataParallel
+
+NOT_RUN = "not run: an earlier case failed, and left the ranks at different places"
+FAULT_TIMEOUT_S = 5.0
+
+
+def run_all_cases(rank: int, transport: str, want_nccl: tuple[int, ...] = ()) -> dict[str, str | None]:
+    """Every case by name: None, or what went wrong on this rank."""
+    device = chosen_device()
+    make_deterministic(device)
+    if want_nccl and torch.cuda.nccl.version() < want_nccl:
+        raise RuntimeError(f"NCCL {torch.cuda.nccl.version()} is loaded, {want_nccl} or newer was meant to be")
+    outcomes: dict[str, str | None] = dict.fromkeys(names(device=device, slow=False), NOT_RUN)
+    for name in outcomes:
+        ours = partial(DistributedDataParallel, transport=transport)
+        _, outcomes[name] = attempt(run_case, name, device, rank, ours)
+        if lost_step(_of_all_ranks(outcomes[name])):
+            break
+    return outcomes
+
+
+def error_type(error: str | None) -> str:
+    """The type that a traceback ends with; empty if there was no error."""
+    found = re.findall(r"^(?:\w+\.)*(\w+(?:Error|Exception))\b", error or "", re.MULTILINE)
+    return found[-1] if found else (error or "")
+
+
+def lost_step(errors: list[str | None]) -> bool:
+    """Whether the ranks may be at different places now.
+
+    They are not if all stopped at the same error, and a comparison fails when all that is collective is done.
+    """
+    types = {error_type(error) for error in errors}
+    return len(types - {"AssertionError", ""}) > 0 and len(types) > 1
+
+
+def _of_all_ranks(value: str | None) -> list[str | None]:
+    by_rank: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, value)
+    return by_rank
+
+
+def overlap_of_a_step(rank: int, transport: str, layers: int = 8, width: int = 4096) -> trace.Overlap:
+    """How the collectives of a step lie in its computation, a bucket for each layer."""
+    device = chosen_device()
+    make_deterministic(device)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers))).to(device)
+    bucket_mb = width * width * 2 / 2**20  # half a layer's weight: no bucket holds two
+    ddp = DistributedDataParallel(model, transport=transport, bucket_cap_mb=bucket_mb)
+    inputs = torch.randn(width, width, device=device)
+
+    def step() -> None:
+        ddp.zero_grad(set_to_none=True)
+        loss_of(ddp(inputs)).backward()
+
+    for _ in range(3):
+        step()
+    return trace.overlap(trace.record(step))
+
+
+def settle(device: torch.device) -> None:
+    """Until the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def train_until_fault(rank: int, transport: str, fault: str) -> tuple[list[str], str, float]:
+    """Rank 1 stops taking part after two steps; what rank 0 gets, and after how many seconds."""
+    device = chosen_device()
+    make_deterministic(device)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).to(device)
+    limit = datetime.timedelta(seconds=FAULT_TIMEOUT_S)
+    ddp = DistributedDataParallel(model, transport=transport, bucket_cap_mb=0.01, timeout=limit)
+    inputs = torch.randn(8, 64, device=device)
+    for _ in range(2):
+        ddp.zero_grad()
+        loss_of(ddp(inputs)).backward()
+    settle(device)
+    if rank == 1:
+        if fault == "late":
+            time.sleep(10 * FAULT_TIMEOUT_S)
+        os.kill(os.getpid(), signal.SIGSTOP if fault == "stopped" else signal.SIGKILL)
+    started_s = time.monotonic()
+    try:
+        for _ in range(3):  # what is asynchronous may be noticed a step later
+            ddp.zero_grad()
+            loss_of(ddp(inputs)).backward()
+            settle(device)
+    except Exception as error:
+        seconds = time.monotonic() - started_s
+        # The device is free again: nothing of the aborted collective is still spinning on it.
+        assert torch.ones(3, device=device).sum().item() == 3
+        return [cls.__name__ for cls in type(error).__mro__], str(error), seconds
+    return [], "no error", time.monotonic() - started_s

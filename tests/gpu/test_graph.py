@@ -1,0 +1,99 @@
+"""A whole training step as one CUDA graph, captured after a single eager step, gives the bits of eager training."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.models import Mlp, batch, loss_of, seeded
+from torchddp import DistributedDataParallel
+
+WIDTH = 128
+REPLAYS = 6
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+def inputs(device):
+    return [batch(0, step, 16, WIDTH, dtype=torch.float32).to(device) for step in range(1 + REPLAYS)]
+
+
+def train_eagerly(model, device):
+    plain = copy.deepcopy(model)
+    optimizer = sgd(plain.parameters())
+    for x in inputs(device):
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(plain(x)).backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+    return plain
+
+
+def make_model(device):
+    return seeded(lambda: Mlp(WIDTH, torch.float32)).to(device)
+
+
+@pytest.mark.parametrize("optimizer_inside", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"static_graph": True}, {"gradient_as_bucket_view": False}, {"bucket_cap_mb": 0.1}],
+    ids=str,
+)
+def test_captured_step_equals_eager_steps(gpu, options, optimizer_inside):
+    model = make_model(gpu)
+    want = train_eagerly(model, gpu)
+    batches = inputs(gpu)
+    static = batches[0].clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        ddp = DistributedDataParallel(model, **options)
+        optimizer = sgd(ddp.parameters())
+
+        def forward_backward():
+            loss_of(ddp(static)).backward()
+            if optimizer_inside:
+                optimizer.step()
+
+        forward_backward()
+        if not optimizer_inside:
+            optimizer.step()
+        # Without a gradient, backward writes one; with it, each replay would add to the last one's.
+        optimizer.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=side):
+        forward_backward()
+    for x in batches[1:]:
+        static.copy_(x)
+        graph.replay()
+        if not optimizer_inside:
+            optimizer.step()
+    torch.cuda.synchronize()
+    for (name, ours), theirs in zip(ddp.module.named_parameters(), want.parameters(), strict=True):
+        assert torch.equal(ours, theirs), f"'{name}' differs by {(ours - theirs).abs().max().item():g}"
+
+
+def test_eager_steps_go_on_after_a_capture(gpu):
+    model = make_model(gpu)
+    ddp = DistributedDataParallel(model)
+    static = inputs(gpu)[0]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        loss_of(ddp(static)).backward()
+        ddp.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        loss_of(ddp(static)).backward()
+    graph.replay()
+    torch.cuda.synchronize()
+    captured = [p.grad.clone() for p in ddp.parameters()]
+    ddp.zero_grad(set_to_none=True)
+    loss_of(ddp(static)).backward()
+    torch.cuda.synchronize()
+    for eager, replayed in zip(ddp.parameters(), captured, strict=True):
+        assert torch.equal(eager.grad, replayed)

@@ -1,0 +1,178 @@
+"""Streams: gradients are complete before they are packed, averages before they are read, and the host never waits."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models import assert_grads, batch, grads_of, loss_of, seeded
+from torchddp import DistributedDataParallel
+
+WIDTH = 512
+SLEEP_CYCLES = 20_000_000  # about ten milliseconds: far longer than a step of these models
+LONG_SLEEP_CYCLES = 2_000_000_000  # about a second
+STEPS = 5
+
+
+class Delay(torch.autograd.Function):
+    """Keeps the stream that backward runs on busy before the gradient goes on."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        return grad.clone()
+
+
+class Late(nn.Module):
+    """Layers whose gradients come late on the device, though the host is through at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = Delay.apply(torch.tanh(layer(x)))
+        return x
+
+
+class OnTwoStreams(nn.Module):
+    """Two branches, each on a stream of its own if there are any; backward follows them there."""
+
+    def __init__(self, streams=()):
+        super().__init__()
+        self.trunk, self.left, self.right = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.streams = streams
+
+    def __deepcopy__(self, memo):
+        plain = OnTwoStreams().to(self.trunk.weight.device)
+        plain.load_state_dict(self.state_dict())
+        return plain
+
+    def forward(self, x):
+        hidden = torch.tanh(self.trunk(x))
+        if not self.streams:
+            return Delay.apply(self.left(hidden)) + Delay.apply(self.right(hidden))
+        caller = torch.cuda.current_stream()
+        outputs = []
+        for stream, layer in zip(self.streams, (self.left, self.right), strict=True):
+            stream.wait_stream(caller)
+            hidden.record_stream(stream)
+            with torch.cuda.stream(stream):
+                output = Delay.apply(layer(hidden))
+            output.record_stream(caller)
+            outputs.append(output)
+        for stream in self.streams:
+            caller.wait_stream(stream)
+        return outputs[0] + outputs[1]
+
+
+def inputs(device, step):
+    return batch(0, step, 64, WIDTH, dtype=torch.float32).to(device)
+
+
+def reference(model, device, optimizer_of=None):
+    """Gradients of each step of the bare model, the device idle after each."""
+    plain = copy.deepcopy(model)
+    optimizer = optimizer_of(plain.parameters()) if optimizer_of else None
+    seen = []
+    for step in range(STEPS):
+        plain.zero_grad(set_to_none=True)
+        loss_of(plain(inputs(device, step))).backward()
+        torch.cuda.synchronize()
+        seen.append(grads_of(plain))
+        if optimizer:
+            optimizer.step()
+    torch.cuda.synchronize()
+    return seen, plain
+
+
+def assert_steps(got, want):
+    torch.cuda.synchronize()
+    for step, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        assert_grads(ours, theirs, rtol=0.0, what=f"step {step}:")
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_late_gradients_are_waited_for(gpu, views):
+    model = seeded(Late).to(gpu)
+    want, _ = reference(model, gpu)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.5, gradient_as_bucket_view=views)
+    got = []
+    for step in range(STEPS):
+        ddp.zero_grad(set_to_none=True)
+        loss_of(ddp(inputs(gpu, step))).backward()
+        got.append(grads_of(ddp))  # copied on the current stream, which nobody has waited for
+    assert_steps(got, want)
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": False}], ids=str)
+def test_gradients_from_two_backward_streams(gpu, options):
+    model = seeded(lambda: OnTwoStreams((torch.cuda.Stream(), torch.cuda.Stream()))).to(gpu)
+    want, _ = reference(model, gpu)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=25, **options)  # one bucket gets gradients of three streams
+    got = []
+    for step in range(STEPS):
+        ddp.zero_grad(set_to_none=True)
+        loss_of(ddp(inputs(gpu, step))).backward()
+        got.append(grads_of(ddp))
+    assert_steps(got, want)
+
+
+def test_a_whole_step_on_a_side_stream(gpu):
+    model = seeded(Late).to(gpu)
+    want, _ = reference(model, gpu)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.5)
+    side, got = torch.cuda.Stream(), []
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for step in range(STEPS):
+            ddp.zero_grad(set_to_none=True)
+            loss_of(ddp(inputs(gpu, step))).backward()
+            got.append(grads_of(ddp))
+    assert_steps(got, want)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=1e-4, momentum=0.9)
+
+
+def test_steps_run_ahead_of_the_device(gpu):
+    """The optimizer follows backward without anyone waiting, and freed memory is written to at once."""
+    model = seeded(Late).to(gpu)
+    _, trained = reference(model, gpu, sgd)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.5, gradient_as_bucket_view=False)
+    optimizer = sgd(ddp.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(ddp(inputs(gpu, step))).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for _ in range(8):  # takes the memory of gradients that were just let go
+            torch.full((WIDTH, WIDTH), float("nan"), device=gpu)
+    torch.cuda.synchronize()
+    for (name, ours), theirs in zip(ddp.module.named_parameters(), trained.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("transport", ["nccl", "c10d"])
+def test_the_host_does_not_wait_for_the_device(gpu, transport):
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(gpu)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.5, transport=transport)
+    x = inputs(gpu, 0)
+    for _ in range(3):  # what is loaded or allocated at first use may well wait
+        ddp.zero_grad(set_to_none=True)
+        loss_of(ddp(x)).backward()
+    ddp.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    asleep = torch.cuda.Event()
+    torch.cuda._sleep(LONG_SLEEP_CYCLES)
+    asleep.record()
+    loss_of(ddp(x)).backward()
+    assert not asleep.query(), "backward() returned only after the device had caught up"
+    torch.cuda.synchronize()

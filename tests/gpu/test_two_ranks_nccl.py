@@ -1,0 +1,74 @@
+"""Two ranks over NCCL that share one GPU, which NCCL 2.30 and later allow: parity, overlap, and lost peers.
+
+TORCHDDP_TEST_NCCL names such a libnccl.so.2; torch may come with an older one. Correctness only: one chip does the work
+of both.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.cases import CASES
+from tests.gpu.device import chosen_device
+from tests.gpu.ranks import FAULT_TIMEOUT_S, overlap_of_a_step, run_all_cases, train_until_fault
+from tests.harness import run_outcomes, run_ranks
+
+LIBRARY_ENV = "TORCHDDP_TEST_NCCL"
+FIRST_VERSION = (2, 30, 0)
+# Two ranks need their kernels on the chip at the same time, and no switch between GPUs reduces for them.
+ENVIRONMENT = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0"}
+# gloo for what the ranks say to each other beside it, so that a lost peer is found by our communicator, not by torch's.
+BACKEND = "cpu:gloo,cuda:nccl"
+MARGIN_S = 15.0
+
+LAUNCH = {"start_method": "spawn", "backend": BACKEND}
+
+
+@pytest.fixture(scope="module")
+def two_ranks_a_gpu():
+    """The environment in which ranks started now load the newer library."""
+    library = os.environ.get(LIBRARY_ENV, "")
+    if not library:
+        pytest.skip(f"{LIBRARY_ENV} names no NCCL 2.30 or newer, and older ones refuse two ranks on one GPU")
+    if not Path(library).is_file():
+        pytest.fail(f"{LIBRARY_ENV}: there is no file '{library}'")
+    if chosen_device().type != "cuda":
+        pytest.skip("needs a GPU, this run is on the CPU")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        # Found before the one that torch names by its path, as both are libnccl.so.2.
+        patch.setenv("LD_PRELOAD", str(Path(library).resolve()))
+        yield
+
+
+@pytest.fixture(scope="module")
+def outcomes(two_ranks_a_gpu):
+    return run_ranks(run_all_cases, 2, "nccl", FIRST_VERSION, timeout=90, **LAUNCH)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.slow])
+def test_same_as_torch(outcomes, name):
+    errors = [f"rank {rank}: {of_rank[name]}" for rank, of_rank in enumerate(outcomes) if of_rank[name] is not None]
+    assert not errors, "\n".join(errors)
+
+
+def test_collectives_run_beside_the_computation(two_ranks_a_gpu):
+    for rank, found in enumerate(run_ranks(overlap_of_a_step, 2, "nccl", timeout=60, **LAUNCH)):
+        assert found.collectives >= 8, f"rank {rank}: {found}"
+        assert found.on_their_own_stream == found.collectives, f"rank {rank}: {found}"
+        # All but the last bucket's, whose gradients are the last to be computed.
+        assert found.begun_before_the_end >= found.collectives // 2, f"rank {rank}: {found}"
+        assert found.overlapped_us > 0, f"rank {rank}: {found}"
+
+
+@pytest.mark.parametrize("fault", ["late", "killed", "stopped"])
+def test_a_lost_peer_is_an_error_within_the_timeout(two_ranks_a_gpu, fault):
+    """And the process ends by itself afterwards: an exit code that is not 0 counts as an error."""
+    first, _ = run_outcomes(train_until_fault, 2, "nccl", fault, timeout=60, needed_ranks=[0], **LAUNCH)
+    assert first.error is None, first.error
+    types, text, seconds = first.value
+    assert "TransportError" in types, f"{types}: {text}"
+    assert "rank 0" in text.lower() and "bucket" in text.lower(), text
+    assert seconds < FAULT_TIMEOUT_S + MARGIN_S, f"{seconds:.1f} s: {text}"
