@@ -80,7 +80,7 @@ def diagnose() -> Diagnosis:
     load_error = str(torchddp.import_error) if torchddp.import_error is not None else ""
     problems = [load_error] if load_error else []
     problems += mismatches(built, running, extension_suffix=str(sysconfig.get_config_var("EXT_SUFFIX")))
-    problems += [f"{variable.name}: {variable.problem}" for variable in variables if variable.problem]
+    problems += [variable.problem for variable in variables if variable.problem]
     return Diagnosis(built, running, _transports(built, running, load_error), variables, problems)
 
 

@@ -53,7 +53,7 @@ def _check_limit(_value: str) -> None:
 
 def _check_capability(value: str) -> None:
     if value not in CPU_CAPABILITIES:
-        raise ValueError(f"TORCHDDP_CPU_CAPABILITY must be {', '.join(CPU_CAPABILITIES)}, got {value!r}")
+        raise ValueError(f"TORCHDDP_CPU_CAPABILITY must be 'generic', 'avx2' or 'avx512', got {value!r}")
 
 
 def _check_nothing(_value: str) -> None:
