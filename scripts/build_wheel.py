@@ -1,8 +1,8 @@
 """Builds the wheel of torchddp for this interpreter and its torch, CPU or CUDA, and checks it.
 
-The wheel's version names both (0.1.0+cpu.torch2.13, 0.1.0+cu130.torch2.13), it requires that minor version of torch, and
-it is a manylinux_2_28 one: it runs on any Linux with glibc 2.28. Torch's, CUDA's and NCCL's libraries are not in it: they
-come with torch. Objects are those of the ordinary build (build/cpu, build/cuda).
+The wheel's version names both (0.1.0+cpu.torch2.13, 0.1.0+cu130.torch2.13), it requires that minor version of torch,
+and it is a manylinux_2_28 one: it runs on any Linux with glibc 2.28. Torch's, CUDA's and NCCL's libraries are not in
+it: they come with torch. Objects are those of the ordinary build (build/cpu, build/cuda).
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Checks the GPU code in a built extension: machine code for each architecture, and PTX for later ones.
 
-`python -m scripts.check_cuda_binary build/cuda-package/torchddp/_C...so --build-dir build/cuda`, with an interpreter that has
-nvidia-cuda-cuobjdump. Needs no GPU.
+`python -m scripts.check_cuda_binary build/cuda-package/torchddp/_C...so --build-dir build/cuda`, with an interpreter
+that has nvidia-cuda-cuobjdump. Needs no GPU.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def find_cuobjdump() -> str:
 
 
 def code_problems(elf_list: str, ptx_list: str) -> list[str]:
-    """`elf_list`, `ptx_list`: what cuobjdump --list-elf and --list-ptx print. Each .cu file adds a line per architecture."""
+    """What is missing, from the output of cuobjdump --list-elf and --list-ptx: a line per .cu file and architecture."""
     files = {arch: re.findall(rf"\.{arch}\.cubin$", elf_list, re.MULTILINE) for arch in ARCHS}
     most = max(map(len, files.values()))
     problems = [
@@ -49,7 +49,7 @@ def code_problems(elf_list: str, ptx_list: str) -> list[str]:
 
 
 def listing(cuobjdump: str, option: str, extension: Path) -> str:
-    """"" where there is no code of the kind, for which cuobjdump exits with an error."""
+    """ "" where there is no code of the kind, for which cuobjdump exits with an error."""
     done = subprocess.run([cuobjdump, option, str(extension)], capture_output=True, text=True)
     if done.returncode and "does not contain device code" not in done.stdout + done.stderr:
         sys.exit(f"{cuobjdump} {option} {extension}: {done.stderr.strip() or done.stdout.strip()}")

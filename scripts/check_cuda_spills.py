@@ -1,7 +1,7 @@
 """Fails if a kernel keeps values in memory because it has too few registers (a spill), and says which.
 
-`python -m scripts.check_cuda_spills --build-dir build/cuda` compiles the .cu files once more, as the build does, for what ptxas says: a
-build that finds its objects up to date says nothing.
+`python -m scripts.check_cuda_spills --build-dir build/cuda` compiles the .cu files once more, as the build does, for
+what ptxas says: a build that finds its objects up to date says nothing.
 """
 
 import argparse

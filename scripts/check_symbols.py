@@ -41,7 +41,9 @@ def library_path(name: str, folders: list[Path]) -> Path:
     for folder in folders:
         if (folder / name).exists():
             return folder / name
-    found = subprocess.run(["c++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+    found = subprocess.run(
+        ["c++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     if found == name:
         sys.exit(f"the extension needs {name}, which is not in {', '.join(map(str, folders))} or the system")
     return Path(found)

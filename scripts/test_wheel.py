@@ -1,7 +1,7 @@
 """Installs a wheel in a new environment, away from the checkout, and uses it there.
 
-`python -m scripts.test_wheel dist/torchddp-...whl --torch torch==2.13.0` installs torch as well; with `--torch-of PYTHON`
-the packages of that interpreter are linked into the new environment instead, for torch with CUDA is 5 GB.
+`python -m scripts.test_wheel dist/torchddp-...whl --torch torch==2.13.0` installs torch as well; with `--torch-of
+PYTHON` the packages of that interpreter are linked into the new environment instead, for torch with CUDA is 5 GB.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Run by scripts/test_wheel.py in an environment that has the wheel: two ranks train with torch's class and with ours."""
+"""Run by scripts/test_wheel.py where the wheel is installed: two ranks train with torch's class and with ours."""
 
 import os
 import sys

@@ -104,18 +104,18 @@ def mismatches(built: Built, running: Running, extension_suffix: str) -> list[st
     if not any(name.endswith(extension_suffix) for name in built.files):
         there = ", ".join(built.files) or "none"
         problems.append(
-            f"Python {running.python} needs an extension named _C{extension_suffix}; there is: {there}. Install the wheel "
-            "for this Python, or build it here."
+            f"Python {running.python} needs an extension named _C{extension_suffix}; there is: {there}. Install the "
+            "wheel for this Python, or build it here."
         )
     if built.cuda and running.torch and not running.cuda:
         problems.append(
-            f"torchddp was built with CUDA {built.cuda}, but torch {running.torch} is a CPU build. Install torchddp's CPU "
-            "wheel, or a CUDA build of torch."
+            f"torchddp was built with CUDA {built.cuda}, but torch {running.torch} is a CPU build. Install torchddp's "
+            "CPU wheel, or a CUDA build of torch."
         )
     elif built.cuda and running.cuda and _major(built.cuda) != _major(running.cuda):
         problems.append(
-            f"torchddp was built with CUDA {built.cuda}, torch {running.torch} with CUDA {running.cuda}; the major versions "
-            "must be the same. Install the torchddp wheel for that CUDA."
+            f"torchddp was built with CUDA {built.cuda}, torch {running.torch} with CUDA {running.cuda}; the major "
+            "versions must be the same. Install the torchddp wheel for that CUDA."
         )
     if built.cuda:
         problems += [

@@ -16,9 +16,7 @@ def show(found: Diagnosis, console: Console) -> None:
     _section(
         console, "transports", [(t.name, "[green]works[/]" if t.works else escape(t.reason)) for t in found.transports]
     )
-    _section(
-        console, "variables", [(v.name, escape(_variable(v.value, v.problem or v.note))) for v in found.variables]
-    )
+    _section(console, "variables", [(v.name, escape(_variable(v.value, v.problem or v.note))) for v in found.variables])
     for problem in found.problems:
         console.print(f"[red]problem[/]: {escape(problem)}")
     if not found.problems:
@@ -34,7 +32,8 @@ def _section(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
 
 def _built_rows(built: Built) -> list[tuple[str, str]]:
     if not built.torch:
-        return [("torchddp", escape(built.version or "unknown")), ("extension", escape(", ".join(built.files) or "none"))]
+        files = ", ".join(built.files)
+        return [("torchddp", escape(built.version or "unknown")), ("extension", escape(files or "none"))]
     cuda = f"{built.cuda}, NCCL {built.nccl}, for {built.archs}" if built.cuda else "none: a CPU build"
     return [
         ("torchddp", escape(built.version)),

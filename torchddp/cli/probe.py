@@ -87,17 +87,16 @@ def _reduce(name: str, rank: int, ranks: int, store_path: str) -> None:
     import torch
     import torch.distributed as dist
 
-    import torchddp  # noqa: F401  registers the backend "torchddp_shm"
-    from torchddp import _C
+    from torchddp import transports  # with the package, which registers the backend "torchddp_shm"
 
     probe = PROBES[name]
     store = dist.FileStore(store_path, ranks)
     dist.init_process_group(probe.backend, store=store, rank=rank, world_size=ranks, timeout=GROUP_TIMEOUT)
     try:
         tensor = torch.arange(NUMEL, dtype=torch.float32, device=probe.device) + rank
-        expected = sum(torch.arange(NUMEL, dtype=torch.float32) + r for r in range(ranks))
+        expected = ranks * torch.arange(NUMEL, dtype=torch.float32) + sum(range(ranks))
         if name == "c10d":
-            transport = _C.C10dTransport(dist.group.WORLD)
+            transport = transports.open_transport("c10d", dist.group.WORLD)
             work = transport.make_work()
             transport.all_reduce(tensor, work)
             work.wait(GROUP_TIMEOUT)
