@@ -160,22 +160,21 @@ def test_which_gpus_have_kernels(archs: str, capability: str, expected: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("built", "running", "available", "words"),
+    ("built", "running", "words"),
     [
-        (CUDA_BUILT, CUDA_RUNNING, False, "not in this version"),
-        (Built(), CUDA_RUNNING, True, "built without CUDA"),
-        (CUDA_BUILT, dataclasses.replace(CUDA_RUNNING, nccl=""), True, "has no NCCL"),
-        (CUDA_BUILT, CUDA_RUNNING, True, "torch sees no GPU (there is no driver)"),
-        (CUDA_BUILT, dataclasses.replace(CUDA_RUNNING, driver="CUDA 12.2"), True, "torch sees no GPU (CUDA 12.2)"),
+        (Built(), CUDA_RUNNING, "built without CUDA"),
+        (CUDA_BUILT, dataclasses.replace(CUDA_RUNNING, nccl=""), "has no NCCL"),
+        (CUDA_BUILT, CUDA_RUNNING, "torch sees no GPU (there is no driver)"),
+        (CUDA_BUILT, dataclasses.replace(CUDA_RUNNING, driver="CUDA 12.2"), "torch sees no GPU (CUDA 12.2)"),
     ],
 )
-def test_why_nccl_is_not_tried(built: Built, running: Running, available: bool, words: str) -> None:
-    assert words in reason_against_nccl(built, running, available)
+def test_why_nccl_is_not_tried(built: Built, running: Running, words: str) -> None:
+    assert words in reason_against_nccl(built, running)
 
 
 def test_nccl_is_tried_where_a_gpu_is() -> None:
     running = dataclasses.replace(CUDA_RUNNING, gpus=[Gpu("NVIDIA H200", "9.0")])
-    assert reason_against_nccl(CUDA_BUILT, running, available=True) == ""
+    assert reason_against_nccl(CUDA_BUILT, running) == ""
 
 
 def test_build_info_is_what_the_stub_promises() -> None:

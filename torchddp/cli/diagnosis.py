@@ -228,22 +228,14 @@ def _transports(built: Built, running: Running, load_error: str) -> list[Transpo
     """c10d and shm are tried always; nccl where a GPU is."""
     if load_error:
         return [Transport(name, False, "torchddp does not load") for name in probe.PROBES]
-    against_nccl = reason_against_nccl(built, running, available=_nccl_choice())
+    against_nccl = reason_against_nccl(built, running)
     names = [name for name in probe.PROBES if name != "nccl" or not against_nccl]
     failures = probe.failures(names) | ({"nccl": against_nccl} if against_nccl else {})
     return [Transport(name, not failures[name], failures[name]) for name in probe.PROBES]
 
 
-def _nccl_choice() -> bool:
-    from torchddp import transports
-
-    return "nccl" in transports.CHOICES
-
-
-def reason_against_nccl(built: Built, running: Running, available: bool) -> str:
+def reason_against_nccl(built: Built, running: Running) -> str:
     """Why NCCL need not be tried, or nothing."""
-    if not available:
-        return "not in this version: buckets on GPUs are reduced by the process group (c10d)"
     if not built.cuda:
         return "torchddp was built without CUDA"
     if not running.nccl:

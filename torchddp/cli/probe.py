@@ -95,13 +95,14 @@ def _reduce(name: str, rank: int, ranks: int, store_path: str) -> None:
     try:
         tensor = torch.arange(NUMEL, dtype=torch.float32, device=probe.device) + rank
         expected = ranks * torch.arange(NUMEL, dtype=torch.float32) + sum(range(ranks))
-        if name == "c10d":
-            transport = transports.open_transport("c10d", dist.group.WORLD)
+        if name == "shm":
+            dist.all_reduce(tensor)
+        else:
+            transport = transports.open_transport(name, dist.group.WORLD, device=tensor.device)
+            tensor = transport.allocate(NUMEL, like=tensor).copy_(tensor)
             work = transport.make_work()
             transport.all_reduce(tensor, work)
             work.wait(GROUP_TIMEOUT)
-        else:
-            dist.all_reduce(tensor)
         if not torch.equal(tensor.cpu(), expected):
             raise RuntimeError("the sum was wrong; please report it")
     finally:
