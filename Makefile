@@ -1,9 +1,10 @@
-# make setup | build | demo | test | lint | format | bench | conformance | cuda-build | clean
+# make setup | build | demo | test | lint | format | bench | conformance | compat | cuda-build | cuda-test | wheel | wheel-test | clean
 # Everything runs in .venv, made on first use; nothing but Python (with venv), g++ and make is taken from the system.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PY := $(VENV)/bin/python
 CUDA_VENV := .venv-cuda
+CUDA_PY := $(CUDA_VENV)/bin/python
 CUDA_OUT := build/cuda-package
 ARGS ?=
 
@@ -21,7 +22,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build cpp-tests demo test lint format bench conformance cuda-build clean
+.PHONY: help setup build cpp-tests demo test lint format bench conformance compat cuda-build cuda-test clean
+.PHONY: wheel wheel-cpu wheel-cuda wheel-test wheel-test-cpu wheel-test-cuda
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -87,18 +89,59 @@ bench: build
 conformance: build
 	$(PY) scripts/check_conformance.py --jobs 2 $(ARGS)
 
+# The sources against the headers of the oldest and the newest torch that we support; nothing is linked.
+compat: build
+	$(PY) -m scripts.check_compat $(ARGS)
+
 # --- the CUDA variant: compiled, linked and imported; a GPU is not needed ----------------------------------------------
 
-$(CUDA_VENV)/.requirements: requirements/cuda.txt
+$(CUDA_VENV)/.requirements: requirements/cuda.txt requirements/test.txt
 	$(PYTHON) -m venv $(CUDA_VENV)
-	$(CUDA_VENV)/bin/python -m pip install -q -r requirements/cuda.txt
+	$(CUDA_PY) -m pip install -q -r requirements/cuda.txt -r requirements/test.txt
 	@touch $@
 
 cuda-build: $(CUDA_VENV)/.requirements
 	@rm -rf $(CUDA_OUT)
-	TORCHDDP_CUDA=1 $(CUDA_VENV)/bin/python setup.py -q build --build-lib $(CUDA_OUT)
-	cd $(CUDA_OUT) && ../../$(CUDA_VENV)/bin/python -c \
+	TORCHDDP_CUDA=1 $(CUDA_PY) setup.py -q build --build-lib $(CUDA_OUT)
+	cd $(CUDA_OUT) && ../../$(CUDA_PY) -c \
 	  "import torchddp, torchddp._C as c; print('imported', c.__file__, 'torchddp', torchddp.__version__)"
+	$(CUDA_PY) -m scripts.check_symbols $(CUDA_OUT)/torchddp/_C*.so
+	$(CUDA_PY) -m scripts.check_cuda_binary $(CUDA_OUT)/torchddp/_C*.so --build-dir build/cuda
+	$(CUDA_PY) -m scripts.check_cuda_spills --build-dir build/cuda
+
+# CPU models in the CUDA build, in a tree of its own: the checkout's extension is that of the CPU build.
+CUDA_TESTS ?= tests/parity/test_training.py tests/distributed/test_behaviours.py tests/distributed/test_transport.py \
+  tests/unit/test_build_check.py tests/unit/test_doctor.py
+cuda-test: cuda-build
+	cp -r tests examples benchmarks scripts pyproject.toml $(CUDA_OUT)
+	cd $(CUDA_OUT) && ../../$(CUDA_PY) -m pytest -q -p no:cacheprovider $(CUDA_TESTS) $(ARGS)
+
+# --- wheels, into dist/: VARIANT=cpu, VARIANT=cuda; both where there is nvcc --------------------------------------------
+
+NVCC := $(shell command -v nvcc)
+VARIANT ?= cpu $(if $(NVCC),cuda)
+
+$(VENV)/.wheel-requirements: $(VENV)/.requirements requirements/wheel.txt
+	$(PY) -m pip install -q -r requirements/wheel.txt
+	@touch $@
+
+wheel: $(VARIANT:%=wheel-%)
+	@test -n "$(NVCC)" || echo "no nvcc: the CUDA wheel was not built"
+
+wheel-cpu: setup $(VENV)/.wheel-requirements
+	$(PY) -m scripts.build_wheel
+
+wheel-cuda: $(CUDA_VENV)/.requirements $(VENV)/.wheel-requirements
+	$(CUDA_PY) -m scripts.build_wheel --tools-dir $(VENV)/bin
+
+# Each in a new environment, away from the checkout.
+wheel-test: $(VARIANT:%=wheel-test-%)
+
+wheel-test-cpu: wheel-cpu
+	$(PY) -m scripts.test_wheel dist/torchddp-*+cpu.torch*.whl --torch "$$(grep '^torch==' requirements/build.txt)"
+
+wheel-test-cuda: wheel-cuda
+	$(CUDA_PY) -m scripts.test_wheel dist/torchddp-*+cu[0-9]*.torch*.whl --torch-of $(CURDIR)/$(CUDA_PY)
 
 clean:
 	rm -rf build dist *.egg-info torchddp/_C*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

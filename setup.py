@@ -1,9 +1,11 @@
 """A thin shim over CMake and Ninja: CMakeLists.txt describes the build, pyproject.toml the project.
 
 From the environment: TORCHDDP_CUDA=1 (build the CUDA variant), TORCHDDP_WERROR=1 (warnings are errors) and MAX_JOBS=N.
+For wheels, by scripts/build_wheel.py: TORCHDDP_LOCAL_VERSION=cpu.torch2.13 and TORCHDDP_TORCH_REQUIREMENT===2.13.*.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +32,19 @@ def switch(name: str) -> str:
     return f"-D{name}={'ON' if on else 'OFF'}"
 
 
+def written_down(name: str) -> str:
+    """The value of a line `name = "..."` of pyproject.toml, which no Python before 3.11 can parse by itself."""
+    line = re.search(rf'^{name} = "([^"]+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    if line is None:
+        raise SystemExit(f"torchddp: found no line '{name} = \"...\"' in {ROOT / 'pyproject.toml'}.")
+    return line.group(1)
+
+
+def local_version() -> str:
+    local = os.environ.get("TORCHDDP_LOCAL_VERSION", "")
+    return f"+{local}" if local else ""
+
+
 class CMakeBuild(build_ext):
     """Hands the one extension to CMake, which writes it where setuptools expects it."""
 
@@ -42,6 +57,7 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
             f"-DTORCHDDP_PYTHON={sys.executable}",
             f"-DTORCHDDP_OUTPUT_DIR={output_dir}",
+            f"-DTORCHDDP_LOCAL_VERSION={local_version()}",
             switch("TORCHDDP_CUDA"),
             switch("TORCHDDP_WERROR"),
         ]
@@ -54,4 +70,9 @@ class CMakeBuild(build_ext):
                 raise SystemExit(f"torchddp: '{' '.join(command[:3])} ...' failed; the reason stands above.")
 
 
-setup(ext_modules=[Extension("torchddp._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    version=written_down("version") + local_version(),
+    install_requires=[f"torch{os.environ.get('TORCHDDP_TORCH_REQUIREMENT') or written_down('torch-range')}"],
+    ext_modules=[Extension("torchddp._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)

@@ -33,13 +33,30 @@ target_compile_options(_C PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wno-error=deprecate
 # No precompiled header, on purpose: our files include only the torch headers that they use (torch/csrc/utils/pybind.h, never
 # torch/extension.h). Tried with one: the same CPU time in all, and half a minute in which nothing else can start.
 
-# On one file only: a new version does not rebuild the others.
-set_source_files_properties(csrc/bindings/module.cpp PROPERTIES COMPILE_DEFINITIONS
-  "TORCHDDP_VERSION=\"${TORCHDDP_VERSION}\";TORCHDDP_TORCH_VERSION=\"${TORCH_VERSION}\"")
+# What `torchddp doctor` shows. On one file only: a new version does not rebuild the others.
+set(module_definitions
+  "TORCHDDP_VERSION=\"${TORCHDDP_VERSION}${TORCHDDP_LOCAL_VERSION}\""
+  "TORCHDDP_TORCH_VERSION=\"${TORCH_VERSION}\""
+  "TORCHDDP_PYTHON_VERSION=\"${PYTHON_FULL_VERSION}\""
+  "TORCHDDP_COMPILER=\"${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}\"")
+if(TORCHDDP_CUDA)
+  list(JOIN CMAKE_CUDA_ARCHITECTURES " " cuda_archs)
+  list(APPEND module_definitions
+    "TORCHDDP_CUDA_VERSION=\"${CUDAToolkit_VERSION}\""
+    "TORCHDDP_NCCL_VERSION=\"${nccl_version}\""
+    "TORCHDDP_CUDA_ARCHS=\"${cuda_archs}\"")
+endif()
+set_source_files_properties(csrc/bindings/module.cpp PROPERTIES COMPILE_DEFINITIONS "${module_definitions}")
 
 set(rpath $ORIGIN/../torch/lib)
 if(TORCHDDP_CUDA)
-  list(APPEND rpath $ORIGIN/../nvidia/cu13/lib $ORIGIN/../nvidia/nccl/lib)
+  # Where NVIDIA's wheels put their libraries, which torch's require: one folder for all of them since CUDA 13.
+  if(CUDAToolkit_VERSION_MAJOR VERSION_LESS 13)
+    list(APPEND rpath $ORIGIN/../nvidia/cuda_runtime/lib)
+  else()
+    list(APPEND rpath $ORIGIN/../nvidia/cu${CUDAToolkit_VERSION_MAJOR}/lib)
+  endif()
+  list(APPEND rpath $ORIGIN/../nvidia/nccl/lib)
 endif()
 set_target_properties(_C PROPERTIES
   PREFIX "" SUFFIX "${PYTHON_EXT_SUFFIX}"

@@ -1,6 +1,6 @@
 # Finds the torch of TORCHDDP_PYTHON without importing it: an imported target `torchddp_torch`, and TORCH_VERSION, TORCH_CUDA,
-# TORCH_SITE_DIR, PYTHON_EXT_SUFFIX. Not through find_package(Torch), which wants a CUDA toolkit of its own choosing
-# (root, architectures, nvrtc, language dialect) even where only the libraries are needed.
+# TORCH_SITE_DIR, PYTHON_FULL_VERSION, PYTHON_EXT_SUFFIX. Not through find_package(Torch), which wants a CUDA toolkit of its own
+# choosing (root, architectures, nvrtc, language dialect) even where only the libraries are needed.
 set(facts_script ${CMAKE_SOURCE_DIR}/cmake/torch_facts.py)
 execute_process(COMMAND ${TORCHDDP_PYTHON} ${facts_script}
   OUTPUT_VARIABLE facts ERROR_VARIABLE facts_error RESULT_VARIABLE facts_rc OUTPUT_STRIP_TRAILING_WHITESPACE)

@@ -4,6 +4,7 @@ Does not import torch: that takes seconds, and needs more of torch's dependencie
 """
 
 import importlib.util
+import platform
 import re
 import sys
 import sysconfig
@@ -26,6 +27,7 @@ def main() -> None:
         "TORCH_VERSION": version.group(1),
         "TORCH_CUDA": cuda.group(1) if cuda else "",
         "PYTHON_VERSION": sysconfig.get_python_version(),
+        "PYTHON_FULL_VERSION": platform.python_version(),
         "PYTHON_INCLUDE_DIR": sysconfig.get_paths()["include"],
         "PYTHON_EXT_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
     }

@@ -13,6 +13,7 @@ from torch.futures import Future
 torch_version: str
 version: str
 with_cuda: bool
+build_info: dict[str, str]
 
 class TransportError(RuntimeError): ...
 class InternalError(RuntimeError): ...

@@ -6,20 +6,30 @@ Everything torch's class accepts, this one accepts, in the same order; it is a s
 :class:`torchddp.DistributedDataParallel` for what differs.
 """
 
-import torch  # noqa: F401  the extension needs torch's libraries loaded first
+from __future__ import annotations
 
-from torchddp._build_check import check_torch_matches
+from torchddp._command import is_command
 
-check_torch_matches()
+import_error: Exception | None = None
+try:
+    import torch  # noqa: F401  the extension needs torch's libraries loaded first
 
-from torchddp.distributed import DistributedDataParallel  # noqa: E402
-from torchddp.errors import InternalError, TransportError  # noqa: E402
-from torchddp.shm_backend import register  # noqa: E402
+    from torchddp._build_check import check_torch_matches
 
-register()
-del register
+    check_torch_matches()
 
-DDP = DistributedDataParallel
+    from torchddp.distributed import DistributedDataParallel
+    from torchddp.errors import InternalError, TransportError
+    from torchddp.shm_backend import register
+
+    register()
+    del register
+
+    DDP = DistributedDataParallel
+except (ImportError, OSError) as error:  # OSError: a library of torch's does not load
+    if not is_command():
+        raise
+    import_error = error  # `torchddp doctor` tells what is wrong
 
 __all__ = ["DDP", "DistributedDataParallel", "InternalError", "TransportError", "__version__"]
 

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _world
 from torchddp import _C, nccl_setup
 from torchddp.rank_problems import listed
 
-__all__ = ["CHOICES", "CHOICE_ENV", "LIMIT_ENV", "check_choice", "intended_transport", "open_transport"]
+__all__ = ["CHOICES", "CHOICE_ENV", "LIMIT_ENV", "check_choice", "intended_transport", "limit_bytes", "open_transport"]
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class Meeting:
         endpoint, problem, host = None, "", ""
         try:
             host = _C.host_identity()
-            endpoint = _C.ShmEndpoint(_limit_bytes())
+            endpoint = _C.ShmEndpoint(limit_bytes())
         except (RuntimeError, ValueError) as error:
             problem = str(error)
         card = Card(host, os.geteuid(), endpoint.address if endpoint else "", problem)
@@ -244,7 +244,8 @@ def _share_memory(process_group: Any, timeout: datetime.timedelta) -> _C.ShmTran
     return meeting.connect(exchange, process_group, timeout)
 
 
-def _limit_bytes() -> int:
+def limit_bytes() -> int:
+    """What TORCHDDP_SHM_LIMIT_MB allows a rank; 0: no limit. ValueError for what is no positive number."""
     text = os.environ.get(LIMIT_ENV, "")
     if not text:
         return 0

@@ -1,0 +1,170 @@
+"""Compiles the sources against the headers of the oldest and the newest torch that we support, warnings being errors.
+
+Nothing is linked and no code is generated; templates are instantiated, so that the compiler sees what a build would.
+Most of the time would go into torch's headers: the sources of a folder are compiled as one, and one by one only if that
+fails. The commands are those of build/cpu; with build/cuda there, also what only the CUDA build compiles, against the
+NCCL of that torch. Headers come out of torch's wheels, once, into build/compat.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCHES = ("2.11.0", "2.15.0")
+HEADERS_DIR = ROOT / "build" / "compat"
+TORCH_INCLUDE = re.compile(r"(?<=-isystem )\S*/torch/include(?=[ /])")
+NCCL_INCLUDE = re.compile(r"(?<=-isystem )\S*/nvidia/nccl/include(?= )")
+# Of the CUDA build's sources, those in which it makes a difference.
+CUDA_CODE = re.compile(r"TORCHDDP_WITH_CUDA|#include <(c10/cuda|cuda|nccl)")
+
+
+@dataclass(frozen=True)
+class Check:
+    """Sources of one folder that are compiled the same way, against one torch."""
+
+    sources: tuple[Path, ...]
+    torch: str
+    command: tuple[str, ...]  # without a source
+
+
+# --- headers ---
+
+
+def fetch_headers(torch: str) -> Path:
+    """A folder with torch/include, and nvidia/nccl/include where that torch is a CUDA build."""
+    folder = HEADERS_DIR / f"torch-{torch}"
+    complete = folder / "complete"
+    if complete.exists():
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    metadata = extract_from_wheel(f"torch=={torch}", r"torch/(include/|version\.py$)", folder)
+    if found := re.search(r"^Requires-Dist: (nvidia-nccl-cu\d+==[\d.]+)", metadata, re.MULTILINE):
+        extract_from_wheel(found.group(1), r"nvidia/nccl/include/", folder)
+    complete.touch()
+    return folder
+
+
+def extract_from_wheel(requirement: str, wanted: str, folder: Path) -> str:
+    """Downloads a wheel, extracts what begins with the pattern, and returns the wheel's METADATA."""
+    with tempfile.TemporaryDirectory() as downloads:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", downloads]
+        done = subprocess.run([*command, requirement], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"compat: pip can't download {requirement}: {done.stderr.strip()}")
+        (wheel,) = Path(downloads).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+            archive.extractall(folder, [name for name in names if re.match(wanted, name)])
+            (metadata,) = [name for name in names if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)]
+            return archive.read(metadata).decode()
+
+
+# --- what to compile ---
+
+
+def entries(build_dir: Path) -> dict[Path, str]:
+    """Command by source, of those that include torch's headers."""
+    path = build_dir / "compile_commands.json"
+    if not path.exists():
+        return {}
+    found = {Path(entry["file"]): entry["command"] for entry in json.loads(path.read_text())}
+    return {source: command for source, command in found.items() if TORCH_INCLUDE.search(command)}
+
+
+def cuda_only(cpu: dict[Path, str], cuda: dict[Path, str]) -> dict[Path, str]:
+    """What the CUDA build compiles beyond the CPU one, or otherwise; kernels include no torch header."""
+    return {
+        source: command
+        for source, command in cuda.items()
+        if source.suffix == ".cpp" and (source not in cpu or CUDA_CODE.search(source.read_text()))
+    }
+
+
+def against(command: str, headers: Path) -> list[str]:
+    """The build's command with other headers, warnings being errors, without source and output."""
+    command = TORCH_INCLUDE.sub(str(headers / "torch" / "include"), command)
+    command = NCCL_INCLUDE.sub(str(headers / "nvidia" / "nccl" / "include"), command)
+    words = shlex.split(command)
+    del words[words.index("-o") :]  # CMake ends with: -o OBJECT -c SOURCE
+    return [*words, "-Werror", "-Wno-error=deprecated-declarations"]
+
+
+def grouped(commands: dict[Path, str], torch: str, headers: Path) -> list[Check]:
+    """By folder and command: definitions may be those of one file only."""
+    groups: dict[tuple[Path, tuple[str, ...]], list[Path]] = {}
+    for source, command in sorted(commands.items()):
+        groups.setdefault((source.parent, tuple(against(command, headers))), []).append(source)
+    return [Check(tuple(sources), torch, command) for (_, command), sources in groups.items()]
+
+
+def plan(torches: list[str]) -> list[Check]:
+    cpu = entries(ROOT / "build" / "cpu")
+    if not cpu:
+        sys.exit("compat: build/cpu has no compile_commands.json; run `make build` first")
+    cuda = cuda_only(cpu, entries(ROOT / "build" / "cuda"))
+    if not cuda:
+        print("compat: no source that only the CUDA build compiles (see `make cuda-build`)")
+    checks = []
+    for torch in torches:
+        headers = fetch_headers(torch)
+        with_cuda = cuda if (headers / "torch/include/c10/cuda/CUDAStream.h").exists() else {}
+        if cuda and not with_cuda:
+            print(f"compat: torch {torch} of this index is a CPU build: {len(cuda)} CUDA sources are not checked")
+        checks += grouped(cpu, torch, headers) + grouped(with_cuda, torch, headers)
+    return checks
+
+
+# --- compiling ---
+
+
+def compiler_errors(command: tuple[str, ...], sources: tuple[Path, ...]) -> str:
+    """What the compiler complains of, or nothing."""
+    with tempfile.NamedTemporaryFile("w", suffix=".cpp") as together:
+        together.write("".join(f'#include "{source}"\n' for source in sources))
+        together.flush()
+        name = together.name if len(sources) > 1 else str(sources[0])
+        done = subprocess.run([*command, "-fsyntax-only", name], cwd=ROOT, capture_output=True, text=True)
+    return done.stderr or f"exit code {done.returncode}" if done.returncode else ""
+
+
+def failures(check: Check) -> dict[Path, str]:
+    """Errors by source."""
+    if len(check.sources) > 1 and not compiler_errors(check.command, check.sources):
+        return {}
+    # Together they may fail for no fault of theirs: two files may give things of their own the same name.
+    alone = {source: compiler_errors(check.command, (source,)) for source in check.sources}
+    return {source: errors for source, errors in alone.items() if errors}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torches", nargs="+", default=list(TORCHES), help="versions of torch")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers that run at the same time")
+    args = parser.parse_args()
+    checks = plan(args.torches)
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        found = list(pool.map(failures, checks))
+    num_failed = 0
+    for check, errors_by_source in zip(checks, found, strict=True):
+        for source, errors in errors_by_source.items():
+            num_failed += 1
+            print(f"--- {source.relative_to(ROOT)} against torch {check.torch}:\n{errors}")
+    if num_failed:
+        sys.exit(f"compat: {num_failed} sources do not compile")
+    num_compiled = sum(len(check.sources) for check in checks)
+    print(f"compat: {num_compiled} sources compile, torch {' and '.join(args.torches)}")
+
+
+if __name__ == "__main__":
+    main()

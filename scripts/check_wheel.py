@@ -1,0 +1,63 @@
+"""What a wheel of torchddp must hold, and must not: used by build_wheel.py."""
+
+import email
+import re
+import subprocess
+import tempfile
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+NEEDED = ("torchddp/__init__.py", "torchddp/py.typed", "torchddp/_C.pyi", "torchddp/cli/__init__.py")
+ONLY = re.compile(r"^(torchddp/|torchddp-[^/]+\.dist-info/)")
+# Where the libraries lie that come with torch, as seen from torchddp/.
+RUNPATHS = {"cpu": ("torch/lib",), "cu12": ("torch/lib", "nvidia/cuda_runtime/lib", "nvidia/nccl/lib")}
+RUNPATHS["cu13"] = ("torch/lib", "nvidia/cu13/lib", "nvidia/nccl/lib")
+
+
+def wheel_problems(wheel: Path, variant: str, torch_minor: str) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata_name,) = [name for name in names if name.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(archive.read(metadata_name))
+        problems = content_problems(names) + metadata_problems(metadata, variant, torch_minor)
+        extensions = [name for name in names if re.fullmatch(r"torchddp/_C\..*\.so", name)]
+        if len(extensions) != 1:
+            return [*problems, f"one extension is expected, there are {len(extensions)}"]
+        with tempfile.TemporaryDirectory() as folder:
+            path = archive.extract(extensions[0], folder)
+            dynamic = subprocess.run(["readelf", "-dW", path], capture_output=True, text=True, check=True).stdout
+    return problems + runpath_problems(dynamic, variant)
+
+
+def content_problems(names: list[str]) -> list[str]:
+    problems = [f"{name} is missing" for name in NEEDED if name not in names]
+    if not any(re.search(r"\.dist-info/(licenses/)?LICENSE$", name) for name in names):
+        problems.append("the licence is missing")
+    return problems + [f"{name} does not belong there" for name in names if not ONLY.match(name)]
+
+
+def metadata_problems(metadata: Message, variant: str, torch_minor: str) -> list[str]:
+    problems = []
+    version = str(metadata["Version"])
+    if not version.endswith(f"+{variant}.torch{torch_minor}"):
+        problems.append(f"the version must end in +{variant}.torch{torch_minor}, got {version}")
+    wanted = f"torch=={torch_minor}.*"
+    required = [line for line in metadata.get_all("Requires-Dist", []) if ";" not in line]
+    if required != [wanted]:
+        problems.append(f"the only requirement must be {wanted}, got {required}")
+    if "cli" not in metadata.get_all("Provides-Extra", []):
+        problems.append("the extra 'cli' is missing")
+    return problems
+
+
+def runpath_problems(dynamic: str, variant: str) -> list[str]:
+    """`dynamic` is what `readelf -d` prints."""
+    found = re.search(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", dynamic)
+    runpath = found.group(1).split(":") if found else []
+    wanted = [f"$ORIGIN/../{folder}" for folder in RUNPATHS[variant[:4] if variant != "cpu" else "cpu"]]
+    problems = [] if runpath == wanted else [f"the library path must be {':'.join(wanted)}, got {':'.join(runpath)}"]
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
+    # auditwheel gives what it bundles a name with a checksum: libgomp-a34b3233.so.1
+    problems += [f"{name} is bundled" for name in needed if re.search(r"-[0-9a-f]{8}\.so", name)]
+    return problems

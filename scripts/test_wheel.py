@@ -1,0 +1,111 @@
+"""Installs a wheel in a new environment, away from the checkout, and uses it there.
+
+`python -m scripts.test_wheel dist/torchddp-...whl --torch torch==2.13.0` installs torch as well; with `--torch-of
+PYTHON` the packages of that interpreter are linked into the new environment instead, for torch with CUDA is 5 GB.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SMOKE = ROOT / "tests" / "wheel" / "smoke.py"
+STEP_TIMEOUT_S = 240
+
+
+class Environment:
+    """A virtual environment, and a folder to run things in from where no checkout is seen."""
+
+    def __init__(self, folder: Path, away: Path) -> None:
+        venv.create(folder, with_pip=True, clear=True)
+        self.bin = folder / "bin"
+        self.site = next((folder / "lib").glob("python*")) / "site-packages"
+        self._away = away
+
+    def run(self, *command: str, expected: int = 0) -> str:
+        """The output of a command of the environment; ends this script unless it exits as expected."""
+        print(f"$ {' '.join(command)}", flush=True)
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TORCHDDP_"))}
+        program = str(self.bin / command[0])
+        done = subprocess.run(
+            [program, *command[1:]], cwd=self._away, env=env, capture_output=True, text=True, timeout=STEP_TIMEOUT_S
+        )
+        if done.returncode != expected:
+            print(done.stdout + done.stderr)
+            sys.exit(f"wheel: exit code {done.returncode} instead of {expected}")
+        return done.stdout
+
+
+def link_packages(environment: Environment, python: str) -> None:
+    """All that the other interpreter has installed where its torch is, but torchddp."""
+    code = "import importlib.util as u, pathlib; print(pathlib.Path(u.find_spec('torch').origin).parents[1])"
+    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    for path in Path(found).iterdir():
+        ours = path.name.startswith(("torchddp", "__editable__")) or path.suffix == ".pth"
+        if not ours and path.name != "__pycache__" and not (environment.site / path.name).exists():
+            (environment.site / path.name).symlink_to(path)
+
+
+def pretend_other_torch(environment: Environment) -> None:
+    """From now on pip believes that torch 2.1.0 is installed."""
+    (found,) = [path for path in environment.site.glob("torch-*.dist-info")]
+    other = environment.site / "torch-2.1.0.dist-info"
+    version = importlib.metadata.Distribution.at(found).version
+    shutil.copytree(found, other)
+    text = (other / "METADATA").read_text().replace(f"\nVersion: {version}\n", "\nVersion: 2.1.0\n")
+    (other / "METADATA").write_text(text)
+    found.unlink() if found.is_symlink() else shutil.rmtree(found)
+
+
+def check(environment: Environment, wheel: Path) -> None:
+    environment.run("python", "-m", "pip", "check")
+    found = json.loads(environment.run("torchddp", "doctor", "--json"))
+    version = wheel.name.split("-")[1]
+    if found["built"]["version"] != version:
+        sys.exit(f"wheel: doctor says {found['built']['version']}, the wheel is {version}")
+    for name in ("c10d", "shm"):
+        if not any(transport["name"] == name and transport["works"] for transport in found["transports"]):
+            sys.exit(f"wheel: transport {name} does not work: {found['transports']}")
+    print(environment.run("python", "-m", "torchddp", "doctor"), end="")
+    print(environment.run("python", str(SMOKE)), end="")
+    pretend_other_torch(environment)
+    refusal = environment.run("python", "-m", "pip", "check", expected=1)
+    if f"torchddp {version} has requirement torch==" not in refusal:
+        sys.exit(f"wheel: pip check does not name the requirement: {refusal}")
+    print("with another torch pip refuses it")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheel", type=Path)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--torch", help="what pip installs first, e.g. torch==2.13.0")
+    source.add_argument("--torch-of", metavar="PYTHON", help="an interpreter whose packages are linked")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse_args()
+    wheel = args.wheel.resolve()
+    with tempfile.TemporaryDirectory(prefix="torchddp-wheel-") as folder:
+        away = Path(folder) / "away"
+        away.mkdir()
+        environment = Environment(Path(folder) / "venv", away)
+        if args.torch:
+            environment.run("python", "-m", "pip", "install", "-q", args.torch)
+        else:
+            link_packages(environment, args.torch_of)
+        environment.run("python", "-m", "pip", "install", "-q", f"torchddp[cli] @ {wheel.as_uri()}")
+        check(environment, wheel)
+    print(f"{wheel.name}: installed, trained with, removed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""`torchddp doctor`: what it finds, and that it speaks where the package does not load."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchddp import _C
+from torchddp._command import is_command
+from torchddp.cli import diagnosis, probe
+from torchddp.cli.diagnosis import Built, Gpu, Running, has_kernels_for, mismatches, reason_against_nccl
+from torchddp.cli.variables import set_variables
+
+SUFFIX = ".cpython-311-x86_64-linux-gnu.so"
+CUDA_BUILT = Built(
+    version="0.1.0",
+    torch="2.13.0+cu130",
+    cuda="13.0.88",
+    nccl="2.29.7",
+    archs="80-real 90-real 100",
+    files=["_C" + SUFFIX],
+)
+CUDA_RUNNING = Running(python="3.11.7", torch="2.13.0+cu130", cuda="13.0", nccl="2.29.7")
+
+
+def doctor(*args: str, before: str = "", environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`torchddp doctor` in a process of its own, after the statements `before`."""
+    code = f"import sys; sys.argv = ['/somewhere/bin/torchddp', 'doctor', *{args!r}]\n{before}\n"
+    code += "from torchddp.cli import main; main()"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCHDDP_")}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=clean | (environ or {})
+    )
+
+
+# --- the command ---
+
+
+def test_all_is_well_here() -> None:
+    done = doctor("--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["problems"] == []
+    assert found["built"]["torch"] == _C.torch_version and found["built"]["compiler"].startswith(("GNU", "Clang"))
+    assert found["running"]["cpu_capability"] == _C.cpu_capability()
+    assert {t["name"]: t["works"] for t in found["transports"] if t["name"] != "nccl"} == {"c10d": True, "shm": True}
+
+
+def test_another_torch_is_a_problem_that_is_told() -> None:
+    done = doctor(before="import torch; torch.__version__ = '2.10.0'")
+    assert done.returncode == 1
+    assert "problem: torchddp was built for torch 2." in done.stdout and "but torch 2.10.0 is running" in done.stdout
+    assert "torchddp does not load" in done.stdout  # no transport is tried
+
+
+def test_a_torch_that_does_not_load_is_a_problem_that_is_told() -> None:
+    done = doctor("--json", before="sys.modules['torch'] = None")
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert "torch" in found["problems"][0] and found["running"]["torch"] == ""
+
+
+def test_an_extension_that_does_not_load_is_a_problem_that_is_told() -> None:
+    done = doctor(before="import torch; sys.modules['torchddp._C'] = None")
+    assert done.returncode == 1
+    assert "compiled extension does not load" in done.stdout
+
+
+def test_wrong_variables_are_problems() -> None:
+    done = doctor("--json", environ={"TORCHDDP_TRANSPORT": "carrier-pigeon", "TORCHDDP_SHM_LIMIT_MB": "-1"})
+    assert done.returncode == 1
+    problems = " ".join(json.loads(done.stdout)["problems"])
+    assert "'carrier-pigeon'" in problems and "TORCHDDP_SHM_LIMIT_MB must be a positive number of MiB" in problems
+
+
+def test_without_the_extra_one_sentence_says_what_to_install() -> None:
+    done = doctor(before="sys.modules['typer'] = None")
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines() == [
+        "torchddp: the command line needs typer and rich; install them with: pip install 'torchddp[cli]'"
+    ]
+
+
+def test_only_the_command_survives_a_failing_import() -> None:
+    code = "import sys; sys.argv = ['train.py']; import torch; torch.__version__ = '2.10.0'; import torchddp"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "ImportError: torchddp was built for torch" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "orig_argv", "expected"),
+    [
+        (["/venv/bin/torchddp", "doctor"], ["python", "/venv/bin/torchddp", "doctor"], True),
+        (["-m", "doctor"], ["python", "-X", "dev", "-m", "torchddp", "doctor"], True),
+        (["-m"], ["python", "-m", "torchddp.cli.probe", "shm"], False),
+        (["-m"], ["python", "-m", "pytest", "torchddp"], False),
+        (["train.py", "torchddp"], ["python", "train.py", "torchddp"], False),
+        (["-c"], ["python", "-c", "import torchddp"], False),
+        ([], [], False),
+    ],
+)
+def test_the_command_is_recognised(argv: list[str], orig_argv: list[str], expected: bool) -> None:
+    assert is_command(argv, orig_argv) is expected
+
+
+def test_module_and_help_have_examples() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torchddp", "doctor", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and "torchddp doctor --json" in done.stdout
+
+
+# --- what does not fit ---
+
+
+def test_what_fits_is_no_mismatch() -> None:
+    assert mismatches(CUDA_BUILT, CUDA_RUNNING, SUFFIX) == []
+    gpus = [Gpu("NVIDIA H200", "9.0"), Gpu("NVIDIA A10", "8.6"), Gpu("one to come", "12.0")]
+    assert mismatches(CUDA_BUILT, dataclasses.replace(CUDA_RUNNING, gpus=gpus), SUFFIX) == []
+
+
+@pytest.mark.parametrize(
+    ("built", "running", "words"),
+    [
+        ({"files": ["_C.cpython-310-x86_64-linux-gnu.so"]}, {}, "Python 3.11.7 needs an extension named"),
+        ({"files": []}, {}, "there is: none"),
+        ({}, {"cuda": "", "torch": "2.13.0+cpu"}, "torch 2.13.0+cpu is a CPU build"),
+        ({"cuda": "12.6.85"}, {}, "the major versions must be the same"),
+        ({}, {"gpus": [Gpu("Tesla T4", "7.5")]}, "Tesla T4 has compute capability 7.5"),
+    ],
+)
+def test_a_mismatch_is_told(built: dict, running: dict, words: str) -> None:
+    problems = mismatches(
+        dataclasses.replace(CUDA_BUILT, **built), dataclasses.replace(CUDA_RUNNING, **running), SUFFIX
+    )
+    assert len(problems) == 1 and words in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "expected"),
+    [
+        ("80-real 90-real 100", "8.0", True),
+        ("80-real 90-real 100", "8.9", True),
+        ("80-real 90-real 100", "10.3", True),
+        ("80-real 90-real 100", "12.0", True),
+        ("80-real 90-real 100", "7.5", False),
+        ("86-real", "8.0", False),
+        ("80-real", "9.0", False),
+        ("80-virtual", "9.0", True),
+        ("100-virtual", "9.0", False),
+        ("", "9.0", False),
+    ],
+)
+def test_which_gpus_have_kernels(archs: str, capability: str, expected: bool) -> None:
+    assert has_kernels_for(archs, capability) is expected
+
+
+@pytest.mark.parametrize(
+    ("built", "running", "words"),
+    [
+        (Built(), CUDA_RUNNING, "built without CUDA"),
+        (CUDA_BUILT, dataclasses.replace(CUDA_RUNNING, nccl=""), "has no NCCL"),
+        (CUDA_BUILT, CUDA_RUNNING, "torch sees no GPU (there is no driver)"),
+        (CUDA_BUILT, dataclasses.replace(CUDA_RUNNING, driver="CUDA 12.2"), "torch sees no GPU (CUDA 12.2)"),
+    ],
+)
+def test_why_nccl_is_not_tried(built: Built, running: Running, words: str) -> None:
+    assert words in reason_against_nccl(built, running)
+
+
+def test_nccl_is_tried_where_a_gpu_is() -> None:
+    running = dataclasses.replace(CUDA_RUNNING, gpus=[Gpu("NVIDIA H200", "9.0")])
+    assert reason_against_nccl(CUDA_BUILT, running) == ""
+
+
+def test_build_info_is_what_the_stub_promises() -> None:
+    assert set(_C.build_info) == {"torch", "python", "compiler", "cuda", "nccl", "archs"}
+    assert all(isinstance(value, str) for value in _C.build_info.values())
+    assert bool(_C.build_info["cuda"]) is _C.with_cuda is bool(_C.build_info["archs"])
+
+
+# --- transports and variables ---
+
+
+def test_a_transport_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "nonsense")
+    assert "TORCHDDP_SHM_LIMIT_MB must be a positive number of MiB" in probe.failures(["shm"])["shm"]
+
+
+def test_a_transport_that_hangs_is_told() -> None:
+    assert probe.failures(["shm"], timeout_s=0.05)["shm"] == "process 0 gave no answer within 0.05 s"
+
+
+def test_an_answer_is_read_from_the_last_line() -> None:
+    assert probe.read_answer('noise\n{"failure": ""}\n', "", 0, 0) == ""
+    assert probe.read_answer('{"failure": "no room"}', "a warning", 0, 0) == "no room"
+    assert probe.read_answer("", "Traceback\nImportError: no torch", 1, 1) == (
+        "process 1 ended with exit code 1: ImportError: no torch"
+    )
+    assert probe.read_answer("half a {", "", 0, -11) == "process 0 ended with exit code -11: it said nothing"
+
+
+def test_variables_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TORCHDDP_")]:
+        monkeypatch.delenv(name)
+    assert set_variables() == []
+    for name, value in {
+        "TORCHDDP_CPU_CAPABILITY": "sse2",
+        "TORCHDDP_HOST_ID": "anything",
+        "TORCHDDP_SHM_LIMIT_MB": "64",
+        "TORCHDDP_TRANSPORT": "",
+        "TORCHDDP_TRANSPROT": "shm",
+    }.items():
+        monkeypatch.setenv(name, value)
+    judged = {variable.name: variable for variable in set_variables()}
+    assert [name for name, variable in judged.items() if variable.problem] == ["TORCHDDP_CPU_CAPABILITY"]
+    assert "'sse2'" in judged["TORCHDDP_CPU_CAPABILITY"].problem
+    assert [name for name, variable in judged.items() if variable.note] == ["TORCHDDP_TRANSPROT"]
+
+
+def test_every_variable_of_the_sources_is_known() -> None:
+    """What the engine reads, and what this list holds, are the same."""
+    root = Path(__file__).resolve().parents[2]
+    from torchddp.cli.variables import _CHECKS
+
+    texts = [p.read_text() for p in [*(root / "csrc").rglob("*.cpp"), *(root / "torchddp").glob("*.py")]]
+    for name in _CHECKS.keys() - {"TORCHDDP_CUDA", "TORCHDDP_WERROR"}:
+        assert any(f'"{name}"' in text for text in texts), name
+    import re
+
+    read = {name for text in texts for name in re.findall(r'(?:getenv\(|_ENV = )"(TORCHDDP_[A-Z_]+)"', text)}
+    assert read <= _CHECKS.keys()
+
+
+def test_installed_version_is_the_extensions() -> None:
+    assert diagnosis.installed_version() == _C.version

@@ -1,0 +1,55 @@
+"""Run by scripts/test_wheel.py where the wheel is installed: two ranks train with torch's class and with ours."""
+
+import os
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchddp
+
+RANKS = 2
+STEPS = 3
+
+
+def train(wrap, rank: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(nn.Linear(37, 65), nn.ReLU(), nn.Linear(65, 700), nn.Linear(700, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(5, 37, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def rank_main(rank: int, store_path: str) -> None:
+    store = dist.FileStore(store_path, RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    expected = train(nn.parallel.DistributedDataParallel, rank)
+    assert any(not torch.equal(a, b) for a, b in zip(expected, train(lambda model: model, rank), strict=True))
+    for transport in ("shm", "c10d"):
+        ours = train(lambda model, t=transport: torchddp.DistributedDataParallel(model, transport=t), rank)
+        for mine, theirs in zip(ours, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    installed = Path(torchddp.__file__).resolve()
+    assert installed.is_relative_to(Path(sys.prefix).resolve()), f"{installed} is not the wheel's"
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(rank_main, (str(Path(folder) / "store"),), nprocs=RANKS)
+    print(f"torchddp {torchddp.__version__}: {STEPS} steps on {RANKS} ranks, the same weights as torch's class")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""`python -m torchddp`: the `torchddp` command."""
+
+from torchddp.cli import main
+
+main()

@@ -1,0 +1,17 @@
+"""The `torchddp` command. Its parts need typer and rich, which the package itself does not."""
+
+import sys
+
+WHAT_IS_MISSING = "torchddp: the command line needs typer and rich; install them with: pip install 'torchddp[cli]'"
+
+
+def main() -> None:
+    """Entry point of `torchddp` and `python -m torchddp`."""
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ImportError:
+        sys.exit(WHAT_IS_MISSING)
+    from torchddp.cli.app import app
+
+    app(prog_name="torchddp")

@@ -1,0 +1,243 @@
+"""What was built, what is running, what does not fit. Works where `import torchddp` fails."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import re
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torchddp
+from torchddp.cli import probe
+from torchddp.cli.variables import Variable, set_variables
+
+PACKAGE_DIR = Path(torchddp.__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    capability: str  # "9.0"
+
+
+@dataclass(frozen=True)
+class Built:
+    """The extension, as it says itself; empty where it does not load or has no such part."""
+
+    version: str = ""
+    torch: str = ""
+    python: str = ""
+    compiler: str = ""
+    cuda: str = ""
+    nccl: str = ""
+    archs: str = ""
+    files: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Running:
+    python: str = ""
+    torch: str = ""
+    cuda: str = ""
+    driver: str = ""
+    nccl: str = ""
+    gpus: list[Gpu] = field(default_factory=list)
+    cores: int = 0
+    cpu_capability: str = ""
+
+
+@dataclass(frozen=True)
+class Transport:
+    name: str
+    works: bool
+    reason: str = ""  # why it does not
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    built: Built
+    running: Running
+    transports: list[Transport]
+    variables: list[Variable]
+    problems: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def diagnose() -> Diagnosis:
+    """Looks at everything, and tries the transports if the package loads."""
+    torch, extension = _torch_module(), _extension()
+    built, running = _built(extension), _running(torch, extension)
+    variables = set_variables()
+    load_error = str(torchddp.import_error) if torchddp.import_error is not None else ""
+    problems = [load_error] if load_error else []
+    problems += mismatches(built, running, extension_suffix=str(sysconfig.get_config_var("EXT_SUFFIX")))
+    problems += [variable.problem for variable in variables if variable.problem]
+    return Diagnosis(built, running, _transports(built, running, load_error), variables, problems)
+
+
+def installed_version() -> str:
+    """The version of the extension, or of the installed package if that does not load."""
+    extension = _extension()
+    if extension is not None:
+        return str(extension.version)
+    try:
+        return importlib.metadata.version("torchddp")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+# --- what does not fit (pure) ---
+
+
+def mismatches(built: Built, running: Running, extension_suffix: str) -> list[str]:
+    """Why this build can't run here, as far as loading it did not tell already."""
+    problems = []
+    if not any(name.endswith(extension_suffix) for name in built.files):
+        there = ", ".join(built.files) or "none"
+        problems.append(
+            f"Python {running.python} needs an extension named _C{extension_suffix}; there is: {there}. Install the "
+            "wheel for this Python, or build it here."
+        )
+    if built.cuda and running.torch and not running.cuda:
+        problems.append(
+            f"torchddp was built with CUDA {built.cuda}, but torch {running.torch} is a CPU build. Install torchddp's "
+            "CPU wheel, or a CUDA build of torch."
+        )
+    elif built.cuda and running.cuda and _major(built.cuda) != _major(running.cuda):
+        problems.append(
+            f"torchddp was built with CUDA {built.cuda}, torch {running.torch} with CUDA {running.cuda}; the major "
+            "versions must be the same. Install the torchddp wheel for that CUDA."
+        )
+    if built.cuda:
+        problems += [
+            f"GPU {gpu.name} has compute capability {gpu.capability}; the kernels were built for {built.archs}."
+            for gpu in running.gpus
+            if not has_kernels_for(built.archs, gpu.capability)
+        ]
+    return problems
+
+
+def has_kernels_for(archs: str, capability: str) -> bool:
+    """Whether code for `archs` ("80-real 90-real 100") runs on a GPU of compute capability "9.0".
+
+    Machine code runs on later minor versions of its major one; PTX, which all but "-real" have, on all later ones.
+    """
+    major, minor = map(int, capability.split("."))
+    for arch in re.findall(r"(\d+)(\d)[a-z]?(-real|-virtual)?", archs):
+        arch_major, arch_minor, kind = int(arch[0]), int(arch[1]), arch[2]
+        if kind != "-virtual" and arch_major == major and arch_minor <= minor:
+            return True
+        if kind != "-real" and (arch_major, arch_minor) <= (major, minor):
+            return True
+    return False
+
+
+def _major(version: str) -> str:
+    return version.split(".")[0]
+
+
+# --- what is there ---
+
+
+def _extension() -> ModuleType | None:
+    """The compiled extension, if it loads: that of another torch may load as well."""
+    try:
+        from torchddp import _C
+    except (ImportError, OSError):
+        return None
+    return _C
+
+
+def _torch_module() -> ModuleType | None:
+    try:
+        import torch
+    except (ImportError, OSError):
+        return None
+    return torch
+
+
+def _built(extension: ModuleType | None) -> Built:
+    files = sorted(path.name for path in PACKAGE_DIR.glob("_C*.so"))
+    if extension is None:
+        return Built(version=installed_version(), files=files)
+    return Built(version=str(extension.version), files=files, **extension.build_info)
+
+
+def _running(torch: ModuleType | None, extension: ModuleType | None) -> Running:
+    running = Running(
+        python=platform.python_version(),
+        cores=len(os.sched_getaffinity(0)),
+        cpu_capability=str(extension.cpu_capability()) if extension is not None else "",
+    )
+    if torch is None:
+        return running
+    return dataclasses.replace(
+        running,
+        torch=str(torch.__version__),
+        cuda=str(torch.version.cuda or ""),
+        driver=_driver(),
+        nccl=_nccl(torch),
+        gpus=_gpus(torch),
+    )
+
+
+def _driver() -> str:
+    """The CUDA version that the driver can serve, and its own: "CUDA 13.0, driver 580.65.06"."""
+    parts = []
+    try:
+        version = ctypes.c_int()
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
+            parts.append(f"CUDA {version.value // 1000}.{version.value % 1000 // 10}")
+    except (OSError, AttributeError):
+        pass  # there is no driver
+    try:
+        parts.append(f"driver {Path('/sys/module/nvidia/version').read_text().strip()}")
+    except OSError:
+        pass
+    return ", ".join(parts)
+
+
+def _nccl(torch: ModuleType) -> str:
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, RuntimeError):
+        return ""  # a torch without NCCL
+
+
+def _gpus(torch: ModuleType) -> list[Gpu]:
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        try:
+            major, minor = torch.cuda.get_device_capability(index)
+            gpus.append(Gpu(torch.cuda.get_device_name(index), f"{major}.{minor}"))
+        except RuntimeError as error:  # seen by the driver, but out of order
+            gpus.append(Gpu(f"{index}: {error}", "0.0"))
+    return gpus
+
+
+def _transports(built: Built, running: Running, load_error: str) -> list[Transport]:
+    """c10d and shm are tried always; nccl where a GPU is."""
+    if load_error:
+        return [Transport(name, False, "torchddp does not load") for name in probe.PROBES]
+    against_nccl = reason_against_nccl(built, running)
+    names = [name for name in probe.PROBES if name != "nccl" or not against_nccl]
+    failures = probe.failures(names) | ({"nccl": against_nccl} if against_nccl else {})
+    return [Transport(name, not failures[name], failures[name]) for name in probe.PROBES]
+
+
+def reason_against_nccl(built: Built, running: Running) -> str:
+    """Why NCCL need not be tried, or nothing."""
+    if not built.cuda:
+        return "torchddp was built without CUDA"
+    if not running.nccl:
+        return f"torch {running.torch} has no NCCL"
+    return "" if running.gpus else f"torch sees no GPU ({running.driver or 'there is no driver'})"

@@ -1,0 +1,71 @@
+"""The TORCHDDP_* variables of the environment, and what is wrong with those that are set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+PREFIX = "TORCHDDP_"
+CPU_CAPABILITIES = ("generic", "avx2", "avx512")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One that is set. `problem`: why its value is not allowed; `note`: what is odd, but no error."""
+
+    name: str
+    value: str
+    problem: str = ""
+    note: str = ""
+
+
+def set_variables() -> list[Variable]:
+    """Those set in this process's environment, by name."""
+    return [_judge(name, os.environ[name]) for name in sorted(os.environ) if name.startswith(PREFIX)]
+
+
+def _judge(name: str, value: str) -> Variable:
+    if name not in _CHECKS:
+        return Variable(name, value, note="no variable of this version")
+    if not value:
+        return Variable(name, value)
+    try:
+        _CHECKS[name](value)
+    except ValueError as error:
+        return Variable(name, value, problem=str(error))
+    except ImportError:
+        return Variable(name, value, note="can't be checked: torchddp does not load")
+    return Variable(name, value)
+
+
+def _check_transport(_value: str) -> None:
+    from torchddp import transports
+
+    transports.check_choice("auto")  # reads the variable
+
+
+def _check_limit(_value: str) -> None:
+    from torchddp import transports
+
+    transports.limit_bytes()
+
+
+def _check_capability(value: str) -> None:
+    if value not in CPU_CAPABILITIES:
+        raise ValueError(f"TORCHDDP_CPU_CAPABILITY must be 'generic', 'avx2' or 'avx512', got {value!r}")
+
+
+def _check_nothing(_value: str) -> None:
+    pass
+
+
+_CHECKS: dict[str, Callable[[str], None]] = {
+    "TORCHDDP_CPU_CAPABILITY": _check_capability,
+    "TORCHDDP_HOST_ID": _check_nothing,  # any text
+    "TORCHDDP_SHM_LIMIT_MB": _check_limit,
+    "TORCHDDP_TRANSPORT": _check_transport,
+    # Read when it is built, from source.
+    "TORCHDDP_CUDA": _check_nothing,
+    "TORCHDDP_WERROR": _check_nothing,
+}
