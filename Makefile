@@ -111,7 +111,7 @@ cuda-build: $(CUDA_VENV)/.requirements
 
 # CPU models in the CUDA build, in a tree of its own: the checkout's extension is that of the CPU build.
 CUDA_TESTS ?= tests/parity/test_training.py tests/distributed/test_behaviours.py tests/distributed/test_transport.py \
-  tests/unit/test_build_check.py tests/unit/test_doctor.py
+  tests/unit/test_build_check.py tests/unit/test_doctor.py tests/unit/test_kernel_bindings.py tests/unit/test_nccl_setup.py
 cuda-test: cuda-build
 	cp -r tests examples benchmarks scripts pyproject.toml $(CUDA_OUT)
 	cd $(CUDA_OUT) && ../../$(CUDA_PY) -m pytest -q -p no:cacheprovider $(CUDA_TESTS) $(ARGS)

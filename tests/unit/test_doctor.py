@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -220,20 +219,6 @@ def test_variables_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name, variable in judged.items() if variable.problem] == ["TORCHDDP_CPU_CAPABILITY"]
     assert "'sse2'" in judged["TORCHDDP_CPU_CAPABILITY"].problem
     assert [name for name, variable in judged.items() if variable.note] == ["TORCHDDP_TRANSPROT"]
-
-
-def test_every_variable_of_the_sources_is_known() -> None:
-    """What the engine reads, and what this list holds, are the same."""
-    root = Path(__file__).resolve().parents[2]
-    from torchddp.cli.variables import _CHECKS
-
-    texts = [p.read_text() for p in [*(root / "csrc").rglob("*.cpp"), *(root / "torchddp").glob("*.py")]]
-    for name in _CHECKS.keys() - {"TORCHDDP_CUDA", "TORCHDDP_WERROR"}:
-        assert any(f'"{name}"' in text for text in texts), name
-    import re
-
-    read = {name for text in texts for name in re.findall(r'(?:getenv\(|_ENV = )"(TORCHDDP_[A-Z_]+)"', text)}
-    assert read <= _CHECKS.keys()
 
 
 def test_installed_version_is_the_extensions() -> None:

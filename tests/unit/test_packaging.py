@@ -2,6 +2,7 @@
 
 import email
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from scripts.build_wheel import NOT_IN_THE_WHEEL, minor_version, variant_name
 from scripts.check_cuda_binary import code_problems, cuda_sources
 from scripts.check_cuda_spills import Function, read_log
 from scripts.check_wheel import content_problems, metadata_problems, runpath_problems
+from torchddp.cli import variables
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # --- wheels ---
 
@@ -230,3 +234,12 @@ def test_only_what_differs_in_the_cuda_build_is_checked_again(tmp_path: Path) ->
     only = write_sources(tmp_path, fresh="#include <nccl.h>")
     kernel = {tmp_path / "kernel.cu": "nvcc"}
     assert [path.name for path in check_compat.cuda_only(cpu, cpu | only | kernel)] == ["differs.cpp", "fresh.cpp"]
+
+
+# --- the command ---
+
+
+def test_doctor_knows_every_variable_that_is_read() -> None:
+    texts = [path.read_text() for path in [*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "torchddp").glob("*.py")]]
+    read = {name for text in texts for name in re.findall(r'(?:getenv\(|_ENV = )"(TORCHDDP_[A-Z_]+)"', text)}
+    assert read == variables.KNOWN - variables.READ_BY_THE_BUILD

@@ -26,9 +26,9 @@ def set_variables() -> list[Variable]:
 
 
 def _judge(name: str, value: str) -> Variable:
-    if name not in _CHECKS:
+    if name not in KNOWN:
         return Variable(name, value, note="no variable of this version")
-    if not value:
+    if not value or name in READ_BY_THE_BUILD:
         return Variable(name, value)
     try:
         _CHECKS[name](value)
@@ -65,7 +65,6 @@ _CHECKS: dict[str, Callable[[str], None]] = {
     "TORCHDDP_HOST_ID": _check_nothing,  # any text
     "TORCHDDP_SHM_LIMIT_MB": _check_limit,
     "TORCHDDP_TRANSPORT": _check_transport,
-    # Read when it is built, from source.
-    "TORCHDDP_CUDA": _check_nothing,
-    "TORCHDDP_WERROR": _check_nothing,
 }
+READ_BY_THE_BUILD = frozenset({"TORCHDDP_CUDA", "TORCHDDP_WERROR"})
+KNOWN = _CHECKS.keys() | READ_BY_THE_BUILD
