@@ -162,7 +162,7 @@ def test_a_peer_that_never_comes_is_an_error_within_the_timeout(choice):
 
 def test_unknown_transport_is_refused():
     def work(rank):
-        with pytest.raises(ValueError, match="'auto', 'c10d' or 'shm', got 'carrier pigeon'"):
+        with pytest.raises(ValueError, match="'auto', 'c10d', 'shm' or 'nccl', got 'carrier pigeon'"):
             open_transport("carrier pigeon", dist.group.WORLD)
 
     run_ranks(work, 1)
