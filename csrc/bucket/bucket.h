@@ -56,6 +56,7 @@ class Bucket {
 
   // Where the gradients of this step come from, on a CUDA device.
   gpu::StreamSet streams;
+  gpu::Stream packed_on = nullptr;
 
   // Of the flat memory as it is: {sum of squares, number of values that are not finite} into `stats`, two doubles on the bucket's
   // device. Memory of a dtype that is not floating point gives zeros, as does a sparse bucket.

@@ -85,6 +85,9 @@ void run(const char* name, const at::Tensor& flat, const std::vector<at::Tensor>
   const auto stream = c10::cuda::getCurrentCUDAStream(flat.device().index());
   const int error = launch(flat.data_ptr(), flat_type.dtype, pieces.data(), count, outside_type.dtype, scale,
                            device_stats, scratch.defined() ? scratch.data_ptr() : nullptr, stream.stream());
+  if (error != 0) {
+    static_cast<void>(cudaGetLastError());  // so that torch does not report it again, somewhere else
+  }
   TDDP_CHECK(error == 0, name, ": CUDA reports error ", error, " (", kernels::device_error_string(error), ")");
 }
 

@@ -128,7 +128,10 @@ void GradSlot::pack(const at::Tensor& grad, double scale) {
   if (scale == 1.0) {
     target.copy_(source);
   } else if (source.scalar_type() == dtype_ && source.layout() == at::kStrided) {
-    at::mul_out(target, source, at::scalar_tensor(scale, target.options().dtype(c10::toRealValueType(dtype_))));
+    // As torch's mul by a Python number: the product is formed in float, not with a scale that was rounded to 16 bits before.
+    auto factor = at::scalar_tensor(scale, at::TensorOptions().dtype(at::kDouble));
+    factor.unsafeGetTensorImpl()->set_wrapped_number(true);
+    at::mul_out(target, source, factor);
   } else {
     target.copy_(source).mul_(scale);
   }
@@ -164,9 +167,19 @@ void GradSlot::unpack(const at::Tensor& grad) const {
   grad.copy_(make_view());
 }
 
+// A stride means nothing where there is one element.
+bool GradSlot::lies_as_slot(const at::Tensor& grad) const {
+  for (int64_t dim = 0; dim < grad.dim(); ++dim) {
+    if (grad.size(dim) > 1 && grad.stride(dim) != strides_[static_cast<size_t>(dim)]) {
+      return false;
+    }
+  }
+  return true;
+}
+
 std::optional<GradSlot::Piece> GradSlot::piece_of(const at::Tensor& grad) const {
   if (grad.layout() != at::kStrided || !grad.has_storage() || grad.device() != flat_.device() || grad.is_conj() ||
-      grad.is_neg() || grad.sizes() != c10::IntArrayRef(sizes_) || grad.strides() != c10::IntArrayRef(strides_) ||
+      grad.is_neg() || grad.sizes() != c10::IntArrayRef(sizes_) || !lies_as_slot(grad) ||
       grad.is_complex() != flat_.is_complex()) {
     return std::nullopt;
   }

@@ -80,6 +80,7 @@ class GradSlot {
   bool view_is_intact() const { return view_.const_data_ptr() == data_; }
   bool is_plain(const at::Tensor& grad) const;
   bool holds_slow(const at::Tensor& grad) const;
+  bool lies_as_slot(const at::Tensor& grad) const;
   void pack_plain(const void* source, double scale);
   at::Tensor make_view() const;
 

@@ -9,7 +9,9 @@ namespace torchddp::gpu {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-// A call that is in progress is asked about this often.
+// A call that is in progress is asked about without a pause for so long, then at intervals: most are through in some tens of
+// microseconds, in which the calling thread could not queue anything else either.
+constexpr std::chrono::microseconds kBusyPolling{200};
 constexpr std::chrono::microseconds kPollInterval{200};
 // Finished operations that a new one puts away; more than one, so that none pile up.
 constexpr int kRetireAtOnce = 2;
@@ -28,7 +30,7 @@ struct Communicator::State {
   };
   struct Block {
     void* memory;
-    Window window;
+    const Window* window;  // null if it is no window
   };
   enum class Life { kRunning, kBroken, kAborted, kLeft };
 
@@ -49,7 +51,10 @@ struct Communicator::State {
   Clock::time_point last_end = Clock::now();  // when the device was last seen to have finished one
   std::vector<Event> free_events;
   std::vector<std::shared_ptr<void>> done_with;  // let go of by the caller's threads, see retire()
-  std::vector<Block> graveyard;                  // freed while a graph was captured
+  std::vector<Block> graveyard;                  // freed by their owners, see reclaim()
+  std::deque<Window> windows;                    // NCCL writes them whenever it gets to it: they stay where they are
+  bool closed = false;                           // the communicator is gone, its memory may not be
+  bool captured = false;                         // some operation became part of a graph
 
   std::string who() const { return "rank " + std::to_string(config.rank) + " of " + std::to_string(config.size); }
   std::string describe(const OperationLabel& label) const {
@@ -78,13 +83,18 @@ struct Communicator::State {
 
   // Until a call of a non-blocking communicator has taken effect: no other may be made before that.
   void settle(int result, const std::string& what) {
-    const auto deadline = Clock::now() + config.connect_timeout;
+    const auto since = Clock::now();
     while (result == kNcclInProgress) {
-      if (Clock::now() >= deadline) {
+      const auto passed = Clock::now() - since;
+      if (passed >= config.connect_timeout) {
         fail(what + " did not get under way within " + in_ms(config.connect_timeout) +
              ". Some rank has not reached it, or can't be reached");
       }
-      std::this_thread::sleep_for(kPollInterval);
+      if (passed < kBusyPolling) {
+        std::this_thread::yield();
+      } else {
+        std::this_thread::sleep_for(kPollInterval);
+      }
       const auto asked = nccl->async_error(comm, &result);
       if (asked != kNcclSuccess) {
         result = asked;
@@ -152,7 +162,11 @@ struct Communicator::State {
     }
     if (life == Life::kBroken) {
       lock.unlock();
-      nccl->abort(comm);  // may block; see Note [Errors of the device are found by a watchdog]
+      try {
+        nccl->abort(comm);  // may block; see Note [Errors of the device are found by a watchdog]
+      } catch (const std::exception&) {
+        // The device is lost: there is nothing left to abort.
+      }
       lock.lock();
       life = Life::kAborted;
       changed.notify_all();
@@ -160,33 +174,55 @@ struct Communicator::State {
   }
 
   void free_block(const Block& block) {
-    if (block.window != nullptr && life == Life::kRunning) {
-      nccl->window_deregister(comm, block.window);
+    if (block.window != nullptr && *block.window != nullptr && life == Life::kRunning) {
+      nccl->window_deregister(comm, *block.window);
     }
     nccl->memory_free(block.memory);
   }
 
+  // A block has no owner any more; the device may still use it.
   void release(const Block& block) noexcept {
     try {
-      if (device->capturing(device->current_stream())) {
+      bool closed_already = false;
+      {
         const std::lock_guard lock(mutex);
-        graveyard.push_back(block);
-        return;
+        closed_already = closed;
+        if (!closed_already) {
+          graveyard.push_back(block);
+        }
       }
-      device->synchronize();  // not under the lock: the watchdog may have to end what the device waits for
-      const std::lock_guard lock(mutex);
-      free_block(block);
+      if (closed_already) {
+        device->synchronize();
+        const std::lock_guard lock(mutex);
+        free_block(block);
+      }
     } catch (const std::exception&) {
       // The device is lost, and its memory with it.
     }
   }
 
+  // Note [When windows are freed]
+  // NCCL places windows at offsets that each rank works out alone from what is free, and they must come out equal: so memory is
+  // given back at the same points of the program on all ranks, right before the next is registered, and not when the last reference
+  // happens to go. It waits until the device is idle: nothing of a step allocates.
+  void reclaim(std::unique_lock<std::mutex>& lock) {
+    if (in_flight.empty() && done_with.empty() && graveyard.empty()) {
+      return;
+    }
+    lock.unlock();
+    device->synchronize();  // not under the lock: the watchdog may have to end what the device waits for
+    lock.lock();
+    throw_if_broken();
+    retire(static_cast<int>(in_flight.size()));
+    auto keeps = std::exchange(done_with, {});
+    lock.unlock();
+    keeps.clear();  // may release blocks
+    lock.lock();
+    empty_graveyard();
+  }
+
   // Once the watchdog has ended.
   void destroy_streams() {
-    for (auto& operation : in_flight) {
-      device->destroy_event(operation.done);
-    }
-    in_flight.clear();
     for (auto* event : std::exchange(free_events, {})) {
       device->destroy_event(event);
     }
@@ -225,8 +261,11 @@ Communicator::Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> d
                            ": could not make a NCCL communicator: " + state.nccl->describe(result, nullptr));
     }
     state.settle(result, "making a NCCL communicator");
-  } catch (const TransportError&) {
+  } catch (...) {
     std::unique_lock lock(state.mutex);
+    if (state.life == State::Life::kRunning) {
+      state.mark_broken("making a NCCL communicator failed");
+    }
     state.changed.wait_for(lock, config.leave_timeout, [&] { return state.life != State::Life::kBroken; });
     const bool ended = state.life != State::Life::kBroken;
     lock.unlock();
@@ -250,11 +289,13 @@ Communicator::~Communicator() {
     std::this_thread::sleep_for(kPollInterval);
     lock.lock();
   }
-  if (state.life == State::Life::kRunning && state.in_flight.empty()) {
+  if (state.life == State::Life::kRunning && state.in_flight.empty() && state.captured) {
+    // NCCL would wait, without end, for graphs that hold operations of this communicator to be destroyed: it is left as it is.
+    state.life = State::Life::kLeft;
+  } else if (state.life == State::Life::kRunning && state.in_flight.empty()) {
     // Flushes what NCCL's own threads still have to send to peers.
     try {
       state.config.connect_timeout = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-      state.empty_graveyard();
       state.settle(state.nccl->finalize(state.comm), "leaving a NCCL communicator");
       state.nccl->destroy(state.comm);
       state.life = State::Life::kLeft;
@@ -276,6 +317,21 @@ Communicator::~Communicator() {
     return;
   }
   watchdog_.join();
+  keeps.clear();
+  try {
+    state.device->synchronize();
+  } catch (const std::exception&) {
+    // The device is lost; so is what it used.
+  }
+  lock.lock();
+  state.closed = true;
+  state.empty_graveyard();
+  auto left = std::exchange(state.in_flight, {});
+  lock.unlock();
+  for (const auto& operation : left) {
+    state.device->destroy_event(operation.done);
+  }
+  left.clear();  // may release blocks, without the lock
   state.destroy_streams();
 }
 
@@ -299,6 +355,7 @@ void Communicator::start(Ticket& ticket, const OperationLabel& label, const Call
     state.settle(call(state.comm, state.stream), state.describe(label));
     ticket.captured = captured;
     if (captured) {
+      state.captured = true;
       if (ticket.event == nullptr) {
         ticket.event = device.make_event();
       }
@@ -309,6 +366,8 @@ void Communicator::start(Ticket& ticket, const OperationLabel& label, const Call
     device.record(done, state.stream);
     state.in_flight.push_back({label, done, Clock::now(), std::move(keep)});
     ticket.number = state.next++;
+  } catch (const CaptureError&) {
+    throw;  // the graph is spoilt, the communicator is not
   } catch (const DeviceError& error) {
     state.fail(state.describe(label) + " could not be queued: " + error.what());
   }
@@ -330,6 +389,8 @@ void Communicator::join(Ticket& ticket) {
     if (ticket.number >= oldest && ticket.number < state.next) {
       state.device->wait(current, state.in_flight[ticket.number - oldest].done);
     }
+  } catch (const CaptureError&) {
+    throw;
   } catch (const DeviceError& error) {
     state.fail(std::string("waiting for an operation failed: ") + error.what());
   }
@@ -359,13 +420,14 @@ void Communicator::check() {
 }
 
 bool Communicator::uses_windows() const {
-  return std::min(state_->nccl->version(), state_->nccl->built_version()) >= kWindowsVersion;
+  return state_->config.size > 1 && std::min(state_->nccl->version(), state_->nccl->built_version()) >= kWindowsVersion;
 }
 
 std::shared_ptr<void> Communicator::allocate(int64_t bytes) {
   auto& state = *state_;
-  const std::lock_guard lock(state.mutex);
+  std::unique_lock lock(state.mutex);
   state.throw_if_broken();
+  state.reclaim(lock);
   State::Block block{nullptr, nullptr};
   const auto result = state.nccl->memory_alloc(&block.memory, bytes);
   if (result != kNcclSuccess) {
@@ -373,8 +435,12 @@ std::shared_ptr<void> Communicator::allocate(int64_t bytes) {
                          " bytes for a bucket: " + state.nccl->describe(result, state.comm));
   }
   if (uses_windows()) {
-    state.settle(state.nccl->window_register(state.comm, block.memory, bytes, &block.window),
+    auto& window = state.windows.emplace_back(nullptr);
+    const auto registered = state.nccl->window_register(state.comm, block.memory, bytes, &window);
+    // Whatever it returns, the window is there only when the communicator says that nothing is in progress.
+    state.settle(registered == kNcclSuccess ? kNcclInProgress : registered,
                  "registering " + std::to_string(bytes) + " bytes with NCCL");
+    block.window = &window;
   }
   return {block.memory, [state = state_, block](void*) { state->release(block); }};
 }

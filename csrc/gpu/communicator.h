@@ -44,7 +44,7 @@ struct Ticket {
 // every watch_interval, off the path of a step, whether NCCL reports an error and whether the oldest operation has taken too long.
 // If so the communicator is broken: NCCL's abort makes the kernels that wait for a peer exit, so that a host that waits for the device
 // comes back, and every later call throws TransportError. What the broken operation wrote is garbage, and one optimizer step may
-// already have used it: the next forward raises, before anything is built on it. The abort itself may hang in NCCL; nobody waits for
+// already have used it: the next forward raises (Transport::check), before anything is built on it. The abort itself may hang in NCCL; nobody waits for
 // it longer than leave_timeout.
 //
 // Calls of one communicator must come in the same order on all ranks. Thread-safe.
@@ -55,7 +55,7 @@ class Communicator {
   // Collective: all ranks with the id that one of them made. Throws TransportError.
   Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> device, CommunicatorConfig config,
                const UniqueId& id);
-  // Flushes and leaves; aborts what does not end within leave_timeout.
+  // Flushes and leaves; aborts what does not end within leave_timeout. NCCL's part stays behind if a graph was captured with it.
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -76,8 +76,9 @@ class Communicator {
   // Throws what broke the communicator, if anything did.
   void check();
 
-  // Memory that NCCL reaches best: registered as a window where the version allows. Collective then: equal sizes in the same order.
-  // Safe to free in any order, at any time; may wait until the device is idle. Throws TransportError.
+  // Memory that NCCL reaches best: registered as a window where the version allows and there is a peer. Collective then: equal sizes
+  // in the same order. May be let go of at any time, but is given back at the next call or at the end, see Note [When windows are
+  // freed]; a call waits until the device is idle if there is anything to give back. Throws TransportError.
   std::shared_ptr<void> allocate(int64_t bytes);
   bool uses_windows() const;
 

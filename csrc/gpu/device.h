@@ -15,6 +15,12 @@ class DeviceError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A graph that is being captured does not allow what was asked, or was spoilt before.
+class CaptureError : public DeviceError {
+ public:
+  using DeviceError::DeviceError;
+};
+
 // One device. Thread-safe. Nothing blocks the host but synchronize(). Methods throw DeviceError.
 class Device {
  public:

@@ -21,7 +21,7 @@ namespace torchddp::gpu {
 // - A gradient that was packed is freed at once, on the host. torch's allocator may then give its memory to whatever is queued next
 //   on the stream that it came from: that stream waits for the packing (wait_back), so nothing overwrites what is still read.
 // - A bucket outlives the step; an operation that fails or times out holds on to it until the device is done with it
-//   (Communicator::start's `keep`). Memory of NCCL is given back only when the device is idle.
+//   (Communicator::start's `keep`). Memory of NCCL is given back only when the device is idle (Note [When windows are freed]).
 // - `param.grad` is a view of the bucket. Who reads it on the stream that was current when backward() returned, or on one that waits
 //   for that, reads reduced values.
 //

@@ -39,6 +39,12 @@ void Reducer::begin_forward() {
   if (incomplete_.load(std::memory_order_acquire)) {
     raise_unfinished();
   }
+  try {
+    transport_->check();
+  } catch (const TransportError& error) {
+    throw TransportError(c10::str("before step ", stats_.steps + 1, ": ", error.what(),
+                                  ". What the last step wrote to gradients, and to weights, may be wrong on any rank"));
+  }
   ++stats_.steps;
   stats_.current = StepTimes{};
   stats_.current.forward_begin_ns = wall_clock_ns();
@@ -47,7 +53,6 @@ void Reducer::begin_forward() {
 
 void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
   if (needs_fresh_memory_) {
-    needs_fresh_memory_ = false;
     apply_plan(plan_);
   }
   for (auto& bucket : buckets_) {
@@ -291,6 +296,7 @@ void Reducer::launch(int64_t index) {
     stats_.current.comm_begin_ns = wall_clock_ns();
   }
   timeline_.record(EventKind::kLaunched, index);
+  follow_packing(bucket);
   auto& sparse = sparse_[static_cast<size_t>(index)];
   try {
     if (comm_hook_) {

@@ -133,6 +133,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // reducer_device.cpp
   bool packs_whole_buckets() const;
   void note_stream(bucket::Bucket& bucket);
+  void follow_packing(const bucket::Bucket& bucket);
   void pack_whole_bucket(bucket::Bucket& bucket);
   bool is_captured();
   void scale_slot(const Place& place);

@@ -21,6 +21,7 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
   const c10::NoGradGuard no_grad;
   auto* const stream = device_ != nullptr ? device_->current_stream() : nullptr;
   if (device_ != nullptr) {
+    bucket.packed_on = stream;
     bucket.streams.join_into(*device_, stream, fork_);
   }
   bucket::Gather gather(scale_);  // holds the gradients until they are packed
@@ -66,6 +67,18 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
   gather.run();
   if (device_ != nullptr) {
     bucket.streams.wait_back(*device_, stream, fork_);
+  }
+}
+
+// The hook that launches a bucket may be that of an earlier one, on another stream than the one that packed it.
+void Reducer::follow_packing(const bucket::Bucket& bucket) {
+  if (device_ == nullptr || bucket.is_sparse()) {
+    return;
+  }
+  auto* const current = device_->current_stream();
+  if (current != bucket.packed_on) {
+    device_->record(fork_, bucket.packed_on);
+    device_->wait(current, fork_);
   }
 }
 

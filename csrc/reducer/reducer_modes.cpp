@@ -68,6 +68,7 @@ void Reducer::apply_plan(plan::BucketPlan plan) {
     const auto& grad = params_[i].grad();
     is_view[i] = places_[i].slot != nullptr && grad.defined() && places_[i].slot->holds(grad);
   }
+  needs_fresh_memory_ = true;  // until this is through: a transport that is broken throws in the middle
   places_.assign(params_.size(), Place{});
   buckets_.clear();
   sparse_.assign(plan.buckets.size(), SparseGrad{});
@@ -88,6 +89,7 @@ void Reducer::apply_plan(plan::BucketPlan plan) {
     }
   }
   plan_ = std::move(plan);
+  needs_fresh_memory_ = false;
   expect_gradients();
   if (config_.gradient_stats) {
     gradient_stats_ = at::zeros({static_cast<int64_t>(buckets_.size()), 2},
@@ -123,12 +125,12 @@ bool Reducer::rebuild_buckets() {
     throw TransportError(c10::str("rank ", transport_->rank(), ": agreeing on new buckets before step ", stats_.steps,
                                   " failed: ", error.what()));
   }
-  has_rebuilt_ = true;
-  measured_order_.clear();
   if (agreed != plan_) {
     apply_plan(std::move(agreed));
     agree_on_memory();
   }
+  has_rebuilt_ = true;
+  measured_order_.clear();
   return true;
 }
 
@@ -196,7 +198,13 @@ c10::intrusive_ptr<c10::ivalue::Future> Reducer::run_allreduce_hook(c10d::GradBu
   auto work = transport_->make_work();
   transport_->all_reduce(buffer.is_complex() ? at::view_as_real(buffer).view({-1}) : buffer, *work);
   work->wait(config_.timeout);
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  // With the device, so that who waits for it on another stream waits for this one.
+  std::vector<c10::Device> devices;
+  if (!buffer.device().is_cpu()) {
+    devices.push_back(buffer.device());
+  }
+  auto future =
+      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), std::move(devices));
   future->markCompleted(c10::IValue(std::vector<at::Tensor>{buffer}));
   return future;
 }

@@ -56,7 +56,9 @@ void TensorBroadcast::reserve(std::span<const at::Tensor> tensors) {
 
 void TensorBroadcast::reserve(int64_t bytes, at::Device device) {
   if (!flat_.defined() || flat_.numel() < bytes || flat_.device() != device) {
-    flat_ = transport_->allocate(bytes, at::kByte, device);
+    // Registered memory is dear, and not needed for a message.
+    flat_ = transport_->reaches_any_memory() ? at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device))
+                                             : transport_->allocate(bytes, at::kByte, device);
   }
 }
 

@@ -57,6 +57,10 @@ class Transport {
   // Complete when every rank has started it.
   virtual void barrier(Work& work) = 0;
 
+  // Throws TransportError if an operation failed after it had been waited for: where results are only queued, it may. Costs next to
+  // nothing.
+  virtual void check() {}
+
   // Does what can be done for the operations under way, without waiting. For transports whose ranks do the work themselves: called
   // from every autograd hook, from several threads, so it must cost next to nothing when there is nothing to do.
   virtual void progress() {}

@@ -69,6 +69,9 @@ class RecordingDevice final : public gpu::Device {
   }
   void destroy_event(gpu::Event) noexcept override { --alive; }
   void record(gpu::Event event, gpu::Stream stream) override {
+    if (spoilt_graph) {
+      throw gpu::CaptureError("the graph is spoilt");
+    }
     if (broken) {
       throw gpu::DeviceError("the device has fallen off the bus");
     }
@@ -85,6 +88,7 @@ class RecordingDevice final : public gpu::Device {
   std::atomic<bool> idle{true};
   std::atomic<bool> captures{false};
   std::atomic<bool> broken{false};
+  std::atomic<bool> spoilt_graph{false};
   std::atomic<int> alive{0};  // streams and events
 
  private:
@@ -110,6 +114,9 @@ class RecordingNccl final : public gpu::Nccl {
     return init_result;
   }
   int async_error(gpu::Comm, int* error) override {
+    if (auto* window = std::exchange(pending_window_, nullptr)) {
+      *window = this;  // as NCCL does for a communicator that does not block: later, on a thread of its own
+    }
     *error = in_progress > 0 && in_progress-- > 0 ? gpu::kNcclInProgress : async.load();
     return gpu::kNcclSuccess;
   }
@@ -140,7 +147,7 @@ class RecordingNccl final : public gpu::Nccl {
     return note("free");
   }
   int window_register(gpu::Comm, void*, int64_t, gpu::Window* window) override {
-    *window = this;
+    pending_window_ = window;
     return note("register");
   }
   int window_deregister(gpu::Comm, gpu::Window) override { return note("deregister"); }
@@ -172,6 +179,7 @@ class RecordingNccl final : public gpu::Nccl {
   }
 
   Diary& diary_;
+  gpu::Window* pending_window_ = nullptr;
   std::mutex mutex_;
   std::condition_variable changed_;
 };

@@ -264,7 +264,10 @@ CASES: dict[str, Case] = {
     "hook_builtin_fp16": Case(
         mlp(), plain(), prepare=lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     ),
-    "mixed_precision": Case(mlp(), plain(), {"mixed_precision": mixed_precision()}, optimizer=sgd, gpu_only=True),
+    # torch sums in the reduced precision, we in that of the buckets.
+    "mixed_precision": Case(
+        mlp(), plain(), {"mixed_precision": mixed_precision()}, optimizer=sgd, rtol=1e-2, gpu_only=True
+    ),
     "optimizer_in_backward": Case(
         with_own_optimizer, plain(), {"gradient_as_bucket_view": True}, gpu_only=True
     ),

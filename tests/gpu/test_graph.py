@@ -78,11 +78,11 @@ def test_captured_step_equals_eager_steps(gpu, options, optimizer_inside):
 
 def test_eager_steps_go_on_after_a_capture(gpu):
     model = make_model(gpu)
-    ddp = DistributedDataParallel(model)
     static = inputs(gpu)[0]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
+        ddp = DistributedDataParallel(model)
         loss_of(ddp(static)).backward()
         ddp.zero_grad(set_to_none=True)
     torch.cuda.synchronize()

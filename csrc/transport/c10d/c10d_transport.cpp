@@ -18,7 +18,9 @@ class C10dWork final : public Work {
     }
     bool ok = false;
     try {
-      ok = timeout == kTransportTimeout ? work_->wait() : work_->wait(timeout);
+      // With a time limit, torch's NCCL would make the host wait instead of the stream.
+      const bool queued = tensors.front().defined() && !tensors.front().device().is_cpu();
+      ok = timeout == kTransportTimeout || queued ? work_->wait() : work_->wait(timeout);
     } catch (const std::exception& error) {
       throw TransportError(error.what());
     }

@@ -16,7 +16,11 @@ namespace {
 void check(cudaError_t result, const char* what) {
   if (result != cudaSuccess) {
     static_cast<void>(cudaGetLastError());  // so that torch does not report it again, somewhere else
-    throw gpu::DeviceError(std::string(what) + ": " + cudaGetErrorString(result));
+    const auto message = std::string(what) + ": " + cudaGetErrorString(result);
+    if (result >= cudaErrorStreamCaptureUnsupported && result <= cudaErrorStreamCaptureWrongThread) {
+      throw gpu::CaptureError(message);
+    }
+    throw gpu::DeviceError(message);
   }
 }
 
@@ -58,6 +62,7 @@ class CudaDevice final : public gpu::Device {
   }
 
   bool finished(gpu::Event event) override {
+    const c10::cuda::CUDAGuard guard(index_);  // the watchdog must not make a context on device 0
     // A query would spoil a graph that another thread captures in CUDA's strictest mode, were it not said to be harmless.
     auto mode = cudaStreamCaptureModeRelaxed;
     check(cudaThreadExchangeStreamCaptureMode(&mode), "changing the capture mode");
@@ -72,6 +77,7 @@ class CudaDevice final : public gpu::Device {
   }
 
   bool capturing(gpu::Stream stream) override {
+    const c10::cuda::CUDAGuard guard(index_);  // a null stream is that of the current device
     auto status = cudaStreamCaptureStatusNone;
     const auto result = cudaStreamIsCapturing(stream_of(stream), &status);
     if (result == cudaErrorStreamCaptureImplicit) {

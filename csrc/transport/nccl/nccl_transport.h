@@ -31,6 +31,7 @@ class NcclTransport final : public Transport {
   void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) override;
   void broadcast(const at::Tensor& tensor, int root, Work& work) override;
   void barrier(Work& work) override;
+  void check() override { communicator_->check(); }
 
  private:
   template <typename Call>
