@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,15 @@ def test_a_run_times_the_steps_and_counts_the_bytes(tmp_path: Path) -> None:
 def long_run() -> Iterator[subprocess.Popen[str]]:
     """A command whose four ranks have started."""
     arguments = ["--seconds", "600", "--ours", TORCH_DDP]
+    # What a shell starts in the background ignores SIGINT, and so would this command, had it inherited that.
+    interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     command = subprocess.Popen(
-        [*COMMAND, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [*COMMAND, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=interruptible,
     )
     try:
         assert wait_until(lambda: len(ranks_of(command.pid)) == 4, 60)
