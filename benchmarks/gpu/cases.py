@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.cases import Case, Job
+from torchddp.bench.cases import Case, Job
 
 MODELS_CASE = Case(
     name="gpu",

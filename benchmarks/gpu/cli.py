@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli import check_numbers, check_output, make_console, parse_caps, run_app, write_document
-from benchmarks.gpu.cases import MODELS_CASE, PARTS
+from benchmarks.gpu.cases import MODELS_CASE, PACK_CASE, PARTS
+from benchmarks.gpu.plot import save_bandwidth
 from benchmarks.gpu.run import Settings, run
-from benchmarks.variants import ArgumentError
+from torchddp.bench.cli import check_numbers, check_output, make_console, parse_caps, run_app, write_document
+from torchddp.bench.variants import ArgumentError
 
 DEVICES, BACKENDS = ("cuda", "cpu"), ("nccl", "gloo")
 DEFAULT_SECONDS, QUICK_SECONDS = 120.0, 4.0
@@ -92,7 +93,7 @@ def benchmark(
         seed=seed,
     )
     console = make_console()
-    write_document(run(settings, context.obj["command"], console), json_path, out, console)
+    write_document(run(settings, context.obj["command"], console), json_path, out, console, {PACK_CASE: save_bandwidth})
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,9 +16,9 @@ from benchmarks.gpu import trace
 from benchmarks.gpu.cases import GpuJob
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.models import MODELS, make_batch, make_model
-from benchmarks.stats import slowest_rank
-from benchmarks.timing import Report, check_gradients, gradients_of, timed_rounds, warm_up, wrap_copies
-from benchmarks.variants import Variant
+from torchddp.bench.stats import slowest_rank
+from torchddp.bench.timing import Report, check_gradients, gradients_of, timed_rounds, warm_up, wrap_copies
+from torchddp.bench.variants import Variant
 
 TRACED_STEPS = 3
 

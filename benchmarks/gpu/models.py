@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.gpu.cases import GpuJob
-from benchmarks.models import SMALL_NUMEL, Gpt, ManySmallTensors
+from torchddp.bench.models import SMALL_NUMEL, Gpt, ManySmallTensors
 
 VOCABULARY = 50257
 IMAGE_BATCH, IMAGE_SIDE = 64, 224

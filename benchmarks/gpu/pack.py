@@ -15,8 +15,8 @@ from torch import Tensor
 from benchmarks.gpu.cases import GpuJob
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.machine import l2_bytes
-from benchmarks.timing import Report, enough
 from torchddp import _C
+from torchddp.bench.timing import Report, enough
 
 # Gradients as a net has them: a few large ones, many small ones, and one whose size divides by nothing.
 NUMELS = (768, 768, 147456, 384, 64, 36864, 192, 7, 589824)

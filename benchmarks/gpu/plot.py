@@ -11,6 +11,9 @@ COLORS = ("#495057", "#9aa5b1", "#d9480f", "#f08c00", "#4c6ef5")
 
 def save_bandwidth(results: Sequence[dict[str, Any]], path: Path) -> None:
     """GB/s of every implementation, p25..p75 as the spread."""
+    import matplotlib
+
+    matplotlib.use("Agg")
     from matplotlib import pyplot
 
     names = [row["name"] for row in results[0]["implementations"]]

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.gpu.cases import MODELS_CASE, PACK_CASE
-from benchmarks.report import goal_text, origin, our_row, size_text
-from benchmarks.tables import number, plain_table, ratio_text
+from torchddp.bench.report import goal_text, origin, our_row, size_text
+from torchddp.bench.tables import number, plain_table, ratio_text
 
 
 def model_table(result: dict[str, Any]) -> Table:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.gpu.cases import MODELS_CASE, PACK_CASE, PACK_GOAL
-from benchmarks.results import timed_result
-from benchmarks.stats import paired_ratio, summarize
-from benchmarks.variants import Variant
+from torchddp.bench.results import timed_result
+from torchddp.bench.stats import paired_ratio, summarize
+from torchddp.bench.variants import Variant
 
 
 def model_result(variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:

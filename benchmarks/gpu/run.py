@@ -12,9 +12,9 @@ from benchmarks.gpu.report import render
 from benchmarks.gpu.results import model_result, pack_result
 from benchmarks.gpu.variants import make_field
 from benchmarks.gpu.worker import run_gpu_rank
-from benchmarks.launch import launch
-from benchmarks.run import Display, new_document, progress_bar
-from benchmarks.variants import TORCHDDP, ArgumentError, load_class
+from torchddp.bench.launch import launch
+from torchddp.bench.run import Display, new_document, progress_bar
+from torchddp.bench.variants import TORCHDDP, ArgumentError, load_class
 
 # Of the time asked for: warm-up takes a fifth of a model's, building and checking the rest.
 TIMED_SHARE = 0.6

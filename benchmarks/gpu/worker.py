@@ -5,9 +5,9 @@ from __future__ import annotations
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.cases import Job
 from benchmarks.gpu.cases import GpuJob
-from benchmarks.worker import Reporter, run_rank
+from torchddp.bench.cases import Job
+from torchddp.bench.worker import Reporter, run_rank
 
 
 def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli import check_numbers, check_output, make_console, parse_caps, run_app, write_document
 from benchmarks.two_hosts.network import parse_rate
 from benchmarks.two_hosts.results import AUTO, CASE
 from benchmarks.two_hosts.run import Settings, run
-from benchmarks.variants import TORCHDDP, ArgumentError
+from torchddp.bench.cli import check_numbers, check_output, make_console, parse_caps, run_app, write_document
+from torchddp.bench.variants import TORCHDDP, ArgumentError
 
 HELP = """Time DistributedDataParallel classes over two emulated hosts joined by a slow link.
 

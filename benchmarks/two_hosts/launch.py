@@ -10,9 +10,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.cases import Job
-from benchmarks.launch import ONE_THREAD, Inbox, Progress, follow
 from benchmarks.two_hosts.network import INTERFACE, RANKS_PER_HOST, Host, inside
+from torchddp.bench.cases import Job
+from torchddp.bench.launch import ONE_THREAD, Inbox, Progress, follow
 
 # The first host's namespace is new and nobody else's: every port is free there.
 STORE_PORT = 29500

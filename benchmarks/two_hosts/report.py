@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.report import MB, goal_text, origin, our_row, size_text
-from benchmarks.tables import number, plain_table, ratio_text
+from torchddp.bench.report import MB, goal_text, origin, our_row, size_text
+from torchddp.bench.tables import number, plain_table, ratio_text
 
 
 def rate_text(rate: int) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cases import Case
-from benchmarks.results import best_torch, timed_result
-from benchmarks.stats import paired_ratio
 from benchmarks.two_hosts.network import RANKS_PER_HOST
-from benchmarks.variants import Role, Variant
+from torchddp.bench.cases import Case
+from torchddp.bench.results import best_torch, timed_result
+from torchddp.bench.stats import paired_ratio
+from torchddp.bench.variants import Role, Variant
 
 CASE = Case(
     name="two_hosts",

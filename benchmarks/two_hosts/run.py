@@ -7,14 +7,14 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.cases import Job
-from benchmarks.launch import STALL_TIMEOUT_S
-from benchmarks.run import Display, new_document, progress_bar
 from benchmarks.two_hosts.launch import launch_on_hosts
 from benchmarks.two_hosts.network import two_hosts
 from benchmarks.two_hosts.report import render
 from benchmarks.two_hosts.results import CASE, two_hosts_result, with_transport
-from benchmarks.variants import load_class, make_variants
+from torchddp.bench.cases import Job
+from torchddp.bench.launch import STALL_TIMEOUT_S
+from torchddp.bench.run import Display, new_document, progress_bar
+from torchddp.bench.variants import load_class, make_variants
 
 # The limits on waiting suit a link of at least this many bits a second; on a slower one everything takes longer.
 FULL_SPEED = 1_000_000_000

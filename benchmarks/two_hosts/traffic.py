@@ -10,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.cases import Job
-from benchmarks.models import make_batch
-from benchmarks.timing import Runner
 from benchmarks.two_hosts.network import RANKS_PER_HOST, tx_bytes_path
-from benchmarks.variants import Role
+from torchddp.bench.cases import Job
+from torchddp.bench.models import make_batch
+from torchddp.bench.timing import Runner
+from torchddp.bench.variants import Role
 
 # Steps of one variant in a row, so that the barriers around them (about a kilobyte) do not matter.
 COUNTED_STEPS = 3

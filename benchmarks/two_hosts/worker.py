@@ -8,8 +8,8 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.cases import Job
-from benchmarks.worker import Reporter, serve_rank
+from torchddp.bench.cases import Job
+from torchddp.bench.worker import Reporter, serve_rank
 
 
 def _die_with_parent(channel: Connection) -> None:
@@ -20,8 +20,8 @@ def _die_with_parent(channel: Connection) -> None:
 
 def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
     """Time every model, then count what its variants send."""
-    from benchmarks.timing import build_runners, time_runners
     from benchmarks.two_hosts.traffic import sent_bytes, transport_of
+    from torchddp.bench.timing import build_runners, time_runners
 
     results = []
     for model in job.models:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.machine import ROOT
 from benchmarks.two_hosts.network import NoNetworkError, make_hosts, two_hosts
-from benchmarks.variants import TORCH_DDP
+from torchddp.bench.machine import ROOT
+from torchddp.bench.variants import TORCH_DDP
 
 COMMAND = [sys.executable, "-m", "benchmarks.two_hosts", "--model", "small", "--caps", "25"]
 

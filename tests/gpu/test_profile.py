@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.gpu import trace
-from benchmarks.models import ManySmallTensors
 from tests.models import seeded
 from torchddp import DistributedDataParallel
+from torchddp.bench.models import ManySmallTensors
 
 STEPS = 3
 

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
-from benchmarks import cli, machine, report, results, stats, timing
-from benchmarks.cases import CASES, MAX_ROUNDS, MIN_ROUNDS
-from benchmarks.memory import parse_peak_bytes
-from benchmarks.models import MODELS, make_batch, make_model
-from benchmarks.plot import bars
-from benchmarks.saving import save_results
-from benchmarks.variants import TORCH_DDP, ArgumentError, Role, Variant, load_class, main_variant, make_variants
+from torchddp.bench import cli, machine, report, results, stats, timing
+from torchddp.bench.cases import CASES, MAX_ROUNDS, MIN_ROUNDS
+from torchddp.bench.memory import parse_peak_bytes
+from torchddp.bench.models import MODELS, make_batch, make_model
+from torchddp.bench.plot import bars
+from torchddp.bench.saving import save_results
+from torchddp.bench.variants import TORCH_DDP, ArgumentError, Role, Variant, load_class, main_variant, make_variants
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = ["--ours", TORCH_DDP]

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks import cli, plot, report
-from benchmarks.cases import CASES, MAX_ROUNDS, MIN_ROUNDS, Job
-from benchmarks.collective import check, implementations, measure, operations
-from benchmarks.collective.names import IMPLEMENTATIONS
-from benchmarks.collective.operations import OPERATIONS
-from benchmarks.collective.report import collective_table
-from benchmarks.collective.results import collective_result
 from tests.harness import run_ranks
+from torchddp.bench import cli, plot, report
+from torchddp.bench.cases import CASES, MAX_ROUNDS, MIN_ROUNDS, Job
+from torchddp.bench.collective import check, implementations, measure, operations
+from torchddp.bench.collective.names import IMPLEMENTATIONS
+from torchddp.bench.collective.operations import OPERATIONS
+from torchddp.bench.collective.report import collective_table
+from torchddp.bench.collective.results import collective_result
 
 MB = 1024**2
 REASON = "transport must be 'auto' or 'c10d', got 'shm'"

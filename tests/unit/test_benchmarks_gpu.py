@@ -14,17 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks import machine
 from benchmarks.gpu import cli, pack, report, trace
-from benchmarks.gpu.cases import MODELS_CASE, GpuJob
+from benchmarks.gpu.cases import MODELS_CASE, PACK_CASE, GpuJob
 from benchmarks.gpu.machine import describe_gpu, first_line
 from benchmarks.gpu.measure import build_runners
 from benchmarks.gpu.models import MODELS, make_batch, make_model
+from benchmarks.gpu.plot import save_bandwidth
 from benchmarks.gpu.results import model_result, pack_result
 from benchmarks.gpu.run import Settings, seconds_each
 from benchmarks.gpu.variants import known_options, make_field
-from benchmarks.saving import save_results
-from benchmarks.variants import LOCAL, TORCHDDP, Role, Variant
+from torchddp.bench import machine
+from torchddp.bench.saving import save_results
+from torchddp.bench.variants import LOCAL, TORCHDDP, Role, Variant
 
 GPU = {
     "name": "NVIDIA Thing",
@@ -263,7 +264,7 @@ def test_without_a_gpu_no_goal_is_judged() -> None:
 
 
 def test_files_are_named_after_the_gpu(tmp_path: Path) -> None:
-    written = save_results(document(GPU, fake_model(), fake_pack()), tmp_path)
+    written = save_results(document(GPU, fake_model(), fake_pack()), tmp_path, {PACK_CASE: save_bandwidth})
     assert sorted(path.name for path in written) == [
         f"2030-01-02-{case}-nvidia-thing.{kind}" for case in ("gpu", "gpu_pack") for kind in ("json", "png")
     ]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks import machine
 from benchmarks.two_hosts import cli, launch, network, report, results, run
-from benchmarks.variants import TORCH_DDP, TORCHDDP, ArgumentError, Role, Variant, make_variants
+from torchddp.bench import machine
+from torchddp.bench.variants import TORCH_DDP, TORCHDDP, ArgumentError, Role, Variant, make_variants
 
 GBIT = 1_000_000_000
 TORCH = ["--ours", TORCH_DDP]

@@ -10,14 +10,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.cases import ALLOCATOR_ENVIRONMENT, CASES, Case, Job
-from benchmarks.collective.operations import QUICK_SIZES_BYTES, SIZES_BYTES
-from benchmarks.collective.results import collective_result
-from benchmarks.launch import launch
-from benchmarks.machine import describe_machine
-from benchmarks.report import render
-from benchmarks.results import memory_result, timed_result
-from benchmarks.variants import Role, Variant, load_class, make_variants
+from torchddp.bench.cases import ALLOCATOR_ENVIRONMENT, CASES, Case, Job
+from torchddp.bench.collective.operations import QUICK_SIZES_BYTES, SIZES_BYTES
+from torchddp.bench.collective.results import collective_result
+from torchddp.bench.launch import launch
+from torchddp.bench.machine import describe_machine
+from torchddp.bench.report import render
+from torchddp.bench.results import memory_result, timed_result
+from torchddp.bench.variants import Role, Variant, load_class, make_variants
 
 # Bucket size hardly matters for memory: one tuned row, at torch's own default size.
 MEMORY_CAP_MB = 25

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from benchmarks.cases import CASES
-from benchmarks.collective.operations import OPERATIONS
-from benchmarks.launch import LaunchError
-from benchmarks.run import Settings, run
-from benchmarks.variants import DEFAULT_CAPS_MB, TORCHDDP, ArgumentError
+from torchddp.bench.cases import CASES
+from torchddp.bench.collective.operations import OPERATIONS
+from torchddp.bench.launch import LaunchError
+from torchddp.bench.run import Settings, run
+from torchddp.bench.variants import DEFAULT_CAPS_MB, TORCHDDP, ArgumentError
 
 EXIT_FAILED, EXIT_BAD_ARGUMENT, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -160,15 +160,21 @@ def benchmark(
     write_document(run(settings, context.obj["command"], console), json_path, out, console)
 
 
-def write_document(document: dict[str, Any], json_path: Path | None, out: Path | None, console: Console) -> None:
+def write_document(
+    document: dict[str, Any],
+    json_path: Path | None,
+    out: Path | None,
+    console: Console,
+    own_plots: Mapping[str, Any] | None = None,
+) -> None:
     """Keep the numbers where --json and --out said."""
     if json_path is not None:
         json_path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
         console.print(f"wrote {json_path}")
     if out is not None:
-        from benchmarks.saving import save_results
+        from torchddp.bench.saving import save_results
 
-        for path in save_results(document, out):
+        for path in save_results(document, out, own_plots):
             console.print(f"wrote {path}")
 
 

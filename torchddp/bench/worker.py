@@ -13,7 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
-from benchmarks.cases import Job
+from torchddp.bench.cases import Job
 
 # Often enough for a progress bar, too seldom to disturb a measurement.
 PROGRESS_INTERVAL_S = 0.5
@@ -46,9 +46,9 @@ class Reporter:
 
 
 def _measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
-    from benchmarks.collective.measure import time_operation
-    from benchmarks.memory import measure_memory
-    from benchmarks.timing import time_model
+    from torchddp.bench.collective.measure import time_operation
+    from torchddp.bench.memory import measure_memory
+    from torchddp.bench.timing import time_model
 
     if job.case == "collective":
         return [time_operation(job, name, Reporter(channel, name, enabled=rank == 0)) for name in job.operations]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.collective.implementations import broadcast_root
+from torchddp.bench.collective.implementations import broadcast_root
 
 # A prime: no block of a power of two in a wrong place goes unseen. Sums over 64 ranks are exact in fp32.
 PERIOD = 251

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.collective.report import FOOTNOTE, collective_table
-from benchmarks.tables import number, plain_table, ranks_text, ratio_text
+from torchddp.bench.collective.report import FOOTNOTE, collective_table
+from torchddp.bench.tables import number, plain_table, ranks_text, ratio_text
 
 MB = 1e6
 # With more rounds than this in which noise exceeded torch's cost, a table says nothing about a goal.

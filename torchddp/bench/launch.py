@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from benchmarks.cases import Job
-from benchmarks.worker import run_rank
+from torchddp.bench.cases import Job
+from torchddp.bench.worker import run_rank
 
 # A launch that says nothing for this long is dead. Warm-up of the largest model on a busy machine is far below it.
 STALL_TIMEOUT_S = 180.0

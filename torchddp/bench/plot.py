@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.collective.names import IMPLEMENTATIONS
-from benchmarks.collective.operations import size_text
-from benchmarks.gpu.cases import PACK_CASE
-from benchmarks.gpu.plot import save_bandwidth
-from benchmarks.tables import ranks_text
+from torchddp.bench.collective.names import IMPLEMENTATIONS
+from torchddp.bench.collective.operations import size_text
+from torchddp.bench.tables import ranks_text
 
 COLORS = {"torch": "#9aa5b1", "ours": "#d9480f", "peer": "#4c6ef5", "local": "#dee2e6"}
 CURVE_COLORS = dict(zip(IMPLEMENTATIONS, ("#9aa5b1", "#4c6ef5", "#d9480f"), strict=True))
@@ -49,8 +47,6 @@ def save_plot(results: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     if results[0]["case"] == "collective":
         _save_curves(results, path)
-    elif results[0]["case"] == PACK_CASE:
-        save_bandwidth(results, path)
     else:
         _save_bars(results, path)
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.collective.names import GLOO, SHM
-from benchmarks.collective.operations import (
+from torchddp.bench.collective.names import GLOO, SHM
+from torchddp.bench.collective.operations import (
     OPERATIONS,
     Operation,
     algbw_gb_per_s,
     busbw_gb_per_s,
     roofline_us,
 )
-from benchmarks.stats import paired_ratio, summarize
+from torchddp.bench.stats import paired_ratio, summarize
 
 
 def _row(

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.cases import MAX_ROUNDS, MIN_ROUNDS, Job
-from benchmarks.models import MODELS, make_batch, make_model
-from benchmarks.stats import slowest_rank
-from benchmarks.variants import Role, Variant, load_class
+from torchddp.bench.cases import MAX_ROUNDS, MIN_ROUNDS, Job
+from torchddp.bench.models import MODELS, make_batch, make_model
+from torchddp.bench.stats import slowest_rank
+from torchddp.bench.variants import Role, Variant, load_class
 
 # static_graph records in step 1 and rebuilds buckets in step 2, so nothing is steady before the third.
 MIN_WARMUP_STEPS = 3

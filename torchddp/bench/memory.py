@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.cases import Job
-from benchmarks.models import MODELS, make_batch
-from benchmarks.timing import MIN_WARMUP_STEPS, build_runners
+from torchddp.bench.cases import Job
+from torchddp.bench.models import MODELS, make_batch
+from torchddp.bench.timing import MIN_WARMUP_STEPS, build_runners
 
 MEASURED_STEPS = 5
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.collective.names import GLOO, OURS
+from torchddp.bench.collective.names import GLOO, OURS
 
 if TYPE_CHECKING:
     from torchddp._C import Transport

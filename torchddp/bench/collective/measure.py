@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.cases import MAX_ROUNDS, Job
-from benchmarks.collective.check import verify
-from benchmarks.collective.implementations import Implementation, attempt, open_all
-from benchmarks.collective.operations import (
+from torchddp.bench.cases import MAX_ROUNDS, Job
+from torchddp.bench.collective.check import verify
+from torchddp.bench.collective.implementations import Implementation, attempt, open_all
+from torchddp.bench.collective.operations import (
     ITEM_BYTES,
     OPERATIONS,
     Operation,
@@ -26,7 +26,7 @@ from benchmarks.collective.operations import (
     streamed_gb_per_s,
     whole_numel,
 )
-from benchmarks.timing import Report, enough
+from torchddp.bench.timing import Report, enough
 
 WARMUP_ROUNDS = 3
 # Rank 0 looks at the clock about so often in the time of one size; in between ranks meet in nothing but what is timed.

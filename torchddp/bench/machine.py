@@ -10,7 +10,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+# The checkout this file is in, if it is in one: an installed package says nothing of the folder above it.
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def parse_cpu_model(cpuinfo: str) -> str | None:
@@ -39,6 +40,8 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
+    if not (ROOT / "csrc").is_dir():
+        return None
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

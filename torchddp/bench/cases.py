@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.variants import Variant
+from torchddp.bench.variants import Variant
 
 # A round is one step of every variant. Below this many rounds a median says little.
 MIN_ROUNDS = 7
