@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torchddp.bench.variants import Variant
 
@@ -67,6 +68,26 @@ CASES: dict[str, Case] = {
         ),
     )
 }
+
+
+class RankSettings(Protocol):
+    """What starting ranks needs to know of a job."""
+
+    @property
+    def case(self) -> str:
+        """Its name, for messages."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks."""
+
+    @property
+    def backend(self) -> str:
+        """Of their process group."""
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """A rank that waits longer than this for another one gives up with an error."""
 
 
 @dataclass(frozen=True)

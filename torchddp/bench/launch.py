@@ -12,7 +12,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from torchddp.bench.cases import Job
+from torchddp.bench.cases import RankSettings
+from torchddp.bench.variants import ArgumentError
 from torchddp.bench.worker import run_rank
 
 # A launch that says nothing for this long is dead. Warm-up of the largest model on a busy machine is far below it.
@@ -60,6 +61,8 @@ class Inbox:
         self.open = list(channels)
         self.results: dict[int, Any] = {}
         self.errors: dict[int, str] = {}
+        # What the user asked for cannot be, as a rank found: one sentence.
+        self.refusal = ""
         self._progress = progress
 
     def read(self, timeout_s: float) -> bool:
@@ -77,35 +80,38 @@ class Inbox:
                 continue
             if kind == "progress":
                 self._progress(*payload)
+            elif kind == "refusal":
+                self.refusal = payload
             else:
                 (self.results if kind == "result" else self.errors)[rank] = payload
         return bool(ready)
 
 
-def follow(inbox: Inbox, job: Job, stall_timeout_s: float) -> list[dict[str, Any]]:
+def follow(inbox: Inbox, job: RankSettings, stall_timeout_s: float) -> Any:
     """Listen until every rank is done; rank 0's results, or a `LaunchError` with what the ranks said."""
-    while inbox.open and not inbox.errors:
+    while inbox.open and not inbox.errors and not inbox.refusal:
         if not inbox.read(stall_timeout_s):
             silent = [rank for rank in range(job.world_size) if rank not in inbox.results]
             raise LaunchError(f"Case '{job.case}': nothing from ranks {silent} for {stall_timeout_s:g} s, stopped.")
+    if inbox.refusal:
+        raise ArgumentError(inbox.refusal)
     if inbox.errors:
         deadline_s = time.monotonic() + ERROR_GRACE_S
         while inbox.open and (left_s := deadline_s - time.monotonic()) > 0:
             inbox.read(left_s)
         said = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(inbox.errors.items()))
         raise LaunchError(f"Case '{job.case}' failed: {said}")
-    results: list[dict[str, Any]] = inbox.results[0]
-    return results
+    return inbox.results[0]
 
 
 def launch(
-    job: Job,
+    job: RankSettings,
     progress: Progress,
     environment: Mapping[str, str] | None = None,
     stall_timeout_s: float = STALL_TIMEOUT_S,
     entry: Callable[[int, Any, str, Connection], None] = run_rank,
-) -> list[dict[str, Any]]:
-    """Run the job on fresh processes, each in `entry`, and return rank 0's results, one per model or operation."""
+) -> Any:
+    """Run the job on fresh processes, each in `entry`, and return rank 0's result."""
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
     receivers: list[Connection] = []

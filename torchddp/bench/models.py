@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from torchddp.bench.factory import load_factory
+from torchddp.bench.model_spec import ModelSpec
 
 SMALL_TENSORS = 1000
 SMALL_NUMEL = 64
@@ -124,15 +126,6 @@ class ConvNet(nn.Module):
         return F.cross_entropy(logits, torch.zeros(len(images), dtype=torch.long, device=images.device))
 
 
-@dataclass(frozen=True)
-class ModelSpec:
-    """How to build a model and one batch for it."""
-
-    title: str
-    build: Callable[[], nn.Module]
-    make_batch: Callable[[torch.Generator], Tensor]
-
-
 MODELS: dict[str, ModelSpec] = {
     "small": ModelSpec(
         "small tensors",
@@ -148,10 +141,15 @@ MODELS: dict[str, ModelSpec] = {
 def make_model(name: str, seed: int) -> nn.Module:
     """A model with the same weights on every rank."""
     torch.manual_seed(seed)
-    return MODELS[name].build()
+    return find_model(name).build()
 
 
-def make_batch(name: str, seed: int, rank: int, index: int) -> Tensor:
+def make_batch(name: str, seed: int, rank: int, index: int) -> Any:
     """Batch `index` of a rank; ranks see different data, so that gradients must really be averaged."""
     generator = torch.Generator().manual_seed(seed + 1000 * rank + index)
-    return MODELS[name].make_batch(generator)
+    return find_model(name).make_batch(generator)
+
+
+def find_model(name: str) -> ModelSpec:
+    """A built-in model, or the user's own by `package.module:factory` (torchddp.bench.factory)."""
+    return load_factory(name) if ":" in name else MODELS[name]

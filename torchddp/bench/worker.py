@@ -13,16 +13,18 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
-from torchddp.bench.cases import Job
+from torchddp.bench.cases import RankSettings
+from torchddp.bench.variants import ArgumentError
 
 # Often enough for a progress bar, too seldom to disturb a measurement.
 PROGRESS_INTERVAL_S = 0.5
 
 # What a rank does once the process group is there; the results, one per model.
-Measure = Callable[[Job, int, Connection], list[dict[str, Any]]]
+Measure = Callable[[Any, int, Connection], Any]
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """For a thread: a worker never outlives the command that started it."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -45,7 +47,7 @@ class Reporter:
             self._channel.send(("progress", (self._what, done, total)))
 
 
-def _measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
+def _measure(job: Any, rank: int, channel: Connection) -> list[dict[str, Any]]:
     from torchddp.bench.collective.measure import time_operation
     from torchddp.bench.memory import measure_memory
     from torchddp.bench.timing import time_model
@@ -59,13 +61,13 @@ def _measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
     return results
 
 
-def run_rank(rank: int, job: Job, store_path: str, channel: Connection, measure: Measure = _measure) -> None:
+def run_rank(rank: int, job: RankSettings, store_path: str, channel: Connection, measure: Measure = _measure) -> None:
     """Entry point of a worker process."""
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=die_with_parent, daemon=True).start()
     serve_rank(rank, job, f"file://{store_path}", channel, measure)
 
 
-def serve_rank(rank: int, job: Job, init_method: str, channel: Connection, measure: Measure) -> NoReturn:
+def serve_rank(rank: int, job: RankSettings, init_method: str, channel: Connection, measure: Measure) -> NoReturn:
     """Join the process group, measure, say what came of it to the parent, and end the process."""
     exit_code = 1
     try:
@@ -86,6 +88,8 @@ def serve_rank(rank: int, job: Job, init_method: str, channel: Connection, measu
         dist.barrier()
         channel.send(("result", results if rank == 0 else None))
         exit_code = 0
+    except ArgumentError as error:
+        channel.send(("refusal", str(error)))
     except BaseException as error:
         channel.send(("error", f"{type(error).__name__}: {error}"))
     channel.close()

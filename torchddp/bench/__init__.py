@@ -1,0 +1,1 @@
+"""The benchmark suite: DDP classes against each other, as ratios measured within one launch."""

@@ -1,0 +1,107 @@
+"""One self-contained HTML page: text, tables and plots, nothing loaded from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8886; --soft: #8882; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .75rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+tr.ours td { font-weight: 600; background: var(--soft); }
+img { max-width: 100%; height: auto; background: #fff; border: 1px solid var(--line); }
+footer, .note { opacity: .75; font-size: .9rem; }
+"""
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Rows of text under headings; the first column is to the left. `marked`: rows to stand out."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    marked: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class PagePlot:
+    """A PNG with what it shows in words, for who cannot see it."""
+
+    png: bytes
+    description: str
+
+
+Block = str | PageTable | PagePlot
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with paragraphs, tables and plots."""
+
+    title: str
+    blocks: Sequence[Block]
+
+
+def figure_png(figure: Figure) -> bytes:
+    """The picture of a matplotlib figure, which is closed."""
+    from matplotlib import pyplot
+
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=120)
+    pyplot.close(figure)
+    return stream.getvalue()
+
+
+def _cell(tag: str, text: str) -> str:
+    return f"<{tag}>{html.escape(text)}</{tag}>"
+
+
+def _block(block: Block) -> str:
+    if isinstance(block, str):
+        return f"<p>{html.escape(block)}</p>"
+    if isinstance(block, PagePlot):
+        data = base64.b64encode(block.png).decode()
+        return f'<p><img alt="{html.escape(block.description)}" src="data:image/png;base64,{data}"></p>'
+    head = "".join(_cell("th", heading) for heading in block.headings)
+    rows = "".join(
+        f"<tr{' class=ours' if index in block.marked else ''}>{''.join(_cell('td', cell) for cell in row)}</tr>"
+        for index, row in enumerate(block.rows)
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def make_page(title: str, sections: Sequence[Section], origin: Sequence[str], data: Any = None) -> str:
+    """The page as text. `origin`: how and with what it was made; `data`: kept in the page as JSON, for machines."""
+    parts = [f"<h1>{html.escape(title)}</h1>"]
+    for section in sections:
+        parts += [f"<section><h2>{html.escape(section.title)}</h2>", *map(_block, section.blocks), "</section>"]
+    parts.append(f"<footer>{''.join(f'<p>{html.escape(line)}</p>' for line in origin)}</footer>")
+    if data is not None:
+        # "</" must not end the element early.
+        kept = json.dumps(data, allow_nan=False).replace("</", "<\\/")
+        parts.append(f'<script type="application/json" id="data">{kept}</script>')
+    body = "\n".join(parts)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def write_page(path: Path, title: str, sections: Sequence[Section], origin: Sequence[str], data: Any = None) -> None:
+    """Write the page to a file."""
+    path.write_text(make_page(title, sections, origin, data))

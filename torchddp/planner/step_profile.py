@@ -1,0 +1,134 @@
+"""What was measured of a training step: all that planning and simulating need. Pure data, saved as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be used; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One parameter that is reduced, as the reducer knows it."""
+
+    name: str
+    numel: int
+    itemsize: int
+    # Opaque keys: only gradients with equal dtype and device share a bucket.
+    dtype: int
+    device: int
+    sparse: bool
+    # Seconds from the begin of backward until the gradient is there, on the slowest rank (median over steps).
+    ready_s: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradient."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class LinearCost:
+    """What one all-reduce of n bytes takes on this group: `alpha_s + n * beta_s_per_byte` (Hockney 1994)."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+    # CPU time of this process per byte, on the busiest rank: what is left of beta however fast the link is.
+    host_s_per_byte: float = 0.0
+    host_s_per_message: float = 0.0
+    # Median relative distance of the measurements from the line.
+    misfit: float = 0.0
+
+    def seconds(self, nbytes: float) -> float:
+        """Predicted time of one all-reduce."""
+        return self.alpha_s + nbytes * self.beta_s_per_byte
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """A step of one model on one process group. Times in seconds, medians over steps, of the slowest rank."""
+
+    model: str
+    fingerprint: str  # of names, shapes, dtypes and devices of the parameters that are reduced
+    world_size: int
+    ranks_per_host: int
+    transport: str  # what moved the buckets: c10d, shm, nccl
+    device: str
+    gradients: tuple[Gradient, ...]  # in the order of registration
+    order: tuple[int, ...]  # indices into gradients, as they became ready
+    forward_s: float
+    backward_s: float  # compute alone: no bucket travelled meanwhile
+    cost: LinearCost
+    buckets: tuple[tuple[int, ...], ...]  # the plan in use when step_s was measured: indices, in launch order
+    step_s: float  # forward and backward with overlap, as measured with `buckets`
+    torchddp_version: str
+    torch_version: str
+
+    def __post_init__(self) -> None:
+        count = len(self.gradients)
+        if count == 0 or sorted(self.order) != list(range(count)):
+            raise ProfileError(f"The order of the profile is no permutation of its {count} gradients.")
+        if sorted(index for bucket in self.buckets for index in bucket) != list(range(count)):
+            raise ProfileError(f"The buckets of the profile do not hold each of its {count} gradients once.")
+        times = (self.forward_s, self.backward_s, self.step_s, self.cost.alpha_s, self.cost.beta_s_per_byte)
+        if not all(math.isfinite(value) and value >= 0 for value in (*times, *(g.ready_s for g in self.gradients))):
+            raise ProfileError("The profile has a time that is negative or not finite.")
+        if self.world_size < 1 or self.ranks_per_host < 1:
+            raise ProfileError(f"The profile says {self.world_size} ranks, {self.ranks_per_host} a host.")
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(gradient.nbytes for gradient in self.gradients)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"format": FORMAT, "kind": "torchddp step profile", **asdict(self)}
+
+    def save(self, path: Path) -> None:
+        """Write JSON."""
+        path.write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
+
+
+def profile_from_dict(data: Any) -> StepProfile:
+    """The profile that `to_dict` gave; `ProfileError` for anything else."""
+    if not isinstance(data, dict) or data.get("kind") != "torchddp step profile":
+        raise ProfileError("This is no step profile of torchddp (record one with `torchddp tune --profile FILE`).")
+    if data.get("format") != FORMAT:
+        raise ProfileError(
+            f"The profile has format {data.get('format')!r} (written by torchddp {data.get('torchddp_version')}), this "
+            f"torchddp reads format {FORMAT}: record it again with `torchddp tune --profile FILE`."
+        )
+    fields = {key: value for key, value in data.items() if key not in ("format", "kind")}
+    try:
+        fields["gradients"] = tuple(Gradient(**gradient) for gradient in fields["gradients"])
+        fields["cost"] = LinearCost(**fields["cost"])
+        fields["order"] = tuple(fields["order"])
+        fields["buckets"] = tuple(tuple(bucket) for bucket in fields["buckets"])
+        return StepProfile(**fields)
+    except ProfileError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProfileError(f"The profile is damaged ({type(error).__name__}: {error}).") from error
+
+
+def load_profile(path: Path) -> StepProfile:
+    """Read what `save` wrote; `ProfileError` in one sentence if that is impossible."""
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise ProfileError(f"Cannot read the profile '{path}': {error.strerror}.") from error
+    except ValueError as error:
+        raise ProfileError(f"The profile '{path}' is no JSON: {error}.") from error
+    try:
+        return profile_from_dict(data)
+    except ProfileError as error:
+        raise ProfileError(f"'{path}': {error}") from error
