@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from torchddp.bench.cases import CASES
 from torchddp.bench.collective.operations import OPERATIONS
-from torchddp.bench.launch import LaunchError
+from torchddp.bench.command import check_output, make_console, run_app, write_document
 from torchddp.bench.run import Settings, run
 from torchddp.bench.variants import DEFAULT_CAPS_MB, TORCHDDP, ArgumentError
-
-EXIT_FAILED, EXIT_BAD_ARGUMENT, EXIT_INTERRUPTED = 1, 2, 130
 
 HELP = """Time DistributedDataParallel classes against each other in one launch, interleaved step by step.
 
@@ -93,18 +88,6 @@ def check_numbers(seconds: float | None, world_size: int | None) -> None:
         raise ArgumentError(f"--world-size wants 1 to 64 ranks, not {world_size}.")
 
 
-def check_output(path: Path | None, option: str, *, folder: bool) -> None:
-    """Refuse before the run what could not be written after it."""
-    if path is None:
-        return
-    if folder and path.exists() and not path.is_dir():
-        raise ArgumentError(f"{option} wants a folder, and '{path}' is a file.")
-    if not folder and path.is_dir():
-        raise ArgumentError(f"{option} wants a file, and '{path}' is a folder.")
-    if not folder and not path.parent.is_dir():
-        raise ArgumentError(f"{option}: the folder '{path.parent}' does not exist.")
-
-
 @app.command(help=HELP)
 def benchmark(
     context: typer.Context,
@@ -160,55 +143,6 @@ def benchmark(
     write_document(run(settings, context.obj["command"], console), json_path, out, console)
 
 
-def write_document(
-    document: dict[str, Any],
-    json_path: Path | None,
-    out: Path | None,
-    console: Console,
-    own_plots: Mapping[str, Any] | None = None,
-) -> None:
-    """Keep the numbers where --json and --out said."""
-    if json_path is not None:
-        json_path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-        console.print(f"wrote {json_path}")
-    if out is not None:
-        from torchddp.bench.saving import save_results
-
-        for path in save_results(document, out, own_plots):
-            console.print(f"wrote {path}")
-
-
-def make_console() -> Console:
-    """A terminal's own width up to 100 columns; 100 into a file or a pipe."""
-    console = Console()
-    return Console(width=min(console.width, 100) if console.is_terminal else 100)
-
-
-def _describe_error(error: Exception, program: str) -> tuple[str, int]:
-    if isinstance(error, ArgumentError):
-        return str(error), EXIT_BAD_ARGUMENT
-    if isinstance(error, typer.TyperException):
-        message = error.format_message().rstrip(".")
-        return f"{message}; see {program} --help.", error.exit_code
-    return str(error), EXIT_FAILED
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the command; the exit code. A user's mistake is one sentence and exit code 2."""
     return run_app(app, "python -m benchmarks", arguments)
-
-
-def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
-    """Run a command of ours; the exit code. Whatever stops it is one sentence on stderr."""
-    command = shlex.join([*program.split(), *arguments])
-    try:
-        result = program_app(list(arguments), standalone_mode=False, prog_name=program, obj={"command": command})
-    except (ArgumentError, LaunchError, typer.TyperException) as error:
-        message, code = _describe_error(error, program)
-        Console(stderr=True).print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
-        return code
-    except (KeyboardInterrupt, typer.Abort):
-        Console(stderr=True).print("interrupted")
-        return EXIT_INTERRUPTED
-    # In this mode typer returns the code of an early exit such as --help.
-    return result if isinstance(result, int) else 0

@@ -12,6 +12,7 @@ def main() -> None:
         import typer  # noqa: F401
     except ImportError:
         sys.exit(WHAT_IS_MISSING)
+    from torchddp.bench.command import run_app
     from torchddp.cli.app import app
 
-    app(prog_name="torchddp")
+    sys.exit(run_app(app, "torchddp", sys.argv[1:]))
