@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from torchddp import _C
 
+# As bucket_cap_mb: planned from measurements (torchddp.planner).
+AUTO = "auto"
 _MIB = 1024 * 1024
 _DEFAULT_CAP_BYTES = 25 * _MIB
 # Between CPU ranks a bucket of 25 MiB takes longer than the backward of the layers in it, and the last one hides
@@ -21,8 +23,14 @@ _SHARED_CAP_BYTES = 1 * _MIB
 _SHARED_SOLO_BYTES = 256 * 1024
 
 
-def check_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> None:
-    """TypeError for what is no number, ValueError for what is not positive."""
+def check_caps(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> None:
+    """TypeError for what is no number, ValueError for what is not positive, or another word than "auto"."""
+    if isinstance(bucket_cap_mb, str):
+        if bucket_cap_mb != AUTO:
+            raise ValueError(f"bucket_cap_mb must be a number of MiB, None or {AUTO!r}, got {bucket_cap_mb!r}")
+        if bucket_cap_mb_list:
+            raise ValueError(f"bucket_cap_mb={AUTO!r} chooses the buckets itself: leave bucket_cap_mb_list out")
+        bucket_cap_mb = None
     for name, cap in [("bucket_cap_mb", bucket_cap_mb), *(("bucket_cap_mb_list", c) for c in bucket_cap_mb_list or [])]:
         if cap is None:
             continue

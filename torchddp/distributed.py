@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import inspect
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -26,10 +25,13 @@ from torch.nn.parallel.distributed import (
     _tree_unflatten_with_rref,
 )
 
-from torchddp import _C, bucket_sizes, buffer_sync, model_check, transports
+from torchddp import _C, bucket_sizes, buffer_sync, model_check, transports, wrapped_model
 from torchddp.comm_hook_check import check_hook_signature, checked
 from torchddp.ddp_logger import DDPLogger
 from torchddp.errors import TransportError
+from torchddp.planner import plan_cache
+from torchddp.planner.agreement import of_rank_0
+from torchddp.planner.auto_plan import AutoPlan
 
 __all__ = ["DistributedDataParallel"]
 
@@ -57,7 +59,9 @@ class DistributedDataParallel(TorchDDP):
       more has a bucket of its own and is reduced where it lies; over shared memory: 1 MiB, and 256 KiB;
       ``bucket_bytes_cap``, which torch's compiler reads, says 25 MiB as in torch). A number given explicitly holds for
       every bucket, the first included (torch does the same). Fractions are allowed; zero and negative numbers raise
-      ValueError.
+      ValueError. ``"auto"``: the buckets with the least exposed time for this model and group: a plan that ``torchddp
+      tune`` has kept, or else one made after eight synchronised steps, of which the last five were measured (they
+      overlap nothing, and the last ends with up to a second of timing messages). See :meth:`replan`.
     * ``batched_grad_copy`` is accepted and changes nothing: packing never goes through one operator a parameter.
     * ``bf16_compress_hook`` works on CPU models too.
 
@@ -96,7 +100,7 @@ class DistributedDataParallel(TorchDDP):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: Any = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | str | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool | None = None,
@@ -120,7 +124,7 @@ class DistributedDataParallel(TorchDDP):
         if wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"wire_dtype must be torch.bfloat16, torch.float16 or None, got {wire_dtype!r}")
         views = gradient_as_bucket_view is None or bool(gradient_as_bucket_view)
-        inner = _wrapped_inside(module)
+        inner = wrapped_model.wrapped_inside(module)
         if inner:
             views = False
         # Set before Module.__init__: torch's constructor builds the reducer, which reads them. Plain attributes only.
@@ -132,9 +136,9 @@ class DistributedDataParallel(TorchDDP):
         self._sync_at_init = init_sync
         self._is_copy = False
         self._init_sync_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
-        self._caps_asked_for: list[float] = list(bucket_cap_mb_list or ()) or (
-            [] if bucket_cap_mb is None else [bucket_cap_mb]
-        )
+        self._plans_itself = bucket_cap_mb == bucket_sizes.AUTO
+        cap_mb = None if isinstance(bucket_cap_mb, str) else bucket_cap_mb
+        self._caps_asked_for: list[float] = list(bucket_cap_mb_list or ()) or ([] if cap_mb is None else [cap_mb])
         arguments = _only_torch_arguments(
             device_ids=device_ids,
             output_device=output_device,
@@ -142,7 +146,7 @@ class DistributedDataParallel(TorchDDP):
             broadcast_buffers=broadcast_buffers,
             init_sync=False,  # done in _ddp_init_helper, with errors that name parameters and ranks
             process_group=process_group,
-            bucket_cap_mb=bucket_cap_mb,
+            bucket_cap_mb=cap_mb,
             find_unused_parameters=find_unused_parameters,
             check_reduction=check_reduction,
             gradient_as_bucket_view=views,
@@ -173,15 +177,17 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         """Called by torch's constructor and by unpickling: builds ``self.reducer`` and ``self.logger``."""
         names = [param_to_name_mapping[i].removeprefix(".") for i in range(len(parameters))]
+        together = self._sync_at_init
         transport = self._open_transport(parameters, names)
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]  # torch's mixed-precision hooks pass it back
         buffer_broadcast = self._reserve_for_buffers(transport)  # before the reducer, in which ranks agree on memory
+        specs = self._specs = wrapped_model.param_specs(parameters, names, expect_sparse_gradient)
         self._bucket_caps_bytes, solo_bytes = bucket_sizes.choose(self._caps_asked_for, parameters, transport)
         self.reducer = _C.Reducer(
             parameters,
-            _param_specs(parameters, names, expect_sparse_gradient),
+            specs,
             self.process_group,
             transport,
             caps_bytes=self._bucket_caps_bytes,
@@ -195,6 +201,9 @@ class DistributedDataParallel(TorchDDP):
             timeout=self._wait_limit(),
         )
         self._reduced_ids = {id(p) for p in parameters}
+        self._auto_plan: AutoPlan | None = None
+        if self._plans_itself:
+            self._start_planning(look_for_kept=together)
         self._adopt_group(buffer_broadcast if self.reducer.transport is transport else None)
         self._has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
         self.logger = DDPLogger(self.reducer, self.process_group)
@@ -262,9 +271,50 @@ class DistributedDataParallel(TorchDDP):
                 other.reducer._disable_views()
                 other.gradient_as_bucket_view = False
 
+    # --- bucket plans ---
+
+    def _start_planning(self, *, look_for_kept: bool) -> None:
+        """Plan in the steps to come, if there is a group to plan for; collective with ``look_for_kept``.
+
+        ``look_for_kept``: take the plan kept for this model and group, where rank 0 finds one.
+        """
+        self._auto_plan = None
+        transport, device, timeout = self.reducer.transport, self._module_parameters[0].device, self._wait_limit()
+        if transport.size == 1:
+            return
+        if look_for_kept:
+            kept = plan_cache.kept_plan(self._specs, device.type, transport) if transport.rank == 0 else None
+            (is_kept,) = of_rank_0(transport, device, timeout, kept is not None)
+            if is_kept:
+                self.reducer._adopt_plan(kept)
+                return
+        self._auto_plan = AutoPlan(self.reducer, self._specs, device, timeout)
+
+    def _plan_a_step(self, planning: AutoPlan) -> None:
+        if self._join_config.enable:
+            # Ranks without inputs take no part, and the others can't know how many steps those have finished.
+            logger.warning("bucket_cap_mb='auto': buckets stay as they are, for the model is used under join().")
+            planning.stop()
+            self._auto_plan = None
+        elif planning.before_step():
+            self._auto_plan = None
+
+    def replan(self) -> None:
+        """Measure the next eight synchronised steps and plan the buckets anew, whatever they were made by.
+
+        Not collective, but every rank must call it before the same step; the planning itself is. Use it when the
+        model's speed or the network has changed. A model under ``join()`` keeps its buckets.
+
+        Raises:
+            RuntimeError: in the step that would switch, if a CUDA graph was captured.
+        """
+        if self._auto_plan is not None:
+            self._auto_plan.stop()
+        self._start_planning(look_for_kept=False)
+
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        del state["_buffer_broadcast"]
+        del state["_buffer_broadcast"], state["_auto_plan"], state["_specs"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -335,27 +385,13 @@ class DistributedDataParallel(TorchDDP):
             if not self._has_rebuilt_buckets and self.reducer._rebuild_buckets():
                 self._has_rebuilt_buckets = True
                 logger.info("Reducer buckets have been rebuilt in this iteration.")
+            if self._auto_plan is not None and self.require_backward_grad_sync:
+                self._plan_a_step(self._auto_plan)
         except RuntimeError as error:
-            changed = self._describe_changes()
+            changed = wrapped_model.describe_changes(self, self._reduced_ids)
             if not changed:
                 raise
             raise RuntimeError(f"{error}\n{changed}") from error
-
-    def _describe_changes(self) -> str:
-        """What was done to the model after it was wrapped, in words; empty if nothing was."""
-        known = {id(p) for p in self._module_parameters}
-        current = {n: p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore}
-        added = [n for n, p in current.items() if id(p) not in known]
-        removed = len(known - {id(p) for p in current.values()})
-        frozen = [n for n, p in current.items() if not p.requires_grad and id(p) in self._reduced_ids]
-        parts = []
-        if added or removed:
-            parts.append(
-                f"{removed} parameters were removed or replaced, and these are new: {', '.join(added[:8]) or 'none'}"
-            )
-        if frozen:
-            parts.append(f"these no longer require grad: {', '.join(frozen[:8])}")
-        return f"The model was changed after it was wrapped ({'; '.join(parts)}): wrap it again." if parts else ""
 
     def _sync_buffers(self) -> None:
         # The order of torch's own: under join() all ranks first agree on who is authoritative.
@@ -501,6 +537,8 @@ class DistributedDataParallel(TorchDDP):
             choice = transports.intended_transport(self._transport_choice, new_process_group, devices, collective=True)
             transport = transports.open_transport(choice, new_process_group, device=devices[0], timeout=self._timeout)
             self.reducer._update_process_group(new_process_group, transport)
+            if self._plans_itself:
+                self._start_planning(look_for_kept=False)
         self._adopt_group()
         self.logger.rebind(self.process_group)
         if self.static_graph:
@@ -514,38 +552,3 @@ def _only_torch_arguments(**arguments: Any) -> dict[str, Any]:
     if asked:
         raise TypeError(f"torch {torch.__version__} has no DistributedDataParallel argument {asked[0]!r}")
     return {name: value for name, value in arguments.items() if name not in unknown}
-
-
-def _wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
-    """DDP modules inside ``module`` whose parameters would be reduced twice."""
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    mine = {id(p) for n, p in module.named_parameters() if n not in ignored and p.requires_grad}
-    inner = [
-        m for m in module.modules() if isinstance(m, TorchDDP) and any(id(p) in mine for p in m._module_parameters)
-    ]
-    if inner:
-        warnings.warn(
-            "DistributedDataParallel wraps a model that is already wrapped: its gradients are reduced twice, at twice "
-            "the cost, and kept outside of buckets. Wrap once (trainers such as Accelerate wrap in prepare()).",
-            UserWarning,
-            stacklevel=3,
-        )
-    return inner
-
-
-def _param_specs(
-    parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]
-) -> list[_C.ParamSpec]:
-    dtypes = {dtype: i for i, dtype in enumerate(dict.fromkeys(p.dtype for p in parameters))}
-    devices = {device: i for i, device in enumerate(dict.fromkeys(p.device for p in parameters))}
-    return [
-        _C.ParamSpec(
-            name=name,
-            numel=p.numel(),
-            itemsize=p.element_size(),
-            dtype=dtypes[p.dtype],
-            device=devices[p.device],
-            sparse=is_sparse,
-        )
-        for p, name, is_sparse in zip(parameters, names, sparse, strict=True)
-    ]

@@ -2,6 +2,7 @@
 
 #include "bindings/bindings.h"
 #include "plan/bucket_plan.h"
+#include "plan/merge_plan.h"
 
 namespace torchddp::bindings {
 
@@ -59,6 +60,27 @@ void bind_plan(py::module_& m) {
       py::arg("solo_bytes") = 0,
       "Buckets for parameters whose gradients become ready in `order` (a permutation of the parameter indices). "
       "ValueError for bad input.");
+  m.def(
+      "make_merged_plan",
+      [](const std::vector<ParamSpec>& params, const std::vector<int64_t>& order, const std::vector<double>& ready_s,
+         double alpha_s, double beta_s_per_byte, double pack_s_per_byte, int64_t alignment_bytes, double slack_s) {
+        return make_merged_plan(params, order, ready_s, {alpha_s, beta_s_per_byte, pack_s_per_byte}, alignment_bytes,
+                                slack_s);
+      },
+      py::arg("params"), py::arg("order"), py::arg("ready_s"), py::arg("alpha_s"),
+      py::arg("beta_s_per_byte"), py::arg("pack_s_per_byte") = 0.0, py::arg("alignment_bytes") = 1,
+      py::arg("slack_s") = 0.0, NoGil(),
+      "The plan whose last bucket is reduced the earliest among those that cut `order` into runs (MG-WFBP, Shi et al. "
+      "2019). A message of n bytes takes alpha_s + n * beta_s_per_byte. ValueError for bad input.");
+  m.def(
+      "predict_finish_s",
+      [](const BucketPlan& plan, const std::vector<ParamSpec>& params, const std::vector<double>& ready_s,
+         double alpha_s, double beta_s_per_byte, double pack_s_per_byte) {
+        return predict_finish_s(plan, params, ready_s, {alpha_s, beta_s_per_byte, pack_s_per_byte});
+      },
+      py::arg("plan"), py::arg("params"), py::arg("ready_s"), py::arg("alpha_s"),
+      py::arg("beta_s_per_byte"), py::arg("pack_s_per_byte") = 0.0,
+      "Seconds from the begin of backward until the last bucket of `plan` is reduced.");
   m.def("reverse_registration_order", &reverse_registration_order, py::arg("num_params"));
   m.def(
       "complete_order",

@@ -45,6 +45,7 @@ py::dict stats_dict(const Reducer& self) {
   result["iteration"] = stats.steps;
   result["finished"] = stats.finished;
   result["num_buckets_reduced"] = stats.last.buckets_reduced;
+  result["bytes_reduced"] = stats.last.bytes_reduced;
   result["forward_compute_time_start"] = stats.last.forward_begin_ns;
   result["backward_compute_time_start"] = stats.last.backward_begin_ns;
   result["backward_comm_time_start"] = stats.last.comm_begin_ns;
@@ -78,6 +79,7 @@ void bind_step(PyReducer& c) {
       .def("_delay_all_reduce", &Reducer::delay_all_reduce, NoGil())
       .def("_check_reducer_finalized", &Reducer::check_finalized, NoGil())
       .def("_rebuild_buckets", &Reducer::rebuild_buckets, NoGil())
+      .def("_adopt_plan", &Reducer::adopt_plan, py::arg("plan"), NoGil())
       .def("_push_all_rebuilt_params", &Reducer::push_rebuilt_params_for_all_indices, NoGil())
       .def("_get_zeros_like_grad_buckets", &Reducer::zero_grad_buckets, NoGil());
 }
@@ -133,8 +135,8 @@ void bind_modes(PyReducer& c) {
 
 void bind_reports(PyReducer& c) {
   c.def("get_backward_stats", &Reducer::backward_stats,
-        "Nanoseconds from the start of backward until each gradient was ready, by parameter index; zeros unless the "
-        "timeline is on.")
+        "Nanoseconds from the start of backward until each gradient was ready, by parameter index; zeros unless they "
+        "are recorded or the timeline is on.")
       .def("_get_local_used_map", &Reducer::local_used_map, NoGil())
       .def("_ddp_graph_static", &Reducer::graph_has_been_static)
       .def("_grad_ready_order", &Reducer::grad_ready_order)
@@ -142,6 +144,8 @@ void bind_reports(PyReducer& c) {
       .def("_last_error", &Reducer::last_error)
       .def("_unused_bytes", &Reducer::unused_bytes)
       .def("_stats", &stats_dict, "Times of the last step in ns, and averages, under torch's names.")
+      .def("_record_ready_times", &Reducer::record_ready_times, py::arg("record"))
+      .def("_set_overlap", &Reducer::set_overlap, py::arg("overlap"))
       .def("_enable_timeline", &Reducer::enable_timeline, py::arg("capacity"))
       .def("_disable_timeline", [](Reducer& self) { self.timeline().disable(); })
       .def(

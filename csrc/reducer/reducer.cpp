@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "common/check.h"
+#include "reducer/bucket_range.h"
 #include "reducer/messages.h"
 #include "reducer/reducer_inl.h"
 
@@ -62,6 +63,7 @@ void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
     marked_[i].store(kNotMarked, std::memory_order_relaxed);
   }
   next_launch_ = 0;
+  num_buckets_ready_ = 0;
   num_ready_.store(0, std::memory_order_relaxed);
   late_.clear();
   if (static_graph_.enabled()) {
@@ -152,7 +154,7 @@ void Reducer::mark_ready(int64_t param, bool unused, const at::Tensor* incoming)
   if (!unused) {
     ready_order_[static_cast<size_t>(num_ready_.fetch_add(1, std::memory_order_relaxed))] = param;
   }
-  if (timeline_.enabled()) [[unlikely]] {
+  if (records_ready_times_ || timeline_.enabled()) [[unlikely]] {
     const auto now_ns = timeline::now_ns();  // read once: the clock is most of what an event costs
     ready_times_ns_[static_cast<size_t>(param)] = now_ns - backward_begin_steady_ns_;
     timeline_.record_at(EventKind::kGradReady, param, now_ns);
@@ -270,6 +272,9 @@ void Reducer::bucket_ready(int64_t index) {
   timeline_.record(EventKind::kPacked, index);
   // In plan order on every rank, whatever the order of arrival here: collectives must match.
   const auto count = static_cast<int64_t>(buckets_.size());
+  if (++num_buckets_ready_ < count && !overlap_) {
+    return;
+  }
   while (next_launch_ < count && buckets_[static_cast<size_t>(next_launch_)]->state == BucketState::kReady) {
     launch(next_launch_++);
   }
@@ -291,7 +296,9 @@ void Reducer::launch(int64_t index) {
     bucket.state = BucketState::kSkipped;
     return;
   }
+  const BucketRange range("launch", index, bucket, specs_);
   ++stats_.current.buckets_reduced;
+  stats_.current.bytes_reduced += bucket.bytes();
   if (stats_.current.comm_begin_ns == 0) {
     stats_.current.comm_begin_ns = wall_clock_ns();
   }

@@ -66,10 +66,19 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // --- buckets ---
   // Collective when it returns true: new buckets by the measured order. Once, after the first measured step.
   bool rebuild_buckets();
+  // Collective, between steps: rank 0's plan, or the one in use if it wants none; whether buckets changed. They are not rebuilt after.
+  bool adopt_plan(const std::optional<plan::BucketPlan>& wanted);
   void push_rebuilt_params_for_all_indices();
   const plan::BucketPlan& plan() const { return plan_; }
   bool has_rebuilt_buckets() const { return has_rebuilt_; }
   std::vector<c10d::GradBucket> zero_grad_buckets();
+
+  // --- measuring ---
+  // Off: no bucket is launched before the last gradient is there, so that ready times are those of the computation alone,
+  // and the time after them is that of communication alone. Results are the same. Every rank must choose alike.
+  void set_overlap(bool overlap) { overlap_ = overlap; }
+  // Keep ready times, as the timeline does, without its events.
+  void record_ready_times(bool record);
 
   // --- set-up and special modes, as torch's DDP calls them ---
   void set_static_graph();
@@ -154,6 +163,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void abandon_step();
   [[noreturn]] void fail(const TransportError& error, int64_t bucket);
   void apply_plan(plan::BucketPlan plan);
+  bool switch_to(const plan::BucketPlan& mine);
   void use_transport(std::shared_ptr<transport::Transport> transport);
   void agree_on_memory();
   void expect_gradients();
@@ -190,17 +200,20 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::unique_ptr<std::atomic<uint8_t>[]> marked_;
   std::vector<int64_t> ready_order_;
   int64_t backward_begin_steady_ns_ = 0;
-  std::vector<int64_t> ready_times_ns_;  // only while the timeline is on
+  bool records_ready_times_ = false;
+  std::vector<int64_t> ready_times_ns_;  // only while they are recorded, or the timeline is on
   std::vector<int64_t> unused_;          // not reachable from the outputs (or never fired, for a static graph)
   std::vector<Late> late_;
   double scale_ = 1.0;
   int64_t next_launch_ = 0;
+  int64_t num_buckets_ready_ = 0;  // used under launch_mutex_
   at::Tensor gradient_stats_;
   std::mutex begin_mutex_, launch_mutex_, late_mutex_, streams_mutex_;
   torch::distributed::autograd::ContextPtr rpc_context_;
 
   // Modes.
   bool views_ = true;
+  bool overlap_ = true;
   bool optimizer_in_backward_ = false;
   bool graph_static_ = true;
   std::optional<std::vector<int64_t>> previous_unused_;

@@ -1,5 +1,6 @@
 // The end of a step: wait for each bucket, and hand the averages back where gradients are no views.
 #include "common/check.h"
+#include "reducer/bucket_range.h"
 #include "reducer/messages.h"
 #include "reducer/reducer_inl.h"
 
@@ -71,6 +72,7 @@ void Reducer::finish_used_map() {
 
 void Reducer::wait_bucket(int64_t index) {
   auto& bucket = *buckets_[static_cast<size_t>(index)];
+  const BucketRange range("wait", index, bucket, specs_);
   timeline_.record(EventKind::kWaitBegin, index);
   if (comm_hook_) {
     const auto future = std::exchange(bucket.future, nullptr);

@@ -1,4 +1,4 @@
-// Set-up of the Reducer, its buckets, and the special modes that torch's DDP switches on.
+// Set-up of the Reducer, and the special modes that torch's DDP switches on.
 #include <ATen/Functions.h>
 
 #include <torch/csrc/distributed/c10d/debug.h>
@@ -7,7 +7,6 @@
 
 #include "common/check.h"
 #include "reducer/messages.h"
-#include "reducer/plan_agreement.h"
 #include "reducer/reducer.h"
 #include "transport/cuda/cuda_device.h"
 
@@ -58,103 +57,6 @@ void Reducer::check_compiled_autograd() const {
   TDDP_CHECK(config_.compiled_autograd_takes_over,
              "Compiled autograd is not compatible with C++ DDP Reducer, please use ",
              "torch._dynamo.config.optimize_ddp=\"python_reducer\".");
-}
-
-void Reducer::apply_plan(plan::BucketPlan plan) {
-  plan::check_plan(plan, specs_, config_.limits.alignment_bytes);
-  // Gradients that live in old buckets move along; the old memory goes bucket by bucket, as soon as its last gradient has moved.
-  std::vector<bool> is_view(params_.size(), false);
-  for (size_t i = 0; i < places_.size(); ++i) {
-    const auto& grad = params_[i].grad();
-    is_view[i] = places_[i].slot != nullptr && grad.defined() && places_[i].slot->holds(grad);
-  }
-  needs_fresh_memory_ = true;  // until this is through: a transport that is broken throws in the middle
-  places_.assign(params_.size(), Place{});
-  buckets_.clear();
-  sparse_.assign(plan.buckets.size(), SparseGrad{});
-  const c10::NoGradGuard no_grad;
-  for (const auto& spec : plan.buckets) {
-    const auto index = static_cast<int64_t>(buckets_.size());
-    buckets_.push_back(std::make_unique<bucket::Bucket>(spec, params_, *transport_));
-    auto& bucket = *buckets_.back();
-    for (int64_t i = 0; i < bucket.num_slots(); ++i) {
-      const auto param = static_cast<size_t>(bucket.params()[static_cast<size_t>(i)]);
-      auto* slot = bucket.is_sparse() ? nullptr : &bucket.slot(i);
-      places_[param] = Place{slot, &bucket, index};
-      if (is_view[param] && slot != nullptr) {
-        auto& grad = params_[param].mutable_grad();
-        slot->pack(grad, 1.0);
-        grad = slot->view();
-      }
-    }
-  }
-  plan_ = std::move(plan);
-  needs_fresh_memory_ = false;
-  expect_gradients();
-  if (config_.gradient_stats) {
-    gradient_stats_ = at::zeros({static_cast<int64_t>(buckets_.size()), 2},
-                                at::TensorOptions().dtype(at::kDouble).device(params_.front().device()));
-  }
-}
-
-// Gradients that have a bucket each may be born in it.
-void Reducer::expect_gradients() {
-  std::vector<int64_t> sizes;
-  for (const auto& bucket : buckets_) {
-    if (views_ && !bucket->is_sparse() && bucket->num_slots() == 1) {
-      sizes.push_back(bucket->bytes());
-    }
-  }
-  transport_->expect_gradients(sizes);
-}
-
-bool Reducer::rebuild_buckets() {
-  if (incomplete_.load(std::memory_order_acquire)) {
-    raise_unfinished();
-  }
-  is_in_graph_ = is_in_graph_ || is_captured();
-  if (!should_rebuild() || measured_order_.empty()) {
-    return false;
-  }
-  const auto mine = plan::make_bucket_plan(specs_, measured_order_, config_.limits);
-  plan::BucketPlan agreed;
-  try {
-    agreed = agree_on_plan(mine, specs_, config_.limits.alignment_bytes, *transport_, params_.front().device(),
-                           config_.timeout);
-  } catch (const TransportError& error) {
-    throw TransportError(c10::str("rank ", transport_->rank(), ": agreeing on new buckets before step ", stats_.steps,
-                                  " failed: ", error.what()));
-  }
-  if (agreed != plan_) {
-    apply_plan(std::move(agreed));
-    agree_on_memory();
-  }
-  has_rebuilt_ = true;
-  measured_order_.clear();
-  return true;
-}
-
-// Collective if the transport may lose memory.
-void Reducer::agree_on_memory() {
-  auto agreed = transport::agree_on_memory(transport_, config_.timeout);
-  if (agreed != transport_) {
-    use_transport(std::move(agreed));
-  }
-}
-
-void Reducer::use_transport(std::shared_ptr<transport::Transport> transport) {
-  // Works of the old one, which buckets hold, must not outlive it.
-  const auto old = std::exchange(transport_, std::move(transport));
-  if (used_map_ != nullptr) {
-    used_map_->rebind(*transport_);
-  }
-  apply_plan(plan_);
-}
-
-void Reducer::push_rebuilt_params_for_all_indices() {
-  if (should_rebuild() && measured_order_.empty()) {
-    measured_order_ = plan::reverse_registration_order(static_cast<int64_t>(params_.size()));
-  }
 }
 
 std::vector<c10d::GradBucket> Reducer::zero_grad_buckets() {
@@ -258,6 +160,13 @@ std::vector<int64_t> Reducer::grad_ready_order() const {
 
 std::vector<int64_t> Reducer::backward_stats() const {
   return ready_times_ns_.empty() ? std::vector<int64_t>(params_.size(), 0) : ready_times_ns_;
+}
+
+void Reducer::record_ready_times(bool record) {
+  if (record) {
+    ready_times_ns_.assign(params_.size(), 0);
+  }
+  records_ready_times_ = record;
 }
 
 void Reducer::enable_timeline(int64_t capacity) {

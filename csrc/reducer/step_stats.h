@@ -13,6 +13,7 @@ struct StepTimes {
   int64_t backward_compute_end_ns = 0;
   int64_t comm_end_ns = 0;      // last bucket reduced
   int64_t buckets_reduced = 0;  // without those that were skipped
+  int64_t bytes_reduced = 0;    // of those buckets, as they lie in memory
 
   int64_t forward_ns() const { return span(forward_begin_ns, backward_begin_ns); }
   int64_t backward_ns() const { return span(backward_begin_ns, backward_compute_end_ns); }

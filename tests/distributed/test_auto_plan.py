@@ -1,0 +1,296 @@
+"""bucket_cap_mb="auto": buckets change once, results never, and all ranks agree."""
+
+import copy
+import json
+import logging
+import os
+import pickle
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.harness import run_ranks
+from torchddp import _C, DistributedDataParallel
+from torchddp.planner import auto_plan, plan_cache
+from torchddp.planner.auto_plan import RECORDED_STEPS, WARMUP_STEPS
+from torchddp.planner.calibrate import measure_cost
+from torchddp.planner.plan import buckets_of
+from torchddp.planner.step_profile import LinearCost
+
+PLANNING_STEPS = WARMUP_STEPS + RECORDED_STEPS
+# Dear messages: whatever was measured, one bucket is best.
+DEAR = LinearCost(10.0, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def no_kept_plans(tmp_path, monkeypatch):
+    monkeypatch.setenv(plan_cache.CACHE_ENV, str(tmp_path))
+
+
+def layers(count=4, width=16):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+
+def fixed_cost(monkeypatch, cost=DEAR):
+    monkeypatch.setattr(auto_plan, "measure_cost", lambda *_: cost)
+
+
+def small_buckets(ddp):
+    """Another start than one bucket, so that planning has something to do."""
+    ddp.reducer._adopt_plan(_C.make_bucket_plan(ddp._specs, _C.reverse_registration_order(len(ddp._specs)), [1]))
+
+
+def step(model, rank, index):
+    model.zero_grad()
+    torch.manual_seed(100 * rank + index)
+    model(torch.randn(4, 16)).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_results_stay_and_buckets_change_once(monkeypatch, world_size, transport):
+    fixed_cost(monkeypatch)
+
+    def work(rank):
+        auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport=transport)
+        fixed = DistributedDataParallel(layers(), bucket_cap_mb=0.001, transport=transport)
+        small_buckets(auto)
+        counts = []
+        for index in range(PLANNING_STEPS + 4):
+            for mine, theirs in zip(step(auto, rank, index), step(fixed, rank, index), strict=True):
+                # Sums of two are the same in any order, and shared memory adds in that of the ranks.
+                exact = world_size <= 2 or transport == "shm"
+                torch.testing.assert_close(mine, theirs, **({"rtol": 0, "atol": 0} if exact else {}))
+            counts.append(len(auto.reducer.plan))
+        assert auto._auto_plan is None
+        return counts, buckets_of(auto.reducer.plan)
+
+    if world_size == 1 and transport == "shm":
+        pytest.skip("one rank shares nothing")
+    results = run_ranks(work, world_size)
+    counts, buckets = results[0]
+    assert all(result == (counts, buckets) for result in results)
+    assert counts[:PLANNING_STEPS] == [8] * PLANNING_STEPS
+    assert set(counts[PLANNING_STEPS:]) == ({8} if world_size == 1 else {1})
+
+
+def test_what_is_measured_decides():
+    def work(rank):
+        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="c10d")
+        for index in range(PLANNING_STEPS):
+            step(ddp, rank, index)
+        plan = ddp._auto_plan
+        step(ddp, rank, 99)
+        decision = plan.decision
+        assert 0 < decision.cost.alpha_s < 1 and 0 < decision.cost.beta_s_per_byte < 1e-6
+        assert all(ready_s > 0 for ready_s in decision.times.ready_s)
+        assert decision.times.forward_s > 0 and decision.times.comm_s > 0
+        assert decision.after_s <= decision.before_s
+        return decision.cost, decision.times
+
+    results = run_ranks(work, 3)
+    assert results[0] == results[1] == results[2]
+
+
+def test_while_measured_nothing_overlaps():
+    def work(rank):
+        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="c10d")
+        small_buckets(ddp)
+        for index in range(WARMUP_STEPS):
+            step(ddp, rank, index)
+        ddp.reducer._enable_timeline(1000)
+        step(ddp, rank, 50)
+        kinds = [event.kind for event in ddp.reducer._timeline()]
+        assert kinds.index("launched") > max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
+        assert [e.id for e in ddp.reducer._timeline() if e.kind == "launched"] == list(range(8))
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}, {}])
+def test_with_options_and_accumulation(monkeypatch, options):
+    fixed_cost(monkeypatch)
+
+    def work(rank):
+        auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", **options)
+        plain = nn.parallel.DistributedDataParallel(layers(), **options)
+        for index in range(PLANNING_STEPS + 2):
+            grads = []
+            for model in (auto, plain):
+                model.zero_grad()
+                if not options:
+                    with model.no_sync():  # such steps count for nothing
+                        model(torch.full((1, 16), float(rank + index))).sum().backward()
+                torch.manual_seed(100 * rank + index)
+                model(torch.randn(4, 16)).sum().backward()
+                grads.append([p.grad.clone() for p in model.parameters()])
+            for mine, theirs in zip(*grads, strict=True):
+                torch.testing.assert_close(mine, theirs)
+        assert auto._auto_plan is None and len(auto.reducer.plan) == 1
+
+    run_ranks(work, 2)
+
+
+def test_a_kept_plan_is_taken_at_once(caplog):
+    def work(rank):
+        probe = DistributedDataParallel(layers())
+        model = plan_cache.fingerprint(probe._specs, "cpu")
+        path = plan_cache.plan_path(model, 2, probe.reducer.transport.name)
+        wanted = ((7, 6, 5), (4, 3, 2, 1, 0))
+        if rank == 0:
+            plan_cache.save_plan(path, wanted, model, 2, probe.reducer.transport.name, None)
+        dist.barrier()
+        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+        assert ddp._auto_plan is None and buckets_of(ddp.reducer.plan) == wanted
+        for index in range(PLANNING_STEPS + 1):
+            step(ddp, rank, index)
+        assert buckets_of(ddp.reducer.plan) == wanted
+
+        if rank == 0:  # one that does not fit is a warning, and measuring begins
+            document = json.loads(path.read_text())
+            path.write_text(json.dumps({**document, "world_size": 5}))
+        dist.barrier()
+        with _Records() as records:
+            ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+        assert ddp._auto_plan is not None
+        assert [("world_size is 5" in r, "measures anew" in r) for r in records] == [(True, True)] * (rank == 0)
+
+    run_ranks(work, 2)
+
+
+class _Records(logging.Handler):
+    """Messages of the package's logger."""
+
+    def __enter__(self):
+        self.messages = []
+        logging.getLogger("torchddp").addHandler(self)
+        return self.messages
+
+    def __exit__(self, *_):
+        logging.getLogger("torchddp").removeHandler(self)
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+def test_replan_measures_again(monkeypatch):
+    fixed_cost(monkeypatch)
+
+    def work(rank):
+        ddp = DistributedDataParallel(layers())
+        small_buckets(ddp)
+        for index in range(PLANNING_STEPS + 2):
+            step(ddp, rank, index)
+        assert len(ddp.reducer.plan) == 8  # nobody asked
+        ddp.replan()
+        step(ddp, rank, 0)
+        ddp.replan()  # again, in the middle of it
+        for index in range(PLANNING_STEPS + 1):
+            step(ddp, rank, index)
+        assert len(ddp.reducer.plan) == 1 and ddp._auto_plan is None
+
+    run_ranks(work, 2)
+
+
+def test_copies_plan_for_themselves(monkeypatch):
+    fixed_cost(monkeypatch)
+
+    def work(rank):
+        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+        for index in range(PLANNING_STEPS - 1):
+            step(ddp, rank, index)
+        for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+            small_buckets(twin)
+            for index in range(PLANNING_STEPS + 1):
+                step(twin, rank, index)
+            assert len(twin.reducer.plan) == 1 and twin._auto_plan is None
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("steps_before", [0, PLANNING_STEPS - 2])
+def test_join_ends_planning(monkeypatch, steps_before):
+    fixed_cost(monkeypatch)
+
+    def work(rank):
+        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+        small_buckets(ddp)
+        for index in range(steps_before):
+            step(ddp, rank, index)
+        with ddp.join():
+            for index in range(PLANNING_STEPS + 2 + 3 * rank):
+                step(ddp, rank, index)
+        ddp.reducer._enable_timeline(1000)
+        for index in range(PLANNING_STEPS + 1):
+            step(ddp, rank, index)
+        assert len(ddp.reducer.plan) == 8 and ddp._auto_plan is None
+        kinds = [event.kind for event in ddp.reducer._timeline()]
+        assert "launched" in kinds[: kinds.index("backward_end") - 10]  # they overlap again
+
+    run_ranks(work, 2)
+
+
+def test_another_group_is_planned_for(monkeypatch):
+    fixed_cost(monkeypatch)
+
+    def work(rank):
+        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+        for index in range(PLANNING_STEPS + 1):
+            step(ddp, rank, index)
+        assert ddp._auto_plan is None
+        ddp._update_process_group(dist.new_group([0, 1]))
+        assert ddp._auto_plan is not None
+        small_buckets(ddp)
+        for index in range(PLANNING_STEPS + 1):
+            step(ddp, rank, index)
+        assert len(ddp.reducer.plan) == 1
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"bucket_cap_mb": "best"}, "'auto', got 'best'"),
+        ({"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, "leave bucket_cap_mb_list out"),
+    ],
+)
+def test_other_words_are_refused(arguments, words):
+    def work(rank):
+        with pytest.raises(ValueError, match=words):
+            DistributedDataParallel(layers(), **arguments)
+
+    run_ranks(work, 1)
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_calibration_is_short_and_agreed(transport):
+    def work(rank):
+        ddp = DistributedDataParallel(layers(), transport=transport)
+        begin_s = time.monotonic()
+        cost = measure_cost(ddp.reducer.transport, torch.device("cpu"))
+        assert time.monotonic() - begin_s < 5  # 0.6 on a quiet machine
+        assert not ddp.reducer.transport.lost_memory
+        assert cost.host_s_per_byte > 0
+        return cost
+
+    first, second = run_ranks(work, 2)
+    assert first == second
+
+
+def test_plans_of_no_use_are_refused():
+    def work(rank):
+        ddp = DistributedDataParallel(layers(2))
+        other = [_C.ParamSpec(f"p{i}", 3, 4) for i in range(4)]
+        with pytest.raises(ValueError, match="0.weight.*256 elements, its slot in bucket 0 has 3"):
+            ddp.reducer._adopt_plan(_C.make_bucket_plan(other, [0, 1, 2, 3], [1]))
+        output = ddp(torch.randn(1, 16)).sum()
+        output.backward()
+        assert os.environ["TORCHDDP_CACHE_DIR"]
+
+    run_ranks(work, 1)

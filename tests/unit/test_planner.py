@@ -1,0 +1,252 @@
+"""Planning: the line through measured times, the optimum against brute force, the decision, and plans on disk."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchddp import _C
+from torchddp.planner.auto_plan import decide
+from torchddp.planner.cost_fit import fit_line, misfit
+from torchddp.planner.plan import best_buckets, buckets_of, plan_of
+from torchddp.planner.plan_cache import PlanCacheError, fingerprint, load_plan, plan_path, save_plan
+from torchddp.planner.recorder import StepTimes
+from torchddp.planner.step_profile import (
+    Gradient,
+    LinearCost,
+    ProfileError,
+    StepProfile,
+    load_profile,
+    profile_from_dict,
+)
+
+SIZES = [4096.0 * 4**i for i in range(7)]
+
+
+def specs(numels, dtypes=None):
+    return [_C.ParamSpec(f"p{i}", numel, 4, dtype=0 if dtypes is None else dtypes[i]) for i, numel in enumerate(numels)]
+
+
+# --- the line ---
+
+
+@given(alpha=st.floats(1e-7, 1e-1), beta=st.floats(1e-13, 1e-6))
+def test_a_line_is_found_again(alpha, beta):
+    samples = [(n, alpha + beta * n) for n in SIZES]
+    found = fit_line(samples)
+    assert misfit(samples, *found) < 1e-6
+    assert math.isclose(found[0] + found[1] * 1e6, alpha + beta * 1e6, rel_tol=1e-4)
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e8), st.floats(1e-7, 10)), min_size=1, max_size=8))
+def test_a_line_is_never_below_zero(samples):
+    alpha, beta = fit_line(samples)
+    assert alpha >= 0 and beta >= 0 and math.isfinite(alpha) and math.isfinite(beta)
+
+
+def test_times_that_fall_with_size_become_a_constant():
+    assert fit_line([(1000, 2.0), (2000, 1.0)])[1] == 0.0
+
+
+def test_a_line_needs_positive_times():
+    for samples in ([], [(1.0, 0.0)]):
+        with pytest.raises(ValueError, match="positive times"):
+            fit_line(samples)
+
+
+# --- the optimum ---
+
+
+def finish(runs, numels, ready_s, alpha, beta):
+    """The definition, in other words than the planner's."""
+    free_s = 0.0
+    for run in runs:
+        free_s = max(free_s, max(ready_s[i] for i in run)) + alpha + 4 * beta * sum(numels[i] for i in run)
+    return free_s
+
+
+def all_cuts(count):
+    for mask in range(1 << (count - 1)):
+        runs, run = [], []
+        for i in range(count):
+            run.append(i)
+            if i == count - 1 or mask >> i & 1:
+                runs.append(run)
+                run = []
+        yield runs
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 10_000), st.floats(0, 1)), min_size=1, max_size=12),
+    st.floats(0, 2),
+    st.floats(0, 1e-4),
+)
+def test_brute_force_finds_nothing_better(gradients, alpha, beta):
+    numels = [numel for numel, _ in gradients]
+    ready_s, now_s = [], 0.0
+    for _, gap_s in gradients:
+        now_s += gap_s
+        ready_s.append(now_s)
+    plan = _C.make_merged_plan(specs(numels), range(len(numels)), ready_s, alpha, beta)
+    best_s = min(finish(runs, numels, ready_s, alpha, beta) for runs in all_cuts(len(numels)))
+    planned_s = finish(buckets_of(plan), numels, ready_s, alpha, beta)
+    assert planned_s == pytest.approx(best_s, rel=1e-9, abs=1e-12)
+    assert _C.predict_finish_s(plan, specs(numels), ready_s, alpha, beta) == pytest.approx(planned_s, rel=1e-12)
+
+
+def test_the_planner_says_what_is_wrong():
+    with pytest.raises(ValueError, match="ready_s has 1 entries for 2"):
+        _C.make_merged_plan(specs([1, 2]), [0, 1], [0.0], 0.0, 0.0)
+    with pytest.raises(ValueError, match="alpha_s must be finite"):
+        _C.make_merged_plan(specs([1]), [0], [0.0], -1.0, 0.0)
+
+
+# --- plans of profiles ---
+
+
+def profile(**changes) -> StepProfile:
+    fields = {
+        "model": "test",
+        "fingerprint": "0123",
+        "world_size": 2,
+        "ranks_per_host": 2,
+        "transport": "c10d",
+        "device": "cpu",
+        "gradients": tuple(Gradient(f"p{i}", 1000, 4, 0, 0, False, (3 - i) * 0.01) for i in range(4)),
+        "order": (3, 2, 1, 0),
+        "forward_s": 0.01,
+        "backward_s": 0.03,
+        "cost": LinearCost(1e-3, 1e-9, 1e-10, 1e-4, 0.01),
+        "buckets": ((3, 2, 1, 0),),
+        "step_s": 0.05,
+        "torchddp_version": "0",
+        "torch_version": "0",
+    }
+    return StepProfile(**{**fields, **changes})
+
+
+def test_a_dear_message_makes_one_bucket_and_a_cheap_one_several():
+    assert best_buckets(profile(), LinearCost(1.0, 0.0)) == ((3, 2, 1, 0),)
+    # 4000 bytes a gradient take 8 ms, and 10 ms pass between gradients.
+    assert best_buckets(profile(), LinearCost(0.0, 2e-6))[-1] == (0,)
+
+
+def test_a_profile_survives_the_disk(tmp_path: Path):
+    path = tmp_path / "p.json"
+    profile().save(path)
+    assert load_profile(path) == profile()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "no JSON"),
+        ("[]", "no step profile"),
+        (
+            '{"kind": "torchddp step profile", "format": 99, "torchddp_version": "9.9"}',
+            "format 99 .written by torchddp",
+        ),
+        ('{"kind": "torchddp step profile", "format": 1}', "damaged"),
+    ],
+)
+def test_a_wrong_profile_is_one_sentence(tmp_path: Path, text: str, words: str):
+    path = tmp_path / "p.json"
+    path.write_text(text)
+    with pytest.raises(ProfileError, match=words) as caught:
+        load_profile(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_profile_is_one_sentence(tmp_path: Path):
+    with pytest.raises(ProfileError, match="Cannot read the profile"):
+        load_profile(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"order": (0, 1, 2, 2)},
+        {"buckets": ((0, 1), (1, 2, 3))},
+        {"step_s": -1.0},
+        {"forward_s": math.nan},
+        {"world_size": 0},
+        {"gradients": ()},
+    ],
+)
+def test_a_profile_holds_together(change):
+    with pytest.raises(ProfileError):
+        profile(**change)
+    if not any(isinstance(value, float) for value in change.values()):
+        data = json.loads(json.dumps({**profile().to_dict(), **change}))
+        with pytest.raises(ProfileError):
+            profile_from_dict(data)
+
+
+# --- the decision ---
+
+
+def times(ready_s, comm_s=0.0):
+    return StepTimes(tuple(ready_s), 0.01, comm_s)
+
+
+def test_buckets_change_only_for_a_gain():
+    params = specs([1000] * 4)
+    current = _C.make_bucket_plan(params, [0, 1, 2, 3], [1])  # one each
+    ready = times([0.0, 0.01, 0.02, 0.03])
+    dear = decide(params, ready, LinearCost(0.02, 0.0), current, pack_s_per_byte=0.0)
+    assert len(dear.plan) < len(current) and dear.after_s < dear.before_s
+    cheap = decide(params, ready, LinearCost(1e-6, 0.0), current, pack_s_per_byte=0.0)
+    assert cheap.plan == current and cheap.after_s == cheap.before_s
+
+
+def test_the_order_is_that_of_readiness():
+    assert times([0.3, 0.1, 0.2]).order == (1, 2, 0)
+    assert times([0.3, 0.1, 0.2]).backward_s == 0.3
+
+
+# --- plans on disk ---
+
+
+def test_plans_come_back_from_indices():
+    params = specs([10, 20, 30], dtypes=[0, 1, 0])
+    plan = plan_of([[2, 0], [1]], params)
+    assert buckets_of(plan) == ((2, 0), (1,))
+    for wrong in ([[0, 1], [2]], [[0]], [[0], [1], [1], [2]], [[0], [2], [7]]):
+        with pytest.raises(ValueError):
+            plan_of(wrong, params)
+
+
+def test_a_plan_survives_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHDDP_CACHE_DIR", str(tmp_path / "deep" / "cache"))
+    path = plan_path("abc", 2, "c10d")
+    assert load_plan(path, "abc", 2, "c10d") is None
+    save_plan(path, ((1,), (0, 2)), "abc", 2, "c10d", {"why": 1})
+    assert load_plan(path, "abc", 2, "c10d") == ((1,), (0, 2))
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    for other, words in (
+        (("abd", 2, "c10d"), "fingerprint"),
+        (("abc", 3, "c10d"), "world_size"),
+        (("abc", 2, "shm"), "transport"),
+    ):
+        with pytest.raises(PlanCacheError, match=words):
+            load_plan(path, *other)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"kind": "torchddp bucket plan", "format": 7}'])
+def test_a_damaged_plan_is_one_sentence(tmp_path: Path, text: str):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(PlanCacheError) as caught:
+        load_plan(path, "abc", 2, "c10d")
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_fingerprint_knows_what_matters():
+    base = fingerprint(specs([10, 20]), "cpu")
+    assert base == fingerprint(specs([10, 20]), "cpu")
+    others = [specs([10, 21]), specs([10, 20], dtypes=[0, 1]), specs([20, 10]), specs([10])]
+    assert base not in {fingerprint(other, "cpu") for other in others} | {fingerprint(specs([10, 20]), "cuda")}

@@ -1,0 +1,111 @@
+"""``bucket_cap_mb="auto"``: measure the first steps, plan, switch once, and be quiet."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchddp import _C
+from torchddp.planner.calibrate import measure_copy, measure_cost
+from torchddp.planner.plan import SLACK_SHARE
+from torchddp.planner.recorder import StepRecorder, StepTimes
+from torchddp.planner.step_profile import LinearCost
+
+logger = logging.getLogger("torchddp.distributed")
+
+# Buckets follow the measured order from the second step on, and first steps are slow for other reasons too.
+WARMUP_STEPS = 3
+RECORDED_STEPS = 5
+# Predictions closer than this are equal: the buckets stay as they are.
+LEAST_GAIN = 0.01
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What planning came to. The same on all ranks, but for ``plan``, which only rank 0's counts of."""
+
+    times: StepTimes
+    cost: LinearCost
+    before_s: float  # predicted, from the begin of backward until the last bucket is reduced
+    after_s: float
+    plan: _C.BucketPlan
+
+
+def decide(
+    specs: Sequence[_C.ParamSpec],
+    times: StepTimes,
+    cost: LinearCost,
+    current: _C.BucketPlan,
+    *,
+    pack_s_per_byte: float,
+) -> Decision:
+    """The plan with the least predicted exposed time; the current one if that is hardly worse. Pure."""
+    costs = (cost.alpha_s, cost.beta_s_per_byte, pack_s_per_byte)
+    best = _C.make_merged_plan(specs, times.order, times.ready_s, *costs, slack_s=SLACK_SHARE * times.backward_s)
+    before_s = _C.predict_finish_s(current, specs, times.ready_s, *costs)
+    after_s = _C.predict_finish_s(best, specs, times.ready_s, *costs)
+    if before_s - after_s < LEAST_GAIN * (times.forward_s + before_s):
+        return Decision(times, cost, before_s, before_s, current)
+    return Decision(times, cost, before_s, after_s, best)
+
+
+class AutoPlan:
+    """Plans once for one reducer. ``before_step`` is called at the begin of every step that will be synchronised."""
+
+    def __init__(
+        self,
+        reducer: _C.Reducer,
+        specs: Sequence[_C.ParamSpec],
+        device: torch.device,
+        timeout: datetime.timedelta = datetime.timedelta(0),
+    ) -> None:
+        self._reducer, self._specs, self._device, self._timeout = reducer, specs, device, timeout
+        self._begin_at = reducer._stats()["finished"] + WARMUP_STEPS
+        self._recorder: StepRecorder | None = None
+        self.decision: Decision | None = None
+
+    def before_step(self) -> bool:
+        """Collective in the step that plans; whether planning is over.
+
+        All ranks have finished equally many synchronised steps, so they measure and plan in the same ones.
+        """
+        if self._recorder is None:
+            if self._reducer._stats()["finished"] >= self._begin_at:
+                self._recorder = StepRecorder(self._reducer)
+            return False
+        self._recorder.collect()
+        if self._recorder.steps < RECORDED_STEPS:
+            return False
+        self._recorder.stop()
+        times = self._recorder.times(self._device, self._timeout)
+        self._plan(times)
+        return True
+
+    def stop(self) -> None:
+        """Give up; buckets stay as they are."""
+        if self._recorder is not None:
+            self._recorder.stop()
+
+    def _plan(self, times: StepTimes) -> None:
+        transport = self._reducer.transport
+        cost = measure_cost(transport, self._device, self._timeout)
+        decision = self.decision = decide(
+            self._specs, times, cost, self._reducer.plan, pack_s_per_byte=measure_copy(self._device)
+        )
+        count = len(self._reducer.plan)
+        changed = self._reducer._adopt_plan(decision.plan)
+        if transport.rank == 0:
+            logger.info(
+                "bucket_cap_mb='auto': %s after %d measured steps; the last bucket is expected %.2f ms after backward "
+                "began, with the buckets so far %.2f ms (a message takes %.1f us and %.3f ns a byte)",
+                f"{len(self._reducer.plan)} buckets in place of {count}" if changed else f"{count} buckets as before",
+                RECORDED_STEPS,
+                1e3 * decision.after_s,
+                1e3 * decision.before_s,
+                1e6 * cost.alpha_s,
+                1e9 * cost.beta_s_per_byte,
+            )

@@ -1,0 +1,54 @@
+"""Bucket plans for step profiles: the best one, and what any of them costs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchddp import _C
+from torchddp.planner.step_profile import LinearCost, StepProfile
+
+# Fewer messages are worth this share of the finish: each costs the host some time that the model does not know of.
+SLACK_SHARE = 0.002
+
+Buckets = tuple[tuple[int, ...], ...]
+
+
+def param_specs(profile: StepProfile) -> list[_C.ParamSpec]:
+    """The gradients as the C++ planner takes them."""
+    return [
+        _C.ParamSpec(g.name, g.numel, g.itemsize, dtype=g.dtype, device=g.device, sparse=g.sparse)
+        for g in profile.gradients
+    ]
+
+
+def best_plan(profile: StepProfile, cost: LinearCost, *, pack_s_per_byte: float = 0.0) -> _C.BucketPlan:
+    """The plan that finishes first: :func:`torchddp._C.make_merged_plan` with the profile's order and times."""
+    slack_s = SLACK_SHARE * max(g.ready_s for g in profile.gradients)
+    return _C.make_merged_plan(
+        param_specs(profile),
+        profile.order,
+        [g.ready_s for g in profile.gradients],
+        alpha_s=cost.alpha_s,
+        beta_s_per_byte=cost.beta_s_per_byte,
+        pack_s_per_byte=pack_s_per_byte,
+        slack_s=slack_s,
+    )
+
+
+def best_buckets(profile: StepProfile, cost: LinearCost) -> Buckets:
+    """The plan that finishes first, as parameter indices of each bucket in the order of launch."""
+    return buckets_of(best_plan(profile, cost))
+
+
+def buckets_of(plan: _C.BucketPlan) -> Buckets:
+    """Parameter indices of each bucket, in the order of launch."""
+    return tuple(tuple(bucket.params) for bucket in plan.buckets)
+
+
+def plan_of(buckets: Sequence[Sequence[int]], specs: Sequence[_C.ParamSpec]) -> _C.BucketPlan:
+    """The plan with these buckets; ValueError if they are none for these parameters."""
+    words = [1, len(buckets), *(word for bucket in buckets for word in (len(bucket), *bucket))]
+    size = 2 + 2 * len(specs)
+    if len(words) > size:
+        raise ValueError(f"the buckets name {len(words) - 2 - len(buckets)} parameters, the model has {len(specs)}")
+    return _C.decode_plan(words + [0] * (size - len(words)), specs)

@@ -1,0 +1,83 @@
+"""Measuring steps from inside: ready times of gradients and times of the parts, with no bucket under way meanwhile."""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchddp import _C
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Medians over the recorded steps of the slowest rank, in seconds. Equal on all ranks."""
+
+    ready_s: tuple[float, ...]  # by parameter, since backward began
+    forward_s: float
+    # All buckets one after the other, after the last gradient: communication alone.
+    comm_s: float
+
+    @property
+    def backward_s(self) -> float:
+        """Computation alone, up to the last gradient."""
+        return max(self.ready_s)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Parameter indices as they became ready."""
+        return tuple(sorted(range(len(self.ready_s)), key=lambda index: self.ready_s[index]))
+
+
+class StepRecorder:
+    """Records synchronised steps of one reducer. While it does, buckets wait for the last gradient of the step."""
+
+    def __init__(self, reducer: _C.Reducer) -> None:
+        self._reducer = reducer
+        self._rows: list[list[float]] = []
+        self._finished = reducer._stats()["finished"]
+        reducer._record_ready_times(True)
+        reducer._set_overlap(False)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were recorded."""
+        return len(self._rows)
+
+    def collect(self) -> None:
+        """Between steps: take down the one that ended, if one did since the last call."""
+        stats = self._reducer._stats()
+        if stats["finished"] == self._finished:
+            return
+        self._finished = stats["finished"]
+        times_ns = [*self._reducer.get_backward_stats(), stats["forward_compute_time"], stats["backward_comm_time"]]
+        self._rows.append([time_ns / 1e9 for time_ns in times_ns])
+
+    def stop(self) -> None:
+        """Buckets are launched as soon as they are full again."""
+        self._reducer._set_overlap(True)
+        self._reducer._record_ready_times(False)
+
+    def times(self, device: torch.device, timeout: datetime.timedelta = datetime.timedelta(0)) -> StepTimes:
+        """Collective: what was recorded on all ranks. ``device``: of the parameters."""
+        mine = [statistics.median(column) for column in zip(*self._rows, strict=True)]
+        *ready_s, forward_s, comm_s = _slowest(mine, self._reducer.transport, device, timeout)
+        return StepTimes(tuple(ready_s), forward_s, comm_s)
+
+
+def _slowest(
+    mine: Sequence[float], transport: _C.Transport, device: torch.device, timeout: datetime.timedelta
+) -> list[float]:
+    """The greatest of all ranks' values, place by place."""
+    if transport.size == 1:
+        return list(mine)
+    source = torch.tensor(mine, dtype=torch.float64, device=device)
+    gathered = torch.empty(transport.size * len(mine), dtype=torch.float64, device=device)
+    work = transport.make_work()
+    transport.all_gather(gathered, source, work)
+    work.wait(timeout)
+    greatest: list[float] = gathered.view(transport.size, len(mine)).amax(dim=0).tolist()
+    return greatest

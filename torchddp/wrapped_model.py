@@ -1,0 +1,65 @@
+"""What the wrapper must know of the model it wraps: its parameters, wrappers inside it, changes made to it later."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Sequence
+
+import torch
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
+from torchddp import _C
+
+
+def describe_changes(ddp: TorchDDP, reduced_ids: Collection[int]) -> str:
+    """What was done to a model after it was wrapped, in words; empty if nothing was.
+
+    ``reduced_ids``: of the parameters whose gradients are reduced.
+    """
+    known = {id(p) for p in ddp._module_parameters}
+    current = {n: p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore}
+    added = [n for n, p in current.items() if id(p) not in known]
+    removed = len(known - {id(p) for p in current.values()})
+    frozen = [n for n, p in current.items() if not p.requires_grad and id(p) in reduced_ids]
+    parts = []
+    if added or removed:
+        parts.append(
+            f"{removed} parameters were removed or replaced, and these are new: {', '.join(added[:8]) or 'none'}"
+        )
+    if frozen:
+        parts.append(f"these no longer require grad: {', '.join(frozen[:8])}")
+    return f"The model was changed after it was wrapped ({'; '.join(parts)}): wrap it again." if parts else ""
+
+
+def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
+    """DDP modules inside ``module`` whose parameters would be reduced twice."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    mine = {id(p) for n, p in module.named_parameters() if n not in ignored and p.requires_grad}
+    inner = [
+        m for m in module.modules() if isinstance(m, TorchDDP) and any(id(p) in mine for p in m._module_parameters)
+    ]
+    if inner:
+        warnings.warn(
+            "DistributedDataParallel wraps a model that is already wrapped: its gradients are reduced twice, at twice "
+            "the cost, and kept outside of buckets. Wrap once (trainers such as Accelerate wrap in prepare()).",
+            UserWarning,
+            stacklevel=3,
+        )
+    return inner
+
+
+def param_specs(parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]) -> list[_C.ParamSpec]:
+    """The parameters as the reducer and the planner know them."""
+    dtypes = {dtype: i for i, dtype in enumerate(dict.fromkeys(p.dtype for p in parameters))}
+    devices = {device: i for i, device in enumerate(dict.fromkeys(p.device for p in parameters))}
+    return [
+        _C.ParamSpec(
+            name=name,
+            numel=p.numel(),
+            itemsize=p.element_size(),
+            dtype=dtypes[p.dtype],
+            device=devices[p.device],
+            sparse=is_sparse,
+        )
+        for p, name, is_sparse in zip(parameters, names, sparse, strict=True)
+    ]
