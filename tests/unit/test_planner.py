@@ -197,9 +197,9 @@ def test_buckets_change_only_for_a_gain():
     params = specs([1000] * 4)
     current = _C.make_bucket_plan(params, [0, 1, 2, 3], [1])  # one each
     ready = times([0.0, 0.01, 0.02, 0.03])
-    dear = decide(params, ready, LinearCost(0.02, 0.0), current, pack_s_per_byte=0.0)
+    dear = decide(params, ready, LinearCost(0.02, 0.0), current)
     assert len(dear.plan) < len(current) and dear.after_s < dear.before_s
-    cheap = decide(params, ready, LinearCost(1e-6, 0.0), current, pack_s_per_byte=0.0)
+    cheap = decide(params, ready, LinearCost(1e-6, 0.0), current)
     assert cheap.plan == current and cheap.after_s == cheap.before_s
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from torchddp import _C
-from torchddp.planner.calibrate import measure_copy, measure_cost
+from torchddp.planner.calibrate import measure_cost
 from torchddp.planner.plan import SLACK_SHARE
 from torchddp.planner.recorder import StepRecorder, StepTimes
 from torchddp.planner.step_profile import LinearCost
@@ -40,11 +40,9 @@ def decide(
     times: StepTimes,
     cost: LinearCost,
     current: _C.BucketPlan,
-    *,
-    pack_s_per_byte: float,
 ) -> Decision:
     """The plan with the least predicted exposed time; the current one if that is hardly worse. Pure."""
-    costs = (cost.alpha_s, cost.beta_s_per_byte, pack_s_per_byte)
+    costs = (cost.alpha_s, cost.beta_s_per_byte, cost.pack_s_per_byte)
     best = _C.make_merged_plan(specs, times.order, times.ready_s, *costs, slack_s=SLACK_SHARE * times.backward_s)
     before_s = _C.predict_finish_s(current, specs, times.ready_s, *costs)
     after_s = _C.predict_finish_s(best, specs, times.ready_s, *costs)
@@ -93,9 +91,7 @@ class AutoPlan:
     def _plan(self, times: StepTimes) -> None:
         transport = self._reducer.transport
         cost = measure_cost(transport, self._device, self._timeout)
-        decision = self.decision = decide(
-            self._specs, times, cost, self._reducer.plan, pack_s_per_byte=measure_copy(self._device)
-        )
+        decision = self.decision = decide(self._specs, times, cost, self._reducer.plan)
         count = len(self._reducer.plan)
         changed = self._reducer._adopt_plan(decision.plan)
         if transport.rank == 0:

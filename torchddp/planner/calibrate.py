@@ -73,7 +73,11 @@ def measure_cost(
             break
     alpha_s, beta_s = fit_line(wall)
     host_alpha_s, host_beta_s = fit_line(cpu)
-    return LinearCost(*channel.of_rank_0(alpha_s, beta_s, host_beta_s, host_alpha_s, misfit(wall, alpha_s, beta_s)))
+    return LinearCost(
+        *channel.of_rank_0(
+            alpha_s, beta_s, host_beta_s, host_alpha_s, _measure_copy(device), misfit(wall, alpha_s, beta_s)
+        )
+    )
 
 
 def _time_message(channel: _Channel, nbytes: int) -> tuple[float, float]:
@@ -94,11 +98,8 @@ def _timed(channel: _Channel, message: torch.Tensor) -> float:
     return time.perf_counter() - before_s
 
 
-def measure_copy(device: torch.device) -> float:
-    """Seconds per byte to pack a gradient; 0 on a device, where packing is not on the way of the computation.
-
-    Not collective: only what rank 0 measures is used.
-    """
+def _measure_copy(device: torch.device) -> float:
+    """Seconds per byte to pack a gradient; 0 on a device, where packing is not on the way of the computation."""
     if device.type != "cpu":
         return 0.0
     source, target = torch.zeros(_COPY_BYTES // 4), torch.zeros(_COPY_BYTES // 4)

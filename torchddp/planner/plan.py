@@ -21,7 +21,7 @@ def param_specs(profile: StepProfile) -> list[_C.ParamSpec]:
     ]
 
 
-def best_plan(profile: StepProfile, cost: LinearCost, *, pack_s_per_byte: float = 0.0) -> _C.BucketPlan:
+def best_plan(profile: StepProfile, cost: LinearCost) -> _C.BucketPlan:
     """The plan that finishes first: :func:`torchddp._C.make_merged_plan` with the profile's order and times."""
     slack_s = SLACK_SHARE * max(g.ready_s for g in profile.gradients)
     return _C.make_merged_plan(
@@ -30,7 +30,7 @@ def best_plan(profile: StepProfile, cost: LinearCost, *, pack_s_per_byte: float 
         [g.ready_s for g in profile.gradients],
         alpha_s=cost.alpha_s,
         beta_s_per_byte=cost.beta_s_per_byte,
-        pack_s_per_byte=pack_s_per_byte,
+        pack_s_per_byte=cost.pack_s_per_byte,
         slack_s=slack_s,
     )
 

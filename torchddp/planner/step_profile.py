@@ -44,6 +44,8 @@ class LinearCost:
     # CPU time of this process per byte, on the busiest rank: what is left of beta however fast the link is.
     host_s_per_byte: float = 0.0
     host_s_per_message: float = 0.0
+    # Of a bucket with several gradients, which must be copied into it.
+    pack_s_per_byte: float = 0.0
     # Median relative distance of the measurements from the line.
     misfit: float = 0.0
 
