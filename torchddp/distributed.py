@@ -195,6 +195,7 @@ class DistributedDataParallel(TorchDDP):
             timeout=self._wait_limit(),
         )
         self._reduced_ids = {id(p) for p in parameters}
+        self._reduced_names = names  # by the index that the reducer knows a parameter by
         self._adopt_group(buffer_broadcast if self.reducer.transport is transport else None)
         self._has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
         self.logger = DDPLogger(self.reducer, self.process_group)
