@@ -121,27 +121,34 @@ def summary_of(step: MergedStep) -> list[str]:
 
 def straggler_lines(profile: MergedProfile, step: MergedStep) -> list[str]:
     """Who held the others up: in this step, and over all."""
-    found = step.straggler
     if len(profile.records) == 1:
         return []
+    return [_straggler_line(step, profile.names), *_usual_straggler(profile)]
+
+
+def _straggler_line(step: MergedStep, names: Sequence[str]) -> str:
+    found = step.straggler
     if found is None:
-        return ["straggler: none, no rank waited for another"]
+        return "straggler: none, no rank waited for another in this step"
     lost = f"{ms(found.lost_ns)} ms"
     places = {
         "start": f"it began forward {lost} after the fastest rank",
         "forward": f"it lost {lost} before its first gradient",
-        "backward": f"it lost {lost} before the gradient of {profile.names[found.parameter or 0]}",
+        "backward": f"it lost {lost} before the gradient of {names[found.parameter or 0]}",
     }
-    lines = [f"straggler: rank {found.rank} kept each other rank waiting {ms(found.wait_ns)} ms; {places[found.where]}"]
+    return f"straggler: rank {found.rank} kept each other rank waiting {ms(found.wait_ns)} ms; {places[found.where]}"
+
+
+def _usual_straggler(profile: MergedProfile) -> Iterable[str]:
     means = profile.mean_waits_ns()
     worst = max(range(len(means)), key=means.__getitem__)
     often = sum(s.straggler is not None and s.straggler.rank == worst for s in profile.steps)
     each_ns = means[worst] / (len(means) - 1)
-    lines.append(
-        f"over {len(profile.steps)} steps: rank {worst}, {ms(each_ns)} ms a step and waiting rank on average; the "
-        f"straggler in {often} of them"
-    )
-    return lines
+    if often:
+        yield (
+            f"over {len(profile.steps)} steps: rank {worst} kept each other rank waiting {ms(each_ns)} ms a step, and was "
+            f"the straggler in {often}"
+        )
 
 
 def clock_lines(profile: MergedProfile) -> list[str]:
