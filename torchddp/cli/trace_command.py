@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from torchddp.bench.cli import check_numbers
 from torchddp.bench.command import check_output, make_console
 from torchddp.bench.launch import LaunchError
 from torchddp.bench.ranks import RankJob, run_ranks, started_by_torchrun
-from torchddp.bench.run import Display, new_document, progress_bar
 from torchddp.bench.tables import ranks_text
 from torchddp.bench.variants import ArgumentError
 
-if TYPE_CHECKING:  # torch loads only when the command runs: `torchddp doctor` must start without it
+# torch and numpy load only when the command runs: `torchddp doctor` must start without them.
+if TYPE_CHECKING:
     from torchddp.cli.trace_run import Traced, TraceSettings
 
 HELP = """Record some steps of a model on several ranks, and show the median one: in Perfetto and as text.
@@ -42,6 +41,8 @@ Examples:
 
 def check_world_size(asked: int | None) -> int:
     """How many ranks there will be; an `ArgumentError` if that is one, or not what torchrun started."""
+    from torchddp.bench.cli import check_numbers
+
     check_numbers(None, asked)
     started = int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else None
     if started is not None and asked not in (None, started):
@@ -79,6 +80,7 @@ def check_settings(
 
 def run_trace(settings: TraceSettings, console: Console) -> Traced | None:
     """What the ranks found; None on those of torchrun's that are not to speak."""
+    from torchddp.bench.run import Display, progress_bar
     from torchddp.cli.trace_run import choose_backend, trace_rank
 
     job = RankJob("trace", trace_rank, (settings,), settings.world_size, choose_backend(settings.world_size))
@@ -124,6 +126,7 @@ def _deliver(
     plot: Path | None,
 ) -> None:
     """Print the report and write the files."""
+    from torchddp.bench.run import new_document
     from torchddp.profiler.chrome import write_chrome_trace
     from torchddp.profiler.report import merged_dict, merged_report
     from torchddp.profiler.session import merged_trace
@@ -135,7 +138,7 @@ def _deliver(
         {"transport": traced.transport, "device": traced.device, **merged_dict(profile, step)},
     ]
     title = f"{settings.model}, {ranks_text(settings.world_size)}, {traced.device}, transport {traced.transport}"
-    console.print(f"{title}: {len(profile.steps)} steps recorded, shown is step {step.index}, the median one\n")
+    console.print(f"{title}\n", markup=False, emoji=False)  # a factory's path may look like either
     console.print(merged_report(profile))
     write_chrome_trace(out, merged_trace(profile, only_step=step.index))
     console.print(f"\nwrote {out}: open it at https://ui.perfetto.dev")

@@ -71,7 +71,7 @@ def bucket_table(step: MergedStep, names: Sequence[str], title: str) -> Table:
         table.add_column("last\nrank", justify="right", no_wrap=True)
     table.add_column("held back by", overflow="fold")
     for row in bucket_rows(step, names):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # names are no markup
     return table
 
 
@@ -136,7 +136,10 @@ def _straggler_line(step: MergedStep, names: Sequence[str]) -> str:
         "forward": f"it lost {lost} before its first gradient",
         "backward": f"it lost {lost} before the gradient of {names[found.parameter or 0]}",
     }
-    return f"straggler: rank {found.rank} kept each other rank waiting {ms(found.wait_ns)} ms; {places[found.where]}"
+    # A wait that no single place explains has many small causes: naming one of them would mislead.
+    spread = f"it was slower all along, by at most {lost} at once"
+    why = places[found.where] if 2 * found.lost_ns >= found.wait_ns else spread
+    return f"straggler: rank {found.rank} kept each other rank waiting {ms(found.wait_ns)} ms; {why}"
 
 
 def _usual_straggler(profile: MergedProfile) -> Iterable[str]:
@@ -146,8 +149,8 @@ def _usual_straggler(profile: MergedProfile) -> Iterable[str]:
     each_ns = means[worst] / (len(means) - 1)
     if often:
         yield (
-            f"over {len(profile.steps)} steps: rank {worst} kept each other rank waiting {ms(each_ns)} ms a step, and was "
-            f"the straggler in {often}"
+            f"over {len(profile.steps)} steps: rank {worst} kept each other rank waiting {ms(each_ns)} ms a step, "
+            f"and was the straggler in {often}"
         )
 
 
