@@ -34,7 +34,11 @@ except (ImportError, OSError) as error:  # OSError: a library of torch's does no
 __all__ = ["DDP", "DistributedDataParallel", "InternalError", "TransportError", "__version__"]
 
 
-def __getattr__(name: str) -> str:
+def __getattr__(name: str) -> object:
+    if name == "profiler":
+        import torchddp.profiler  # importing it also sets it
+
+        return torchddp.profiler
     if name == "__version__":  # lazily: reading package metadata costs more than the rest of this import
         from torchddp import _C
 

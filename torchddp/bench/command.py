@@ -69,7 +69,7 @@ def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) ->
         result = program_app(list(arguments), standalone_mode=False, prog_name=program, obj={"command": command})
     except (ArgumentError, LaunchError, typer.TyperException) as error:
         message, code = _describe_error(error, program)
-        Console(stderr=True).print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"error: {message}", markup=False, highlight=False, emoji=False, soft_wrap=True)
         return code
     except (KeyboardInterrupt, typer.Abort):
         Console(stderr=True).print("interrupted")

@@ -29,13 +29,6 @@ class RankJob:
     collective_timeout_s: float = 60.0
 
 
-def default_backend() -> str:
-    """NCCL where there are GPUs, gloo elsewhere."""
-    import torch
-
-    return "nccl" if torch.cuda.is_available() else "gloo"
-
-
 def started_by_torchrun() -> bool:
     """Whether this process is a rank already, with all that init_process_group needs in its environment."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))

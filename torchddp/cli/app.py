@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from torchddp.cli import diagnosis, doctor_report
+from torchddp.cli import diagnosis, doctor_report, trace_command, tune_command
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -56,3 +56,7 @@ def doctor(
     else:
         doctor_report.show(found, Console(highlight=False, soft_wrap=True))
     raise typer.Exit(1 if found.problems else 0)
+
+
+app.command(help=trace_command.HELP)(trace_command.trace)
+app.command(help=tune_command.HELP)(tune_command.tune)

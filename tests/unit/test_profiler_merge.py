@@ -1,0 +1,221 @@
+"""All ranks on one clock: offsets, who was last, who waited for whom."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.profiler_events import LAYOUT, MS, NAMES, one_step, record, step_events, waiting_step
+from torchddp.profiler import report
+from torchddp.profiler.chrome import chrome_trace
+from torchddp.profiler.clocks import Clock, align, clock_identity
+from torchddp.profiler.merge import MergedProfile, merge, merge_step
+from torchddp.profiler.picture import bars, draw
+from torchddp.profiler.session import merged_trace
+from torchddp.profiler.steps import read_steps
+
+LATE_MS = 50.0
+
+
+def late_profile(clock_ahead_ms: float = 0.0) -> MergedProfile:
+    """Rank 1 is late with parameter 1, rank 0 waits for it; one more step without that."""
+    ahead_ns = round(clock_ahead_ms * MS)
+    ranks = [
+        record(0, [waiting_step(LATE_MS), one_step(2, 200), one_step(3, 400)]),
+        record(1, [s.shifted(ahead_ns) for s in (one_step(1, 0, LATE_MS), one_step(2, 200), one_step(4, 400))], "two"),
+    ]
+    return merge(ranks, [Clock(), Clock(-ahead_ns, 5)])
+
+
+# --- clocks ----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_of_one_clock_have_no_offset() -> None:
+    assert align(["a", "a"], [(), ()]) == [Clock(), Clock()]
+    assert clock_identity() == clock_identity() != ""
+
+
+def test_an_offset_is_bounded_by_every_round() -> None:
+    # Rank 1's clock shows 1000 more. Round 1 takes 100, round 2 takes 20: the second says most.
+    first = [(0, 100), (200, 220)]
+    second = [(1000, 1100), (1200, 1220)]
+    (_, clock) = align(["a", "b"], [first, second])
+    assert clock == Clock(-1000, 20)
+
+
+def test_without_readings_other_clocks_are_an_error() -> None:
+    with pytest.raises(ValueError, match="without readings"):
+        align(["a", "b"], [(), ()])
+
+
+@given(
+    st.integers(-(10**12), 10**12),
+    st.lists(st.tuples(*[st.integers(0, 10**6)] * 4), min_size=1, max_size=8),
+)
+def test_the_true_offset_is_within_the_uncertainty(offset: int, rounds: list[tuple[int, int, int, int]]) -> None:
+    readings: list[list[tuple[int, int]]] = [[], []]
+    now = 0
+    for enter_a, enter_b, leave_a, leave_b in rounds:
+        all_in = now + max(enter_a, enter_b)  # nobody leaves before everybody has entered
+        readings[0].append((now + enter_a, all_in + leave_a))
+        readings[1].append((now + enter_b + offset, all_in + leave_b + offset))
+        now = all_in + max(leave_a, leave_b)
+    clock = align(["a", "b"], readings)[1]
+    assert abs(clock.offset_ns + offset) <= clock.uncertainty_ns + 1
+
+
+# --- merging ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clock_ahead_ms", [0.0, 12345.0, -7.0])
+def test_the_straggler_is_named_with_its_wait_and_its_parameter(clock_ahead_ms: float) -> None:
+    step = late_profile(clock_ahead_ms).steps[0]
+    straggler = step.straggler
+    assert straggler is not None and straggler.rank == 1
+    # Rank 0 began to wait for bucket 1 at 16 ms, rank 1 launched it at 64.
+    assert straggler.wait_ns == straggler.total_wait_ns == 48 * MS
+    assert (straggler.where, straggler.parameter, straggler.lost_ns) == ("backward", 1, 50 * MS)
+    assert step.waits_ns == (0, 48 * MS)
+    first, second = step.buckets
+    assert (second.last_rank, second.late_ns, second.holder) == (1, 50 * MS, 0)
+    assert (first.last_rank, first.late_ns, first.wait_ns) == (0, 0, 0)
+    assert (second.first_ready_ns, second.last_ready_ns, second.launched_ns) == (10 * MS, 64 * MS, 64 * MS)
+    assert (step.duration_ns, step.exposed_ns) == (70 * MS, 56 * MS)
+
+
+def test_only_steps_of_all_ranks_are_merged() -> None:
+    profile = late_profile()
+    assert [step.index for step in profile.steps] == [1, 2]
+    assert profile.mean_waits_ns() == [0, 24 * MS]
+    assert profile.steps[1].straggler is None
+    assert profile.median_step().index == 2  # of two the shorter
+
+
+def test_no_common_step_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no step .* rank 0: 1, rank 1: 0"):
+        merge([record(0, [one_step()]), record(1, [])], [Clock(), Clock()])
+
+
+def test_a_rank_that_starts_late_is_told_from_one_that_is_slow() -> None:
+    late = merge_step([waiting_step(LATE_MS), one_step(1, begin_ms=LATE_MS)]).straggler
+    assert late is not None
+    assert (late.rank, late.where, late.parameter, late.lost_ns) == (1, "start", None, 50 * MS)
+    slow_forward = [e if e.kind == "forward_begin" else e._replace(time_ns=e.time_ns + 50 * MS) for e in step_events()]
+    slow = read_steps(slow_forward, lambda _: LAYOUT).complete[0]
+    slower = merge_step([waiting_step(LATE_MS), slow]).straggler
+    assert slower is not None and (slower.rank, slower.where, slower.lost_ns) == (1, "forward", 50 * MS)
+
+
+def test_three_ranks_wait_for_the_last_one() -> None:
+    step = merge_step([waiting_step(LATE_MS), one_step(1, 0, LATE_MS), waiting_step(LATE_MS)])
+    assert step.straggler is not None and step.straggler.rank == 1
+    assert (step.straggler.total_wait_ns, step.straggler.wait_ns) == (96 * MS, 48 * MS)
+
+
+def test_a_bucket_that_all_skipped_has_no_last_rank() -> None:
+    events = [e for e in step_events() if not (e.id == 1 and e.kind in ("launched", "wait_begin", "done"))]
+    step = merge_step([read_steps(events, lambda _: LAYOUT).complete[0]] * 2)
+    assert step.buckets[1].last_rank is None and step.buckets[1].launched_ns is None
+    assert "(skipped: unused)" in report.bucket_rows(step, NAMES)[1]
+
+
+@given(st.lists(st.integers(0, 200), min_size=2, max_size=5))
+def test_whoever_comes_last_caused_all_waits(late_ms: list[int]) -> None:
+    last = max(late_ms)
+    events = []
+    for late in late_ms:
+        slow = step_events(1, 0, late)
+        ends = {("done", 1), ("backward_end", 1)}
+        events.append([e._replace(time_ns=(20 + last) * MS) if (e.kind, e.id) in ends else e for e in slow])
+    step = merge_step([read_steps(e, lambda _: LAYOUT).complete[0] for e in events])
+    expected = sum(max(0, 14 + last - (16 + late)) for late in late_ms) * MS
+    assert sum(step.waits_ns) == expected
+    if expected:
+        assert step.straggler is not None and late_ms[step.straggler.rank] == last
+
+
+# --- what people read ------------------------------------------------------------------------------------------------
+
+
+def test_the_report_says_it_in_80_columns() -> None:
+    profile = late_profile()
+    profile = MergedProfile(profile.records, profile.clocks, profile.steps[:1])
+    text = report.as_text(report.merged_report(profile))
+    assert all(len(line) <= 80 for line in text.splitlines())
+    words = " ".join(text.split())
+    assert "straggler: rank 1 kept each other rank waiting 48.0 ms" in words
+    assert "it lost 50.0 ms before the gradient of first.bias" in words
+    assert "over 1 steps: rank 1 kept each other rank waiting 48.0 ms a step, and was the straggler in 1" in words
+    assert "step 70.0 ms: forward 4.00, backward 60.0, then exposed 56.0" in words
+    assert "clocks of different hosts aligned to within 0 us" in words
+
+
+def test_a_rank_alone_has_a_report_without_others() -> None:
+    text = report.as_text(report.rank_report(record(0, [one_step()])))
+    assert "last.weight" in text and "overlap ratio 0.50" in text and "straggler" not in text
+    with pytest.raises(ValueError, match="no complete step"):
+        report.rank_report(record(0, []))
+
+
+def test_what_was_lost_is_said() -> None:
+    (line,) = report.lost_lines([record(0, []), replace(record(1, []), dropped=17, incomplete=2)])
+    assert line.startswith("rank 1: 17 events") and "2 steps" in line
+
+
+def test_many_small_delays_are_not_blamed_on_one_parameter() -> None:
+    profile = late_profile()
+    step = profile.steps[0]
+    assert step.straggler is not None
+    step = replace(step, straggler=replace(step.straggler, lost_ns=MS))
+    assert "slower all along, by at most 1.00 ms" in report.straggler_lines(profile, step)[0]
+
+
+def test_json_has_names_and_numbers() -> None:
+    profile = late_profile()
+    data = json.loads(json.dumps(report.merged_dict(profile, profile.steps[0]), allow_nan=False))
+    assert data["straggler"]["rank"] == 1 and data["straggler"]["parameter"] == "first.bias"
+    assert data["straggler"]["wait_us"] == 48000
+    assert data["buckets"][1]["held_back_by"] == "first.weight" and data["buckets"][1]["last_rank"] == 1
+    assert data["buckets"][0]["first_ready_us"] == 5000 and data["ranks"][0]["exposed_us"] == 56000
+
+
+def test_a_chrome_trace_has_ranks_threads_and_lengths() -> None:
+    trace = json.loads(json.dumps(merged_trace(late_profile(), only_step=1)))
+    events = trace["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {(rank, i): n for rank in (0, 1) for i, n in enumerate(("autograd", "bucket 0", "bucket 1"))}
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        "rank 0 (host-one)",
+        "rank 1 (host-two)",
+    }
+    (flight,) = [e for e in events if e["name"] == "in flight" and (e["pid"], e["tid"]) == (1, 2)]
+    assert (flight["ph"], flight["ts"], flight["dur"]) == ("X", 64000.0, 6000.0)
+    assert flight["args"]["held back by"] == "first.weight" and flight["args"]["bytes"] == 400
+    instants = [e["name"] for e in events if e["ph"] == "i" and e["pid"] == 0]
+    assert instants == ["last.bias", "last.weight", "first.bias", "first.weight"]
+    assert all(e["dur"] > 0 for e in events if e["ph"] == "X")
+    assert trace["otherData"]["clock_uncertainty_us"] == [0, 0.005]
+
+
+def test_a_trace_of_nothing_is_valid() -> None:
+    assert chrome_trace([(0, "rank 0", [])], NAMES)["traceEvents"]
+
+
+def test_bars_lie_where_the_times_say() -> None:
+    found = bars(one_step(), 0)
+    assert (0, "forward", 0.0, 4.0) in found and (0, "exposed", 14.0, 6.0) in found
+    assert (1, "in flight", 8.0, 8.0) in found and (2, "gathering", 10.0, 4.0) in found
+    assert not any(what == "queued" for _, what, _, _ in found)
+
+
+def test_a_picture_has_a_panel_a_rank() -> None:
+    from matplotlib import pyplot
+
+    figure = draw(late_profile().steps[0], [0, 1], "a step")
+    assert [axis.get_ylabel() for axis in figure.axes] == ["rank 0", "rank 1"]
+    assert len(figure.axes[0].patches) == len(bars(late_profile().steps[0].steps[0], 0))
+    pyplot.close(figure)

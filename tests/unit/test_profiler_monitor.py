@@ -1,0 +1,71 @@
+"""What a logger gets, from known statistics."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchddp.profiler.monitor import Monitor, values_of
+
+STATS = {
+    "finished": 1,
+    "num_buckets_reduced": 3,
+    "bytes_reduced": 1200,
+    "forward_compute_time": 4_000_000,
+    "backward_compute_time": 10_000_000,
+    "backward_comm_time": 12_000_000,
+    "backward_compute_comm_overlap_time": 6_000_000,
+    "exposed_comm_time": 6_000_000,
+}
+
+
+def test_values_are_ms() -> None:
+    assert values_of(STATS) == {
+        "ddp/step_ms": 20.0,
+        "ddp/forward_ms": 4.0,
+        "ddp/backward_ms": 10.0,
+        "ddp/comm_ms": 12.0,
+        "ddp/exposed_ms": 6.0,
+        "ddp/overlap_ratio": 0.5,
+        "ddp/buckets": 3,
+        "ddp/bytes": 1200,
+    }
+
+
+def test_nothing_communicated_is_all_hidden() -> None:
+    still = {**STATS, "backward_comm_time": 0, "backward_compute_comm_overlap_time": 0}
+    assert values_of(still)["ddp/overlap_ratio"] == 1.0
+
+
+class CountingModule:
+    """A module whose reducer counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.finished = 0
+        self.reducer = self
+        self.plan = type("Plan", (), {"buckets": ()})
+
+    def _stats(self) -> dict[str, int]:
+        self.asked += 1
+        return {**STATS, "finished": self.finished}
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_the_reducer_is_asked_once_in_n_steps(every: int) -> None:
+    module, told = CountingModule(), []
+    watching = Monitor(lambda step, values: told.append(step), every, 0)
+    for _ in range(10 * every):
+        watching(module, ())
+        module.finished += 1
+    watching(module, ())
+    assert told == [every * n for n in range(1, 11)]
+    assert module.asked == 10
+
+
+def test_a_copy_that_counts_from_zero_is_told_of_too() -> None:
+    module, told = CountingModule(), []
+    watching = Monitor(lambda step, values: told.append(step), 2, 500)
+    for _ in range(8):
+        watching(module, ())
+        module.finished += 1
+    assert told and told[0] <= 4

@@ -1,0 +1,116 @@
+"""From events to steps, on hand-made timelines."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.profiler_events import LAYOUT, MS, FakeEvent, one_step, step_events
+from torchddp.profiler.steps import BucketLayout, Layouts, read_steps, union
+
+
+def test_a_step_is_read() -> None:
+    step = one_step(index=7)
+    assert step.index == 7
+    assert (step.duration_ns, step.exposed_ns) == (20 * MS, 6 * MS)
+    assert (step.backward_begin_ns, step.compute_end_ns, step.backward_end_ns) == (4 * MS, 14 * MS, 20 * MS)
+    assert [param for param, _ in step.gradients] == [3, 2, 1, 0]
+    first, second = step.buckets
+    assert (first.first_ready_ns, first.last_ready_ns, first.packed_ns) == (5 * MS, 7 * MS, 8 * MS)
+    assert (first.launched_ns, first.wait_begin_ns, first.done_ns) == (8 * MS, 15 * MS, 16 * MS)
+    assert (first.holder, second.holder) == (2, 0)
+    assert (first.nbytes, first.params) == (800, (3, 2))
+    assert first.sent and first.behind is None and second.behind is None
+
+
+def test_communication_is_the_union_and_overlap_its_share_before_the_last_gradient() -> None:
+    step = one_step()
+    assert step.comm_ns == 12 * MS  # 8 to 16 and 14 to 20
+    assert step.overlap_ratio == pytest.approx(6 / 12)  # 8 to 14
+
+
+def test_a_skipped_bucket_was_not_sent() -> None:
+    events = [e for e in step_events() if not (e.id == 1 and e.kind in ("launched", "wait_begin", "done"))]
+    (step,) = read_steps(events, lambda _: LAYOUT).complete
+    skipped = step.buckets[1]
+    assert not skipped.sent and skipped.launched_ns is None and skipped.packed_ns == 14 * MS
+    assert step.comm_ns == 8 * MS
+
+
+def test_nothing_sent_is_all_hidden() -> None:
+    events = [e for e in step_events() if e.kind not in ("launched", "wait_begin", "done")]
+    (step,) = read_steps(events, lambda _: LAYOUT).complete
+    assert (step.comm_ns, step.overlap_ratio) == (0, 1.0)
+
+
+def test_parameters_without_gradients() -> None:
+    events = [e for e in step_events() if not (e.kind == "grad_ready" and e.id in (0, 2, 3))]
+    (step,) = read_steps(events, lambda _: LAYOUT).complete
+    empty, half = step.buckets
+    assert (empty.first_ready_ns, empty.last_ready_ns, empty.holder) == (None, None, None)
+    assert (half.first_ready_ns, half.last_ready_ns, half.holder) == (10 * MS, 10 * MS, 1)
+    assert step.compute_end_ns == 10 * MS
+
+
+def test_a_bucket_that_is_full_before_an_earlier_one_queues_behind_it() -> None:
+    swap = {("packed", 0): 14, ("launched", 0): 14, ("packed", 1): 9, ("launched", 1): 14}
+    events = [e._replace(time_ns=swap.get((e.kind, e.id), e.time_ns // MS) * MS) for e in step_events()]
+    (step,) = read_steps(events, lambda _: LAYOUT).complete
+    assert [bucket.behind for bucket in step.buckets] == [None, 0]
+
+
+def test_several_steps_and_one_cut_off_by_the_ring() -> None:
+    events = [event for index in range(4) for event in step_events(index, begin_ms=30.0 * index)]
+    read = read_steps(events[5:], lambda _: LAYOUT)
+    assert [step.index for step in read.complete] == [1, 2, 3]
+    assert read.incomplete == 1
+    assert {step.duration_ns for step in read.complete} == {20 * MS}
+
+
+def test_steps_that_never_ended_are_counted() -> None:
+    broken = step_events(1)[:6]  # an error in backward
+    forward_only = [FakeEvent("forward_begin", 2, 30 * MS)]
+    read = read_steps([*broken, *forward_only, *step_events(3, begin_ms=60.0)], lambda _: LAYOUT)
+    assert [step.index for step in read.complete] == [3] and read.incomplete == 2
+
+
+def test_nothing_recorded() -> None:
+    read = read_steps([], lambda _: LAYOUT)
+    assert (read.complete, read.incomplete) == ((), 0)
+
+
+def test_events_of_threads_may_lie_out_of_order() -> None:
+    events = step_events()
+    events[2], events[3] = events[3], events[2]
+    (step,) = read_steps(events, lambda _: LAYOUT).complete
+    assert step == one_step()
+
+
+def test_each_step_has_the_buckets_of_its_time() -> None:
+    other = (BucketLayout((3, 2, 1, 0), 1200),)
+    layouts = Layouts()
+    layouts.note(0, other)
+    layouts.note(1, other)
+    layouts.note(2, LAYOUT)
+    assert [layouts.of(step) for step in (0, 1, 2, 3)] == [other, other, LAYOUT, LAYOUT]
+
+
+@given(st.integers(-(10**15), 10**15))
+def test_a_shift_moves_all_times_and_no_length(offset_ns: int) -> None:
+    step = one_step()
+    moved = step.shifted(offset_ns)
+    assert moved.forward_begin_ns == step.forward_begin_ns + offset_ns
+    assert (moved.duration_ns, moved.exposed_ns, moved.comm_ns) == (step.duration_ns, step.exposed_ns, step.comm_ns)
+    assert moved.overlap_ratio == step.overlap_ratio
+    assert moved.gradients[0][1] == step.gradients[0][1] + offset_ns
+    assert moved.shifted(-offset_ns) == step
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12))
+def test_a_union_covers_the_same_moments(spans: list[tuple[int, int]]) -> None:
+    covered = {at for begin, end in spans for at in range(begin, end)}
+    joined = union(spans)
+    assert {at for begin, end in joined for at in range(begin, end)} == covered
+    assert sum(end - begin for begin, end in joined) == len(covered)
+    assert all(joined[i][1] < joined[i + 1][0] for i in range(len(joined) - 1))

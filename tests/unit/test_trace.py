@@ -1,0 +1,93 @@
+"""`torchddp trace`: the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchddp.bench.command import run_app
+from torchddp.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def trace(*arguments: str) -> int:
+    return run_app(app, "torchddp", ["trace", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv"),
+        (["--world-size", "1"], "With one rank there is nothing to synchronise"),
+        (["--world-size", "65"], "--world-size wants 1 to 64 ranks"),
+        (["--steps", "0"], "--steps wants 1 to 10000, not 0"),
+        (["--bucket-cap-mb", "-1"], "--bucket-cap-mb wants a positive number of MiB, not -1"),
+        (["--bucket-cap-mb", "nan"], "--bucket-cap-mb wants a positive number"),
+        (["--transport", "pigeon"], "--transport: transport must be 'auto', 'c10d', 'shm' or 'nccl', got 'pigeon'"),
+        (["--out", "/nowhere/trace.json"], "--out: the folder '/nowhere' does not exist"),
+        (["--plot", "/"], "--plot wants a file, and '/' is a folder"),
+        (["--steps", "many"], "see torchddp --help"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trace(*arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and words in line
+
+
+def test_torchrun_has_the_say_about_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert trace() == 2
+    assert "With one rank there is nothing" in capsys.readouterr().err
+    assert trace("--world-size", "4") == 2
+    assert "torchrun started 1 rank; leave the option out" in capsys.readouterr().err
+
+
+def test_a_factory_that_fails_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trace("--model", "json:x", "--out", str(tmp_path / "t.json")) == 2
+    assert "error: --model json:x: module 'json' has no function" in capsys.readouterr().err
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_a_run_writes_all_it_was_asked_for(tmp_path: Path) -> None:
+    names = {"--out": "trace.json", "--json": "report.json", "--html": "page.html", "--plot": "step.png"}
+    paths = {option: tmp_path / name for option, name in names.items()}
+    arguments = [text for option, path in paths.items() for text in (option, str(path))]
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))\n"
+        "    return model, torch.ones(2, 8)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torchddp", "trace", "--model", "mine:make", "--steps", "4", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mine:make, 2 ranks, cpu, transport" in done.stdout and "overlap ratio" in done.stdout
+    assert all(f"wrote {path}" in "".join(done.stdout.split("\n")) for path in paths.values())
+    events = json.loads(paths["--out"].read_text())["traceEvents"]
+    steps = {event["args"]["step"] for event in events if event["ph"] == "X" and "step" in event["args"]}
+    (result,) = json.loads(paths["--json"].read_text())["results"]
+    assert steps == {result["step"]} and 6 <= result["step"] <= 9
+    assert result["world_size"] == 2 and result["steps_recorded"] == 4
+    assert sorted(name for bucket in result["buckets"] for name in bucket["parameters"]) == [
+        "0.bias",
+        "0.weight",
+        "1.bias",
+        "1.weight",
+    ]
+    assert paths["--plot"].read_bytes().startswith(b"\x89PNG")
+    page = paths["--html"].read_text()
+    assert "data:image/png;base64" in page and "overlap ratio" in page and "1.weight" in page

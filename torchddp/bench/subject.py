@@ -1,0 +1,54 @@
+"""The model that a command looks at, wrapped, on the device of its rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from torchddp.bench.model_spec import run_forward
+from torchddp.bench.models import find_model, make_batch, make_model
+from torchddp.distributed import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A wrapped model and its step: zero the gradients, forward, backward. `step(i)` takes batch i of this rank."""
+
+    model: DistributedDataParallel
+    device: torch.device
+    step: Callable[[int], None]
+
+
+def local_ranks(world_size: int) -> int:
+    """How many ranks share this host: torchrun says so, else all do."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def choose_backend(world_size: int) -> str:
+    """NCCL if each rank of this host can have a GPU of its own, gloo on the CPU otherwise."""
+    return "nccl" if 0 < local_ranks(world_size) <= torch.cuda.device_count() else "gloo"
+
+
+def make_subject(name: str, seed: int, *, bucket_cap_mb: float | str | None = None, transport: str = "auto") -> Subject:
+    """Collective: wrap a built-in model, or the user's own by `package.module:factory`."""
+    rank = dist.get_rank()
+    module = make_model(name, seed)
+    device = torch.device("cpu")
+    if dist.get_backend() == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+        module.to(device)
+    # With device_ids batches are moved there too.
+    device_ids = None if device.index is None else [device.index]
+    model = DistributedDataParallel(module, device_ids=device_ids, bucket_cap_mb=bucket_cap_mb, transport=transport)
+    loss_of = find_model(name).loss
+
+    def step(index: int) -> None:
+        model.zero_grad(set_to_none=True)
+        loss_of(run_forward(model, make_batch(name, seed, rank, index))).backward()
+
+    return Subject(model, device, step)

@@ -1,0 +1,66 @@
+"""Options of the commands that run a model on ranks: what can be said of them before any rank starts."""
+
+from __future__ import annotations
+
+import os
+
+from rich.console import Console
+
+from torchddp.bench.command import make_console
+from torchddp.bench.launch import LaunchError
+from torchddp.bench.ranks import started_by_torchrun
+from torchddp.bench.tables import ranks_text
+from torchddp.bench.variants import ArgumentError
+
+
+def check_loads() -> None:
+    """LaunchError if the package does not."""
+    from torchddp import import_error
+
+    if import_error is not None:
+        raise LaunchError(f"torchddp does not load here, see `torchddp doctor`: {import_error}")
+
+
+def check_model(model: str) -> str:
+    """A built-in model's name, or what looks like `package.module:factory`."""
+    from torchddp.bench.models import MODELS
+
+    if ":" not in model and model not in MODELS:
+        raise ArgumentError(f"There is no model '{model}'; choose from {', '.join(MODELS)}, or package.module:factory.")
+    return model
+
+
+def check_transport(transport: str) -> str:
+    """One of the constructor's choices."""
+    from torchddp.transports import check_choice
+
+    try:
+        check_choice(transport)
+    except ValueError as error:
+        raise ArgumentError(f"--transport: {error}.") from error
+    return transport
+
+
+def check_world_size(asked: int | None, purpose: str) -> int:
+    """How many ranks there will be; an `ArgumentError` if that is one, or not what torchrun started.
+
+    `purpose`: what there is nothing of with one rank: "to trace".
+    """
+    from torchddp.bench.cli import check_numbers
+
+    check_numbers(None, asked)
+    started = int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else None
+    if started is not None and asked not in (None, started):
+        raise ArgumentError(f"--world-size {asked}: torchrun started {ranks_text(started)}; leave the option out.")
+    world_size = started or asked or 2
+    if world_size == 1:
+        raise ArgumentError(
+            f"With one rank there is nothing to synchronise, and so nothing {purpose}; take two or more."
+        )
+    return world_size
+
+
+def rank_console() -> Console:
+    """The terminal; silent on those of torchrun's ranks that are not to speak."""
+    speaks = not started_by_torchrun() or os.environ["RANK"] == "0"
+    return make_console() if speaks else Console(quiet=True)

@@ -1,0 +1,197 @@
+"""The same step of all ranks, on one clock: who was last at each bucket, who waited, and for whom. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from torchddp.profiler.clocks import Clock
+from torchddp.profiler.steps import BucketTimes, Step
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What a rank has to say: its steps on its own clock, and what it lost."""
+
+    rank: int
+    host: str
+    clock_identity: str
+    names: tuple[str, ...]
+    steps: tuple[Step, ...]
+    dropped: int = 0
+    incomplete: int = 0
+
+
+@dataclass(frozen=True)
+class MergedBucket:
+    """A bucket over all ranks. Times in ns of rank 0's clock: the first of all ranks for `first_ready_ns`, else the
+    last."""
+
+    index: int
+    nbytes: int
+    params: tuple[int, ...]
+    first_ready_ns: int | None
+    last_ready_ns: int | None
+    packed_ns: int | None
+    launched_ns: int | None
+    done_ns: int | None
+    last_rank: int | None  # to launch it; None if no rank did
+    late_ns: int  # how long after the first rank's launch
+    wait_ns: int  # how long ranks stood still for the last one here, all of them together
+    holder: int | None  # the parameter that came last on that rank
+    behind: int | None  # the earlier bucket it queued behind there
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank for whose gradients the others waited longest."""
+
+    rank: int
+    total_wait_ns: int  # of all others together
+    wait_ns: int  # of each of them, on average
+    # Where it fell behind: "start" (it began forward late), "forward" (or the head of backward: before its first
+    # gradient), "backward", and then before which parameter's gradient.
+    where: str
+    parameter: int | None
+    lost_ns: int  # there, against the fastest rank
+
+
+@dataclass(frozen=True)
+class MergedStep:
+    """One step of all ranks, on rank 0's clock."""
+
+    index: int
+    steps: tuple[Step, ...]  # by rank
+    buckets: tuple[MergedBucket, ...]
+    waits_ns: tuple[int, ...]  # by rank: how long the others stood still for it, together
+    straggler: Straggler | None  # None: nobody waited for anybody
+
+    @property
+    def duration_ns(self) -> int:
+        """Of the slowest rank."""
+        return max(step.duration_ns for step in self.steps)
+
+    @property
+    def exposed_ns(self) -> int:
+        """Of the rank that had most of it."""
+        return max(step.exposed_ns for step in self.steps)
+
+    @property
+    def overlap_ratio(self) -> float:
+        """Over all ranks' communication time."""
+        total = sum(step.comm_ns for step in self.steps)
+        return 1.0 if total == 0 else sum(step.overlap_ratio * step.comm_ns for step in self.steps) / total
+
+
+@dataclass(frozen=True)
+class MergedProfile:
+    """All ranks' steps."""
+
+    records: tuple[RankRecord, ...]  # as the ranks gave them, each on its own clock
+    clocks: tuple[Clock, ...]
+    steps: tuple[MergedStep, ...]  # those that every rank has
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters, by index."""
+        return self.records[0].names
+
+    def median_step(self) -> MergedStep:
+        """The step of median duration (of an even number, the shorter of the two)."""
+        ordered = sorted(self.steps, key=lambda step: (step.duration_ns, step.index))
+        return ordered[(len(ordered) - 1) // 2]
+
+    def mean_waits_ns(self) -> list[float]:
+        """By rank: how long the others stood still for it in a step, together, on average."""
+        return [fmean(step.waits_ns[rank] for step in self.steps) for rank in range(len(self.records))]
+
+
+def merge(records: Sequence[RankRecord], clocks: Sequence[Clock]) -> MergedProfile:
+    """Steps that all ranks have, by number.
+
+    Raises ValueError if there is none.
+    """
+    by_rank = [
+        {step.index: step.shifted(clock.offset_ns) for step in record.steps}
+        for record, clock in zip(records, clocks, strict=True)
+    ]
+    common = sorted(set.intersection(*(set(steps) for steps in by_rank)))
+    if not common:
+        counts = ", ".join(f"rank {record.rank}: {len(record.steps)}" for record in records)
+        raise ValueError(f"no step was recorded from begin to end on all ranks (complete steps: {counts})")
+    steps = tuple(merge_step([steps[index] for steps in by_rank]) for index in common)
+    return MergedProfile(tuple(records), tuple(clocks), steps)
+
+
+def merge_step(steps: Sequence[Step]) -> MergedStep:
+    """One step, of all ranks in rank order, on one clock."""
+    count = min(len(step.buckets) for step in steps)
+    buckets = tuple(_merge_bucket([step.buckets[index] for step in steps]) for index in range(count))
+    waits = [0] * len(steps)
+    for bucket in buckets:
+        if bucket.last_rank is not None:
+            waits[bucket.last_rank] += bucket.wait_ns
+    return MergedStep(steps[0].index, tuple(steps), buckets, tuple(waits), _straggler(steps, waits))
+
+
+def _latest(times: Sequence[int | None]) -> int | None:
+    return max((time_ns for time_ns in times if time_ns is not None), default=None)
+
+
+def _merge_bucket(ranks: Sequence[BucketTimes]) -> MergedBucket:
+    launches = [(bucket.launched_ns, rank) for rank, bucket in enumerate(ranks) if bucket.launched_ns is not None]
+    # Of those who launch in the same instant, nobody was the last: the first rank stands for them.
+    last_ns, last_rank = max(launches, key=lambda item: item[0], default=(None, None))
+    last = ranks[last_rank] if last_rank is not None else None
+    return MergedBucket(
+        index=ranks[0].index,
+        nbytes=ranks[0].nbytes,
+        params=ranks[0].params,
+        first_ready_ns=min((b.first_ready_ns for b in ranks if b.first_ready_ns is not None), default=None),
+        last_ready_ns=_latest([bucket.last_ready_ns for bucket in ranks]),
+        packed_ns=_latest([bucket.packed_ns for bucket in ranks]),
+        launched_ns=last_ns,
+        done_ns=_latest([bucket.done_ns for bucket in ranks]),
+        last_rank=last_rank,
+        late_ns=0 if last_ns is None else last_ns - min(launches)[0],
+        wait_ns=0 if last_ns is None else sum(_stood_still_ns(b, last_ns) for b in ranks if b is not last),
+        holder=last.holder if last else None,
+        behind=last.behind if last else None,
+    )
+
+
+def _stood_still_ns(bucket: BucketTimes, last_launch_ns: int) -> int:
+    """The part of a rank's wait in which the reduction could not begin, for one rank had not come."""
+    if bucket.wait_begin_ns is None or bucket.done_ns is None:
+        return 0
+    return max(0, min(bucket.done_ns, last_launch_ns) - bucket.wait_begin_ns)
+
+
+def _straggler(steps: Sequence[Step], waits: Sequence[int]) -> Straggler | None:
+    total = max(waits)
+    if len(steps) < 2 or total == 0:
+        return None
+    rank = waits.index(total)
+    where, parameter, lost_ns = _where_lost(steps[rank], [step for other, step in enumerate(steps) if other != rank])
+    return Straggler(rank, total, round(total / (len(steps) - 1)), where, parameter, lost_ns)
+
+
+def _where_lost(late: Step, others: Sequence[Step]) -> tuple[str, int | None, int]:
+    """The place at which it fell furthest behind the fastest of the others: largest growth of its lateness."""
+    behind_ns = late.forward_begin_ns - min(step.forward_begin_ns for step in others)
+    worst: tuple[str, int | None, int] = ("start", None, behind_ns)
+    now_ns = late.backward_begin_ns - min(step.backward_begin_ns for step in others)
+    if now_ns - behind_ns > worst[2]:
+        worst = ("forward", None, now_ns - behind_ns)
+    behind_ns = now_ns
+    ready = [dict(step.gradients) for step in others]
+    for param, time_ns in late.gradients:
+        reached = [times[param] for times in ready if param in times]
+        if not reached:
+            continue
+        now_ns = time_ns - min(reached)
+        if now_ns - behind_ns > worst[2]:
+            worst = ("backward", param, now_ns - behind_ns)
+        behind_ns = now_ns
+    return worst

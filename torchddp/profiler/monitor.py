@@ -1,0 +1,94 @@
+"""`monitor(model, callback)`: where the time of a step went, for a logger, cheap enough to leave on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchddp.profiler.session import checked_model
+
+Callback = Callable[[int, dict[str, float]], None]
+
+
+def monitor(model: Any, callback: Callback, every: int = 1) -> Monitor:
+    """Call `callback(step, values)` after every `every`-th synchronised step: at the begin of the next forward.
+
+        def to_tensorboard(step, values):
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+        torchddp.profiler.monitor(model, to_tensorboard, every=50)  # writer: a SummaryWriter
+        torchddp.profiler.monitor(model, lambda step, values: wandb.log(values, step=step), every=50)
+
+    `values`, of that one step of this rank (a model on a GPU: times of the host):
+
+    * ``ddp/step_ms``: from the begin of forward until gradients are final
+    * ``ddp/forward_ms``: until the first gradient; ``ddp/backward_ms``: from there to the last one
+    * ``ddp/comm_ms``: from the first bucket's launch until the last one is reduced
+    * ``ddp/exposed_ms``: of that, what came after the last gradient
+    * ``ddp/overlap_ratio``: of that, the share before the last gradient; 1.0 if nothing was communicated
+    * ``ddp/buckets``: reduced ones; ``ddp/bytes``: theirs, as they lie in memory
+
+    The reducer takes these times anyway. Not collective. What the callback raises comes out of the forward.
+
+    Returns:
+        A handle; its `remove()` ends it.
+
+    Raises:
+        TypeError: the model is no `torchddp.DistributedDataParallel`, or the callback cannot be called.
+        ValueError: `every` is less than 1, or torch's Python reducer does the model's work.
+    """
+    ddp = checked_model(model)
+    if not callable(callback):
+        raise TypeError(f"callback must be a function of (step, values), got {type(callback).__name__}")
+    if every < 1:
+        raise ValueError(f"every must be at least 1, got {every}")
+    watching = Monitor(callback, every, ddp.reducer._stats()["finished"])
+    watching._handle = ddp.register_forward_pre_hook(watching)
+    return watching
+
+
+class Monitor:
+    """A hook before forward; made by `monitor`."""
+
+    def __init__(self, callback: Callback, every: int, finished: int) -> None:
+        self._callback = callback
+        self._every = every
+        self._told = finished  # the count of finished steps when the callback was last called
+        self._forwards = 0  # since then; there are no fewer forwards than finished steps
+        self._handle: Any = None
+
+    def __call__(self, module: Any, inputs: Any) -> None:
+        """Before each forward of the module: a count, and seldom a look at the reducer."""
+        if self._forwards < self._every:
+            self._forwards += 1
+            return
+        stats = module.reducer._stats()
+        finished = stats["finished"]
+        self._told = min(self._told, finished)  # a copy of a module counts from zero again
+        if finished - self._told < self._every:  # forwards without backward, or under no_sync
+            self._forwards = finished - self._told + 1
+            return
+        self._told, self._forwards = finished, 1
+        self._callback(finished, values_of(stats))
+
+    def remove(self) -> None:
+        """No more callbacks."""
+        self._handle.remove()
+
+
+def values_of(stats: dict[str, int]) -> dict[str, float]:
+    """What the callback gets, from the reducer's statistics (ns) of its last step."""
+    forward_ns, backward_ns = stats["forward_compute_time"], stats["backward_compute_time"]
+    comm_ns, exposed_ns = stats["backward_comm_time"], stats["exposed_comm_time"]
+    overlap_ns = stats["backward_compute_comm_overlap_time"]
+    return {
+        "ddp/step_ms": (forward_ns + backward_ns + exposed_ns) / 1e6,
+        "ddp/forward_ms": forward_ns / 1e6,
+        "ddp/backward_ms": backward_ns / 1e6,
+        "ddp/comm_ms": comm_ns / 1e6,
+        "ddp/exposed_ms": exposed_ns / 1e6,
+        "ddp/overlap_ratio": min(overlap_ns, comm_ns) / comm_ns if comm_ns else 1.0,
+        "ddp/buckets": stats["num_buckets_reduced"],
+        "ddp/bytes": stats["bytes_reduced"],
+    }

@@ -1,0 +1,203 @@
+"""`profile(model)`: record the timeline of a model's steps, and what can be done with it afterwards."""
+
+from __future__ import annotations
+
+import socket
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchddp.distributed import DistributedDataParallel
+from torchddp.profiler import clocks
+from torchddp.profiler.chrome import chrome_trace, write_chrome_trace
+from torchddp.profiler.merge import MergedProfile, RankRecord, merge
+from torchddp.profiler.steps import BucketLayout, Layout, Layouts, Step, Steps, read_steps
+
+DEFAULT_STEPS = 64
+# Per step: forward_begin, backward_begin, backward_end; per bucket, of which there are at most as many as parameters:
+# packed, launched, wait_begin, done; and one a gradient.
+_EVENTS_PER_STEP, _EVENTS_PER_PARAMETER = 3, 5
+
+_profiled: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def checked_model(model: Any) -> DistributedDataParallel:
+    """The model, if its reducer is ours and sees its steps; TypeError or ValueError in one sentence otherwise."""
+    if not isinstance(model, DistributedDataParallel):
+        kind = f"{type(model).__module__}.{type(model).__qualname__}"
+        raise TypeError(
+            f"torchddp.profiler wants a torchddp.DistributedDataParallel, which keeps the times; got {kind}"
+        )
+    if model._use_python_reducer or model._delay_all_reduce_all_params:
+        raise ValueError(
+            "this model's gradients do not pass through torchddp's reducer (torch's Python reducer, or "
+            "delay_all_reduce_named_params, reduces them), so there are no times to report"
+        )
+    return model
+
+
+@contextmanager
+def profile(model: Any, steps: int | None = None) -> Iterator[Profile]:
+    """Record when each gradient was ready and each bucket packed, launched and done, in every step inside.
+
+        with torchddp.profiler.profile(model) as recorded:
+            for batch in batches:
+                train_step(batch)
+        print(recorded.report())                      # this rank
+        print(recorded.report(merged=True))           # all ranks, the straggler named; collective
+        recorded.export_chrome_trace("trace.json")    # for https://ui.perfetto.dev
+
+    A step is a synchronised forward and backward; what happens under `no_sync()` is not seen. An event costs a reading
+    of the clock (tens of nanoseconds); of a model on a GPU the times are those of the host. Not collective.
+
+    Args:
+        model: a `torchddp.DistributedDataParallel`.
+        steps: how many steps to keep, the last ones; memory is 80 bytes a parameter and step. None: 64.
+
+    Raises:
+        TypeError: another kind of model, torch's own class included.
+        ValueError: `steps` is less than 1, or torch's Python reducer does the model's work.
+        RuntimeError: the model is being profiled already.
+    """
+    ddp = checked_model(model)
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    if ddp in _profiled:
+        raise RuntimeError("this model is being profiled already: end that profile first")
+    recorded = Profile(ddp, DEFAULT_STEPS if steps is None else steps)
+    _profiled.add(ddp)
+    try:
+        recorded._start()
+        yield recorded
+    finally:
+        recorded._stop()
+        _profiled.discard(ddp)
+
+
+class Profile:
+    """Steps of one rank, made by `profile`; complete when its context has ended."""
+
+    def __init__(self, model: DistributedDataParallel, steps: int) -> None:
+        self._model = model
+        self._kept_steps = steps
+        self._names = tuple(spec.name for spec in model._specs)
+        self._layouts = Layouts()
+        self._hook: Any = None
+        # Once the context has ended; None before.
+        self._final: tuple[Steps, int] | None = None
+
+    def _start(self) -> None:
+        self._note_layout()
+        # After each forward: buckets are rebuilt early in a run, at the begin of a forward.
+        self._hook = self._model.register_forward_hook(lambda module, inputs, output: self._note_layout())
+        per_step = _EVENTS_PER_STEP + _EVENTS_PER_PARAMETER * len(self._names)
+        self._model.reducer._enable_timeline(self._kept_steps * per_step)
+
+    def _stop(self) -> None:
+        self._model.reducer._disable_timeline()
+        if self._hook is not None:
+            self._hook.remove()
+        self._final = self._read()
+
+    def _note_layout(self) -> None:
+        reducer = self._model.reducer
+        layout: Layout = tuple(BucketLayout(tuple(b.params), b.nbytes) for b in reducer.plan.buckets)
+        self._layouts.note(reducer._stats()["iteration"], layout)
+
+    def _read(self) -> tuple[Steps, int]:
+        reducer = self._model.reducer
+        return read_steps(reducer._timeline(), self._layouts.of), reducer._timeline_dropped()
+
+    @property
+    def _current(self) -> tuple[Steps, int]:
+        return self._read() if self._final is None else self._final
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters that are reduced; the steps speak of them by index."""
+        return self._names
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """This rank's complete steps, oldest first; the last ones if there were more than are kept."""
+        return self._current[0].complete[-self._kept_steps :]
+
+    @property
+    def dropped(self) -> int:
+        """Events of earlier steps that were overwritten by later ones."""
+        return self._current[1]
+
+    @property
+    def incomplete(self) -> int:
+        """Steps seen only in part: cut off by later ones, begun before the context, or ended by an error."""
+        return self._current[0].incomplete
+
+    def record(self) -> RankRecord:
+        """What this rank has to say to the others."""
+        read, dropped = self._current
+        return RankRecord(
+            rank=self._model.process_group.rank(),
+            host=socket.gethostname(),
+            clock_identity=clocks.clock_identity(),
+            names=self._names,
+            steps=read.complete[-self._kept_steps :],
+            dropped=dropped,
+            incomplete=read.incomplete,
+        )
+
+    def gather(self) -> MergedProfile:
+        """All ranks' steps on one clock. Collective over the model's process group; between steps.
+
+        Raises ValueError, on all ranks, if no step was recorded from begin to end on every rank.
+        """
+        group = self._model.process_group
+        records: list[Any] = [None] * group.size()
+        dist.all_gather_object(records, self.record(), group=group)
+        identities = [record.clock_identity for record in records]
+        readings: list[Any] = [()] * group.size()
+        if len(set(identities)) > 1:
+            device = self._model.device if dist.get_backend(group) == "nccl" else "cpu"
+            dist.all_gather_object(readings, clocks.take_readings(group, device), group=group)
+        return merge(records, clocks.align(identities, readings))
+
+    def report(self, merged: bool = False) -> str:
+        """The median step as text of at most 80 columns: when each bucket was filled, sent and back, what held it back,
+        what was exposed.
+
+        With `merged=True` of all ranks, with the straggler: collective, and equal on all of them.
+
+        Raises ValueError if no complete step was recorded; ImportError without rich (the extra "cli").
+        """
+        from torchddp.profiler.report import as_text, merged_report, rank_report
+
+        return as_text(merged_report(self.gather()) if merged else rank_report(self.record()))
+
+    def export_chrome_trace(self, path: str | Path, merged: bool = False) -> None:
+        """Write all steps in Chrome's trace format, for https://ui.perfetto.dev or chrome://tracing.
+
+        With `merged=True` of all ranks: collective; rank 0 writes.
+        """
+        if not merged:
+            record = self.record()
+            write_chrome_trace(Path(path), chrome_trace([(record.rank, _label(record), record.steps)], self._names))
+            return
+        profile = self.gather()
+        if self._model.process_group.rank() == 0:
+            write_chrome_trace(Path(path), merged_trace(profile))
+
+
+def merged_trace(profile: MergedProfile, only_step: int | None = None) -> dict[str, Any]:
+    """All ranks' steps, or one of them by its number, in Chrome's trace format."""
+    steps = [step for step in profile.steps if only_step in (None, step.index)]
+    ranks = [(r.rank, _label(r), [step.steps[place] for step in steps]) for place, r in enumerate(profile.records)]
+    return chrome_trace(
+        ranks, profile.names, {"clock_uncertainty_us": [c.uncertainty_ns / 1e3 for c in profile.clocks]}
+    )
+
+
+def _label(record: RankRecord) -> str:
+    return f"rank {record.rank} ({record.host})"

@@ -1,0 +1,241 @@
+"""From the events of the reducer's timeline to steps: when each bucket was filled, sent and back. Pure."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+
+class Event(Protocol):
+    """What the reducer's timeline holds (csrc/timeline/timeline.h)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def time_ns(self) -> int: ...
+
+
+class BucketLayout(NamedTuple):
+    """What a bucket holds: indices of parameters, and bytes of its flat memory."""
+
+    params: tuple[int, ...]
+    nbytes: int
+
+
+Layout = tuple[BucketLayout, ...]
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """One bucket in one step of one rank. Times in ns of the rank's steady clock; None: it did not happen."""
+
+    index: int
+    nbytes: int
+    params: tuple[int, ...]
+    first_ready_ns: int | None = None
+    last_ready_ns: int | None = None
+    # The parameter whose gradient came last, and so completed the bucket.
+    holder: int | None = None
+    packed_ns: int | None = None
+    launched_ns: int | None = None
+    wait_begin_ns: int | None = None
+    # As seen by the thread that waits, in the order of buckets: an upper bound for the end of the reduction.
+    done_ns: int | None = None
+    # The earlier bucket that was packed later: buckets are launched in order, so this one queued behind it.
+    behind: int | None = None
+
+    @property
+    def sent(self) -> bool:
+        """Whether it was reduced: False for one that was skipped because no parameter of it was used."""
+        return self.launched_ns is not None and self.done_ns is not None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One synchronised forward and backward of one rank. Times in ns of the rank's steady clock."""
+
+    index: int  # the reducer's count of synchronised forwards; the same step has the same number on all ranks
+    forward_begin_ns: int
+    backward_begin_ns: int  # the first gradient
+    compute_end_ns: int  # the last gradient
+    backward_end_ns: int  # gradients are final
+    buckets: tuple[BucketTimes, ...]
+    # (parameter, time) in the order in which gradients became ready.
+    gradients: tuple[tuple[int, int], ...]
+
+    @property
+    def duration_ns(self) -> int:
+        """From the begin of forward until the gradients are final."""
+        return self.backward_end_ns - self.forward_begin_ns
+
+    @property
+    def exposed_ns(self) -> int:
+        """What backward took after its last gradient was ready: nothing was left to do but reduce and wait."""
+        return self.backward_end_ns - self.compute_end_ns
+
+    @property
+    def comm_ns(self) -> int:
+        """Time in which at least one bucket was on its way."""
+        return sum(end - begin for begin, end in self._in_flight())
+
+    @property
+    def overlap_ratio(self) -> float:
+        """The share of `comm_ns` that lies before the last gradient; 1.0 if nothing was communicated."""
+        if self.comm_ns == 0:
+            return 1.0
+        limit_ns = self.compute_end_ns
+        hidden = sum(min(end, limit_ns) - begin for begin, end in self._in_flight() if begin < limit_ns)
+        return hidden / self.comm_ns
+
+    def shifted(self, offset_ns: int) -> Step:
+        """The same step on a clock that shows `offset_ns` more."""
+
+        def move(time_ns: int | None) -> int | None:
+            return None if time_ns is None else time_ns + offset_ns
+
+        buckets = tuple(
+            replace(
+                bucket,
+                first_ready_ns=move(bucket.first_ready_ns),
+                last_ready_ns=move(bucket.last_ready_ns),
+                packed_ns=move(bucket.packed_ns),
+                launched_ns=move(bucket.launched_ns),
+                wait_begin_ns=move(bucket.wait_begin_ns),
+                done_ns=move(bucket.done_ns),
+            )
+            for bucket in self.buckets
+        )
+        return replace(
+            self,
+            forward_begin_ns=self.forward_begin_ns + offset_ns,
+            backward_begin_ns=self.backward_begin_ns + offset_ns,
+            compute_end_ns=self.compute_end_ns + offset_ns,
+            backward_end_ns=self.backward_end_ns + offset_ns,
+            buckets=buckets,
+            gradients=tuple((param, time_ns + offset_ns) for param, time_ns in self.gradients),
+        )
+
+    def _in_flight(self) -> list[tuple[int, int]]:
+        return union((b.launched_ns, b.done_ns) for b in self.buckets)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What was read from a timeline. `incomplete`: steps cut off by the ring, or that never ended."""
+
+    complete: tuple[Step, ...]
+    incomplete: int
+
+
+def union(spans: Iterable[tuple[int | None, int | None]]) -> list[tuple[int, int]]:
+    """Disjoint intervals in order that cover the same time; spans that lack an end are left out."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted((b, e) for b, e in spans if b is not None and e is not None and e > b):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def read_steps(events: Iterable[Event], layout_of: Callable[[int], Layout]) -> Steps:
+    """The complete steps of a timeline, oldest first. `layout_of`: the buckets that were in force in a step."""
+    complete: list[Step] = []
+    incomplete = 0
+    for group in _split(sorted(events, key=lambda event: event.time_ns)):
+        step = _read_step(group, layout_of)
+        if step is None:
+            incomplete += 1
+        else:
+            complete.append(step)
+    return Steps(tuple(complete), incomplete)
+
+
+def _split(events: Sequence[Event]) -> list[list[Event]]:
+    """One list a step: a forward begins one, the end of its backward ends it."""
+    groups: list[list[Event]] = []
+    ended = True
+    for event in events:
+        if ended or event.kind == "forward_begin":
+            groups.append([])
+        groups[-1].append(event)
+        ended = event.kind == "backward_end"
+    return groups
+
+
+def _read_step(events: Sequence[Event], layout_of: Callable[[int], Layout]) -> Step | None:
+    begin, end = events[0], events[-1]
+    backward = next((event for event in events if event.kind == "backward_begin"), None)
+    if begin.kind != "forward_begin" or backward is None or end.kind != "backward_end":
+        return None
+    gradients = tuple((event.id, event.time_ns) for event in events if event.kind == "grad_ready")
+    ready = dict(gradients)
+    at = {(event.kind, event.id): event.time_ns for event in events}
+    return Step(
+        index=begin.id,
+        forward_begin_ns=begin.time_ns,
+        backward_begin_ns=backward.time_ns,
+        compute_end_ns=max(ready.values(), default=backward.time_ns),
+        backward_end_ns=end.time_ns,
+        buckets=_queued(
+            [_read_bucket(index, layout, ready, at) for index, layout in enumerate(layout_of(begin.id))],
+        ),
+        gradients=gradients,
+    )
+
+
+def _read_bucket(
+    index: int, layout: BucketLayout, ready: dict[int, int], at: dict[tuple[str, int], int]
+) -> BucketTimes:
+    arrived = [(ready[param], param) for param in layout.params if param in ready]
+    last = max(arrived, key=lambda item: item[0], default=None)
+    return BucketTimes(
+        index=index,
+        nbytes=layout.nbytes,
+        params=layout.params,
+        first_ready_ns=min((time_ns for time_ns, _ in arrived), default=None),
+        last_ready_ns=None if last is None else last[0],
+        holder=None if last is None else last[1],
+        packed_ns=at.get(("packed", index)),
+        launched_ns=at.get(("launched", index)),
+        wait_begin_ns=at.get(("wait_begin", index)),
+        done_ns=at.get(("done", index)),
+    )
+
+
+def _queued(buckets: Sequence[BucketTimes]) -> tuple[BucketTimes, ...]:
+    """With `behind` filled in."""
+    found: list[BucketTimes] = []
+    slowest: BucketTimes | None = None
+    for bucket in buckets:
+        if bucket.packed_ns is None:
+            found.append(bucket)
+        elif slowest is None or slowest.packed_ns is None or bucket.packed_ns >= slowest.packed_ns:
+            slowest = bucket
+            found.append(bucket)
+        else:
+            found.append(replace(bucket, behind=slowest.index))
+    return tuple(found)
+
+
+class Layouts:
+    """Which buckets were in force when: the reducer rebuilds them early in a run, and each step has its own."""
+
+    def __init__(self) -> None:
+        self._since: list[int] = []
+        self._layouts: list[Layout] = []
+
+    def note(self, step: int, layout: Layout) -> None:
+        """From this step on, `layout`. Steps come in rising order."""
+        if self._layouts and self._layouts[-1] == layout:
+            return
+        self._since.append(step)
+        self._layouts.append(layout)
+
+    def of(self, step: int) -> Layout:
+        """The buckets of a step; those first noted for steps before."""
+        return self._layouts[max(0, bisect.bisect_right(self._since, step) - 1)]
