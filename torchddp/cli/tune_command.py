@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 HELP = """Try bucket sizes and the planned buckets on a model and its group, and say which argument to use.
 
-Records a profile of the step, times every size and the plan interleaved on one model, shows the curve, and keeps the best
-buckets for the model, world size and transport: bucket_cap_mb="auto" finds them there.
+Records a profile of the step, times every size and the plan interleaved on one model, shows the curve, and keeps the
+best buckets for the model, world size and transport: bucket_cap_mb="auto" finds them there.
 
 \b
 Examples:

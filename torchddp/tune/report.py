@@ -1,4 +1,4 @@
-"""What `torchddp tune` shows: the table, the curve, the page. Built from its document, so a saved one gives the same."""
+"""What `torchddp tune` shows: the table, the curve, the page. All from its document, so a saved one gives the same."""
 
 from __future__ import annotations
 
