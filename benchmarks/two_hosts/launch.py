@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,14 +18,14 @@ from torchddp.bench.launch import ONE_THREAD, Inbox, Progress, follow
 STORE_PORT = 29500
 
 
-def host_of(rank: int, hosts: Sequence[Host]) -> Host:
+def host_of(rank: int, hosts: Sequence[Host], ranks_per_host: int) -> Host:
     """Ranks 0 and 1 on the first host, 2 and 3 on the second."""
-    return hosts[rank // RANKS_PER_HOST]
+    return hosts[rank // ranks_per_host]
 
 
-def worker_command(host: Host, descriptor: int) -> list[str]:
+def worker_command(host: Host, worker: str, descriptor: int) -> list[str]:
     """What starts one rank on its host; it talks to us through the inherited descriptor."""
-    return inside(host.namespace, [sys.executable, "-m", "benchmarks.two_hosts.worker", str(descriptor)])
+    return inside(host.namespace, [sys.executable, "-m", worker, str(descriptor)])
 
 
 def worker_environment() -> dict[str, str]:
@@ -44,11 +44,18 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def launch_on_hosts(
-    job: Job, hosts: Sequence[Host], progress: Progress, stall_timeout_s: float
-) -> list[dict[str, Any]]:
-    """Run the job on fresh processes, each on its host, and return rank 0's results, one per model."""
+    job: Job,
+    hosts: Sequence[Host],
+    progress: Progress,
+    stall_timeout_s: float,
+    *,
+    worker: str = "benchmarks.two_hosts.worker",
+    ranks_per_host: int = RANKS_PER_HOST,
+    environment: Mapping[str, str] | None = None,
+) -> Any:
+    """Run the job on fresh processes, each on its host and in the module `worker`, and return rank 0's results."""
     init_method = f"tcp://{hosts[0].address}:{STORE_PORT}"
-    environment = worker_environment()
+    full_environment = {**worker_environment(), **(environment or {})}
     processes: list[subprocess.Popen[bytes]] = []
     channels: list[Connection] = []
     try:
@@ -58,9 +65,9 @@ def launch_on_hosts(
             # Ctrl-C is for this process, which then ends the ranks: hence a session of their own.
             processes.append(
                 subprocess.Popen(
-                    worker_command(host_of(rank, hosts), theirs.fileno()),
+                    worker_command(host_of(rank, hosts, ranks_per_host), worker, theirs.fileno()),
                     pass_fds=(theirs.fileno(),),
-                    env=environment,
+                    env=full_environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,

@@ -12,7 +12,8 @@ from torchddp.bench.cases import Job
 from torchddp.bench.worker import Reporter, serve_rank
 
 
-def _die_with_parent(channel: Connection) -> None:
+def die_with_parent(channel: Connection) -> None:
+    """For a thread: the process ends when the other end of the channel is gone."""
     # After the job nothing more is said in this direction: readable means that the other end is gone.
     channel.poll(None)
     os._exit(1)
@@ -35,7 +36,7 @@ def main(descriptor: int) -> None:
     """Take the job from the inherited connection and serve it."""
     channel = Connection(descriptor)
     rank, job, init_method = channel.recv()
-    threading.Thread(target=_die_with_parent, args=(channel,), daemon=True).start()
+    threading.Thread(target=die_with_parent, args=(channel,), daemon=True).start()
     serve_rank(rank, job, init_method, channel, measure)
 
 

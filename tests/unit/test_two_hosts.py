@@ -67,8 +67,8 @@ def test_a_burst_is_a_millisecond_and_at_least_one_large_packet() -> None:
 
 
 def test_two_ranks_run_on_each_host() -> None:
-    assert [launch.host_of(rank, HOSTS) for rank in range(4)] == [HOSTS[0]] * 2 + [HOSTS[1]] * 2
-    command = launch.worker_command(HOSTS[1], 5)
+    assert [launch.host_of(rank, HOSTS, 2) for rank in range(4)] == [HOSTS[0]] * 2 + [HOSTS[1]] * 2
+    command = launch.worker_command(HOSTS[1], "benchmarks.two_hosts.worker", 5)
     assert command[:4] == ["ip", "netns", "exec", "torchddp-77-1"]
     assert command[5:] == ["-m", "benchmarks.two_hosts.worker", "5"]
 

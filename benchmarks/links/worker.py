@@ -1,0 +1,60 @@
+"""What each rank runs: every variant in turn, and a profile of ours by default. Never outlives its command."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.links.field import OUR_DEFAULT, PLANNED
+from benchmarks.two_hosts.worker import die_with_parent
+from torchddp.bench.cases import Job
+from torchddp.bench.worker import Reporter, serve_rank
+
+# Planning is over after eight synchronised steps.
+PLANNING_STEPS = 10
+
+
+def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
+    """Time every model; with it the profile that the simulator is fed with."""
+    import torch
+
+    from torchddp.bench.models import make_batch
+    from torchddp.bench.timing import build_runners, time_runners
+    from torchddp.distributed import DistributedDataParallel
+    from torchddp.planner.record_profile import record_profile
+
+    results = []
+    for model in job.models:
+        runners = {runner.variant.name: runner for runner in build_runners(job, model)}
+        planned, ours = runners[PLANNED], runners[OUR_DEFAULT]
+        assert isinstance(planned.module, DistributedDataParallel) and isinstance(ours.module, DistributedDataParallel)
+        batch = make_batch(model, job.seed, rank, 0)
+        for _ in range(PLANNING_STEPS):
+            planned.step(batch)
+        assert planned.module._auto_plan is None
+        timed = time_runners(job, model, list(runners.values()), Reporter(channel, model, enabled=rank == 0))
+        profile = record_profile(ours.module, lambda ours=ours, batch=batch: ours.step(batch), name=model)  # type: ignore[misc]
+        results.append(
+            {
+                **timed,
+                "profile": profile,
+                "planned_bytes": [bucket.nbytes for bucket in planned.module.reducer.plan.buckets],
+                "transport": planned.module.reducer.transport_name,
+                "torch": torch.__version__,
+            }
+        )
+    return results
+
+
+def main(descriptor: int) -> None:
+    """Take the job from the inherited connection and serve it."""
+    channel = Connection(descriptor)
+    rank, job, init_method = channel.recv()
+    threading.Thread(target=die_with_parent, args=(channel,), daemon=True).start()
+    serve_rank(rank, job, init_method, channel, measure)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
