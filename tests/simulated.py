@@ -1,0 +1,67 @@
+"""Hand-made profiles and a stand-in for the planner, for the tests of the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torchddp.planner.step_profile import Gradient, LinearCost, StepProfile
+
+MB = 1_000_000
+
+
+def make_profile(
+    sizes_mb: Sequence[float] = (1, 2, 4),
+    ready_ms: Sequence[float] = (30, 20, 10),
+    *,
+    buckets: tuple[tuple[int, ...], ...] | None = None,
+    cost: LinearCost | None = None,
+    device: str = "cuda",
+    world_size: int = 2,
+    step_s: float = 0.0,
+) -> StepProfile:
+    """Parameters in the order of registration: the last one is ready first. 10 ms forward, 30 ms backward."""
+    count = len(sizes_mb)
+    gradients = tuple(
+        Gradient(f"layer{i}.weight", int(size * MB / 4), 4, 6, 0, False, ready / 1e3)
+        for i, (size, ready) in enumerate(zip(sizes_mb, ready_ms, strict=True))
+    )
+    order = tuple(reversed(range(count)))
+    return StepProfile(
+        model="toy",
+        fingerprint="f",
+        world_size=world_size,
+        ranks_per_host=1,
+        transport="c10d",
+        device=device,
+        gradients=gradients,
+        order=order,
+        forward_s=0.010,
+        backward_s=0.030,
+        cost=cost or LinearCost(1e-3, 1e-9),
+        buckets=buckets or tuple((i,) for i in order),
+        step_s=step_s,
+        torchddp_version="0.1.0",
+        torch_version="2.13.0",
+    )
+
+
+def best_buckets(profile: StepProfile, cost: LinearCost) -> tuple[tuple[int, ...], ...]:
+    """The planner's exact answer for gradients of one kind, by trying every cut."""
+    order = profile.order
+    best: tuple[float, int, tuple[tuple[int, ...], ...]] | None = None
+    for mask in range(2 ** (len(order) - 1)):
+        cuts = [0, *(i + 1 for i in range(len(order) - 1) if mask >> i & 1), len(order)]
+        plan = tuple(tuple(order[a:b]) for a, b in zip(cuts, cuts[1:], strict=False))
+        free_s = 0.0
+        for bucket in plan:
+            ready_s = max(profile.gradients[i].ready_s for i in bucket)
+            free_s = max(free_s, ready_s) + cost.seconds(sum(profile.gradients[i].nbytes for i in bucket))
+        best = min(best or (free_s, len(plan), plan), (free_s, len(plan), plan))
+    assert best is not None
+    return best[2]
+
+
+def with_host(profile: StepProfile, s_per_byte: float, s_per_message: float = 0.0) -> StepProfile:
+    """The profile with CPU time of the transport."""
+    return replace(profile, cost=replace(profile.cost, host_s_per_byte=s_per_byte, host_s_per_message=s_per_message))

@@ -1,0 +1,203 @@
+"""Costs of all-reduce algorithms against their closed forms, and what a profile says of hops."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.simulated import make_profile, with_host
+from torchddp.bench.variants import ArgumentError
+from torchddp.planner.step_profile import LinearCost
+from torchddp.simulate.collectives import (
+    DOUBLING,
+    HIERARCHICAL,
+    RING,
+    TREE,
+    AllReduce,
+    Layout,
+    Line,
+    all_reduce_lines,
+)
+from torchddp.simulate.links import MEASURED, PRESETS, Link, parse_link
+from torchddp.simulate.predict import make_all_reduce
+from torchddp.simulate.software import Hop, make_hop
+
+# alpha 10 us, beta 1 ns per byte between hosts; 1 us, 0.01 ns inside.
+OUTER = Hop(10e-6, 1e-9, 0.0, 0.0)
+INNER = Hop(1e-6, 1e-11, 0.0, 0.0)
+
+
+def lines(algorithm: str, world_size: int, ranks_per_host: int = 1) -> list[Line]:
+    return all_reduce_lines(algorithm, Layout(world_size, ranks_per_host), OUTER, INNER, (RING, TREE))
+
+
+def cost(algorithm: str, world_size: int, ranks_per_host: int = 1) -> tuple[float, float]:
+    (line,) = lines(algorithm, world_size, ranks_per_host)
+    return line.cost.alpha_s, line.cost.beta_s_per_byte
+
+
+@pytest.mark.parametrize(
+    "algorithm, world_size, ranks_per_host, alpha_us, beta_ns",
+    [
+        (RING, 2, 1, 20, 1.0),
+        (RING, 4, 1, 60, 1.5),
+        (RING, 4, 4, 6, 0.015),  # one host: its own link
+        (RING, 8, 4, 14 * (10 + 3 * 1) / 4, 1.75),  # one step of four crosses between hosts
+        (DOUBLING, 8, 1, 30, 3.0),
+        (DOUBLING, 6, 1, 40, 4.0),  # 2 + 2 rounds
+        (DOUBLING, 8, 4, 2 * 1 + 10, 2 * 0.01 + 4 * 1.0),  # four ranks send at once through one link
+    ],
+)
+def test_closed_forms(algorithm: str, world_size: int, ranks_per_host: int, alpha_us: float, beta_ns: float) -> None:
+    assert cost(algorithm, world_size, ranks_per_host) == pytest.approx((alpha_us * 1e-6, beta_ns * 1e-9))
+
+
+def test_a_tree_is_a_line_for_each_number_of_blocks() -> None:
+    first, *_, last = lines(TREE, 4)
+    # 2 x (2 log2(4) + 2 blocks) rounds, each with a block of 1 / (2 blocks).
+    assert (first.cost.alpha_s, first.cost.beta_s_per_byte) == pytest.approx((2 * 6 * 10e-6, 6e-9))
+    assert last.cost.beta_s_per_byte == pytest.approx(2e-9, rel=1e-3)  # down and up, each at the full rate
+    # Powers of two come close to the best number of blocks.
+    nbytes, rounds = 1e7, 4
+    exact = min(2 * (rounds + 2 * k) * (10e-6 + nbytes * 1e-9 / (2 * k)) for k in range(1, 4096))
+    assert AllReduce(lines(TREE, 4)).best(nbytes).cost.seconds(nbytes) == pytest.approx(exact, rel=0.03)
+    assert AllReduce(lines(TREE, 4)).best(nbytes).cost.seconds(nbytes) >= exact * (1 - 1e-12)
+
+
+def test_a_tree_over_hosts_goes_on_as_a_chain_inside_them() -> None:
+    flat, on_hosts = lines(TREE, 4)[0].cost, lines(TREE, 32, 8)[0].cost
+    assert on_hosts.alpha_s - flat.alpha_s == pytest.approx(2 * 7 * 1e-6)
+    assert on_hosts.beta_s_per_byte - flat.beta_s_per_byte == pytest.approx(7 * 1e-11)
+
+
+def test_hierarchical_is_the_sum_of_its_levels() -> None:
+    ring, *_ = lines(HIERARCHICAL, 8, 4)
+    assert ring.cost.alpha_s == pytest.approx(6 * 1e-6 + 2 * 10e-6)
+    assert ring.cost.beta_s_per_byte == pytest.approx(1.5 * 1e-11 + 1.0 * 1e-9)
+    (alone,) = lines(HIERARCHICAL, 4, 4)
+    assert (alone.cost.alpha_s, alone.cost.beta_s_per_byte) == pytest.approx((6e-6, 1.5e-11))
+
+
+def test_hierarchical_divides_the_work_between_hosts_among_the_ranks() -> None:
+    # A link faster than one rank's CPU: four ranks drive it four times as fast.
+    busy = replace(OUTER, wire_s_per_byte=1e-11, host_s_per_byte=4e-9)
+    (line,) = all_reduce_lines(HIERARCHICAL, Layout(8, 4), busy, INNER, (RING,))
+    assert line.cost.beta_s_per_byte == pytest.approx(1.5e-11 + 1e-9)
+    assert line.cost.host_s_per_byte == pytest.approx(1e-9)
+
+
+def test_a_host_that_is_not_full_counts_as_full() -> None:
+    assert Layout(9, 4).hosts == 3 and Layout(3, 4).local == 3
+    assert cost(HIERARCHICAL, 3, 4) == pytest.approx((4e-6, 4 / 3 * 1e-11))
+
+
+def test_a_tree_beats_a_ring_for_small_messages_and_loses_for_large_ones() -> None:
+    (ring,), tree = lines(RING, 4096), AllReduce(lines(TREE, 4096))
+    for nbytes, winner in ((64, TREE), (1e6, TREE), (1e12, RING)):
+        by_name = {RING: ring.cost.seconds(nbytes), TREE: tree.best(nbytes).cost.seconds(nbytes)}
+        assert min(by_name, key=lambda name: by_name[name]) == winner
+        both = AllReduce([ring, *tree.lines])
+        assert both.best(nbytes).algorithm == winner
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1e-6)), min_size=1, max_size=12),
+    st.lists(st.floats(0, 1e9), min_size=1, max_size=8),
+    st.floats(0, 1e-3),
+)
+def test_the_least_line_is_found(costs: list[tuple[float, float]], sizes: list[float], message_s: float) -> None:
+    all_reduce = AllReduce([Line(str(i), LinearCost(*c)) for i, c in enumerate(costs)], message_s)
+    for nbytes in sizes:
+        least = min(message_s + alpha + nbytes * beta for alpha, beta in costs)
+        assert all_reduce.best(nbytes).cost.seconds(nbytes) == pytest.approx(least, rel=1e-9, abs=1e-12)
+    between = all_reduce.lines_between(min(sizes), max(sizes))
+    assert {all_reduce.best(nbytes).algorithm for nbytes in sizes} <= {line.algorithm for line in between}
+    assert all(line.cost.host_s_per_message == message_s for line in all_reduce.lines)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("world_size", [2, 3, 8, 64])
+def test_the_recorded_link_has_the_recorded_cost(device: str, world_size: int) -> None:
+    profile = with_host(make_profile(device=device, world_size=world_size), 0.4e-9, 2e-4)
+    (line,) = make_all_reduce(profile, MEASURED, Layout(world_size)).lines
+    found = (line.cost.alpha_s, line.cost.beta_s_per_byte, line.cost.host_s_per_byte, line.cost.host_s_per_message)
+    assert found == pytest.approx((1e-3, 1e-9, 0.4e-9, 2e-4))
+
+
+def test_the_recorded_cost_is_scaled_to_other_numbers_of_ranks() -> None:
+    (line,) = make_all_reduce(make_profile(world_size=2), MEASURED, Layout(8)).lines
+    # 14 steps instead of 2, 1.75 bytes moved instead of 1.
+    assert (line.cost.alpha_s, line.cost.beta_s_per_byte) == pytest.approx((7e-3, 1.75e-9))
+
+
+def test_a_slow_link_sets_the_pace_and_over_a_fast_one_the_cpu_does() -> None:
+    profile = with_host(make_profile(device="cpu"), 0.4e-9, 2e-4)
+    slow, fast = (make_hop(profile, parse_link(text)) for text in ("100mbit", "400gbit,5us"))
+    assert slow.s_per_byte == pytest.approx(80e-9) and slow.step_s == pytest.approx(0.5e-3)  # latency as recorded
+    assert fast.s_per_byte == pytest.approx(0.4e-9) and fast.step_s == pytest.approx(5e-6 + 1e-4)
+
+
+def test_a_gpus_host_pays_once_for_a_message() -> None:
+    profile = with_host(make_profile(device="cuda"), 0.0, 2e-4)
+    link = Link("l", "l", 1e9, 1e-6)
+    for world_size in (2, 64):
+        (line,) = make_all_reduce(profile, link, Layout(world_size), RING).lines
+        assert line.cost.alpha_s == pytest.approx(2e-4 + 2 * (world_size - 1) * 1e-6)
+        assert line.cost.host_s_per_message == pytest.approx(2e-4)
+
+
+def test_cpu_time_of_several_threads_is_no_longer_than_what_was_measured() -> None:
+    hop = make_hop(with_host(make_profile(device="cpu"), 5e-9, 1.0), parse_link("400gbit,0us"))
+    assert hop.s_per_byte == pytest.approx(1e-9) and hop.step_s == pytest.approx(0.5e-3)
+
+
+@pytest.mark.parametrize("link", [MEASURED, parse_link("1gbit")])
+def test_one_rank_knows_no_link(link: Link) -> None:
+    alone = make_profile(world_size=1)
+    with pytest.raises(ArgumentError, match="recorded with 1 rank"):
+        make_hop(alone, link)
+    assert make_hop(alone, PRESETS["eth1"]) == Hop(50e-6, 1 / PRESETS["eth1"].bytes_per_s, 0.0, 0.0)  # type: ignore[operator]
+
+
+def test_links_by_name_and_by_rate() -> None:
+    assert parse_link("ETH10") is PRESETS["eth10"] and parse_link("measured") is MEASURED
+    assert parse_link("25gbit,16us") == Link("25gbit,16us", "25gbit, 16us", 25e9 / 8, 16e-6)
+    assert parse_link("2.5 Mbit , 1ms").bytes_per_s == 2.5e6 / 8
+    assert parse_link("2.5 Mbit , 1ms").latency_s == pytest.approx(1e-3)
+    assert parse_link("1tbit").latency_s is None
+    rates = [link.bytes_per_s or 0 for link in PRESETS.values()]
+    assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize("text", ["wifi", "", "10", "10gbit,", "10gbit,20", "gbit", "-1gbit", "0gbit", "1gbit,2us,3us"])
+def test_what_is_no_link_is_refused_in_one_sentence(text: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^(There is no link|The link) '{text}'[^.]*(0\\.0)?[^.]*\\.$"):
+        parse_link(text)
+
+
+@pytest.mark.parametrize("world_size, ranks_per_host", [(0, 1), (4097, 1), (2, 0), (2, 4097)])
+def test_layouts_out_of_range_are_refused(world_size: int, ranks_per_host: int) -> None:
+    with pytest.raises(ArgumentError, match="1 to 4096 ranks"):
+        Layout(world_size, ranks_per_host)
+
+
+@given(
+    st.sampled_from([RING, TREE, DOUBLING, HIERARCHICAL]),
+    st.integers(2, 4096),
+    st.integers(1, 16),
+    st.floats(0, 1e-4),
+    st.floats(0, 1e-8),
+)
+def test_cpu_time_is_part_of_the_time(
+    algorithm: str, world_size: int, ranks_per_host: int, step_s: float, s_per_byte: float
+) -> None:
+    outer = Hop(OUTER.step_s + step_s, OUTER.wire_s_per_byte, step_s, s_per_byte)
+    inner = Hop(INNER.step_s + step_s, INNER.wire_s_per_byte, step_s, s_per_byte)
+    for line in all_reduce_lines(algorithm, Layout(world_size, ranks_per_host), outer, inner, (RING, TREE)):
+        assert line.cost.host_s_per_message <= line.cost.alpha_s * (1 + 1e-9)
+        assert line.cost.host_s_per_byte <= line.cost.beta_s_per_byte * (1 + 1e-9)
+        assert math.isfinite(line.cost.seconds(1e9))

@@ -1,0 +1,206 @@
+"""`torchddp simulate`: what it prints and writes, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchddp
+from tests.simulated import best_buckets, make_profile, with_host
+from torchddp.bench.command import run_app
+from torchddp.cli.app import app
+from torchddp.planner.step_profile import LinearCost
+
+# Ranks, step, exposed, efficiency: the begin of a table's row.
+ROW = r"^(\d+) +[\d.]+ +[\d.]+ +[\d.]+%"
+
+
+@pytest.fixture(autouse=True)
+def planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = types.ModuleType("torchddp.planner.plan")
+    stand_in.best_buckets = best_buckets  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchddp.planner.plan", stand_in)
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    path = tmp_path / "toy.json"
+    ready = [30, 25, 20, 15, 10, 5]
+    small = make_profile([0.1] * 6, ready, cost=LinearCost(1e-4, 1e-9), device="cpu", step_s=0.05)
+    with_host(small, 0.4e-9, 2e-5).save(path)
+    return str(path)
+
+
+def simulate(*arguments: str) -> int:
+    return run_app(app, "torchddp", ["simulate", *arguments])
+
+
+def test_every_link_and_power_of_two_is_shown(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(profile) == 0
+    out = capsys.readouterr().out
+    for name in ("measured", "ib400", "eth100", "eth10", "eth1"):
+        assert re.search(rf"^{name} · ", out, re.MULTILINE), out
+        assert re.search(rf"^{name}, 4096 ranks: ", out, re.MULTILINE), out
+    assert re.findall(ROW, out, re.MULTILINE) == [str(2**power) for power in range(13)] * 5
+    # The last of six messages: 0.2 ms, which begins late by the 0.06 ms of CPU that each of the others took.
+    assert "Check: for the recorded step itself the model says 40.5 ms, measured were 50.0 (-19.0%)." in out
+
+
+def test_tables_fit_80_columns(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(profile, "--ranks-per-host", "8", "--link", "100mbit,20ms", "--link", "nvlink") == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if re.match(rf"ranks|─|{ROW}", line)]
+    assert len(rows) == 2 * 15 and max(len(row.rstrip()) for row in rows) <= 80
+
+
+def test_the_advice_names_what_to_do(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(profile, "--link", "eth1", "--ranks", "1024") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "eth1, 1024 ranks: 1 bucket (0.600 MB in launch order) instead of 6 save " in out
+    assert "bucket_cap_mb=1 alone gives" in out
+    assert simulate(profile, "--link", "measured", "--ranks", "2") == 0
+    assert "measured, 2 ranks: keep the recorded 6 buckets" in capsys.readouterr().out
+    assert simulate(profile, "--ranks", "1", "--link", "eth1") == 0
+    assert "eth1, 1 rank: nothing is sent" in capsys.readouterr().out
+
+
+def test_json_plot_and_page(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, png, page = tmp_path / "all.json", tmp_path / "plot.png", tmp_path / "page.html"
+    asked = ["--link", "eth10", "--link", "5gbit", "--link", "eth10", "--ranks", "64,2,64"]
+    assert simulate(profile, *asked, "--json", str(data), "--plot", str(png), "--html", str(page)) == 0
+    document = json.loads(data.read_text())
+    points = document["points"]
+    assert [(p["link"], p["ranks"]) for p in points] == [("eth10", 2), ("eth10", 64), ("5gbit", 2), ("5gbit", 64)]
+    assert document["gradients"] == [f"layer{i}.weight" for i in range(6)]
+    for point in points:
+        for plan in (point["recorded_plan"], point["best_plan"]):
+            assert plan["step_s"] == pytest.approx(plan["compute_s"] + plan["exposed_s"])
+            assert sorted(i for bucket in plan["buckets"] for i in bucket) == list(range(6))
+    assert png.read_bytes().startswith(b"\x89PNG")
+    text = page.read_text()
+    rows = re.findall(r"<tr><td>(\d+)</td><td>([\d.]+)</td>", text)
+    expected = [(str(p["ranks"]), float(p["recorded_plan"]["step_s"] * 1e3)) for p in points]
+    assert [(ranks, float(step)) for ranks, step in rows] == [(r, pytest.approx(s, rel=5e-3)) for r, s in expected]
+    assert "data:image/png;base64," in text and "eth10, 64 ranks: " in text
+    kept = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+    assert kept is not None and json.loads(kept[1]) == document
+    out = capsys.readouterr().out.replace("\n", "")
+    assert all(f"wrote {path}" in out for path in (data, png, page))
+
+
+def test_ranks_of_a_host_go_over_the_inner_link(profile: str, tmp_path: Path) -> None:
+    steps = []
+    for inner in ("nvlink", "10mbit"):
+        path = tmp_path / f"{inner}.json"
+        asked = ["--link", "eth1", "--ranks", "4", "--ranks-per-host", "4", "--inner-link", inner]
+        assert simulate(profile, *asked, "--json", str(path)) == 0
+        document = json.loads(path.read_text())
+        assert document["inner_link"] == inner and document["ranks_per_host"] == 4
+        steps.append(document["points"][0]["recorded_plan"]["step_s"])
+    assert steps[1] > 2 * steps[0]
+
+
+def test_a_profile_of_one_rank_has_no_recorded_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "alone.json"
+    make_profile(world_size=1).save(path)
+    assert simulate(str(path), "--ranks", "2") == 0
+    out = capsys.readouterr().out
+    assert "measured ·" not in out and "Recorded with one rank" in out and "Check:" not in out
+    assert simulate(str(path), "--link", "measured") == 2
+    assert "recorded with 1 rank" in capsys.readouterr().err
+
+
+def test_a_profile_without_cpu_times_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bare.json"
+    make_profile().save(path)
+    assert simulate(str(path), "--ranks", "2") == 0
+    assert "has no CPU time of the transport" in capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert simulate(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("error: ") and captured.err.endswith(".\n")
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--ranks", "0"], "from 1 to 4096, not '0'"),
+        (["--ranks", "2,5000"], "from 1 to 4096, not '2,5000'"),
+        (["--ranks", "2,many"], "with commas, like 2,8,64, not '2,many'"),
+        (["--ranks", ""], "not ''"),
+        (["--link", "wifi"], "There is no link 'wifi'"),
+        (["--inner-link", "wire"], "There is no link 'wire'"),
+        (["--link", "0gbit"], "carries nothing"),
+        (["--ranks-per-host", "0"], "1 to 4096 ranks, not 0"),
+        (["--algorithm", "magic"], "There is no algorithm 'magic'"),
+        (["--json", "/nowhere/at/all.json"], "does not exist"),
+        (["--plot", "/"], "wants a file"),
+        (["--html", "/nowhere/page.html"], "does not exist"),
+        (["--links", "eth1"], "No such option"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    profile: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(capsys, profile, *arguments)
+
+
+def _changed(**fields: Any) -> str:
+    return json.dumps({**make_profile().to_dict(), **fields})
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("no json {", "is no JSON"),
+        ("[]", "This is no step profile"),
+        (_changed(kind="torchddp benchmark"), "This is no step profile"),
+        (_changed(format=99, torchddp_version="9.9"), "has format 99 (written by torchddp 9.9)"),
+        (_changed(order=[0, 0, 1]), "no permutation"),
+        (_changed(gradients=None), "damaged"),
+        (_changed(forward_s=-1.0), "negative or not finite"),
+    ],
+)
+def test_what_is_no_profile_is_refused(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    assert said in refused(capsys, str(path))
+
+
+def test_a_missing_profile_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Cannot read the profile" in refused(capsys, str(tmp_path / "nothing.json"))
+    assert "Missing argument" in refused(capsys)
+
+
+def test_no_extension_is_a_failure_that_names_the_doctor(
+    profile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchddp, "import_error", ImportError("built for another torch"))
+    assert simulate(profile) == 1
+    assert "built for another torch); see `torchddp doctor`." in capsys.readouterr().err
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--help") == 0
+    out = capsys.readouterr().out
+    assert "torchddp simulate gpt.json --link ib400 --ranks-per-host 8" in out and "--inner-link" in out
+
+
+def test_steps_of_no_time_are_perfect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "empty.json"
+    nothing = replace(make_profile([1], [0]), forward_s=0.0, backward_s=0.0)
+    nothing.save(path)
+    assert simulate(str(path), "--ranks", "1", "--link", "eth1") == 0
+    assert "100.0%" in capsys.readouterr().out

@@ -1,0 +1,133 @@
+"""`torchddp simulate`: a recorded step on other links, with more ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import torchddp
+from torchddp.bench.command import check_output, make_console
+from torchddp.bench.launch import LaunchError
+from torchddp.bench.page import write_page
+from torchddp.bench.variants import ArgumentError
+from torchddp.planner.step_profile import ProfileError, StepProfile, load_profile
+from torchddp.simulate import report
+from torchddp.simulate.collectives import ALGORITHMS, AUTO, MAX_RANKS, Layout
+from torchddp.simulate.links import MEASURED, NETWORKS, NVLINK, PRESETS, Link, parse_link
+from torchddp.simulate.sweep import Point, Scene, sweep
+
+HELP = f"""Predict step time and efficiency on other links and with more ranks, from a recorded profile.
+
+\b
+Links: {", ".join(PRESETS)}; measured (the recorded one);
+or a rate with maybe a latency, like 25gbit,15us (without: as recorded).
+What is modelled and what is not: docs/simulate.md. No GPU and no other rank is needed.
+
+\b
+Examples:
+  torchddp tune --model gpt --profile gpt.json
+      record a profile first
+  torchddp simulate gpt.json
+      networks from 1 to 400 Gbit/s, 1 to {MAX_RANKS} ranks
+  torchddp simulate gpt.json --link measured --link 100mbit --ranks 2,4,8
+      the recorded link, and one slower with the same latency
+  torchddp simulate gpt.json --link ib400 --ranks-per-host 8
+      hosts with 8 ranks each, NVLink inside them
+  torchddp simulate gpt.json --html report.html --plot efficiency.png --json all.json
+      keep it
+"""
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """'8,2,8' -> (2, 8); ArgumentError for what is no list of numbers in range."""
+    try:
+        ranks = {int(part) for part in text.split(",")}
+    except ValueError:
+        raise ArgumentError(f"--ranks wants numbers of ranks with commas, like 2,8,64, not '{text}'.") from None
+    if not all(1 <= count <= MAX_RANKS for count in ranks):
+        raise ArgumentError(f"--ranks wants numbers from 1 to {MAX_RANKS}, not '{text}'.")
+    return tuple(sorted(ranks))
+
+
+def default_ranks() -> tuple[int, ...]:
+    """1, 2, 4, .. up to the most."""
+    return tuple(2**i for i in range(MAX_RANKS.bit_length()))
+
+
+def _read(path: Path) -> StepProfile:
+    try:
+        return load_profile(path)
+    except ProfileError as error:
+        raise ArgumentError(str(error)) from error
+
+
+def _choose_links(asked: Sequence[str], profile: StepProfile) -> list[Link]:
+    if asked:
+        return list({link.name: link for link in map(parse_link, asked)}.values())
+    recorded = [MEASURED] if profile.world_size > 1 else []
+    return [*recorded, *(PRESETS[name] for name in NETWORKS)]
+
+
+def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], scene: Scene) -> list[Point]:
+    if torchddp.import_error is not None:
+        raise LaunchError(f"torchddp does not load ({torchddp.import_error}); see `torchddp doctor`.")
+    # Not before: the command itself starts where the extension does not load.
+    from torchddp.planner.plan import best_buckets  # type: ignore[import-not-found]
+    from torchddp.simulate.caps import plans_by_cap
+
+    return sweep(profile, links, ranks, scene, plans_by_cap(profile), best_buckets)
+
+
+def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: Console) -> None:
+    console.print(report.profile_text(profile), markup=False, highlight=False)
+    for group in report.by_link(points):
+        console.print("", report.link_table(group), sep="\n")
+    console.print()
+    for group in report.by_link(points):
+        console.print(report.advice(profile, group), markup=False, highlight=False)
+    for note in report.notes(profile, scene):
+        console.print(report.dim(note))
+
+
+def simulate(
+    context: typer.Context,
+    profile_path: Annotated[Path, typer.Argument(metavar="PROFILE", help="What `torchddp tune --profile` wrote.")],
+    link: Annotated[
+        list[str] | None, typer.Option(help="Between hosts; repeatable. [default: measured, and all networks]")
+    ] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help=f"Numbers of ranks, like 2,8,64. [default: powers of two up to {MAX_RANKS}]")
+    ] = None,
+    ranks_per_host: Annotated[int, typer.Option(help="Ranks that share a host and its link.")] = 1,
+    inner_link: Annotated[str, typer.Option(help="Between the ranks of a host.")] = NVLINK.name,
+    algorithm: Annotated[str, typer.Option(help=f"One of {', '.join(ALGORITHMS)}.")] = AUTO,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG of efficiency over ranks.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page with plans, plot and tables.")] = None,
+) -> None:
+    world_sizes = default_ranks() if ranks is None else parse_ranks(ranks)
+    Layout(1, ranks_per_host)  # refuses what no host can have
+    for path, option in ((json_path, "--json"), (plot, "--plot"), (html, "--html")):
+        check_output(path, option, folder=False)
+    scene = Scene(ranks_per_host, parse_link(inner_link), algorithm)
+    profile = _read(profile_path)
+    points = _predict(profile, _choose_links(link or (), profile), world_sizes, scene)
+    console = make_console()
+    _show(profile, points, scene, console)
+    command = context.obj["command"]
+    document = report.document(profile, points, scene, command)
+    if json_path is not None:
+        json_path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    if plot is not None:
+        plot.write_bytes(report.efficiency_png(points))
+    if html is not None:
+        title = f"torchddp simulate: {profile.model}"
+        write_page(html, title, report.page_sections(profile, points, scene), [command], document)
+    for path in (json_path, plot, html):
+        if path is not None:
+            console.print(f"wrote {path}")

@@ -1,0 +1,213 @@
+"""A sweep in a terminal, as a picture, as a page and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from torchddp.bench.page import PagePlot, PageTable, Section, figure_png
+from torchddp.bench.tables import number, plain_table, ranks_text
+from torchddp.planner.step_profile import StepProfile
+from torchddp.simulate.predict import Prediction
+from torchddp.simulate.sweep import Point, Scene, model_error
+
+FORMAT = 1
+_MB = 1e6
+_HEADINGS = ("ranks", "step\nms", "exposed\nms", "effi-\nciency", "algorithm", "best plan\nbuckets", "step\nms", "gain")
+# More sizes than this are not spelled out.
+_SPELLED_OUT = 4
+
+
+def _ms(seconds: float) -> str:
+    return number(seconds * 1e3)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _buckets_text(count: int) -> str:
+    return f"{count} bucket{'s' if count > 1 else ''}"
+
+
+def by_link(points: Sequence[Point]) -> list[list[Point]]:
+    """The points of each link, in the order of the sweep."""
+    names = dict.fromkeys(point.link.name for point in points)
+    return [[point for point in points if point.link.name == name] for name in names]
+
+
+def cells(point: Point) -> list[str]:
+    """A row of the table: the recorded plan, then the best one."""
+    recorded, best = point.recorded, point.best
+    row = [str(point.world_size), _ms(recorded.step_s), _ms(recorded.exposed_s), _percent(recorded.efficiency)]
+    if point.world_size == 1:
+        return [*row, "", "", "", ""]
+    if not point.is_worth_changing:
+        return [*row, recorded.algorithm, "as recorded", "", ""]
+    return [*row, recorded.algorithm, str(len(best.buckets)), _ms(best.step_s), _percent(point.gain)]
+
+
+def link_table(points: Sequence[Point]) -> Table:
+    """The points of one link."""
+    link = points[0].link
+    table = plain_table(f"{link.name} · {link.title}", _HEADINGS[0])
+    for heading in _HEADINGS[1:]:
+        table.add_column(heading, justify="left" if heading == "algorithm" else "right", no_wrap=True)
+    for point in points:
+        table.add_row(*cells(point))
+    return table
+
+
+def profile_text(profile: StepProfile) -> str:
+    """What was recorded, in one line."""
+    return (
+        f"{profile.model}: {profile.gradient_bytes / _MB:.3g} MB in {len(profile.gradients)} gradients, recorded with "
+        f"{ranks_text(profile.world_size)} ({profile.transport}, {profile.device}), step {_ms(profile.step_s)} ms, "
+        f"{_buckets_text(len(profile.buckets))}"
+    )
+
+
+def check_text(profile: StepProfile) -> str | None:
+    """How well the model does on the one step whose time is known."""
+    error = model_error(profile)
+    if error is None:
+        return None
+    return (
+        f"Check: for the recorded step itself the model says {_ms(profile.step_s * (1 + error))} ms, measured were "
+        f"{_ms(profile.step_s)} ({error:+.1%})."
+    )
+
+
+def _sizes_text(profile: StepProfile, best: Prediction) -> str:
+    sizes = [number(sum(profile.gradients[i].nbytes for i in bucket) / _MB) for bucket in best.buckets]
+    shown = ", ".join(sizes[:_SPELLED_OUT])
+    return f"{shown}{', ..' if len(sizes) > _SPELLED_OUT else ''} MB in launch order"
+
+
+def advice(profile: StepProfile, points: Sequence[Point]) -> str:
+    """What to do at the largest number of ranks of one link, in a sentence."""
+    point = max(points, key=lambda point: point.world_size)
+    recorded, best = point.recorded, point.best
+    where = f"{point.link.name}, {ranks_text(point.world_size)}"
+    if point.world_size == 1:
+        return f"{where}: nothing is sent, any plan will do."
+    if not point.is_worth_changing:
+        return f"{where}: keep the recorded {_buckets_text(len(recorded.buckets))}, no plan is 0.5% faster."
+    change = (
+        f"{where}: {_buckets_text(len(best.buckets))} ({_sizes_text(profile, best)}) instead of "
+        f"{len(recorded.buckets)} save {_percent(point.gain)} of the step, "
+        f"{_ms(recorded.step_s)} -> {_ms(best.step_s)} ms"
+    )
+    return f"{change}; bucket_cap_mb={point.best_cap_mib} alone gives {_ms(point.capped.step_s)} ms."
+
+
+def notes(profile: StepProfile, scene: Scene) -> list[str]:
+    """What a reader needs to judge the numbers."""
+    found = [text for text in (check_text(profile),) if text is not None]
+    if profile.world_size == 1:
+        found.append("Recorded with one rank: what the transport's software costs is not known and counts as nothing.")
+    elif profile.cost.host_s_per_byte == 0 and profile.cost.host_s_per_message == 0:
+        found.append("The profile has no CPU time of the transport: links faster than the recorded one look too good.")
+    hosts = f"{ranks_text(scene.ranks_per_host)} a host"
+    inner = f", over {scene.inner.name} inside it" if scene.ranks_per_host > 1 else ""
+    found.append(
+        f"{hosts}{inner}; all-reduce: {scene.algorithm}. Efficiency is compute alone through the step. Slow or failing "
+        "ranks, and other traffic on the link, are not modelled."
+    )
+    return found
+
+
+def efficiency_png(points: Sequence[Point]) -> bytes:
+    """Efficiency over ranks, a colour per link: the best plan as a line, the recorded one dotted."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8.0, 4.5))
+    for group in by_link(points):
+        ranks = [point.world_size for point in group]
+        (line,) = axis.plot(
+            ranks, [p.best.efficiency for p in group], marker="o", markersize=3, label=group[0].link.name
+        )
+        axis.plot(ranks, [p.recorded.efficiency for p in group], linestyle=":", color=line.get_color())
+    ticks = sorted({point.world_size for point in points})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
+    axis.minorticks_off()
+    axis.set_ylim(0, 1.05)
+    axis.set_xlabel("ranks")
+    axis.set_ylabel("efficiency (compute alone / step)")
+    axis.set_title("best plan (lines) and recorded plan (dotted)", fontsize=9)
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    return figure_png(figure)
+
+
+def page_sections(profile: StepProfile, points: Sequence[Point], scene: Scene) -> list[Section]:
+    """The report for `torchddp.bench.page`."""
+    groups = by_link(points)
+    plot = PagePlot(efficiency_png(points), "Efficiency over the number of ranks, a line per link.")
+    headings = [heading.replace("-\n", "").replace("\n", " ") for heading in _HEADINGS]
+    tables = [
+        Section(f"{group[0].link.name}: {group[0].link.title}", [PageTable(headings, [cells(p) for p in group])])
+        for group in groups
+    ]
+    return [
+        Section("Best plans", [advice(profile, group) for group in groups]),
+        Section("Efficiency", [plot]),
+        *tables,
+        Section("What this is", [profile_text(profile), *notes(profile, scene)]),
+    ]
+
+
+def _prediction_dict(prediction: Prediction) -> dict[str, Any]:
+    return {
+        "step_s": prediction.step_s,
+        "exposed_s": prediction.exposed_s,
+        "compute_s": prediction.compute_s,
+        "comm_s": prediction.comm_s,
+        "efficiency": prediction.efficiency,
+        "algorithm": prediction.algorithm,
+        "buckets": [list(bucket) for bucket in prediction.buckets],
+    }
+
+
+def document(profile: StepProfile, points: Sequence[Point], scene: Scene, command: str) -> dict[str, Any]:
+    """Everything, for JSON. Buckets hold indices into `gradients`."""
+    return {
+        "format": FORMAT,
+        "kind": "torchddp simulation",
+        "command": command,
+        "model": profile.model,
+        "fingerprint": profile.fingerprint,
+        "recorded": {"world_size": profile.world_size, "step_s": profile.step_s, "model_error": model_error(profile)},
+        "ranks_per_host": scene.ranks_per_host,
+        "inner_link": scene.inner.name,
+        "algorithm": scene.algorithm,
+        "gradients": [gradient.name for gradient in profile.gradients],
+        "points": [
+            {
+                "link": point.link.name,
+                "bytes_per_s": point.link.bytes_per_s,
+                "latency_s": point.link.latency_s,
+                "ranks": point.world_size,
+                "recorded_plan": _prediction_dict(point.recorded),
+                "best_plan": _prediction_dict(point.best),
+                "gain": point.gain,
+                "best_bucket_cap_mb": point.best_cap_mib,
+                "best_bucket_cap_step_s": point.capped.step_s,
+            }
+            for point in points
+        ],
+    }
+
+
+def dim(text: str) -> Text:
+    """A note under the tables."""
+    return Text(text, style="dim")
