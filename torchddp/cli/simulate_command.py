@@ -77,7 +77,7 @@ def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], 
     if torchddp.import_error is not None:
         raise LaunchError(f"torchddp does not load ({torchddp.import_error}); see `torchddp doctor`.")
     # Not before: the command itself starts where the extension does not load.
-    from torchddp.planner.plan import best_buckets  # type: ignore[import-not-found]
+    from torchddp.planner.plan import best_buckets
     from torchddp.simulate.caps import plans_by_cap
 
     return sweep(profile, links, ranks, scene, plans_by_cap(profile), best_buckets)
