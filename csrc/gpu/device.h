@@ -34,12 +34,15 @@ class Device {
 
   // Without timing.
   virtual Event make_event() = 0;
+  virtual Event make_timing_event() = 0;
   virtual void destroy_event(Event event) noexcept = 0;
   virtual void record(Event event, Stream stream) = 0;
   // What is queued on `stream` from now on starts after what the event was last recorded behind.
   virtual void wait(Stream stream, Event event) = 0;
   // Whether all work that the event was recorded behind is done. Allowed while other threads capture a graph.
   virtual bool finished(Event event) = 0;
+  // Between two timing events that are done.
+  virtual double elapsed_ms(Event begin, Event end) = 0;
   // Whether `stream` records a graph instead of running what is queued.
   virtual bool capturing(Stream stream) = 0;
   // Blocks until the device is idle.

@@ -136,6 +136,9 @@ void Reducer::begin_backward() {
   stats_.current.backward_begin_ns = wall_clock_ns();
   backward_begin_steady_ns_ = timeline::now_ns();
   timeline_.record_at(EventKind::kBackwardBegin, stats_.steps, backward_begin_steady_ns_);
+  if (ready_clock_ != nullptr) {
+    ready_clock_->begin();
+  }
   rpc_context_ = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
   scale_ = gradient_scale();
   for (const auto param : unused_) {
@@ -158,6 +161,9 @@ void Reducer::mark_ready(int64_t param, bool unused, const at::Tensor* incoming)
     const auto now_ns = timeline::now_ns();  // read once: the clock is most of what an event costs
     ready_times_ns_[static_cast<size_t>(param)] = now_ns - backward_begin_steady_ns_;
     timeline_.record_at(EventKind::kGradReady, param, now_ns);
+    if (ready_clock_ != nullptr) {
+      ready_clock_->mark(static_cast<size_t>(param));
+    }
   }
   pack(param, unused, incoming);
   const auto& place = places_[static_cast<size_t>(param)];

@@ -12,6 +12,7 @@
 #include "bucket/bucket.h"
 #include "bucket/gather.h"
 #include "common/errors.h"
+#include "gpu/ready_clock.h"
 #include "reducer/comm_hook.h"
 #include "reducer/grad_hooks.h"
 #include "reducer/sparse_grad.h"
@@ -77,7 +78,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // Off: no bucket is launched before the last gradient is there, so that ready times are those of the computation alone,
   // and the time after them is that of communication alone. Results are the same. Every rank must choose alike.
   void set_overlap(bool overlap) { overlap_ = overlap; }
-  // Keep ready times, as the timeline does, without its events.
+  // Keep ready times, as the timeline does, without its events; on a CUDA device by the device's clock.
   void record_ready_times(bool record);
 
   // --- set-up and special modes, as torch's DDP calls them ---
@@ -201,8 +202,9 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::vector<int64_t> ready_order_;
   int64_t backward_begin_steady_ns_ = 0;
   bool records_ready_times_ = false;
-  std::vector<int64_t> ready_times_ns_;  // only while they are recorded, or the timeline is on
-  std::vector<int64_t> unused_;          // not reachable from the outputs (or never fired, for a static graph)
+  std::unique_ptr<gpu::ReadyClock> ready_clock_;  // of a device, while they are recorded
+  std::vector<int64_t> ready_times_ns_;           // only while they are recorded, or the timeline is on
+  std::vector<int64_t> unused_;                   // not reachable from the outputs (or never fired, for a static graph)
   std::vector<Late> late_;
   double scale_ = 1.0;
   int64_t next_launch_ = 0;

@@ -159,6 +159,9 @@ std::vector<int64_t> Reducer::grad_ready_order() const {
 }
 
 std::vector<int64_t> Reducer::backward_stats() const {
+  if (ready_clock_ != nullptr) {
+    return ready_clock_->read_ns();
+  }
   return ready_times_ns_.empty() ? std::vector<int64_t>(params_.size(), 0) : ready_times_ns_;
 }
 
@@ -167,6 +170,7 @@ void Reducer::record_ready_times(bool record) {
     ready_times_ns_.assign(params_.size(), 0);
   }
   records_ready_times_ = record;
+  ready_clock_ = record && device_ != nullptr ? std::make_unique<gpu::ReadyClock>(device_, params_.size()) : nullptr;
 }
 
 void Reducer::enable_timeline(int64_t capacity) {

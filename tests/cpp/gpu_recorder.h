@@ -67,6 +67,7 @@ class RecordingDevice final : public gpu::Device {
     ++alive;
     return handle(++events_);
   }
+  gpu::Event make_timing_event() override { return make_event(); }
   void destroy_event(gpu::Event) noexcept override { --alive; }
   void record(gpu::Event event, gpu::Stream stream) override {
     if (spoilt_graph) {
@@ -79,6 +80,10 @@ class RecordingDevice final : public gpu::Device {
   }
   void wait(gpu::Stream stream, gpu::Event event) override { diary_.write(line_of("s", stream, " waits e", event)); }
   bool finished(gpu::Event) override { return idle; }
+  // An event is over as many ms after the first as is the number between them.
+  double elapsed_ms(gpu::Event begin, gpu::Event end) override {
+    return static_cast<double>(reinterpret_cast<intptr_t>(end) - reinterpret_cast<intptr_t>(begin));
+  }
   bool capturing(gpu::Stream) override { return captures; }
   void synchronize() override { diary_.write("synchronize"); }
 

@@ -46,12 +46,8 @@ class CudaDevice final : public gpu::Device {
   void destroy_stream(gpu::Stream stream) noexcept override { static_cast<void>(cudaStreamDestroy(stream_of(stream))); }
   void destroy_event(gpu::Event event) noexcept override { static_cast<void>(cudaEventDestroy(event_of(event))); }
 
-  gpu::Event make_event() override {
-    const c10::cuda::CUDAGuard guard(index_);
-    cudaEvent_t event = nullptr;
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
-    return event;
-  }
+  gpu::Event make_event() override { return make_event_with(cudaEventDisableTiming); }
+  gpu::Event make_timing_event() override { return make_event_with(cudaEventDefault); }
   void record(gpu::Event event, gpu::Stream stream) override {
     const c10::cuda::CUDAGuard guard(index_);
     check(cudaEventRecord(event_of(event), stream_of(stream)), "recording an event");
@@ -76,6 +72,13 @@ class CudaDevice final : public gpu::Device {
     return true;
   }
 
+  double elapsed_ms(gpu::Event begin, gpu::Event end) override {
+    const c10::cuda::CUDAGuard guard(index_);
+    float elapsed = 0;
+    check(cudaEventElapsedTime(&elapsed, event_of(begin), event_of(end)), "reading the time between two events");
+    return elapsed;
+  }
+
   bool capturing(gpu::Stream stream) override {
     const c10::cuda::CUDAGuard guard(index_);  // a null stream is that of the current device
     auto status = cudaStreamCaptureStatusNone;
@@ -95,6 +98,13 @@ class CudaDevice final : public gpu::Device {
   }
 
  private:
+  gpu::Event make_event_with(unsigned int flags) {
+    const c10::cuda::CUDAGuard guard(index_);
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, flags), "making an event");
+    return event;
+  }
+
   c10::DeviceIndex index_;
 };
 

@@ -1,0 +1,52 @@
+#include "gpu/ready_clock.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace torchddp::gpu {
+
+ReadyClock::ReadyClock(std::shared_ptr<Device> device, size_t count)
+    : device_(std::move(device)), begin_(device_->make_timing_event()), is_marked_(count, 0) {
+  marks_.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    marks_.push_back(device_->make_timing_event());
+  }
+}
+
+ReadyClock::~ReadyClock() {
+  device_->destroy_event(begin_);
+  for (auto* const mark : marks_) {
+    device_->destroy_event(mark);
+  }
+}
+
+void ReadyClock::begin() {
+  std::fill(is_marked_.begin(), is_marked_.end(), 0);
+  auto* const stream = device_->current_stream();
+  measures_ = !device_->capturing(stream);
+  if (measures_) {
+    device_->record(begin_, stream);
+  }
+}
+
+void ReadyClock::mark(size_t index) {
+  if (measures_) {
+    device_->record(marks_[index], device_->current_stream());
+    is_marked_[index] = 1;
+  }
+}
+
+std::vector<int64_t> ReadyClock::read_ns() {
+  device_->synchronize();
+  std::vector<int64_t> times_ns(marks_.size(), 0);
+  for (size_t i = 0; i < marks_.size(); ++i) {
+    if (is_marked_[i] != 0) {
+      // Streams other than the first may have been ahead of it.
+      times_ns[i] = std::max<int64_t>(0, std::llround(1e6 * device_->elapsed_ms(begin_, marks_[i])));
+    }
+  }
+  return times_ns;
+}
+
+}  // namespace torchddp::gpu

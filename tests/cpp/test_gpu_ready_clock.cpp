@@ -1,0 +1,52 @@
+// Ready times by the device's clock: what is recorded where, and that a captured graph is left alone.
+#include "check.h"
+#include "gpu/ready_clock.h"
+#include "gpu_recorder.h"
+
+namespace torchddp::gpu {
+namespace {
+
+using testing::Diary;
+using testing::RecordingDevice;
+using Lines = std::vector<std::string>;
+
+TEST(gpu_ready_times_are_differences_of_events) {
+  Diary diary;
+  auto device = std::make_shared<RecordingDevice>(diary);
+  ReadyClock clock(device, 3);
+  clock.begin();
+  clock.mark(2);
+  device->current = 4;  // a gradient of another stream
+  clock.mark(0);
+  CHECK(diary.take() == (Lines{"record e1 s1", "record e4 s1", "record e2 s4"}));
+  // The recorder says that event n was over n ms after event 0.
+  CHECK(clock.read_ns() == (std::vector<int64_t>{1'000'000, 0, 3'000'000}));
+  CHECK(diary.take() == (Lines{"synchronize"}));
+  clock.begin();
+  clock.mark(1);
+  CHECK(clock.read_ns() == (std::vector<int64_t>{0, 2'000'000, 0}));  // nothing is left of the step before
+}
+
+TEST(gpu_ready_times_of_a_captured_step_are_not_taken) {
+  Diary diary;
+  auto device = std::make_shared<RecordingDevice>(diary);
+  ReadyClock clock(device, 1);
+  device->captures = true;
+  clock.begin();
+  clock.mark(0);
+  CHECK(diary.take().empty());
+  CHECK(clock.read_ns() == std::vector<int64_t>{0});
+}
+
+TEST(gpu_ready_clock_gives_its_events_back) {
+  Diary diary;
+  auto device = std::make_shared<RecordingDevice>(diary);
+  {
+    const ReadyClock clock(device, 5);
+    CHECK_EQ(device->alive.load(), 6);
+  }
+  CHECK_EQ(device->alive.load(), 0);
+}
+
+}  // namespace
+}  // namespace torchddp::gpu
