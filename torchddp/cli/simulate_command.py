@@ -78,9 +78,11 @@ def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], 
         raise LaunchError(f"torchddp does not load ({torchddp.import_error}); see `torchddp doctor`.")
     # Not before: the command itself starts where the extension does not load.
     from torchddp.planner.plan import best_buckets
-    from torchddp.simulate.caps import plans_by_cap
+    from torchddp.tune.candidates import DEFAULT_CAPS_MB, make_candidates
 
-    return sweep(profile, links, ranks, scene, plans_by_cap(profile), best_buckets)
+    candidates = make_candidates(profile, DEFAULT_CAPS_MB)
+    by_cap = {candidate.cap_mb: candidate.buckets for candidate in candidates if candidate.cap_mb is not None}
+    return sweep(profile, links, ranks, scene, by_cap, best_buckets)
 
 
 def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: Console) -> None:
