@@ -180,7 +180,7 @@ def test_no_extension_is_a_failure_that_names_the_doctor(
 ) -> None:
     monkeypatch.setattr(torchddp, "import_error", ImportError("built for another torch"))
     assert simulate(profile) == 1
-    assert "built for another torch); see `torchddp doctor`." in capsys.readouterr().err
+    assert "see `torchddp doctor`: built for another torch" in capsys.readouterr().err
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

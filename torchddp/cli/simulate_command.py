@@ -10,11 +10,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-import torchddp
 from torchddp.bench.command import check_output, make_console
-from torchddp.bench.launch import LaunchError
 from torchddp.bench.page import write_page
 from torchddp.bench.variants import ArgumentError
+from torchddp.cli.rank_options import check_loads
 from torchddp.planner.step_profile import ProfileError, StepProfile, load_profile
 from torchddp.simulate import report
 from torchddp.simulate.collectives import ALGORITHMS, AUTO, MAX_RANKS, Layout
@@ -74,9 +73,8 @@ def _choose_links(asked: Sequence[str], profile: StepProfile) -> list[Link]:
 
 
 def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], scene: Scene) -> list[Point]:
-    if torchddp.import_error is not None:
-        raise LaunchError(f"torchddp does not load ({torchddp.import_error}); see `torchddp doctor`.")
-    # Not before: the command itself starts where the extension does not load.
+    # Not before it is needed: `torchddp doctor` must start where the extension does not load.
+    check_loads()
     from torchddp.planner.plan import best_buckets
     from torchddp.tune.candidates import DEFAULT_CAPS_MB, make_candidates
 
@@ -132,4 +130,4 @@ def simulate(
         write_page(html, title, report.page_sections(profile, points, scene), [command], document)
     for path in (json_path, plot, html):
         if path is not None:
-            console.print(f"wrote {path}")
+            console.print(f"wrote {path}", soft_wrap=True, highlight=False)
