@@ -1,4 +1,4 @@
-"""Hand-made profiles and a stand-in for the planner, for the tests of the simulator."""
+"""Hand-made profiles for the tests of the simulator."""
 
 from __future__ import annotations
 
@@ -44,22 +44,6 @@ def make_profile(
         torchddp_version="0.1.0",
         torch_version="2.13.0",
     )
-
-
-def best_buckets(profile: StepProfile, cost: LinearCost) -> tuple[tuple[int, ...], ...]:
-    """The planner's exact answer for gradients of one kind, by trying every cut."""
-    order = profile.order
-    best: tuple[float, int, tuple[tuple[int, ...], ...]] | None = None
-    for mask in range(2 ** (len(order) - 1)):
-        cuts = [0, *(i + 1 for i in range(len(order) - 1) if mask >> i & 1), len(order)]
-        plan = tuple(tuple(order[a:b]) for a, b in zip(cuts, cuts[1:], strict=False))
-        free_s = 0.0
-        for bucket in plan:
-            ready_s = max(profile.gradients[i].ready_s for i in bucket)
-            free_s = max(free_s, ready_s) + cost.seconds(sum(profile.gradients[i].nbytes for i in bucket))
-        best = min(best or (free_s, len(plan), plan), (free_s, len(plan), plan))
-    assert best is not None
-    return best[2]
 
 
 def with_host(profile: StepProfile, s_per_byte: float, s_per_message: float = 0.0) -> StepProfile:

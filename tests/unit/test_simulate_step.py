@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.simulated import MB, best_buckets, make_profile, with_host
+from tests.simulated import MB, make_profile, with_host
 from torchddp.bench.variants import ArgumentError
+from torchddp.planner.plan import Buckets, best_buckets
 from torchddp.planner.step_profile import LinearCost, StepProfile
-from torchddp.simulate.caps import capped_buckets, plans_by_cap
 from torchddp.simulate.collectives import ALGORITHMS, RING
 from torchddp.simulate.links import MEASURED, PRESETS, Link
 from torchddp.simulate.predict import predict
 from torchddp.simulate.step import Message, run_backward
 from torchddp.simulate.sweep import Scene, make_point, model_error, sweep
+from torchddp.tune.candidates import DEFAULT_CAPS_MB, make_candidates
 
 
 def test_three_buckets_that_hide_but_for_the_last() -> None:
@@ -167,20 +168,25 @@ def test_a_profile_of_one_link_predicts_another(recorded_gbit: float, rate_gbit:
     assert predict(recorded, Link("own", "own", rate_gbit * 1e9 / 8, None), 2).step_s == pytest.approx(expected)
 
 
-def test_plans_of_bucket_cap_mb_are_the_ones_of_the_class() -> None:
-    profile = make_profile([3, 3, 3, 3], [4, 3, 2, 1])
-    assert capped_buckets(profile, 1) == ((3,), (2,), (1,), (0,))
-    assert sum(map(len, capped_buckets(profile, 5))) == 4 and len(capped_buckets(profile, 5)) < 4
-    assert capped_buckets(profile, 100) == ((3, 2, 1, 0),)
-    plans = plans_by_cap(profile)
-    assert list(plans)[0] == 1 and len(set(plans.values())) == len(plans)
+def by_cap(profile: StepProfile) -> dict[float, Buckets]:
+    candidates = make_candidates(profile, DEFAULT_CAPS_MB)
+    return {candidate.cap_mb: candidate.buckets for candidate in candidates if candidate.cap_mb is not None}
+
+
+def test_gradients_that_share_a_bucket_are_copied() -> None:
+    packed = make_profile(cost=LinearCost(1e-3, 1e-9, pack_s_per_byte=2e-9))
+    assert predict(packed, MEASURED, 2).comm_s == pytest.approx(0.010)
+    together = predict(packed, MEASURED, 2, buckets=((2, 0), (1,)))
+    assert together.comm_s == pytest.approx((1 + 5 * (1 + 2) + 1 + 2) / 1e3)
+    on_cpu = predict(replace(packed, device="cpu"), MEASURED, 2, buckets=((2, 0), (1,)))
+    assert on_cpu.step_s == pytest.approx(0.010 + 0.030 + 0.016 + 0.003)  # the last ready: no compute is left to delay
 
 
 def test_the_best_plan_merges_where_messages_are_dear() -> None:
     profile = make_profile([0.1] * 6, [30, 25, 20, 15, 10, 5], cost=LinearCost(1e-5, 1e-9))
-    by_cap = plans_by_cap(profile)
+    caps = by_cap(profile)
     near, far = (
-        make_point(profile, PRESETS["eth1"], n, Scene(algorithm="ring"), by_cap, best_buckets) for n in (2, 4096)
+        make_point(profile, PRESETS["eth1"], n, Scene(algorithm="ring"), caps, best_buckets) for n in (2, 4096)
     )
     assert not near.is_worth_changing
     assert len(far.best.buckets) == 1 and far.gain > 0.5 and far.is_worth_changing
@@ -189,7 +195,7 @@ def test_the_best_plan_merges_where_messages_are_dear() -> None:
 
 @given(ANY_PROFILE, ANY_LINK, st.sampled_from([1, 2, 64, 4096]), st.sampled_from([1, 8]))
 def test_the_best_plan_is_never_worse(profile: StepProfile, link: Link, world_size: int, ranks_per_host: int) -> None:
-    point = make_point(profile, link, world_size, Scene(ranks_per_host), plans_by_cap(profile), best_buckets)
+    point = make_point(profile, link, world_size, Scene(ranks_per_host), by_cap(profile), best_buckets)
     assert point.best.step_s <= min(point.recorded.step_s, point.capped.step_s) and 0 <= point.gain < 1
     assert sorted(i for bucket in point.best.buckets for i in bucket) == sorted(profile.order)
 
@@ -197,12 +203,12 @@ def test_the_best_plan_is_never_worse(profile: StepProfile, link: Link, world_si
 def test_the_planner_is_asked_for_every_line_in_reach() -> None:
     asked: list[LinearCost] = []
 
-    def planner(profile: StepProfile, cost: LinearCost) -> tuple[tuple[int, ...], ...]:
+    def planner(profile: StepProfile, cost: LinearCost) -> Buckets:
         asked.append(cost)
         return best_buckets(profile, cost)
 
     profile = make_profile([0.001, 0.001, 2000], device="cuda")
-    make_point(profile, PRESETS["eth10"], 16, Scene(), {1: profile.buckets}, planner)
+    make_point(profile, PRESETS["eth10"], 16, Scene(), {1.0: profile.buckets}, planner)
     alphas = [cost.alpha_s for cost in asked]
     assert len(asked) > 2 and alphas == sorted(alphas)
     assert asked[-1].beta_s_per_byte < asked[0].beta_s_per_byte
@@ -211,7 +217,7 @@ def test_the_planner_is_asked_for_every_line_in_reach() -> None:
 def test_a_sweep_is_links_by_ranks() -> None:
     profile = make_profile()
     links = [MEASURED, PRESETS["eth10"]]
-    points = sweep(profile, links, (1, 2), Scene(), plans_by_cap(profile), best_buckets)
+    points = sweep(profile, links, (1, 2), Scene(), by_cap(profile), best_buckets)
     assert [(p.link.name, p.world_size) for p in points] == [
         ("measured", 1), ("measured", 2), ("eth10", 1), ("eth10", 2),
     ]  # fmt: skip

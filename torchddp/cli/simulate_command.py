@@ -10,11 +10,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-import torchddp
 from torchddp.bench.command import check_output, make_console
-from torchddp.bench.launch import LaunchError
 from torchddp.bench.page import write_page
 from torchddp.bench.variants import ArgumentError
+from torchddp.cli.rank_options import check_loads
 from torchddp.planner.step_profile import ProfileError, StepProfile, load_profile
 from torchddp.simulate import report
 from torchddp.simulate.collectives import ALGORITHMS, AUTO, MAX_RANKS, Layout
@@ -74,13 +73,14 @@ def _choose_links(asked: Sequence[str], profile: StepProfile) -> list[Link]:
 
 
 def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], scene: Scene) -> list[Point]:
-    if torchddp.import_error is not None:
-        raise LaunchError(f"torchddp does not load ({torchddp.import_error}); see `torchddp doctor`.")
-    # Not before: the command itself starts where the extension does not load.
+    # Not before it is needed: `torchddp doctor` must start where the extension does not load.
+    check_loads()
     from torchddp.planner.plan import best_buckets
-    from torchddp.simulate.caps import plans_by_cap
+    from torchddp.tune.candidates import DEFAULT_CAPS_MB, make_candidates
 
-    return sweep(profile, links, ranks, scene, plans_by_cap(profile), best_buckets)
+    candidates = make_candidates(profile, DEFAULT_CAPS_MB)
+    by_cap = {candidate.cap_mb: candidate.buckets for candidate in candidates if candidate.cap_mb is not None}
+    return sweep(profile, links, ranks, scene, by_cap, best_buckets)
 
 
 def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: Console) -> None:
@@ -130,4 +130,4 @@ def simulate(
         write_page(html, title, report.page_sections(profile, points, scene), [command], document)
     for path in (json_path, plot, html):
         if path is not None:
-            console.print(f"wrote {path}")
+            console.print(f"wrote {path}", soft_wrap=True, highlight=False)

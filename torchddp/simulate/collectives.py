@@ -159,19 +159,13 @@ def all_reduce_lines(algorithm: str, layout: Layout, outer: Hop, inner: Hop, aut
 
 
 class AllReduce:
-    """The least of some lines at every number of bytes. `message_s`: what each message costs on the host besides."""
+    """The least of some lines at every number of bytes."""
 
-    def __init__(self, lines: Iterable[Line], message_s: float = 0.0) -> None:
+    def __init__(self, lines: Iterable[Line]) -> None:
         self._starts: list[float] = []  # bytes from which on the line at the same place is the least
         self.lines: list[Line] = []
         for line in sorted(lines, key=lambda line: (line.cost.alpha_s, line.cost.beta_s_per_byte)):
-            self._add(self._with_message(line, message_s))
-
-    @staticmethod
-    def _with_message(line: Line, message_s: float) -> Line:
-        cost = line.cost
-        host_s = cost.host_s_per_message + message_s
-        return Line(line.algorithm, replace(cost, alpha_s=cost.alpha_s + message_s, host_s_per_message=host_s))
+            self._add(line)
 
     def _add(self, line: Line) -> None:
         # Lines come with growing alpha: one is of use only where it is flatter than all before it.

@@ -56,7 +56,7 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 def parse_link(text: str) -> Link:
     """A preset's name, `measured`, or a rate with an optional latency: `25gbit,15us`. ArgumentError for anything else.
 
-    A rate given so is what programs get of it, with no share taken off for headers.
+    A rate given so is the line's: what TCP needs for headers is taken off, as from the Ethernet presets.
     """
     name = text.strip().lower()
     if name == MEASURED.name:
@@ -70,7 +70,7 @@ def parse_link(text: str) -> Link:
             f"There is no link '{text}'; choose from {', '.join((*PRESETS, MEASURED.name))}, or give a rate and maybe "
             "a latency, like 25gbit or 25gbit,15us."
         )
-    bytes_per_s = float(rate[1]) * _BITS[rate[2]] / 8
+    bytes_per_s = float(rate[1]) * _BITS[rate[2]] / 8 * _TCP_SHARE
     if bytes_per_s <= 0:
         raise ArgumentError(f"The link '{text}' carries nothing: its rate must be above 0.")
     if latency is None:

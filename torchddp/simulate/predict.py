@@ -9,7 +9,7 @@ from torchddp.bench.variants import ArgumentError
 from torchddp.planner.step_profile import StepProfile
 from torchddp.simulate.collectives import ALGORITHMS, AUTO, NOTHING, RING, TREE, AllReduce, Layout, all_reduce_lines
 from torchddp.simulate.links import NVLINK, Link
-from torchddp.simulate.software import make_hop, runs_on_cpu, software_of
+from torchddp.simulate.software import make_hop, runs_on_cpu
 from torchddp.simulate.step import Message, run_backward
 
 Buckets = tuple[tuple[int, ...], ...]
@@ -48,7 +48,7 @@ def make_all_reduce(
     outer = make_hop(profile, link)
     near = make_hop(profile, inner) if layout.local > 1 else outer
     auto = (RING,) if runs_on_cpu(profile) or link.latency_s is None else (RING, TREE)
-    return AllReduce(all_reduce_lines(algorithm, layout, outer, near, auto), software_of(profile).message_s)
+    return AllReduce(all_reduce_lines(algorithm, layout, outer, near, auto))
 
 
 def predict_with(profile: StepProfile, all_reduce: AllReduce, buckets: Buckets) -> Prediction:
@@ -59,9 +59,11 @@ def predict_with(profile: StepProfile, all_reduce: AllReduce, buckets: Buckets) 
         nbytes = sum(profile.gradients[index].nbytes for index in bucket)
         line = all_reduce.best(nbytes)
         carried[line.algorithm] += nbytes
-        host_s = line.cost.host_s_per_message + nbytes * line.cost.host_s_per_byte
+        # A gradient alone in its bucket need not be copied into it.
+        pack_s = nbytes * profile.cost.pack_s_per_byte if len(bucket) > 1 else 0.0
+        host_s = line.cost.host_s_per_message + nbytes * line.cost.host_s_per_byte + pack_s
         ready_s = max((profile.gradients[index].ready_s for index in bucket), default=0.0)
-        messages.append(Message(ready_s, line.cost.seconds(nbytes), host_s))
+        messages.append(Message(ready_s, line.cost.seconds(nbytes) + pack_s, host_s))
     timeline = run_backward(profile.backward_s, messages, shared_cpu=runs_on_cpu(profile))
     return Prediction(
         step_s=profile.forward_s + timeline.end_s,

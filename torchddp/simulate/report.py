@@ -12,6 +12,7 @@ from torchddp.bench.page import PagePlot, PageTable, Section, figure_png
 from torchddp.bench.tables import number, plain_table, ranks_text
 from torchddp.planner.step_profile import StepProfile
 from torchddp.simulate.predict import Prediction
+from torchddp.simulate.software import NO_SOFTWARE, software_of
 from torchddp.simulate.sweep import Point, Scene, model_error
 
 FORMAT = 1
@@ -101,7 +102,10 @@ def advice(profile: StepProfile, points: Sequence[Point]) -> str:
         f"{len(recorded.buckets)} save {_percent(point.gain)} of the step, "
         f"{_ms(recorded.step_s)} -> {_ms(best.step_s)} ms"
     )
-    return f"{change}; bucket_cap_mb={point.best_cap_mib} alone gives {_ms(point.capped.step_s)} ms."
+    return (
+        f'{change}; bucket_cap_mb="auto" plans such buckets there, bucket_cap_mb={point.best_cap_mib:g} gives '
+        f"{_ms(point.capped.step_s)} ms."
+    )
 
 
 def notes(profile: StepProfile, scene: Scene) -> list[str]:
@@ -109,8 +113,8 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
     found = [text for text in (check_text(profile),) if text is not None]
     if profile.world_size == 1:
         found.append("Recorded with one rank: what the transport's software costs is not known and counts as nothing.")
-    elif profile.cost.host_s_per_byte == 0 and profile.cost.host_s_per_message == 0:
-        found.append("The profile has no CPU time of the transport: links faster than the recorded one look too good.")
+    elif software_of(profile) == NO_SOFTWARE:
+        found.append("The transport's own work is not in the profile: links faster than its own look too good.")
     hosts = f"{ranks_text(scene.ranks_per_host)} a host"
     inner = f", over {scene.inner.name} inside it" if scene.ranks_per_host > 1 else ""
     found.append(

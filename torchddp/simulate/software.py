@@ -11,11 +11,11 @@ The recorded all-reduce is taken to be a ring's, which is gloo's and, for large 
 steps and move 2 (n - 1) / n bytes for each byte. Divided by that, the measurements are of one step and of one byte
 moved, from which any other algorithm and any other number of ranks can be built.
 
-On the CPU, steps are taken by the CPU, and its time per message grows with their number. On a GPU the host only
-launches: its time per message is paid once, however many ranks there are.
+On the CPU, steps are taken by the CPU, and its time per message grows with their number. With a GPU the CPU only
+launches, and its time is what it spent waiting: it says nothing of the transport and is not used.
 
-Limits: what a GPU's own kernels take per byte is not CPU time and is not known; over a link faster than the recorded
-one they count as nothing. Nor is it known what TCP would cost a profile that was recorded over shared memory.
+Limits: what a GPU takes to launch, and its kernels per byte, is not known; over a link faster than the recorded one it
+counts as nothing. Nor is it known what TCP would cost a profile that was recorded over shared memory.
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ class Hop:
 
 @dataclass(frozen=True)
 class Software:
-    """CPU time of the transport: once per message, per step, per byte moved."""
+    """CPU time of the transport, per step and per byte moved."""
 
-    message_s: float
     step_s: float
     s_per_byte: float
+
+
+NO_SOFTWARE = Software(0.0, 0.0)
 
 
 def ring_steps(world_size: int) -> int:
@@ -68,18 +70,13 @@ def runs_on_cpu(profile: StepProfile) -> bool:
 
 
 def software_of(profile: StepProfile) -> Software:
-    """The CPU's part of what was measured; nothing if only one rank was there."""
-    if profile.world_size == 1:
-        return Software(0.0, 0.0, 0.0)
+    """The CPU's part of what was measured; nothing with a GPU, or if only one rank was there."""
+    if profile.world_size == 1 or not runs_on_cpu(profile):
+        return NO_SOFTWARE
     cost = profile.cost
     # Several threads may have worked at once: what ran beside each other took no longer than what was measured.
     message_s, s_per_byte = min(cost.host_s_per_message, cost.alpha_s), min(cost.host_s_per_byte, cost.beta_s_per_byte)
-    on_cpu = runs_on_cpu(profile)
-    return Software(
-        message_s=0.0 if on_cpu else message_s,
-        step_s=message_s / ring_steps(profile.world_size) if on_cpu else 0.0,
-        s_per_byte=s_per_byte / ring_volume(profile.world_size),
-    )
+    return Software(message_s / ring_steps(profile.world_size), s_per_byte / ring_volume(profile.world_size))
 
 
 def make_hop(profile: StepProfile, link: Link) -> Hop:
@@ -91,7 +88,7 @@ def make_hop(profile: StepProfile, link: Link) -> Hop:
             "one with rate and latency, like 10gbit,20us."
         )
     if link.latency_s is None:
-        step_s = (profile.cost.alpha_s - software.message_s) / ring_steps(profile.world_size)
+        step_s = profile.cost.alpha_s / ring_steps(profile.world_size)
     else:
         step_s = link.latency_s + software.step_s
     if link.bytes_per_s is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchddp.planner.step_profile import LinearCost, StepProfile
 from torchddp.simulate.collectives import AUTO, AllReduce, Layout
@@ -34,7 +34,7 @@ class Point:
     recorded: Prediction
     best: Prediction
     # The best of the plans that `bucket_cap_mb` alone gives, and that cap in MiB.
-    best_cap_mib: int
+    best_cap_mib: float
     capped: Prediction
 
     @property
@@ -52,7 +52,8 @@ def _planned(profile: StepProfile, all_reduce: AllReduce, best_buckets: BestBuck
     # Buckets of different sizes may take different lines, and the planner knows one line at a time: ask it for each.
     smallest = min(gradient.nbytes for gradient in profile.gradients)
     lines = all_reduce.lines_between(smallest, profile.gradient_bytes)
-    return [best_buckets(profile, line.cost) for line in lines]
+    pack_s_per_byte = profile.cost.pack_s_per_byte
+    return [best_buckets(profile, replace(line.cost, pack_s_per_byte=pack_s_per_byte)) for line in lines]
 
 
 def _quickness(prediction: Prediction) -> tuple[float, int]:
@@ -65,7 +66,7 @@ def make_point(
     link: Link,
     world_size: int,
     scene: Scene,
-    by_cap: Mapping[int, Buckets],
+    by_cap: Mapping[float, Buckets],
     best_buckets: BestBuckets,
 ) -> Point:
     """Predict one point. ArgumentError as `make_all_reduce`."""
@@ -84,7 +85,7 @@ def sweep(
     links: Sequence[Link],
     world_sizes: Sequence[int],
     scene: Scene,
-    by_cap: Mapping[int, Buckets],
+    by_cap: Mapping[float, Buckets],
     best_buckets: BestBuckets,
 ) -> list[Point]:
     """Every link with every number of ranks, links outermost."""
