@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from torchddp.cli import diagnosis, doctor_report
+from torchddp.cli.bench_command import add_bench
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -56,3 +57,6 @@ def doctor(
     else:
         doctor_report.show(found, Console(highlight=False, soft_wrap=True))
     raise typer.Exit(1 if found.problems else 0)
+
+
+add_bench(app)
