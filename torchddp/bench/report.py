@@ -67,8 +67,10 @@ def our_row(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def goal_text(result: dict[str, Any]) -> Text:
-    """Whether the goal is met, missed, or within the noise (the 95% interval of the median holds it)."""
+    """Whether the goal, if there is one, is met, missed, or within the noise (the median's 95% interval holds it)."""
     goal, ratio = result["goal_ratio"], our_row(result)["ratio_to_best_torch"]
+    if goal is None:
+        return Text("")
     if ratio["odd_rounds"] > MAX_ODD_SHARE * ratio["rounds"]:
         return Text(f"{goal:g} unclear", style="yellow")
     low, high = ratio["ci95_low"], ratio["ci95_high"]
@@ -82,7 +84,7 @@ def goal_text(result: dict[str, Any]) -> Text:
 def summary_table(results: Sequence[dict[str, Any]]) -> Table:
     """All timed results, one line each, wins and losses alike."""
     table = plain_table("Summary: cost of ours against torch's best (per_param in us, exposed in ms)", "case")
-    table.add_column("model", no_wrap=True)
+    table.add_column("model", overflow="fold")
     for heading in ("torch\ndefault", "torch best\n@ cap MiB", "ours", "ours / torch best\np50 [p25..p75]"):
         table.add_column(Text(heading), justify="right", no_wrap=True)
     table.add_column("goal", no_wrap=True)

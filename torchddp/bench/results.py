@@ -68,7 +68,8 @@ def timed_result(case: Case, variants: Sequence[Variant], raw: dict[str, Any], w
         "unit": case.unit,
         "rounds": int(step_ms.shape[1]),
         "best_torch": variants[best].name,
-        "goal_ratio": case.goal_ratio,
+        # Set for the models of the case, not for any model.
+        "goal_ratio": case.goal_ratio if raw["model"] in case.models else None,
         "variants": rows,
     }
 

@@ -66,9 +66,20 @@ def time_startup(job: Job, model_name: str, report: Report) -> dict[str, Any]:
     check_gradients(job, model_name, runners, other_batch)
     model = describe_model(model_name, runners[0].module, job.seed)
     del runners
-    gc.collect()
 
     begin = Begin(job, make_model(model_name, job.seed), loss_of(job, model_name), batch)
+    gc.collect()
+    gc.freeze()
+    try:
+        rounds = _rounds(job, begin, report)
+    finally:
+        gc.unfreeze()
+    clocks = np.array(rounds).T  # [clock, variant, round]
+    return {**model, "times_ms": np.stack([over_ranks(clock, job) for clock in clocks])}
+
+
+def _rounds(job: Job, begin: Begin, report: Report) -> list[list[list[float]]]:
+    """[round][variant][clock] on this rank, in the same order on every rank, another one each round."""
     shuffler = random.Random(job.seed)
     order = list(range(len(job.variants)))
     rounds: list[list[list[float]]] = []
@@ -83,5 +94,4 @@ def time_startup(job: Job, model_name: str, report: Report) -> dict[str, Any]:
         elapsed_s = time.monotonic() - start_s
         report(elapsed_s, max(job.seconds, elapsed_s))
         finished = agreed(enough(len(rounds), elapsed_s, job.seconds), job)
-    clocks = np.array(rounds).T  # [clock, variant, round]
-    return {**model, "times_ms": np.stack([over_ranks(clock, job) for clock in clocks])}
+    return rounds
