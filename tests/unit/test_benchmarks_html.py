@@ -116,6 +116,8 @@ def test_a_mistake_at_torchddp_bench_is_one_sentence() -> None:
     done = command("bench", "--case", "nope")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: There is no case 'nope'") and done.stderr.count("\n") == 1
+    unknown = command("bench", "--bogus")
+    assert unknown.returncode == 2 and unknown.stderr.endswith("see torchddp bench --help.\n")
 
 
 def test_the_command_starts_where_numpy_is_missing() -> None:

@@ -94,7 +94,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("no_such_package:make", "cannot import 'no_such_package'"),
+        ("no_such_package:x", "--model no_such_package:x: cannot import 'no_such_package'"),
         (f"{OWN}:missing", "has no function or class named 'missing'"),
         (f"{OWN}:", "wants the name of a built-in model or package.module:factory"),
         (":make", "wants the name of a built-in model or package.module:factory"),

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MARKERS = "osD^v<>P"
+# A line needs more contrast than a bar.
+LOCAL_COLOR = "#495057"
 
 
 def lines(result: dict[str, Any]) -> list[tuple[str, str, list[float], list[float]]]:
@@ -33,9 +35,10 @@ def draw_scaling(results: Sequence[dict[str, Any]]) -> Figure:
     for row, result in zip(axes, results, strict=True):
         ranks = [size["world_size"] for size in result["sizes"]]
         for index, (name, role, steps_ms, efficiencies) in enumerate(lines(result)):
-            style = {"color": COLORS[role], "marker": MARKERS[index % len(MARKERS)], "markersize": 4}
+            marker = MARKERS[index % len(MARKERS)]
+            style = {"color": COLORS[role], "marker": marker, "markersize": 4}
             if role == "local":
-                style["linestyle"] = "--"
+                style |= {"color": LOCAL_COLOR, "linestyle": "--"}
             row[0].plot(ranks, steps_ms, label=name, **style)
             row[1].plot(ranks, efficiencies, label=name, **style)
         names = [f"{size['world_size']}{'*' if size['oversubscribed'] else ''}" for size in result["sizes"]]
