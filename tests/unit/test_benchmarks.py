@@ -274,6 +274,15 @@ def test_a_goal_within_the_noise_is_neither_met_nor_missed() -> None:
     assert str(report.goal_text(result)) == "0.95 unclear"
 
 
+def test_a_goal_is_for_the_models_of_the_case_only() -> None:
+    raw = {"model": "a.b:c", "title": "a.b:c", "parameters": 2, "gradient_bytes": 8, "step_ms": np.ones((7, 40))}
+    result = results.timed_result(CASES["per_param"], field(), raw, world_size=1)
+    assert result["goal_ratio"] is None and str(report.goal_text(result)) == ""
+    assert fake_result("per_param")["goal_ratio"] == 0.15
+    text = printed(report.summary_table([result]))
+    assert max(map(len, text.splitlines())) <= 80 and "a.b:c" in text
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(123.4, "123"), (12.34, "12.3"), (1.234, "1.23"), (0.1234, "0.123"), (-12.34, "-12.3"), (None, "inf")],

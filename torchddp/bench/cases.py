@@ -59,7 +59,7 @@ CASES: dict[str, Case] = {
         Case(
             name="overlap",
             title="how much of the communication hides behind the computation",
-            models=("mlp", "gpt"),
+            models=("gpt",),
             quick_models=("mlp",),
             default_world_size=2,
             unit="ms",
