@@ -1,1 +1,1 @@
-"""`python -m benchmarks`: the suites behind our tables, as ratios measured within one launch."""
+"""`python -m benchmarks`: `torchddp bench` in a checkout; two_hosts and gpu are suites for other machines."""

@@ -11,7 +11,7 @@ import typer
 from benchmarks.gpu.cases import MODELS_CASE, PACK_CASE, PARTS
 from benchmarks.gpu.plot import save_bandwidth
 from benchmarks.gpu.run import Settings, run
-from torchddp.bench.cli import check_numbers, parse_caps
+from torchddp.bench.arguments import check_numbers, parse_caps
 from torchddp.bench.command import check_output, make_console, run_app, write_document
 from torchddp.bench.variants import ArgumentError
 

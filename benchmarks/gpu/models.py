@@ -7,67 +7,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from benchmarks.gpu.cases import GpuJob
-from torchddp.bench.models import SMALL_NUMEL, Gpt, ManySmallTensors
+from torchddp.bench.models import GPT2_VOCABULARY, SMALL_NUMEL, Gpt, ManySmallTensors
+from torchddp.bench.resnet import ResNet
 
-VOCABULARY = 50257
 IMAGE_BATCH, IMAGE_SIDE = 64, 224
 TEXT_BATCH = 8
 # Two runs of the same step may add in another order. Under autocast a sum has three digits.
 FULL_PRECISION_TOLERANCE, AUTOCAST_TOLERANCE = 1e-4, 5e-2
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions around a shortcut."""
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        outputs = 4 * width
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, outputs, 1, bias=False),
-            nn.BatchNorm2d(outputs),
-        )
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
-            )
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.relu(self.body(hidden) + self.shortcut(hidden))
-
-
-class ResNet(nn.Module):
-    """A residual net of bottlenecks; as it stands, the one of 50 layers with its 161 parameters."""
-
-    def __init__(self, depths: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
-        super().__init__()
-        layers: list[nn.Module] = [
-            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(3, stride=2, padding=1),
-        ]
-        channels = width
-        for stage, depth in enumerate(depths):
-            for block in range(depth):
-                stride = 2 if stage > 0 and block == 0 else 1
-                layers.append(Bottleneck(channels, width << stage, stride))
-                channels = 4 * (width << stage)
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(channels, classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits = self.classifier(self.features(images).mean(dim=(2, 3)))
-        return F.cross_entropy(logits, torch.zeros(len(images), dtype=torch.long, device=images.device))
 
 
 def _resnet50(job: GpuJob) -> nn.Module:
@@ -84,11 +32,11 @@ def _images(job: GpuJob, generator: torch.Generator) -> Tensor:
 def _gpt2(job: GpuJob) -> nn.Module:
     if job.quick:
         return Gpt(vocabulary=256, width=64, depth=2, heads=2, max_length=job.sequence, tied=True)
-    return Gpt(VOCABULARY, width=768, depth=12, heads=12, max_length=job.sequence, tied=True)
+    return Gpt(GPT2_VOCABULARY, width=768, depth=12, heads=12, max_length=job.sequence, tied=True)
 
 
 def _tokens(job: GpuJob, generator: torch.Generator) -> Tensor:
-    batch, vocabulary = (2, 256) if job.quick else (TEXT_BATCH, VOCABULARY)
+    batch, vocabulary = (2, 256) if job.quick else (TEXT_BATCH, GPT2_VOCABULARY)
     # One more than the model sees: each token but the first is a target.
     return torch.randint(0, vocabulary, (batch, job.sequence + 1), generator=generator)
 

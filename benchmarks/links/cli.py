@@ -12,7 +12,7 @@ from benchmarks.links.field import CASE, SWEPT_CAPS_MB
 from benchmarks.links.plot import save_links
 from benchmarks.links.run import Settings, run
 from benchmarks.two_hosts.network import parse_rate
-from torchddp.bench.cli import check_numbers, parse_caps
+from torchddp.bench.arguments import check_numbers, parse_caps
 from torchddp.bench.command import check_output, make_console, run_app, write_document
 from torchddp.bench.variants import ArgumentError
 

@@ -20,7 +20,8 @@ from benchmarks.two_hosts.report import rate_text
 from benchmarks.two_hosts.run import patience
 from torchddp.bench.cases import Job
 from torchddp.bench.launch import STALL_TIMEOUT_S, launch
-from torchddp.bench.run import Display, new_document, progress_bar
+from torchddp.bench.progress import Display, progress_bar
+from torchddp.bench.run import new_document
 from torchddp.bench.worker import run_rank
 from torchddp.planner.plan_cache import CACHE_ENV
 from torchddp.planner.step_profile import StepProfile

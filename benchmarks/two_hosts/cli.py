@@ -11,7 +11,7 @@ import typer
 from benchmarks.two_hosts.network import parse_rate
 from benchmarks.two_hosts.results import AUTO, CASE
 from benchmarks.two_hosts.run import Settings, run
-from torchddp.bench.cli import check_numbers, parse_caps
+from torchddp.bench.arguments import check_numbers, parse_caps
 from torchddp.bench.command import check_output, make_console, run_app, write_document
 from torchddp.bench.variants import TORCHDDP, ArgumentError
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from torch import nn
 
 from torchddp.bench import cli, machine, report, results, stats, timing
+from torchddp.bench.arguments import check_names, parse_caps
 from torchddp.bench.cases import CASES, MAX_ROUNDS, MIN_ROUNDS
 from torchddp.bench.memory import parse_peak_bytes
 from torchddp.bench.models import MODELS, make_batch, make_model
@@ -273,6 +274,15 @@ def test_a_goal_within_the_noise_is_neither_met_nor_missed() -> None:
     assert str(report.goal_text(result)) == "0.95 unclear"
 
 
+def test_a_goal_is_for_the_models_of_the_case_only() -> None:
+    raw = {"model": "a.b:c", "title": "a.b:c", "parameters": 2, "gradient_bytes": 8, "step_ms": np.ones((7, 40))}
+    result = results.timed_result(CASES["per_param"], field(), raw, world_size=1)
+    assert result["goal_ratio"] is None and str(report.goal_text(result)) == ""
+    assert fake_result("per_param")["goal_ratio"] == 0.15
+    text = printed(report.summary_table([result]))
+    assert max(map(len, text.splitlines())) <= 80 and "a.b:c" in text
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(123.4, "123"), (12.34, "12.3"), (1.234, "1.23"), (0.1234, "0.123"), (-12.34, "-12.3"), (None, "inf")],
@@ -310,9 +320,11 @@ def test_peak_of_a_status_text() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--case", "nope"], "There is no case 'nope'; choose from per_param, exposed, memory, collective."),
-        (["--model", "nope"], "No model 'nope' in per_param, exposed, memory"),
-        (["--case", "memory", "--model", "conv"], "No model 'conv' in memory; choose from mlp, gpt."),
+        (["--case", "nope"], "There is no case 'nope'; choose from step_time, overlap, collective, startup, memory, "),
+        (
+            ["--model", "nope"],
+            "No model 'nope'; choose from small, mlp, gpt, conv, resnet50, gpt2, llama, or name your own",
+        ),
         (["--seconds", "-3"], "above 0 and up to 3600, not -3."),
         (["--seconds", "nan"], "not nan."),
         (["--seconds", "soon"], "Invalid value for '--seconds'"),
@@ -340,17 +352,23 @@ def test_a_bad_argument_is_one_sentence_and_exit_code_2(
 
 def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
-    assert "\n    python -m benchmarks --case exposed --model gpt" in capsys.readouterr().out
+    assert "\n    torchddp bench --case exposed --vs mypackage.MyDDP" in capsys.readouterr().out
 
 
-def test_a_model_alone_selects_the_cases_that_have_it() -> None:
-    assert cli.check_names([], ["conv"]) == ("exposed",)
-    assert cli.check_names([], ["gpt"]) == ("exposed", "memory")
-    assert cli.check_names([], []) == ("per_param", "exposed", "memory", "collective")
+def test_cases_are_a_few_by_default_and_all_on_request() -> None:
+    assert check_names([], []) == ("step_time", "overlap", "memory")
+    assert check_names(["all"], []) == tuple(CASES)
+    assert check_names(["exposed", "memory", "exposed"], []) == ("exposed", "memory")
+
+
+def test_any_case_with_models_takes_any_model() -> None:
+    assert check_names([], ["conv"]) == ("step_time", "overlap", "memory")
+    assert check_names(["memory"], ["conv"]) == ("memory",)
+    assert check_names(["all"], ["a.b:c"]) == tuple(case for case in CASES if case != "collective")
 
 
 def test_caps_are_numbers_without_repeats() -> None:
-    assert cli.parse_caps("1,0.5,1") == (1.0, 0.5)
+    assert parse_caps("1,0.5,1") == (1.0, 0.5)
 
 
 def test_an_extension_that_does_not_load_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The command line of `python -m benchmarks`."""
+"""The command line of `torchddp bench`, which is also `python -m benchmarks`."""
 
 from __future__ import annotations
 
@@ -8,106 +8,82 @@ from typing import Annotated
 
 import typer
 
-from torchddp.bench.cases import CASES
+from torchddp.bench.arguments import (
+    check_names,
+    check_numbers,
+    check_operations,
+    check_ranks,
+    parse_caps,
+    parse_world_sizes,
+)
+from torchddp.bench.cases import DEFAULT_CASES, MODEL_NAMES
 from torchddp.bench.collective.operations import OPERATIONS
 from torchddp.bench.command import check_output, make_console, run_app, write_document
-from torchddp.bench.run import Settings, run
-from torchddp.bench.variants import DEFAULT_CAPS_MB, TORCHDDP, ArgumentError
+from torchddp.bench.settings import Settings
+from torchddp.bench.variants import TORCHDDP
 
 HELP = """Time DistributedDataParallel classes against each other in one launch, interleaved step by step.
 
-Absolute times drift between runs, the ratios of one run do not: quote those, with their spread.
+Gradients are compared before anything is timed. Absolute times drift between runs, the ratios of one run do not:
+quote those, with their spread. CPU ranks over gloo.
+
+\b
+Cases:
+  step_time   a training step: forward, backward, SGD
+  overlap     how much of the communication hides behind the computation
+  collective  single collectives over message sizes, no DDP
+  startup     constructor and first two steps
+  memory      peak memory of a step
+  scaling     a training step over the number of ranks
+  per_param   cost per parameter, one rank
+  exposed     what a class adds to a step
 
 \b
 Examples:
-  python -m benchmarks
-      every case, about six minutes
-  python -m benchmarks --quick
+  torchddp bench
+      step_time, overlap and memory, about two minutes; in a checkout `python -m benchmarks` is the same
+  torchddp bench --quick
       the same in under a minute, to see that it works
-  python -m benchmarks --case exposed --model gpt --seconds 120
-      one table, many rounds
-  python -m benchmarks --case exposed --vs mypackage.MyDDP
+  torchddp bench --case step_time --model mypackage.training:make_model
+      your own model: the function returns (module, batch) or (module, batch, loss)
+  torchddp bench --case step_time --case overlap --model gpt2 --seconds 120 --html report.html
+      many rounds of GPT-2 small, and a page with tables, plots, hardware and versions
+  torchddp bench --case exposed --vs mypackage.MyDDP
       another class beside ours and torch's
-  python -m benchmarks --op all_reduce --op broadcast --world-size 4
+  torchddp bench --case scaling --world-sizes 1,2,4,8
+      weak scaling over ranks of this machine
+  torchddp bench --op all_reduce --op broadcast --world-size 4
       no DDP: single collectives over message sizes, gloo and our transports
-  python -m benchmarks --ours torch.nn.parallel.DistributedDataParallel
+  torchddp bench --ours torch.nn.parallel.DistributedDataParallel
       torch against itself: what the harness shows when nothing differs
-  python -m benchmarks --json result.json --out benchmarks/results
-      keep the numbers, and a plot of each case
+  torchddp bench --case all --json result.json --out results
+      everything, about ten minutes; keep the numbers, and a plot of each case
 """
 
+CASE_HELP = f"One of the cases above, or all; repeatable. [default: {', '.join(DEFAULT_CASES)}]"
+MODEL_HELP = f"One of {', '.join(MODEL_NAMES)}, or your own as package.module:factory; repeatable. [default: by case]"
+OP_HELP = f"Of collective: one of {', '.join(OPERATIONS)}; repeatable. [default: all_reduce]"
+SECONDS_HELP = "Time for the timed rounds of each model or collective. [default: 15 to 45 by case, with --quick 2]"
+WORLD_SIZE_HELP = "Number of ranks. [default: 1 for per_param, else 2]"
+WORLD_SIZES_HELP = "Of scaling: numbers of ranks. [default: 1,2,4, with --quick 1,2]"
+CAPS_HELP = (
+    "bucket_cap_mb values of the tuned rows (memory always has 25). "
+    "[default: 1,5,25,100 for step_time, per_param, exposed, else 25]"
+)
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
-
-
-def parse_caps(text: str) -> tuple[float, ...]:
-    """'1,5,25' -> (1.0, 5.0, 25.0)."""
-    try:
-        caps = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ArgumentError(f"--caps wants numbers of MiB with commas, like 1,5,25,100, not '{text}'.") from None
-    if not all(0 < cap < float("inf") for cap in caps):
-        raise ArgumentError(f"--caps wants positive numbers of MiB, not '{text}'.")
-    return tuple(dict.fromkeys(caps))
-
-
-def check_names(cases: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
-    """The cases to run; an unknown case, or a model none of them has, is an `ArgumentError`."""
-    for case in cases:
-        if case not in CASES:
-            raise ArgumentError(f"There is no case '{case}'; choose from {', '.join(CASES)}.")
-    chosen = tuple(dict.fromkeys(cases)) or tuple(CASES)
-    allowed = tuple(dict.fromkeys(model for case in chosen for model in CASES[case].models))
-    if models and not allowed:
-        raise ArgumentError(f"--model: the case {', '.join(chosen)} has no models.")
-    for model in models:
-        if model not in allowed:
-            raise ArgumentError(f"No model '{model}' in {', '.join(chosen)}; choose from {', '.join(allowed)}.")
-    # With --model and no --case, only the cases that have such a model.
-    return tuple(case for case in chosen if not models or set(models) & set(CASES[case].models))
-
-
-def check_operations(
-    cases: Sequence[str], models: Sequence[str], operations: Sequence[str]
-) -> tuple[Sequence[str], tuple[str, ...]]:
-    """The cases asked for and the collectives to time; with --op alone, that case alone."""
-    for operation in operations:
-        if operation not in OPERATIONS:
-            raise ArgumentError(f"There is no collective '{operation}'; choose from {', '.join(OPERATIONS)}.")
-    if operations and not cases and not models:
-        cases = ("collective",)
-    if operations and "collective" not in cases:
-        raise ArgumentError("--op is of the case collective, which was not asked for.")
-    return cases, tuple(dict.fromkeys(operations)) or ("all_reduce",)
-
-
-def check_numbers(seconds: float | None, world_size: int | None) -> None:
-    """Ranges that no run can do without."""
-    if seconds is not None and not 0 < seconds <= 3600:
-        raise ArgumentError(f"--seconds wants a number above 0 and up to 3600, not {seconds:g}.")
-    if world_size is not None and not 1 <= world_size <= 64:
-        raise ArgumentError(f"--world-size wants 1 to 64 ranks, not {world_size}.")
 
 
 @app.command(help=HELP)
 def benchmark(
     context: typer.Context,
-    case: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CASES)}; repeatable.")] = None,
-    model: Annotated[
-        list[str] | None, typer.Option(help="One of small, mlp, gpt, conv; repeatable. [default: all of the case]")
-    ] = None,
-    op: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Of collective: one of {', '.join(OPERATIONS)}; repeatable. [default: all_reduce]"),
-    ] = None,
-    seconds: Annotated[
-        float | None,
-        typer.Option(help="Time for the timed rounds of each model or collective. [default: 45, with --quick 2]"),
-    ] = None,
-    world_size: Annotated[int | None, typer.Option(help="Number of ranks. [default: 1 for per_param, else 2]")] = None,
-    caps: Annotated[
-        str | None,
-        typer.Option(help="bucket_cap_mb values of the tuned rows. [default: 1,5,25,100, with --quick 1,25]"),
-    ] = None,
+    case: Annotated[list[str] | None, typer.Option(help=CASE_HELP)] = None,
+    model: Annotated[list[str] | None, typer.Option(help=MODEL_HELP)] = None,
+    op: Annotated[list[str] | None, typer.Option(help=OP_HELP)] = None,
+    seconds: Annotated[float | None, typer.Option(help=SECONDS_HELP)] = None,
+    world_size: Annotated[int | None, typer.Option(help=WORLD_SIZE_HELP)] = None,
+    world_sizes: Annotated[str | None, typer.Option(help=WORLD_SIZES_HELP)] = None,
+    caps: Annotated[str | None, typer.Option(help=CAPS_HELP)] = None,
     ours: Annotated[str, typer.Option(help="The class under test, as a dotted path.")] = TORCHDDP,
     vs: Annotated[
         list[str] | None, typer.Option(help="Another class beside them, as a dotted path; repeatable.")
@@ -116,31 +92,52 @@ def benchmark(
     quick: Annotated[bool, typer.Option("--quick", help="Under 60 s: a smoke test, not to be quoted.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    html_path: Annotated[
+        Path | None, typer.Option("--html", help="Write one page with tables and plots to this file.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write <date>-<case>-<machine>.json and a .png plot into this folder.")
     ] = None,
 ) -> None:
-    models = tuple(model or ())
-    asked, operations = check_operations(case or (), models, op or ())
+    models = tuple(dict.fromkeys(model or ()))
+    sizes = parse_world_sizes(world_sizes) if world_sizes is not None else ()
+    # An option of one case alone asks for that case.
+    asked, operations = check_operations(case or (("scaling",) if sizes and not op else ()), models, op or ())
     cases = check_names(asked, models)
     check_numbers(seconds, world_size)
+    check_ranks(cases, world_size, sizes)
     check_output(json_path, "--json", folder=False)
+    check_output(html_path, "--html", folder=False)
     check_output(out, "--out", folder=True)
     settings = Settings(
         cases=cases,
         models=models,
         operations=operations,
-        seconds=seconds if seconds is not None else (2.0 if quick else 45.0),
+        seconds=seconds,
         world_size=world_size,
-        caps_mb=parse_caps(caps) if caps is not None else ((1, 25) if quick else DEFAULT_CAPS_MB),
+        world_sizes=sizes,
+        caps_mb=parse_caps(caps) if caps is not None else None,
         ours=ours,
         peers=tuple(vs or ()),
         ours_tuned=ours_tuned,
         quick=quick,
         seed=seed,
     )
+    _run(settings, context.obj["command"], json_path, html_path, out)
+
+
+def _run(settings: Settings, command: str, json_path: Path | None, html_path: Path | None, out: Path | None) -> None:
+    # Not before it is needed: other commands of `torchddp` must start where numpy is missing.
+    from torchddp.bench.run import run
+
     console = make_console()
-    write_document(run(settings, context.obj["command"], console), json_path, out, console)
+    document = run(settings, command, console)
+    write_document(document, json_path, out, console)
+    if html_path is not None:
+        from torchddp.bench.html_report import write_report
+
+        write_report(document, html_path)
+        console.print(f"wrote {html_path}")
 
 
 def main(arguments: Sequence[str]) -> int:

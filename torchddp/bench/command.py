@@ -50,7 +50,7 @@ def write_document(
 def make_console() -> Console:
     """A terminal's own width up to 100 columns; 100 into a file or a pipe."""
     console = Console()
-    return Console(width=min(console.width, 100) if console.is_terminal else 100)
+    return Console(width=min(console.width, 100) if console.is_terminal else 100, emoji=False)
 
 
 def _describe_error(error: Exception, program: str) -> tuple[str, int]:
@@ -58,6 +58,8 @@ def _describe_error(error: Exception, program: str) -> tuple[str, int]:
         return str(error), EXIT_BAD_ARGUMENT
     if isinstance(error, typer.TyperException):
         message = error.format_message().rstrip(".")
+        # Of several commands, the one that was asked for.
+        program = getattr(getattr(error, "ctx", None), "command_path", program)
         return f"{message}; see {program} --help.", error.exit_code
     return str(error), EXIT_FAILED
 
@@ -69,7 +71,8 @@ def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) ->
         result = program_app(list(arguments), standalone_mode=False, prog_name=program, obj={"command": command})
     except (ArgumentError, LaunchError, typer.TyperException) as error:
         message, code = _describe_error(error, program)
-        Console(stderr=True).print(f"error: {message}", markup=False, highlight=False, emoji=False, soft_wrap=True)
+        # ":x:" in what the user wrote is no emoji.
+        Console(stderr=True, emoji=False).print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
         return code
     except (KeyboardInterrupt, typer.Abort):
         Console(stderr=True).print("interrupted")

@@ -31,7 +31,7 @@ def find_factory(path: str) -> Callable[[], Any]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # importing the user's code may raise anything
-        raise ArgumentError(f"--model {path}: cannot import '{module_name}': {_one_line(error)}.") from error
+        raise ArgumentError(f"--model {path}: cannot import '{module_name}': {one_line(error)}.") from error
     found = module
     for part in name.split("."):
         found = getattr(found, part, None)  # type: ignore[assignment]
@@ -48,18 +48,22 @@ def load_factory(path: str, seed: int = 0) -> ModelSpec:
     try:
         made = factory()
     except Exception as error:
-        raise ArgumentError(
-            f"--model {path}: the factory raised {type(error).__name__}: {_one_line(error)}."
-        ) from error
+        raise ArgumentError(f"--model {path}: the factory raised {type(error).__name__}: {one_line(error)}.") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         raise ArgumentError(f"--model {path}: the factory returned a {type(made).__name__}; {CONTRACT}.")
     module, batch = made[:2]
     loss: Callable[[Any], Tensor] = made[2] if len(made) == 3 else default_loss
     if not any(p.requires_grad for p in module.parameters()):
         raise ArgumentError(f"--model {path}: no parameter of the module requires a gradient.")
-    make_batch = batch if callable(batch) and not isinstance(batch, Tensor) else lambda generator: batch
-    return ModelSpec(path, lambda: module, make_batch, loss)
+    if not callable(loss):
+        raise ArgumentError(f"--model {path}: the factory's loss is a {type(loss).__name__}; {CONTRACT}.")
+    if callable(batch) and not isinstance(batch, Tensor):
+        return ModelSpec(path, lambda: module, batch, loss)
+    if not isinstance(batch, (Tensor, tuple, list, dict)):
+        raise ArgumentError(f"--model {path}: the factory's batch is a {type(batch).__name__}; {CONTRACT}.")
+    return ModelSpec(path, lambda: module, lambda generator: batch, loss, batches_differ=False)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """The message of an error, as part of a sentence."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__

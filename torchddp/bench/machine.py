@@ -28,7 +28,8 @@ def _cpu_model() -> str:
     return model or platform.processor() or platform.machine()
 
 
-def _cores() -> int:
+def available_cores() -> int:
+    """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -54,7 +55,7 @@ def describe_machine() -> dict[str, Any]:
     status = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "cpu": _cpu_model(),
-        "cores": _cores(),
+        "cores": available_cores(),
         "system": f"{platform.system()} {platform.release()}",
         "load_average_1min": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchddp.bench.cases import Job
-from torchddp.bench.models import MODELS, make_batch
-from torchddp.bench.timing import MIN_WARMUP_STEPS, build_runners
+from torchddp.bench.models import describe_model, make_batch
+from torchddp.bench.timing import MIN_WARMUP_STEPS, Report, build_runners
 
 MEASURED_STEPS = 5
 
@@ -48,8 +48,11 @@ def _pay_fixed_costs() -> None:
     tiny(torch.ones(1, 1)).sum().backward()
 
 
-def measure_memory(job: Job, model_name: str) -> dict[str, Any]:
-    """Peak resident bytes over a few steady steps, and the distinct bytes that `.grad` holds after them."""
+def measure_memory(job: Job, model_name: str, _report: Report) -> dict[str, Any]:
+    """Peak resident bytes over a few steady steps, and the distinct bytes that `.grad` holds after them.
+
+    A launch holds one variant only: which gradients are right is checked by the cases that hold them all.
+    """
     _pay_fixed_costs()
     (runner,) = build_runners(job, model_name)
     batch = make_batch(model_name, job.seed, dist.get_rank(), 0)
@@ -62,12 +65,8 @@ def measure_memory(job: Job, model_name: str) -> dict[str, Any]:
     mine = {"peak_rss_bytes": _peak_rss_bytes(), "grad_storage_bytes": sum(storages.values())}
     by_rank: list[Any] = [None] * job.world_size
     dist.all_gather_object(by_rank, mine)
-    parameters = list(runner.module.parameters())
     return {
-        "model": model_name,
-        "title": MODELS[model_name].title,
-        "parameters": len(parameters),
-        "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        **describe_model(model_name, runner.module, job.seed),
         "peak_rss_bytes": max(entry["peak_rss_bytes"] for entry in by_rank),
         "grad_storage_bytes": max(entry["grad_storage_bytes"] for entry in by_rank),
         "method": "VmHWM over the measured steps" if was_reset else "peak since the process started",

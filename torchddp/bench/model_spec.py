@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 
-def _output_is_loss(output: Any) -> Tensor:
+def output_is_loss(output: Any) -> Tensor:
+    """For a module that returns its loss."""
     loss: Tensor = output
     return loss
 
@@ -24,7 +25,9 @@ class ModelSpec:
     # A tensor, or a tuple or dict of arguments for the module.
     make_batch: Callable[[torch.Generator], Any]
     # Of the module's output; the built-in models return their loss.
-    loss: Callable[[Any], Tensor] = _output_is_loss
+    loss: Callable[[Any], Tensor] = output_is_loss
+    # Whether ranks get different batches. Where not, their gradients are equal, and averaging them shows nothing.
+    batches_differ: bool = True
 
 
 def run_forward(module: nn.Module, batch: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,10 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchddp.bench.factory import load_factory
+from torchddp.bench.llama import Llama
 from torchddp.bench.model_spec import ModelSpec
+from torchddp.bench.resnet import ResNet
 
 SMALL_TENSORS = 1000
 SMALL_NUMEL = 64
+GPT2_VOCABULARY = 50257
 
 
 class ManySmallTensors(nn.Module):
@@ -126,6 +130,15 @@ class ConvNet(nn.Module):
         return F.cross_entropy(logits, torch.zeros(len(images), dtype=torch.long, device=images.device))
 
 
+def _gpt2() -> nn.Module:
+    return Gpt(GPT2_VOCABULARY, width=768, depth=12, heads=12, max_length=1024, tied=True)
+
+
+def _tokens(vocabulary: int, length: int) -> Callable[[torch.Generator], Tensor]:
+    # One more than the model sees: each token but the first is a target.
+    return lambda generator: torch.randint(0, vocabulary, (1, length + 1), generator=generator)
+
+
 MODELS: dict[str, ModelSpec] = {
     "small": ModelSpec(
         "small tensors",
@@ -133,23 +146,39 @@ MODELS: dict[str, ModelSpec] = {
         lambda generator: torch.randn(SMALL_NUMEL, generator=generator),
     ),
     "mlp": ModelSpec("MLP 6 x 1024x1024", Mlp, lambda generator: torch.randn(32, 1024, generator=generator)),
-    "gpt": ModelSpec("small GPT", Gpt, lambda generator: torch.randint(0, 256, (1, 65), generator=generator)),
+    "gpt": ModelSpec("small GPT", Gpt, _tokens(256, 64)),
     "conv": ModelSpec("batch-norm conv net", ConvNet, lambda generator: torch.randn(8, 3, 32, 32, generator=generator)),
+    # Small images and short texts: a step on one core should take a second at most.
+    "resnet50": ModelSpec("ResNet-50", ResNet, lambda generator: torch.randn(4, 3, 64, 64, generator=generator)),
+    "gpt2": ModelSpec("GPT-2 small", _gpt2, _tokens(GPT2_VOCABULARY, 32)),
+    "llama": ModelSpec("LLaMA-like", Llama, _tokens(4096, 64)),
 }
 
 
 def make_model(name: str, seed: int) -> nn.Module:
     """A model with the same weights on every rank."""
+    spec = find_model(name, seed)
     torch.manual_seed(seed)
-    return find_model(name).build()
+    return spec.build()
 
 
 def make_batch(name: str, seed: int, rank: int, index: int) -> Any:
     """Batch `index` of a rank; ranks see different data, so that gradients must really be averaged."""
     generator = torch.Generator().manual_seed(seed + 1000 * rank + index)
-    return find_model(name).make_batch(generator)
+    return find_model(name, seed).make_batch(generator)
 
 
-def find_model(name: str) -> ModelSpec:
+def find_model(name: str, seed: int = 0) -> ModelSpec:
     """A built-in model, or the user's own by `package.module:factory` (torchddp.bench.factory)."""
-    return load_factory(name) if ":" in name else MODELS[name]
+    return load_factory(name, seed) if ":" in name else MODELS[name]
+
+
+def describe_model(name: str, model: nn.Module, seed: int = 0) -> dict[str, Any]:
+    """What results say about a model: its name, title, and how much there is to reduce."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return {
+        "model": name,
+        "title": find_model(name, seed).title,
+        "parameters": len(parameters),
+        "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
+    }

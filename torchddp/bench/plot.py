@@ -1,31 +1,44 @@
-"""One picture per case: bars with their spread, or curves over message sizes."""
+"""One picture per case: bars with their spread, or curves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchddp.bench.collective.names import IMPLEMENTATIONS
 from torchddp.bench.collective.operations import size_text
-from torchddp.bench.tables import ranks_text
+from torchddp.bench.overlap.plot import draw_overlap
+from torchddp.bench.plot_style import COLORS, bar_panels, finish_panel, panels
+from torchddp.bench.scaling.plot import draw_scaling
+from torchddp.bench.tables import MB, ranks_text
 
-COLORS = {"torch": "#9aa5b1", "ours": "#d9480f", "peer": "#4c6ef5", "local": "#dee2e6"}
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 CURVE_COLORS = dict(zip(IMPLEMENTATIONS, ("#9aa5b1", "#4c6ef5", "#d9480f"), strict=True))
+# By case: the summary that a bar shows; a cost elsewhere.
+BAR_KEYS = {"step_time": "step_ms", "startup": "total_ms"}
+BAR_LABELS = {
+    "memory": "MB beyond no DDP",
+    "step_time": "step, ms (p25..p75)",
+    "startup": "constructor and two steps, ms (p25..p75)",
+}
 
 
 def bars(result: dict[str, Any]) -> list[tuple[str, str, float, float, float]]:
     """(name, role, height, below, above) of each bar; the spread reaches from p25 to p75."""
+    key = BAR_KEYS.get(result["case"], "cost")
     found = []
     for row in result["variants"]:
-        if row["role"] == "local":
+        if row["role"] == "local" and key != "step_ms":
             continue
         if result["case"] == "memory":
-            found.append((row["name"], row["role"], row["extra_bytes"] / 1e6, 0.0, 0.0))
+            found.append((row["name"], row["role"], row["extra_bytes"] / MB, 0.0, 0.0))
         else:
-            cost = row["cost"]
-            median = cost["median"]
-            found.append((row["name"], row["role"], median, median - cost["q25"], cost["q75"] - median))
+            times = row[key]
+            median = times["median"]
+            found.append((row["name"], row["role"], median, median - times["q25"], times["q75"] - median))
     return found
 
 
@@ -40,22 +53,23 @@ def curve(result: dict[str, Any], name: str) -> tuple[list[int], list[float], li
     return [p[0] for p in points], [p[1] for p in points], [p[2] for p in points]
 
 
-def save_plot(results: Sequence[dict[str, Any]], path: Path) -> None:
+def draw_plot(results: Sequence[dict[str, Any]]) -> Figure:
     """The picture of one case."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    if results[0]["case"] == "collective":
-        _save_curves(results, path)
-    else:
-        _save_bars(results, path)
+    return DRAWERS.get(results[0]["case"], _draw_bars)(results)
 
 
-def _save_curves(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Time and busbw over message size, one row per operation."""
+def save_plot(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """The picture of one case, as a file."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(len(results), 2, figsize=(9.0, 3.2 * len(results)), squeeze=False)
+    figure = draw_plot(results)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _draw_curves(results: Sequence[dict[str, Any]]) -> Figure:
+    """Time and busbw over message size, one row per operation."""
+    figure, axes = panels(len(results), 2, 9.0, 3.2 * len(results))
     for row, result in zip(axes, results, strict=True):
         for name in IMPLEMENTATIONS:
             sizes, *values = curve(result, name)
@@ -68,26 +82,18 @@ def _save_curves(results: Sequence[dict[str, Any]], path: Path) -> None:
             axis.set_yscale("log")
             axis.set_xticks(all_sizes, [size_text(size) for size in all_sizes], rotation=45, fontsize=7)
             axis.minorticks_off()
-            axis.set_xlabel("message size")
             axis.set_ylabel(label)
-            axis.set_title(f"{result['operation']}, {ranks_text(result['world_size'])}", fontsize=9)
             axis.grid(alpha=0.3)
-            axis.spines[["top", "right"]].set_visible(False)
+            finish_panel(axis, f"{result['operation']}, {ranks_text(result['world_size'])}", "message size")
         row[0].legend(fontsize=8, frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    return figure
 
 
-def _save_bars(results: Sequence[dict[str, Any]], path: Path) -> None:
+def _draw_bars(results: Sequence[dict[str, Any]]) -> Figure:
     """One panel per model, side by side."""
-    from matplotlib import pyplot
-
-    count = max(len(result["variants"]) for result in results)
-    figure, axes = pyplot.subplots(
-        1, len(results), figsize=(2.0 + 3.4 * len(results), 1.2 + 0.36 * count), sharey=True, squeeze=False
-    )
-    for axis, result in zip(axes[0], results, strict=True):
+    figure, axes = bar_panels(len(results), max(len(result["variants"]) for result in results))
+    for axis, result in zip(axes, results, strict=True):
         entries = bars(result)
         positions = range(len(entries))
         axis.barh(
@@ -98,10 +104,16 @@ def _save_bars(results: Sequence[dict[str, Any]], path: Path) -> None:
             error_kw={"elinewidth": 1, "capsize": 2},
         )
         axis.set_yticks(positions, [entry[0] for entry in entries])
-        axis.set_title(f"{result['title']}, {ranks_text(result['world_size'])}", fontsize=9)
-        axis.set_xlabel("MB beyond no DDP" if result["case"] == "memory" else f"cost, {result['unit']} (p25..p75)")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].invert_yaxis()
+        label = BAR_LABELS.get(result["case"]) or f"cost, {result['unit']} (p25..p75)"
+        finish_panel(axis, f"{result['title']}, {ranks_text(result['world_size'])}", label)
+    axes[0].invert_yaxis()
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    return figure
+
+
+# By case, where the picture is not one of bars.
+DRAWERS: dict[str, Callable[[Sequence[dict[str, Any]]], Any]] = {
+    "overlap": draw_overlap,
+    "collective": _draw_curves,
+    "scaling": draw_scaling,
+}

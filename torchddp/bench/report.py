@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.bench.collective.report import FOOTNOTE, collective_table
-from torchddp.bench.tables import number, plain_table, ranks_text, ratio_text
+from torchddp.bench.collective import report as collective
+from torchddp.bench.overlap import report as overlap
+from torchddp.bench.scaling import report as scaling
+from torchddp.bench.startup import report as startup
+from torchddp.bench.step_time import report as step_time
+from torchddp.bench.tables import MB, number, plain_table, ratio_text, size_text
 
-MB = 1e6
 # With more rounds than this in which noise exceeded torch's cost, a table says nothing about a goal.
 MAX_ODD_SHARE = 0.1
-
-
-def size_text(result: dict[str, Any]) -> str:
-    """How much there is to reduce, and between how many ranks."""
-    return (
-        f"{result['title']}: {result['parameters']} parameters, {result['gradient_bytes'] / MB:.3g} MB, "
-        f"{ranks_text(result['world_size'])}"
-    )
 
 
 def timed_table(result: dict[str, Any]) -> Table:
@@ -72,8 +67,10 @@ def our_row(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def goal_text(result: dict[str, Any]) -> Text:
-    """Whether the goal is met, missed, or within the noise (the 95% interval of the median holds it)."""
+    """Whether the goal, if there is one, is met, missed, or within the noise (the median's 95% interval holds it)."""
     goal, ratio = result["goal_ratio"], our_row(result)["ratio_to_best_torch"]
+    if goal is None:
+        return Text("")
     if ratio["odd_rounds"] > MAX_ODD_SHARE * ratio["rounds"]:
         return Text(f"{goal:g} unclear", style="yellow")
     low, high = ratio["ci95_low"], ratio["ci95_high"]
@@ -87,7 +84,7 @@ def goal_text(result: dict[str, Any]) -> Text:
 def summary_table(results: Sequence[dict[str, Any]]) -> Table:
     """All timed results, one line each, wins and losses alike."""
     table = plain_table("Summary: cost of ours against torch's best (per_param in us, exposed in ms)", "case")
-    table.add_column("model", no_wrap=True)
+    table.add_column("model", overflow="fold")
     for heading in ("torch\ndefault", "torch best\n@ cap MiB", "ours", "ours / torch best\np50 [p25..p75]"):
         table.add_column(Text(heading), justify="right", no_wrap=True)
     table.add_column("goal", no_wrap=True)
@@ -118,51 +115,78 @@ def origin(document: dict[str, Any]) -> Iterable[Text]:
     yield Text(document["command"], style="dim")
 
 
-def footnotes(document: dict[str, Any]) -> Iterable[Text]:
-    """What a reader needs to judge the numbers."""
+COST_NOTE = (
+    "A cost is the step minus the local step near it; a ratio is per round; both are then medians over the rounds."
+)
+MEMORY_NOTE = (
+    "memory: resident set of the largest rank, each variant in its own processes. Beyond no DDP: buckets, the "
+    "transport's own buffers, and gradients alive beside their bucket."
+)
+TUNED_NOTE = "tuned: gradient_as_bucket_view, batched_grad_copy, static_graph, and the bucket_cap_mb named."
+
+# By case: how a result is shown, and what a reader needs to know to judge it.
+TABLES: dict[str, Callable[[dict[str, Any]], Table]] = {
+    "step_time": step_time.step_time_table,
+    "overlap": overlap.overlap_table,
+    "collective": collective.collective_table,
+    "startup": startup.startup_table,
+    "memory": memory_table,
+    "scaling": scaling.scaling_table,
+    "per_param": timed_table,
+    "exposed": timed_table,
+}
+NOTES: dict[str, str] = {
+    "step_time": step_time.FOOTNOTE,
+    "overlap": overlap.FOOTNOTE,
+    "collective": collective.FOOTNOTE,
+    "startup": startup.FOOTNOTE,
+    "memory": MEMORY_NOTE,
+    "scaling": scaling.FOOTNOTE,
+    "per_param": COST_NOTE,
+    "exposed": COST_NOTE,
+}
+
+
+def case_names(document: dict[str, Any]) -> tuple[str, ...]:
+    """The cases of a run, in its order."""
+    return tuple(dict.fromkeys(result["case"] for result in document["results"]))
+
+
+def case_notes(document: dict[str, Any]) -> Iterable[str]:
+    """What each case of the run means, once."""
+    cases = case_names(document)
+    if set(cases) - {"collective"}:
+        yield TUNED_NOTE
+    yield from dict.fromkeys(NOTES[case] for case in cases)
+
+
+def warnings(document: dict[str, Any]) -> Iterable[str]:
+    """Why these numbers may not be quoted as they are."""
     machine = document["machine"]
-    cases = {result["case"] for result in document["results"]}
-    if cases - {"collective"}:
-        yield Text(
-            "tuned: gradient_as_bucket_view, batched_grad_copy, static_graph, and the bucket_cap_mb named. A cost "
-            "is the step minus the local step near it; a ratio is per round; both are then medians over the rounds.",
-            style="dim",
-        )
-    yield from origin(document)
-    if "collective" in cases:
-        yield Text(FOOTNOTE, style="dim")
-    if "memory" in cases:
-        yield Text(
-            "memory: resident set of the largest rank, each variant in its own processes. Beyond no DDP: buckets, the "
-            "transport's own buffers, and gradients alive beside their bucket.",
-            style="dim",
-        )
     if any(_odd_share(result) > MAX_ODD_SHARE for result in document["results"]):
-        yield Text(
-            f"In over {MAX_ODD_SHARE:.0%} of a table's rounds noise exceeded torch's cost: its ratio is uncertain.",
-            style="yellow",
-        )
+        yield f"In over {MAX_ODD_SHARE:.0%} of a table's rounds noise exceeded torch's cost: its ratio is uncertain."
     if machine["load_average_1min"] > machine["cores"] / 2:
-        yield Text("Other programs kept the machine busy when the run began: expect wide spreads.", style="yellow")
+        yield "Other programs kept the machine busy when the run began: expect wide spreads."
     if document["settings"]["quick"]:
-        yield Text("--quick is a smoke test: few rounds, fewer caps and sizes. Do not quote it.", style="yellow")
+        yield "--quick is a smoke test: few rounds, fewer caps and sizes. Do not quote it."
 
 
 def _odd_share(result: dict[str, Any]) -> float:
-    ratios = [row.get("ratio_to_best_torch") for row in result.get("variants", ())]
+    ratios = [row.get("ratio_to_best_torch") or row.get("hidden") for row in result.get("variants", ())]
     return max((ratio["odd_rounds"] / ratio["rounds"] for ratio in ratios if ratio), default=0.0)
+
+
+def summaries(results: Sequence[dict[str, Any]]) -> list[Table]:
+    """The summary of the costs, where there are any."""
+    costs = [result for result in results if result["case"] in ("per_param", "exposed")]
+    return [summary_table(costs)] if costs else []
 
 
 def render(document: dict[str, Any]) -> RenderableType:
     """The whole report."""
-    collective = [result for result in document["results"] if result["case"] == "collective"]
-    timed = [result for result in document["results"] if result["case"] not in ("memory", "collective")]
-    memory = [result for result in document["results"] if result["case"] == "memory"]
-    tables = [*map(timed_table, timed), *map(memory_table, memory)]
-    if timed:
-        tables.append(summary_table(timed))
-    tables += map(collective_table, collective)
+    results = document["results"]
     parts: list[RenderableType] = []
-    for table in tables:
+    for table in [*(TABLES[result["case"]](result) for result in results), *summaries(results)]:
         parts += [table, ""]
-    return Group(*parts, *footnotes(document))
+    parts += [Text(note, style="dim") for note in case_notes(document)]
+    return Group(*parts, *origin(document), *(Text(text, style="yellow") for text in warnings(document)))

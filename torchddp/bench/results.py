@@ -16,7 +16,8 @@ from torchddp.bench.variants import Role, Variant
 LOCAL_HALF_WINDOW = 4
 
 
-def _describe(variant: Variant) -> dict[str, Any]:
+def describe_variant(variant: Variant) -> dict[str, Any]:
+    """What a row says about its variant."""
     return {
         "name": variant.name,
         "role": variant.role.value,
@@ -25,11 +26,17 @@ def _describe(variant: Variant) -> dict[str, Any]:
     }
 
 
+def added_ms(variants: Sequence[Variant], step_ms: np.ndarray) -> np.ndarray:
+    """[variant, round] of what each wrapper adds to the local step around its round, in ms."""
+    local = next(index for index, variant in enumerate(variants) if variant.role is Role.LOCAL)
+    added: np.ndarray = step_ms - running_median(step_ms[local], LOCAL_HALF_WINDOW)
+    return added
+
+
 def costs(case: Case, variants: Sequence[Variant], step_ms: np.ndarray, parameters: int) -> np.ndarray:
     """[variant, round] of what each wrapper adds to the local step around its round, in the case's unit."""
-    local = next(index for index, variant in enumerate(variants) if variant.role is Role.LOCAL)
-    added_ms = step_ms - running_median(step_ms[local], LOCAL_HALF_WINDOW)
-    return added_ms * 1000.0 / parameters if case.name == "per_param" else added_ms
+    added = added_ms(variants, step_ms)
+    return added * 1000.0 / parameters if case.name == "per_param" else added
 
 
 def best_torch(variants: Sequence[Variant], medians: Sequence[float]) -> int:
@@ -46,7 +53,7 @@ def timed_result(case: Case, variants: Sequence[Variant], raw: dict[str, Any], w
     best = best_torch(variants, [summary.median for summary in summaries])
     rows = []
     for index, variant in enumerate(variants):
-        row = {**_describe(variant), "step_ms": summarize(step_ms[index]).to_dict()}
+        row = {**describe_variant(variant), "step_ms": summarize(step_ms[index]).to_dict()}
         if variant.role is not Role.LOCAL:
             row["cost"] = summaries[index].to_dict()
             row["ratio_to_best_torch"] = None if index == best else paired_ratio(cost[index], cost[best]).to_dict()
@@ -61,7 +68,8 @@ def timed_result(case: Case, variants: Sequence[Variant], raw: dict[str, Any], w
         "unit": case.unit,
         "rounds": int(step_ms.shape[1]),
         "best_torch": variants[best].name,
-        "goal_ratio": case.goal_ratio,
+        # Set for the models of the case, not for any model.
+        "goal_ratio": case.goal_ratio if raw["model"] in case.models else None,
         "variants": rows,
     }
 
@@ -74,7 +82,7 @@ def memory_result(variants: Sequence[Variant], raws: Sequence[dict[str, Any]], w
         extra_bytes = raw["peak_rss_bytes"] - local["peak_rss_bytes"]
         rows.append(
             {
-                **_describe(variant),
+                **describe_variant(variant),
                 "peak_rss_bytes": raw["peak_rss_bytes"],
                 "grad_storage_bytes": raw["grad_storage_bytes"],
                 "extra_bytes": extra_bytes,

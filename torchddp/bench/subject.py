@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from torchddp.bench.model_spec import run_forward
 from torchddp.bench.models import find_model, make_batch, make_model
+from torchddp.bench.trial import prove
 from torchddp.distributed import DistributedDataParallel
 
 
@@ -36,8 +37,10 @@ def choose_backend(world_size: int) -> str:
 
 
 def make_subject(name: str, seed: int, *, bucket_cap_mb: float | str | None = None, transport: str = "auto") -> Subject:
-    """Collective: wrap a built-in model, or the user's own by `package.module:factory`."""
+    """Collective: wrap a built-in model, or the user's own by `package.module:factory` (ArgumentError if it fails)."""
     rank = dist.get_rank()
+    if ":" in name:
+        prove(name, seed)
     module = make_model(name, seed)
     device = torch.device("cpu")
     if dist.get_backend() == "nccl":
@@ -47,7 +50,7 @@ def make_subject(name: str, seed: int, *, bucket_cap_mb: float | str | None = No
     # With device_ids batches are moved there too.
     device_ids = None if device.index is None else [device.index]
     model = DistributedDataParallel(module, device_ids=device_ids, bucket_cap_mb=bucket_cap_mb, transport=transport)
-    loss_of = find_model(name).loss
+    loss_of = find_model(name, seed).loss
 
     # Making a batch is no part of a step that is repeated.
     @functools.lru_cache(maxsize=2)

@@ -8,6 +8,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+MB = 1e6
+MAX_WIDTH = 80
+
 
 def number(value: float | None) -> str:
     """About three digits, without exponents."""
@@ -21,6 +24,16 @@ def number(value: float | None) -> str:
 def ranks_text(count: int) -> str:
     """'1 rank', '2 ranks'."""
     return f"{count} rank{'s' if count > 1 else ''}"
+
+
+def weight_text(result: dict[str, Any]) -> str:
+    """Which model, and how much there is to reduce."""
+    return f"{result['title']}: {result['parameters']} parameters, {result['gradient_bytes'] / MB:.3g} MB"
+
+
+def size_text(result: dict[str, Any]) -> str:
+    """How much there is to reduce, and between how many ranks."""
+    return f"{weight_text(result)}, {ranks_text(result['world_size'])}"
 
 
 def _ratio(value: float | None) -> str:
@@ -38,6 +51,13 @@ def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") 
 
 def plain_table(title: str, first: str) -> Table:
     """A table with its first column. Narrow gaps: every table fits a terminal of 80 columns."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), title_justify="left")
+    table = Table(
+        title=title,
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+        title_justify="left",
+        min_width=min(len(title), MAX_WIDTH),  # a title is broken where its table ends
+    )
     table.add_column(first, overflow="fold")
     return table

@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchddp.bench.cases import MAX_ROUNDS, MIN_ROUNDS, Job
-from torchddp.bench.models import MODELS, make_batch, make_model
+from torchddp.bench.model_spec import output_is_loss, run_forward
+from torchddp.bench.models import describe_model, find_model, make_batch, make_model
 from torchddp.bench.stats import slowest_rank
 from torchddp.bench.variants import Role, Variant, load_class
 
@@ -62,7 +63,7 @@ class AnyRunner(Protocol):
 
     variant: Variant
 
-    def step(self, batch: Tensor, world_size: int = 1) -> Any:
+    def step(self, batch: Any, world_size: int = 1) -> Any:
         """One forward and backward; its time, or its times, in ms."""
 
     def gradients(self) -> list[tuple[str, Tensor]]:
@@ -75,14 +76,16 @@ class Runner:
 
     variant: Variant
     module: nn.Module
+    # Of the module's output.
+    loss: Callable[[Any], Tensor] = output_is_loss
 
-    def step(self, batch: Tensor, world_size: int = 1) -> float:
+    def step(self, batch: Any, world_size: int = 1) -> float:
         """One forward and backward, begun by `world_size` ranks at once; its wall time in ms."""
         # Outside the timed part, the same for every variant: what it costs is the optimizer's, not the wrapper's.
         self.module.zero_grad(set_to_none=True)
         start_together(world_size)
         start_ns = time.perf_counter_ns()
-        self.module(batch).backward()
+        self.loss(run_forward(self.module, batch)).backward()
         return (time.perf_counter_ns() - start_ns) / 1e6
 
     def gradients(self) -> list[tuple[str, Tensor]]:
@@ -90,10 +93,13 @@ class Runner:
         return gradients_of(self.variant, self.module)
 
 
+RunnerType = TypeVar("RunnerType", bound=Runner)
+
+
 def gradients_of(variant: Variant, module: nn.Module) -> list[tuple[str, Tensor]]:
     """Gradients by the name of their parameter in the bare model, which a variant may have wrapped."""
     bare = module if variant.class_path is None else module.module
-    return [(name, p.grad) for name, p in bare.named_parameters()]  # type: ignore[union-attr,misc]
+    return [(name, p.grad) for name, p in bare.named_parameters() if p.requires_grad]  # type: ignore[union-attr,misc]
 
 
 def wrap_copies(
@@ -112,19 +118,34 @@ def wrap_copies(
     return modules
 
 
+def loss_of(job: Job, model_name: str) -> Callable[[Any], Tensor]:
+    """The model's loss; weighted by rank where batches are equal, so that gradients must really be averaged."""
+    spec = find_model(model_name, job.seed)
+    if spec.batches_differ:
+        return spec.loss
+    weight = 1 + dist.get_rank()
+    return lambda output: weight * spec.loss(output)
+
+
 def build_runners(job: Job, model_name: str) -> list[Runner]:
     """One wrapper per variant over copies of one model, all in this process group."""
+    return build_runners_of(Runner, job, model_name)
+
+
+def build_runners_of(kind: type[RunnerType], job: Job, model_name: str) -> list[RunnerType]:
+    """`build_runners`, with another kind of step."""
     original = make_model(model_name, job.seed)
     modules = wrap_copies(original, job.variants, lambda cls, module, options: cls(module, **options))
-    return [Runner(variant, module) for variant, module in zip(job.variants, modules, strict=True)]
+    loss = loss_of(job, model_name)
+    return [kind(variant, module, loss) for variant, module in zip(job.variants, modules, strict=True)]
 
 
 def check_gradients(
-    job: Job, model_name: str, runners: Sequence[AnyRunner], batch: Tensor, tolerance: float = RELATIVE_TOLERANCE
+    job: Job, model_name: str, runners: Sequence[AnyRunner], batch: Any, tolerance: float = RELATIVE_TOLERANCE
 ) -> None:
     """Every variant against the mean over ranks of the bare model's gradients, computed without any wrapper."""
     local = next(runner for runner in runners if runner.variant.role is Role.LOCAL)
-    local.step(batch)
+    _same_step(local, batch, job)
     mine = local.gradients()
     # Summed as one tensor: a thousand small reductions take seconds where the ranks share few cores.
     flat = torch.cat([gradient.flatten() for _, gradient in mine])
@@ -134,9 +155,15 @@ def check_gradients(
     for runner in runners:
         if runner is local:
             continue
-        runner.step(batch)
+        _same_step(runner, batch, job)
         for (name, want), (_, got) in zip(expected, runner.gradients(), strict=True):
             _compare(runner.variant, model_name, name, want, got, tolerance)
+
+
+def _same_step(runner: AnyRunner, batch: Any, job: Job) -> None:
+    # With dropout, two steps are alike only when they draw the same numbers.
+    torch.manual_seed(job.seed)
+    runner.step(batch)
 
 
 def _compare(variant: Variant, model_name: str, name: str, want: Tensor, got: Tensor | None, tolerance: float) -> None:
@@ -150,7 +177,7 @@ def _compare(variant: Variant, model_name: str, name: str, want: Tensor, got: Te
         raise WrongGradientsError(f"{where}: off by {error:.3g} where the largest gradient is {scale:.3g}")
 
 
-def one_round(runners: Sequence[AnyRunner], batch: Tensor, order: list[int], world_size: int) -> list[Any]:
+def one_round(runners: Sequence[AnyRunner], batch: Any, order: list[int], world_size: int) -> list[Any]:
     """One step of every variant in the given order; what the steps return, by variant."""
     step_ms: list[Any] = [None] * len(runners)
     for index in order:
@@ -163,24 +190,24 @@ def enough(rounds: int, elapsed_s: float, seconds: float) -> bool:
     return rounds >= MIN_ROUNDS and (elapsed_s >= seconds or rounds >= MAX_ROUNDS)
 
 
-def _agreed(decision: bool, job: Job) -> bool:
+def agreed(decision: bool, job: Job) -> bool:
     """Rank 0's decision, on every rank."""
     flag = torch.tensor([decision], device=job.control_device)
     dist.broadcast(flag, src=0)
     return bool(flag.item())
 
 
-def warm_up(runners: Sequence[AnyRunner], batch: Tensor, job: Job) -> None:
+def warm_up(runners: Sequence[AnyRunner], batch: Any, job: Job) -> None:
     """Steps until nothing is a first time any more."""
     order = list(range(len(runners)))
     start_s = time.monotonic()
     for done in range(1, FULL_WARMUP_STEPS + 1):
         one_round(runners, batch, order, job.world_size)
-        if _agreed(done >= MIN_WARMUP_STEPS and time.monotonic() - start_s > 0.2 * job.seconds, job):
+        if agreed(done >= MIN_WARMUP_STEPS and time.monotonic() - start_s > 0.2 * job.seconds, job):
             break
 
 
-def timed_rounds(runners: Sequence[AnyRunner], batch: Tensor, job: Job, report: Report) -> np.ndarray:
+def timed_rounds(runners: Sequence[AnyRunner], batch: Any, job: Job, report: Report) -> np.ndarray:
     """[variant, round] of step times in ms on this rank; [clock, variant, round] where a step has several times."""
     # The same shuffle on every rank, another one each round: no variant always runs in the wake of the same one.
     shuffler = random.Random(job.seed)
@@ -199,7 +226,7 @@ def timed_rounds(runners: Sequence[AnyRunner], batch: Tensor, job: Job, report: 
             gc.collect(0)
             elapsed_s = time.monotonic() - start_s
             report(elapsed_s, max(job.seconds, elapsed_s))
-            finished = _agreed(enough(len(rounds), elapsed_s, job.seconds), job)
+            finished = agreed(enough(len(rounds), elapsed_s, job.seconds), job)
     finally:
         gc.enable()
         gc.unfreeze()
@@ -211,7 +238,7 @@ def time_model(job: Job, model_name: str, report: Report) -> dict[str, Any]:
     return time_runners(job, model_name, build_runners(job, model_name), report)
 
 
-def time_runners(job: Job, model_name: str, runners: list[Runner], report: Report) -> dict[str, Any]:
+def time_runners(job: Job, model_name: str, runners: Sequence[Runner], report: Report) -> dict[str, Any]:
     """`time_model` for variants that are built already, and stay with the caller."""
     rank = dist.get_rank()
     batch, other_batch = (make_batch(model_name, job.seed, rank, index) for index in (0, 1))
@@ -220,13 +247,11 @@ def time_runners(job: Job, model_name: str, runners: list[Runner], report: Repor
     check_gradients(job, model_name, runners, other_batch)
     samples = timed_rounds(runners, batch, job, report)
     check_gradients(job, model_name, runners, other_batch)
+    return {**describe_model(model_name, runners[0].module, job.seed), "step_ms": over_ranks(samples, job)}
+
+
+def over_ranks(times_ms: np.ndarray, job: Job) -> np.ndarray:
+    """[variant, round] of times of this rank -> of the slowest rank; collective."""
     by_rank: list[Any] = [None] * job.world_size
-    dist.all_gather_object(by_rank, samples)
-    parameters = list(runners[0].module.parameters())
-    return {
-        "model": model_name,
-        "title": MODELS[model_name].title,
-        "parameters": len(parameters),
-        "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
-        "step_ms": slowest_rank(np.stack(by_rank)),
-    }
+    dist.all_gather_object(by_rank, times_ms)
+    return slowest_rank(np.stack(by_rank))

@@ -58,6 +58,9 @@ def load_class(path: str) -> type:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ArgumentError(f"Cannot import '{module_name}', needed for '{path}': {reason}{hint}.") from error
     found = getattr(module, class_name, None)
+    # Under the command `torchddp` the package itself imports even where its extension does not load.
+    if found is None and isinstance(getattr(module, "import_error", None), Exception):
+        raise ArgumentError(f"'{path}' does not load here; `torchddp doctor` says why.")
     if not isinstance(found, type):
         raise ArgumentError(f"Module '{module_name}' has no class named '{class_name}'.")
     return found

@@ -48,17 +48,11 @@ class Reporter:
 
 
 def _measure(job: Any, rank: int, channel: Connection) -> list[dict[str, Any]]:
-    from torchddp.bench.collective.measure import time_operation
-    from torchddp.bench.memory import measure_memory
-    from torchddp.bench.timing import time_model
+    from torchddp.bench.measures import MEASURES, prove_models
 
-    if job.case == "collective":
-        return [time_operation(job, name, Reporter(channel, name, enabled=rank == 0)) for name in job.operations]
-    results = []
-    for model in job.models:
-        report = Reporter(channel, model, enabled=rank == 0)
-        results.append(measure_memory(job, model) if job.case == "memory" else time_model(job, model, report))
-    return results
+    prove_models(job)
+    subjects = job.operations or job.models
+    return [MEASURES[job.case](job, name, Reporter(channel, name, enabled=rank == 0)) for name in subjects]
 
 
 def run_rank(rank: int, job: RankSettings, store_path: str, channel: Connection, measure: Measure = _measure) -> None:

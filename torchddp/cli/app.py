@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from torchddp.cli import diagnosis, doctor_report, simulate_command, trace_command, tune_command
+from torchddp.cli.bench_command import add_bench
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -58,6 +59,7 @@ def doctor(
     raise typer.Exit(1 if found.problems else 0)
 
 
+add_bench(app)
 app.command(help=simulate_command.HELP)(simulate_command.simulate)
 app.command(help=trace_command.HELP)(trace_command.trace)
 app.command(help=tune_command.HELP)(tune_command.tune)

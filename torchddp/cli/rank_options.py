@@ -6,11 +6,15 @@ import os
 
 from rich.console import Console
 
+from torchddp.bench.arguments import check_numbers
+from torchddp.bench.cases import MODEL_NAMES
 from torchddp.bench.command import make_console
 from torchddp.bench.launch import LaunchError
 from torchddp.bench.ranks import started_by_torchrun
 from torchddp.bench.tables import ranks_text
 from torchddp.bench.variants import ArgumentError
+
+MODEL_HELP = f"{', '.join(MODEL_NAMES)}, or your own by package.module:factory."
 
 
 def check_loads() -> None:
@@ -23,10 +27,10 @@ def check_loads() -> None:
 
 def check_model(model: str) -> str:
     """A built-in model's name, or what looks like `package.module:factory`."""
-    from torchddp.bench.models import MODELS
-
-    if ":" not in model and model not in MODELS:
-        raise ArgumentError(f"There is no model '{model}'; choose from {', '.join(MODELS)}, or package.module:factory.")
+    if ":" not in model and model not in MODEL_NAMES:
+        raise ArgumentError(
+            f"There is no model '{model}'; choose from {', '.join(MODEL_NAMES)}, or package.module:factory."
+        )
     return model
 
 
@@ -46,8 +50,6 @@ def check_world_size(asked: int | None, purpose: str) -> int:
 
     `purpose`: what there is nothing of with one rank: "to trace".
     """
-    from torchddp.bench.cli import check_numbers
-
     check_numbers(None, asked)
     started = int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else None
     if started is not None and asked not in (None, started):

@@ -14,7 +14,14 @@ from torchddp.bench.command import check_output
 from torchddp.bench.ranks import RankJob, run_ranks
 from torchddp.bench.tables import ranks_text
 from torchddp.bench.variants import ArgumentError
-from torchddp.cli.rank_options import check_loads, check_model, check_transport, check_world_size, rank_console
+from torchddp.cli.rank_options import (
+    MODEL_HELP,
+    check_loads,
+    check_model,
+    check_transport,
+    check_world_size,
+    rank_console,
+)
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
 if TYPE_CHECKING:
@@ -56,7 +63,7 @@ def check_settings(
 
 def run_trace(settings: TraceSettings, console: Console) -> Traced | None:
     """What the ranks found; None on those of torchrun's that are not to speak."""
-    from torchddp.bench.run import Display, progress_bar
+    from torchddp.bench.progress import Display, progress_bar
     from torchddp.bench.subject import choose_backend
     from torchddp.cli.trace_run import trace_rank
 
@@ -72,7 +79,7 @@ def run_trace(settings: TraceSettings, console: Console) -> Traced | None:
 
 def trace(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="small, mlp, gpt, conv, or your own by package.module:factory.")] = "mlp",
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "mlp",
     world_size: Annotated[int | None, typer.Option(help="Number of ranks. [default: 2, or torchrun's]")] = None,
     steps: Annotated[int, typer.Option(help="How many steps to record, after some to warm up.")] = 20,
     out: Annotated[Path, typer.Option(help="Where the trace of the median step goes.")] = Path("trace.json"),

@@ -13,7 +13,14 @@ from rich.console import Console
 from torchddp.bench.command import check_output
 from torchddp.bench.ranks import RankJob, run_ranks
 from torchddp.bench.variants import ArgumentError
-from torchddp.cli.rank_options import check_loads, check_model, check_transport, check_world_size, rank_console
+from torchddp.cli.rank_options import (
+    MODEL_HELP,
+    check_loads,
+    check_model,
+    check_transport,
+    check_world_size,
+    rank_console,
+)
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
 if TYPE_CHECKING:
@@ -44,7 +51,7 @@ def check_settings(
 ) -> TuneSettings:
     """What can be said before any rank starts."""
     check_loads()
-    from torchddp.bench.cli import check_numbers, parse_caps
+    from torchddp.bench.arguments import check_numbers, parse_caps
     from torchddp.tune.candidates import DEFAULT_CAPS_MB
     from torchddp.tune.sweep import TuneSettings
 
@@ -60,7 +67,7 @@ def check_settings(
 
 def run_tune(settings: TuneSettings, console: Console) -> TuneResult | None:
     """What the ranks found; None on those of torchrun's that are not to speak."""
-    from torchddp.bench.run import Display, progress_bar
+    from torchddp.bench.progress import Display, progress_bar
     from torchddp.bench.subject import choose_backend
     from torchddp.tune.sweep import tune_on_rank
 
@@ -74,7 +81,7 @@ def run_tune(settings: TuneSettings, console: Console) -> TuneResult | None:
 
 def tune(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="A built-in model, or your own by package.module:factory.")] = "mlp",
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "mlp",
     world_size: Annotated[int | None, typer.Option(help="Number of ranks. [default: 2, or torchrun's]")] = None,
     caps: Annotated[str | None, typer.Option(help="Sizes to try, MiB. [default: 0.25,0.5,1,2,5,10,25,50,100]")] = None,
     seconds: Annotated[float, typer.Option(help="Time for the timed rounds; there are five at least.")] = 30.0,

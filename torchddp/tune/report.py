@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.bench.page import PagePlot, PageTable, Section, figure_png
+from torchddp.bench.html_report import page_table
+from torchddp.bench.page import PagePlot, Section, figure_png
 from torchddp.bench.tables import number, plain_table, ranks_text, ratio_text
 
 if TYPE_CHECKING:
@@ -103,22 +104,8 @@ def draw_curve(result: dict[str, Any]) -> Figure:
 
 def page_sections(result: dict[str, Any]) -> list[Section]:
     """The page: the answer, the curve, the table."""
-    rows = [
-        (
-            row["name"],
-            str(row["buckets"]),
-            number(row["step_ms"]["median"]),
-            number(row["step_ms"]["p90"]),
-            number(row["predicted_ms"]),
-            ratio_text(row["ratio_to_default"], without="1").plain,
-            row["argument"],
-        )
-        for row in result["candidates"]
-    ]
-    headings = ("buckets by", "buckets", "step p50, ms", "step p90, ms", "expected, ms", "to the default", "argument")
-    marked = frozenset(index for index, row in enumerate(result["candidates"]) if row["chosen"])
     curve = PagePlot(figure_png(draw_curve(result)), "Step time over bucket size, measured and expected")
     return [
         Section("What to use", [answer(result), *measured_lines(result)]),
-        Section("Step time by bucket size", [curve, PageTable(headings, rows, marked), NOTE]),
+        Section("Step time by bucket size", [curve, page_table(tune_table(result)), NOTE]),
     ]

@@ -1,0 +1,278 @@
+"""step_time, overlap, startup and scaling: their arithmetic, their tables, their refusals and one launch each."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import nn
+
+from tests.unit.benchmark_results import FIELD, MODEL, ROUNDS, constant, document, overlap, scaling, startup, step_time
+from torchddp.bench import cli, report
+from torchddp.bench.arguments import check_ranks, parse_world_sizes
+from torchddp.bench.cases import CASES, MIN_ROUNDS, Case
+from torchddp.bench.overlap.replay import Replay
+from torchddp.bench.overlap.report import hidden_text
+from torchddp.bench.overlap.results import hidden_share
+from torchddp.bench.plot import bars, save_plot
+from torchddp.bench.scaling.plot import lines
+from torchddp.bench.scaling.results import scaling_result
+from torchddp.bench.settings import Settings
+from torchddp.bench.step_time.measure import TrainingRunner
+from torchddp.bench.variants import LOCAL, TORCH_DDP, ArgumentError
+
+
+def by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in rows}
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def test_step_time_compares_whole_steps() -> None:
+    result = step_time()
+    rows = by_name(result["variants"])
+    assert result["best_torch"] == "torch tuned, cap 25" and result["rounds"] == ROUNDS
+    assert rows["torchddp default"]["ratio_to_best_torch"]["median"] == 0.75
+    assert rows["no DDP"]["ratio_to_best_torch"]["median"] == 0.625
+    assert rows["torch tuned, cap 25"]["ratio_to_best_torch"] is None
+
+
+def test_overlap_is_what_is_not_exposed_of_the_communication_alone() -> None:
+    rows = by_name(overlap()["variants"])
+    assert "hidden" not in rows["no DDP"]
+    default = rows["torch default"]  # adds 4 ms to a step, and 5 to a step without computation
+    assert (default["exposed_ms"]["median"], default["comm_ms"]["median"]) == (4.0, 5.0)
+    assert default["hidden"]["median"] == pytest.approx(0.2)
+    assert rows["torch tuned, cap 25"]["hidden"]["median"] == pytest.approx(0.75)
+    assert rows["torchddp default"]["hidden"]["median"] == pytest.approx(0.75)
+
+
+def test_a_share_beyond_its_range_is_kept_but_shown_within() -> None:
+    share = hidden_share(np.array([3.0, 3.0, -1.0]), np.array([2.0, 2.0, 2.0]))
+    assert (share["median"], share["q75"]) == (-0.5, 1.5)
+    assert hidden_text(share) == "0% [0%..100%]"
+    nothing = hidden_share(np.array([1.0, 1.0]), np.array([0.0, -1.0]))
+    assert nothing["median"] is None and nothing["odd_rounds"] == 2
+    assert hidden_text(nothing).startswith("? [")
+
+
+@given(st.lists(st.floats(0.1, 100), min_size=1, max_size=30), st.floats(0, 1))
+def test_a_constant_share_is_found(comm_ms: list[float], share: float) -> None:
+    found = hidden_share(np.array(comm_ms) * (1 - share), np.array(comm_ms))
+    for key in ("median", "q25", "q75", "ci95_low", "ci95_high"):
+        assert found[key] == pytest.approx(share, abs=1e-9)
+    assert found["q25"] <= found["q75"]
+
+
+def test_startup_sums_constructor_and_steps() -> None:
+    result = startup()
+    rows = by_name(result["variants"])
+    assert [rows[name]["total_ms"]["median"] for name in rows] == [10, 60, 60, 20]
+    assert rows["torchddp default"]["constructor_ms"]["median"] == 5
+    assert rows["torchddp default"]["first_step_ms"]["median"] == 10
+    assert rows["torchddp default"]["ratio_to_best_torch"]["median"] == pytest.approx(1 / 3)
+
+
+def test_efficiency_is_of_the_same_class_alone() -> None:
+    result = scaling()
+    assert [size["world_size"] for size in result["sizes"]] == [1, 2, 4]
+    assert [size["oversubscribed"] for size in result["sizes"]] == [False, False, True]
+    ours = [by_name(size["variants"])["torchddp default"] for size in result["sizes"]]
+    assert [row["efficiency"] for row in ours] == pytest.approx([1.0, 10 / 12, 10 / 24])
+    assert ours[2]["ratio_to_best_torch"]["median"] == pytest.approx(24 / 40)
+
+
+# --- what is measured ------------------------------------------------------------------------------------------------
+
+
+def test_a_training_step_updates_no_weight_but_makes_every_gradient() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    before = [p.clone() for p in module.parameters()]
+    runner = TrainingRunner(LOCAL, module, lambda output: output.square().mean())
+    assert runner.step(torch.ones(2, 4)) > 0
+    assert all(gradient.abs().max() > 0 for _, gradient in runner.gradients())
+    assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+
+
+def test_a_replay_hands_out_the_recorded_gradients_each_step() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model(torch.randn(5, 4)).square().mean().backward()
+    recorded = [p.grad for p in model.parameters()]
+    replay = Replay(model, [gradient for gradient in recorded if gradient is not None])
+    for _ in range(2):
+        for parameter in replay.parameters():
+            parameter.grad = None
+        replay().backward()
+        for parameter, gradient in zip(replay.parameters(), recorded, strict=True):
+            assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+            assert parameter.grad.data_ptr() != gradient.data_ptr()  # type: ignore[union-attr]
+    assert [b.shape for b in replay.buffers()] == [b.shape for b in model.buffers()]
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def printed(renderable: Any) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(renderable)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (step_time, ["0.75 [0.75..0.75]", "0.62 [0.62..0.62]", "1 (torch's best)"]),
+        (overlap, ["75% [75%..75%]", "20% [20%..20%]", "compute"]),
+        (startup, ["0.33 [0.33..0.33]", "5.00"]),
+        (scaling, ["4*", "42%", "* more ranks than cores", "10 with 4 ranks"]),
+    ],
+)
+def test_tables_fit_80_columns_and_cut_nothing(make: Any, words: list[str]) -> None:
+    result = make()
+    text = printed(report.render(document(result)))
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    for expected in [*words, f"{result['case']} · MLP: 12 parameters, 25 MB", *(variant.name for variant in FIELD)]:
+        assert expected in text
+    assert f"{result['case']}: " in text  # what was measured
+
+
+def test_ranks_within_the_cores_have_no_footnote() -> None:
+    raws = {n: {**MODEL, "step_ms": constant(10, 20, 15, 12)} for n in (1, 2)}
+    assert "*" not in printed(report.TABLES["scaling"](scaling_result(FIELD, raws, cores=2)))
+
+
+@pytest.mark.parametrize("make", [step_time, overlap, startup, scaling])
+def test_every_case_has_a_picture(make: Any, tmp_path: Path) -> None:
+    save_plot([make(), make()], tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bars_are_of_what_the_case_is_about() -> None:
+    assert [entry[2] for entry in bars(step_time())] == [10, 20, 16, 12]
+    assert [entry[2] for entry in bars(startup())] == [60, 60, 20]
+
+
+def test_lines_follow_a_variant_over_the_ranks() -> None:
+    name, role, steps_ms, efficiencies = lines(scaling())[3]
+    assert (name, role, steps_ms) == ("torchddp default", "ours", [10, 12, 24])
+    assert efficiencies == pytest.approx([1, 10 / 12, 10 / 24])
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def test_world_sizes_are_sorted_without_repeats() -> None:
+    assert parse_world_sizes("4,1,2,4") == (1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("2,4", "wants 1,"),
+        ("1", "and more"),
+        ("1,x", "not '1,x'"),
+        ("0,1", "1 to 64"),
+        ("1,99", "1 to 64"),
+        ("", "not"),
+    ],
+)
+def test_world_sizes_that_mean_nothing_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        parse_world_sizes(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--case", "overlap", "--world-size", "1"], "--world-size 1: the case overlap needs 2 ranks or more"),
+        (["--world-size", "1"], "the case overlap needs 2 ranks or more"),
+        (["--case", "scaling", "--world-sizes", "2,4"], "--world-sizes wants 1, which efficiency is held against"),
+        (["--case", "scaling", "--world-size", "2"], "scaling wants --world-sizes"),
+        (["--case", "memory", "--world-sizes", "1,2"], "--world-sizes is of the case scaling"),
+        (["--html", "/no/such/folder/x.html"], "--html: the folder '/no/such/folder' does not exist."),
+    ],
+)
+def test_ranks_and_files_that_cannot_be_are_one_sentence(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert words in captured.err
+
+
+def test_one_rank_is_enough_for_the_others() -> None:
+    check_ranks([name for name in CASES if name not in ("overlap", "scaling")], 1, ())
+
+
+def settings(**changed: Any) -> Settings:
+    plain: dict[str, Any] = {"cases": (), "models": (), "operations": (), "seconds": None, "world_size": None}
+    plain |= {"world_sizes": (), "caps_mb": None, "ours": TORCH_DDP, "peers": (), "ours_tuned": False}
+    return Settings(**{**plain, "quick": False, "seed": 0, **changed})
+
+
+def test_what_is_not_asked_for_is_left_to_the_case() -> None:
+    step, memory = CASES["step_time"], CASES["memory"]
+
+    def tuned(case: Case, **changed: Any) -> list[str]:
+        names = [variant.name for variant in settings(**changed).variants_of(case)]
+        return [name.removeprefix("torch tuned, cap ") for name in names if "tuned" in name]
+
+    assert tuned(step) == ["1", "5", "25", "100"]
+    assert tuned(step, quick=True) == ["1", "25"]
+    assert tuned(step, caps_mb=(7.0,)) == ["7"]
+    assert tuned(memory, caps_mb=(7.0,)) == ["25"]
+    assert (settings().seconds_of(step), settings(quick=True).seconds_of(step)) == (15.0, 2.0)
+    assert settings(seconds=3.0, quick=True).seconds_of(step) == 3.0
+    assert (settings().scaling_world_sizes(), settings(world_sizes=(1, 3)).scaling_world_sizes()) == ((1, 2, 4), (1, 3))
+    assert settings(quick=True).models_of(step) == ("mlp",)
+    assert settings(models=("conv", "a:b")).models_of(memory) == ("conv", "a:b")
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "times"),
+    [
+        (["--case", "step_time"], ["step_ms"]),
+        (["--case", "step_time", "--world-size", "1"], ["step_ms"]),
+        (["--case", "exposed", "--world-size", "1"], ["step_ms"]),
+        (["--case", "overlap"], ["step_ms", "replay_ms"]),
+        (["--case", "startup"], ["first_step_ms", "second_step_ms", "total_ms"]),
+    ],
+)
+def test_a_case_writes_what_it_measured(
+    arguments: list[str], times: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    brief = ["--model", "conv", "--seconds", "0.1", "--caps", "25", "--quick", "--json", str(path)]
+    assert cli.main([*arguments, *brief]) == 0
+    assert "torchddp default" in capsys.readouterr().out
+    saved = json.loads(path.read_text())
+    (result,) = saved["results"]
+    assert (result["case"], result["model"]) == (arguments[1], "conv")
+    assert result["rounds"] >= MIN_ROUNDS
+    assert [row["role"] for row in result["variants"]] == ["local", "torch", "torch", "ours"]
+    assert all(row[key]["median"] > 0 for row in result["variants"] for key in times)
+    assert saved["machine"]["torch"] and saved["command"].startswith("python -m benchmarks --case")
+
+
+def test_scaling_launches_each_world_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    arguments = ["--world-sizes", "2,1", "--model", "conv", "--seconds", "0.2", "--json", str(path)]
+    assert cli.main([*arguments, "--ours", TORCH_DDP]) == 0
+    assert "scaling · batch-norm conv net" in capsys.readouterr().out
+    (result,) = json.loads(path.read_text())["results"]
+    assert [size["world_size"] for size in result["sizes"]] == [1, 2]
+    assert all(row["efficiency"] == 1 for row in result["sizes"][0]["variants"])
+    assert all(0 < row["efficiency"] < 3 for row in result["sizes"][1]["variants"])

@@ -1,0 +1,152 @@
+"""The models of the benchmark: built-in ones, and the user's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit import benchmark_models
+from torchddp.bench import cli
+from torchddp.bench.cases import CASES, DEFAULT_CASES, MODEL_NAMES
+from torchddp.bench.courses import COURSES
+from torchddp.bench.factory import load_factory
+from torchddp.bench.llama import rotate
+from torchddp.bench.measures import MEASURES
+from torchddp.bench.model_spec import run_forward
+from torchddp.bench.models import MODELS, describe_model, make_batch, make_model
+from torchddp.bench.report import NOTES, TABLES
+from torchddp.bench.variants import TORCH_DDP
+
+OWN = benchmark_models.__name__
+BRIEF = ["--seconds", "0.1", "--caps", "25", "--quick", "--ours", TORCH_DDP]
+
+
+def test_every_case_has_its_course_measure_table_and_note() -> None:
+    for registry in (COURSES, MEASURES, TABLES, NOTES):
+        assert list(registry) == list(CASES)
+    assert set(DEFAULT_CASES) <= CASES.keys()
+
+
+def test_the_names_known_without_torch_are_those_of_the_models() -> None:
+    assert tuple(MODELS) == MODEL_NAMES
+    assert all(set(case.models) | set(case.quick_models) <= MODELS.keys() for case in CASES.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "numel"),
+    [("resnet50", 161, 25_557_032), ("gpt2", 148, 124_439_808), ("llama", 57, 23_173_632)],
+)
+def test_models_are_as_large_as_their_names_say(name: str, tensors: int, numel: int) -> None:
+    found = describe_model(name, make_model(name, 0))
+    assert (found["parameters"], found["gradient_bytes"]) == (tensors, 4 * numel)
+
+
+def test_llama_has_neither_biases_nor_buffers() -> None:
+    model = make_model("llama", 0)
+    assert not any("bias" in name for name, _ in model.named_parameters())
+    assert not list(model.buffers())  # each would be broadcast by every step of a DDP class
+
+
+def test_rotary_attention_sees_distances_not_places() -> None:
+    torch.manual_seed(0)
+    query, key = (torch.randn(8).expand(1, 1, 6, 8) for _ in range(2))
+    scores = rotate(query)[0, 0] @ rotate(key)[0, 0].T
+    for distance in range(-5, 6):
+        along = scores.diagonal(distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(scores[0, 0], scores[0, 1])
+
+
+# --- the user's own --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factory", ["with_tuple", "with_dict", "with_generator"])
+def test_batches_of_any_kind_reach_the_module(factory: str) -> None:
+    name = f"{OWN}:{factory}"
+    spec, model = load_factory(name, 0), make_model(name, 0)
+    loss = spec.loss(run_forward(model, make_batch(name, 0, rank=0, index=0)))
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    model.zero_grad(set_to_none=True)
+    assert spec.batches_differ is (factory == "with_generator")
+    if spec.batches_differ:
+        assert not torch.equal(make_batch(name, 0, rank=0, index=0), make_batch(name, 0, rank=1, index=0))
+
+
+def test_only_what_is_trained_is_counted() -> None:
+    name = f"{OWN}:with_dict"
+    found = describe_model(name, make_model(name, 0))
+    assert found["title"] == name
+    assert (found["parameters"], found["gradient_bytes"]) == (6, 4 * (2 * (8 * 16 + 16) + 16 * 4 + 4))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main([*arguments, *BRIEF])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("no_such_package:x", "--model no_such_package:x: cannot import 'no_such_package'"),
+        (f"{OWN}:missing", "has no function or class named 'missing'"),
+        (f"{OWN}:", "wants the name of a built-in model or package.module:factory"),
+        (":make", "wants the name of a built-in model or package.module:factory"),
+        (f"{OWN}:raising", "the factory raised RuntimeError: no weights here."),
+        (f"{OWN}:returning_rubbish", "the factory returned a int; it must return (module, batch)"),
+        (f"{OWN}:no_batch", "the factory's batch is a int; it must return"),
+        (f"{OWN}:wrong_batch", "a step of the bare model raised RuntimeError: mat1 and mat2"),
+        (f"{OWN}:no_loss", "the loss is no scalar tensor that can be differentiated."),
+        (f"{OWN}:frozen", "no parameter of the module requires a gradient."),
+        (f"{OWN}:unused", "parameter 'idle.weight' got no gradient"),
+    ],
+)
+def test_a_bad_model_is_one_sentence_and_exit_code_2(
+    model: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, "--case", "step_time", "--world-size", "1", "--model", model)
+    assert code == 2 and out.strip() == ""
+    assert err.startswith("error: --model ") and err.count("\n") == 1
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("case", "factory"),
+    [("step_time", "with_tuple"), ("overlap", "with_dict"), ("startup", "with_dict"), ("memory", "with_tuple")],
+)
+def test_cases_run_the_users_own_model(
+    case: str, factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, path = f"{OWN}:{factory}", tmp_path / "result.json"
+    code, out, err = run(capsys, "--case", case, "--model", name, "--json", str(path))
+    assert code == 0, err
+    (result,) = json.loads(path.read_text())["results"]
+    assert (result["case"], result["model"], result["title"], result["parameters"]) == (case, name, name, 6)
+    assert name in out
+
+
+def test_equal_batches_do_not_hide_a_wrapper_that_does_not_average(capsys: pytest.CaptureFixture[str]) -> None:
+    model, peer = f"{OWN}:with_tuple", f"{OWN}.NotAveraging"
+    code, _, err = run(capsys, "--case", "step_time", "--model", model, "--vs", peer)
+    assert code == 1
+    assert "WrongGradientsError" in err and "NotAveraging' on model" in err
+
+
+def test_a_factory_with_a_seed_gives_all_ranks_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> tuple[Any, ...]:
+        return nn.Linear(4, 4), torch.zeros(1, 4)
+
+    monkeypatch.setattr(benchmark_models, "seeded", make, raising=False)
+    load_factory.cache_clear()
+    first = make_model(f"{OWN}:seeded", 3)
+    load_factory.cache_clear()
+    torch.manual_seed(99)
+    again, other = make_model(f"{OWN}:seeded", 3), make_model(f"{OWN}:seeded", 4)
+    assert torch.equal(first.weight, again.weight)  # type: ignore[arg-type]
+    assert not torch.equal(first.weight, other.weight)  # type: ignore[arg-type]

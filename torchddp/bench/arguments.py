@@ -1,0 +1,92 @@
+"""What the options of the benchmark may be. A user's mistake is an `ArgumentError`. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchddp.bench.cases import CASES, DEFAULT_CASES, MODEL_NAMES
+from torchddp.bench.collective.operations import OPERATIONS
+from torchddp.bench.variants import ArgumentError
+
+ALL = "all"
+MAX_WORLD_SIZE = 64
+
+
+def parse_caps(text: str) -> tuple[float, ...]:
+    """'1,5,25' -> (1.0, 5.0, 25.0)."""
+    try:
+        caps = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ArgumentError(f"--caps wants numbers of MiB with commas, like 1,5,25,100, not '{text}'.") from None
+    if not all(0 < cap < float("inf") for cap in caps):
+        raise ArgumentError(f"--caps wants positive numbers of MiB, not '{text}'.")
+    return tuple(dict.fromkeys(caps))
+
+
+def parse_world_sizes(text: str) -> tuple[int, ...]:
+    """'1,4,2' -> (1, 2, 4); 1 must be among them, for efficiency is held against it."""
+    try:
+        sizes = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise ArgumentError(f"--world-sizes wants numbers of ranks with commas, like 1,2,4, not '{text}'.") from None
+    if not 1 <= sizes[0] <= sizes[-1] <= MAX_WORLD_SIZE:
+        raise ArgumentError(f"--world-sizes wants 1 to {MAX_WORLD_SIZE} ranks, not '{text}'.")
+    if sizes[0] != 1 or len(sizes) < 2:
+        raise ArgumentError(f"--world-sizes wants 1, which efficiency is held against, and more, not '{text}'.")
+    return tuple(sizes)
+
+
+def check_names(cases: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
+    """The cases to run; an unknown case or model, or models for cases without any, is an `ArgumentError`."""
+    for case in cases:
+        if case not in CASES and case != ALL:
+            raise ArgumentError(f"There is no case '{case}'; choose from {', '.join(CASES)}, {ALL}.")
+    chosen = tuple(CASES) if ALL in cases else tuple(dict.fromkeys(cases)) or DEFAULT_CASES
+    with_models = tuple(case for case in chosen if CASES[case].models)
+    if models and not with_models:
+        raise ArgumentError(f"--model: the case {', '.join(chosen)} has no models.")
+    for model in models:
+        if model not in MODEL_NAMES and ":" not in model:
+            raise ArgumentError(
+                f"No model '{model}'; choose from {', '.join(MODEL_NAMES)}, or name your own: package.module:factory."
+            )
+    # With --model, only the cases that have models.
+    return with_models if models else chosen
+
+
+def check_operations(
+    cases: Sequence[str], models: Sequence[str], operations: Sequence[str]
+) -> tuple[Sequence[str], tuple[str, ...]]:
+    """The cases asked for and the collectives to time; with --op alone, that case alone."""
+    for operation in operations:
+        if operation not in OPERATIONS:
+            raise ArgumentError(f"There is no collective '{operation}'; choose from {', '.join(OPERATIONS)}.")
+    if operations and not cases and not models:
+        cases = ("collective",)
+    if operations and not {"collective", ALL} & set(cases):
+        raise ArgumentError("--op is of the case collective, which was not asked for.")
+    return cases, tuple(dict.fromkeys(operations)) or ("all_reduce",)
+
+
+def check_ranks(cases: Sequence[str], world_size: int | None, world_sizes: Sequence[int]) -> None:
+    """Whether each of the cases means something with so many ranks."""
+    if world_sizes and "scaling" not in cases:
+        raise ArgumentError("--world-sizes is of the case scaling, which was not asked for.")
+    if world_size is None:
+        return
+    if tuple(cases) == ("scaling",):
+        raise ArgumentError("--world-size is of the other cases: scaling wants --world-sizes, like 1,2,4.")
+    for case in cases:
+        if world_size < CASES[case].min_world_size:
+            raise ArgumentError(
+                f"--world-size {world_size}: the case {case} needs {CASES[case].min_world_size} ranks or more, for "
+                "alone there is nothing to communicate; name other cases with --case."
+            )
+
+
+def check_numbers(seconds: float | None, world_size: int | None) -> None:
+    """Ranges that no run can do without."""
+    if seconds is not None and not 0 < seconds <= 3600:
+        raise ArgumentError(f"--seconds wants a number above 0 and up to 3600, not {seconds:g}.")
+    if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise ArgumentError(f"--world-size wants 1 to {MAX_WORLD_SIZE} ranks, not {world_size}.")

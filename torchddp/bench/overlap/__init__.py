@@ -1,0 +1,1 @@
+"""The case `overlap`: how much of the communication hides behind the computation."""

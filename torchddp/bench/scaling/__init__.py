@@ -1,0 +1,1 @@
+"""The case `scaling`: training steps over the number of ranks."""

@@ -1,0 +1,1 @@
+"""The case `startup`: the constructor and the first two steps."""

@@ -1,0 +1,1 @@
+"""The case `step_time`: whole training steps."""
