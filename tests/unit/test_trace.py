@@ -32,7 +32,7 @@ def trace(*arguments: str) -> int:
         (["--transport", "pigeon"], "--transport: transport must be 'auto', 'c10d', 'shm' or 'nccl', got 'pigeon'"),
         (["--out", "/nowhere/trace.json"], "--out: the folder '/nowhere' does not exist"),
         (["--plot", "/"], "--plot wants a file, and '/' is a folder"),
-        (["--steps", "many"], "see torchddp --help"),
+        (["--steps", "many"], "see torchddp trace --help"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
