@@ -11,6 +11,7 @@ import torch
 from torchddp import _C
 from torchddp.planner.agreement import of_rank_0
 from torchddp.planner.cost_fit import fit_line, misfit
+from torchddp.planner.host_cost import measure_host_cost
 from torchddp.planner.step_profile import LinearCost
 
 _FIRST_BYTES, _GROWTH, _LAST_BYTES = 4096, 4, 16 * 1024 * 1024
@@ -48,7 +49,7 @@ def measure_cost(
     """Collective: time all-reduces of growing size and fit a line. Equal on all ranks: rank 0's clocks.
 
     ``timeout``: zero for the transport's own. Allocates up to 16 MiB of the transport's memory meanwhile (1 MiB of
-    shared memory). Takes about 0.6 s, longer only where a message of 64 KiB takes longer than a tenth of that.
+    shared memory). Takes about 0.7 s, longer only where a message of 64 KiB takes longer than a tenth of that.
 
     Raises:
         TransportError: a peer is gone.
@@ -58,13 +59,11 @@ def measure_cost(
     channel = _Channel(transport, device, timeout)
     last_bytes = _LAST_BYTES if transport.reaches_any_memory else _LAST_SHARED_BYTES
     wall: list[tuple[float, float]] = []
-    cpu: list[tuple[float, float]] = []
     start_s = time.monotonic()
     nbytes = _FIRST_BYTES
     while True:
-        wall_s, cpu_s = _time_message(channel, nbytes)
+        wall_s = _time_message(channel, nbytes)
         wall.append((float(nbytes), wall_s))
-        cpu.append((float(nbytes), cpu_s))
         nbytes *= _GROWTH
         # Warm-up, the call that is timed first, and at least one more.
         next_s = 3 * _GROWTH * wall_s
@@ -72,7 +71,8 @@ def measure_cost(
         if channel.of_rank_0(float(late or nbytes > last_bytes))[0]:
             break
     alpha_s, beta_s = fit_line(wall)
-    host_alpha_s, host_beta_s = fit_line(cpu)
+    at_rank_0 = transport.rank == 0 and device.type == "cpu"  # it alone, so that nobody takes the core meanwhile
+    host_alpha_s, host_beta_s = measure_host_cost() if at_rank_0 else (0.0, 0.0)
     return LinearCost(
         *channel.of_rank_0(
             alpha_s, beta_s, host_beta_s, host_alpha_s, _measure_copy(device), misfit(wall, alpha_s, beta_s)
@@ -80,16 +80,13 @@ def measure_cost(
     )
 
 
-def _time_message(channel: _Channel, nbytes: int) -> tuple[float, float]:
-    """Median wall time and mean CPU time of this process of one all-reduce, in seconds."""
+def _time_message(channel: _Channel, nbytes: int) -> float:
+    """Median seconds of one all-reduce."""
     message = channel.allocate(nbytes)
     channel.all_reduce(message)
     affordable = _BUDGET_S / _MAX_SIZES / max(_timed(channel, message), 1e-9)
     repeats = int(channel.of_rank_0(min(_MAX_REPEATS, max(1, affordable)))[0])
-    cpu_before_s = time.process_time()
-    times_s = [_timed(channel, message) for _ in range(repeats)]
-    cpu_s = (time.process_time() - cpu_before_s) / repeats
-    return statistics.median(times_s), max(cpu_s, 1e-9)
+    return statistics.median(_timed(channel, message) for _ in range(repeats))
 
 
 def _timed(channel: _Channel, message: torch.Tensor) -> float:

@@ -41,7 +41,7 @@ class LinearCost:
 
     alpha_s: float
     beta_s_per_byte: float
-    # CPU time of this process per byte, on the busiest rank: what is left of beta however fast the link is.
+    # CPU time of a rank per byte and per message that TCP carries: what is left of beta however fast the link is.
     host_s_per_byte: float = 0.0
     host_s_per_message: float = 0.0
     # Of a bucket with several gradients, which must be copied into it.

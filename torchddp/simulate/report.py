@@ -113,7 +113,7 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
     found = [text for text in (check_text(profile),) if text is not None]
     if profile.world_size == 1:
         found.append("Recorded with one rank: what the transport's software costs is not known and counts as nothing.")
-    elif software_of(profile) == NO_SOFTWARE:
+    elif software_of(profile, as_recorded=False) == NO_SOFTWARE:
         found.append("The transport's own work is not in the profile: links faster than its own look too good.")
     hosts = f"{ranks_text(scene.ranks_per_host)} a host"
     inner = f", over {scene.inner.name} inside it" if scene.ranks_per_host > 1 else ""
