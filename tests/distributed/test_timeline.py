@@ -54,6 +54,24 @@ def test_the_ring_keeps_the_last_events_and_counts_the_others():
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_torchs_profiler_shows_buckets_by_name(transport):
+    def work(rank):
+        ddp = DistributedDataParallel(_layers(), bucket_cap_mb=0.001, transport=transport)
+        for _ in range(2):
+            ddp(torch.randn(2, 16)).sum().backward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+            ddp(torch.randn(2, 16)).sum().backward()
+        names = [event.name for event in recorded.events()]
+        for index, bucket in enumerate(ddp.reducer.plan.buckets):
+            first = ddp._specs[bucket.params[0]].name
+            for what in ("launch", "wait"):
+                start = f"torchddp.{what} bucket {index} ({bucket.nbytes} bytes: '{first}'"
+                assert sum(name.startswith(start) for name in names) == 1, (start, names)
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
 def test_logging_times_add_up(transport):
     def work(rank):
         ddp = DistributedDataParallel(_layers(), transport=transport)

@@ -56,6 +56,47 @@ def test_a_factory_that_fails_is_one_sentence(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "t.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "--plan: there is no file"),
+        ("{", "can't be read"),
+        ("{}", "does not fit: its kind is None"),
+        (json.dumps({"kind": "torchddp bucket plan", "format": 99}), "its format is 99, here it is 1"),
+        (
+            json.dumps({"kind": "torchddp bucket plan", "format": 1, "fingerprint": "0"}),
+            "its fingerprint is '0', here it is",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_one_sentence(
+    text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text)
+    assert trace("--plan", str(path), "--out", str(tmp_path / "t.json")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --plan: ") and words in line
+
+
+def test_a_kept_plan_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from torchddp.bench.models import make_model
+    from torchddp.planner.plan_cache import fingerprint, save_plan
+    from torchddp.wrapped_model import param_specs
+
+    named = list(make_model("mlp", 0).named_parameters())
+    specs = param_specs([p for _, p in named], [name for name, _ in named], [False] * len(named))
+    model = fingerprint(specs, "cpu")
+    path = tmp_path / "plan.json"
+    buckets = (tuple(reversed(range(6, len(named)))), tuple(reversed(range(6))))
+    save_plan(path, buckets, model, 2, "c10d", None)
+    report = tmp_path / "report.json"
+    files = ["--out", str(tmp_path / "t.json"), "--json", str(report)]
+    assert trace("--plan", str(path), "--transport", "c10d", "--steps", "3", *files) == 0, capsys.readouterr().err
+    assert len(json.loads(report.read_text())["results"][0]["buckets"]) == 2
+
+
 def test_a_run_writes_all_it_was_asked_for(tmp_path: Path) -> None:
     names = {"--out": "trace.json", "--json": "report.json", "--html": "page.html", "--plot": "step.png"}
     paths = {option: tmp_path / name for option, name in names.items()}

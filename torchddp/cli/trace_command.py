@@ -46,7 +46,7 @@ Examples:
 
 
 def check_settings(
-    model: str, world_size: int | None, steps: int, bucket_cap_mb: float | None, transport: str
+    model: str, world_size: int | None, steps: int, bucket_cap_mb: float | None, plan: Path | None, transport: str
 ) -> TraceSettings:
     """What can be said before any rank starts."""
     check_loads()
@@ -57,8 +57,11 @@ def check_settings(
         raise ArgumentError(f"--steps wants 1 to 10000, not {steps}.")
     if bucket_cap_mb is not None and not 0 < bucket_cap_mb < float("inf"):
         raise ArgumentError(f"--bucket-cap-mb wants a positive number of MiB, not {bucket_cap_mb:g}.")
+    if plan is not None and bucket_cap_mb is not None:
+        raise ArgumentError("--plan has the buckets: leave --bucket-cap-mb out.")
     check_transport(transport)
-    return TraceSettings(model, check_world_size(world_size, "to trace"), steps, bucket_cap_mb, transport)
+    path = None if plan is None else str(plan)
+    return TraceSettings(model, check_world_size(world_size, "to trace"), steps, bucket_cap_mb, path, transport)
 
 
 def run_trace(settings: TraceSettings, console: Console) -> Traced | None:
@@ -87,11 +90,12 @@ def trace(
     html: Annotated[Path | None, typer.Option(help="Write report and picture as one page to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the picture, a PNG, to this file.")] = None,
     bucket_cap_mb: Annotated[float | None, typer.Option(help="As of the constructor. [default: its own]")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Buckets that `torchddp tune` kept, by their file.")] = None,
     transport: Annotated[str, typer.Option(help="As of the constructor: auto, c10d, shm or nccl.")] = "auto",
 ) -> None:
     for path, option in ((out, "--out"), (json_path, "--json"), (html, "--html"), (plot, "--plot")):
         check_output(path, option, folder=False)
-    settings = check_settings(model, world_size, steps, bucket_cap_mb, transport)
+    settings = check_settings(model, world_size, steps, bucket_cap_mb, plan, transport)
     console = rank_console()
     traced = run_trace(settings, console)
     if traced is not None:

@@ -66,7 +66,7 @@ def record_profile(
         order=times.order,
         forward_s=times.forward_s,
         backward_s=times.backward_s,
-        cost=measure_cost(transport, device),
+        cost=measure_cost(transport, device, host_too=True),
         buckets=buckets_of(reducer.plan),
         step_s=max(seconds for seconds, _ in gathered),
         torchddp_version=_C.version,
