@@ -29,8 +29,7 @@ from torchddp import _C, bucket_sizes, buffer_sync, model_check, transports, wra
 from torchddp.comm_hook_check import check_hook_signature, checked
 from torchddp.ddp_logger import DDPLogger
 from torchddp.errors import TransportError
-from torchddp.planner import plan_cache
-from torchddp.planner.agreement import of_rank_0
+from torchddp.planner import model_plan
 from torchddp.planner.auto_plan import AutoPlan
 
 __all__ = ["DistributedDataParallel"]
@@ -203,7 +202,7 @@ class DistributedDataParallel(TorchDDP):
         self._reduced_ids = {id(p) for p in parameters}
         self._auto_plan: AutoPlan | None = None
         if self._plans_itself:
-            self._start_planning(look_for_kept=together)
+            model_plan.start(self, look_for_kept=together)
         self._adopt_group(buffer_broadcast if self.reducer.transport is transport else None)
         self._has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
         self.logger = DDPLogger(self.reducer, self.process_group)
@@ -273,44 +272,15 @@ class DistributedDataParallel(TorchDDP):
 
     # --- bucket plans ---
 
-    def _start_planning(self, *, look_for_kept: bool) -> None:
-        """Plan in the steps to come, if there is a group to plan for; collective with ``look_for_kept``.
-
-        ``look_for_kept``: take the plan kept for this model and group, where rank 0 finds one.
-        """
-        self._auto_plan = None
-        transport, device, timeout = self.reducer.transport, self._module_parameters[0].device, self._wait_limit()
-        if transport.size == 1:
-            return
-        if look_for_kept:
-            kept = plan_cache.kept_plan(self._specs, device.type, transport) if transport.rank == 0 else None
-            (is_kept,) = of_rank_0(transport, device, timeout, kept is not None)
-            if is_kept:
-                self.reducer._adopt_plan(kept)
-                return
-        self._auto_plan = AutoPlan(self.reducer, self._specs, device, timeout)
-
-    def _plan_a_step(self, planning: AutoPlan) -> None:
-        if self._join_config.enable:
-            # Ranks without inputs take no part, and the others can't know how many steps those have finished.
-            logger.warning("bucket_cap_mb='auto': buckets stay as they are, for the model is used under join().")
-            planning.stop()
-            self._auto_plan = None
-        elif planning.before_step():
-            self._auto_plan = None
-
     def replan(self) -> None:
         """Measure the next eight synchronised steps and plan the buckets anew, whatever they were made by.
 
         Not collective, but every rank must call it before the same step; the planning itself is. Use it when the
-        model's speed or the network has changed. A model under ``join()`` keeps its buckets.
-
-        Raises:
-            RuntimeError: in the step that would switch, if a CUDA graph was captured.
+        model's speed or the network has changed. Between now and then no rank may run a forward that the others do
+        not, unless without gradients. A model under ``join()`` or with a communication hook keeps its buckets, and so
+        does one of which a step was captured in a CUDA graph.
         """
-        if self._auto_plan is not None:
-            self._auto_plan.stop()
-        self._start_planning(look_for_kept=False)
+        model_plan.start(self, look_for_kept=False)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -386,7 +356,7 @@ class DistributedDataParallel(TorchDDP):
                 self._has_rebuilt_buckets = True
                 logger.info("Reducer buckets have been rebuilt in this iteration.")
             if self._auto_plan is not None and self.require_backward_grad_sync:
-                self._plan_a_step(self._auto_plan)
+                model_plan.before_step(self, self._auto_plan)
         except RuntimeError as error:
             changed = wrapped_model.describe_changes(self, self._reduced_ids)
             if not changed:
@@ -481,7 +451,7 @@ class DistributedDataParallel(TorchDDP):
             float64 tensor ``[buckets, 2]`` on the model's device: the sum of squares of each bucket, and how many of
             its values are infinite or NaN. Equal on all ranks. ``stats[:, 0].sum().sqrt()`` is the total 2-norm for
             clipping, ``stats[:, 1].sum()`` what a loss scaler looks for; neither waits for the device. Sparse gradients
-            count as zero. The next backward writes to the same tensor.
+            count as zero. The next backward writes to the same tensor, unless buckets change before it.
 
         Raises:
             RuntimeError: the module was not made with ``gradient_stats=True``.
@@ -530,6 +500,7 @@ class DistributedDataParallel(TorchDDP):
         """Go on over another process group. Collective among its ranks."""
         # As torch's own does, whose reducer would not know the new transport.
         self._has_rebuilt_buckets = False
+        model_plan.end(self)
         self.reducer._reset_state()
         if not _rank_not_in_group(new_process_group):
             self.process_group = new_process_group
@@ -538,7 +509,7 @@ class DistributedDataParallel(TorchDDP):
             transport = transports.open_transport(choice, new_process_group, device=devices[0], timeout=self._timeout)
             self.reducer._update_process_group(new_process_group, transport)
             if self._plans_itself:
-                self._start_planning(look_for_kept=False)
+                model_plan.start(self, look_for_kept=False)
         self._adopt_group()
         self.logger.rebind(self.process_group)
         if self.static_graph:

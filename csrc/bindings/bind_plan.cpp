@@ -67,9 +67,8 @@ void bind_plan(py::module_& m) {
         return make_merged_plan(params, order, ready_s, {alpha_s, beta_s_per_byte, pack_s_per_byte}, alignment_bytes,
                                 slack_s);
       },
-      py::arg("params"), py::arg("order"), py::arg("ready_s"), py::arg("alpha_s"),
-      py::arg("beta_s_per_byte"), py::arg("pack_s_per_byte") = 0.0, py::arg("alignment_bytes") = 1,
-      py::arg("slack_s") = 0.0, NoGil(),
+      py::arg("params"), py::arg("order"), py::arg("ready_s"), py::arg("alpha_s"), py::arg("beta_s_per_byte"),
+      py::arg("pack_s_per_byte") = 0.0, py::arg("alignment_bytes") = 1, py::arg("slack_s") = 0.0, NoGil(),
       "The plan whose last bucket is reduced the earliest among those that cut `order` into runs (MG-WFBP, Shi et al. "
       "2019). A message of n bytes takes alpha_s + n * beta_s_per_byte. ValueError for bad input.");
   m.def(
@@ -78,8 +77,8 @@ void bind_plan(py::module_& m) {
          double alpha_s, double beta_s_per_byte, double pack_s_per_byte) {
         return predict_finish_s(plan, params, ready_s, {alpha_s, beta_s_per_byte, pack_s_per_byte});
       },
-      py::arg("plan"), py::arg("params"), py::arg("ready_s"), py::arg("alpha_s"),
-      py::arg("beta_s_per_byte"), py::arg("pack_s_per_byte") = 0.0,
+      py::arg("plan"), py::arg("params"), py::arg("ready_s"), py::arg("alpha_s"), py::arg("beta_s_per_byte"),
+      py::arg("pack_s_per_byte") = 0.0,
       "Seconds from the begin of backward until the last bucket of `plan` is reduced.");
   m.def("reverse_registration_order", &reverse_registration_order, py::arg("num_params"));
   m.def(

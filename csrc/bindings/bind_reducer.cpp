@@ -134,7 +134,7 @@ void bind_modes(PyReducer& c) {
 }
 
 void bind_reports(PyReducer& c) {
-  c.def("get_backward_stats", &Reducer::backward_stats,
+  c.def("get_backward_stats", &Reducer::backward_stats, NoGil(),
         "Nanoseconds from the start of backward until each gradient was ready, by parameter index; zeros unless they "
         "are recorded or the timeline is on.")
       .def("_get_local_used_map", &Reducer::local_used_map, NoGil())
@@ -145,6 +145,8 @@ void bind_reports(PyReducer& c) {
       .def("_unused_bytes", &Reducer::unused_bytes)
       .def("_stats", &stats_dict, "Times of the last step in ns, and averages, under torch's names.")
       .def("_record_ready_times", &Reducer::record_ready_times, py::arg("record"))
+      .def("_forward_ns", &Reducer::forward_ns, NoGil())
+      .def_property_readonly("_in_graph", &Reducer::is_in_graph)
       .def("_set_overlap", &Reducer::set_overlap, py::arg("overlap"))
       .def("_enable_timeline", &Reducer::enable_timeline, py::arg("capacity"))
       .def("_disable_timeline", [](Reducer& self) { self.timeline().disable(); })

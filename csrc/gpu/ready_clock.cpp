@@ -7,7 +7,10 @@
 namespace torchddp::gpu {
 
 ReadyClock::ReadyClock(std::shared_ptr<Device> device, size_t count)
-    : device_(std::move(device)), begin_(device_->make_timing_event()), is_marked_(count, 0) {
+    : device_(std::move(device)),
+      forward_(device_->make_timing_event()),
+      begin_(device_->make_timing_event()),
+      is_marked_(count, 0) {
   marks_.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     marks_.push_back(device_->make_timing_event());
@@ -15,13 +18,28 @@ ReadyClock::ReadyClock(std::shared_ptr<Device> device, size_t count)
 }
 
 ReadyClock::~ReadyClock() {
+  device_->destroy_event(forward_);
   device_->destroy_event(begin_);
   for (auto* const mark : marks_) {
     device_->destroy_event(mark);
   }
 }
 
-void ReadyClock::begin() {
+void ReadyClock::begin_forward() {
+  auto* const stream = device_->current_stream();
+  measures_ = false;
+  has_forward_ = !device_->capturing(stream);
+  if (has_forward_) {
+    device_->record(forward_, stream);
+  }
+}
+
+int64_t ReadyClock::forward_ns() {
+  device_->synchronize();
+  return has_forward_ && measures_ ? std::llround(1e6 * device_->elapsed_ms(forward_, begin_)) : 0;
+}
+
+void ReadyClock::begin_backward() {
   std::fill(is_marked_.begin(), is_marked_.end(), 0);
   auto* const stream = device_->current_stream();
   measures_ = !device_->capturing(stream);

@@ -10,8 +10,8 @@
 
 namespace torchddp::gpu {
 
-// One event for the begin and one a gradient, recorded on the current stream of the calling thread. begin() comes first; mark()
-// may be called from several threads, each with indices of its own. What a graph captures is not measured: its events mean
+// One event for the begin of forward, one for that of backward and one a gradient, recorded on the current stream of the calling
+// thread. mark() follows begin_backward() and may be called from several threads, each with indices of its own. What a graph captures is not measured: its events mean
 // nothing until it is replayed, and then nobody asks.
 class ReadyClock {
  public:
@@ -20,16 +20,21 @@ class ReadyClock {
   ReadyClock(const ReadyClock&) = delete;
   ReadyClock& operator=(const ReadyClock&) = delete;
 
-  void begin();
+  void begin_forward();
+  void begin_backward();
   void mark(size_t index);
-  // By index, ns since the last begin(); 0 where nothing was marked since. Blocks until the device is idle.
+  // By index, ns since backward began; 0 where nothing was marked. Blocks until the device is idle.
   std::vector<int64_t> read_ns();
+  // From one begin to the other; 0 if one of them is missing. Blocks likewise.
+  int64_t forward_ns();
 
  private:
   const std::shared_ptr<Device> device_;
+  Event forward_ = nullptr;
   Event begin_ = nullptr;
   std::vector<Event> marks_;
   std::vector<char> is_marked_;
+  bool has_forward_ = false;
   bool measures_ = false;
 };
 

@@ -49,6 +49,10 @@ void Reducer::begin_forward() {
   ++stats_.steps;
   stats_.current = StepTimes{};
   stats_.current.forward_begin_ns = wall_clock_ns();
+  note_capture();
+  if (ready_clock_ != nullptr) {
+    ready_clock_->begin_forward();
+  }
   timeline_.record(EventKind::kForwardBegin, stats_.steps);
 }
 
@@ -137,7 +141,7 @@ void Reducer::begin_backward() {
   backward_begin_steady_ns_ = timeline::now_ns();
   timeline_.record_at(EventKind::kBackwardBegin, stats_.steps, backward_begin_steady_ns_);
   if (ready_clock_ != nullptr) {
-    ready_clock_->begin();
+    ready_clock_->begin_backward();
   }
   rpc_context_ = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
   scale_ = gradient_scale();

@@ -71,6 +71,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   bool adopt_plan(const std::optional<plan::BucketPlan>& wanted);
   void push_rebuilt_params_for_all_indices();
   const plan::BucketPlan& plan() const { return plan_; }
+  // Whether a captured CUDA graph holds the buckets, which therefore stay for good.
+  bool is_in_graph() const { return is_in_graph_; }
   bool has_rebuilt_buckets() const { return has_rebuilt_; }
   std::vector<c10d::GradBucket> zero_grad_buckets();
 
@@ -80,6 +82,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void set_overlap(bool overlap) { overlap_ = overlap; }
   // Keep ready times, as the timeline does, without its events; on a CUDA device by the device's clock.
   void record_ready_times(bool record);
+  // Of the last recorded step, from the begin of forward to the first gradient; by the device's clock where ready times are.
+  int64_t forward_ns() const;
 
   // --- set-up and special modes, as torch's DDP calls them ---
   void set_static_graph();
@@ -146,6 +150,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void follow_packing(const bucket::Bucket& bucket);
   void pack_whole_bucket(bucket::Bucket& bucket);
   bool is_captured();
+  void note_capture() { is_in_graph_ = is_in_graph_ || is_captured(); }
   void scale_slot(const Place& place);
   static void warn_create_graph();
   void check_grad(int64_t param, const at::Tensor& grad) const;

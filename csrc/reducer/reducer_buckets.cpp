@@ -59,19 +59,19 @@ bool Reducer::rebuild_buckets() {
   if (incomplete_.load(std::memory_order_acquire)) {
     raise_unfinished();
   }
-  is_in_graph_ = is_in_graph_ || is_captured();
+  note_capture();
   if (!should_rebuild() || measured_order_.empty()) {
     return false;
   }
   switch_to(plan::make_bucket_plan(specs_, measured_order_, config_.limits));
-  return true;
+  return true;  // also if the order makes the same buckets
 }
 
 bool Reducer::adopt_plan(const std::optional<plan::BucketPlan>& wanted) {
   if (incomplete_.load(std::memory_order_acquire)) {
     raise_unfinished();
   }
-  is_in_graph_ = is_in_graph_ || is_captured();
+  note_capture();
   TDDP_CHECK(!is_in_graph_, "buckets on rank ", transport_->rank(),
              " can't change: a captured CUDA graph holds their addresses. Plan before the capture.");
   if (wanted) {

@@ -158,6 +158,10 @@ std::vector<int64_t> Reducer::grad_ready_order() const {
   return {ready_order_.begin(), ready_order_.begin() + num_ready_.load(std::memory_order_relaxed)};
 }
 
+int64_t Reducer::forward_ns() const {
+  return ready_clock_ != nullptr ? ready_clock_->forward_ns() : stats_.last.forward_ns();
+}
+
 std::vector<int64_t> Reducer::backward_stats() const {
   if (ready_clock_ != nullptr) {
     return ready_clock_->read_ns();

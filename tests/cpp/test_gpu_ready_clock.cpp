@@ -14,15 +14,20 @@ TEST(gpu_ready_times_are_differences_of_events) {
   Diary diary;
   auto device = std::make_shared<RecordingDevice>(diary);
   ReadyClock clock(device, 3);
-  clock.begin();
+  clock.begin_forward();
+  clock.begin_backward();
   clock.mark(2);
   device->current = 4;  // a gradient of another stream
   clock.mark(0);
-  CHECK(diary.take() == (Lines{"record e1 s1", "record e4 s1", "record e2 s4"}));
+  CHECK(diary.take() == (Lines{"record e1 s1", "record e2 s1", "record e5 s1", "record e3 s4"}));
   // The recorder says that event n was over n ms after event 0.
   CHECK(clock.read_ns() == (std::vector<int64_t>{1'000'000, 0, 3'000'000}));
   CHECK(diary.take() == (Lines{"synchronize"}));
-  clock.begin();
+  CHECK_EQ(clock.forward_ns(), 1'000'000);
+  CHECK(diary.take() == (Lines{"synchronize"}));
+  clock.begin_forward();
+  CHECK_EQ(clock.forward_ns(), 0);  // backward has not begun
+  clock.begin_backward();
   clock.mark(1);
   CHECK(clock.read_ns() == (std::vector<int64_t>{0, 2'000'000, 0}));  // nothing is left of the step before
 }
@@ -32,10 +37,12 @@ TEST(gpu_ready_times_of_a_captured_step_are_not_taken) {
   auto device = std::make_shared<RecordingDevice>(diary);
   ReadyClock clock(device, 1);
   device->captures = true;
-  clock.begin();
+  clock.begin_forward();
+  clock.begin_backward();
   clock.mark(0);
   CHECK(diary.take().empty());
   CHECK(clock.read_ns() == std::vector<int64_t>{0});
+  CHECK_EQ(clock.forward_ns(), 0);
 }
 
 TEST(gpu_ready_clock_gives_its_events_back) {
@@ -43,7 +50,7 @@ TEST(gpu_ready_clock_gives_its_events_back) {
   auto device = std::make_shared<RecordingDevice>(diary);
   {
     const ReadyClock clock(device, 5);
-    CHECK_EQ(device->alive.load(), 6);
+    CHECK_EQ(device->alive.load(), 7);
   }
   CHECK_EQ(device->alive.load(), 0);
 }

@@ -3,7 +3,6 @@
 import copy
 import json
 import logging
-import os
 import pickle
 import time
 
@@ -14,9 +13,10 @@ from torch import nn
 
 from tests.harness import run_ranks
 from torchddp import _C, DistributedDataParallel
-from torchddp.planner import auto_plan, plan_cache
+from torchddp.planner import auto_plan, calibrate, plan_cache
 from torchddp.planner.auto_plan import RECORDED_STEPS, WARMUP_STEPS
 from torchddp.planner.calibrate import measure_cost
+from torchddp.planner.model_plan import plan_key
 from torchddp.planner.plan import buckets_of
 from torchddp.planner.step_profile import LinearCost
 
@@ -155,11 +155,12 @@ def test_with_options_and_accumulation(monkeypatch, options):
 def test_a_kept_plan_is_taken_at_once(caplog):
     def work(rank):
         probe = DistributedDataParallel(layers())
-        model = plan_cache.fingerprint(probe._specs, "cpu")
-        path = plan_cache.plan_path(model, 2, probe.reducer.transport.name)
+        key = plan_key(probe)
+        assert (key.world_size, key.ranks_per_host, key.transport, key.backend) == (2, 2, "shm", "gloo")
+        path = key.path
         wanted = ((7, 6, 5), (4, 3, 2, 1, 0))
         if rank == 0:
-            plan_cache.save_plan(path, wanted, model, 2, probe.reducer.transport.name, None)
+            plan_cache.save_plan(path, wanted, key, None)
         dist.barrier()
         ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
         assert ddp._auto_plan is None and buckets_of(ddp.reducer.plan) == wanted
@@ -246,7 +247,80 @@ def test_join_ends_planning(monkeypatch, steps_before):
             step(ddp, rank, index)
         assert len(ddp.reducer.plan) == 8 and ddp._auto_plan is None
         kinds = [event.kind for event in ddp.reducer._timeline()]
-        assert "launched" in kinds[: kinds.index("backward_end") - 10]  # they overlap again
+        kinds = kinds[: kinds.index("backward_end")]
+        assert kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")  # they overlap
+
+    run_ranks(work, 2)
+
+
+def hook(state, bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0] / dist.get_world_size())
+
+
+def test_a_hook_keeps_its_buckets(monkeypatch):
+    fixed_cost(monkeypatch)
+
+    def work(rank):
+        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+        small_buckets(ddp)
+        ddp.register_comm_hook(None, hook)
+        with _Records() as records:
+            for index in range(PLANNING_STEPS + 1):
+                step(ddp, rank, index)
+        assert len(ddp.reducer.plan) == 8 and ddp._auto_plan is None
+        assert sum("communication hook" in record for record in records) == 1
+
+    run_ranks(work, 2)
+
+
+def test_planning_that_fails_is_over(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(auto_plan, "measure_cost", fail)
+
+    def work(rank):
+        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+        for index in range(PLANNING_STEPS):
+            step(ddp, rank, index)
+        with pytest.raises(RuntimeError, match="no luck"):
+            step(ddp, rank, 0)
+        assert ddp._auto_plan is None
+        step(ddp, rank, 0)
+
+    run_ranks(work, 2)
+
+
+def test_without_room_for_messages_buckets_stay(monkeypatch):
+    monkeypatch.setattr(calibrate, "_LAST_SHARED_BYTES", 64 << 20)
+    monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32")
+
+    def work(rank):
+        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="shm")
+        before = buckets_of(ddp.reducer.plan)
+        for index in range(PLANNING_STEPS + 2):
+            step(ddp, rank, index)
+        assert ddp._auto_plan is None and buckets_of(ddp.reducer.plan) == before
+
+    run_ranks(work, 2)
+
+
+def test_a_group_that_changes_while_recording(monkeypatch):
+    fixed_cost(monkeypatch)
+
+    def work(rank):
+        ddp = DistributedDataParallel(layers())
+        ddp.replan()
+        for index in range(WARMUP_STEPS + 2):
+            step(ddp, rank, index)
+        ddp._update_process_group(dist.new_group([0, 1]))
+        assert ddp._auto_plan is None  # nobody asked for planning on the new one
+        ddp.reducer._enable_timeline(1000)
+        small_buckets(ddp)
+        step(ddp, rank, 0)
+        kinds = [event.kind for event in ddp.reducer._timeline()]
+        assert kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
 
     run_ranks(work, 2)
 
@@ -305,8 +379,8 @@ def test_plans_of_no_use_are_refused():
         other = [_C.ParamSpec(f"p{i}", 3, 4) for i in range(4)]
         with pytest.raises(ValueError, match="0.weight.*256 elements, its slot in bucket 0 has 3"):
             ddp.reducer._adopt_plan(_C.make_bucket_plan(other, [0, 1, 2, 3], [1]))
-        output = ddp(torch.randn(1, 16)).sum()
-        output.backward()
-        assert os.environ["TORCHDDP_CACHE_DIR"]
+        before = buckets_of(ddp.reducer.plan)
+        step(ddp, rank, 0)
+        assert buckets_of(ddp.reducer.plan) == before
 
     run_ranks(work, 1)

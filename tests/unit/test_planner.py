@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torchddp import _C
 from torchddp.planner.auto_plan import decide
 from torchddp.planner.cost_fit import fit_line, misfit
 from torchddp.planner.plan import best_buckets, buckets_of, plan_of
-from torchddp.planner.plan_cache import PlanCacheError, fingerprint, load_plan, plan_path, save_plan
+from torchddp.planner.plan_cache import PlanCacheError, PlanKey, fingerprint, kept_plan, load_plan, save_plan
 from torchddp.planner.recorder import StepTimes
 from torchddp.planner.step_profile import (
     Gradient,
@@ -175,12 +176,16 @@ def test_a_missing_profile_is_one_sentence(tmp_path: Path):
         {"forward_s": math.nan},
         {"world_size": 0},
         {"gradients": ()},
+        {"order": (0, 1, 2, 3.5)},
+        {"cost": LinearCost(0.0, 0.0, pack_s_per_byte=-1.0)},
+        {"gradients": (Gradient("p", -1, 4, 0, 0, False, 0.0),), "order": (0,), "buckets": ((0,),)},
+        {"gradients": (Gradient("p", 1, 4, 0, 0, False, "x"),), "order": (0,), "buckets": ((0,),)},
     ],
 )
 def test_a_profile_holds_together(change):
     with pytest.raises(ProfileError):
         profile(**change)
-    if not any(isinstance(value, float) for value in change.values()):
+    if list(change) in (["order"], ["buckets"], ["world_size"]):
         data = json.loads(json.dumps({**profile().to_dict(), **change}))
         with pytest.raises(ProfileError):
             profile_from_dict(data)
@@ -220,28 +225,53 @@ def test_plans_come_back_from_indices():
             plan_of(wrong, params)
 
 
+KEY = PlanKey("abc", 2, 2, "c10d", "gloo")
+
+
 def test_a_plan_survives_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHDDP_CACHE_DIR", str(tmp_path / "deep" / "cache"))
-    path = plan_path("abc", 2, "c10d")
-    assert load_plan(path, "abc", 2, "c10d") is None
-    save_plan(path, ((1,), (0, 2)), "abc", 2, "c10d", {"why": 1})
-    assert load_plan(path, "abc", 2, "c10d") == ((1,), (0, 2))
+    path = KEY.path
+    assert load_plan(path, KEY) is None
+    save_plan(path, ((1,), (0, 2)), KEY, {"why": 1})
+    assert load_plan(path, KEY) == ((1,), (0, 2))
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-    for other, words in (
-        (("abd", 2, "c10d"), "fingerprint"),
-        (("abc", 3, "c10d"), "world_size"),
-        (("abc", 2, "shm"), "transport"),
-    ):
-        with pytest.raises(PlanCacheError, match=words):
-            load_plan(path, *other)
+    others = {"fingerprint": "abd", "world_size": 3, "ranks_per_host": 1, "transport": "shm", "backend": "nccl"}
+    for name, value in others.items():
+        other = replace(KEY, **{name: value})
+        assert other.path != path
+        with pytest.raises(PlanCacheError, match=f"its {name} is"):
+            load_plan(path, other)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"kind": "torchddp bucket plan", "format": 7}'])
+def test_without_a_home_there_is_no_place(monkeypatch: pytest.MonkeyPatch):
+    for name in ("TORCHDDP_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    with pytest.raises(PlanCacheError, match="TORCHDDP_CACHE_DIR"):
+        assert KEY.path
+    assert kept_plan(specs([1]), KEY) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"kind": "torchddp bucket plan", "format": 7}',
+        json.dumps({"kind": "torchddp bucket plan", "format": 1, **asdict(KEY), "buckets": [[1e999]]}),
+        json.dumps({"kind": "torchddp bucket plan", "format": 1, **asdict(KEY), "buckets": [[10**30]]}),
+        json.dumps({"kind": "torchddp bucket plan", "format": 1, **asdict(KEY)}),
+    ],
+)
 def test_a_damaged_plan_is_one_sentence(tmp_path: Path, text: str):
     path = tmp_path / "plan.json"
     path.write_text(text)
     with pytest.raises(PlanCacheError) as caught:
-        load_plan(path, "abc", 2, "c10d")
+        load_plan(path, KEY)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 

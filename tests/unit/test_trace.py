@@ -82,15 +82,15 @@ def test_a_plan_that_does_not_fit_is_one_sentence(
 
 def test_a_kept_plan_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from torchddp.bench.models import make_model
-    from torchddp.planner.plan_cache import fingerprint, save_plan
+    from torchddp.planner.plan_cache import PlanKey, fingerprint, save_plan
     from torchddp.wrapped_model import param_specs
 
     named = list(make_model("mlp", 0).named_parameters())
     specs = param_specs([p for _, p in named], [name for name, _ in named], [False] * len(named))
-    model = fingerprint(specs, "cpu")
+    key = PlanKey(fingerprint(specs, "cpu"), 2, 2, "c10d", "gloo")
     path = tmp_path / "plan.json"
     buckets = (tuple(reversed(range(6, len(named)))), tuple(reversed(range(6))))
-    save_plan(path, buckets, model, 2, "c10d", None)
+    save_plan(path, buckets, key, None)
     report = tmp_path / "report.json"
     files = ["--out", str(tmp_path / "t.json"), "--json", str(report)]
     assert trace("--plan", str(path), "--transport", "c10d", "--steps", "3", *files) == 0, capsys.readouterr().err

@@ -11,7 +11,7 @@ from rich.console import Console
 from torchddp.bench.command import run_app
 from torchddp.bench.page import make_page
 from torchddp.cli.app import app
-from torchddp.planner.plan_cache import load_plan
+from torchddp.planner.plan_cache import PlanKey, load_plan
 from torchddp.planner.step_profile import Gradient, LinearCost, StepProfile, load_profile
 from torchddp.tune.candidates import make_candidates
 from torchddp.tune.report import answer, draw_curve, page_sections, tune_table
@@ -117,7 +117,9 @@ def test_a_run_keeps_what_it_found(
     assert found.gradient_bytes == document["gradient_bytes"] == 6 * (1024 * 1024 + 1024) * 4
     assert found.step_s > 0 and found.cost.beta_s_per_byte > 0
     (kept,) = (tmp_path / "cache").iterdir()
-    buckets = load_plan(kept, found.fingerprint, 2, found.transport)
+    key = PlanKey(found.fingerprint, 2, 2, found.transport, "gloo")
+    buckets = load_plan(kept, key)
+    assert kept == key.path
     chosen = next(row for row in document["candidates"] if row["chosen"])
     assert buckets is not None and len(buckets) == chosen["buckets"]
     assert paths["--plot"].read_bytes().startswith(b"\x89PNG")
@@ -137,6 +139,7 @@ def test_a_run_keeps_what_it_found(
         (["--caps", "a"], "--caps wants numbers"),
         (["--seconds", "0"], "--seconds"),
         (["--transport", "pigeon"], "pigeon"),
+        (["--transport", "nccl"], "--transport nccl: "),
         (["--plot", "/nowhere/x.png"], "folder '/nowhere' does not exist"),
         (["--what"], "No such option"),
     ],

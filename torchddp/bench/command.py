@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ def check_output(path: Path | None, option: str, *, folder: bool) -> None:
         raise ArgumentError(f"{option} wants a file, and '{path}' is a folder.")
     if not folder and not path.parent.is_dir():
         raise ArgumentError(f"{option}: the folder '{path.parent}' does not exist.")
+    if not folder and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ArgumentError(f"{option}: '{path}' can't be written.")
 
 
 def write_document(

@@ -10,7 +10,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torchddp.bench.launch import STALL_TIMEOUT_S, Progress, launch
+from torchddp.bench.launch import STALL_TIMEOUT_S, LaunchError, Progress, launch
+from torchddp.bench.variants import ArgumentError
 from torchddp.bench.worker import Reporter, run_rank
 
 # What a rank does once the process group is there. Only rank 0's result is kept; it must be picklable.
@@ -27,6 +28,8 @@ class RankJob:
     world_size: int
     backend: str = "gloo"
     collective_timeout_s: float = 60.0
+    # Of each rank that we start; torchrun's have their own count.
+    threads: int = 1
 
 
 def started_by_torchrun() -> bool:
@@ -45,6 +48,9 @@ def run_ranks(job: RankJob, progress: Progress, *, stall_timeout_s: float = STAL
 
 
 def _call(job: RankJob, rank: int, channel: Connection) -> Any:
+    import torch
+
+    torch.set_num_threads(job.threads)
     return job.function(Reporter(channel, job.case, enabled=rank == 0), *job.arguments)
 
 
@@ -59,5 +65,9 @@ def _join_torchrun(job: RankJob, progress: Progress) -> Any:
         )
         dist.barrier()
         return result if rank == 0 else None
+    except ArgumentError:
+        raise
+    except Exception as error:
+        raise LaunchError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}") from error
     finally:
         dist.destroy_process_group()

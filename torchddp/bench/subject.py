@@ -11,10 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchddp.bench.factory import one_line
+from torchddp.bench.machine import available_cores
 from torchddp.bench.model_spec import run_forward
 from torchddp.bench.models import find_model, make_batch, make_model
 from torchddp.bench.trial import prove
+from torchddp.bench.variants import ArgumentError
 from torchddp.distributed import DistributedDataParallel
+from torchddp.errors import TransportError
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ def choose_backend(world_size: int) -> str:
     return "nccl" if 0 < local_ranks(world_size) <= torch.cuda.device_count() else "gloo"
 
 
+def threads_each(world_size: int) -> int:
+    """Threads of a rank that this machine starts: the cores are shared out. torchrun's ranks have their own count."""
+    return max(1, available_cores() // local_ranks(world_size))
+
+
 def make_subject(name: str, seed: int, *, bucket_cap_mb: float | str | None = None, transport: str = "auto") -> Subject:
     """Collective: wrap a built-in model, or the user's own by `package.module:factory` (ArgumentError if it fails)."""
     rank = dist.get_rank()
@@ -49,7 +58,12 @@ def make_subject(name: str, seed: int, *, bucket_cap_mb: float | str | None = No
         module.to(device)
     # With device_ids batches are moved there too.
     device_ids = None if device.index is None else [device.index]
-    model = DistributedDataParallel(module, device_ids=device_ids, bucket_cap_mb=bucket_cap_mb, transport=transport)
+    try:
+        model = DistributedDataParallel(module, device_ids=device_ids, bucket_cap_mb=bucket_cap_mb, transport=transport)
+    except (ValueError, RuntimeError) as error:
+        if transport == "auto" or isinstance(error, TransportError):
+            raise
+        raise ArgumentError(f"--transport {transport}: {one_line(error)}.") from error
     loss_of = find_model(name, seed).loss
 
     # Making a batch is no part of a step that is repeated.

@@ -67,10 +67,17 @@ def check_settings(
 def run_trace(settings: TraceSettings, console: Console) -> Traced | None:
     """What the ranks found; None on those of torchrun's that are not to speak."""
     from torchddp.bench.progress import Display, progress_bar
-    from torchddp.bench.subject import choose_backend
+    from torchddp.bench.subject import choose_backend, threads_each
     from torchddp.cli.trace_run import trace_rank
 
-    job = RankJob("trace", trace_rank, (settings,), settings.world_size, choose_backend(settings.world_size))
+    job = RankJob(
+        case="trace",
+        function=trace_rank,
+        arguments=(settings,),
+        world_size=settings.world_size,
+        backend=choose_backend(settings.world_size),
+        threads=threads_each(settings.world_size),
+    )
     with progress_bar(console) as progress:
         display = Display(progress)
         display.start("trace")

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 from torchddp import _C
-from torchddp.bench.subject import Subject, make_subject
+from torchddp.bench.subject import make_subject
 from torchddp.bench.variants import ArgumentError
+from torchddp.distributed import DistributedDataParallel
+from torchddp.planner.model_plan import plan_key
 from torchddp.planner.plan import plan_of
-from torchddp.planner.plan_cache import fingerprint, load_plan
+from torchddp.planner.plan_cache import load_plan
 from torchddp.profiler.merge import MergedProfile
 from torchddp.profiler.session import profile
 
@@ -40,18 +44,26 @@ class Traced:
     device: str
 
 
-def _kept_plan(path: Path, subject: Subject) -> _C.BucketPlan:
-    """The plan of a file that `torchddp tune` kept; ArgumentError if it is not for this model and group."""
-    specs, transport = subject.model._specs, subject.model.reducer.transport
-    try:
-        buckets = load_plan(path, fingerprint(specs, subject.device.type), transport.size, transport.name)
-        if buckets is None:
-            raise ArgumentError(f"--plan: there is no file '{path}'.")
-        return plan_of(buckets, specs)
-    except ArgumentError:
-        raise
-    except ValueError as error:
-        raise ArgumentError(f"--plan: {error}") from error
+def _use_kept_plan(path: Path, model: DistributedDataParallel) -> None:
+    """Collective: the buckets that `torchddp tune` kept in a file, as rank 0 reads it.
+
+    ArgumentError on all ranks if they are not for this model and group.
+    """
+    key = plan_key(model)
+    plan: _C.BucketPlan | None = None
+    problem: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            buckets = load_plan(path, key)
+            if buckets is None:
+                raise ValueError(f"there is no file '{path}'.")
+            plan = plan_of(buckets, model._specs)
+        except ValueError as error:
+            problem = [f"--plan: {error}"]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise ArgumentError(problem[0])
+    model.reducer._adopt_plan(plan)
 
 
 def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) -> Traced:
@@ -61,7 +73,7 @@ def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) 
     )
     ddp = subject.model
     if settings.plan is not None:
-        ddp.reducer._adopt_plan(_kept_plan(Path(settings.plan), subject))
+        _use_kept_plan(Path(settings.plan), ddp)
     total = WARMUP_STEPS + settings.steps
 
     def step(index: int) -> None:

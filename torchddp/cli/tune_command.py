@@ -68,10 +68,17 @@ def check_settings(
 def run_tune(settings: TuneSettings, console: Console) -> TuneResult | None:
     """What the ranks found; None on those of torchrun's that are not to speak."""
     from torchddp.bench.progress import Display, progress_bar
-    from torchddp.bench.subject import choose_backend
+    from torchddp.bench.subject import choose_backend, threads_each
     from torchddp.tune.sweep import tune_on_rank
 
-    job = RankJob("tune", tune_on_rank, (settings,), settings.world_size, choose_backend(settings.world_size))
+    job = RankJob(
+        case="tune",
+        function=tune_on_rank,
+        arguments=(settings,),
+        world_size=settings.world_size,
+        backend=choose_backend(settings.world_size),
+        threads=threads_each(settings.world_size),
+    )
     with progress_bar(console) as progress:
         display = Display(progress)
         display.start("tune")
@@ -104,12 +111,12 @@ def tune(
         return
     document = _document(settings, result, context.obj["command"])
     _show(document["results"][0], console)
-    if keep:
-        console.print(f"kept in {_keep(result, document['results'][0])}", soft_wrap=True, highlight=False)
     _write(result, document, profile_path, json_path, html, plot)
     for path, _ in outputs:
         if path is not None:
             console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+    if keep:
+        console.print(f"kept in {_keep(result, document['results'][0])}", soft_wrap=True, highlight=False)
 
 
 def _document(settings: TuneSettings, result: TuneResult, command: str) -> dict[str, Any]:
@@ -129,18 +136,19 @@ def _show(result: dict[str, Any], console: Console) -> None:
 
 
 def _keep(result: TuneResult, document: dict[str, Any]) -> Path:
-    from torchddp.planner.plan_cache import plan_path, save_plan
+    from torchddp.planner.plan_cache import PlanCacheError, PlanKey, save_plan
 
     profile = result.profile
     index = next(i for i, row in enumerate(document["candidates"]) if row["chosen"])
-    group = (profile.fingerprint, profile.world_size, profile.transport)
-    path = plan_path(*group)
-    measured = {key: document[key] for key in ("model", "rounds", "compute_ms", "cost")}
+    key = PlanKey(profile.fingerprint, profile.world_size, profile.ranks_per_host, profile.transport, profile.backend)
+    measured = {name: document[name] for name in ("model", "rounds", "threads", "compute_ms", "cost")}
     try:
-        save_plan(path, result.candidates[index].buckets, *group, measured)
+        save_plan(key.path, result.candidates[index].buckets, key, measured)
+    except PlanCacheError as error:
+        raise ArgumentError(f"{error} --no-keep goes without.") from error
     except OSError as error:
-        raise ArgumentError(f"Cannot keep the plan in '{path}': {error.strerror}; --no-keep leaves it.") from error
-    return path
+        raise ArgumentError(f"Cannot keep the plan in '{key.path}': {error.strerror}; --no-keep leaves it.") from error
+    return key.path
 
 
 def _write(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from torchddp import _C
-from torchddp.planner.calibrate import measure_cost
+from torchddp.planner.calibrate import NoRoomError, measure_cost
 from torchddp.planner.plan import SLACK_SHARE
 from torchddp.planner.recorder import StepRecorder, StepTimes
 from torchddp.planner.step_profile import LinearCost
@@ -90,7 +90,11 @@ class AutoPlan:
 
     def _plan(self, times: StepTimes) -> None:
         transport = self._reducer.transport
-        cost = measure_cost(transport, self._device, self._timeout)
+        try:
+            cost = measure_cost(transport, self._device, self._timeout)
+        except NoRoomError as error:
+            logger.warning("bucket_cap_mb='auto': the buckets stay as they are, for %s.", error)
+            return
         decision = self.decision = decide(self._specs, times, cost, self._reducer.plan)
         count = len(self._reducer.plan)
         changed = self._reducer._adopt_plan(decision.plan)

@@ -23,15 +23,28 @@ _MAX_REPEATS = 15
 _COPY_BYTES = 4 * 1024 * 1024
 
 
+class NoRoomError(RuntimeError):
+    """A rank has no shared memory left for a message; raised on all ranks."""
+
+
 class _Channel:
     """The collectives of a transport that calibration needs, each complete when it returns."""
 
     def __init__(self, transport: _C.Transport, device: torch.device, timeout: datetime.timedelta) -> None:
         self._transport, self._device, self._timeout = transport, device, timeout
         self._work = transport.make_work()
+        largest = _LAST_BYTES if transport.reaches_any_memory else _LAST_SHARED_BYTES
+        self._memory = transport.allocate(largest // 4, torch.empty(0, device=device)).zero_()
+        if _C.agree_on_memory(transport, timeout) is not transport:
+            raise NoRoomError(f"there is no room for a message of {largest} bytes in the memory that ranks share")
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        return self._transport.allocate(nbytes // 4, torch.empty(0, device=self._device)).zero_()
+    @property
+    def largest_bytes(self) -> int:
+        """Of a message."""
+        return self._memory.nbytes
+
+    def message(self, nbytes: int) -> torch.Tensor:
+        return self._memory[: nbytes // 4]
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         self._transport.all_reduce(tensor, self._work)
@@ -57,12 +70,11 @@ def measure_cost(
     ``host_too``: what TCP takes of the CPU as well, which only the simulator asks for (0.2 s more).
 
     Raises:
-        TransportError: a peer is gone.
+        TransportError: a peer is gone. NoRoomError: see there.
     """
     if transport.size == 1:
         return LinearCost(0.0, 0.0)
     channel = _Channel(transport, device, timeout)
-    last_bytes = _LAST_BYTES if transport.reaches_any_memory else _LAST_SHARED_BYTES
     wall: list[tuple[float, float]] = []
     start_s = time.monotonic()
     nbytes = _FIRST_BYTES
@@ -73,7 +85,7 @@ def measure_cost(
         # Warm-up, the call that is timed first, and at least one more.
         next_s = 3 * _GROWTH * wall_s
         late = len(wall) >= _LEAST_SIZES and time.monotonic() - start_s + next_s > _BUDGET_S
-        if channel.of_rank_0(float(late or nbytes > last_bytes))[0]:
+        if channel.of_rank_0(float(late or nbytes > channel.largest_bytes))[0]:
             break
     alpha_s, beta_s = fit_line(wall)
     # Rank 0 alone, so that nobody takes the core meanwhile.
@@ -88,7 +100,7 @@ def measure_cost(
 
 def _time_message(channel: _Channel, nbytes: int) -> float:
     """Median seconds of one all-reduce."""
-    message = channel.allocate(nbytes)
+    message = channel.message(nbytes)
     channel.all_reduce(message)
     affordable = _BUDGET_S / _MAX_SIZES / max(_timed(channel, message), 1e-9)
     repeats = int(channel.of_rank_0(min(_MAX_REPEATS, max(1, affordable)))[0])

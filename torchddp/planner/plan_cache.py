@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +31,41 @@ def fingerprint(specs: Sequence[_C.ParamSpec], device_type: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True)
+class PlanKey:
+    """What a plan was measured for."""
+
+    fingerprint: str  # of the model
+    world_size: int
+    ranks_per_host: int
+    transport: str
+    backend: str  # of the process group
+
+    @property
+    def path(self) -> Path:
+        """Where such a plan is kept. PlanCacheError if there is no place for one."""
+        group = f"{self.world_size}-{self.ranks_per_host}-{self.transport}-{self.backend}"
+        return cache_folder() / f"plan-{self.fingerprint}-{group}.json"
+
+
 def cache_folder() -> Path:
     """``TORCHDDP_CACHE_DIR``, or ``torchddp`` in the user's cache folder."""
     if chosen := os.environ.get(CACHE_ENV):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchddp"
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return Path(chosen) / "torchddp"
+    try:
+        return Path.home() / ".cache" / "torchddp"
+    except RuntimeError as error:  # a user without a home, as in some containers
+        raise PlanCacheError(f"There is no folder for plans ({error}); set {CACHE_ENV} to one.") from error
 
 
-def plan_path(model: str, world_size: int, transport: str) -> Path:
-    """Where the plan of a model (its fingerprint) on such a group is kept."""
-    return cache_folder() / f"plan-{model}-{world_size}-{transport}.json"
-
-
-def save_plan(path: Path, buckets: Buckets, model: str, world_size: int, transport: str, measured: Any) -> None:
-    """Keep a plan. ``measured``: what it is based on, for people."""
+def save_plan(path: Path, buckets: Buckets, key: PlanKey, measured: Any) -> None:
+    """Keep a plan. ``measured``: what it is based on, for people. OSError if it can't be written."""
     document = {
         "format": FORMAT,
         "kind": _KIND,
-        "fingerprint": model,
-        "world_size": world_size,
-        "transport": transport,
+        **asdict(key),
         "buckets": [list(bucket) for bucket in buckets],
         "measured": measured,
     }
@@ -60,7 +76,7 @@ def save_plan(path: Path, buckets: Buckets, model: str, world_size: int, transpo
     partial.replace(path)
 
 
-def load_plan(path: Path, model: str, world_size: int, transport: str) -> Buckets | None:
+def load_plan(path: Path, key: PlanKey) -> Buckets | None:
     """The plan kept there; None if there is none. PlanCacheError if it is damaged or was made for something else."""
     try:
         document = json.loads(path.read_text())
@@ -68,32 +84,27 @@ def load_plan(path: Path, model: str, world_size: int, transport: str) -> Bucket
         return None
     except (OSError, ValueError) as error:
         raise PlanCacheError(f"The cached plan '{path}' can't be read ({error}); delete it or tune again.") from error
-    wanted = {
-        "kind": _KIND,
-        "format": FORMAT,
-        "fingerprint": model,
-        "world_size": world_size,
-        "transport": transport,
-    }
     found = document if isinstance(document, dict) else {}
-    for key, value in wanted.items():
-        if found.get(key) != value:
+    for name, value in {"kind": _KIND, "format": FORMAT, **asdict(key)}.items():
+        if found.get(name) != value:
             raise PlanCacheError(
-                f"The cached plan '{path}' does not fit: its {key} is {found.get(key)!r}, here it is {value!r}; delete "
-                "it or tune again."
+                f"The cached plan '{path}' does not fit: its {name} is {found.get(name)!r}, here it is {value!r}; "
+                "delete it or tune again."
             )
-    try:
-        return tuple(tuple(int(index) for index in bucket) for bucket in found["buckets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise PlanCacheError(f"The cached plan '{path}' is damaged ({error!r}); delete it or tune again.") from error
+    buckets = found.get("buckets")
+    if not isinstance(buckets, list) or not all(
+        isinstance(bucket, list) and all(isinstance(index, int) and 0 <= index < 2**31 for index in bucket)
+        for bucket in buckets
+    ):
+        raise PlanCacheError(f"The cached plan '{path}' is damaged: its buckets are no lists of indices; tune again.")
+    return tuple(tuple(bucket) for bucket in buckets)
 
 
-def kept_plan(specs: Sequence[_C.ParamSpec], device_type: str, transport: _C.Transport) -> _C.BucketPlan | None:
+def kept_plan(specs: Sequence[_C.ParamSpec], key: PlanKey) -> _C.BucketPlan | None:
     """The plan kept for this model and group, or None; one that can't be used is a warning and counts as none."""
-    model = fingerprint(specs, device_type)
-    path = plan_path(model, transport.size, transport.name)
     try:
-        buckets = load_plan(path, model, transport.size, transport.name)
+        path = key.path
+        buckets = load_plan(path, key)
         plan = None if buckets is None else plan_of(buckets, specs)
     except ValueError as error:
         logger.warning("bucket_cap_mb='auto' measures anew: %s", error)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torchddp import _C
 from torchddp.distributed import DistributedDataParallel
+from torchddp.planner.agreement import of_all_ranks
 from torchddp.planner.calibrate import measure_cost
+from torchddp.planner.model_plan import plan_key
 from torchddp.planner.plan import buckets_of
-from torchddp.planner.plan_cache import fingerprint
 from torchddp.planner.recorder import StepRecorder
 from torchddp.planner.step_profile import Gradient, StepProfile
 
@@ -32,10 +32,13 @@ def record_profile(
     stay as they are.
 
     Raises:
-        ValueError: ``steps`` below 1. TransportError: a peer is gone.
+        ValueError: ``steps`` below 1, a model that is still planning, or steps that synchronise nothing.
+        TransportError: a peer is gone. NoRoomError: no shared memory for the messages that are timed.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
+    if model._auto_plan is not None:
+        raise ValueError("the model is still planning its buckets (bucket_cap_mb='auto' or replan()); record it later")
     reducer, device = model.reducer, next(iter(model._module_parameters)).device
     for _ in range(WARMUP_STEPS):
         step()
@@ -49,15 +52,14 @@ def record_profile(
         recorder.stop()
     times = recorder.times(device)
     transport = reducer.transport
-    gathered: list[Any] = [None] * transport.size
-    dist.all_gather_object(gathered, (step_s, _C.host_identity()), group=model.process_group)
-    hosts = [host for _, host in gathered]
+    key = plan_key(model)
     return StepProfile(
         model=name or type(model.module).__name__,
-        fingerprint=fingerprint(model._specs, device.type),
+        fingerprint=key.fingerprint,
         world_size=transport.size,
-        ranks_per_host=max(hosts.count(host) for host in hosts),
+        ranks_per_host=key.ranks_per_host,
         transport=transport.name,
+        backend=key.backend,
         device=device.type,
         gradients=tuple(
             Gradient(s.name, s.numel, s.itemsize, s.dtype, s.device, s.sparse, ready_s)
@@ -68,7 +70,7 @@ def record_profile(
         backward_s=times.backward_s,
         cost=measure_cost(transport, device, host_too=True),
         buckets=buckets_of(reducer.plan),
-        step_s=max(seconds for seconds, _ in gathered),
+        step_s=max(seconds for (seconds,) in of_all_ranks(transport, device, model._wait_limit(), step_s)),
         torchddp_version=_C.version,
         torch_version=torch.__version__,
     )

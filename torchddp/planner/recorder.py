@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import datetime
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from torchddp import _C
+from torchddp.planner.agreement import of_all_ranks
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class StepRecorder:
         if stats["finished"] == self._finished:
             return
         self._finished = stats["finished"]
-        times_ns = [*self._reducer.get_backward_stats(), stats["forward_compute_time"], stats["backward_comm_time"]]
+        ready_ns, forward_ns = self._reducer.get_backward_stats(), self._reducer._forward_ns()
+        times_ns = [*ready_ns, forward_ns, stats["backward_comm_time"]]
         self._rows.append([time_ns / 1e9 for time_ns in times_ns])
 
     def stop(self) -> None:
@@ -63,21 +64,11 @@ class StepRecorder:
 
     def times(self, device: torch.device, timeout: datetime.timedelta = datetime.timedelta(0)) -> StepTimes:
         """Collective: what was recorded on all ranks. ``device``: of the parameters."""
+        if not self._rows:
+            raise ValueError(
+                "no synchronised step was recorded: each needs a forward and a backward outside of no_sync()"
+            )
         mine = [statistics.median(column) for column in zip(*self._rows, strict=True)]
-        *ready_s, forward_s, comm_s = _slowest(mine, self._reducer.transport, device, timeout)
+        by_rank = of_all_ranks(self._reducer.transport, device, timeout, *mine)
+        *ready_s, forward_s, comm_s = (max(column) for column in zip(*by_rank, strict=True))
         return StepTimes(tuple(ready_s), forward_s, comm_s)
-
-
-def _slowest(
-    mine: Sequence[float], transport: _C.Transport, device: torch.device, timeout: datetime.timedelta
-) -> list[float]:
-    """The greatest of all ranks' values, place by place."""
-    if transport.size == 1:
-        return list(mine)
-    source = torch.tensor(mine, dtype=torch.float64, device=device)
-    gathered = torch.empty(transport.size * len(mine), dtype=torch.float64, device=device)
-    work = transport.make_work()
-    transport.all_gather(gathered, source, work)
-    work.wait(timeout)
-    greatest: list[float] = gathered.view(transport.size, len(mine)).amax(dim=0).tolist()
-    return greatest

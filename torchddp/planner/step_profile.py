@@ -73,18 +73,31 @@ class StepProfile:
     step_s: float  # forward and backward with overlap, as measured with `buckets`
     torchddp_version: str
     torch_version: str
+    backend: str = ""  # of the process group: gloo, nccl
 
     def __post_init__(self) -> None:
+        self._check_types()
         count = len(self.gradients)
         if count == 0 or sorted(self.order) != list(range(count)):
             raise ProfileError(f"The order of the profile is no permutation of its {count} gradients.")
         if sorted(index for bucket in self.buckets for index in bucket) != list(range(count)):
             raise ProfileError(f"The buckets of the profile do not hold each of its {count} gradients once.")
-        times = (self.forward_s, self.backward_s, self.step_s, self.cost.alpha_s, self.cost.beta_s_per_byte)
+        times = (self.forward_s, self.backward_s, self.step_s, *asdict(self.cost).values())
         if not all(math.isfinite(value) and value >= 0 for value in (*times, *(g.ready_s for g in self.gradients))):
             raise ProfileError("The profile has a time that is negative or not finite.")
         if self.world_size < 1 or self.ranks_per_host < 1:
             raise ProfileError(f"The profile says {self.world_size} ranks, {self.ranks_per_host} a host.")
+
+    def _check_types(self) -> None:
+        """A file may hold anything."""
+        times = (self.forward_s, self.backward_s, self.step_s, *asdict(self.cost).values())
+        if not all(isinstance(value, (int, float)) for value in (*times, *(g.ready_s for g in self.gradients))):
+            raise ProfileError("The profile has a time that is no number.")
+        sizes = [size for g in self.gradients for size in (g.numel, g.itemsize, g.dtype, g.device)]
+        indices = [*self.order, *(index for bucket in self.buckets for index in bucket)]
+        counts = (self.world_size, self.ranks_per_host, *sizes, *indices)
+        if not all(isinstance(value, int) and 0 <= value < 2**48 for value in counts):
+            raise ProfileError("The profile has a size or an index that is no number, below 0, or too large.")
 
     @property
     def gradient_bytes(self) -> int:

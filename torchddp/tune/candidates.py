@@ -24,9 +24,9 @@ class Candidate:
 
 
 def make_candidates(profile: StepProfile, caps_mb: Sequence[float]) -> tuple[Candidate, ...]:
-    """The default of the profile, one per cap in the profile's order, and the planned one. No two have equal buckets.
+    """The default of the profile, the planned one, and one per cap in the profile's order.
 
-    A cap as large as all gradients stands for every larger one.
+    Of caps that make the same buckets the smallest; one as large as all gradients stands for every larger one.
     """
     specs = param_specs(profile)
     found = [
@@ -35,7 +35,8 @@ def make_candidates(profile: StepProfile, caps_mb: Sequence[float]) -> tuple[Can
     ]
     for cap_mb in sorted(set(caps_mb)):
         buckets = buckets_of(_C.make_bucket_plan(specs, profile.order, [max(1, int(cap_mb * _MIB))]))
-        found.append(Candidate(f"{cap_mb:g} MiB", f"bucket_cap_mb={cap_mb:g}", buckets, cap_mb))
+        if all(other.buckets != buckets for other in found if other.cap_mb is not None):
+            found.append(Candidate(f"{cap_mb:g} MiB", f"bucket_cap_mb={cap_mb:g}", buckets, cap_mb))
         if len(buckets) == len({(g.dtype, g.device, g.sparse) for g in profile.gradients}):
             break  # one of each kind: a larger cap changes nothing
     return tuple(found)

@@ -26,7 +26,7 @@ def title(result: dict[str, Any]) -> str:
     """What was tuned."""
     return (
         f"{result['model']}: {result['parameters']} gradients, {result['gradient_bytes'] / MB:.3g} MB, "
-        f"{ranks_text(result['world_size'])} over {result['transport']}"
+        f"{ranks_text(result['world_size'])} x {result['threads']} over {result['transport']}"
     )
 
 

@@ -66,6 +66,7 @@ def tune_document(result: TuneResult) -> dict[str, Any]:
         "gradient_bytes": profile.gradient_bytes,
         "parameters": len(profile.gradients),
         "rounds": int(step_ms.shape[1]),
+        "threads": result.threads,
         "compute_ms": 1e3 * (profile.forward_s + profile.backward_s),
         "cost": {
             "alpha_us": 1e6 * profile.cost.alpha_s,

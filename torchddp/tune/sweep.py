@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from torchddp.bench.subject import Subject, make_subject
@@ -41,6 +42,7 @@ class TuneResult:
     profile: StepProfile
     candidates: tuple[Candidate, ...]
     step_ms: np.ndarray
+    threads: int = 1
 
 
 def tune_on_rank(report: Callable[[float, float], None], settings: TuneSettings) -> TuneResult:
@@ -49,10 +51,12 @@ def tune_on_rank(report: Callable[[float, float], None], settings: TuneSettings)
 
     def step() -> None:
         subject.step(0)
+        report(0.0, settings.seconds)  # alive
 
     profile = record_profile(subject.model, step, name=settings.model)
     candidates = make_candidates(profile, settings.caps_mb)
-    return TuneResult(profile, candidates, _time_all(subject, step, candidates, settings, report))
+    step_ms = _time_all(subject, lambda: subject.step(0), candidates, settings, report)
+    return TuneResult(profile, candidates, step_ms, torch.get_num_threads())
 
 
 def _time_all(
@@ -75,9 +79,9 @@ def _time_all(
             for _ in range(SETTLING_STEPS):
                 step()
             times[index] = np.median([1e3 * timed_step(step, subject.device) for _ in range(TIMED_STEPS)])
+            elapsed_s = time.monotonic() - start_s
+            report(elapsed_s, max(settings.seconds, elapsed_s))
         rounds.append(times)
-        elapsed_s = time.monotonic() - start_s
-        report(elapsed_s, max(settings.seconds, elapsed_s))
         mine = [len(rounds) >= MIN_ROUNDS and elapsed_s >= settings.seconds]
         dist.broadcast_object_list(mine, src=0)  # when to stop is rank 0's word
         if mine[0]:
