@@ -24,10 +24,10 @@ _SHARED_SOLO_BYTES = 256 * 1024
 
 
 def check_caps(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> None:
-    """TypeError for what is no number, ValueError for what is not positive, or another word than "auto"."""
+    """TypeError for what is neither a number nor "auto", ValueError for what is not positive, or both kinds of caps."""
     if isinstance(bucket_cap_mb, str):
         if bucket_cap_mb != AUTO:
-            raise ValueError(f"bucket_cap_mb must be a number of MiB, None or {AUTO!r}, got {bucket_cap_mb!r}")
+            raise TypeError(f"bucket_cap_mb must be a number of MiB, None or {AUTO!r}, got {bucket_cap_mb!r}")
         if bucket_cap_mb_list:
             raise ValueError(f"bucket_cap_mb={AUTO!r} chooses the buckets itself: leave bucket_cap_mb_list out")
         bucket_cap_mb = None
