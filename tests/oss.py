@@ -26,13 +26,15 @@ class Twins:
     plain_ddp: torch.nn.Module
     plain: torch.optim.Optimizer
 
-    def backward(self, step: int, scale: Callable[[Any], Any] | None = None, same_batch: bool = False) -> None:
-        """Averaged gradients on both models."""
+    def backward(self, step: int, same_batch: bool = False) -> None:
+        """Averaged gradients on both models. Those of the same batch on all ranks need no averaging: they are the same
+        bits on any number of ranks.
+        """
         rank = 0 if same_batch else dist.get_rank()
         for ddp, optimizer in self.pairs():
             optimizer.zero_grad()
-            loss = loss_of(ddp(batch(rank, step, dtype=torch.float32)))
-            (scale(loss) if scale else loss).backward()
+            model = ddp.module if same_batch else ddp
+            loss_of(model(batch(rank, step, dtype=torch.float32))).backward()
 
     def train(self, steps: range, same_batch: bool = False) -> None:
         for step in steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,17 @@ from torchddp.optim.grad_norm import sharded_norm
 from torchddp.optim.grad_scaling import agree_on_inf, unscale
 from torchddp.optim.parameter_broadcast import ParameterBroadcast, plan_buckets
 from torchddp.optim.partition import partition
-from torchddp.optim.sharded_state import check_groups, check_shapes, gather_state, index_of_ids
+from torchddp.optim.sharded_state import check_groups, check_shapes, gather_state, index_of_ids, to_cpu
 
 # What each side of OSS has of its own in a parameter group; all the rest is shared.
 OWN_KEYS = ("params", "param_names")
+
+
+class Plan(NamedTuple):
+    """Which rank owns which parameter, by index, and the first state of those that are new to this rank."""
+
+    owners: list[int | None]
+    state: dict[torch.Tensor, Any]
 
 
 class OSS(Optimizer):
@@ -69,25 +76,22 @@ class OSS(Optimizer):
         self.world_size = self._process_group.size()
         self._optim, self._optim_options = optim, defaults
         self._bucket_numel, self._half = broadcast_buffer_size, broadcast_fp16
-        self._device = torch.device("cpu")
         self._params: list[torch.Tensor] = []
         self._names: list[str] = []
         self._owners: list[int | None] = []
         self._active: list[bool] = []
-        self._consolidated: dict[torch.Tensor, Any] | None = None
+        self._consolidated: dict[Any, Any] | None = None
         error: Exception | None = None
-        plan: tuple[list[int | None], dict[torch.Tensor, Any]] = ([], {})
         try:
             self._inner = optim([{"params": []}], **defaults)
             self._inner.param_groups.clear()
             super().__init__(params, self._inner.defaults)
-            plan = self._plan_owners(self._trainable())
         except Exception as caught:
             error = caught
-        self._device = self._params[0].device if self._params else self._default_device()
-        verify_agreement(self._describe(), error, self._process_group, self._device)
+        active = self._trainable()
+        plan = self._agree_on_plan(active, error)
         self._built = True
-        self._take(*plan, self._trainable())
+        self._take(plan, active)
 
     # --- what there is ---
 
@@ -116,20 +120,14 @@ class OSS(Optimizer):
             raise
         if not self._built:  # called by the constructor of torch's class: owners are found for all groups at once
             return
-        error: Exception | None = None
-        plan: tuple[list[int | None], dict[torch.Tensor, Any]] = ([], {})
         active = [*self._active, *(p.requires_grad for p in self._params[len(self._active) :])]
         try:
-            plan = self._plan_owners(active)
-        except Exception as caught:
-            error = caught
-        try:
-            verify_agreement(self._describe(), error, self._process_group, self._device)
+            plan = self._agree_on_plan(active)
         except Exception:
             self.param_groups.pop()
             self._list_parameters()
             raise
-        self._take(*plan, active)
+        self._take(plan, active)
 
     def refresh_trainable(self) -> None:
         """To be called after parameters were frozen or thawed (``requires_grad``). Collective.
@@ -139,14 +137,7 @@ class OSS(Optimizer):
         again.
         """
         active = self._trainable()
-        error: Exception | None = None
-        plan: tuple[list[int | None], dict[torch.Tensor, Any]] = ([], {})
-        try:
-            plan = self._plan_owners(active)
-        except Exception as caught:
-            error = caught
-        verify_agreement(self._describe(), error, self._process_group, self._device)
-        self._take(*plan, active)
+        self._take(self._agree_on_plan(active), active)
 
     # --- a step ---
 
@@ -188,7 +179,8 @@ class OSS(Optimizer):
         for param in self._params:
             dtype = torch.promote_types(dtype, param.dtype.to_real())
         present = [grad for grad in grads if grad is not None]
-        norm = sharded_norm(present, float(norm_type), dtype, self._process_group, self._device)
+        device = self._params[0].device if self._params else self._message_device()
+        norm = sharded_norm(present, float(norm_type), dtype, self._process_group, device)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(f"the norm of the gradients of order {norm_type} is {norm.item()}: it can't be clipped")
         torch.nn.utils.clip_grads_with_norm_(self._params, max_norm, norm, foreach)
@@ -211,11 +203,13 @@ class OSS(Optimizer):
             [param.numel() for param in self._params],
             recipient_rank,
             self._process_group,
-            self._device,
+            self._message_device(),
         )
         self._consolidated = None
         if self.rank == recipient_rank:
-            self._consolidated = {self._params[index]: state for index, state in by_index.items()}
+            # What belongs to no parameter is on every rank.
+            others = {key: to_cpu(v) for key, v in self._inner.state.items() if not isinstance(key, torch.Tensor)}
+            self._consolidated = {**{self._params[index]: state for index, state in by_index.items()}, **others}
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, in the form of ``optim``'s own state_dict over all parameters, on one rank.
@@ -281,7 +275,7 @@ class OSS(Optimizer):
         """
         claimed = {*indices}
         wanted = [on or index in claimed for index, on in enumerate(self._active)]
-        self._take(*self._plan_owners(wanted), self._active)
+        self._take(self._plan_owners(wanted), self._active)
         return self._indices_of(self.rank)
 
     def __getstate__(self) -> NoReturn:
@@ -295,8 +289,8 @@ class OSS(Optimizer):
     def _indices_of(self, rank: int) -> list[int]:
         return [index for index, owner in enumerate(self._owners) if owner == rank]
 
-    def _default_device(self) -> torch.device:
-        """Where small messages travel if the parameters could not be read."""
+    def _message_device(self) -> torch.device:
+        """Where messages that start on the CPU travel: there, if the group can."""
         types = {device.type for device in self._process_group._device_types}
         return torch.device("cpu" if "cpu" in types or not types else types.pop())
 
@@ -329,8 +323,19 @@ class OSS(Optimizer):
         order = {device: number for number, device in enumerate(dict.fromkeys(p.device for p in self._params))}
         return [order[param.device] for param in self._params]
 
-    def _plan_owners(self, wanted: list[bool]) -> tuple[list[int | None], dict[torch.Tensor, Any]]:
-        """Owners for the wanted parameters that have none, and the first state of those that become this rank's.
+    def _agree_on_plan(self, wanted: list[bool], error: Exception | None = None) -> Plan:
+        """As `_plan_owners`. Collective: raises on every rank if one has an error, or if their parameters differ."""
+        plan = Plan([], {})
+        if error is None:
+            try:
+                plan = self._plan_owners(wanted)
+            except Exception as caught:
+                error = caught
+        verify_agreement(self._describe(), error, self._process_group, self._message_device())
+        return plan
+
+    def _plan_owners(self, wanted: list[bool]) -> Plan:
+        """Finds owners for the wanted parameters that have none.
 
         Changes nothing. The optimizer class may refuse a parameter here, or keep state for it from the start.
         """
@@ -344,18 +349,20 @@ class OSS(Optimizer):
             for group in self.param_groups
         ]
         if not new:
-            return owners, {}
-        return owners, dict(self._optim([group for group in groups if group["params"]], **self._optim_options).state)
+            return Plan(owners, {})
+        newest = self._optim([group for group in groups if group["params"]], **self._optim_options)
+        return Plan(owners, dict(newest.state))
 
-    def _take(self, owners: list[int | None], state: dict[torch.Tensor, Any], active: list[bool]) -> None:
-        """Makes a plan of owners the present one."""
+    def _take(self, plan: Plan, active: list[bool]) -> None:
+        """Makes a plan the present one."""
+        owners = plan.owners
         self._owners, self._active = owners, active
         mine = {self._params[index] for index in self._indices_of(self.rank)}
         for group in self.param_groups[len(self._inner.param_groups) :]:
             self._inner.add_param_group({**_options(group), "params": []})
         for inner, group in zip(self._inner.param_groups, self.param_groups, strict=True):
             inner["params"] = [param for param in group["params"] if param in mine]
-        self._inner.state.update(state)
+        self._inner.state.update(plan.state)
         self.state = self._inner.state
         self._consolidated = None
         owned = {p: rank for p, rank in zip(self._params, owners, strict=True) if rank is not None}
@@ -381,7 +388,7 @@ class OSS(Optimizer):
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None:
             return False
-        if agree_on_inf(found_inf, self._process_group, self._device):
+        if agree_on_inf(found_inf, self._process_group, self._message_device()):
             return True
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
@@ -401,7 +408,7 @@ class OSS(Optimizer):
             for param, grad in hidden:
                 param.grad = grad
 
-    def _packed(self, state: Mapping[torch.Tensor, Any]) -> dict[str, Any]:
+    def _packed(self, state: Mapping[Any, Any]) -> dict[str, Any]:
         """torch's own state_dict of all groups, with this state."""
         live, self.state = self.state, state  # type: ignore[assignment]
         try:
