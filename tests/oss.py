@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -58,9 +59,8 @@ def twins(
     **oss_options: Any,
 ) -> Twins:
     models = [seeded(make), seeded(make)]
-    options = options or {}
-    oss = OSS(groups(models[0]), optim, **oss_options, **options)
-    plain = optim(groups(models[1]), **options)
+    oss = OSS(groups(models[0]), optim, **oss_options, **copy.deepcopy(options or {}))
+    plain = optim(groups(models[1]), **copy.deepcopy(options or {}))
     wrapped = [torchddp.DistributedDataParallel(model) for model in models]
     return Twins(wrapped[0], oss, wrapped[1], plain)
 

@@ -309,3 +309,67 @@ def test_a_parameter_group_added_later(optim, options):
         assert len(oss.param_groups) == 2
 
     run_ranks(work, 2)
+
+
+# --- optimizers that are not torch's ---
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps square matrices, a list, a count in the group, and state that belongs to no parameter."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["seen"] = {"steps": torch.tensor(self.param_groups[0]["steps"])}
+        for group in self.param_groups:
+            group["steps"] += 1
+            for param in group["params"]:
+                state = self.state[param]
+                grad = param.grad.reshape(param.shape[0], -1)
+                state.setdefault("matrix", torch.eye(param.shape[0])).add_(grad @ grad.t())
+                state.setdefault("history", []).append(grad.norm())
+                param -= group["lr"] * torch.linalg.solve(state["matrix"], grad).view_as(param)
+
+
+def test_an_optimizer_with_state_of_any_shape():
+    def work(rank):
+        pair = twins(Preconditioned, groups=two_groups)
+        pair.train(range(4))
+        pair.assert_equal()
+        assert [group["steps"] for group in pair.oss.param_groups] == [4, 4]
+        pair.oss.consolidate_state_dict(0)
+        box = [pair.oss.state_dict() if rank == 0 else None]
+        dist.broadcast_object_list(box)
+        assert_same_state(box[0], pair.plain.state_dict())
+        pair.oss.load_state_dict(box[0])
+        pair.train(range(4, 6))
+        pair.assert_equal()
+        wrong = copy.deepcopy(box[0])
+        wrong["state"][0]["matrix"] = torch.eye(3)
+        if 0 in pair.oss.local_state_dict()["sharded_params"]:
+            with pytest.raises(ValueError, match="'matrix' for parameter 0 of group 0"):
+                pair.oss.load_state_dict(wrong)
+
+    run_ranks(work, 2)
+
+
+def test_a_learning_rate_in_a_tensor_and_a_state_of_another_dtype():
+    def work(rank):
+        pair = twins(torch.optim.Adam, {"lr": torch.tensor(0.01)})
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (pair.oss, pair.plain)]
+        for step in range(3):
+            pair.train(range(step, step + 1))
+            for scheduler in schedulers:
+                scheduler.step()
+        saved = copy.deepcopy(pair.plain.state_dict())
+        for entry in saved["state"].values():
+            entry["exp_avg"] = entry["exp_avg"].double()
+        pair.oss.load_state_dict(saved)
+        assert {entry["exp_avg"].dtype for entry in pair.oss.state.values()} == {torch.float32}
+        pair.train(range(3, 5))
+        pair.assert_equal()
+        return pair.oss.param_groups[0]["lr"].item()
+
+    assert run_ranks(work, 2) == [pytest.approx(0.01 / 8)] * 2
