@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchddp.optim.oss import OSS
+
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second: it is imported by those who load
+    from torch.distributed.checkpoint import StorageReader
 
 
 def load_checkpoint(
@@ -18,13 +18,16 @@ def load_checkpoint(
     key: str = "optim",
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_reader: dcp.StorageReader | None = None,
+    storage_reader: StorageReader | None = None,
 ) -> None:
     """Loads what all ranks saved as ``dcp.save({key: optimizer.local_state_dict(), ...})``. Collective.
 
     On any number of ranks; each reads only the state of its own parameters. Give the folder, or the reader of another
     storage. Raises ValueError, and changes nothing, if there is no optimizer under ``key`` or that of another model.
     """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
     if storage_reader is None:
         if checkpoint_id is None:
             raise ValueError("load_checkpoint needs checkpoint_id or storage_reader")
@@ -40,23 +43,24 @@ def load_checkpoint(
     dcp.load(group_values, storage_reader=storage_reader, process_group=optimizer.process_group)
     groups = unflatten_state_dict(group_values, paths)["param_groups"]
 
+    def state_of(values: dict[str, Any]) -> dict[Any, Any]:
+        """By parameter index; torch.distributed.checkpoint makes strings of the keys of dicts."""
+        state = unflatten_state_dict(values, paths).get("state", {})
+        return {int(key) if key.isdigit() else key: entry for key, entry in state.items()}
+
     state_names = [name for name, path in paths.items() if path[0] == "state"]
-    shapes = _by_index({name: _blank(saved[name], "meta") for name in state_names}, paths)
-    optimizer.check_state({"state": shapes, "param_groups": groups})
-    mine = optimizer.claim(shapes)
-    values = {name: _blank(saved[name], "cpu") for name in state_names if int(paths[name][1]) in mine}
+    shapes = state_of({name: _blank(saved[name], "meta") for name in state_names})
+    mine = optimizer.claim(optimizer.check_state({"state": shapes, "param_groups": groups}))
+    others = {str(index) for index in shapes if isinstance(index, int)} - {str(index) for index in mine}
+    values = {name: _blank(saved[name], "cpu") for name in state_names if str(paths[name][1]) not in others}
     dcp.load(values, storage_reader=storage_reader, process_group=optimizer.process_group)
-    optimizer.load_state_dict({"state": _by_index(values, paths), "param_groups": groups, "sharded_params": mine})
+    optimizer.load_state_dict({"state": state_of(values), "param_groups": groups, "sharded_params": mine})
 
 
 def _blank(saved: Any, device: str) -> torch.Tensor | None:
     """What a saved value is read into."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     if not isinstance(saved, TensorStorageMetadata):
         return None
     return torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
-
-
-def _by_index(values: dict[str, Any], paths: dict[str, Any]) -> dict[int, Any]:
-    """State by parameter index; torch.distributed.checkpoint makes strings of the keys of dicts."""
-    state = unflatten_state_dict(values, paths).get("state", {})
-    return {int(index): entry for index, entry in state.items()}

@@ -170,8 +170,8 @@ class OSS(Optimizer):
         """Scales all gradients so that their norm is at most ``max_norm``; returns the norm before. Collective.
 
         As ``torch.nn.utils.clip_grad_norm_`` over all parameters, to rounding; each rank measures the gradients of its
-        own parameters, and at least in float32. Raises RuntimeError for a norm that is not finite if
-        ``error_if_nonfinite``, ValueError for ``norm_type`` <= 0.
+        own parameters. The norm is a scalar of the parameters' dtype, of float32 at least. Raises RuntimeError for a
+        norm that is not finite if ``error_if_nonfinite``, ValueError for ``norm_type`` <= 0.
         """
         self._check_gradients()
         grads = [p.grad for p, owner in zip(self._params, self._owners, strict=True) if owner == self.rank]
