@@ -8,6 +8,8 @@ Everything torch's class accepts, this one accepts, in the same order; it is a s
 
 from __future__ import annotations
 
+import importlib
+
 from torchddp._command import is_command
 
 import_error: Exception | None = None
@@ -35,10 +37,8 @@ __all__ = ["DDP", "DistributedDataParallel", "InternalError", "TransportError", 
 
 
 def __getattr__(name: str) -> object:
-    if name == "profiler":
-        import torchddp.profiler  # importing it also sets it
-
-        return torchddp.profiler
+    if name in ("optim", "profiler"):  # importing them costs more than most programs want
+        return importlib.import_module(f"torchddp.{name}")
     if name == "__version__":  # lazily: reading package metadata costs more than the rest of this import
         from torchddp import _C
 

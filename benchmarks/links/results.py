@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torchddp.simulate.links import Link
-from torchddp.simulate.predict import predict
 
 from benchmarks.links.field import LOCALHOST, OUR_DEFAULT, PLANNED, TORCH_DEFAULT
 from torchddp.bench.stats import paired_ratio, summarize
 from torchddp.bench.variants import Variant
 from torchddp.planner.step_profile import StepProfile
+from torchddp.simulate.links import Link
+from torchddp.simulate.predict import predict
 
 # Of what a shaped link carries, 1448 of 1514 bytes are the program's: the limit counts Ethernet headers, but neither
 # preamble nor gap.

@@ -39,3 +39,9 @@ def test_import_does_not_start_torch_dynamo_or_plots():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     for heavy in ("torch._dynamo", "torch._inductor", "matplotlib", "rich", "numpy.testing"):
         assert f"'{heavy}'" not in done.stdout
+
+
+def test_rooms_are_there_without_an_import_of_their_own() -> None:
+    code = "import torchddp; print(torchddp.profiler.profile.__name__, torchddp.optim.OSS.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["profile", "OSS"], done.stderr
