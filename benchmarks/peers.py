@@ -2,7 +2,8 @@
 
     python -m benchmarks --case per_param --vs benchmarks.peers.WithTimeline
 
-shows what recording every event of every step costs: compare its step with that of torchddp default.
+shows what recording every event of every step costs: compare its step with that of torchddp default. `WithMonitor`:
+statistics for a logger after every step.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchddp import DistributedDataParallel
+from torchddp.profiler import monitor
 
 EVENTS = 100_000
 
@@ -20,3 +22,11 @@ class WithTimeline(DistributedDataParallel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.reducer._enable_timeline(EVENTS)
+
+
+class WithMonitor(DistributedDataParallel):
+    """torchddp with per-step statistics for a logger, after every step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        monitor(self, lambda step, values: None)
