@@ -1,4 +1,4 @@
-# make setup | build | demo | test | lint | format | bench | conformance | compat | cuda-build | cuda-test | wheel | wheel-test | clean
+# make setup | build | demo | test | test-slow | lint | format | bench | conformance | compat | cuda-build | cuda-test | wheel | wheel-test | clean
 # Everything runs in .venv, made on first use; nothing but Python (with venv), g++ and make is taken from the system.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -22,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build cpp-tests demo test lint format bench conformance compat cuda-build cuda-test clean
+.PHONY: help setup build cpp-tests demo test test-slow lint format bench conformance compat cuda-build cuda-test clean
 .PHONY: wheel wheel-cpu wheel-cuda wheel-test wheel-test-cpu wheel-test-cuda
 
 help:
@@ -53,8 +53,10 @@ build: setup
 
 # The tests of the torch-free rooms: optimised as shipped, under AddressSanitizer and UndefinedBehaviorSanitizer, and, those
 # with several threads, under ThreadSanitizer.
+CPP_SANITIZERS ?= none address,undefined thread
 cpp-tests: setup
-	@for sanitize in "" address,undefined thread; do \
+	@for sanitize in $(CPP_SANITIZERS); do \
+	  sanitize=$${sanitize#none}; \
 	  dir=build/cpp-tests$${sanitize:+-$${sanitize%%,*}}; \
 	  echo "C++ tests$${sanitize:+ under $$sanitize}"; \
 	  $(CMAKE) -S . -B $$dir -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
@@ -63,8 +65,14 @@ cpp-tests: setup
 	  $(CMAKE) --build $$dir && $(CTEST) --test-dir $$dir || exit 1; \
 	done
 
-test: build cpp-tests
-	$(PY) -m pytest -q $(ARGS)
+# What takes under twelve minutes on two cores, builds included; test-slow is the rest.
+test: build
+	@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS=none
+	$(PY) -m pytest -q -m "not slow" $(ARGS)
+
+test-slow: build
+	@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS="address,undefined thread"
+	$(PY) -m pytest -q -m slow $(ARGS)
 
 lint: build
 	$(VENV)/bin/ruff check .

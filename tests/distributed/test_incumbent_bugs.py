@@ -431,6 +431,7 @@ EXIT_SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_clean_exit_at_interpreter_end(ddp_class):
     """Trainings whose model lives until the interpreter ends, with and without destroy_process_group."""
     run = subprocess.run(

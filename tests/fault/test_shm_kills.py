@@ -157,6 +157,7 @@ def run(ddp_class: type, plan: Kill) -> tuple[list[str], set[str]]:
     return wrong, segments
 
 
+@pytest.mark.slow
 def test_survivors_of_200_kills_name_the_dead_and_leave_nothing(ddp_class):
     files = shared_files()
     started_s = time.monotonic()

@@ -267,6 +267,7 @@ def test_a_case_writes_what_it_measured(
     assert saved["machine"]["torch"] and saved["command"].startswith("python -m benchmarks --case")
 
 
+@pytest.mark.slow
 def test_scaling_launches_each_world_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
     arguments = ["--world-sizes", "2,1", "--model", "conv", "--seconds", "0.2", "--json", str(path)]

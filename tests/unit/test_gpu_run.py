@@ -83,6 +83,7 @@ def test_a_failed_step_is_shown_and_does_not_stop_the_next(tmp_path: Path) -> No
     assert "a broken pipe" in (tmp_path / "results" / "logs.txt").read_text()
 
 
+@pytest.mark.slow
 def test_no_step_outlasts_the_run(tmp_path: Path) -> None:
     python = fake_python(tmp_path, "*pytest*test_parity*) sleep 100 ;; *pytest*|*benchmarks*|*environment*) exit 0 ;;")
     done = run_script(tmp_path / "results", *DRY, python=python, RUN_LIMIT_S="40")
