@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.links.field import OUR_DEFAULT, PLANNED
-from benchmarks.two_hosts.worker import die_with_parent
+from benchmarks.two_hosts.worker import serve_inherited
 from torchddp.bench.cases import Job
-from torchddp.bench.worker import Reporter, serve_rank
+from torchddp.bench.worker import Reporter
 
 # Planning is over after eight synchronised steps.
 PLANNING_STEPS = 10
@@ -18,8 +17,6 @@ PLANNING_STEPS = 10
 
 def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
     """Time every model; with it the profile that the simulator is fed with."""
-    import torch
-
     from torchddp.bench.models import make_batch
     from torchddp.bench.timing import build_runners, time_runners
     from torchddp.distributed import DistributedDataParallel
@@ -42,19 +39,10 @@ def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
                 "profile": profile,
                 "planned_bytes": [bucket.nbytes for bucket in planned.module.reducer.plan.buckets],
                 "transport": planned.module.reducer.transport_name,
-                "torch": torch.__version__,
             }
         )
     return results
 
 
-def main(descriptor: int) -> None:
-    """Take the job from the inherited connection and serve it."""
-    channel = Connection(descriptor)
-    rank, job, init_method = channel.recv()
-    threading.Thread(target=die_with_parent, args=(channel,), daemon=True).start()
-    serve_rank(rank, job, init_method, channel, measure)
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    serve_inherited(int(sys.argv[1]), measure)

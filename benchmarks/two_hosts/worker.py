@@ -9,11 +9,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from torchddp.bench.cases import Job
-from torchddp.bench.worker import Reporter, serve_rank
+from torchddp.bench.worker import Measure, Reporter, serve_rank
 
 
-def die_with_parent(channel: Connection) -> None:
-    """For a thread: the process ends when the other end of the channel is gone."""
+def _die_with_parent(channel: Connection) -> None:
     # After the job nothing more is said in this direction: readable means that the other end is gone.
     channel.poll(None)
     os._exit(1)
@@ -32,13 +31,13 @@ def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
     return results
 
 
-def main(descriptor: int) -> None:
+def serve_inherited(descriptor: int, measure: Measure) -> None:
     """Take the job from the inherited connection and serve it."""
     channel = Connection(descriptor)
     rank, job, init_method = channel.recv()
-    threading.Thread(target=die_with_parent, args=(channel,), daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(channel,), daemon=True).start()
     serve_rank(rank, job, init_method, channel, measure)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    serve_inherited(int(sys.argv[1]), measure)

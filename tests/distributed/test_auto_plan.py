@@ -89,7 +89,7 @@ def test_what_is_measured_decides():
         decision = plan.decision
         assert 0 < decision.cost.alpha_s < 1 and 0 < decision.cost.beta_s_per_byte < 1e-6
         assert all(ready_s > 0 for ready_s in decision.times.ready_s)
-        assert decision.times.forward_s > 0 and decision.times.comm_s > 0
+        assert decision.times.forward_s > 0
         assert decision.after_s <= decision.before_s
         return decision.cost, decision.times
 

@@ -194,8 +194,8 @@ def test_a_profile_holds_together(change):
 # --- the decision ---
 
 
-def times(ready_s, comm_s=0.0):
-    return StepTimes(tuple(ready_s), 0.01, comm_s)
+def times(ready_s):
+    return StepTimes(tuple(ready_s), 0.01)
 
 
 def test_buckets_change_only_for_a_gain():

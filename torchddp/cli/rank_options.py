@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 
@@ -10,7 +12,8 @@ from torchddp.bench.arguments import check_numbers
 from torchddp.bench.cases import MODEL_NAMES
 from torchddp.bench.command import make_console
 from torchddp.bench.launch import LaunchError
-from torchddp.bench.ranks import started_by_torchrun
+from torchddp.bench.progress import Display, progress_bar
+from torchddp.bench.ranks import RankFunction, RankJob, run_ranks, started_by_torchrun
 from torchddp.bench.tables import ranks_text
 from torchddp.bench.variants import ArgumentError
 
@@ -60,6 +63,30 @@ def check_world_size(asked: int | None, purpose: str) -> int:
             f"With one rank there is nothing to synchronise, and so nothing {purpose}; take two or more."
         )
     return world_size
+
+
+def run_command(
+    case: str, function: RankFunction, settings: Any, console: Console, describe: Callable[[float, float], str]
+) -> Any:
+    """What `function(report, settings)` brings back from rank 0, with a progress bar; None where torchrun started us
+    as another rank.
+
+    `settings` has a `world_size`; `describe(done, total)`: what the bar says.
+    """
+    from torchddp.bench.subject import choose_backend, threads_each
+
+    job = RankJob(
+        case=case,
+        function=function,
+        arguments=(settings,),
+        world_size=settings.world_size,
+        backend=choose_backend(settings.world_size),
+        threads=threads_each(settings.world_size),
+    )
+    with progress_bar(console) as progress:
+        display = Display(progress)
+        display.start(case)
+        return run_ranks(job, lambda _, done, total: display.update(describe(done, total), done, total))
 
 
 def rank_console() -> Console:

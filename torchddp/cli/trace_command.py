@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 
 from torchddp.bench.command import check_output
-from torchddp.bench.ranks import RankJob, run_ranks
 from torchddp.bench.tables import ranks_text
 from torchddp.bench.variants import ArgumentError
 from torchddp.cli.rank_options import (
@@ -21,6 +20,7 @@ from torchddp.cli.rank_options import (
     check_transport,
     check_world_size,
     rank_console,
+    run_command,
 )
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
@@ -66,24 +66,11 @@ def check_settings(
 
 def run_trace(settings: TraceSettings, console: Console) -> Traced | None:
     """What the ranks found; None on those of torchrun's that are not to speak."""
-    from torchddp.bench.progress import Display, progress_bar
-    from torchddp.bench.subject import choose_backend, threads_each
     from torchddp.cli.trace_run import trace_rank
 
-    job = RankJob(
-        case="trace",
-        function=trace_rank,
-        arguments=(settings,),
-        world_size=settings.world_size,
-        backend=choose_backend(settings.world_size),
-        threads=threads_each(settings.world_size),
+    traced: Traced | None = run_command(
+        "trace", trace_rank, settings, console, lambda done, total: f"step {done:.0f} of {total:.0f}"
     )
-    with progress_bar(console) as progress:
-        display = Display(progress)
-        display.start("trace")
-        traced: Traced | None = run_ranks(
-            job, lambda case, done, total: display.update(f"step {done:.0f} of {total:.0f}", done, total)
-        )
     return traced
 
 

@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 
 from torchddp.bench.command import check_output
-from torchddp.bench.ranks import RankJob, run_ranks
 from torchddp.bench.variants import ArgumentError
 from torchddp.cli.rank_options import (
     MODEL_HELP,
@@ -20,6 +19,7 @@ from torchddp.cli.rank_options import (
     check_transport,
     check_world_size,
     rank_console,
+    run_command,
 )
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
@@ -67,22 +67,9 @@ def check_settings(
 
 def run_tune(settings: TuneSettings, console: Console) -> TuneResult | None:
     """What the ranks found; None on those of torchrun's that are not to speak."""
-    from torchddp.bench.progress import Display, progress_bar
-    from torchddp.bench.subject import choose_backend, threads_each
     from torchddp.tune.sweep import tune_on_rank
 
-    job = RankJob(
-        case="tune",
-        function=tune_on_rank,
-        arguments=(settings,),
-        world_size=settings.world_size,
-        backend=choose_backend(settings.world_size),
-        threads=threads_each(settings.world_size),
-    )
-    with progress_bar(console) as progress:
-        display = Display(progress)
-        display.start("tune")
-        result: TuneResult | None = run_ranks(job, lambda case, done, total: display.update("trying", done, total))
+    result: TuneResult | None = run_command("tune", tune_on_rank, settings, console, lambda done, total: "trying")
     return result
 
 

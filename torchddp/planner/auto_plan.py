@@ -11,7 +11,7 @@ import torch
 
 from torchddp import _C
 from torchddp.planner.calibrate import NoRoomError, measure_cost
-from torchddp.planner.plan import SLACK_SHARE
+from torchddp.planner.plan import finish_s, merged_plan
 from torchddp.planner.recorder import StepRecorder, StepTimes
 from torchddp.planner.step_profile import LinearCost
 
@@ -42,10 +42,8 @@ def decide(
     current: _C.BucketPlan,
 ) -> Decision:
     """The plan with the least predicted exposed time; the current one if that is hardly worse. Pure."""
-    costs = (cost.alpha_s, cost.beta_s_per_byte, cost.pack_s_per_byte)
-    best = _C.make_merged_plan(specs, times.order, times.ready_s, *costs, slack_s=SLACK_SHARE * times.backward_s)
-    before_s = _C.predict_finish_s(current, specs, times.ready_s, *costs)
-    after_s = _C.predict_finish_s(best, specs, times.ready_s, *costs)
+    best = merged_plan(specs, times.order, times.ready_s, cost)
+    before_s, after_s = (finish_s(plan, specs, times.ready_s, cost) for plan in (current, best))
     if before_s - after_s < LEAST_GAIN * (times.forward_s + before_s):
         return Decision(times, cost, before_s, before_s, current)
     return Decision(times, cost, before_s, after_s, best)

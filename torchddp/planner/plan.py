@@ -22,17 +22,21 @@ def param_specs(profile: StepProfile) -> list[_C.ParamSpec]:
 
 
 def best_plan(profile: StepProfile, cost: LinearCost) -> _C.BucketPlan:
-    """The plan that finishes first: :func:`torchddp._C.make_merged_plan` with the profile's order and times."""
-    slack_s = SLACK_SHARE * max(g.ready_s for g in profile.gradients)
-    return _C.make_merged_plan(
-        param_specs(profile),
-        profile.order,
-        [g.ready_s for g in profile.gradients],
-        alpha_s=cost.alpha_s,
-        beta_s_per_byte=cost.beta_s_per_byte,
-        pack_s_per_byte=cost.pack_s_per_byte,
-        slack_s=slack_s,
-    )
+    """The plan that finishes first, by the profile's order and times."""
+    return merged_plan(param_specs(profile), profile.order, [g.ready_s for g in profile.gradients], cost)
+
+
+def merged_plan(
+    specs: Sequence[_C.ParamSpec], order: Sequence[int], ready_s: Sequence[float], cost: LinearCost
+) -> _C.BucketPlan:
+    """The plan that finishes first: :func:`torchddp._C.make_merged_plan`."""
+    costs = (cost.alpha_s, cost.beta_s_per_byte, cost.pack_s_per_byte)
+    return _C.make_merged_plan(specs, order, ready_s, *costs, slack_s=SLACK_SHARE * max(ready_s))
+
+
+def finish_s(plan: _C.BucketPlan, specs: Sequence[_C.ParamSpec], ready_s: Sequence[float], cost: LinearCost) -> float:
+    """Predicted seconds from the begin of backward until the last bucket is reduced."""
+    return _C.predict_finish_s(plan, specs, ready_s, cost.alpha_s, cost.beta_s_per_byte, cost.pack_s_per_byte)
 
 
 def best_buckets(profile: StepProfile, cost: LinearCost) -> Buckets:

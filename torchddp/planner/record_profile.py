@@ -50,8 +50,8 @@ def record_profile(
             recorder.collect()
     finally:
         recorder.stop()
-    times = recorder.times(device)
-    transport = reducer.transport
+    transport, timeout = reducer.transport, model._wait_limit()
+    times = recorder.times(device, timeout)
     key = plan_key(model)
     return StepProfile(
         model=name or type(model.module).__name__,
@@ -68,9 +68,9 @@ def record_profile(
         order=times.order,
         forward_s=times.forward_s,
         backward_s=times.backward_s,
-        cost=measure_cost(transport, device, host_too=True),
+        cost=measure_cost(transport, device, timeout, host_too=True),
         buckets=buckets_of(reducer.plan),
-        step_s=max(seconds for (seconds,) in of_all_ranks(transport, device, model._wait_limit(), step_s)),
+        step_s=max(seconds for (seconds,) in of_all_ranks(transport, device, timeout, step_s)),
         torchddp_version=_C.version,
         torch_version=torch.__version__,
     )

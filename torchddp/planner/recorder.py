@@ -18,8 +18,6 @@ class StepTimes:
 
     ready_s: tuple[float, ...]  # by parameter, since backward began
     forward_s: float
-    # All buckets one after the other, after the last gradient: communication alone.
-    comm_s: float
 
     @property
     def backward_s(self) -> float:
@@ -54,7 +52,7 @@ class StepRecorder:
             return
         self._finished = stats["finished"]
         ready_ns, forward_ns = self._reducer.get_backward_stats(), self._reducer._forward_ns()
-        times_ns = [*ready_ns, forward_ns, stats["backward_comm_time"]]
+        times_ns = [*ready_ns, forward_ns]
         self._rows.append([time_ns / 1e9 for time_ns in times_ns])
 
     def stop(self) -> None:
@@ -70,5 +68,5 @@ class StepRecorder:
             )
         mine = [statistics.median(column) for column in zip(*self._rows, strict=True)]
         by_rank = of_all_ranks(self._reducer.transport, device, timeout, *mine)
-        *ready_s, forward_s, comm_s = (max(column) for column in zip(*by_rank, strict=True))
-        return StepTimes(tuple(ready_s), forward_s, comm_s)
+        *ready_s, forward_s = (max(column) for column in zip(*by_rank, strict=True))
+        return StepTimes(tuple(ready_s), forward_s)

@@ -82,16 +82,18 @@ class StepProfile:
             raise ProfileError(f"The order of the profile is no permutation of its {count} gradients.")
         if sorted(index for bucket in self.buckets for index in bucket) != list(range(count)):
             raise ProfileError(f"The buckets of the profile do not hold each of its {count} gradients once.")
-        times = (self.forward_s, self.backward_s, self.step_s, *asdict(self.cost).values())
-        if not all(math.isfinite(value) and value >= 0 for value in (*times, *(g.ready_s for g in self.gradients))):
+        if not all(math.isfinite(value) and value >= 0 for value in self._times()):
             raise ProfileError("The profile has a time that is negative or not finite.")
         if self.world_size < 1 or self.ranks_per_host < 1:
             raise ProfileError(f"The profile says {self.world_size} ranks, {self.ranks_per_host} a host.")
 
+    def _times(self) -> tuple[Any, ...]:
+        cost = asdict(self.cost).values()
+        return (self.forward_s, self.backward_s, self.step_s, *cost, *(g.ready_s for g in self.gradients))
+
     def _check_types(self) -> None:
         """A file may hold anything."""
-        times = (self.forward_s, self.backward_s, self.step_s, *asdict(self.cost).values())
-        if not all(isinstance(value, (int, float)) for value in (*times, *(g.ready_s for g in self.gradients))):
+        if not all(isinstance(value, (int, float)) for value in self._times()):
             raise ProfileError("The profile has a time that is no number.")
         sizes = [size for g in self.gradients for size in (g.numel, g.itemsize, g.dtype, g.device)]
         indices = [*self.order, *(index for bucket in self.buckets for index in bucket)]

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from torchddp import _C
 from torchddp.bench.stats import paired_ratio, summarize
-from torchddp.planner.plan import param_specs, plan_of
+from torchddp.planner.plan import finish_s, param_specs, plan_of
 from torchddp.planner.step_profile import StepProfile
 from torchddp.tune.candidates import Candidate
 from torchddp.tune.sweep import TuneResult
@@ -17,15 +16,8 @@ from torchddp.tune.sweep import TuneResult
 def predicted_ms(profile: StepProfile, candidate: Candidate) -> float:
     """The step that the planner expects of these buckets: forward, then backward until the last bucket is there."""
     specs = param_specs(profile)
-    finish_s = _C.predict_finish_s(
-        plan_of(candidate.buckets, specs),
-        specs,
-        [g.ready_s for g in profile.gradients],
-        profile.cost.alpha_s,
-        profile.cost.beta_s_per_byte,
-        profile.cost.pack_s_per_byte,
-    )
-    return 1e3 * (profile.forward_s + max(finish_s, profile.backward_s))
+    end_s = finish_s(plan_of(candidate.buckets, specs), specs, [g.ready_s for g in profile.gradients], profile.cost)
+    return 1e3 * (profile.forward_s + max(end_s, profile.backward_s))
 
 
 def choose(step_ms: np.ndarray, candidates: tuple[Candidate, ...]) -> int:
