@@ -9,17 +9,19 @@ namespace torchddp::bindings {
 void bind_plan(py::module_& m) {
   using namespace plan;
   py::class_<ParamSpec>(m, "ParamSpec", "What a bucket plan needs to know of a parameter.")
-      .def(py::init([](std::string name, int64_t numel, int64_t itemsize, int32_t dtype, int32_t device, bool sparse) {
-             return ParamSpec{std::move(name), numel, itemsize, dtype, device, sparse};
+      .def(py::init([](std::string name, int64_t numel, int64_t itemsize, int32_t dtype, int32_t device, bool sparse,
+                       int32_t owner) {
+             return ParamSpec{std::move(name), numel, itemsize, dtype, device, sparse, owner};
            }),
            py::arg("name"), py::arg("numel"), py::arg("itemsize"), py::arg("dtype") = 0, py::arg("device") = 0,
-           py::arg("sparse") = false)
+           py::arg("sparse") = false, py::arg("owner") = -1)
       .def_readonly("name", &ParamSpec::name)
       .def_readonly("numel", &ParamSpec::numel)
       .def_readonly("itemsize", &ParamSpec::itemsize)
       .def_readonly("dtype", &ParamSpec::dtype)
       .def_readonly("device", &ParamSpec::device)
-      .def_readonly("sparse", &ParamSpec::sparse);
+      .def_readonly("sparse", &ParamSpec::sparse)
+      .def_readonly("owner", &ParamSpec::owner);
 
   py::class_<BucketSpec>(m, "BucketSpec",
                          "One bucket of a plan: parameter indices and their offsets in flat memory (elements).")
@@ -43,7 +45,8 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("nbytes", [](const BucketSpec& bucket) { return bucket.numel * bucket.itemsize; })
       .def_readonly("dtype", &BucketSpec::dtype)
       .def_readonly("device", &BucketSpec::device)
-      .def_readonly("sparse", &BucketSpec::sparse);
+      .def_readonly("sparse", &BucketSpec::sparse)
+      .def_readonly("owner", &BucketSpec::owner);
 
   py::class_<BucketPlan>(m, "BucketPlan", "Which gradient lies where in which bucket, buckets in launch order.")
       .def_readonly("buckets", &BucketPlan::buckets)

@@ -19,8 +19,8 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       std::shared_ptr<transport::Transport> transport, std::vector<int64_t> caps_bytes,
                                       int64_t alignment_bytes, int64_t solo_bytes, bool find_unused_parameters,
                                       bool gradient_as_bucket_view, bool skip_all_reduce_unused_params,
-                                      bool compiled_autograd_takes_over, py::object wire_dtype, bool gradient_stats,
-                                      bool pack_whole_buckets, std::chrono::milliseconds timeout) {
+                                      bool compiled_autograd_takes_over, py::object wire_dtype, py::object reduce_dtype,
+                                      bool gradient_stats, bool pack_whole_buckets, std::chrono::milliseconds timeout) {
   reducer::ReducerConfig config;
   config.limits = {std::move(caps_bytes), alignment_bytes, solo_bytes};
   config.find_unused_parameters = find_unused_parameters;
@@ -29,6 +29,9 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
   config.compiled_autograd_takes_over = compiled_autograd_takes_over;
   if (!wire_dtype.is_none()) {
     config.wire_dtype = reinterpret_cast<THPDtype*>(wire_dtype.ptr())->scalar_type;
+  }
+  if (!reduce_dtype.is_none()) {
+    config.reduce_dtype = reinterpret_cast<THPDtype*>(reduce_dtype.ptr())->scalar_type;
   }
   config.gradient_stats = gradient_stats;
   config.pack_whole_buckets = pack_whole_buckets;
@@ -77,6 +80,7 @@ void bind_step(PyReducer& c) {
           "_autograd_hook", [](Reducer& self, int64_t index) { self.on_grad_ready(index, nullptr); }, py::arg("index"),
           NoGil())
       .def("_delay_all_reduce", &Reducer::delay_all_reduce, NoGil())
+      .def("_reduce_now", &Reducer::reduce_now, NoGil())
       .def("_check_reducer_finalized", &Reducer::check_finalized, NoGil())
       .def("_rebuild_buckets", &Reducer::rebuild_buckets, NoGil())
       .def("_adopt_plan", &Reducer::adopt_plan, py::arg("plan"), NoGil())
@@ -171,7 +175,7 @@ void bind_reducer(py::module_& m) {
         py::arg("transport").none(false), py::kw_only(), py::arg("caps_bytes"), py::arg("alignment_bytes") = 1,
         py::arg("solo_bytes") = 0, py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
         py::arg("skip_all_reduce_unused_params") = false, py::arg("compiled_autograd_takes_over") = false,
-        py::arg("wire_dtype") = py::none(), py::arg("gradient_stats") = false, py::arg("pack_whole_buckets") = false,
+        py::arg("wire_dtype") = py::none(), py::arg("reduce_dtype") = py::none(), py::arg("gradient_stats") = false, py::arg("pack_whole_buckets") = false,
         py::arg("timeout") = transport::kTransportTimeout);
   bind_step(c);
   bind_modes(c);

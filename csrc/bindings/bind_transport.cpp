@@ -41,6 +41,8 @@ void bind_interface(py::module_& m) {
       .def("make_work", [](Transport& transport) { return no_gil(std::shared_ptr<Work>(transport.make_work())); })
       .def("all_reduce", py::overload_cast<const at::Tensor&, Work&>(&Transport::all_reduce), py::arg("tensor"),
            py::arg("work"), NoGil())
+      .def("reduce", py::overload_cast<const at::Tensor&, int, Work&>(&Transport::reduce), py::arg("tensor"),
+           py::arg("root"), py::arg("work"), NoGil())
       .def("reduce_scatter", &Transport::reduce_scatter, py::arg("output"), py::arg("input"), py::arg("work"), NoGil())
       .def("all_gather", &Transport::all_gather, py::arg("output"), py::arg("input"), py::arg("work"), NoGil())
       .def("broadcast", &Transport::broadcast, py::arg("tensor"), py::arg("root"), py::arg("work"), NoGil())

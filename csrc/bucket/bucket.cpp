@@ -12,7 +12,7 @@
 namespace torchddp::bucket {
 
 Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport)
-    : work_(transport.make_work()), sparse_(spec.sparse) {
+    : work_(transport.make_work()), owner_(spec.owner), sparse_(spec.sparse) {
   TDDP_INTERNAL(!spec.slots.empty(), "a bucket plan has an empty bucket");
   for (const auto& slot : spec.slots) {
     params_.push_back(slot.param);
@@ -22,27 +22,67 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
     return;
   }
   const auto& first = params[static_cast<size_t>(params_.front())];
-  flat_ = transport.allocate(spec.numel, first.scalar_type(), first.device());
+  // Where NCCL registers memory all ranks must allocate alike, which owners of different buckets don't.
+  const bool given_away = owner_ >= 0 && owner_ != transport.rank();
+  flat_ = given_away || (owner_ >= 0 && transport.reaches_any_memory())
+              ? at::empty({spec.numel}, at::TensorOptions().dtype(first.scalar_type()).device(first.device()))
+              : transport.allocate(spec.numel, first.scalar_type(), first.device());
   wire_ = flat_;
   if (flat_.is_complex()) {
     c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
     wire_ = at::view_as_real(flat_).view({-1});
   }
-  if (spec.numel != [&] {
-        int64_t sum = 0;
-        for (const auto& s : spec.slots) sum += s.numel;
-        return sum;
-      }()) {
+  int64_t used = 0;
+  for (const auto& slot : spec.slots) {
+    used += slot.numel;
+  }
+  has_padding_ = used != spec.numel;
+  if (has_padding_) {
     flat_.zero_();  // padding between slots is summed too: keep it finite
   }
   slots_.reserve(spec.slots.size());
   for (const auto& slot : spec.slots) {
     slots_.emplace_back(flat_, slot.offset, params[static_cast<size_t>(slot.param)]);
   }
+  if (given_away) {
+    let_go();
+  }
   if (slots_.size() == 1 && slots_[0].numel() == spec.numel && slots_[0].on_cpu() && !flat_.is_complex()) {
     slots_[0].allow_adoption(transport);
     scales_ = transport.scales(flat_.scalar_type());
   }
+}
+
+void Bucket::take_memory(const at::Tensor& memory) {
+  TDDP_INTERNAL(static_cast<int64_t>(memory.nbytes()) >= bytes(), "a bucket was given too little memory");
+  auto* flat = flat_.unsafeGetTensorImpl();
+  flat->set_storage_keep_dtype(memory.storage());
+  flat->set_storage_offset(0);
+  if (flat_.is_complex()) {
+    c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+    wire_ = at::view_as_real(flat_).view({-1});
+  }
+  if (has_padding_) {
+    const c10::NoGradGuard no_grad;
+    flat_.zero_();  // summed too: keep it finite
+  }
+  for (auto& slot : slots_) {
+    slot.rebind();
+  }
+  lent_ = memory;
+}
+
+at::Tensor Bucket::let_go() {
+  auto* flat = flat_.unsafeGetTensorImpl();
+  flat->set_storage_keep_dtype(at::empty({0}, flat_.options()).storage());
+  flat->set_storage_offset(0);
+  if (flat_.is_complex()) {
+    wire_.reset();
+  }
+  for (auto& slot : slots_) {
+    slot.let_go();
+  }
+  return std::exchange(lent_, at::Tensor());
 }
 
 void Bucket::measure(const at::Tensor& stats) const {

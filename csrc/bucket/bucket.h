@@ -27,11 +27,13 @@ enum class BucketState : uint8_t {
 // Owned by the Reducer. arrive() may be called by several autograd threads at once; everything else by one thread at a time.
 class Bucket {
  public:
-  // `params`: all parameters of the reducer, indexed by the plan's slots.
+  // `params`: all parameters of the reducer, indexed by the plan's slots. A bucket that belongs to another rank has no memory yet.
   Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport);
 
   int64_t num_slots() const { return static_cast<int64_t>(params_.size()); }
   bool is_sparse() const { return sparse_; }
+  // The rank that alone gets the averages, or -1.
+  int owner() const { return owner_; }
   int64_t bytes() const;
   // Parameter index of each slot, in flat order.
   const std::vector<int64_t>& params() const { return params_; }
@@ -43,6 +45,17 @@ class Bucket {
   // What a communication hook sees: 1-d, of the parameters' dtype, or the sparse gradient.
   const at::Tensor& buffer() const { return flat_; }
   void set_sparse_gradient(at::Tensor gradient) { flat_ = wire_ = std::move(gradient); }
+
+  // Note [Gradients that are given away]
+  // A bucket of another rank's parameters needs flat memory from its first gradient until the owner has read it. It has none when
+  // it is made, borrows some (take_memory) or adopts a gradient, and lets go of it after the reduction.
+  bool has_memory() const { return !slots_.empty() && slots_[0].has_memory(); }
+  // `memory`: bytes, at least bytes() of them.
+  void take_memory(const at::Tensor& memory);
+  // Returns what take_memory() was given, or an undefined tensor.
+  at::Tensor let_go();
+  // What travels in the place of the wire, if that is to be narrower: see ReducerConfig::reduce_dtype.
+  at::Tensor narrow;
 
   BucketState state = BucketState::kIdle;
   transport::Work& work() { return *work_; }
@@ -79,6 +92,9 @@ class Bucket {
   at::Tensor wire_;
   std::unique_ptr<transport::Work> work_;
   std::atomic<int64_t> pending_{0};
+  at::Tensor lent_;
+  int owner_ = -1;
+  bool has_padding_ = false;
   bool sparse_ = false;
   bool scales_ = false;
 };

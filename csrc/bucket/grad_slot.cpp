@@ -87,8 +87,18 @@ bool GradSlot::adopt(const at::Tensor& grad, const at::Tensor* incoming) {
   return true;
 }
 
+void GradSlot::rebind() {
+  view_.reset();
+  data_ = static_cast<std::byte*>(flat_.mutable_data_ptr()) + offset_ * static_cast<int64_t>(c10::elementSize(dtype_));
+}
+
+void GradSlot::let_go() {
+  view_.reset();
+  data_ = nullptr;
+}
+
 void GradSlot::restore_view() {
-  if (!view_is_intact()) {
+  if (!view_.defined() || !view_is_intact()) {
     view_ = make_view();
   }
 }

@@ -73,6 +73,11 @@ class GradSlot {
 
   // A gradient with memory of its own, equal to the slot.
   at::Tensor clone() const;
+  // The flat tensor was given other memory.
+  void rebind();
+  // The flat tensor's memory goes; the slot is of no use until rebind() or adopt().
+  void let_go();
+  bool has_memory() const { return data_ != nullptr; }
   // User code may have re-pointed the view (`p.grad.data = x`): then the slot needs a new one before it is handed out again.
   void restore_view();
 

@@ -51,6 +51,8 @@ class Nccl {
   virtual int window_deregister(Comm comm, Window window) = 0;
 
   virtual int all_reduce(const void* input, void* output, int64_t numel, NcclType type, Comm comm, Stream stream) = 0;
+  // In place.
+  virtual int reduce(void* data, int64_t numel, NcclType type, int root, Comm comm, Stream stream) = 0;
   virtual int reduce_scatter(const void* input, void* output, int64_t output_numel, NcclType type, Comm comm,
                              Stream stream) = 0;
   virtual int all_gather(const void* input, void* output, int64_t input_numel, NcclType type, Comm comm,

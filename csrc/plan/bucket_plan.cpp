@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <tuple>
 #include <utility>
 
 #include "plan/plan_detail.h"
@@ -26,11 +27,11 @@ void check_order(std::span<const int64_t> order, int64_t num_params) {
   detail::check_distinct(order, num_params, "order");
 }
 
-// The bucket of one (dtype, device) that is still filling.
+// The bucket of one (dtype, device, owner) that is still filling.
 struct OpenBucket {
   BucketSpec spec;
   int64_t bytes = 0;       // of gradients: padding does not count, so that alignment leaves the grouping as it is
-  int64_t num_closed = 0;  // how many of this (dtype, device) were full before: chooses the cap
+  int64_t num_closed = 0;  // how many of this kind were full before: chooses the cap
 };
 
 int64_t cap_bytes(const BucketLimits& limits, int64_t bucket_index) {
@@ -46,14 +47,14 @@ BucketPlan make_bucket_plan(std::span<const ParamSpec> params, std::span<const i
   check_order(order, std::ssize(params));
 
   BucketPlan plan;
-  std::map<std::pair<int32_t, int32_t>, OpenBucket> open_buckets;
+  std::map<std::tuple<int32_t, int32_t, int32_t>, OpenBucket> open_buckets;
   for (const int64_t param : order) {
     const ParamSpec& spec = params[static_cast<size_t>(param)];
     if (spec.sparse || (limits.solo_bytes > 0 && spec.bytes() >= limits.solo_bytes)) {
       detail::append_slot(plan.buckets.emplace_back(detail::make_bucket(spec)), spec, param, limits.alignment_bytes);
       continue;
     }
-    OpenBucket& open = open_buckets[{spec.dtype, spec.device}];
+    OpenBucket& open = open_buckets[{spec.dtype, spec.device, spec.owner}];
     if (open.spec.slots.empty()) open.spec = detail::make_bucket(spec);
     if (spec.itemsize != open.spec.itemsize) {
       detail::fail(detail::describe(params, param), ": itemsize ", spec.itemsize, " differs from the ",

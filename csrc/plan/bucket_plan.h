@@ -11,7 +11,7 @@
 namespace torchddp::plan {
 
 // How large buckets may grow. A bucket closes as soon as its bytes reach its cap (so it may exceed the cap by its last
-// gradient, as in torch). The i-th bucket of one (dtype, device) takes caps_bytes[i], the last cap repeating.
+// gradient, as in torch). The i-th bucket of one (dtype, device, owner) takes caps_bytes[i], the last cap repeating.
 struct BucketLimits {
   std::vector<int64_t> caps_bytes;
   int64_t alignment_bytes = 1;  // each gradient starts at a multiple of this, and of its item size
@@ -34,6 +34,7 @@ struct BucketSpec {
   int32_t dtype = 0;
   int32_t device = 0;
   bool sparse = false;
+  int32_t owner = -1;
   bool operator==(const BucketSpec&) const = default;
 };
 
@@ -66,7 +67,7 @@ std::vector<int64_t> encode_plan(const BucketPlan& plan, int64_t num_params);
 BucketPlan decode_plan(std::span<const int64_t> words, std::span<const ParamSpec> params, int64_t alignment_bytes);
 
 // Throws std::invalid_argument naming parameter and bucket unless every parameter lies in exactly one bucket, with
-// matching dtype and device, without overlap, aligned, sparse ones alone.
+// matching dtype, device and owner, without overlap, aligned, sparse ones alone.
 void check_plan(const BucketPlan& plan, std::span<const ParamSpec> params, int64_t alignment_bytes);
 
 }  // namespace torchddp::plan

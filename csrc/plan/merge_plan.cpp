@@ -44,13 +44,14 @@ std::vector<Gradient> line_up(std::span<const ParamSpec> params, std::span<const
                               std::span<const double> ready_s) {
   std::vector<Gradient> line;
   line.reserve(order.size());
-  std::map<std::tuple<int32_t, int32_t, int64_t>, size_t> kinds;
+  std::map<std::tuple<int32_t, int32_t, int32_t, int64_t>, size_t> kinds;
   double latest_s = 0;
   for (const int64_t param : order) {
     const ParamSpec& spec = params[static_cast<size_t>(param)];
     latest_s = std::max(latest_s, ready_s[static_cast<size_t>(param)]);
     const size_t kind =
-        kinds.try_emplace({spec.dtype, spec.device, spec.sparse ? param + 1 : 0}, kinds.size()).first->second;
+        kinds.try_emplace({spec.dtype, spec.device, spec.owner, spec.sparse ? param + 1 : 0}, kinds.size())
+            .first->second;
     line.push_back({latest_s, spec.bytes(), kind});
   }
   return line;
@@ -219,11 +220,11 @@ std::vector<size_t> merge_for_free(std::span<const Gradient> line, std::span<con
 std::vector<BucketSpec> buckets_of(std::span<const int64_t> run, std::span<const ParamSpec> params,
                                    int64_t alignment_bytes) {
   std::vector<std::pair<size_t, BucketSpec>> found;  // with the place of the last gradient
-  std::map<std::pair<int32_t, int32_t>, size_t> open;
+  std::map<std::tuple<int32_t, int32_t, int32_t>, size_t> open;
   for (size_t i = 0; i < run.size(); ++i) {
     const ParamSpec& spec = params[static_cast<size_t>(run[i])];
     size_t index = found.size();
-    if (!spec.sparse) index = open.try_emplace({spec.dtype, spec.device}, index).first->second;
+    if (!spec.sparse) index = open.try_emplace({spec.dtype, spec.device, spec.owner}, index).first->second;
     if (index == found.size()) found.emplace_back(i, detail::make_bucket(spec));
     found[index].first = i;
     detail::append_slot(found[index].second, spec, run[i], alignment_bytes);

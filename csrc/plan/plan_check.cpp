@@ -57,6 +57,7 @@ class PlanChecker {
     expect("device", spec.device, bucket.device);
     expect("itemsize", spec.itemsize, bucket.itemsize);
     expect("sparse", spec.sparse, bucket.sparse);
+    expect("owner", spec.owner, bucket.owner);
     if (slot.numel != spec.numel) {
       fail(describe(params_, slot.param), " has ", spec.numel, " elements, its slot in bucket ", index, " has ",
            slot.numel);

@@ -51,6 +51,7 @@ BucketSpec make_bucket(const ParamSpec& spec) {
   bucket.dtype = spec.dtype;
   bucket.device = spec.device;
   bucket.sparse = spec.sparse;
+  bucket.owner = spec.owner;
   return bucket;
 }
 

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/autograd/variable.h>
 
+#include <atomic>
+#include <memory>
 #include <span>
 #include <utility>
 #include <vector>
@@ -12,6 +14,8 @@ namespace torchddp::reducer {
 // Called by whichever autograd thread accumulated the gradient; several at once when a model spans devices.
 class GradSink {
  public:
+  // Before autograd adds to the gradient. Only if the hooks were made with `before_too`.
+  virtual void on_grad_coming(int64_t param) = 0;
   // `incoming`: what autograd handed to the parameter and still holds; null if unknown.
   virtual void on_grad_ready(int64_t param, const at::Tensor* incoming) = 0;
   // Whether compiled autograd may take over (it then bypasses the hooks).
@@ -24,7 +28,7 @@ class GradSink {
 // Registers on construction, removes on destruction or by remove(). The sink must outlive the hooks.
 class GradHooks {
  public:
-  GradHooks(std::span<const at::Tensor> params, GradSink& sink);
+  GradHooks(std::span<const at::Tensor> params, GradSink& sink, bool before_too);
   ~GradHooks() { remove(); }
   GradHooks(const GradHooks&) = delete;
   GradHooks& operator=(const GradHooks&) = delete;
@@ -39,7 +43,8 @@ class GradHooks {
   // (std::shared_ptr) and 2.13 (c10::intrusive_ptr) under one mangled name: take it from the header.
   using AccumulatorPtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
   std::vector<std::pair<AccumulatorPtr, uintptr_t>> hooks_;
-  bool removed_ = false;
+  // autograd knows no way to remove a hook that runs before a node: those are told.
+  std::shared_ptr<std::atomic<bool>> removed_ = std::make_shared<std::atomic<bool>>(false);
 };
 
 }  // namespace torchddp::reducer

@@ -66,7 +66,7 @@ void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
   for (size_t i = 0; i < params_.size(); ++i) {
     marked_[i].store(kNotMarked, std::memory_order_relaxed);
   }
-  next_launch_ = 0;
+  next_launch_ = next_let_go_ = 0;
   num_buckets_ready_ = 0;
   num_ready_.store(0, std::memory_order_relaxed);
   late_.clear();
@@ -146,6 +146,7 @@ void Reducer::begin_backward() {
   rpc_context_ = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
   scale_ = gradient_scale();
   for (const auto param : unused_) {
+    on_grad_coming(param);
     mark_ready(param, true, nullptr);
   }
   begun_.store(true, std::memory_order_release);
@@ -190,6 +191,10 @@ void Reducer::pack(int64_t param, bool unused, const at::Tensor* incoming) {
 void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming) {
   const auto& place = places_[static_cast<size_t>(param)];
   auto& slot = *place.slot;
+  if (gives_away(*place.bucket)) {
+    pack_given_away(param, grad, incoming);
+    return;
+  }
   const auto add_late = [&](at::Tensor saved) {
     const std::lock_guard lock(late_mutex_);
     late_.push_back({param, std::move(saved)});
@@ -288,6 +293,7 @@ void Reducer::bucket_ready(int64_t index) {
   while (next_launch_ < count && buckets_[static_cast<size_t>(next_launch_)]->state == BucketState::kReady) {
     launch(next_launch_++);
   }
+  let_go_of_finished();
   if (next_launch_ == count) {
     all_launched();
   }
@@ -322,6 +328,8 @@ void Reducer::launch(int64_t index) {
       bucket.future = comm_hook_.run(grad_bucket);
     } else if (bucket.is_sparse()) {
       sparse.start(bucket, *transport_);
+    } else if (owned_) {
+      start_reduce(index);
     } else {
       transport_->all_reduce(bucket.wire(), bucket.work(),
                              {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index});
@@ -356,14 +364,32 @@ void Reducer::delay_all_reduce() {
       marked_[static_cast<size_t>(param)].store(used ? kMarked : kMarkedUnused, std::memory_order_relaxed);
       pack(param, !used, nullptr);
     }
-    incomplete_.store(true, std::memory_order_relaxed);
-    for (size_t i = 0; i < buckets_.size(); ++i) {
-      if (!buckets_[i]->is_sparse() && packs_whole_buckets()) {
-        pack_whole_bucket(*buckets_[i]);
-      }
-      launch(static_cast<int64_t>(i));
-    }
+    launch_all();
     static_graph_.finish_recording();
+    finalize();
+  });
+}
+
+void Reducer::launch_all() {
+  incomplete_.store(true, std::memory_order_relaxed);
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    if (!buckets_[i]->is_sparse() && packs_whole_buckets()) {
+      pack_whole_bucket(*buckets_[i]);
+    }
+    launch(static_cast<int64_t>(i));
+  }
+}
+
+void Reducer::reduce_now() {
+  prepare_for_backward({});
+  guarded([&] {
+    begin_backward();
+    for (int64_t param = 0; param < static_cast<int64_t>(params_.size()); ++param) {
+      on_grad_coming(param);
+      marked_[static_cast<size_t>(param)].store(kMarked, std::memory_order_relaxed);
+      pack(param, false, nullptr);
+    }
+    launch_all();
     finalize();
   });
 }
@@ -391,6 +417,7 @@ void Reducer::abandon_step() {
     static_graph_.restart_recording();
   }
   late_.clear();
+  kept_.assign(kept_.size(), at::Tensor());
   futures_.reset();
   forward_work_.reset();
   rpc_context_.reset();

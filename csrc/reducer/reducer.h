@@ -11,6 +11,7 @@
 
 #include "bucket/bucket.h"
 #include "bucket/gather.h"
+#include "bucket/lent_memory.h"
 #include "common/errors.h"
 #include "gpu/ready_clock.h"
 #include "reducer/comm_hook.h"
@@ -31,6 +32,8 @@ struct ReducerConfig {
   bool skip_all_reduce_unused_params = false;
   bool compiled_autograd_takes_over = false;  // torch's "python_reducer" mode
   std::optional<at::ScalarType> wire_dtype;   // fp32 buckets travel in it
+  // Buckets that have an owner, if they are fp32: cast to this before they are reduced, and back where they are kept.
+  std::optional<at::ScalarType> reduce_dtype;
   bool gradient_stats = false;                // measure every bucket once it is reduced
   bool pack_whole_buckets = false;            // pack a bucket when it is complete, on the CPU too, as on other devices
   std::chrono::milliseconds timeout = transport::kTransportTimeout;
@@ -58,10 +61,13 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // --- a step ---
   void begin_forward();
   void prepare_for_backward(std::span<const at::Tensor> outputs);
+  void on_grad_coming(int64_t param) override;
   void on_grad_ready(int64_t param, const at::Tensor* incoming) override;
   void check_compiled_autograd() const override;
   // The end of the first synchronised backward of a static graph: nothing was reduced before it.
   void delay_all_reduce();
+  // Collective: reduces what gradients there are, without a backward. A gradient that a rank has not counts as zero there.
+  void reduce_now();
   void check_finalized() const;
 
   // --- buckets ---
@@ -144,6 +150,18 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void pack(int64_t param, bool unused, const at::Tensor* incoming);
   void pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming);
   void pack_sparse(int64_t param);
+  void launch_all();
+  // reducer_owned.cpp
+  void check_owners() const;
+  bool gives_away(const bucket::Bucket& bucket) const;
+  void pack_given_away(int64_t param, at::Tensor& grad, const at::Tensor* incoming);
+  void lend_memory(bucket::Bucket& bucket);
+  void start_reduce(int64_t index);
+  void finish_owned(bucket::Bucket& bucket);
+  void let_go(bucket::Bucket& bucket);
+  void let_go_of_finished();
+  void keep_average(int64_t param, at::Tensor& grad);
+  void add_kept_averages();
   // reducer_device.cpp
   bool packs_whole_buckets() const;
   void note_stream(bucket::Bucket& bucket);
@@ -193,6 +211,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::vector<std::unique_ptr<bucket::Bucket>> buckets_;
   std::vector<Place> places_;
   std::vector<SparseGrad> sparse_;  // by bucket
+  const bool owned_;                // buckets have owners
+  bucket::LentMemory lent_;         // for those of other ranks
   bool has_rebuilt_ = false;
   bool is_in_graph_ = false;         // a captured graph holds the addresses of the buckets: they must stay
   bool needs_fresh_memory_ = false;  // a failed operation may still write to the buckets
@@ -213,6 +233,9 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::vector<Late> late_;
   double scale_ = 1.0;
   int64_t next_launch_ = 0;
+  int64_t next_let_go_ = 0;       // used under launch_mutex_
+  std::vector<uint8_t> reduced_;  // by parameter: its gradient is an average that only this rank has
+  std::vector<at::Tensor> kept_;  // such averages, while a backward adds to them
   int64_t num_buckets_ready_ = 0;  // used under launch_mutex_
   at::Tensor gradient_stats_;
   std::mutex begin_mutex_, launch_mutex_, late_mutex_, streams_mutex_;

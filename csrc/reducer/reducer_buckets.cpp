@@ -18,6 +18,7 @@ void Reducer::apply_plan(plan::BucketPlan plan) {
   needs_fresh_memory_ = true;  // until this is through: a transport that is broken throws in the middle
   places_.assign(params_.size(), Place{});
   buckets_.clear();
+  lent_.clear();
   sparse_.assign(plan.buckets.size(), SparseGrad{});
   const c10::NoGradGuard no_grad;
   for (const auto& spec : plan.buckets) {

@@ -24,6 +24,7 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
     bucket.packed_on = stream;
     bucket.streams.join_into(*device_, stream, fork_);
   }
+  lend_memory(bucket);
   bucket::Gather gather(scale_);  // holds the gradients until they are packed
   for (int64_t i = 0; i < bucket.num_slots(); ++i) {
     const auto param = bucket.params()[static_cast<size_t>(i)];
@@ -36,6 +37,9 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
     with_grad(param, [&](at::Tensor& grad) {
       if (!grad.defined()) {
         slot.zero();
+        if (gives_away(bucket)) {
+          return;
+        }
         add_late({});
         return;
       }
@@ -51,6 +55,10 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
       check_grad(param, grad);
       slot.restore_view();
       gather.add(slot, grad.detach());
+      if (gives_away(bucket)) {
+        grad.reset();
+        return;
+      }
       if (!views_) {
         return;  // finish_bucket copies the average back
       }

@@ -28,6 +28,7 @@ void Reducer::finalize() {
     finish_late(late);
   }
   late_.clear();
+  add_kept_averages();
   finish_used_map();
   if (futures_) {
     for (const auto index : c10::irange(futures_->size())) {
@@ -97,12 +98,17 @@ void Reducer::wait_bucket(int64_t index) {
       fail(error, index);
     }
   }
+  finish_owned(bucket);
   bucket.state = BucketState::kReduced;
   timeline_.record(EventKind::kDone, index);
 }
 
 void Reducer::finish_bucket(int64_t index) {
   auto& bucket = *buckets_[static_cast<size_t>(index)];
+  if (gives_away(bucket)) {
+    let_go(bucket);
+    return;
+  }
   if (bucket.is_sparse() || optimizer_in_backward_ || views_) {
     return;
   }

@@ -20,12 +20,14 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> sp
       config_(std::move(config)),
       group_(std::move(group)),
       transport_(std::move(transport)),
+      owned_(std::any_of(specs_.begin(), specs_.end(), [](const auto& spec) { return spec.owner >= 0; })),
       views_(config_.gradient_as_bucket_view) {
   TDDP_CHECK(!params_.empty(), "Expected at least one parameter.");
   TDDP_CHECK(!config_.wire_dtype || transport_->narrows(),
              "wire_dtype needs shared memory (transport='shm'), but buckets go through ", transport_->name());
   TDDP_CHECK(params_.size() == specs_.size(), "got ", params_.size(), " parameters but ", specs_.size(),
              " descriptions of them");
+  check_owners();
   const auto count = static_cast<int64_t>(params_.size());
   const auto device = params_.front().device();
   const bool on_one =
@@ -38,12 +40,14 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> sp
   }
   marked_ = std::make_unique<std::atomic<uint8_t>[]>(params_.size());
   ready_order_.resize(params_.size());
+  reduced_.assign(params_.size(), 0);
+  kept_.resize(params_.size());
   apply_plan(plan::make_bucket_plan(specs_, plan::reverse_registration_order(count), config_.limits));
   agree_on_memory();
   if (config_.find_unused_parameters) {
     used_map_ = std::make_unique<UsedMap>(count, params_.front().device(), *transport_);
   }
-  hooks_ = std::make_unique<GradHooks>(params_, *this);
+  hooks_ = std::make_unique<GradHooks>(params_, *this, owned_);
   search_ = std::make_unique<UnusedSearch>(*hooks_);
 }
 
@@ -193,9 +197,9 @@ int64_t Reducer::unused_bytes() const {
 int64_t Reducer::bucket_memory_bytes() const {
   int64_t bytes = 0;
   for (const auto& bucket : buckets_) {
-    bytes += bucket->bytes();
+    bytes += bucket->has_memory() ? bucket->bytes() : 0;
   }
-  return bytes;
+  return bytes + lent_.bytes();
 }
 
 void Reducer::check_finalized() const {

@@ -66,6 +66,8 @@ const char* kind_name(OpKind kind) {
       return "all_to_all";
     case OpKind::kAllToAllSplits:
       return "all_to_all with splits";
+    case OpKind::kReduce:
+      return "reduce";
   }
   return "an unknown operation";
 }
@@ -421,9 +423,11 @@ std::string Engine::details(const Operation& operation) const {
   constexpr const char* kTypes[] = {"float64", "float32", "float16", "bfloat16", "int8",
                                     "uint8",   "int16",   "int32",   "int64"};
   constexpr const char* kOps[] = {"sum", "product", "min", "max"};
-  if (operation.kind == OpKind::kAllReduce || operation.kind == OpKind::kReduceScatter) {
+  if (operation.kind == OpKind::kAllReduce || operation.kind == OpKind::kReduceScatter ||
+      operation.kind == OpKind::kReduce) {
+    const bool rooted = operation.kind == OpKind::kReduce && operation.root >= 0 && operation.root < size();
     return std::string(" [") + kOps[static_cast<size_t>(operation.op)] + " of " +
-           kTypes[static_cast<size_t>(operation.type)] + "]";
+           kTypes[static_cast<size_t>(operation.type)] + (rooted ? " to " + name(operation.root) : "") + "]";
   }
   if (operation.kind == OpKind::kBroadcast || operation.kind == OpKind::kScatter) {
     const bool known = operation.root >= 0 && operation.root < size();

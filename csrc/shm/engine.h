@@ -9,6 +9,8 @@
 //     order, chunk by chunk, and writes each chunk to all blocks while it is in cache. Who waits with nothing else to do takes
 //     chunks of other ranks' shards, so that a rank that is not running holds nobody up. Complete when all chunks are.
 //   small all-reduce (kEagerBytes)         the input travels in the slot; each rank sums all inputs itself. Complete with that.
+//   reduce                                 the root alone sums all blocks into its own. Complete with that for the root; elsewhere when
+//     the root has done so.
 //   the others                             each rank reads what it needs from the slots or blocks of the others. In an
 //     all-to-all with splits a block begins with a table of who gets what (split_table_bytes). Complete
 //     when no peer reads one's block any more; at once if the input travelled in the slot.
@@ -63,9 +65,10 @@ struct Operation {
   int64_t numel = 0;
   // Must lie in this rank's segment if it is larger than kEagerBytes; null where a rank has none (not the root).
   const void* input = nullptr;
-  // Any memory; of a large kAllReduce it is the input.
+  // Any memory; of a large kAllReduce it is the input; of kReduce it may be, and is null but on the root.
   void* output = nullptr;
-  // What this rank's input is multiplied by before it is summed; ranks may differ. Anything but 1 for a sum of kF64 or kF32 only.
+  // What this rank's input is multiplied by before it is summed (kAllReduce, kReduce); ranks may differ. Anything but 1 for a sum of
+  // kF64 or kF32 only.
   double scale = 1.0;
   // For a large kAllReduce of kF32: memory of the segment for numel 16-bit floats of type `wire`, in which the input travels. Sums are
   // formed in kF32; sums that travel on to other hosts are rounded again.
@@ -172,12 +175,15 @@ class Engine {
   void progress_slow();
   bool advance();
   bool advance_outer();
+  // Whether this rank reads what `rank` brings; whether `rank` reads what others bring.
   bool needs(const Running& op, int rank) const;
+  bool reads(const Running& op, int rank) const;
   bool inputs_here(const Running& op);
   void find_blocks(Running& op);
   void find_splits(Running& op, int rank, const Post& post);
   bool agrees(const Post& post, const Operation& mine) const;
   void pull(Running& op);
+  void reduce_to_root(const Running& op) const;
   void sum_ranks(const Running& op, std::span<void* const> targets, std::span<const void* const> sources,
                  int64_t numel) const;
   void reduce_own_shard(Running& op);

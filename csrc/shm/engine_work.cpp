@@ -37,7 +37,11 @@ bool Engine::needs(const Running& op, int rank) const {
   if (kind == OpKind::kBroadcast || kind == OpKind::kScatter) {
     return rank == op.operation.root;
   }
-  return true;
+  return reads(op, config_.rank);
+}
+
+bool Engine::reads(const Running& op, int rank) const {
+  return op.operation.kind != OpKind::kReduce || rank == op.operation.root;
 }
 
 bool Engine::inputs_here(const Running& op) {
@@ -57,7 +61,7 @@ bool Engine::blocks(const Running& op, int rank) const {
     return needs(op, rank) && peer.posted.load() <= op.seq;
   }
   if (peer.done.load() <= op.seq) {
-    return true;
+    return reads(op, rank);
   }
   if (is_outer(op)) {
     return rank < config_.owners && peer.outer.load() <= op.seq;
@@ -208,6 +212,9 @@ void Engine::pull(Running& op) {
         copy(rank * bytes, rank, 0, bytes);
       }
       return;
+    case OpKind::kReduce:
+      reduce_to_root(op);
+      return;
     case OpKind::kBroadcast:
       if (config_.rank != operation.root) {
         copy(0, operation.root, 0, bytes);
@@ -232,6 +239,33 @@ void Engine::pull(Running& op) {
       }
       return;
   }
+}
+
+void Engine::reduce_to_root(const Running& op) const {
+  const auto& operation = op.operation;
+  if (config_.rank != operation.root) {
+    return;
+  }
+  const auto item = kernels::item_size(operation.type);
+  const auto sum = [&](int64_t begin, int64_t end) {
+    std::array<const void*, kMaxRanks> sources;
+    for (size_t rank = 0; rank < op.blocks.size(); ++rank) {
+      sources[rank] = op.blocks[rank] + begin * item;
+    }
+    void* const target = static_cast<std::byte*>(operation.output) + begin * item;
+    sum_ranks(op, {&target, 1}, {sources.data(), op.blocks.size()}, end - begin);
+  };
+  if (config_.threads == 1 || operation.bytes() < kParallelBytes) {
+    sum(0, operation.numel);
+    return;
+  }
+  const auto chunk = kChunkBytes / item;
+  std::atomic<int64_t> next{0};
+  config_.run_parallel(config_.threads, [&] {
+    for (auto begin = next.fetch_add(chunk); begin < operation.numel; begin = next.fetch_add(chunk)) {
+      sum(begin, std::min(operation.numel, begin + chunk));
+    }
+  });
 }
 
 void Engine::sum_range(const Running& op, Range range, bool to_all) {
@@ -416,9 +450,9 @@ bool Engine::complete(Running& op) {
     }
     return true;
   }
-  const bool offers = needs(op, config_.rank);
+  const bool offers = needs(op, config_.rank) || op.operation.kind == OpKind::kReduce;
   for (; offers && op.next_shard < size(); ++op.next_shard) {
-    if (header(op.next_shard).done.load() <= op.seq) {
+    if (reads(op, op.next_shard) && header(op.next_shard).done.load() <= op.seq) {
       return false;
     }
   }

@@ -24,9 +24,10 @@ enum class OpKind : uint32_t {
   kBroadcast,
   kScatter,
   kAllToAll,
-  kAllToAllSplits
+  kAllToAllSplits,
+  kReduce
 };
-inline constexpr size_t kNumOpKinds = 7;
+inline constexpr size_t kNumOpKinds = 8;
 
 // What a rank brings to an operation. Written before Header::posted moves past it, read by peers after that.
 struct Post {

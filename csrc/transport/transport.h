@@ -14,10 +14,10 @@
 namespace torchddp::transport {
 
 struct SumOptions {
-  // Other than 1 only if Transport::scales(); ranks may differ in it.
+  // Other than 1 only if Transport::scales(); ranks may differ in it. For all_reduce and reduce.
   double scale = 1.0;
   // fp32 tensors may travel as kBFloat16 or kHalf, and are summed in fp32. Only if Transport::narrows(); equal on all ranks. Ranks
-  // get equal results.
+  // get equal results. For all_reduce alone.
   std::optional<at::ScalarType> wire;
   // What errors call it, where the operation itself is all that is left to tell of: -1 is no bucket.
   int64_t bucket = -1;
@@ -40,7 +40,7 @@ class Transport {
   virtual bool reaches_any_memory() const = 0;
   // Whether they work on this memory without copying it.
   virtual bool reaches(const at::Tensor& tensor) const = 0;
-  // Whether all_reduce scales tensors of this dtype on the way, for less than a pass over memory.
+  // Whether sums scale tensors of this dtype on the way, for less than a pass over memory.
   virtual bool scales(at::ScalarType dtype) const = 0;
   // Whether all_reduce can send fp32 in 16 bits.
   virtual bool narrows() const { return false; }
@@ -48,6 +48,9 @@ class Transport {
   // In place: the sum over ranks of tensor * options.scale.
   virtual void all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) = 0;
   void all_reduce(const at::Tensor& tensor, Work& work) { all_reduce(tensor, work, SumOptions()); }
+  // In place on rank `root`: the sum over ranks of tensor * options.scale. On the others the values are unspecified afterwards.
+  virtual void reduce(const at::Tensor& tensor, int root, Work& work, const SumOptions& options) = 0;
+  void reduce(const at::Tensor& tensor, int root, Work& work) { reduce(tensor, root, work, SumOptions()); }
   // output[numel / size()] = this rank's part of the sum of input[numel]; numel must be a multiple of size().
   virtual void reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) = 0;
   // output[numel * size()] = every rank's input[numel], in rank order.
@@ -82,7 +85,7 @@ class Transport {
   void check_flat(const char* operation, const at::Tensor& tensor) const;
   void check_reduce_scatter(const at::Tensor& output, const at::Tensor& input) const;
   void check_all_gather(const at::Tensor& output, const at::Tensor& input) const;
-  void check_broadcast(const at::Tensor& tensor, int root) const;
+  void check_rooted(const char* operation, const at::Tensor& tensor, int root) const;
 };
 
 // Collective if the transport may lose memory, otherwise nothing. `transport`, or its fallback on all ranks if any rank has lost some.

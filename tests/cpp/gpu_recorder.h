@@ -166,6 +166,7 @@ class RecordingNccl final : public gpu::Nccl {
   int all_gather(const void*, void*, int64_t, gpu::NcclType, gpu::Comm, gpu::Stream) override {
     return note("all_gather");
   }
+  int reduce(void*, int64_t, gpu::NcclType, int, gpu::Comm, gpu::Stream) override { return note("reduce"); }
   int broadcast(void*, int64_t, gpu::NcclType, int, gpu::Comm, gpu::Stream) override { return note("broadcast"); }
 
   std::atomic<int> running{22907};

@@ -76,6 +76,16 @@ void C10dTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOp
   mine.start("all_reduce", [&] { return group_->allreduce(mine.tensors, c10d::AllreduceOptions()); });
 }
 
+void C10dTransport::reduce(const at::Tensor& tensor, int root, Work& work, const SumOptions& options) {
+  TDDP_INTERNAL(options.scale == 1.0 && !options.wire, "a process group neither scales nor narrows");
+  check_rooted("reduce", tensor, root);
+  auto& mine = own(work);
+  mine.tensors[0] = tensor;
+  c10d::ReduceOptions reduce_options;
+  reduce_options.rootRank = root;
+  mine.start("reduce", [&] { return group_->reduce(mine.tensors, reduce_options); });
+}
+
 void C10dTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
   check_reduce_scatter(output, input);
   auto out = output;
@@ -91,7 +101,7 @@ void C10dTransport::all_gather(const at::Tensor& output, const at::Tensor& input
 }
 
 void C10dTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
-  check_broadcast(tensor, root);
+  check_rooted("broadcast", tensor, root);
   auto& mine = own(work);
   mine.tensors[0] = tensor;
   c10d::BroadcastOptions options;

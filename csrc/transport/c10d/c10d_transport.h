@@ -22,6 +22,8 @@ class C10dTransport final : public Transport {
 
   using Transport::all_reduce;
   void all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) override;
+  using Transport::reduce;
+  void reduce(const at::Tensor& tensor, int root, Work& work, const SumOptions& options) override;
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) override;
   void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) override;
   void broadcast(const at::Tensor& tensor, int root, Work& work) override;

@@ -107,6 +107,11 @@ class NcclLibrary final : public gpu::Nccl {
     return ncclAllReduce(input, output, static_cast<size_t>(numel), type_of(type), ncclSum, comm_of(comm),
                          stream_of(stream));
   }
+  int reduce(void* data, int64_t numel, gpu::NcclType type, int root, gpu::Comm comm, gpu::Stream stream) override {
+    const c10::cuda::CUDAGuard guard(index_);
+    return ncclReduce(data, data, static_cast<size_t>(numel), type_of(type), ncclSum, root, comm_of(comm),
+                      stream_of(stream));
+  }
   int reduce_scatter(const void* input, void* output, int64_t output_numel, gpu::NcclType type, gpu::Comm comm,
                      gpu::Stream stream) override {
     const c10::cuda::CUDAGuard guard(index_);

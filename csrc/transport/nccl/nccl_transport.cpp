@@ -109,6 +109,19 @@ void NcclTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOp
   });
 }
 
+void NcclTransport::reduce(const at::Tensor& tensor, int root, Work& work, const SumOptions& options) {
+  TDDP_INTERNAL(options.scale == 1.0 && !options.wire, "NCCL neither scales nor narrows");
+  check_rooted("reduce", tensor, root);
+  check_device("reduce", tensor);
+  const auto type = type_of(tensor.scalar_type());
+  auto* const data = tensor.mutable_data_ptr();
+  const auto numel = tensor.numel();
+  auto& nccl = communicator_->nccl();
+  start(work, {"reduce", numel, options.bucket}, tensor, tensor, [&, data](gpu::Comm comm, gpu::Stream stream) {
+    return nccl.reduce(data, numel, type, root, comm, stream);
+  });
+}
+
 void NcclTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
   check_reduce_scatter(output, input);
   check_device("reduce_scatter", output);
@@ -132,7 +145,7 @@ void NcclTransport::all_gather(const at::Tensor& output, const at::Tensor& input
 }
 
 void NcclTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
-  check_broadcast(tensor, root);
+  check_rooted("broadcast", tensor, root);
   check_device("broadcast", tensor);
   auto& nccl = communicator_->nccl();
   start(work, {"broadcast", tensor.numel()}, tensor, tensor, [&](gpu::Comm comm, gpu::Stream stream) {

@@ -27,6 +27,8 @@ class NcclTransport final : public Transport {
 
   void all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) override;
   using Transport::all_reduce;
+  using Transport::reduce;
+  void reduce(const at::Tensor& tensor, int root, Work& work, const SumOptions& options) override;
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) override;
   void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) override;
   void broadcast(const at::Tensor& tensor, int root, Work& work) override;

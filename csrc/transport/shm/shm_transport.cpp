@@ -264,7 +264,7 @@ void ShmTransport::start(Work& work, shm::Operation operation, const at::Tensor&
     mine.staged = stage(input, input.scalar_type(), mine.staging);
     mine.staged.copy_(input);
     operation.input = mine.staged.const_data_ptr();
-    if (operation.kind == shm::OpKind::kAllReduce) {
+    if (operation.kind == shm::OpKind::kAllReduce || (operation.kind == shm::OpKind::kReduce && output.defined())) {
       operation.output = mine.staged.mutable_data_ptr();
       mine.copy_back = output;
     }
@@ -293,6 +293,25 @@ void ShmTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOpt
   start(work, operation, tensor, tensor);
 }
 
+void ShmTransport::reduce(const at::Tensor& tensor, int root, Work& work, const SumOptions& options) {
+  TDDP_INTERNAL(!options.wire, "a reduction to one rank does not narrow");
+  const auto type = is_dense_cpu(tensor) ? sum_type(tensor.scalar_type()) : std::nullopt;
+  if (!type) {
+    c10d_->reduce(tensor, root, own(work).group_work());
+    return;
+  }
+  check_rooted("reduce", tensor, root);
+  if (spans_) {
+    // The ranks that own shards of it sum them between hosts, each byte once over the link; more than is asked for reaches the rest.
+    all_reduce(tensor, work, options);
+    return;
+  }
+  const bool is_root = root == engine_->rank();
+  start(work,
+        {.kind = shm::OpKind::kReduce, .type = *type, .root = root, .numel = tensor.numel(), .scale = options.scale},
+        tensor, is_root ? tensor : at::Tensor());
+}
+
 void ShmTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
   check_reduce_scatter(output, input);
   const auto type = is_dense_cpu(input) ? sum_type(input.scalar_type()) : std::nullopt;
@@ -313,7 +332,7 @@ void ShmTransport::all_gather(const at::Tensor& output, const at::Tensor& input,
 }
 
 void ShmTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
-  check_broadcast(tensor, root);
+  check_rooted("broadcast", tensor, root);
   if (!is_dense_cpu(tensor) || (spans_ && outer_ranks_[static_cast<size_t>(root)] < 0)) {
     c10d_->broadcast(tensor, root, own(work).group_work());
     return;
