@@ -9,8 +9,12 @@ Everything torch's class accepts, this one accepts, in the same order; it is a s
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
 from torchddp._command import is_command
+
+if TYPE_CHECKING:
+    from torchddp.sharded import ShardedDataParallel
 
 import_error: Exception | None = None
 try:
@@ -33,10 +37,12 @@ except (ImportError, OSError) as error:  # OSError: a library of torch's does no
         raise
     import_error = error  # `torchddp doctor` tells what is wrong
 
-__all__ = ["DDP", "DistributedDataParallel", "InternalError", "TransportError", "__version__"]
+__all__ = ["DDP", "DistributedDataParallel", "InternalError", "ShardedDataParallel", "TransportError", "__version__"]
 
 
 def __getattr__(name: str) -> object:
+    if name == "ShardedDataParallel":
+        return importlib.import_module("torchddp.sharded").ShardedDataParallel
     if name in ("optim", "profiler"):  # importing them costs more than most programs want
         return importlib.import_module(f"torchddp.{name}")
     if name == "__version__":  # lazily: reading package metadata costs more than the rest of this import

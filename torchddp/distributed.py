@@ -162,6 +162,9 @@ class DistributedDataParallel(TorchDDP):
         super().__init__(module, **arguments)
         self._share_gradients_with(inner)
 
+    # What buckets of one owner travel as, if they are float32.
+    _reduce_dtype: torch.dtype | None = None
+
     reducer: Any  # a torchddp._C.Reducer: torch's stubs know only their own
     logger: Any
 
@@ -182,8 +185,9 @@ class DistributedDataParallel(TorchDDP):
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]  # torch's mixed-precision hooks pass it back
         buffer_broadcast = self._reserve_for_buffers(transport)  # before the reducer, in which ranks agree on memory
-        specs = self._specs = wrapped_model.param_specs(parameters, names, expect_sparse_gradient)
-        self._bucket_caps_bytes, solo_bytes = bucket_sizes.choose(self._caps_asked_for, parameters, transport)
+        owners = self._owners(parameters)
+        specs = self._specs = wrapped_model.param_specs(parameters, names, expect_sparse_gradient, owners)
+        self._bucket_caps_bytes, solo_bytes = self._choose_caps(parameters, transport)
         self.reducer = _C.Reducer(
             parameters,
             specs,
@@ -196,6 +200,7 @@ class DistributedDataParallel(TorchDDP):
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             compiled_autograd_takes_over=self._use_python_reducer,
             wire_dtype=self._wire_dtype,
+            reduce_dtype=self._reduce_dtype,
             gradient_stats=self._measures_gradients,
             timeout=self._wait_limit(),
         )
@@ -208,6 +213,13 @@ class DistributedDataParallel(TorchDDP):
         self.logger = DDPLogger(self.reducer, self.process_group)
         self.logger.log_construction(self, parameters)
         self._passing_sync_batchnorm_handle(self.module)
+
+    def _owners(self, parameters: list[torch.Tensor]) -> list[int] | None:
+        """The rank that alone gets each parameter's average; None: all ranks get all."""
+        return None
+
+    def _choose_caps(self, parameters: list[torch.Tensor], transport: _C.Transport) -> tuple[list[int], int]:
+        return bucket_sizes.choose(self._caps_asked_for, parameters, transport)
 
     def _adopt_group(self, buffer_broadcast: _C.TensorBroadcast | None = None) -> None:
         # Groups that torch does not know (torchft's) can't be seen to have been destroyed.

@@ -48,8 +48,14 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
     return inner
 
 
-def param_specs(parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]) -> list[_C.ParamSpec]:
+def param_specs(
+    parameters: Sequence[torch.Tensor],
+    names: Sequence[str],
+    sparse: Sequence[bool],
+    owners: Sequence[int] | None = None,
+) -> list[_C.ParamSpec]:
     """The parameters as the reducer and the planner know them."""
+    owners = owners if owners is not None else [-1] * len(parameters)
     dtypes = {dtype: i for i, dtype in enumerate(dict.fromkeys(p.dtype for p in parameters))}
     devices = {device: i for i, device in enumerate(dict.fromkeys(p.device for p in parameters))}
     return [
@@ -60,6 +66,7 @@ def param_specs(parameters: Sequence[torch.Tensor], names: Sequence[str], sparse
             dtype=dtypes[p.dtype],
             device=devices[p.device],
             sparse=is_sparse,
+            owner=owner,
         )
-        for p, name, is_sparse in zip(parameters, names, sparse, strict=True)
+        for p, name, is_sparse, owner in zip(parameters, names, sparse, owners, strict=True)
     ]

@@ -5,6 +5,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include "bindings/bindings.h"
+#include "bucket/flat_view.h"
 #include "reducer/reducer.h"
 
 namespace torchddp::bindings {
@@ -81,6 +82,8 @@ void bind_step(PyReducer& c) {
           NoGil())
       .def("_delay_all_reduce", &Reducer::delay_all_reduce, NoGil())
       .def("_reduce_now", &Reducer::reduce_now, NoGil())
+      .def("_averages", &Reducer::averages, "Per parameter: whether its gradient is an average that this rank alone has.")
+      .def("_set_averages", &Reducer::set_averages, py::arg("averages"))
       .def("_check_reducer_finalized", &Reducer::check_finalized, NoGil())
       .def("_rebuild_buckets", &Reducer::rebuild_buckets, NoGil())
       .def("_adopt_plan", &Reducer::adopt_plan, py::arg("plan"), NoGil())
@@ -177,6 +180,8 @@ void bind_reducer(py::module_& m) {
         py::arg("skip_all_reduce_unused_params") = false, py::arg("compiled_autograd_takes_over") = false,
         py::arg("wire_dtype") = py::none(), py::arg("reduce_dtype") = py::none(), py::arg("gradient_stats") = false, py::arg("pack_whole_buckets") = false,
         py::arg("timeout") = transport::kTransportTimeout);
+  m.def("make_flat_view", &bucket::make_flat_view, py::arg("flat"), py::arg("offset"), py::arg("like"), NoGil(),
+        "A tensor like `like` in the memory of `flat` from element `offset` on, with a storage of its own.");
   bind_step(c);
   bind_modes(c);
   bind_reports(c);

@@ -116,6 +116,10 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // Of the last synchronised backward: a row a bucket, see bucket::Bucket::measure; float64, on the parameters' device.
   const at::Tensor& gradient_stats() const;
 
+  // Per parameter: whether its gradient is an average that this rank alone has; to be handed to the reducer that takes over.
+  const std::vector<uint8_t>& averages() const { return reduced_; }
+  void set_averages(std::vector<uint8_t> averages);
+
   // --- for reports ---
   at::Tensor local_used_map();
   bool graph_has_been_static() const { return graph_static_; }

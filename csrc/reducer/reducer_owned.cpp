@@ -144,6 +144,11 @@ void Reducer::on_grad_coming(int64_t param) {
   });
 }
 
+void Reducer::set_averages(std::vector<uint8_t> averages) {
+  TDDP_INTERNAL(averages.size() == params_.size(), averages.size(), " flags for ", params_.size(), " parameters");
+  reduced_ = std::move(averages);
+}
+
 void Reducer::keep_average(int64_t param, at::Tensor& grad) {
   const auto index = static_cast<size_t>(param);
   if (!armed_.load(std::memory_order_acquire)) {

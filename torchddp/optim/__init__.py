@@ -1,6 +1,7 @@
 """Optimizers for data parallel training: `OSS` shards any optimizer's state over the ranks."""
 
 from torchddp.optim.checkpoint import load_checkpoint
+from torchddp.optim.grad_scaling import ShardedGradScaler
 from torchddp.optim.oss import OSS
 
-__all__ = ["OSS", "load_checkpoint"]
+__all__ = ["OSS", "ShardedGradScaler", "load_checkpoint"]

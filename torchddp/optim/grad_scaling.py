@@ -4,12 +4,36 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-def agree_on_inf(found_inf: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> bool:
+class ShardedGradScaler(torch.amp.GradScaler):
+    """torch's GradScaler for optimizers whose gradients are sharded over ranks (`torchddp.ShardedDataParallel`).
+
+    What one rank finds in its gradients, all ranks find: they skip the same steps, and their scales stay equal.
+    ``unscale_`` and the first ``step`` after a backward are collective. Optimizers other than `OSS` are treated as by
+    torch's class.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        group = getattr(optimizer, "process_group", None)
+        if group is None or group.size() == 1:
+            return found
+        # A rank that owns nothing has no entry.
+        anywhere = sum((flag.to(found_inf.device) for flag in found.values()), torch.zeros_like(found_inf))
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
+        return {found_inf.device: anywhere}
+
+
+def agree_on_inf(
+    found_inf: torch.Tensor, group: dist.ProcessGroup, device: torch.device, *, sharded: bool = False
+) -> bool:
     """Collective. Whether this step is to be skipped, the same answer on all ranks.
 
     Raises RuntimeError on every rank if only some found values that are not finite: their scales would part as well.
@@ -22,9 +46,14 @@ def agree_on_inf(found_inf: torch.Tensor, group: dist.ProcessGroup, device: torc
     dist.all_reduce(flags, group=group)
     ranks = [rank for rank, flag in enumerate(flags.tolist()) if flag]
     if 0 < len(ranks) < group.size():
+        why = (
+            "each rank looks at its own gradients only; use torchddp.optim.ShardedGradScaler with ShardedDataParallel"
+            if sharded
+            else "the gradients were not averaged (a step after no_sync()?) or changed on one rank"
+        )
         raise RuntimeError(
             f"GradScaler found gradients that are not finite on rank {', '.join(map(str, ranks))} only, of "
-            f"{group.size()} ranks: the gradients were not averaged (a step after no_sync()?) or changed on one rank."
+            f"{group.size()} ranks: {why}."
         )
     return mine
 

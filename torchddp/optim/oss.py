@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,22 @@ from torchddp.optim.sharded_state import check_groups, check_shapes, gather_stat
 
 # What each side of OSS has of its own in a parameter group; all the rest is shared.
 OWN_KEYS = ("params", "param_names")
+
+
+class Delivery(Protocol):
+    """How updated parameters get from their owners to all ranks, if not by OSS's own messages."""
+
+    def check_new(self, params: list[torch.Tensor]) -> None:
+        """ValueError for parameters that can't be delivered."""
+
+    def before_step(self) -> None:
+        """Parameters are about to be changed."""
+
+    def after_step(self) -> None:
+        """Collective: this rank has updated its own."""
+
+    def owners_changed(self) -> None:
+        """Collective: parameters were added, frozen, thawed, or have found owners."""
 
 
 class Plan(NamedTuple):
@@ -81,6 +97,7 @@ class OSS(Optimizer):
         self._owners: list[int | None] = []
         self._active: list[bool] = []
         self._consolidated: dict[Any, Any] | None = None
+        self._delivery: Delivery | None = None
         error: Exception | None = None
         try:
             self._inner = optim([{"params": []}], **defaults)
@@ -110,8 +127,20 @@ class OSS(Optimizer):
         """The rank (in the group) that owns each parameter; parameters without an owner are not in it. Read-only."""
         return self._param_to_rank
 
+    def deliver_through(self, delivery: Delivery) -> None:
+        """Called by the data parallel module that reduces gradients to their owners alone, and gathers parameters."""
+        if self._delivery is not None:
+            raise ValueError(
+                "the optimizer belongs to another ShardedDataParallel already: make a new one for this module"
+            )
+        self._delivery = delivery
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. The new parameters go to the ranks that own the fewest elements. Collective."""
+        if self._delivery is not None:
+            new = param_group["params"]
+            new = param_group["params"] = [new] if isinstance(new, torch.Tensor) else list(new)
+            self._delivery.check_new([item[1] if isinstance(item, tuple) else item for item in new])
         super().add_param_group(param_group)
         try:
             self._list_parameters()
@@ -156,11 +185,16 @@ class OSS(Optimizer):
         if self._skipped_by_scaler():
             return loss
         self._consolidated = None
+        if self._delivery is not None:
+            self._delivery.before_step()
         _copy_options(self.param_groups, self._inner.param_groups)
         with self._frozen_left_out():
             self._inner.step()
         _copy_options(self._inner.param_groups, self.param_groups)
-        self._broadcast.run()
+        if self._delivery is not None and not self._half:
+            self._delivery.after_step()
+        else:
+            self._broadcast.run()
         return loss
 
     @torch.no_grad()
@@ -356,6 +390,7 @@ class OSS(Optimizer):
     def _take(self, plan: Plan, active: list[bool]) -> None:
         """Makes a plan the present one."""
         owners = plan.owners
+        changed = (owners, active) != (self._owners, self._active)
         self._owners, self._active = owners, active
         mine = {self._params[index] for index in self._indices_of(self.rank)}
         for group in self.param_groups[len(self._inner.param_groups) :]:
@@ -370,6 +405,8 @@ class OSS(Optimizer):
         senders = [rank if on else None for rank, on in zip(owners, active, strict=True)]
         buckets = plan_buckets(self._params, senders, self._bucket_numel)
         self._broadcast = ParameterBroadcast(buckets, self._process_group, self._half)
+        if changed and self._delivery is not None:
+            self._delivery.owners_changed()
 
     def _check_gradients(self) -> None:
         for index, param in enumerate(self._params):
@@ -388,7 +425,8 @@ class OSS(Optimizer):
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None:
             return False
-        if agree_on_inf(found_inf, self._process_group, self._message_device()):
+        sharded = self._delivery is not None
+        if agree_on_inf(found_inf, self._process_group, self._message_device(), sharded=sharded):
             return True
         scale = getattr(self, "grad_scale", None)
         if scale is not None:

@@ -1,0 +1,114 @@
+"""A sharded model and optimizer beside torch's DistributedDataParallel with the plain optimizer, on the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import torchddp
+from tests.models import seeded
+from torchddp.optim import OSS
+
+WIDTH = 16
+# One layer's gradient is large enough to have a bucket of its own (256 KiB over shared memory, 1 MiB through gloo).
+LARGE = 520
+
+
+class Net(nn.Module):
+    """Small layers, normalisation, a large layer, and one of another dtype."""
+
+    def __init__(self, large: int = LARGE) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, large)
+        self.norm = nn.LayerNorm(large)
+        self.middle = nn.Linear(large, large)
+        self.conv = nn.Conv1d(1, 3, 3, padding=1)
+        self.last = nn.Linear(large, 5, bias=False)
+        self.wide = nn.Linear(5, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.middle(torch.tanh(self.norm(self.first(x)))))
+        hidden = self.conv(hidden[:, None]).mean(1)
+        return self.wide(self.last(hidden).double())
+
+
+def small_net() -> Net:
+    return Net(large=24)
+
+
+def batch_of(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+@dataclass
+class Pair:
+    """The same model twice: sharded, and as torch trains it."""
+
+    sharded: torchddp.ShardedDataParallel
+    oss: OSS
+    reference: nn.Module
+    plain: torch.optim.Optimizer
+    rank: int = field(default_factory=dist.get_rank)
+
+    def sides(self) -> list[tuple[nn.Module, Any]]:
+        return [(self.sharded, self.oss), (self.reference, self.plain)]
+
+    def backward(self, step: int) -> None:
+        for model, _ in self.sides():
+            loss_of(model(batch_of(self.rank, step))).backward()
+
+    def train(self, steps: range, **zero_grad: Any) -> None:
+        for step in steps:
+            self.backward(step)
+            for _, optimizer in self.sides():
+                optimizer.step()
+                optimizer.zero_grad(**zero_grad)
+
+    def assert_equal(self, rtol: float = 0.0, atol: float = 0.0) -> None:
+        """Parameters, all ranks' alike."""
+        mine, theirs = dict(self.sharded.module.named_parameters()), dict(self.reference.module.named_parameters())
+        for name, value in mine.items():
+            torch.testing.assert_close(value, theirs[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+    def assert_sharded(self) -> None:
+        """After a backward: gradients on their owners alone."""
+        for name, param in self.sharded.module.named_parameters():
+            if param.requires_grad:
+                assert (param.grad is not None) == (self.oss.param_to_rank[param] == self.rank), name
+
+
+def make_pair(
+    optim: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    options: dict[str, Any] | None = None,
+    make: Callable[[], nn.Module] = Net,
+    groups: Callable[[nn.Module], Any] = lambda model: model.parameters(),
+    reference_options: dict[str, Any] | None = None,
+    oss_options: dict[str, Any] | None = None,
+    **sharded_options: Any,
+) -> Pair:
+    """Collective. The reference reduces through the same kind of transport, so that sums have the same order of ranks."""
+    one, other = seeded(make), seeded(make)
+    oss = OSS(groups(one), optim, **(oss_options or {}), **(options or {"lr": 0.01}))
+    plain = optim(groups(other), **(options or {"lr": 0.01}))
+    sharded = torchddp.ShardedDataParallel(one, oss, **sharded_options)
+    return Pair(sharded, oss, reference_of(other, sharded_options, reference_options), plain)
+
+
+def reference_of(module: nn.Module, sharded_options: dict[str, Any], options: dict[str, Any] | None) -> nn.Module:
+    """torch's own for two ranks, whose sums have one order; for more ranks ours, over shared memory in rank order."""
+    options = dict(options or {})
+    if "find_unused_parameters" in sharded_options:
+        options["find_unused_parameters"] = sharded_options["find_unused_parameters"]
+    if dist.get_world_size() <= 2:
+        return TorchDDP(module, **options)
+    return torchddp.DistributedDataParallel(module, transport=sharded_options.get("transport", "auto"), **options)

@@ -1,0 +1,5 @@
+"""Data parallel training with sharded gradients and optimizer state, over `torchddp.optim.OSS`."""
+
+from torchddp.sharded.data_parallel import ShardedDataParallel
+
+__all__ = ["ShardedDataParallel"]

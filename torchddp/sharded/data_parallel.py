@@ -1,0 +1,312 @@
+"""ShardedDataParallel: each gradient reduced to the one rank that owns it."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from torchddp import _C, model_check, transports, wrapped_model
+from torchddp.distributed import DistributedDataParallel
+from torchddp.optim.oss import OSS
+from torchddp.sharded import ownership
+from torchddp.sharded.flat_parameters import Chunk, plan_chunks
+from torchddp.sharded.parameter_gather import ParameterGather
+from torchddp.sharded.pending import PendingModules
+
+# Of a message with updated parameters: small enough that the first layers need not wait for the last ones.
+CHUNK_BYTES = 8 * 1024 * 1024
+
+
+class ShardedDataParallel(DistributedDataParallel):
+    """Data parallel training with sharded gradients and optimizer state (ZeRO stage 2, Rajbhandari et al. 2020).
+
+        optimizer = torchddp.optim.OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3)
+        model = torchddp.ShardedDataParallel(model, optimizer)
+        loss = model(x).sum(); loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+    Buckets hold the gradients of one owner each and are reduced to it while backward goes on; the other ranks let go of
+    theirs at once, so that after backward ``.grad`` is None but on the owner. ``optimizer.step()`` updates the owner's
+    parameters and sends them to all, from flat memory into flat memory (parameters become views of it): while the next
+    forward runs, each module waiting for its own (DeAR, Zhang et al. 2023), or within the step over shared memory,
+    where this rank's own processor would do the copying anyhow. Results are those of DistributedDataParallel.
+
+    Args:
+        module: the model. Its parameters keep their identity, and get other memory.
+        sharded_optimizer: the `torchddp.optim.OSS` of its trainable parameters, or a list of several.
+        process_group: the ranks, those of the optimizers; by default all.
+        broadcast_buffers: rank 0's buffers before each forward.
+        sync_models_at_startup: rank 0's parameters and buffers now.
+        reduce_buffer_size: elements of the largest message with gradients, unless one gradient is larger; 0: a message
+            for each. Buckets are smaller than that where the transport likes small ones.
+        auto_refresh_trainable: notice in forward that parameters were frozen or thawed, and `refresh_trainable`.
+        reduce_fp16: float32 gradients travel as float16, after the division by the world size: half as many bytes, and
+            three digits. Sums are rounded to float16 too; over shared memory once, else after each rank.
+        transport, timeout, find_unused_parameters, static_graph, device_ids: as for DistributedDataParallel.
+        overlap_gather: whether updated parameters travel while the next forward runs. None: unless memory is shared.
+
+    With ``overlap_gather`` a parameter is waited for when it is read through its module (or this class):
+    ``module.weight``, ``parameters()``, ``state_dict()``, forward. A tensor kept from before is not: `synchronize`.
+
+    Memory per rank, beside the model: 1/W of the gradients after backward (during it also those on their way), 1/W of
+    the optimizer's state. The constructor and every synchronised backward, step and `refresh_trainable` are collective.
+
+    Raises:
+        TypeError: an optimizer that is no OSS.
+        ValueError: an optimizer over other parameters than the module's, a parameter in two optimizers or in none, an
+            optimizer of another process group, a wrong buffer size.
+        RuntimeError: ranks whose models or owners differ; a module with sparse gradients; no parameter requires grad.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        sharded_optimizer: OSS | list[OSS],
+        process_group: Any = None,
+        broadcast_buffers: bool = True,
+        sync_models_at_startup: bool = True,
+        reduce_buffer_size: int = 2**23,
+        auto_refresh_trainable: bool = True,
+        reduce_fp16: bool = False,
+        *,
+        transport: str = "auto",
+        timeout: datetime.timedelta | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        device_ids: list[Any] | None = None,
+        overlap_gather: bool | None = None,
+    ) -> None:
+        if isinstance(reduce_buffer_size, bool) or not isinstance(reduce_buffer_size, int) or reduce_buffer_size < 0:
+            raise ValueError(f"reduce_buffer_size must be a number of elements, 0 or more, got {reduce_buffer_size!r}")
+        group = process_group if process_group is not None else dist.group.WORLD
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        optimizers = ownership.check_optimizers(sharded_optimizer, group)
+        ownership.check_coverage(module, ignored, optimizers)
+        if wrapped_model.wrapped_inside(module):
+            raise ValueError(
+                "the module is, or contains, a DistributedDataParallel over the same parameters: wrap once"
+            )
+        # Read while torch's constructor runs: plain attributes only.
+        self._optimizers = optimizers
+        self._buffer_numel = reduce_buffer_size
+        self._auto_refresh = auto_refresh_trainable
+        self._overlap_wanted = overlap_gather
+        self._reduce_dtype = torch.float16 if reduce_fp16 else None
+        self._open: _C.Transport | None = None
+        self._gathers: list[ParameterGather] = []
+        self._pending: list[PendingModules] = []
+        self._sync_at_startup = sync_models_at_startup
+        self._refreshing = False
+        super().__init__(
+            module,
+            device_ids=device_ids,
+            broadcast_buffers=broadcast_buffers,
+            process_group=process_group,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            transport=transport,
+            timeout=timeout,
+        )
+        self._trainable = self._trainable_now()
+        for number, optimizer in enumerate(optimizers):
+            optimizer.deliver_through(_Delivery(self, number))
+
+    # --- construction: what the parent's asks for ---
+
+    def _open_transport(self, parameters: list[torch.Tensor], names: list[str]) -> _C.Transport:
+        """Collective. The same transport for all reducers of this module."""
+        if self._open is None:
+            devices = [p.device for p in parameters]
+            choice = transports.intended_transport(self._transport_choice, self.process_group, devices, collective=True)
+            model_check.verify_same_model(parameters, names, self.process_group, self.device, choice)
+            opened = transports.open_transport(
+                choice, self.process_group, device=parameters[0].device, timeout=self._timeout
+            )
+            self._open = self._sync_module(opened) if self._sync_at_startup else opened
+        self._lay_out(self._open)
+        return self._open
+
+    def _ddp_init_helper(self, parameters: list[torch.Tensor], *arguments: Any) -> None:
+        self._reduced_params = parameters
+        super()._ddp_init_helper(parameters, *arguments)
+        if self.reducer.transport is not self._open:  # some rank had no room in shared memory
+            self._open = self.reducer.transport
+            self._lay_out(self._open)
+        for pending in self._pending if self.overlap_gather else []:
+            pending.install_hooks()
+
+    def _owners(self, parameters: list[torch.Tensor]) -> list[int]:
+        return ownership.owners_of(parameters, self._optimizers)
+
+    def _choose_caps(self, parameters: list[torch.Tensor], transport: _C.Transport) -> tuple[list[int], int]:
+        caps, solo_bytes = super()._choose_caps(parameters, transport)
+        largest = max(1, self._buffer_numel * max(p.element_size() for p in parameters))
+        return [min(cap, largest) for cap in caps], min(solo_bytes, largest) if solo_bytes else 0
+
+    def _lay_out(self, transport: _C.Transport) -> None:
+        """Moves each optimizer's parameters to flat memory of their owner's."""
+        self._gathers, self._pending = [], []
+        for optimizer in self._optimizers:
+            owned = [(p, rank) for p, rank in optimizer.param_to_rank.items() if p.requires_grad]
+            params = [p for p, _ in owned]
+            plans = plan_chunks(
+                [p.numel() for p in params],
+                [(p.device, p.dtype) for p in params],
+                [p.element_size() for p in params],
+                [rank for _, rank in owned],
+                CHUNK_BYTES,
+            )
+            chunks = [Chunk(plan, params, transport) for plan in plans] if transport.size > 1 else []
+            self._gathers.append(ParameterGather(chunks, transport, self._wait_limit()))
+            self._pending.append(PendingModules(self.module, [chunk.params for chunk in chunks]))
+
+    # --- parameters on their way ---
+
+    @property
+    def overlap_gather(self) -> bool:
+        """Whether updated parameters travel while the next forward runs."""
+        if self._overlap_wanted is not None:
+            return self._overlap_wanted
+        return self.reducer.transport.reaches_any_memory
+
+    def _send_updated(self, number: int) -> None:
+        gather, pending = self._gathers[number], self._pending[number]
+        gather.start()
+        if self.overlap_gather:
+            pending.hold(gather.wait)
+        else:
+            gather.finish()
+
+    def synchronize(self) -> None:
+        """Until all updated parameters are there. Needed before reading a tensor that was not got from a module."""
+        for gather, pending in zip(self._gathers, self._pending, strict=True):
+            gather.finish()
+            pending.settle()
+
+    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if _is_compiling():
+            self.synchronize()  # compiled code looks past dictionaries
+        return super()._forward(*inputs, **kwargs)
+
+    # --- frozen and thawed ---
+
+    def _trainable_now(self) -> list[bool]:
+        return [param.requires_grad for param in self._module_parameters]
+
+    def _begin_step(self) -> None:
+        if self._auto_refresh and self._trainable_now() != self._trainable:
+            self.refresh_trainable()
+        super()._begin_step()
+
+    def refresh_trainable(self) -> None:
+        """After parameters were frozen or thawed: finds owners, and buckets without what is frozen. Collective."""
+        self._refreshing = True
+        try:
+            for optimizer in self._optimizers:
+                optimizer.refresh_trainable()
+        finally:
+            self._refreshing = False
+        self._rebuild()
+
+    def _owners_changed(self) -> None:
+        """An optimizer has new parameters, or new owners."""
+        trainable = [param for param in self._module_parameters if param.requires_grad]
+        known = [spec.owner for spec in self._specs]
+        if not self._refreshing and (
+            {*map(id, trainable)} != self._reduced_ids or self._owners(self._reduced_params) != known
+        ):
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Collective: reducer and flat memory for the parameters as they are."""
+        self.synchronize()
+        averages = dict(zip(self._reduced_params, self.reducer._averages(), strict=True))
+        self.reducer._remove_autograd_hooks()
+        for pending in self._pending:
+            pending.remove_hooks()
+        self._module_parameters = [
+            p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
+        ]
+        self._trainable = self._trainable_now()
+        if not any(self._trainable):
+            raise RuntimeError("no parameter of the module requires grad: there is nothing to train")
+        parameters, sparse = self._build_params_for_reducer()
+        names = self._build_debug_param_to_name_mapping(parameters)
+        self._has_rebuilt_buckets = False
+        self._ddp_init_helper(parameters, sparse, names, self.static_graph)
+        self.reducer._set_averages([averages.get(param, 0) for param in parameters])
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """``to``, ``half``, ``cuda`` and the like. Collective."""
+        self.synchronize()
+        kind = self.device_type
+        super()._apply(fn, recurse)
+        device = next(iter(self._module_parameters)).device
+        self.device, self.device_type = device, device.type
+        if device.type != kind:
+            self._open = None
+        self._rebuild()
+        return self
+
+    # --- gradients ---
+
+    def reduce(self) -> None:
+        """Reduces the gradients there are to their owners, as a synchronised backward would. Collective.
+
+        For gradients that were accumulated under `no_sync`. A rank without a gradient counts as one with zeros.
+        """
+        self._begin_step()
+        self.reducer._reduce_now()
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
+        raise RuntimeError(
+            "ShardedDataParallel takes no communication hook: hooks reduce to all ranks. reduce_fp16=True halves "
+            "what is sent"
+        )
+
+    def replan(self) -> NoReturn:
+        raise RuntimeError("ShardedDataParallel does not plan its buckets: reduce_buffer_size bounds them")
+
+    def join(self, *arguments: Any, **more: Any) -> NoReturn:
+        raise RuntimeError(
+            "ShardedDataParallel can't be used with join(): a rank that has run out of inputs still owns parameters. "
+            "Give all ranks the same number of batches"
+        )
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a ShardedDataParallel can't be copied or pickled: it belongs to its optimizers. Copy its .module instead"
+        )
+
+
+class _Delivery:
+    """How the n-th optimizer's updated parameters get to all ranks."""
+
+    def __init__(self, model: ShardedDataParallel, number: int) -> None:
+        self._model = model
+        self._number = number
+
+    def check_new(self, params: list[torch.Tensor]) -> None:
+        known = set(self._model.module.parameters())
+        strangers = sum(param not in known for param in params)
+        if strangers:
+            raise ValueError(
+                f"{strangers} of {len(params)} new parameters are not those of the ShardedDataParallel's module"
+            )
+
+    def owners_changed(self) -> None:
+        self._model._owners_changed()
+
+    def before_step(self) -> None:
+        self._model.synchronize()
+
+    def after_step(self) -> None:
+        self._model._send_updated(self._number)
+
+
+def _is_compiling() -> bool:
+    get_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return get_callback is not None and get_callback() not in (None, False)

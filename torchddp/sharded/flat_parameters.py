@@ -1,0 +1,101 @@
+"""Parameters as views of flat memory, one owner's side by side, so that they travel without being copied together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchddp import _C
+
+# Views begin at multiples of this many bytes: what vectorised kernels like, and every dtype's alignment.
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Parameters of one owner, device and dtype that lie together: their indices, and where each begins (elements)."""
+
+    owner: int
+    params: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+
+
+def plan_chunks(
+    numels: Sequence[int], kinds: Sequence[object], itemsizes: Sequence[int], owners: Sequence[int], max_bytes: int
+) -> list[ChunkPlan]:
+    """Chunks of at most ``max_bytes`` each, a larger parameter alone, in the order of their first parameter. Pure.
+
+    Parameters share a chunk only if their ``kinds`` (device and dtype) and owners are equal. Those without elements are
+    in none.
+    """
+    if not len(numels) == len(kinds) == len(itemsizes) == len(owners):
+        raise ValueError("lists of one length are needed")
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
+    chunks: list[tuple[int, list[int], list[int]]] = []
+    ends: list[int] = []
+    open_ones: dict[tuple[object, int], int] = {}
+    for index, numel in enumerate(numels):
+        if numel == 0:
+            continue
+        key = (kinds[index], owners[index])
+        step = max(1, ALIGNMENT_BYTES // itemsizes[index])
+        at = open_ones.get(key)
+        begin = 0 if at is None else (ends[at] + step - 1) // step * step
+        if at is None or (begin + numel) * itemsizes[index] > max_bytes:
+            at, begin = len(chunks), 0
+            open_ones[key] = at
+            chunks.append((owners[index], [], []))
+            ends.append(0)
+        chunks[at][1].append(index)
+        chunks[at][2].append(begin)
+        ends[at] = begin + numel
+    return [
+        ChunkPlan(owner, tuple(params), tuple(offsets), end)
+        for (owner, params, offsets), end in zip(chunks, ends, strict=True)
+    ]
+
+
+class Chunk:
+    """The flat memory of a `ChunkPlan`. Parameters keep their identity; their memory moves."""
+
+    def __init__(self, plan: ChunkPlan, params: Sequence[torch.Tensor], transport: _C.Transport) -> None:
+        self.owner = plan.owner
+        self.params = [params[index] for index in plan.params]
+        first = self.params[0]
+        if plan.owner == transport.rank and not transport.reaches_any_memory:
+            self.flat = transport.allocate(plan.numel, first.detach())  # where the others can read it
+        else:
+            self.flat = torch.empty(plan.numel, dtype=first.dtype, device=first.device)
+        self.flat.zero_()  # gaps travel too
+        self._views = [
+            _C.make_flat_view(self.flat, offset, _dense(param))
+            for param, offset in zip(self.params, plan.offsets, strict=True)
+        ]
+        self._addresses = [view.data_ptr() for view in self._views]
+        self.wire = self.flat.view(torch.uint8)  # as bytes: no backend has all dtypes
+        self.take_in()
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Moves parameters whose memory is elsewhere: at first, or since user code gave them other memory."""
+        for param, view, address in zip(self.params, self._views, self._addresses, strict=True):
+            if param.data_ptr() == address:
+                continue
+            if param.shape != view.shape or param.dtype != view.dtype or param.device != view.device:
+                raise RuntimeError(
+                    f"a parameter was {view.dtype}{list(view.shape)} on {view.device} when the module was wrapped, and "
+                    f"is now {param.dtype}{list(param.shape)} on {param.device}: change it by the to() of the "
+                    "ShardedDataParallel, or wrap again"
+                )
+            view.copy_(param.detach())
+            param.data = view
+
+
+def _dense(param: torch.Tensor) -> torch.Tensor:
+    data = param.detach()
+    dense = data.is_contiguous() or data.is_contiguous(memory_format=torch.channels_last)
+    return data if dense else torch.empty_like(data, memory_format=torch.contiguous_format)
