@@ -1,4 +1,4 @@
-"""A sharded model and optimizer beside torch's DistributedDataParallel with the plain optimizer, on the same batches."""
+"""A sharded model and optimizer beside torch's DistributedDataParallel and the plain optimizer, on the same batches."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def make_pair(
     oss_options: dict[str, Any] | None = None,
     **sharded_options: Any,
 ) -> Pair:
-    """Collective. The reference reduces through the same kind of transport, so that sums have the same order of ranks."""
+    """Collective. The reference reduces through the same transport, so that sums have the same order of ranks."""
     one, other = seeded(make), seeded(make)
     oss = OSS(groups(one), optim, **(oss_options or {}), **(options or {"lr": 0.01}))
     plain = optim(groups(other), **(options or {"lr": 0.01}))

@@ -36,7 +36,7 @@ __all__ = ["DistributedDataParallel"]
 
 logger = logging.getLogger(__name__)
 
-_TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
+TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 
 
 class DistributedDataParallel(TorchDDP):
@@ -530,7 +530,7 @@ class DistributedDataParallel(TorchDDP):
 
 def _only_torch_arguments(**arguments: Any) -> dict[str, Any]:
     """Drop what the running torch does not know yet, unless the user asked for it."""
-    unknown = {name: value for name, value in arguments.items() if name not in _TORCH_ARGUMENTS}
+    unknown = {name: value for name, value in arguments.items() if name not in TORCH_ARGUMENTS}
     asked = [name for name, value in unknown.items() if value and name not in ("batched_grad_copy",)]
     if asked:
         raise TypeError(f"torch {torch.__version__} has no DistributedDataParallel argument {asked[0]!r}")

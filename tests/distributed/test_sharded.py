@@ -35,7 +35,7 @@ def test_fifty_steps(optim, options, world_size, transport):
         for step in range(50):
             pair.backward(step)
             pair.assert_sharded()
-            for model, optimizer in pair.sides():
+            for _, optimizer in pair.sides():
                 optimizer.step()
                 optimizer.zero_grad()
         pair.assert_equal(**tolerance(transport, world_size))

@@ -50,6 +50,29 @@ def test_all_reduce_sums_in_place(choice, world_size):
 
 @on_each_transport
 @at_each_world_size
+def test_reduce_sums_on_every_root(choice, world_size):
+    def work(rank):
+        transport, handle = opened(choice)
+        for root in range(world_size):
+            for dtype in DTYPES:
+                for numel in NUMELS[1:]:
+                    given = stamp(rank, world_size, numel, dtype)
+                    tensor = transport.allocate(numel, given) if numel % 2 else given.clone()
+                    tensor.copy_(given)
+                    transport.reduce(tensor, root, handle)
+                    handle.wait()
+                    if rank == root:
+                        assert torch.equal(tensor, sum(stamp(r, world_size, numel, dtype) for r in range(world_size)))
+                    else:
+                        tensor.fill_(7)  # it is this rank's again: the root has read it
+        with pytest.raises(RuntimeError, match="root"):
+            transport.reduce(torch.ones(3), world_size, handle)
+
+    run_ranks(work, world_size)
+
+
+@on_each_transport
+@at_each_world_size
 def test_broadcast_from_every_root(choice, world_size):
     def work(rank):
         transport, handle = opened(choice)

@@ -12,8 +12,18 @@ import torch.distributed as dist
 from torchddp.rank_problems import listed
 
 
+def message_device(process_group: dist.ProcessGroup) -> torch.device:
+    """Where messages that start on the CPU travel: there, if the group can."""
+    types = {device.type for device in process_group._device_types}
+    return torch.device("cpu" if "cpu" in types or not types else types.pop())
+
+
 def verify_agreement(
-    lines: Sequence[str], error: Exception | None, process_group: dist.ProcessGroup, device: torch.device
+    lines: Sequence[str],
+    error: Exception | None,
+    process_group: dist.ProcessGroup,
+    device: torch.device,
+    who: str = "OSS",
 ) -> None:
     """Collective. Raise on every rank if one failed (``error``), or if the descriptions in ``lines`` differ.
 
@@ -26,12 +36,14 @@ def verify_agreement(
         gathered = [torch.empty_like(mine) for _ in range(process_group.size())]
         dist.all_gather(gathered, mine, group=process_group)
         if any(bool(other[1]) or not torch.equal(other, gathered[0]) for other in gathered):
-            _raise_difference(lines, error, process_group)
+            _raise_difference(lines, error, process_group, who)
     if error is not None:
         raise error
 
 
-def _raise_difference(lines: Sequence[str], error: Exception | None, process_group: dist.ProcessGroup) -> None:
+def _raise_difference(
+    lines: Sequence[str], error: Exception | None, process_group: dist.ProcessGroup, who: str
+) -> None:
     problem = "" if error is None else f"{type(error).__name__}: {error}"
     by_rank: list[Any] = [None] * process_group.size()
     dist.all_gather_object(by_rank, (problem, list(lines)), group=process_group)
@@ -39,8 +51,8 @@ def _raise_difference(lines: Sequence[str], error: Exception | None, process_gro
         raise error
     problems = [problem for problem, _ in by_rank]
     if any(problems):
-        raise RuntimeError(f"OSS failed on other ranks: {listed(problems)}")
-    raise RuntimeError(f"OSS needs the same parameters on all ranks. {first_difference([ls for _, ls in by_rank])}")
+        raise RuntimeError(f"{who} failed on other ranks: {listed(problems)}")
+    raise RuntimeError(f"{who} needs the same parameters on all ranks. {first_difference([ls for _, ls in by_rank])}")
 
 
 def first_difference(by_rank: Sequence[Sequence[str]]) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from torchddp.optim.agreement import verify_agreement
+from torchddp.optim.agreement import message_device, verify_agreement
 from torchddp.optim.grad_norm import sharded_norm
 from torchddp.optim.grad_scaling import agree_on_inf, unscale
 from torchddp.optim.parameter_broadcast import ParameterBroadcast, plan_buckets
@@ -325,8 +325,7 @@ class OSS(Optimizer):
 
     def _message_device(self) -> torch.device:
         """Where messages that start on the CPU travel: there, if the group can."""
-        types = {device.type for device in self._process_group._device_types}
-        return torch.device("cpu" if "cpu" in types or not types else types.pop())
+        return message_device(self._process_group)
 
     def _list_parameters(self) -> None:
         """Takes down all parameters and their names, in the order of the groups. Raises ValueError for one twice."""

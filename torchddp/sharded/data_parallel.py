@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 
 from torchddp import _C, model_check, transports, wrapped_model
-from torchddp.distributed import DistributedDataParallel
+from torchddp.distributed import TORCH_ARGUMENTS, DistributedDataParallel
+from torchddp.optim.agreement import message_device, verify_agreement
 from torchddp.optim.oss import OSS
 from torchddp.sharded import ownership
 from torchddp.sharded.flat_parameters import Chunk, plan_chunks
 from torchddp.sharded.parameter_gather import ParameterGather
 from torchddp.sharded.pending import PendingModules
 
+_BUFFERS_RENAMED = "forward_sync_buffers" in TORCH_ARGUMENTS  # torch 2.13
 # Of a message with updated parameters: small enough that the first layers need not wait for the last ones.
 CHUNK_BYTES = 8 * 1024 * 1024
 
@@ -81,14 +83,9 @@ class ShardedDataParallel(DistributedDataParallel):
     ) -> None:
         if isinstance(reduce_buffer_size, bool) or not isinstance(reduce_buffer_size, int) or reduce_buffer_size < 0:
             raise ValueError(f"reduce_buffer_size must be a number of elements, 0 or more, got {reduce_buffer_size!r}")
-        group = process_group if process_group is not None else dist.group.WORLD
-        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        optimizers = ownership.check_optimizers(sharded_optimizer, group)
-        ownership.check_coverage(module, ignored, optimizers)
-        if wrapped_model.wrapped_inside(module):
-            raise ValueError(
-                "the module is, or contains, a DistributedDataParallel over the same parameters: wrap once"
-            )
+        if not dist.is_initialized():
+            raise RuntimeError("ShardedDataParallel needs a process group: call init_process_group first")
+        optimizers = _agreed_optimizers(module, sharded_optimizer, process_group or dist.group.WORLD)
         # Read while torch's constructor runs: plain attributes only.
         self._optimizers = optimizers
         self._buffer_numel = reduce_buffer_size
@@ -103,12 +100,13 @@ class ShardedDataParallel(DistributedDataParallel):
         super().__init__(
             module,
             device_ids=device_ids,
-            broadcast_buffers=broadcast_buffers,
             process_group=process_group,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             transport=transport,
             timeout=timeout,
+            broadcast_buffers=None if _BUFFERS_RENAMED else broadcast_buffers,
+            forward_sync_buffers=broadcast_buffers if _BUFFERS_RENAMED else None,
         )
         self._trainable = self._trainable_now()
         for number, optimizer in enumerate(optimizers):
@@ -280,6 +278,23 @@ class ShardedDataParallel(DistributedDataParallel):
         raise TypeError(
             "a ShardedDataParallel can't be copied or pickled: it belongs to its optimizers. Copy its .module instead"
         )
+
+
+def _agreed_optimizers(module: torch.nn.Module, given: Any, group: Any) -> list[OSS]:
+    """Collective: the optimizers, or an error on all ranks."""
+    optimizers: list[OSS] = []
+    lines: list[str] = []
+    error: Exception | None = None
+    try:
+        optimizers = ownership.check_optimizers(given, group)
+        ownership.check_coverage(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ()), optimizers)
+        lines = ownership.describe(module, optimizers)
+        if wrapped_model.wrapped_inside(module):
+            raise ValueError("the module is, or contains, a DistributedDataParallel over these parameters: wrap once")
+    except (TypeError, ValueError) as caught:
+        error = caught
+    verify_agreement(lines, error, group, message_device(group), "ShardedDataParallel")
+    return optimizers
 
 
 class _Delivery:

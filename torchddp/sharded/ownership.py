@@ -12,6 +12,15 @@ from torchddp.optim.oss import OSS
 MAX_NAMES = 8
 
 
+def describe(module: torch.nn.Module, optimizers: Sequence[OSS]) -> list[str]:
+    """One line a parameter: what must agree between ranks."""
+    owners = {param: rank for optimizer in optimizers for param, rank in optimizer.param_to_rank.items()}
+    return [
+        f"'{name}' {list(param.shape)}, {f'of rank {owners[param]}' if param in owners else 'frozen'}"
+        for name, param in module.named_parameters()
+    ]
+
+
 def check_optimizers(given: Any, process_group: Any) -> list[OSS]:
     """The optimizers as a list. TypeError for what is no OSS, ValueError for one of another group or given twice."""
     optimizers = list(given) if isinstance(given, (list, tuple)) else [given]

@@ -1,0 +1,294 @@
+"""ShardedDataParallel with what else people use: several optimizers, saved state, loss scaling, frozen layers."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import torchddp
+from tests.harness import run_ranks
+from tests.models import Branches, batch, seeded
+from tests.oss import assert_same_state
+from tests.sharded import Net, Pair, batch_of, loss_of, make_pair, reference_of, small_net
+from torchddp.optim import OSS, ShardedGradScaler
+
+
+def test_several_optimizers():
+    def work(rank):
+        one, other = seeded(Net), seeded(Net)
+
+        def parts(net):
+            late = [*net.last.parameters(), *net.wide.parameters()]
+            return [p for p in net.parameters() if all(p is not q for q in late)], late
+
+        optimizers = [OSS(parts(one)[0], torch.optim.AdamW, lr=0.01), OSS(parts(one)[1], torch.optim.SGD, lr=0.1)]
+        plain = [torch.optim.AdamW(parts(other)[0], lr=0.01), torch.optim.SGD(parts(other)[1], lr=0.1)]
+        model = torchddp.ShardedDataParallel(one, optimizers)
+        reference = reference_of(other, {}, {})
+        for step in range(10):
+            for ddp, opts in ((model, optimizers), (reference, plain)):
+                loss_of(ddp(batch_of(rank, step))).backward()
+                for optimizer in opts if step % 3 else opts[:1]:
+                    optimizer.step()
+                ddp.zero_grad()
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+    run_ranks(work, 3)
+
+
+@pytest.mark.parametrize("optim", [torch.optim.AdamW, torch.optim.Adafactor])
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_resume_on_another_number_of_ranks(world_size, optim, tmp_path):
+    """The same batch on all ranks, so that gradients do not depend on their number."""
+
+    def step(pair, index):
+        for model, optimizer in pair.sides():
+            loss_of(model(batch_of(0, index))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def save(rank):
+        pair = make_pair(optim, {"lr": 0.01})
+        for index in range(10):
+            step(pair, index)
+        pair.oss.consolidate_state_dict(0)
+        if rank == 0:
+            assert_same_state(pair.oss.state_dict(), pair.plain.state_dict())
+            torch.save({"model": pair.sharded.module.state_dict(), "optim": pair.oss.state_dict()}, tmp_path / "saved")
+
+    def resume(rank):
+        saved = torch.load(tmp_path / "saved")
+        pair = make_pair(optim, {"lr": 0.5})
+        for model, optimizer in pair.sides():
+            model.module.load_state_dict(saved["model"])
+            optimizer.load_state_dict(copy.deepcopy(saved["optim"]))
+        for index in range(10, 20):
+            step(pair, index)
+        pair.assert_equal(**({} if world_size != 3 else {"rtol": 1e-5, "atol": 1e-6}))
+
+    run_ranks(save, 2)
+    run_ranks(resume, world_size)
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+def test_loss_scaling_skips_on_all_ranks_what_one_found(unscale):
+    def work(rank):
+        pair = make_pair(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, make=small_net)
+        scales = []
+        scalers = [
+            ShardedGradScaler("cpu", init_scale=2.0**10, growth_interval=3),
+            torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3),
+        ]
+        for step in range(12):
+            for (model, optimizer), scaler in zip(pair.sides(), scalers, strict=True):
+                loss = loss_of(model(batch_of(rank, step)))
+                # One parameter's gradient overflows: on its owner alone.
+                if step in (2, 7):
+                    loss = loss + model.module.norm.bias[0] * float("inf")
+                scaler.scale(loss).backward()
+                if unscale:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+            scales.append(scalers[0].get_scale())
+        pair.assert_equal()
+        return scales
+
+    mine, other = run_ranks(work, 2)
+    assert mine == other and mine[2] == 2.0**9
+
+
+def test_torchs_scaler_is_told_on_that_it_must_agree():
+    def work(rank):
+        pair = make_pair(torch.optim.SGD, {"lr": 0.1}, make=small_net)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        model = pair.sharded
+        scaler.scale(loss_of(model(batch_of(rank, 0))) + model.module.norm.bias[0] * float("inf")).backward()
+        with pytest.raises(RuntimeError, match="ShardedGradScaler"):
+            scaler.step(pair.oss)
+
+    run_ranks(work, 2)
+
+
+class WithBuffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.last = nn.Linear(32, 3)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_buffers(broadcast):
+    def work(rank):
+        one, other = seeded(WithBuffers), seeded(WithBuffers)
+        oss = OSS(one.parameters(), torch.optim.SGD, lr=0.1)
+        model = torchddp.ShardedDataParallel(one, oss, broadcast_buffers=broadcast)
+        reference = TorchDDP(other, forward_sync_buffers=broadcast)
+        pair = Pair(model, oss, reference, torch.optim.SGD(other.parameters(), lr=0.1))
+        pair.train(range(10))
+        pair.assert_equal()
+        for mine, theirs in zip(one.buffers(), other.buffers(), strict=True):
+            assert torch.equal(mine, theirs)
+        return one.norm.running_mean.sum().item()
+
+    sums = run_ranks(work, 2)
+    model_sums_equal = sums[0] == sums[1]
+    assert not model_sums_equal  # the last forward's own
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_parameters_that_some_ranks_or_none_use(transport):
+    def work(rank):
+        one, other = seeded(Branches), seeded(Branches)
+        oss = OSS(one.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.5)
+        model = torchddp.ShardedDataParallel(one, oss, find_unused_parameters=True, transport=transport)
+        reference = TorchDDP(other, find_unused_parameters=True)
+        plain = torch.optim.AdamW(other.parameters(), lr=0.01, weight_decay=0.5)
+        for step in range(12):
+            branch = "left" if (rank + step) % 3 else "right"
+            for ddp, optimizer in ((model, oss), (reference, plain)):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    ddp(batch(rank, step, 3, 4), branch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_static_graph(transport):
+    def work(rank):
+        pair = make_pair(static_graph=True, transport=transport)
+        pair.train(range(10))
+        pair.assert_equal()
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_layers_frozen_and_thawed_in_turn(auto):
+    def work(rank):
+        pair = make_pair(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, auto_refresh_trainable=auto)
+        for step in range(12):
+            if step % 3 == 0:
+                for model, _ in pair.sides():
+                    for layer, on in ((model.module.first, step % 2 == 0), (model.module.last, step % 2 == 1)):
+                        layer.requires_grad_(on)
+                if not auto:
+                    pair.sharded.refresh_trainable()
+                pair.reference = reference_of(pair.reference.module, {}, {})
+            pair.train(range(step, step + 1))
+        pair.assert_equal()
+
+    run_ranks(work, 3)
+
+
+def test_frozen_at_first():
+    def work(rank):
+        def make():
+            net = small_net()
+            net.middle.requires_grad_(False)
+            return net
+
+        pair = make_pair(make=make)
+        pair.train(range(3))
+        for model, _ in pair.sides():
+            model.module.middle.requires_grad_(True)
+        pair.reference = reference_of(pair.reference.module, {}, {})
+        pair.train(range(3, 8))
+        pair.assert_equal()
+
+    run_ranks(work, 3)
+
+
+def test_a_group_added_later():
+    def work(rank):
+        def make():
+            net = small_net()
+            net.middle.requires_grad_(False)
+            return net
+
+        pair = make_pair(make=make, groups=lambda net: [p for p in net.parameters() if p.requires_grad])
+        pair.train(range(3))
+        for model, optimizer in pair.sides():
+            model.module.middle.requires_grad_(True)
+            optimizer.add_param_group({"params": model.module.middle.parameters(), "lr": 0.001})
+        pair.reference = reference_of(pair.reference.module, {}, {})
+        pair.train(range(3, 8))
+        pair.assert_equal()
+
+    run_ranks(work, 2)
+
+
+def test_moved_to_another_dtype():
+    def work(rank):
+        pair = make_pair(torch.optim.SGD, {"lr": 0.1})
+        pair.train(range(3))
+        assert pair.sharded.to(torch.float64) is pair.sharded
+        pair.reference.to(torch.float64)
+        pair.reference = TorchDDP(pair.reference.module)
+        for step in range(3, 6):
+            for model, optimizer in pair.sides():
+                loss_of(model(batch_of(rank, step).double())).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        pair.assert_equal()
+        assert pair.sharded.module.first.weight.dtype == torch.float64
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_memory_that_user_code_has_exchanged(overlap):
+    def work(rank):
+        pair = make_pair(overlap_gather=overlap)
+        pair.train(range(2))
+        for model, _ in pair.sides():
+            weight = model.module.middle.weight
+            weight.data = weight.detach().clone() * 0.5
+        pair.train(range(2, 6))
+        pair.assert_equal()
+
+    run_ranks(work, 2)
+
+
+def test_recurrent_weights_that_no_dictionary_sees():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.GRU(16, 24, batch_first=True)
+            self.last = nn.Linear(24, 2)
+
+        def forward(self, x):
+            return self.last(self.rnn(x[None])[0])
+
+    def work(rank):
+        pair = make_pair(make=Recurrent, overlap_gather=True, transport="c10d")
+        pair.train(range(10))
+        pair.assert_equal()
+
+    run_ranks(work, 2)
+
+
+def test_saved_parameters_do_not_drag_their_neighbours_along(tmp_path):
+    def work(rank):
+        pair = make_pair()
+        pair.train(range(1))
+        torch.save(pair.sharded.module.last.weight, tmp_path / str(rank))
+        return (tmp_path / str(rank)).stat().st_size, pair.sharded.module.last.weight.nbytes
+
+    for size, wanted in run_ranks(work, 2):
+        assert size < wanted + 4096
