@@ -19,11 +19,14 @@ class LentMemory {
   // The next ones are of another transport.
   void clear();
   int64_t bytes() const;
+  // How many blocks are with somebody.
+  int64_t num_lent() const;
 
  private:
   mutable std::mutex mutex_;
   std::vector<at::Tensor> free_;
   int64_t lent_bytes_ = 0;
+  int64_t num_lent_ = 0;
 };
 
 }  // namespace torchddp::bucket

@@ -159,11 +159,13 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void check_owners() const;
   bool gives_away(const bucket::Bucket& bucket) const;
   void pack_given_away(int64_t param, at::Tensor& grad, const at::Tensor* incoming);
+  // Under launch_mutex_.
   void lend_memory(bucket::Bucket& bucket);
   void start_reduce(int64_t index);
   void finish_owned(bucket::Bucket& bucket);
   void let_go(bucket::Bucket& bucket);
   void let_go_of_finished();
+  void let_go_of_oldest();
   void keep_average(int64_t param, at::Tensor& grad);
   void add_kept_averages();
   // reducer_device.cpp

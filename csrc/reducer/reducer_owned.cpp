@@ -16,6 +16,13 @@ namespace torchddp::reducer {
 
 using bucket::BucketState;
 
+namespace {
+
+// Buckets of other ranks that borrow memory at once, unless more are filling.
+constexpr int64_t kMaxLent = 8;
+
+}  // namespace
+
 void Reducer::check_owners() const {
   if (!owned_) {
     return;
@@ -35,6 +42,7 @@ bool Reducer::gives_away(const bucket::Bucket& bucket) const {
 
 void Reducer::lend_memory(bucket::Bucket& bucket) {
   if (!bucket.has_memory()) {
+    let_go_of_oldest();
     bucket.take_memory(lent_.take(bucket.bytes(), bucket.buffer().device(), *transport_));
   }
 }
@@ -42,15 +50,21 @@ void Reducer::lend_memory(bucket::Bucket& bucket) {
 void Reducer::pack_given_away(int64_t param, at::Tensor& grad, const at::Tensor* incoming) {
   const auto& place = places_[static_cast<size_t>(param)];
   auto& slot = *place.slot;
+  const auto lend = [&] {
+    if (!slot.has_memory()) {
+      const std::lock_guard lock(launch_mutex_);
+      lend_memory(*place.bucket);
+    }
+  };
   if (!grad.defined()) {
-    lend_memory(*place.bucket);
+    lend();
     slot.zero();
     return;
   }
   if (!grad.requires_grad() && !slot.has_memory() && slot.adopt(grad, incoming)) {
     scale_slot(place);
   } else {
-    lend_memory(*place.bucket);
+    lend();
     if (!slot.try_pack(grad, scale_)) {
       check_grad(param, grad);
       slot.pack(grad, scale_);
@@ -121,6 +135,18 @@ void Reducer::let_go_of_finished() {
     }
     wait_bucket(next_let_go_);
     let_go(bucket);
+  }
+}
+
+// Lest a rank that is ahead borrows memory for all of its gradients. Everything that was launched here will be launched by the peers,
+// whatever they wait for themselves: that was launched before, here too.
+void Reducer::let_go_of_oldest() {
+  for (auto i = next_let_go_; overlap_ && i < next_launch_ && lent_.num_lent() >= kMaxLent; ++i) {
+    auto& bucket = *buckets_[static_cast<size_t>(i)];
+    if (bucket.state == BucketState::kInFlight && gives_away(bucket)) {
+      wait_bucket(i);
+      let_go(bucket);
+    }
   }
 }
 

@@ -221,6 +221,8 @@ inline Bytes expected_result(const Spec& spec, int size, int rank) {
   switch (spec.kind) {
     case OpKind::kAllReduce:
       return reduced(spec, inputs);
+    case OpKind::kReduce:
+      return rank == spec.root ? reduced(spec, inputs) : Bytes();
     case OpKind::kReduceScatter:
       return slice(reduced(spec, inputs));
     case OpKind::kAllGather:
@@ -284,6 +286,7 @@ class Exchange {
     }
     operation_.input = !has_input_ ? nullptr : block_ != nullptr ? block_ : input_.data();
     operation_.output = in_place() ? block_ : output_.data();
+    if (spec_.kind == OpKind::kReduce && expected_.empty()) operation_.output = nullptr;  // not the root
     seq_ = engine.start(operation_);
   }
 

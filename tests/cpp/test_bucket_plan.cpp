@@ -83,6 +83,22 @@ TEST(plan_counts_caps_for_each_dtype_and_device) {
   CHECK_EQ(plan.buckets.at(5).device, 1);
 }
 
+TEST(plan_never_mixes_owners) {
+  std::vector<ParamSpec> params;
+  for (int i = 0; i < 6; ++i) {
+    params.push_back(spec(numbered("p", i), 4));
+    params.back().owner = i % 3;
+  }
+  BucketPlan plan = make_bucket_plan(params, reverse_registration_order(6), {{1000}, 1});
+  CHECK_EQ(plan.buckets.size(), 3u);
+  for (const BucketSpec& bucket : plan.buckets) {
+    CHECK_EQ(bucket.slots.size(), 2u);
+    for (const Slot& slot : bucket.slots) CHECK_EQ(bucket.owner, static_cast<int32_t>(slot.param % 3));
+  }
+  plan.buckets[1].owner = 7;
+  CHECK_THROWS(std::invalid_argument, check_plan(plan, params, 1), "has owner 1 in bucket 1 of owner 7");
+}
+
 TEST(plan_sorts_buckets_by_their_last_gradient) {
   // The bf16 bucket opens first and closes last.
   const std::vector<ParamSpec> params = {spec("h0", 1, 2, 15), spec("f0", 4), spec("f1", 4), spec("h1", 1, 2, 15)};
@@ -287,10 +303,12 @@ Case random_case(std::mt19937& random) {
   constexpr int64_t kItemsizes[] = {2, 4, 8, 16};
   Case result;
   const int64_t num_params = below(40);
+  const int64_t owners = below(4);
   for (int64_t i = 0; i < num_params; ++i) {
     const int64_t dtype = below(4);
     result.params.push_back(spec(numbered("p", i), below(8) == 0 ? 0 : below(300), kItemsizes[dtype],
                                  static_cast<int32_t>(dtype), static_cast<int32_t>(below(2)), below(9) == 0));
+    if (owners > 0) result.params.back().owner = static_cast<int32_t>(below(static_cast<uint32_t>(owners)));
   }
   result.order = reverse_registration_order(num_params);
   if (below(3) > 0) std::shuffle(result.order.begin(), result.order.end(), random);
@@ -303,7 +321,7 @@ Case random_case(std::mt19937& random) {
 void check_grouping(const BucketPlan& plan, const Case& c) {
   Longs position(c.params.size());
   for (size_t i = 0; i < c.order.size(); ++i) position[static_cast<size_t>(c.order[i])] = static_cast<int64_t>(i);
-  std::map<std::pair<int32_t, int32_t>, std::vector<const BucketSpec*>> of_kind;
+  std::map<std::tuple<int32_t, int32_t, int32_t>, std::vector<const BucketSpec*>> of_kind;
   int64_t last_ready = -1;
   for (const BucketSpec& bucket : plan.buckets) {
     Longs ready;
@@ -311,7 +329,7 @@ void check_grouping(const BucketPlan& plan, const Case& c) {
     CHECK(std::ranges::is_sorted(ready));
     CHECK(ready.back() > last_ready);
     last_ready = ready.back();
-    if (!bucket.sparse) of_kind[{bucket.dtype, bucket.device}].push_back(&bucket);
+    if (!bucket.sparse) of_kind[{bucket.dtype, bucket.device, bucket.owner}].push_back(&bucket);
   }
   for (const auto& [kind, buckets] : of_kind) {
     for (size_t i = 0; i < buckets.size(); ++i) {

@@ -11,7 +11,7 @@ using kernels::ReduceOp;
 using kernels::SumType;
 
 constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather,
-                             OpKind::kBroadcast, OpKind::kScatter,       OpKind::kAllToAll};
+                             OpKind::kBroadcast, OpKind::kScatter,       OpKind::kAllToAll,     OpKind::kReduce};
 constexpr int kSizes[] = {1, 2, 3, 4, 7};
 // In float: nothing, one, odd ones, around what travels in the slot, and around one chunk and one unit of a shard.
 constexpr int64_t kNumels[] = {0, 1, 5, 127, 2047, 2048, 2049, 2311, 16'384, 16'385, 50'003};
@@ -397,6 +397,47 @@ TEST(shm_the_root_of_a_small_broadcast_does_not_wait) {
   received.start(*other);
   CHECK(other->poll(received.seq()));
   received.finish(*other);
+}
+
+// Only the root reads: the others go on when they may write to their blocks again.
+TEST(shm_a_reduction_holds_up_who_gave_until_the_root_has_read) {
+  Host host(3);
+  std::array<std::unique_ptr<Engine>, 3> engines{host.engine(0), host.engine(1), host.engine(2)};
+  const Spec spec{.kind = OpKind::kReduce, .numel = 50'003, .root = 1};
+  std::array<std::unique_ptr<Exchange>, 3> parts;
+  const auto start = [&](size_t rank) {
+    parts[rank] = std::make_unique<Exchange>(host, static_cast<int>(rank), spec);
+    parts[rank]->start(*engines[rank]);
+  };
+  start(0);
+  CHECK(!engines[0]->poll(parts[0]->seq()));
+  start(1);
+  CHECK(!engines[1]->poll(parts[1]->seq()));
+  CHECK(!engines[0]->poll(parts[0]->seq()));
+  start(2);
+  CHECK(!engines[2]->poll(parts[2]->seq()));  // all is there, but the root has not passed by
+  CHECK(engines[1]->poll(parts[1]->seq()));
+  for (size_t rank = 0; rank < 3; ++rank) parts[rank]->finish(*engines[rank]);
+}
+
+TEST(shm_the_threads_of_a_root_share_a_large_reduction) {
+  Host host(2);
+  const Spec spec{.kind = OpKind::kReduce, .numel = 2'500'001, .root = 1};
+  check_ranks(2, [&](int rank) {
+    auto config = host.config(rank);
+    config.threads = 3;
+    Engine engine(std::move(config));
+    run_one(host, engine, rank, spec);
+  });
+}
+
+TEST(shm_a_root_that_died_is_named) {
+  Host host(2);
+  const auto giver = host.engine(0);
+  Exchange part(host, 0, {.kind = OpKind::kReduce, .numel = 50'003, .root = 1});
+  part.start(*giver);
+  host.gone[1].store(true);
+  CHECK_THROWS(TransportError, giver->wait(part.seq(), kPatience), "rank 11 died");
 }
 
 TEST(shm_large_inputs_must_lie_in_the_segment) {

@@ -166,7 +166,8 @@ TEST(shm_ranks_out_of_step_are_both_named) {
                         {.numel = 100, .type = kernels::SumType::kI32},
                         {.numel = kLarge},
                         {.kind = OpKind::kAllGather, .numel = 100},
-                        {.kind = OpKind::kBroadcast, .numel = 100, .root = 1}};
+                        {.kind = OpKind::kBroadcast, .numel = 100, .root = 1},
+                        {.kind = OpKind::kReduce, .numel = 100, .root = 1}};
   for (const Spec& spec : specs) {
     if (&spec == &specs[0]) continue;
     Host host(2);

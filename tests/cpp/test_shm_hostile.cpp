@@ -63,7 +63,7 @@ struct Victim {
     Operation operation;
     operation.kind = kind;
     operation.numel = eager ? kEagerNumel : kLargeNumel;
-    operation.root = 1;
+    operation.root = kind == OpKind::kReduce ? 0 : 1;  // the victim reads
     auto* block = own.base() + kDataOffset;
     output.resize(static_cast<size_t>(operation.bytes()) * 2);
     const bool has_input = kind != OpKind::kBroadcast && kind != OpKind::kScatter;
@@ -99,7 +99,7 @@ struct Victim {
 };
 
 constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather,
-                             OpKind::kBroadcast, OpKind::kScatter,       OpKind::kAllToAll};
+                             OpKind::kBroadcast, OpKind::kScatter,       OpKind::kAllToAll,     OpKind::kReduce};
 
 TEST(shm_offsets_outside_of_a_segment_are_refused) {
   Victim victim;
