@@ -11,8 +11,10 @@ from torch import Tensor
 from benchmarks.sharded.trainer import Trainer
 
 # Of what training changed in a parameter. Steps of AdamW have the sign of the gradient and little of its size, so where
-# a gradient is rounding noise, sums in another order give another step; a wrong average gives errors near one.
-TOLERANCE = 0.02
+# a gradient is rounding noise (that of an attention's key biases is zero but for it), another rounding gives another
+# step: 1.4e-3 after four steps of the GPT between plain and fused AdamW on two ranks. Clipping that nobody asked for
+# gives 6e-3 after three, so the tolerance must stay below that; a wrong average gives errors near one.
+TOLERANCE = 5e-3
 
 
 def first_problem(attempt: Callable[[], object]) -> str | None:

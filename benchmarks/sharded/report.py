@@ -31,7 +31,8 @@ SPEED_NOTE = (
 MEMORY_NOTE = (
     "Of the rank that holds most, between backward and update. Buckets: what the reducer says, gradients may be views "
     "of them. Resident (Pss), shared (RssShmem) and peak of a step (VmHWM): beyond a process that has the variant's "
-    "libraries and the bare model, so that parameters which stay where they were are not in them."
+    "libraries and the bare model, so that parameters which stay where they were are not in them. Shared and peak "
+    "count memory that ranks share on each of them, resident counts this rank's part of it."
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+import torchddp
 from benchmarks.sharded import measure, memory
 from benchmarks.sharded.field import PACKAGES, choose_variants
 from benchmarks.sharded.report import render
@@ -69,6 +70,8 @@ def _memory(settings: Settings, variants: tuple[Variant, ...], world_size: int, 
 def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
     """Measure, print the report, return the document."""
     document = new_document(command, asdict(settings))
+    # The environment with the peers has a path to the checkout, and nothing that pip knows of.
+    document["machine"]["torchddp"] = document["machine"]["torchddp"] or torchddp.__version__
     document["peers"] = {name: package_version(name) for name in PACKAGES}
     variants = choose_variants(settings.variants)
     with progress_bar(console) as progress:

@@ -185,6 +185,7 @@ def test_training_alike_is_held_against_what_training_changed() -> None:
     assert error_of(want, want, start) == 0
     assert error_of(start, want, start) == pytest.approx(1)  # it never stepped
     assert error_of([want[0], want[1] * 1.0001], want, start) > TOLERANCE  # though near in absolute terms
+    assert error_of([want[0] * 0.994, want[1]], want, start) > TOLERANCE  # as far off as clipping was
     assert error_of([want[0] * torch.nan, want[1]], want, start) == float("inf")
 
 
