@@ -1,8 +1,10 @@
-# make setup | build | demo | test | test-slow | lint | format | bench | conformance | compat | cuda-build | cuda-test | wheel | wheel-test | clean
+# make setup | build | demo | test | test-slow | lint | format | bench | peers | conformance | compat | cuda-build | cuda-test | wheel | wheel-test | clean
 # Everything runs in .venv, made on first use; nothing but Python (with venv), g++ and make is taken from the system.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PY := $(VENV)/bin/python
+PEERS_VENV := .venv-peers
+PEERS_PY := $(PEERS_VENV)/bin/python
 CUDA_VENV := .venv-cuda
 CUDA_PY := $(CUDA_VENV)/bin/python
 CUDA_OUT := build/cuda-package
@@ -22,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build cpp-tests demo test test-slow lint format bench conformance compat cuda-build cuda-test clean
+.PHONY: help setup build cpp-tests demo test test-slow lint format bench peers conformance compat cuda-build cuda-test clean
 .PHONY: wheel wheel-cpu wheel-cuda wheel-test wheel-test-cpu wheel-test-cuda
 
 help:
@@ -93,6 +95,17 @@ demo: build
 
 bench: build
 	$(PY) -m benchmarks $(ARGS)
+
+# An environment with other packages that shard: $(PEERS_PY) -m benchmarks.sharded. The extension is the checkout's.
+$(PEERS_VENV)/.requirements: requirements/build.txt requirements/test.txt requirements/peers.txt
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_PY) -m pip install -q -r requirements/build.txt -r requirements/test.txt
+	DS_BUILD_OPS=0 $(PEERS_PY) -m pip install -q --no-build-isolation -r requirements/peers.txt
+	@echo "$(CURDIR)" > "$$($(PEERS_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchddp.pth"
+	@touch $@
+
+peers: build $(PEERS_VENV)/.requirements
+	$(PEERS_PY) -m benchmarks.sharded --list
 
 conformance: build
 	$(PY) scripts/check_conformance.py --jobs 2 $(ARGS)

@@ -26,12 +26,17 @@ def reset_peak() -> bool:
     return True
 
 
+def parse_bytes(text: str, key: str) -> int:
+    """The kB line `key` of a /proc/<pid>/status or smaps_rollup text, in bytes. ValueError without one."""
+    for line in text.splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"no {key} line in the text")
+
+
 def parse_peak_bytes(status: str) -> int:
     """VmHWM of a /proc/<pid>/status text, in bytes."""
-    for line in status.splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError("no VmHWM line in the status text")
+    return parse_bytes(status, "VmHWM")
 
 
 def _peak_rss_bytes() -> int:
@@ -41,7 +46,8 @@ def _peak_rss_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _pay_fixed_costs() -> None:
+def pay_fixed_costs() -> None:
+    """Make this process what any process with a DDP model is."""
     # The first DDP of a process imports a part of torch and starts threads, far more than a small model's gradients.
     # Every variant pays for it, the one without DDP too, so that the difference is what grows with the model.
     tiny = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
@@ -53,7 +59,7 @@ def measure_memory(job: Job, model_name: str, _report: Report) -> dict[str, Any]
 
     A launch holds one variant only: which gradients are right is checked by the cases that hold them all.
     """
-    _pay_fixed_costs()
+    pay_fixed_costs()
     (runner,) = build_runners(job, model_name)
     batch = make_batch(model_name, job.seed, dist.get_rank(), 0)
     for _ in range(MIN_WARMUP_STEPS):

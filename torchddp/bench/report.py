@@ -67,8 +67,12 @@ def our_row(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def goal_text(result: dict[str, Any]) -> Text:
+    """What became of the result's goal, if there is one."""
+    return verdict_text(result["goal_ratio"], our_row(result)["ratio_to_best_torch"])
+
+
+def verdict_text(goal: float | None, ratio: dict[str, Any]) -> Text:
     """Whether the goal, if there is one, is met, missed, or within the noise (the median's 95% interval holds it)."""
-    goal, ratio = result["goal_ratio"], our_row(result)["ratio_to_best_torch"]
     if goal is None:
         return Text("")
     if ratio["odd_rounds"] > MAX_ODD_SHARE * ratio["rounds"]:

@@ -58,13 +58,17 @@ def start_together(world_size: int) -> None:
         pass
 
 
-class AnyRunner(Protocol):
-    """A variant that is built and ready to step."""
-
-    variant: Variant
+class Steps(Protocol):
+    """What can be timed."""
 
     def step(self, batch: Any, world_size: int = 1) -> Any:
-        """One forward and backward; its time, or its times, in ms."""
+        """One step; its time, or its times, in ms."""
+
+
+class AnyRunner(Steps, Protocol):
+    """A variant that is built and ready to step: forward and backward."""
+
+    variant: Variant
 
     def gradients(self) -> list[tuple[str, Tensor]]:
         """Gradients by the name of their parameter in the bare model."""
@@ -177,7 +181,7 @@ def _compare(variant: Variant, model_name: str, name: str, want: Tensor, got: Te
         raise WrongGradientsError(f"{where}: off by {error:.3g} where the largest gradient is {scale:.3g}")
 
 
-def one_round(runners: Sequence[AnyRunner], batch: Any, order: list[int], world_size: int) -> list[Any]:
+def one_round(runners: Sequence[Steps], batch: Any, order: list[int], world_size: int) -> list[Any]:
     """One step of every variant in the given order; what the steps return, by variant."""
     step_ms: list[Any] = [None] * len(runners)
     for index in order:
@@ -197,7 +201,7 @@ def agreed(decision: bool, job: Job) -> bool:
     return bool(flag.item())
 
 
-def warm_up(runners: Sequence[AnyRunner], batch: Any, job: Job) -> None:
+def warm_up(runners: Sequence[Steps], batch: Any, job: Job) -> None:
     """Steps until nothing is a first time any more."""
     order = list(range(len(runners)))
     start_s = time.monotonic()
@@ -207,7 +211,7 @@ def warm_up(runners: Sequence[AnyRunner], batch: Any, job: Job) -> None:
             break
 
 
-def timed_rounds(runners: Sequence[AnyRunner], batch: Any, job: Job, report: Report) -> np.ndarray:
+def timed_rounds(runners: Sequence[Steps], batch: Any, job: Job, report: Report) -> np.ndarray:
     """[variant, round] of step times in ms on this rank; [clock, variant, round] where a step has several times."""
     # The same shuffle on every rank, another one each round: no variant always runs in the wake of the same one.
     shuffler = random.Random(job.seed)

@@ -1,0 +1,80 @@
+"""What is held against what, and how far below we hold ourselves to stay. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+ZERO_FORMS = ("torch-zero", "torch-zero-view", "torch-zero-fused", "torch-zero-both")
+FAIRSCALE_FORMS = ("fairscale", "fairscale-fused")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A step of ours over a step of the fastest of `opponents`; at most `bound`, for this `reason`."""
+
+    ours: str
+    against: str
+    opponents: tuple[str, ...]
+    bound: float | None = None
+    reason: str = ""
+
+    def fastest(self, medians: Mapping[str, float]) -> str | None:
+        """The opponent with the least median; None where none of them ran. Its own numbers choose it."""
+        ran = [name for name in self.opponents if name in medians]
+        return min(ran, key=lambda name: medians[name]) if ran else None
+
+
+COMPARISONS = (
+    Comparison(
+        "torchddp-auto",
+        "ZeRO, default",
+        ("torch-zero",),
+        0.45,
+        "it sends all gradients and then all parameters over TCP, and its AdamW reads memory several times",
+    ),
+    Comparison("torchddp-auto", "ZeRO, best", ZERO_FORMS),
+    Comparison(
+        "torchddp-auto",
+        "fairscale, default",
+        ("fairscale",),
+        0.40,
+        "it reduces and broadcasts parameter by parameter or in copies, over TCP",
+    ),
+    Comparison("torchddp-auto", "fairscale, best", FAIRSCALE_FORMS),
+    Comparison(
+        "torchddp-auto",
+        "deepspeed",
+        ("deepspeed",),
+        0.30,
+        "besides TCP it copies gradients and weights into flat memory and back, from Python",
+    ),
+    Comparison("torchddp-auto", "FSDP2", ("fsdp2",)),
+    Comparison(
+        "torchddp-auto",
+        "torch DDP, fused",
+        ("torch-ddp-fused",),
+        0.80,
+        "sharding must not cost the speed that shared memory gives: each rank updates its share only",
+    ),
+    Comparison("torchddp-auto", "torchddp DDP, fused", ("torchddp-ddp",)),
+    Comparison(
+        "torchddp-c10d",
+        "ZeRO, best",
+        ZERO_FORMS,
+        0.90,
+        "over the same gloo a gradient goes to its owner only, which is half the bytes of an all-reduce",
+    ),
+    Comparison("torchddp-c10d", "ZeRO, default", ("torch-zero",)),
+    Comparison("torchddp-c10d", "fairscale, best", FAIRSCALE_FORMS),
+    Comparison("torchddp-c10d", "deepspeed", ("deepspeed",)),
+    Comparison("torchddp-c10d", "torch DDP, fused", ("torch-ddp-fused",)),
+    Comparison("torchddp-plain", "ZeRO, default", ("torch-zero",)),
+    Comparison("torchddp-plain", "fairscale, default", ("fairscale",)),
+    Comparison("torchddp-plain", "torch DDP, AdamW", ("torch-ddp",)),
+)
+
+
+def comparisons_of(names: Collection[str]) -> list[Comparison]:
+    """Those that can be made between variants that ran."""
+    return [c for c in COMPARISONS if c.ours in names and any(opponent in names for opponent in c.opponents)]

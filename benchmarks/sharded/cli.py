@@ -1,0 +1,114 @@
+"""The command line of `python -m benchmarks.sharded`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.sharded.field import FIELD, REFERENCE, choose_variants
+from benchmarks.sharded.plot import save_memory, save_speed
+from benchmarks.sharded.report import field_table
+from benchmarks.sharded.results import MEMORY_CASE, SPEED_CASE
+from benchmarks.sharded.run import Settings, run
+from torchddp.bench.arguments import MAX_WORLD_SIZE, check_numbers
+from torchddp.bench.cases import MODEL_NAMES
+from torchddp.bench.command import check_output, make_console, run_app, write_document
+from torchddp.bench.variants import ArgumentError
+
+DEFAULT_MODELS, SPEED_RANKS, MEMORY_RANKS = "mlp,gpt", "2", "2,4"
+
+HELP = """What sharding optimizer state and gradients costs and saves, against torch, fairscale and deepspeed.
+
+Whole training steps with AdamW. All variants step in turn in one process group, after they proved to train alike; with
+--memory each runs alone. Peers that are not installed are left out; `make peers` makes an environment that has them.
+
+\b
+Examples:
+  python -m benchmarks.sharded
+      two models, every variant, about two minutes
+  python -m benchmarks.sharded --models mlp --variants torch-zero,torchddp-auto --seconds 10
+      one pair
+  python -m benchmarks.sharded --memory --ranks 2
+      what a rank holds
+  python -m benchmarks.sharded --output benchmarks/results
+      keep the numbers, and a plot
+  python -m benchmarks.sharded --list
+      the variants, and which can run here
+"""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """'a, b,a' -> ('a', 'b')."""
+    return tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+
+
+def parse_models(text: str) -> tuple[str, ...]:
+    """Built-in models; ArgumentError for others, or none."""
+    models = split_names(text)
+    for name in models:
+        if name not in MODEL_NAMES:
+            raise ArgumentError(f"--models: there is no '{name}'; choose from {', '.join(MODEL_NAMES)}.")
+    if not models:
+        raise ArgumentError(f"--models wants names with commas, like {DEFAULT_MODELS}, not '{text}'.")
+    return models
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """'2,4' -> (2, 4); one rank has nothing to shard."""
+    try:
+        sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise ArgumentError(f"--ranks wants numbers with commas, like 2,4, not '{text}'.") from None
+    if not all(2 <= size <= MAX_WORLD_SIZE for size in sizes):
+        raise ArgumentError(f"--ranks wants 2 to {MAX_WORLD_SIZE} ranks, not '{text}'.")
+    return sizes
+
+
+@app.command(help=HELP)
+def benchmark(
+    context: typer.Context,
+    models: Annotated[str, typer.Option(help=f"Among {', '.join(MODEL_NAMES)}.")] = DEFAULT_MODELS,
+    variants: Annotated[
+        str, typer.Option(help=f"Some of --list; {REFERENCE} always runs. [default: all {len(FIELD)}]")
+    ] = "",
+    ranks: Annotated[
+        str | None, typer.Option(help=f"How many. [default: {SPEED_RANKS}, with --memory {MEMORY_RANKS}]")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Time for the timed rounds of each model.")] = 45.0,
+    memory: Annotated[bool, typer.Option("--memory", help="Bytes, not time.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "--out", help="Write <date>-<case>-<machine>.json and a .png plot into this folder."),
+    ] = None,
+    show_list: Annotated[bool, typer.Option("--list", help="Show the variants and stop.")] = False,
+) -> None:
+    console = make_console()
+    if show_list:
+        console.print(field_table())
+        return
+    check_numbers(seconds, None)
+    check_output(json_path, "--json", folder=False)
+    check_output(output, "--output", folder=True)
+    chosen = choose_variants(split_names(variants))
+    settings = Settings(
+        models=parse_models(models),
+        variants=tuple(variant.name for variant in chosen),
+        world_sizes=parse_ranks(ranks if ranks is not None else MEMORY_RANKS if memory else SPEED_RANKS),
+        seconds=seconds,
+        memory=memory,
+        seed=seed,
+    )
+    document = run(settings, context.obj["command"], console)
+    write_document(document, json_path, output, console, {SPEED_CASE: save_speed, MEMORY_CASE: save_memory})
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; the exit code."""
+    return run_app(app, "python -m benchmarks.sharded", arguments)

@@ -1,0 +1,138 @@
+"""The tables a person reads. Built from the document only, so a saved JSON gives the same tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.sharded.field import FIELD, missing_package
+from benchmarks.sharded.results import MEMORY_CASE, MEMORY_KEYS, SPEED_CASE
+from torchddp.bench.report import origin, verdict_text
+from torchddp.bench.tables import MB, number, plain_table, ratio_text, size_text
+
+HEADINGS = {
+    "parameter_bytes": "param-\neters",
+    "gradient_bytes": "grad-\nients",
+    "bucket_bytes": "\nbuckets",
+    "state_bytes": "\nstate",
+    "pss_bytes": "resi-\ndent",
+    "shared_bytes": "\nshared",
+    "peak_bytes": "\npeak",
+}
+SPEED_NOTE = (
+    "A step: gradients dropped, forward, backward, AdamW; of the slowest rank. All variants step in turn in one "
+    "process group, each round in another order, after they proved to train alike: the last column is the largest "
+    "difference to torch-ddp, of what training changed. A ratio is per round, then the median."
+)
+MEMORY_NOTE = (
+    "Of the rank that holds most, between backward and update. Buckets: what the reducer says, gradients may be views "
+    "of them. Resident (Pss), shared (RssShmem) and peak of a step (VmHWM): beyond a process that has the variant's "
+    "libraries and the bare model, so that parameters which stay where they were are not in them. Shared and peak "
+    "count memory that ranks share on each of them, resident counts this rank's part of it."
+)
+
+
+def steps_table(result: dict[str, Any]) -> Table:
+    """One model: every variant's step, and how far its training is from the reference's."""
+    table = plain_table(f"sharded · {size_text(result)}, {result['rounds']} rounds", "variant")
+    for heading in ("step p50\nms", "step\np90", "p25..p75", "trains alike\nwithin"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in result["variants"]:
+        if "left_out" in row:
+            table.add_row(row["name"], Text("left out", style="yellow"), "", "", "")
+            continue
+        step = row["step_ms"]
+        spread = f"{number(step['q25'])}..{number(step['q75'])}"
+        cells = [row["name"], number(step["median"]), number(step["p90"]), spread, f"{row['training_error']:.0e}"]
+        table.add_row(*cells, style=_style(row))
+    return table
+
+
+def ratios_table(result: dict[str, Any]) -> Table:
+    """Ours over theirs, and what became of each bound."""
+    table = plain_table("Ratios of whole steps, ours / theirs", "ours")
+    table.add_column("against", no_wrap=True)
+    table.add_column("which is", no_wrap=True)
+    table.add_column(Text("p50 [p25..p75]"), justify="right", no_wrap=True)
+    table.add_column("bound", no_wrap=True)
+    last = ""
+    for row in result["comparisons"]:
+        shown, last = "" if row["ours"] == last else row["ours"].removeprefix("torchddp-"), row["ours"]
+        verdict = verdict_text(row["bound"], row["ratio"])
+        table.add_row(shown, row["against"], row["opponent"], ratio_text(row["ratio"]), verdict)
+    return table
+
+
+def memory_table(result: dict[str, Any], *, multiples: bool) -> Table:
+    """One model: what a rank holds in MB, or in multiples of the model's parameters."""
+    unit = "multiples of the parameters" if multiples else "MB"
+    table = plain_table(f"memory of a rank, {unit} · {size_text(result)}", "variant")
+    for key in MEMORY_KEYS:
+        table.add_column(HEADINGS[key], justify="right", no_wrap=True)
+    divisor = result["gradient_bytes"] if multiples else MB
+    for row in result["variants"]:
+        if "left_out" in row:
+            table.add_row(row["name"], Text("left out", style="yellow"))
+            continue
+        values = (row["largest"][key] for key in MEMORY_KEYS)
+        cells = ("-" if value is None else f"{value / divisor:.{2 if multiples else 1}f}" for value in values)
+        table.add_row(row["name"], *cells, style=_style(row))
+    return table
+
+
+def _style(row: dict[str, Any]) -> str:
+    return "bold" if row["role"] == "ours" else ""
+
+
+def reasons_left_out(result: dict[str, Any]) -> Iterable[Text]:
+    """A line for each variant that is not in the table's numbers."""
+    for row in result["variants"]:
+        if "left_out" in row:
+            yield Text(f"{row['name']} is left out: {row['left_out']}", style="yellow")
+
+
+def bounds_text(result: dict[str, Any]) -> Iterable[Text]:
+    """Why each bound of the table is what it is."""
+    for row in result["comparisons"]:
+        if row["bound"] is not None:
+            yield Text(f"{row['ours']} <= {row['bound']:g} {row['against']}: {row['reason']}.", style="dim")
+
+
+def field_table() -> Table:
+    """Who there is, for --list."""
+    table = plain_table("Variants", "name")
+    table.add_column("what it is", overflow="fold")
+    table.add_column("here", no_wrap=True)
+    for name, entry in FIELD.items():
+        package = missing_package(entry.variant)
+        table.add_row(name, entry.what, Text("not installed", style="yellow") if package else "")
+    return table
+
+
+def _parts(result: dict[str, Any]) -> Iterable[RenderableType]:
+    if result["case"] == SPEED_CASE:
+        tables = [steps_table(result), *([ratios_table(result)] if result["comparisons"] else [])]
+    else:
+        tables = [memory_table(result, multiples=False), memory_table(result, multiples=True)]
+    for table in tables:
+        yield table
+        yield ""
+    yield from reasons_left_out(result)
+
+
+def render(document: dict[str, Any]) -> RenderableType:
+    """The whole report."""
+    results: Sequence[dict[str, Any]] = document["results"]
+    parts: list[RenderableType] = [part for result in results for part in _parts(result)]
+    cases = {result["case"] for result in results}
+    if SPEED_CASE in cases:
+        most = max((r for r in results if r["case"] == SPEED_CASE), key=lambda result: len(result["comparisons"]))
+        parts += [*bounds_text(most), Text(SPEED_NOTE, style="dim")]
+    if MEMORY_CASE in cases:
+        parts.append(Text(MEMORY_NOTE, style="dim"))
+    versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in document["peers"].items())
+    return Group(*parts, *origin(document), Text(versions, style="dim"))

@@ -1,0 +1,83 @@
+"""The course of one run: launches, and the document that tables, JSON and plots are made from."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+import torchddp
+from benchmarks.sharded import measure, memory
+from benchmarks.sharded.field import PACKAGES, choose_variants
+from benchmarks.sharded.report import render
+from benchmarks.sharded.results import MEMORY_CASE, SPEED_CASE, memory_result, speed_result
+from torchddp.bench.cases import ALLOCATOR_ENVIRONMENT, Job
+from torchddp.bench.launch import launch
+from torchddp.bench.progress import Display, progress_bar
+from torchddp.bench.run import new_document
+from torchddp.bench.variants import Variant
+from torchddp.bench.worker import run_rank
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line asked for, checked."""
+
+    models: tuple[str, ...]
+    # All without names.
+    variants: tuple[str, ...]
+    world_sizes: tuple[int, ...]
+    seconds: float
+    memory: bool
+    seed: int
+
+
+def package_version(name: str) -> str | None:
+    """Of an installed package."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _speed(settings: Settings, variants: tuple[Variant, ...], world_size: int, display: Display) -> list[Any]:
+    """All models in one launch, all variants side by side."""
+    display.start(SPEED_CASE)
+    job = Job(SPEED_CASE, settings.models, variants, world_size, settings.seconds, settings.seed)
+    raws = launch(job, display.update, entry=partial(run_rank, measure=measure.measure))
+    return [speed_result(variants, raw, world_size) for raw in raws]
+
+
+def _memory(settings: Settings, variants: tuple[Variant, ...], world_size: int, display: Display) -> list[Any]:
+    """Each variant in processes of its own: what one leaves behind must not count for the next."""
+    results = []
+    for model in settings.models:
+        raws = []
+        for index, variant in enumerate(variants):
+            display.start(MEMORY_CASE)
+            display.update(f"{model}, {variant.name}, {world_size} ranks", index, len(variants))
+            job = Job(MEMORY_CASE, (model,), (variant,), world_size, settings.seconds, settings.seed)
+            raws.append(
+                launch(job, display.update, ALLOCATOR_ENVIRONMENT, entry=partial(run_rank, measure=memory.measure))
+            )
+        results.append(memory_result(variants, raws, world_size))
+    return results
+
+
+def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
+    """Measure, print the report, return the document."""
+    document = new_document(command, asdict(settings))
+    # The environment with the peers has a path to the checkout, and nothing that pip knows of.
+    document["machine"]["torchddp"] = document["machine"]["torchddp"] or torchddp.__version__
+    document["peers"] = {name: package_version(name) for name in PACKAGES}
+    variants = choose_variants(settings.variants)
+    with progress_bar(console) as progress:
+        display = Display(progress)
+        for world_size in settings.world_sizes:
+            course = _memory if settings.memory else _speed
+            document["results"] += course(settings, variants, world_size, display)
+    console.print(render(document))
+    return document
