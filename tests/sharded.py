@@ -94,10 +94,11 @@ def make_pair(
     groups: Callable[[nn.Module], Any] = lambda model: model.parameters(),
     reference_options: dict[str, Any] | None = None,
     oss_options: dict[str, Any] | None = None,
+    device: torch.device | str = "cpu",
     **sharded_options: Any,
 ) -> Pair:
     """Collective. The reference reduces through the same transport, so that sums have the same order of ranks."""
-    one, other = seeded(make), seeded(make)
+    one, other = seeded(make).to(device), seeded(make).to(device)
     oss = OSS(groups(one), optim, **(oss_options or {}), **(options or {"lr": 0.01}))
     plain = optim(groups(other), **(options or {"lr": 0.01}))
     sharded = torchddp.ShardedDataParallel(one, oss, **sharded_options)

@@ -14,7 +14,7 @@ from tests.harness import process_group
 
 FOLDER = Path(__file__).parent
 # Tests with one of these run where the fixture lets them; others take it that there is a GPU.
-ASKS_FOR_A_DEVICE = {"alone", "gpu", "outcomes", "two_ranks_a_gpu"}
+ASKS_FOR_A_DEVICE = {"alone", "either", "gpu", "outcomes", "two_ranks_a_gpu"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,6 +37,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
     store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
     with process_group(store, 0, 1, backend="nccl" if device.type == "cuda" else "gloo"):
         yield device
+
+
+@pytest.fixture
+def either() -> torch.device:
+    """The device, for tests whose ranks are processes of their own."""
+    return chosen_device()
 
 
 @pytest.fixture
