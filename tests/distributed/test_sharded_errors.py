@@ -123,6 +123,8 @@ def test_modes_that_reduce_to_all_ranks():
             model.register_comm_hook(None, lambda state, bucket: None)
         with pytest.raises(RuntimeError, match="join"):
             model.join()
+        with pytest.raises(RuntimeError, match="share of the optimizer's state"):
+            model._update_process_group(torch.distributed.group.WORLD)
         with pytest.raises(RuntimeError, match="plan"):
             model.replan()
         with pytest.raises(TypeError, match="copied or pickled"):

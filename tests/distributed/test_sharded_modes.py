@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
 from tests.harness import run_ranks
-from tests.models import Branches, batch, seeded
+from tests.models import Branches, batch, same_on_all_ranks, seeded
 from tests.oss import assert_same_state
 from tests.sharded import Net, Pair, batch_of, loss_of, make_pair, reference_of, small_net
 from torchddp.optim import OSS, ShardedGradScaler
@@ -292,3 +292,87 @@ def test_saved_parameters_do_not_drag_their_neighbours_along(tmp_path):
 
     for size, wanted in run_ranks(work, 2):
         assert size < wanted + 4096
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_compiled(overlap):
+    def work(rank):
+        pair = make_pair(make=small_net, overlap_gather=overlap, transport="c10d")
+        compiled = torch.compile(pair.sharded, backend="eager")
+        for step in range(6):
+            loss_of(compiled(batch_of(rank, step))).backward()
+            loss_of(pair.reference(batch_of(rank, step))).backward()
+            for _, optimizer in pair.sides():
+                optimizer.step()
+                optimizer.zero_grad()
+        pair.assert_equal()
+
+    run_ranks(work, 2, timeout=120)
+
+
+def test_parameters_in_half_precision_on_their_way():
+    def work(rank):
+        pair = make_pair(torch.optim.SGD, {"lr": 0.1}, oss_options={"broadcast_fp16": True})
+        pair.train(range(5))
+        pair.assert_equal(rtol=0.02, atol=5e-3)
+        values = torch.cat([p.detach().flatten() for p in pair.sharded.parameters() if p.dtype == torch.float32])
+        assert torch.equal(values, values.half().float())
+        assert same_on_all_ranks([values])
+
+    run_ranks(work, 3)
+
+
+def test_activation_checkpointing():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(16, 32)
+            self.last = nn.Linear(32, 3)
+
+        def forward(self, x):
+            hidden = torch.utils.checkpoint.checkpoint(self.first, x, use_reentrant=False)
+            return self.last(torch.tanh(hidden))
+
+    def work(rank):
+        pair = make_pair(make=Checkpointed, transport="c10d", overlap_gather=True)
+        pair.train(range(8))
+        pair.assert_equal()
+
+    run_ranks(work, 2)
+
+
+def test_weights_tied_between_layers():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(16, 16)
+            self.last = nn.Linear(16, 16)
+            self.last.weight = self.first.weight
+
+        def forward(self, x):
+            return self.last(torch.tanh(self.first(x)))
+
+    def work(rank):
+        pair = make_pair(make=Tied, transport="c10d", overlap_gather=True)
+        pair.train(range(8))
+        pair.assert_equal()
+        assert pair.sharded.module.last.weight is pair.sharded.module.first.weight
+
+    run_ranks(work, 2)
+
+
+def test_an_average_of_weights_sees_the_step():
+    def work(rank):
+        pair = make_pair(transport="c10d", overlap_gather=True)
+        averages = [
+            torch.optim.swa_utils.AveragedModel(m.module, avg_fn=lambda a, b, n: 0.9 * a + 0.1 * b)
+            for m, _ in pair.sides()
+        ]
+        for step in range(8):
+            pair.train(range(step, step + 1))
+            for average, (model, _) in zip(averages, pair.sides(), strict=True):
+                average.update_parameters(model.module)
+        for mine, theirs in zip(averages[0].parameters(), averages[1].parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+    run_ranks(work, 2)

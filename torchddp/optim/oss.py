@@ -127,12 +127,13 @@ class OSS(Optimizer):
         """The rank (in the group) that owns each parameter; parameters without an owner are not in it. Read-only."""
         return self._param_to_rank
 
+    @property
+    def is_delivered(self) -> bool:
+        """Whether a ShardedDataParallel sends its parameters."""
+        return self._delivery is not None
+
     def deliver_through(self, delivery: Delivery) -> None:
         """Called by the data parallel module that reduces gradients to their owners alone, and gathers parameters."""
-        if self._delivery is not None:
-            raise ValueError(
-                "the optimizer belongs to another ShardedDataParallel already: make a new one for this module"
-            )
         self._delivery = delivery
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

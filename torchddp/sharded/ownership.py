@@ -32,6 +32,11 @@ def check_optimizers(given: Any, process_group: Any) -> list[OSS]:
                 "ShardedDataParallel needs optimizers that know which rank owns a parameter, torchddp.optim.OSS, got "
                 f"{type(optimizer).__qualname__}: OSS(params, optim=torch.optim.AdamW, lr=1e-3)"
             )
+        if optimizer.is_delivered:
+            raise ValueError(
+                "the optimizer belongs to another ShardedDataParallel already: make a new one for this module, and "
+                "load its state"
+            )
         if optimizer.process_group is not process_group:
             raise ValueError(
                 f"the optimizer is sharded over another process group ({optimizer.world_size} ranks) than the module "
