@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -374,5 +375,36 @@ def test_an_average_of_weights_sees_the_step():
                 average.update_parameters(model.module)
         for mine, theirs in zip(averages[0].parameters(), averages[1].parameters(), strict=True):
             assert torch.equal(mine, theirs)
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_group_of_some_ranks(transport):
+    def work(rank):
+        group = dist.new_group([0, 2])
+        if rank == 1:
+            return
+        one, other = seeded(small_net), seeded(small_net)
+        oss = OSS(one.parameters(), torch.optim.SGD, lr=0.1, group=group)
+        model = torchddp.ShardedDataParallel(one, oss, group, transport=transport)
+        pair = Pair(model, oss, TorchDDP(other, process_group=group), torch.optim.SGD(other.parameters(), lr=0.1))
+        pair.train(range(5))
+        pair.assert_equal()
+
+    run_ranks(work, 3)
+
+
+def test_weights_of_each_ranks_own_at_startup():
+    def work(rank):
+        net = seeded(small_net, rank)
+        before = net.first.weight.detach().clone()
+        oss = OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+        model = torchddp.ShardedDataParallel(net, oss, sync_models_at_startup=False)
+        assert torch.equal(model.module.first.weight, before)
+        assert model.reducer.transport_name == "shm"
+        loss_of(model(batch_of(rank, 0))).backward()
+        oss.step()
+        assert same_on_all_ranks(list(model.parameters()))
 
     run_ranks(work, 2)

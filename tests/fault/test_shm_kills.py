@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+import torchddp
 from tests.fault.deaths import die_in, holders_of, segments_of, shared_files
 from tests.harness import run_outcomes
+from torchddp.optim import OSS
 
 NUM_KILLS = 200
+NUM_SHARDED_KILLS = 40
 STEPS = 3
 NOTICED_S = 2.0
 BUDGET_S = 90.0  # for all of them together
@@ -34,6 +37,7 @@ class Kill:
     step: int
     param: int  # of backward: at whose gradient
     delay_us: int
+    sharded: bool = False
 
 
 def kill(seed: int) -> Kill:
@@ -93,7 +97,7 @@ def train(rank: int, ddp_class: type, plan: Kill, folder: Path) -> dict:
     log = folder / "death"
     seen = {"steps": 0, "types": [], "text": "", "time_s": 0.0, "segments": set()}
 
-    class Watched(ddp_class):
+    class Watched(torchddp.ShardedDataParallel if plan.sharded else ddp_class):
         def _sync_module(self, transport):
             seen["segments"] |= segments_of()
             if rank == plan.victim and plan.phase == "construction":
@@ -103,8 +107,12 @@ def train(rank: int, ddp_class: type, plan: Kill, folder: Path) -> dict:
     if rank == plan.victim:
         calls = arm(plan, model, log)
     try:
-        ddp = Watched(model, bucket_cap_mb=0.001, transport="shm")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        if plan.sharded:
+            optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.5)
+            ddp = Watched(model, optimizer, reduce_buffer_size=250, transport="shm")
+        else:
+            ddp = Watched(model, bucket_cap_mb=0.001, transport="shm")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         for step in range(STEPS):
             calls["step"][0] = step
             calls["buffers"]()
@@ -113,6 +121,9 @@ def train(rank: int, ddp_class: type, plan: Kill, folder: Path) -> dict:
             optimizer.zero_grad()
             loss.backward()
             for index, weight in enumerate(model.weights):
+                if plan.sharded and optimizer.param_to_rank[weight] != rank:
+                    assert weight.grad is None
+                    continue
                 want = sum(stamp(r, step, index) for r in range(plan.world_size)) / plan.world_size
                 torch.testing.assert_close(weight.grad, want, rtol=1e-5, atol=0)
             seen["steps"] += 1
@@ -155,6 +166,18 @@ def run(ddp_class: type, plan: Kill) -> tuple[list[str], set[str]]:
         if late_s > NOTICED_S:
             wrong.append(f"rank {rank} noticed after {late_s:.1f} s: {seen['text']}")
     return wrong, segments
+
+
+def test_survivors_of_a_sharded_run_name_the_dead():
+    files = shared_files()
+    failures = []
+    for seed in range(NUM_SHARDED_KILLS):
+        plan = dataclasses.replace(kill(1000 + seed), sharded=True)
+        wrong, mapped = run(torchddp.ShardedDataParallel, plan)
+        failures += [f"{plan}: {text}" for text in wrong]
+        assert len(failures) < 5 and not holders_of(mapped), "\n".join(failures)
+    assert not failures, "\n".join(failures)
+    assert shared_files() == files
 
 
 @pytest.mark.slow
