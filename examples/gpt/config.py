@@ -8,7 +8,7 @@ from pathlib import Path
 
 from examples.gpt.errors import ExampleError
 
-DDP_CHOICES = ("torchddp", "torch", "none")
+DDP_CHOICES = ("torchddp", "sharded", "torch", "none")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 SCHEDULE_CHOICES = ("cosine", "constant")
 _AT_LEAST_ONE = (

@@ -130,4 +130,4 @@ def ddp_class(name: str) -> type[nn.parallel.DistributedDataParallel]:
     except ImportError as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ExampleError(f"cannot import torchddp, choose --ddp torch or put this right: {reason}") from error
-    return torchddp.DistributedDataParallel
+    return torchddp.ShardedDataParallel if name == "sharded" else torchddp.DistributedDataParallel

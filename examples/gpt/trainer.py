@@ -34,10 +34,8 @@ class Trainer:
         torch.manual_seed(config.seed)
         shape = {name: getattr(config, name) for name in ("block_size", "layers", "width", "heads", "dropout")}
         self.gpt = GPT(**shape).to(ranks.device)
+        self.optimizer = self._optimizer(self.gpt)
         self.model = self._wrap(self.gpt)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(step, config))
         torch.manual_seed(config.seed * 1_000_003 + ranks.rank + 1)  # each rank its own dropout
         self.first_step = 0
@@ -45,11 +43,28 @@ class Trainer:
         self.validation: list[dict[str, Any]] = []
         self._averaged_steps = 0
 
+    def _optimizer(self, gpt: GPT) -> torch.optim.Optimizer:
+        options: dict[str, Any] = {"lr": self.config.lr, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+        if self._is_sharded:
+            from torchddp.optim import OSS
+
+            return OSS(gpt.parameters(), optim=torch.optim.AdamW, **options)
+        return torch.optim.AdamW(gpt.parameters(), **options)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.config.ddp == "sharded"
+
     def _wrap(self, gpt: GPT) -> nn.Module:
         if self.config.ddp == "none":
             return gpt
         device_ids = [self.ranks.device.index] if self.ranks.device.type == "cuda" else None
-        return ddp_class(self.config.ddp)(gpt, device_ids=device_ids)
+        wrapper: Any = ddp_class(self.config.ddp)
+        return (
+            wrapper(gpt, self.optimizer, device_ids=device_ids)
+            if self._is_sharded
+            else wrapper(gpt, device_ids=device_ids)
+        )
 
     def resume(self) -> None:
         """Continue where the checkpoint left off."""
@@ -138,7 +153,10 @@ class Trainer:
         return self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext()
 
     def _update(self) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
+        if self._is_sharded:
+            self.optimizer.clip_grad_norm(MAX_GRADIENT_NORM)  # type: ignore[attr-defined]  # no rank has all gradients
+        else:
+            nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -169,6 +187,8 @@ class Trainer:
         """Rank 0 writes the checkpoint, with every rank's random state in it."""
         assert self.config.checkpoint is not None
         states = self.ranks.gather(rng_state(self.ranks.device))
+        if self._is_sharded:
+            self.optimizer.consolidate_state_dict(recipient_rank=0)  # type: ignore[attr-defined]
         with self.ranks.together():
             if self.ranks.rank == 0:
                 content = {

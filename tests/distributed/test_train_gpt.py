@@ -100,6 +100,19 @@ def test_torch_and_the_class_under_test_have_the_same_losses(text: Path) -> None
     assert _losses(mine)[8] < _losses(mine)[1] - 0.1
 
 
+@pytest.mark.beyond_torch("has no such class")
+def test_sharded_training_has_the_same_losses_and_resumes(text: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"data": text, "grad_accum": 2}
+    plain = _run(**options, ddp="torch")
+    sharded = _run(**options, ddp="sharded", measure_comm=3)
+    saved = {"ddp": "sharded", "checkpoint": tmp_path / "c.pt"}
+    _run(**options, **saved, stop_after=4)
+    resumed = _run(**options, **saved, resume=True)
+    # Clipping adds up the norm rank by rank.
+    assert _losses(sharded) == pytest.approx(_losses(plain), rel=1e-5)
+    assert _losses(resumed) == {step: loss for step, loss in _losses(sharded).items() if step > 4}
+
+
 def test_measuring_communication_changes_no_loss(text: Path) -> None:
     plain, measured = _run(data=text), _run(data=text, measure_comm=2)
     assert _losses(plain) == _losses(measured)
@@ -189,4 +202,7 @@ def test_one_process_without_torchrun(text: Path, tmp_path: Path, ddp: str) -> N
 
 def test_unknown_class_is_one_line_and_exit_code_2() -> None:
     run = _command("--ddp", "horovod")
-    assert (run.returncode, run.stderr) == (2, "error: unknown --ddp 'horovod': choose one of torchddp, torch, none\n")
+    assert (run.returncode, run.stderr) == (
+        2,
+        "error: unknown --ddp 'horovod': choose one of torchddp, sharded, torch, none\n",
+    )
