@@ -453,6 +453,90 @@ def test_going_on_with_fewer_ranks():
     assert run_ranks(work, 3) == [True, True, None]
 
 
+class FailingGather:
+    """A reducer, one of whose gathers fails."""
+
+    def __init__(self, reducer, bucket):
+        self._reducer = reducer
+        self._bucket = bucket
+
+    def __getattr__(self, name):
+        return getattr(self._reducer, name)
+
+    def _wait_gather(self, bucket):
+        if bucket == self._bucket:
+            raise torchddp.TransportError("rank 0: the reduction of bucket 1 failed")
+        self._reducer._wait_gather(bucket)
+
+
+def test_a_gather_that_fails_in_forward():
+    def layers():
+        return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+
+    def work(rank):
+        pair = make_pair(*SGD, layers, bucket_cap_mb=0.0001)
+        pair.train(range(3))
+        reducer = pair.model.reducer
+        assert len(reducer.plan) == 4  # the last layer's first
+        before = [p.detach().clone() for p in pair.optimizer.optim.param_groups[0]["params"]]
+        pair.model.reducer = FailingGather(reducer, 1)
+        with pytest.raises(torchddp.TransportError, match=r"bucket 1 failed\n.* made for 2 of 4 buckets"):
+            pair.model(batch_of(rank, 3))
+        pair.model.reducer = reducer
+        after = list(pair.model.parameters())  # nothing is left to wait for
+        assert [not torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True] * 4 + [False] * 4
+        loss_of(pair.model(batch_of(rank, 3))).backward()
+
+    run_ranks(work, 2)
+
+
+def test_a_copy_has_what_was_pending():
+    def work(rank):
+        pair = make_pair(*SGD)
+        pair.train(range(3))
+        other = copy.deepcopy(pair.model)
+        with pytest.raises(TypeError, match="belongs to its model"):
+            copy.deepcopy(pair.optimizer)
+        for a, b in zip(other.parameters(), pair.reference.parameters(), strict=True):
+            assert torch.equal(a, b)
+        for model in (other, pair.reference):
+            loss_of(model(batch_of(rank, 3))).backward()
+        for a, b in zip(other.parameters(), pair.reference.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)  # the copy has no optimizer: its backward waits
+
+    run_ranks(work, 2)
+
+
+def test_compiled_modules():
+    class Compiled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.compile(small_net(), backend="eager")
+
+        def forward(self, x):
+            return self.inner(x)
+
+    def work(rank):
+        pair = make_pair(*SGD, Compiled, bucket_cap_mb=2)  # torch's compiler takes no less than 1
+        pair.train(range(6))
+        pair.assert_equal()
+
+    run_ranks(work, 2, timeout=SECONDS)
+
+
+def test_gradient_stats_are_of_the_averages():
+    def work(rank):
+        pair = make_pair(*SGD, gradient_stats=True)
+        for step in range(4):
+            pair.backward(step)
+            total = sum(p.grad.double().square().sum() for p in pair.reference.parameters())
+            torch.testing.assert_close(pair.model.gradient_stats()[:, 0].sum(), total)
+            pair.step()
+        pair.assert_equal()
+
+    run_ranks(work, 2)
+
+
 # --- refusals ---
 
 
