@@ -26,6 +26,7 @@ from torch.nn.parallel.distributed import (
 )
 
 from torchddp import _C, bucket_sizes, buffer_sync, model_check, transports, wrapped_model
+from torchddp import decoupled as decoupling
 from torchddp.comm_hook_check import check_hook_signature, checked
 from torchddp.ddp_logger import DDPLogger
 from torchddp.errors import TransportError
@@ -80,13 +81,21 @@ class DistributedDataParallel(TorchDDP):
             limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and
             parameters.
         gradient_stats: measure every bucket once it is reduced; see :meth:`gradient_stats`.
+        decoupled: reduce in two halves (DeAR, Zhang et al. 2023): each bucket is reduce-scattered while backward runs,
+            and gathered after it, in the order of the next forward. By itself that gains nothing: ``backward()`` waits
+            for both. With :class:`torchddp.optim.DeferredOptimizer` the gathers run while the next forward does.
+            That pays where the network is slow and forward is long enough to hide half of the communication; over
+            shared memory it gains nothing. Gradients and parameters are those of the ordinary class. No communication
+            hooks, ``wire_dtype``, sparse gradients, ``join()`` or ``bucket_cap_mb="auto"``.
 
     Memory per rank: the gradients (as buckets); with ``wire_dtype`` half as much again; over shared memory also up to
     three more gradients of each size from 256 KiB on (those are allocated there by autograd, and not copied); one int32
-    a parameter with ``find_unused_parameters`` or ``static_graph``.
+    a parameter with ``find_unused_parameters`` or ``static_graph``; with ``decoupled`` 1/W of the gradients more for W
+    ranks, every gradient is copied to its bucket, and with a DeferredOptimizer it lives until its update is applied.
 
     Raises:
-        ValueError: a bucket cap that is not positive, an unknown transport, mixed device types.
+        ValueError: a bucket cap that is not positive, an unknown transport, mixed device types, options that don't go
+            with ``decoupled``.
         RuntimeError: no parameter requires grad; ranks whose models differ (names the parameters and ranks).
     """
 
@@ -117,8 +126,11 @@ class DistributedDataParallel(TorchDDP):
         wire_dtype: torch.dtype | None = None,
         timeout: datetime.timedelta | None = None,
         gradient_stats: bool = False,
+        decoupled: bool = False,
     ) -> None:
         bucket_sizes.check_caps(bucket_cap_mb, bucket_cap_mb_list)
+        if decoupled:
+            decoupling.check_options(bucket_cap_mb, wire_dtype)
         transports.check_choice(transport)
         if wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"wire_dtype must be torch.bfloat16, torch.float16 or None, got {wire_dtype!r}")
@@ -131,6 +143,7 @@ class DistributedDataParallel(TorchDDP):
         self._wire_dtype = wire_dtype
         self._timeout = timeout
         self._measures_gradients = gradient_stats
+        self._decoupled = decoupled
         self._views_asked_for = bool(gradient_as_bucket_view)
         self._sync_at_init = init_sync
         self._is_copy = False
@@ -164,6 +177,9 @@ class DistributedDataParallel(TorchDDP):
 
     # What buckets of one owner travel as, if they are float32.
     _reduce_dtype: torch.dtype | None = None
+
+    # The optimizer that updates this model later, as long as there is one.
+    _deferred: weakref.ref[decoupling.DeferredUpdates] | None = None
 
     reducer: Any  # a torchddp._C.Reducer: torch's stubs know only their own
     logger: Any
@@ -202,8 +218,10 @@ class DistributedDataParallel(TorchDDP):
             wire_dtype=self._wire_dtype,
             reduce_dtype=self._reduce_dtype,
             gradient_stats=self._measures_gradients,
+            decoupled=self._decoupled,
             timeout=self._wait_limit(),
         )
+        self._reduced_params = parameters
         self._reduced_ids = {id(p) for p in parameters}
         self._auto_plan: AutoPlan | None = None
         if self._plans_itself:
@@ -292,10 +310,45 @@ class DistributedDataParallel(TorchDDP):
         not, unless without gradients. A model under ``join()`` or with a communication hook keeps its buckets, and so
         does one of which a step was captured in a CUDA graph.
         """
+        if self._decoupled:
+            raise RuntimeError(decoupling.NO_PLANNING)
         model_plan.start(self, look_for_kept=False)
+
+    # --- decoupled reductions ---
+
+    def defer_updates(self, updates: decoupling.DeferredUpdates, gathers_started: Callable[[], None]) -> None:
+        """Called by the optimizer that updates this model later; it takes the place of one before.
+
+        ``gathers_started`` is called at the end of each synchronised backward, before its averages are there.
+
+        Raises:
+            RuntimeError: the module was not made with ``decoupled=True``.
+        """
+        self._apply_updates()
+        self.reducer._finish_gathers()
+        self.reducer._defer_gathers(gathers_started)
+        self._deferred = weakref.ref(updates)
+
+    def _deferred_updates(self) -> decoupling.DeferredUpdates | None:
+        return self._deferred() if self._deferred is not None else None
+
+    def _apply_updates(self) -> None:
+        if (updates := self._deferred_updates()) is not None:
+            updates.synchronize()
+
+    def _settle_updates(self) -> None:
+        """Before the group changes, of which ranks may be gone: then what is pending is lost."""
+        if (updates := self._deferred_updates()) is None:
+            return
+        try:
+            updates.synchronize()
+        except TransportError as error:
+            logger.warning("Updates that waited for their gradients were dropped: %s", error)
+            updates.drop()
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
+        state.pop("_deferred", None)  # a copy has no optimizer
         del state["_buffer_broadcast"], state["_auto_plan"], state["_specs"]
         return state
 
@@ -337,6 +390,8 @@ class DistributedDataParallel(TorchDDP):
             return super()._pre_forward(*inputs, **kwargs)
         if not self._lazy_init_ran and not torch.compiler.is_compiling():
             self._lazy_init()
+        if (updates := self._deferred_updates()) is not None:
+            updates.before_forward()
         if torch.is_grad_enabled():
             self._begin_step()
         if self._check_sync_bufs_pre_fwd():
@@ -364,9 +419,11 @@ class DistributedDataParallel(TorchDDP):
             if self._join_config.enable and (work := Join.notify_join_context(self)):
                 self.reducer._set_forward_pass_work_handle(work, self._divide_by_initial_world_size)
             # Before forward, where memory use is lowest. Once in a training run.
-            if not self._has_rebuilt_buckets and self.reducer._rebuild_buckets():
-                self._has_rebuilt_buckets = True
-                logger.info("Reducer buckets have been rebuilt in this iteration.")
+            if not self._has_rebuilt_buckets:
+                self._apply_updates()  # which know the buckets that there are
+                if self.reducer._rebuild_buckets():
+                    self._has_rebuilt_buckets = True
+                    logger.info("Reducer buckets have been rebuilt in this iteration.")
             if self._auto_plan is not None and self.require_backward_grad_sync:
                 model_plan.before_step(self, self._auto_plan)
         except RuntimeError as error:
@@ -421,6 +478,8 @@ class DistributedDataParallel(TorchDDP):
             return super()._post_forward(output)
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
+        if torch.is_grad_enabled():
+            self._apply_updates()  # of what forward did not come to
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.require_forward_param_sync = True
             search = self.find_unused_parameters and not self.static_graph
@@ -468,6 +527,7 @@ class DistributedDataParallel(TorchDDP):
         Raises:
             RuntimeError: the module was not made with ``gradient_stats=True``.
         """
+        self.reducer._finish_gathers()
         return self.reducer._gradient_stats()
 
     # --- hooks and special modes ---
@@ -487,10 +547,18 @@ class DistributedDataParallel(TorchDDP):
         Once, before the first backward. The bucket is not divided by the world size beforehand. Any hook written for
         torch's class works. Not collective, but every rank must register a hook that sends the same collectives.
         """
+        if self._decoupled:
+            self._log_and_throw(RuntimeError, decoupling.NO_HOOKS)
         self._check_comm_hook(hook)
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
         self._comm_hooks.append((hook, state))
         self.reducer._register_comm_hook(state, checked(hook, self._distributed_rank))
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """As torch's, for `join()`. RuntimeError with ``decoupled=True``."""
+        if self._decoupled:
+            raise RuntimeError(decoupling.NO_JOIN)
+        return super().join_hook(**kwargs)
 
     def _match_unused_params_allreduce(self) -> None:
         # A rank without inputs uses no parameter. (torch sends the last step's sum again, and calls everything used.)
@@ -512,6 +580,7 @@ class DistributedDataParallel(TorchDDP):
         """Go on over another process group. Collective among its ranks."""
         # As torch's own does, whose reducer would not know the new transport.
         self._has_rebuilt_buckets = False
+        self._settle_updates()
         model_plan.end(self)
         self.reducer._reset_state()
         if not _rank_not_in_group(new_process_group):

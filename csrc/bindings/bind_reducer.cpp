@@ -1,5 +1,6 @@
 // The Reducer's Python surface. Underscored names are torch's: its DDP module, join hooks and communication hooks call them.
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -21,7 +22,8 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       int64_t alignment_bytes, int64_t solo_bytes, bool find_unused_parameters,
                                       bool gradient_as_bucket_view, bool skip_all_reduce_unused_params,
                                       bool compiled_autograd_takes_over, py::object wire_dtype, py::object reduce_dtype,
-                                      bool gradient_stats, bool pack_whole_buckets, std::chrono::milliseconds timeout) {
+                                      bool gradient_stats, bool decoupled, bool pack_whole_buckets,
+                                      std::chrono::milliseconds timeout) {
   reducer::ReducerConfig config;
   config.limits = {std::move(caps_bytes), alignment_bytes, solo_bytes};
   config.find_unused_parameters = find_unused_parameters;
@@ -35,6 +37,7 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
     config.reduce_dtype = reinterpret_cast<THPDtype*>(reduce_dtype.ptr())->scalar_type;
   }
   config.gradient_stats = gradient_stats;
+  config.decoupled = decoupled;
   config.pack_whole_buckets = pack_whole_buckets;
   config.timeout = timeout;
   const py::gil_scoped_release release;
@@ -82,9 +85,15 @@ void bind_step(PyReducer& c) {
           NoGil())
       .def("_delay_all_reduce", &Reducer::delay_all_reduce, NoGil())
       .def("_reduce_now", &Reducer::reduce_now, NoGil())
-      .def("_averages", &Reducer::averages, "Per parameter: whether its gradient is an average that this rank alone has.")
+      .def("_averages", &Reducer::averages,
+           "Per parameter: whether its gradient is an average that this rank alone has.")
       .def("_set_averages", &Reducer::set_averages, py::arg("averages"))
       .def("_check_reducer_finalized", &Reducer::check_finalized, NoGil())
+      .def("_defer_gathers", &Reducer::defer_gathers, py::arg("started").none(true))
+      .def("_wait_gather", &Reducer::wait_gather, py::arg("bucket"), NoGil())
+      .def("_finish_gathers", &Reducer::finish_gathers, NoGil())
+      .def_property_readonly("_gathers_are_under_way", &Reducer::gathers_are_under_way)
+      .def("_gradient_shards", &Reducer::gradient_shards)
       .def("_rebuild_buckets", &Reducer::rebuild_buckets, NoGil())
       .def("_adopt_plan", &Reducer::adopt_plan, py::arg("plan"), NoGil())
       .def("_push_all_rebuilt_params", &Reducer::push_rebuilt_params_for_all_indices, NoGil())
@@ -162,6 +171,7 @@ void bind_reports(PyReducer& c) {
           "Events of the last steps, oldest first.")
       .def("_timeline_dropped", [](Reducer& self) { return self.timeline().dropped(); })
       .def_property_readonly("plan", &Reducer::plan)
+      .def_property_readonly("_num_layouts", &Reducer::num_layouts)
       .def_property_readonly("transport", [](Reducer& self) { return no_gil(self.transport()); })
       .def_property_readonly("transport_name", [](Reducer& self) { return self.transport()->name(); })
       .def_property_readonly("bucket_memory_bytes", &Reducer::bucket_memory_bytes)
@@ -178,7 +188,8 @@ void bind_reducer(py::module_& m) {
         py::arg("transport").none(false), py::kw_only(), py::arg("caps_bytes"), py::arg("alignment_bytes") = 1,
         py::arg("solo_bytes") = 0, py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
         py::arg("skip_all_reduce_unused_params") = false, py::arg("compiled_autograd_takes_over") = false,
-        py::arg("wire_dtype") = py::none(), py::arg("reduce_dtype") = py::none(), py::arg("gradient_stats") = false, py::arg("pack_whole_buckets") = false,
+        py::arg("wire_dtype") = py::none(), py::arg("reduce_dtype") = py::none(), py::arg("gradient_stats") = false,
+        py::arg("decoupled") = false, py::arg("pack_whole_buckets") = false,
         py::arg("timeout") = transport::kTransportTimeout);
   m.def("make_flat_view", &bucket::make_flat_view, py::arg("flat"), py::arg("offset"), py::arg("like"), NoGil(),
         "A tensor like `like` in the memory of `flat` from element `offset` on, with a storage of its own.");

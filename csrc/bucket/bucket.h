@@ -28,7 +28,9 @@ enum class BucketState : uint8_t {
 class Bucket {
  public:
   // `params`: all parameters of the reducer, indexed by the plan's slots. A bucket that belongs to another rank has no memory yet.
-  Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport);
+  // `adopts`: its memory may change from step to step, see Note [Adopted gradients].
+  Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
+         bool adopts);
 
   int64_t num_slots() const { return static_cast<int64_t>(params_.size()); }
   bool is_sparse() const { return sparse_; }

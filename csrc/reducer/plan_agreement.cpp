@@ -5,7 +5,7 @@
 namespace torchddp::reducer {
 
 plan::BucketPlan agree_on_plan(const plan::BucketPlan& mine, std::span<const plan::ParamSpec> params,
-                               int64_t alignment_bytes, transport::Transport& transport, at::Device device,
+                               const plan::BucketLimits& limits, transport::Transport& transport, at::Device device,
                                std::chrono::milliseconds timeout) {
   if (transport.size() == 1) {
     return mine;
@@ -19,7 +19,7 @@ plan::BucketPlan agree_on_plan(const plan::BucketPlan& mine, std::span<const pla
   work->wait(timeout);
   host = wire.cpu();
   const std::span<const int64_t> agreed(host.const_data_ptr<int64_t>(), words.size());
-  return plan::decode_plan(agreed, params, alignment_bytes);
+  return plan::decode_plan(agreed, params, limits.alignment_bytes, limits.multiple_numel);
 }
 
 }  // namespace torchddp::reducer

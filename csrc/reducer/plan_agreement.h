@@ -12,7 +12,7 @@ namespace torchddp::reducer {
 
 // Collective. `device` is where the group's collectives work (a NCCL group takes no CPU tensors).
 plan::BucketPlan agree_on_plan(const plan::BucketPlan& mine, std::span<const plan::ParamSpec> params,
-                               int64_t alignment_bytes, transport::Transport& transport, at::Device device,
+                               const plan::BucketLimits& limits, transport::Transport& transport, at::Device device,
                                std::chrono::milliseconds timeout);
 
 }  // namespace torchddp::reducer

@@ -57,6 +57,7 @@ void Reducer::begin_forward() {
 }
 
 void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
+  finish_gathers();
   if (needs_fresh_memory_) {
     apply_plan(plan_);
   }
@@ -330,6 +331,8 @@ void Reducer::launch(int64_t index) {
       sparse.start(bucket, *transport_);
     } else if (owned_) {
       start_reduce(index);
+    } else if (config_.decoupled) {
+      start_reduce_scatter(index);
     } else {
       transport_->all_reduce(bucket.wire(), bucket.work(),
                              {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index});
@@ -410,6 +413,7 @@ void Reducer::abandon_step() {
     bucket->future.reset();
     bucket->state = BucketState::kIdle;
   }
+  abandon_gathers();
   if (used_map_ != nullptr) {
     used_map_->abandon();
   }

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -34,8 +35,9 @@ struct ReducerConfig {
   std::optional<at::ScalarType> wire_dtype;   // fp32 buckets travel in it
   // Buckets that have an owner, if they are fp32: cast to this before they are reduced, and back where they are kept.
   std::optional<at::ScalarType> reduce_dtype;
-  bool gradient_stats = false;                // measure every bucket once it is reduced
-  bool pack_whole_buckets = false;            // pack a bucket when it is complete, on the CPU too, as on other devices
+  bool gradient_stats = false;      // measure every bucket once it is reduced
+  bool decoupled = false;           // see Note [Decoupled reductions] in reducer_decoupled.cpp
+  bool pack_whole_buckets = false;  // pack a bucket when it is complete, on the CPU too, as on other devices
   std::chrono::milliseconds timeout = transport::kTransportTimeout;
 };
 
@@ -77,10 +79,22 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   bool adopt_plan(const std::optional<plan::BucketPlan>& wanted);
   void push_rebuilt_params_for_all_indices();
   const plan::BucketPlan& plan() const { return plan_; }
+  // How often buckets were laid out.
+  int64_t num_layouts() const { return num_layouts_; }
   // Whether a captured CUDA graph holds the buckets, which therefore stay for good.
   bool is_in_graph() const { return is_in_graph_; }
   bool has_rebuilt_buckets() const { return has_rebuilt_; }
   std::vector<c10d::GradBucket> zero_grad_buckets();
+
+  // --- decoupled reductions ---
+  // From now on backward ends before the averages are gathered, and calls `started` then; with an empty function it gathers them.
+  void defer_gathers(std::function<void()> started);
+  bool gathers_are_under_way() const { return gathers_left_ > 0; }
+  // Until the gradients of a bucket are final; of all buckets. Not collective. After an error the step is abandoned.
+  void wait_gather(int64_t index);
+  void finish_gathers();
+  // By bucket: this rank's part of the averages of the last synchronised backward, padding (zeros) included; real, 1-d.
+  std::vector<at::Tensor> gradient_shards() const;
 
   // --- measuring ---
   // Off: no bucket is launched before the last gradient is there, so that ready times are those of the computation alone,
@@ -144,6 +158,11 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
     int64_t param;
     at::Tensor saved;  // the values to go back to if nobody used the parameter
   };
+  struct Shard {  // of a bucket, between the halves of its reduction
+    at::Tensor averages;
+    std::unique_ptr<transport::Work> gather;
+    bool under_way = false;
+  };
 
   bool dynamic_find_unused() const { return config_.find_unused_parameters && !static_graph_.enabled(); }
   bool should_rebuild() const { return !has_rebuilt_ && !is_in_graph_; }
@@ -168,6 +187,16 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void let_go_of_oldest();
   void keep_average(int64_t param, at::Tensor& grad);
   void add_kept_averages();
+  // reducer_decoupled.cpp
+  void check_decoupled() const;
+  plan::BucketLimits limits() const;
+  Shard make_shard(const bucket::Bucket& bucket) const;
+  void start_reduce_scatter(int64_t index);
+  void start_gathers();
+  bool defers_gathers();
+  void finish_gather(int64_t index);
+  void finish_all_gathers();
+  void abandon_gathers();
   // reducer_device.cpp
   bool packs_whole_buckets() const;
   void note_stream(bucket::Bucket& bucket);
@@ -183,8 +212,10 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   bool can_skip(const bucket::Bucket& bucket) const;
   void all_launched();
   void finalize();
+  void finish_rest();
   void finish_used_map();
   void wait_bucket(int64_t index);
+  void hand_back(int64_t index);
   void finish_bucket(int64_t index);
   // `scatter`, if there is one, does the copying later.
   void finish_grad(int64_t param, at::Tensor& grad, bucket::Scatter* scatter);
@@ -194,6 +225,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   [[noreturn]] void fail(const TransportError& error, int64_t bucket);
   void apply_plan(plan::BucketPlan plan);
   bool switch_to(const plan::BucketPlan& mine);
+  void check_takes_hooks() const;
   void use_transport(std::shared_ptr<transport::Transport> transport);
   void agree_on_memory();
   void expect_gradients();
@@ -217,8 +249,12 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::vector<std::unique_ptr<bucket::Bucket>> buckets_;
   std::vector<Place> places_;
   std::vector<SparseGrad> sparse_;  // by bucket
-  const bool owned_;                // buckets have owners
-  bucket::LentMemory lent_;         // for those of other ranks
+  std::vector<Shard> shards_;       // by bucket; none unless reductions are decoupled
+  int64_t gathers_left_ = 0;
+  std::function<void()> on_gathers_;
+  int64_t num_layouts_ = 0;
+  const bool owned_;         // buckets have owners
+  bucket::LentMemory lent_;  // for those of other ranks
   bool has_rebuilt_ = false;
   bool is_in_graph_ = false;         // a captured graph holds the addresses of the buckets: they must stay
   bool needs_fresh_memory_ = false;  // a failed operation may still write to the buckets
@@ -239,9 +275,9 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::vector<Late> late_;
   double scale_ = 1.0;
   int64_t next_launch_ = 0;
-  int64_t next_let_go_ = 0;       // used under launch_mutex_
-  std::vector<uint8_t> reduced_;  // by parameter: its gradient is an average that only this rank has
-  std::vector<at::Tensor> kept_;  // such averages, while a backward adds to them
+  int64_t next_let_go_ = 0;        // used under launch_mutex_
+  std::vector<uint8_t> reduced_;   // by parameter: its gradient is an average that only this rank has
+  std::vector<at::Tensor> kept_;   // such averages, while a backward adds to them
   int64_t num_buckets_ready_ = 0;  // used under launch_mutex_
   at::Tensor gradient_stats_;
   std::mutex begin_mutex_, launch_mutex_, late_mutex_, streams_mutex_;

@@ -8,7 +8,8 @@
 namespace torchddp::reducer {
 
 void Reducer::apply_plan(plan::BucketPlan plan) {
-  plan::check_plan(plan, specs_, config_.limits.alignment_bytes);
+  const auto limits = this->limits();
+  plan::check_plan(plan, specs_, limits.alignment_bytes, limits.multiple_numel);
   // Gradients that live in old buckets move along; the old memory goes bucket by bucket, as soon as its last gradient has moved.
   std::vector<bool> is_view(params_.size(), false);
   for (size_t i = 0; i < places_.size(); ++i) {
@@ -18,13 +19,17 @@ void Reducer::apply_plan(plan::BucketPlan plan) {
   needs_fresh_memory_ = true;  // until this is through: a transport that is broken throws in the middle
   places_.assign(params_.size(), Place{});
   buckets_.clear();
+  shards_.clear();
   lent_.clear();
   sparse_.assign(plan.buckets.size(), SparseGrad{});
   const c10::NoGradGuard no_grad;
   for (const auto& spec : plan.buckets) {
     const auto index = static_cast<int64_t>(buckets_.size());
-    buckets_.push_back(std::make_unique<bucket::Bucket>(spec, params_, *transport_));
+    buckets_.push_back(std::make_unique<bucket::Bucket>(spec, params_, *transport_, !config_.decoupled));
     auto& bucket = *buckets_.back();
+    if (config_.decoupled) {
+      shards_.push_back(make_shard(bucket));
+    }
     for (int64_t i = 0; i < bucket.num_slots(); ++i) {
       const auto param = static_cast<size_t>(bucket.params()[static_cast<size_t>(i)]);
       auto* slot = bucket.is_sparse() ? nullptr : &bucket.slot(i);
@@ -37,6 +42,7 @@ void Reducer::apply_plan(plan::BucketPlan plan) {
     }
   }
   plan_ = std::move(plan);
+  ++num_layouts_;
   needs_fresh_memory_ = false;
   expect_gradients();
   if (config_.gradient_stats) {
@@ -49,7 +55,7 @@ void Reducer::apply_plan(plan::BucketPlan plan) {
 void Reducer::expect_gradients() {
   std::vector<int64_t> sizes;
   for (const auto& bucket : buckets_) {
-    if (views_ && !bucket->is_sparse() && bucket->num_slots() == 1) {
+    if (views_ && !config_.decoupled && !bucket->is_sparse() && bucket->num_slots() == 1) {
       sizes.push_back(bucket->bytes());
     }
   }
@@ -64,7 +70,8 @@ bool Reducer::rebuild_buckets() {
   if (!should_rebuild() || measured_order_.empty()) {
     return false;
   }
-  switch_to(plan::make_bucket_plan(specs_, measured_order_, config_.limits));
+  finish_gathers();
+  switch_to(plan::make_bucket_plan(specs_, measured_order_, limits()));
   return true;  // also if the order makes the same buckets
 }
 
@@ -76,16 +83,17 @@ bool Reducer::adopt_plan(const std::optional<plan::BucketPlan>& wanted) {
   TDDP_CHECK(!is_in_graph_, "buckets on rank ", transport_->rank(),
              " can't change: a captured CUDA graph holds their addresses. Plan before the capture.");
   if (wanted) {
-    plan::check_plan(*wanted, specs_, config_.limits.alignment_bytes);
+    const auto limits = this->limits();
+    plan::check_plan(*wanted, specs_, limits.alignment_bytes, limits.multiple_numel);
   }
+  finish_gathers();
   return switch_to(wanted.value_or(plan_));
 }
 
 bool Reducer::switch_to(const plan::BucketPlan& mine) {
   plan::BucketPlan agreed;
   try {
-    agreed = agree_on_plan(mine, specs_, config_.limits.alignment_bytes, *transport_, params_.front().device(),
-                           config_.timeout);
+    agreed = agree_on_plan(mine, specs_, limits(), *transport_, params_.front().device(), config_.timeout);
   } catch (const TransportError& error) {
     throw TransportError(c10::str("rank ", transport_->rank(), ": agreeing on new buckets before step ", stats_.steps,
                                   " failed: ", error.what()));
@@ -113,6 +121,10 @@ void Reducer::use_transport(std::shared_ptr<transport::Transport> transport) {
   const auto old = std::exchange(transport_, std::move(transport));
   if (used_map_ != nullptr) {
     used_map_->rebind(*transport_);
+  }
+  if (config_.decoupled) {  // another number of ranks, other sizes
+    const auto words = plan::encode_plan(plan_, static_cast<int64_t>(params_.size()));
+    plan_ = plan::decode_plan(words, specs_, config_.limits.alignment_bytes, transport_->size());
   }
   apply_plan(plan_);
 }

@@ -14,22 +14,23 @@ void Reducer::finalize() {
   transport_->end_backward();
   stats_.current.backward_compute_end_ns = wall_clock_ns();
   const c10::NoGradGuard no_grad;
-  for (int64_t i = 0; i < static_cast<int64_t>(buckets_.size()); ++i) {
-    if (buckets_[static_cast<size_t>(i)]->state == BucketState::kInFlight) {
-      wait_bucket(i);
-      if (gradient_stats_.defined()) {
-        buckets_[static_cast<size_t>(i)]->measure(gradient_stats_[i]);  // while it is in cache
+  if (config_.decoupled) {
+    start_gathers();
+    if (!defers_gathers()) {
+      finish_all_gathers();
+    }
+  } else {
+    for (int64_t i = 0; i < static_cast<int64_t>(buckets_.size()); ++i) {
+      if (buckets_[static_cast<size_t>(i)]->state == BucketState::kInFlight) {
+        wait_bucket(i);
+        hand_back(i);
       }
-      finish_bucket(i);
     }
   }
   stats_.current.comm_end_ns = wall_clock_ns();
-  for (const auto& late : late_) {
-    finish_late(late);
+  if (gathers_left_ == 0) {
+    finish_rest();
   }
-  late_.clear();
-  add_kept_averages();
-  finish_used_map();
   if (futures_) {
     for (const auto index : c10::irange(futures_->size())) {
       c10::intrusive_ptr<c10::ivalue::Future> future = futures_->get(index);
@@ -48,6 +49,27 @@ void Reducer::finalize() {
   incomplete_.store(false, std::memory_order_release);
   timeline_.record(EventKind::kBackwardEnd, stats_.steps);
   stats_.finish_step();
+  if (gathers_left_ > 0) {
+    on_gathers_();
+  }
+}
+
+// The averages are in the bucket.
+void Reducer::hand_back(int64_t index) {
+  if (gradient_stats_.defined()) {
+    buckets_[static_cast<size_t>(index)]->measure(gradient_stats_[index]);  // while it is in cache
+  }
+  finish_bucket(index);
+}
+
+// All averages are in their buckets.
+void Reducer::finish_rest() {
+  for (const auto& late : late_) {
+    finish_late(late);
+  }
+  late_.clear();
+  add_kept_averages();
+  finish_used_map();
 }
 
 const at::Tensor& Reducer::gradient_stats() const {

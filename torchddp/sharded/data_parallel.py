@@ -13,10 +13,10 @@ from torchddp import _C, model_check, transports, wrapped_model
 from torchddp.distributed import TORCH_ARGUMENTS, DistributedDataParallel
 from torchddp.optim.agreement import message_device, verify_agreement
 from torchddp.optim.oss import OSS
+from torchddp.pending import PendingModules, is_compiling
 from torchddp.sharded import ownership
 from torchddp.sharded.flat_parameters import Chunk, plan_chunks
 from torchddp.sharded.parameter_gather import ParameterGather
-from torchddp.sharded.pending import PendingModules
 
 _BUFFERS_RENAMED = "forward_sync_buffers" in TORCH_ARGUMENTS  # torch 2.13
 # Of a message with updated parameters: small enough that the first layers need not wait for the last ones.
@@ -185,8 +185,8 @@ class ShardedDataParallel(DistributedDataParallel):
             pending.settle()
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if _is_compiling():
-            self.synchronize()  # compiled code looks past dictionaries
+        if is_compiling():
+            self.synchronize()
         return super()._forward(*inputs, **kwargs)
 
     # --- frozen and thawed ---
@@ -326,8 +326,3 @@ class _Delivery:
 
     def after_step(self) -> None:
         self._model._send_updated(self._number)
-
-
-def _is_compiling() -> bool:
-    get_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-    return get_callback is not None and get_callback() not in (None, False)

@@ -115,6 +115,12 @@ class PendingModules:
         self._hooks.clear()
 
 
+def is_compiling() -> bool:
+    """Whether torch.compile traces what is run now: compiled code looks past dictionaries."""
+    get_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return get_callback is not None and get_callback() not in (None, False)
+
+
 def _bind(wait: Callable[[Sequence[int]], None], wanted: Sequence[int]) -> Callable[[], None]:
     return lambda: wait(wanted)
 
