@@ -42,7 +42,7 @@ class FlatRun:
     def is_current(self, state: Mapping[torch.Tensor, Any]) -> bool:
         """Whether all parameters or none have gradients, and memory and state are where the run has left them."""
         grads = [param.grad for param in self.params]
-        missing = grads.count(None)
+        missing = sum(grad is None for grad in grads)
         return (
             missing in (0, len(grads))
             and all(grad is None or grad.dtype == self._dtype for grad in grads)
