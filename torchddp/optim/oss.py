@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchddp.optim.agreement import message_device, verify_agreement
+from torchddp.optim.delivery import Delivery
+from torchddp.optim.flat_step import FlatStep
 from torchddp.optim.grad_norm import sharded_norm
 from torchddp.optim.grad_scaling import agree_on_inf, unscale
 from torchddp.optim.parameter_broadcast import ParameterBroadcast, plan_buckets
@@ -20,22 +22,6 @@ from torchddp.optim.sharded_state import check_groups, check_shapes, gather_stat
 
 # What each side of OSS has of its own in a parameter group; all the rest is shared.
 OWN_KEYS = ("params", "param_names")
-
-
-class Delivery(Protocol):
-    """How updated parameters get from their owners to all ranks, if not by OSS's own messages."""
-
-    def check_new(self, params: list[torch.Tensor]) -> None:
-        """ValueError for parameters that can't be delivered."""
-
-    def before_step(self) -> None:
-        """Parameters are about to be changed."""
-
-    def after_step(self) -> None:
-        """Collective: this rank has updated its own."""
-
-    def owners_changed(self) -> None:
-        """Collective: parameters were added, frozen, thawed, or have found owners."""
 
 
 class Plan(NamedTuple):
@@ -108,6 +94,7 @@ class OSS(Optimizer):
         active = self._trainable()
         plan = self._agree_on_plan(active, error)
         self._built = True
+        self._flat_step = FlatStep(self._inner)
         self._take(plan, active)
 
     # --- what there is ---
@@ -189,7 +176,8 @@ class OSS(Optimizer):
         if self._delivery is not None:
             self._delivery.before_step()
         _copy_options(self.param_groups, self._inner.param_groups)
-        with self._frozen_left_out():
+        memory = () if self._delivery is None else self._delivery.own_memory()
+        with self._frozen_left_out(), self._flat_step.handed_over(memory):
             self._inner.step()
         _copy_options(self._inner.param_groups, self.param_groups)
         if self._delivery is not None and not self._half:
@@ -399,6 +387,7 @@ class OSS(Optimizer):
             inner["params"] = [param for param in group["params"] if param in mine]
         self._inner.state.update(plan.state)
         self.state = self._inner.state
+        self._flat_step.forget()
         self._consolidated = None
         owned = {p: rank for p, rank in zip(self._params, owners, strict=True) if rank is not None}
         self._param_to_rank = MappingProxyType(owned)
@@ -463,6 +452,7 @@ class OSS(Optimizer):
         ]
         self._inner.load_state_dict({"state": state, "param_groups": groups})
         self.state = self._inner.state
+        self._flat_step.forget()
         self._consolidated = None
         for group, inner, saved in zip(self.param_groups, self._inner.param_groups, saved_groups, strict=True):
             own = {key: group[key] for key in OWN_KEYS if key in group}

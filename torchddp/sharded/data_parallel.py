@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from torchddp import _C, model_check, transports, wrapped_model
 from torchddp.distributed import TORCH_ARGUMENTS, DistributedDataParallel
+from torchddp.optim import flat_step
 from torchddp.optim.agreement import message_device, verify_agreement
 from torchddp.optim.oss import OSS
 from torchddp.pending import PendingModules, is_compiling
@@ -156,6 +157,7 @@ class ShardedDataParallel(DistributedDataParallel):
                 [p.element_size() for p in params],
                 [rank for _, rank in owned],
                 CHUNK_BYTES,
+                flat_step.SMALL_NUMEL,
             )
             chunks = [Chunk(plan, params, transport) for plan in plans] if transport.size > 1 else []
             self._gathers.append(ParameterGather(chunks, transport, self._wait_limit()))
@@ -317,6 +319,9 @@ class _Delivery:
             raise ValueError(
                 f"{strangers} of {len(params)} new parameters are not those of the ShardedDataParallel's module"
             )
+
+    def own_memory(self) -> list[torch.Tensor]:
+        return self._model._gathers[self._number].own_memory
 
     def owners_changed(self) -> None:
         self._model._owners_changed()

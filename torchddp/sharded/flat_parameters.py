@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -24,39 +25,50 @@ class ChunkPlan:
 
 
 def plan_chunks(
-    numels: Sequence[int], kinds: Sequence[object], itemsizes: Sequence[int], owners: Sequence[int], max_bytes: int
+    numels: Sequence[int],
+    kinds: Sequence[object],
+    itemsizes: Sequence[int],
+    owners: Sequence[int],
+    max_bytes: int,
+    small_numel: int,
 ) -> list[ChunkPlan]:
     """Chunks of at most ``max_bytes`` each, a larger parameter alone, in the order of their first parameter. Pure.
 
     Parameters share a chunk only if their ``kinds`` (device and dtype) and owners are equal. Those without elements are
-    in none.
+    in none. In a chunk those of less than ``small_numel`` elements come first, so that they are neighbours.
     """
     if not len(numels) == len(kinds) == len(itemsizes) == len(owners):
         raise ValueError("lists of one length are needed")
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
-    chunks: list[tuple[int, list[int], list[int]]] = []
-    ends: list[int] = []
+    chunks: list[list[int]] = []
+    filled: list[int] = []
     open_ones: dict[tuple[object, int], int] = {}
     for index, numel in enumerate(numels):
         if numel == 0:
             continue
         key = (kinds[index], owners[index])
-        step = max(1, ALIGNMENT_BYTES // itemsizes[index])
+        size = _aligned(numel, itemsizes[index]) * itemsizes[index]
         at = open_ones.get(key)
-        begin = 0 if at is None else (ends[at] + step - 1) // step * step
-        if at is None or (begin + numel) * itemsizes[index] > max_bytes:
-            at, begin = len(chunks), 0
-            open_ones[key] = at
-            chunks.append((owners[index], [], []))
-            ends.append(0)
-        chunks[at][1].append(index)
-        chunks[at][2].append(begin)
-        ends[at] = begin + numel
-    return [
-        ChunkPlan(owner, tuple(params), tuple(offsets), end)
-        for (owner, params, offsets), end in zip(chunks, ends, strict=True)
-    ]
+        if at is None or filled[at] + size > max_bytes:
+            at = open_ones[key] = len(chunks)
+            chunks.append([])
+            filled.append(0)
+        chunks[at].append(index)
+        filled[at] += size
+    return [_lay_out(owners[chunk[0]], chunk, numels, itemsizes[chunk[0]], small_numel) for chunk in chunks]
+
+
+def _lay_out(owner: int, indices: Sequence[int], numels: Sequence[int], itemsize: int, small_numel: int) -> ChunkPlan:
+    params = sorted(indices, key=lambda index: (numels[index] >= small_numel, index))
+    offsets = [0, *accumulate(_aligned(numels[index], itemsize) for index in params[:-1])]
+    return ChunkPlan(owner, tuple(params), tuple(offsets), offsets[-1] + numels[params[-1]])
+
+
+def _aligned(numel: int, itemsize: int) -> int:
+    """Elements from the beginning of a parameter to that of the next."""
+    step = max(1, ALIGNMENT_BYTES // itemsize)
+    return -(-numel // step) * step
 
 
 class Chunk:

@@ -24,6 +24,7 @@ class ParameterGather:
         self._timeout = timeout
         self._works = [transport.make_work() for _ in self.chunks]
         self._under_way: set[int] = set()
+        self.own_memory = [chunk.flat for chunk in self.chunks if chunk.owner == transport.rank]
         self._received = [p for chunk in self.chunks if chunk.owner != transport.rank for p in chunk.params]
 
     def start(self) -> None:
