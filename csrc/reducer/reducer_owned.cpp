@@ -27,7 +27,8 @@ void Reducer::check_owners() const {
   if (!owned_) {
     return;
   }
-  TDDP_CHECK(views_ && !config_.wire_dtype, "buckets that belong to one rank are views, and travel as reduce_dtype says");
+  TDDP_CHECK(views_ && !config_.wire_dtype,
+             "buckets that belong to one rank are views, and travel as reduce_dtype says");
   for (const auto& spec : specs_) {
     TDDP_CHECK(spec.owner >= 0 && spec.owner < transport_->size(), "parameter '", spec.name, "' belongs to rank ",
                spec.owner, ", ranks are 0 to ", transport_->size() - 1);
@@ -179,10 +180,10 @@ void Reducer::keep_average(int64_t param, at::Tensor& grad) {
   const auto index = static_cast<size_t>(param);
   if (!armed_.load(std::memory_order_acquire)) {
     reduced_[index] = 1;
-    throw std::runtime_error(c10::str(
-        "parameter '", specs_[index].name, "' on rank ", transport_->rank(),
-        ": its gradient was reduced already, and this backward under no_sync() would add to it on its owner alone. Call "
-        "zero_grad() before accumulating under no_sync()."));
+    throw std::runtime_error(c10::str("parameter '", specs_[index].name, "' on rank ", transport_->rank(),
+                                      ": its gradient was reduced already, and this backward under no_sync() would add "
+                                      "to it on its owner alone. Call "
+                                      "zero_grad() before accumulating under no_sync()."));
   }
   const auto* slot = places_[index].slot;
   kept_[index] = slot->holds(grad) ? grad.clone() : grad;

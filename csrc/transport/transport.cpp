@@ -31,7 +31,8 @@ void Transport::check_all_gather(const at::Tensor& output, const at::Tensor& inp
 
 void Transport::check_rooted(const char* operation, const at::Tensor& tensor, int root) const {
   check_flat(operation, tensor);
-  TDDP_CHECK(root >= 0 && root < size(), operation, " on rank ", rank(), ": root ", root, " is not in [0, ", size(), ")");
+  TDDP_CHECK(root >= 0 && root < size(), operation, " on rank ", rank(), ": root ", root, " is not in [0, ", size(),
+             ")");
 }
 
 std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport, std::chrono::milliseconds timeout) {

@@ -10,8 +10,8 @@ namespace {
 using kernels::ReduceOp;
 using kernels::SumType;
 
-constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather,
-                             OpKind::kBroadcast, OpKind::kScatter,       OpKind::kAllToAll,     OpKind::kReduce};
+constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kBroadcast,
+                             OpKind::kScatter,   OpKind::kAllToAll,      OpKind::kReduce};
 constexpr int kSizes[] = {1, 2, 3, 4, 7};
 // In float: nothing, one, odd ones, around what travels in the slot, and around one chunk and one unit of a shard.
 constexpr int64_t kNumels[] = {0, 1, 5, 127, 2047, 2048, 2049, 2311, 16'384, 16'385, 50'003};

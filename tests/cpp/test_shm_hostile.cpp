@@ -98,8 +98,8 @@ struct Victim {
   Bytes output;
 };
 
-constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather,
-                             OpKind::kBroadcast, OpKind::kScatter,       OpKind::kAllToAll,     OpKind::kReduce};
+constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kBroadcast,
+                             OpKind::kScatter,   OpKind::kAllToAll,      OpKind::kReduce};
 
 TEST(shm_offsets_outside_of_a_segment_are_refused) {
   Victim victim;

@@ -153,7 +153,7 @@ BAD_OPTIONS = [
     (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
     (["--grad-accum", "0"], "--grad-accum must be at least 1, got 0"),
     (["--seed", "-1"], "--seed must not be negative, got -1"),
-    (["--ddp", "horovod"], "unknown --ddp 'horovod': choose one of torchddp, torch, none"),
+    (["--ddp", "horovod"], "unknown --ddp 'horovod': choose one of torchddp, sharded, torch, none"),
     (["--device", "tpu"], "unknown --device 'tpu': choose one of auto, cpu, cuda"),
     (["--schedule", "step"], "unknown --schedule 'step': choose one of cosine, constant"),
     (["--width", "10", "--heads", "3"], "--width must be a multiple of --heads, got width 10 and heads 3"),

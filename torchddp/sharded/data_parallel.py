@@ -129,7 +129,6 @@ class ShardedDataParallel(DistributedDataParallel):
         return self._open
 
     def _ddp_init_helper(self, parameters: list[torch.Tensor], *arguments: Any) -> None:
-        self._reduced_params = parameters
         super()._ddp_init_helper(parameters, *arguments)
         if self.reducer.transport is not self._open:  # some rank had no room in shared memory
             self._open = self.reducer.transport

@@ -117,9 +117,8 @@ void NcclTransport::reduce(const at::Tensor& tensor, int root, Work& work, const
   auto* const data = tensor.mutable_data_ptr();
   const auto numel = tensor.numel();
   auto& nccl = communicator_->nccl();
-  start(work, {"reduce", numel, options.bucket}, tensor, tensor, [&, data](gpu::Comm comm, gpu::Stream stream) {
-    return nccl.reduce(data, numel, type, root, comm, stream);
-  });
+  start(work, {"reduce", numel, options.bucket}, tensor, tensor,
+        [&, data](gpu::Comm comm, gpu::Stream stream) { return nccl.reduce(data, numel, type, root, comm, stream); });
 }
 
 void NcclTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
