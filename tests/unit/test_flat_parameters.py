@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from torchddp.sharded.flat_parameters import ALIGNMENT_BYTES, plan_chunks
 
 ITEMSIZE = {"half": 2, "single": 4, "double": 8}
-PARAMS = st.lists(
-    st.tuples(st.integers(0, 3000), st.sampled_from(sorted(ITEMSIZE)), st.integers(0, 2)), min_size=1, max_size=40
-)
+NUMELS = st.integers(0, 150) | st.integers(0, 3000)
+PARAMS = st.lists(st.tuples(NUMELS, st.sampled_from(sorted(ITEMSIZE)), st.integers(0, 2)), min_size=1, max_size=40)
 LIMITS = {"max_bytes": st.sampled_from([1, 64, 1000, 4096, 30_000]), "small_numel": st.sampled_from([0, 1, 100, 10**6])}
 
 
