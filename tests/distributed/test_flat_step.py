@@ -39,10 +39,10 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-        self.conv = nn.Conv2d(3, 4, 3, padding=1, bias=False).to(memory_format=torch.channels_last)
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.large = nn.ModuleList(nn.Linear(WIDTH, 10_000, bias=False) for _ in range(LARGE))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.conv = nn.Conv2d(3, 4, 3, padding=1, bias=False).to(memory_format=torch.channels_last)
         self.wide = nn.Linear(WIDTH, 3, dtype=torch.float64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -239,7 +239,7 @@ def test_unused_parameters(set_to_none):
         )
         counts = []
         for step in range(12):
-            branch = ("left", "right", "right")[step % 3]
+            branch = ("right", "left", "left")[step % 3]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 for model in pair.models:
@@ -254,7 +254,7 @@ def test_unused_parameters(set_to_none):
     results = run_ranks(work, 2)
     assert any(flat < single for (flat, single), _ in results)
     if set_to_none:
-        assert {step for _, steps in results for step in steps} == {4, 8, 12}  # left, right, trunk
+        assert {step for _, steps in results for step in steps} == {4, 8, 12}  # right, left, trunk
 
 
 def test_frozen_thawed_and_added():
@@ -275,15 +275,17 @@ def test_frozen_thawed_and_added():
             pair.train(range(3) if frozen else range(3, 6))
             pair.assert_equal()
         for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
-            model.module.wide.requires_grad_(True)
             optimizer.add_param_group({"params": list(model.module.wide.parameters()), "lr": 0.3})
-        flat, single = pair.train(range(6, 9))
+        pair.train(range(6, 9))
+        for model in pair.models:
+            model.module.wide.requires_grad_(True)
+        flat, single = pair.train(range(9, 12))
         pair.assert_equal()
         assert flat < single
         return {int(entry["step"]) for entry in pair.optimizers[0].state.values()}
 
     # Added late, frozen for a while, and all others.
-    assert set.union(*run_ranks(work, 2)) == {3, 9, 12}
+    assert set.union(*run_ranks(work, 2)) == {3, 12, 15}
 
 
 def test_gradients_kept_as_zeros():
@@ -411,6 +413,23 @@ def test_state_that_users_change_is_what_the_next_step_starts_from(change):
         flat, single = pair.train(range(3, 6))
         pair.assert_equal()
         assert flat < single
+
+    run_ranks(work, 2)
+
+
+def test_loaded_state_is_stepped_in_long_runs_again():
+    def work(rank):
+        pair = make_flat(torch.optim.Adam, {"lr": 0.01})
+        before, _ = pair.train(range(3))
+        saved = [copy.deepcopy(optimizer.local_state_dict()) for optimizer in pair.optimizers]
+        for optimizer in pair.optimizers:
+            count_one_more(optimizer)
+        cut, _ = pair.train(range(3, 5))
+        for optimizer, state in zip(pair.optimizers, saved, strict=True):
+            optimizer.load_state_dict(state)
+        after, _ = pair.train(range(5, 8))
+        pair.assert_equal()
+        assert before == after < cut
 
     run_ranks(work, 2)
 
