@@ -79,11 +79,12 @@ def make_pair(
     deferred: bool = True,
     **model_options: Any,
 ) -> Pair:
-    """Collective. Small buckets, so that there are several, unless the options say otherwise."""
+    """Collective. Several buckets, and gloo, through which gathers are deferred, unless the options say otherwise."""
+    model_options = {"bucket_cap_mb": 0.002, "transport": "c10d", **model_options}
     one, other = seeded(make), seeded(make)
     options = options or {"lr": 0.01}
     shared = {key: model_options[key] for key in ("gradient_as_bucket_view", "static_graph") if key in model_options}
     reference = reference_of(other, model_options, shared)
-    model = torchddp.DistributedDataParallel(one, decoupled=True, **{"bucket_cap_mb": 0.002, **model_options})
+    model = torchddp.DistributedDataParallel(one, decoupled=True, **model_options)
     inner, plain = optim(one.parameters(), **options), optim(other.parameters(), **options)
     return Pair(model, DeferredOptimizer(inner, model) if deferred else inner, reference, plain)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from typing import Protocol
 
 import torch
 
 from torchddp import bucket_sizes
+from torchddp.errors import TransportError
+
+logger = logging.getLogger("torchddp.distributed")
 
 NO_HOOKS = (
     "a DistributedDataParallel with decoupled=True takes no communication hook: hooks reduce a bucket as a whole. "
@@ -28,10 +33,46 @@ class DeferredUpdates(Protocol):
         """The model is about to run."""
 
     def synchronize(self) -> None:
-        """Until all gradients are final and all updates applied. Raises TransportError."""
+        """Until all gradients are final and all updates applied; after an error nothing is left to apply.
 
-    def drop(self) -> None:
-        """Forgets what has not been applied."""
+        Raises:
+            TransportError: a gather failed.
+        """
+
+
+class Updates:
+    """The updates of one model that are made later, as long as their optimizer lives."""
+
+    def __init__(self) -> None:
+        self._updates: weakref.ref[DeferredUpdates] | None = None
+
+    def hand_to(self, updates: DeferredUpdates) -> None:
+        """From now on by this optimizer alone."""
+        self._updates = weakref.ref(updates)
+
+    def are_of(self, updates: DeferredUpdates) -> bool:
+        """Whether no other has taken its place."""
+        return self._current() is updates
+
+    def before_forward(self) -> None:
+        """The model is about to run."""
+        if (updates := self._current()) is not None:
+            updates.before_forward()
+
+    def apply(self) -> None:
+        """All that are pending. Raises TransportError."""
+        if (updates := self._current()) is not None:
+            updates.synchronize()
+
+    def settle(self) -> None:
+        """Before the group changes, of which ranks may be gone: then what is pending is lost."""
+        try:
+            self.apply()
+        except TransportError as error:
+            logger.warning("Updates that waited for their gradients were dropped: %s", error)
+
+    def _current(self) -> DeferredUpdates | None:
+        return self._updates() if self._updates is not None else None
 
 
 def check_options(bucket_cap_mb: float | str | None, wire_dtype: torch.dtype | None) -> None:

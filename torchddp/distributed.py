@@ -84,8 +84,9 @@ class DistributedDataParallel(TorchDDP):
         decoupled: reduce in two halves (DeAR, Zhang et al. 2023): each bucket is reduce-scattered while backward runs,
             and gathered after it, in the order of the next forward. By itself that gains nothing: ``backward()`` waits
             for both. With :class:`torchddp.optim.DeferredOptimizer` the gathers run while the next forward does.
-            That pays where the network is slow and forward is long enough to hide half of the communication; over
-            shared memory it gains nothing. Gradients and parameters are those of the ordinary class. No communication
+            That pays where the network is slow and forward is long enough to hide half of the communication; over the
+            shared memory of one host, where ranks do the copying themselves, backward waits for both halves always.
+            Gradients and parameters are those of the ordinary class. No communication
             hooks, ``wire_dtype``, sparse gradients, ``join()`` or ``bucket_cap_mb="auto"``.
 
     Memory per rank: the gradients (as buckets); with ``wire_dtype`` half as much again; over shared memory also up to
@@ -144,6 +145,7 @@ class DistributedDataParallel(TorchDDP):
         self._timeout = timeout
         self._measures_gradients = gradient_stats
         self._decoupled = decoupled
+        self._updates = decoupling.Updates()
         self._views_asked_for = bool(gradient_as_bucket_view)
         self._sync_at_init = init_sync
         self._is_copy = False
@@ -177,9 +179,6 @@ class DistributedDataParallel(TorchDDP):
 
     # What buckets of one owner travel as, if they are float32.
     _reduce_dtype: torch.dtype | None = None
-
-    # The optimizer that updates this model later, as long as there is one.
-    _deferred: weakref.ref[decoupling.DeferredUpdates] | None = None
 
     reducer: Any  # a torchddp._C.Reducer: torch's stubs know only their own
     logger: Any
@@ -324,36 +323,18 @@ class DistributedDataParallel(TorchDDP):
         Raises:
             RuntimeError: the module was not made with ``decoupled=True``.
         """
-        self._apply_updates()
+        self._updates.apply()
         self.reducer._finish_gathers()
         self.reducer._defer_gathers(gathers_started)
-        self._deferred = weakref.ref(updates)
-
-    def _deferred_updates(self) -> decoupling.DeferredUpdates | None:
-        return self._deferred() if self._deferred is not None else None
-
-    def _apply_updates(self) -> None:
-        if (updates := self._deferred_updates()) is not None:
-            updates.synchronize()
-
-    def _settle_updates(self) -> None:
-        """Before the group changes, of which ranks may be gone: then what is pending is lost."""
-        if (updates := self._deferred_updates()) is None:
-            return
-        try:
-            updates.synchronize()
-        except TransportError as error:
-            logger.warning("Updates that waited for their gradients were dropped: %s", error)
-            updates.drop()
+        self._updates.hand_to(updates)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state.pop("_deferred", None)  # a copy has no optimizer
-        del state["_buffer_broadcast"], state["_auto_plan"], state["_specs"]
+        del state["_buffer_broadcast"], state["_auto_plan"], state["_specs"], state["_updates"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_is_copy": True})
+        super().__setstate__({**state, "_is_copy": True, "_updates": decoupling.Updates()})
         # The new reducer has neither measured an order nor recorded a static graph.
         self._has_rebuilt_buckets = False
         self._static_graph_delay_allreduce_enqueued = False
@@ -390,8 +371,7 @@ class DistributedDataParallel(TorchDDP):
             return super()._pre_forward(*inputs, **kwargs)
         if not self._lazy_init_ran and not torch.compiler.is_compiling():
             self._lazy_init()
-        if (updates := self._deferred_updates()) is not None:
-            updates.before_forward()
+        self._updates.before_forward()
         if torch.is_grad_enabled():
             self._begin_step()
         if self._check_sync_bufs_pre_fwd():
@@ -419,11 +399,9 @@ class DistributedDataParallel(TorchDDP):
             if self._join_config.enable and (work := Join.notify_join_context(self)):
                 self.reducer._set_forward_pass_work_handle(work, self._divide_by_initial_world_size)
             # Before forward, where memory use is lowest. Once in a training run.
-            if not self._has_rebuilt_buckets:
-                self._apply_updates()  # which know the buckets that there are
-                if self.reducer._rebuild_buckets():
-                    self._has_rebuilt_buckets = True
-                    logger.info("Reducer buckets have been rebuilt in this iteration.")
+            if not self._has_rebuilt_buckets and self.reducer._rebuild_buckets():
+                self._has_rebuilt_buckets = True
+                logger.info("Reducer buckets have been rebuilt in this iteration.")
             if self._auto_plan is not None and self.require_backward_grad_sync:
                 model_plan.before_step(self, self._auto_plan)
         except RuntimeError as error:
@@ -479,7 +457,7 @@ class DistributedDataParallel(TorchDDP):
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         if torch.is_grad_enabled():
-            self._apply_updates()  # of what forward did not come to
+            self._updates.apply()  # of what forward did not come to
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.require_forward_param_sync = True
             search = self.find_unused_parameters and not self.static_graph
@@ -580,7 +558,7 @@ class DistributedDataParallel(TorchDDP):
         """Go on over another process group. Collective among its ranks."""
         # As torch's own does, whose reducer would not know the new transport.
         self._has_rebuilt_buckets = False
-        self._settle_updates()
+        self._updates.settle()
         model_plan.end(self)
         self.reducer._reset_state()
         if not _rank_not_in_group(new_process_group):

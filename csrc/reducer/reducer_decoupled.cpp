@@ -74,8 +74,11 @@ void Reducer::start_gathers() {
   }
 }
 
-// What is queued for a CUDA graph, or kept in an RPC context, belongs to the step.
-bool Reducer::defers_gathers() { return on_gathers_ != nullptr && rpc_context_ == nullptr && !is_captured(); }
+// What is queued for a CUDA graph, or kept in an RPC context, belongs to the step. And where ranks do the copying themselves, a
+// rank that waits for a gather needs all others to wait for it too: one that waits in a barrier meanwhile would hold up both.
+bool Reducer::defers_gathers() {
+  return on_gathers_ != nullptr && transport_->gathers_unattended() && rpc_context_ == nullptr && !is_captured();
+}
 
 void Reducer::finish_gather(int64_t index) {
   auto& shard = shards_[static_cast<size_t>(index)];

@@ -337,7 +337,7 @@ def test_a_model_goes_on_when_its_optimizer_is_gone_or_replaced():
         first = None
         pair.train(range(6, 9))
         pair.optimizer = pair.optimizer.optim
-        pair.model._apply_updates()
+        pair.model._updates.apply()
         gc.collect()
         pair.train(range(9, 12))  # backward waits for the gathers again
         pair.assert_equal()
@@ -379,6 +379,39 @@ def test_a_layers_gather_is_waited_for_when_forward_comes_to_it():
             layer = int(names[spec.params[0]].split(".")[0])
             assert ended < entered[layer] < waits[bucket] < done[bucket] < left[layer]
             assert layer == 0 or left[layer - 1] < waits[bucket]
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_rank_that_reads_alone_keeps_nobody_waiting(transport):
+    """One rank waits for its averages, the other in a barrier."""
+
+    def work(rank):
+        pair = make_pair(*SGD, transport=transport)
+        for step in range(6):
+            pair.train(range(step, step + 1))
+            if rank == step % 2:
+                pair.model.state_dict()
+            torch.distributed.barrier()
+            pair.backward(100 + step)
+            if rank == step % 2:
+                pair.optimizer.synchronize()
+            torch.distributed.barrier()
+            pair.step()
+        pair.assert_equal()
+
+    run_ranks(work, 2)
+
+
+def test_over_shared_memory_backward_waits():
+    def work(rank):
+        pair = make_pair(*SGD, transport="shm")
+        pair.backward(0)
+        assert not pair.model.reducer._gathers_are_under_way
+        pair = make_pair(*SGD)
+        pair.backward(0)
+        assert pair.model.reducer._gathers_are_under_way
 
     run_ranks(work, 2)
 
@@ -507,18 +540,27 @@ def test_a_copy_has_what_was_pending():
     run_ranks(work, 2)
 
 
-def test_compiled_modules():
+def test_compiled_modules_find_everything_updated():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
     class Compiled(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = torch.compile(small_net(), backend="eager")
+            self.inner = torch.compile(small_net(), backend=backend)
 
         def forward(self, x):
             return self.inner(x)
 
     def work(rank):
         pair = make_pair(*SGD, Compiled, bucket_cap_mb=2)  # torch's compiler takes no less than 1
-        pair.train(range(6))
+        pair.train(range(1))
+        count = len(compiled)
+        pair.train(range(1, 6))
+        assert len(compiled) == count > 0  # modules look as they did
         pair.assert_equal()
 
     run_ranks(work, 2, timeout=SECONDS)

@@ -59,10 +59,10 @@ def test_a_rank_killed_between_backward_and_forward(world_size, transport, when)
         )
 
 
-def test_a_stopped_rank_holds_up_the_next_forward_until_the_time_limit():
-    """Over shared memory, where each rank copies for itself, the averages can't all have arrived."""
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_stopped_rank_holds_up_the_others_until_the_time_limit(transport):
     outcomes = run_outcomes(
-        _until_an_error, 2, "shm", signal.SIGSTOP, "gathers begin",
+        _until_an_error, 2, transport, signal.SIGSTOP, "gathers begin",
         timeout=45, group_timeout_s=GROUP_TIMEOUT_S, straggler_s=20.0, needed_ranks=[0],
     )  # fmt: skip
     assert outcomes[0].error is None, outcomes[0].error

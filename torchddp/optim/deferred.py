@@ -26,10 +26,11 @@ class DeferredOptimizer(Optimizer):
         model = torchddp.DistributedDataParallel(model, decoupled=True)
         optimizer = DeferredOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
 
-    From now on ``model``'s backward ends while averages are still on their way. `step` notes the options of the groups
-    (learning rates and so on) and returns; a bucket's parameters are updated when a module that has one of them runs or
-    is read, once the bucket's averages are there. `zero_grad` after `step` clears each gradient after its update. The
-    parameters that each module sees are those of the plain optimizer, bit for bit.
+    From now on ``model``'s backward ends while averages are still on their way (over the shared memory of one host it
+    waits, and `step` updates at once). `step` notes the options of the groups (learning rates and so on) and returns; a
+    bucket's parameters are updated when a module that has one of them runs or is read, once the bucket's averages are
+    there. `zero_grad` after `step` clears each gradient after its update. The parameters that each module sees are
+    those of the plain optimizer, bit for bit.
 
     Waiting happens by itself for what is read through a module (``module.weight``, ``parameters()``, ``state_dict()``,
     forward) and for ``param_groups`` (before `step`), ``state``, `state_dict` and the like of this optimizer. Whoever
@@ -180,6 +181,8 @@ class DeferredOptimizer(Optimizer):
         parameters, to rounding. Raises RuntimeError for a norm that is not finite if ``error_if_nonfinite``, ValueError
         for ``norm_type`` <= 0.
         """
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be above 0, got {norm_type}")
         norm = self._norm_of_shards(float(norm_type)) if self._has_shards and self._shards_are_gradients() else None
         self._has_shards = False
         if norm is None:
@@ -231,7 +234,7 @@ class DeferredOptimizer(Optimizer):
         if self._is_compiled or is_compiling():
             self.synchronize()
 
-    def drop(self) -> None:
+    def _drop(self) -> None:
         """Forgets gradients on their way and updates that were not made."""
         self._coming.clear()
         self._to_update.clear()
@@ -283,7 +286,7 @@ class DeferredOptimizer(Optimizer):
             self._model.reducer._wait_gather(index)
         except TransportError as error:
             lost, count = len(self._to_update), len(self._parts)
-            self.drop()
+            self._drop()
             if not lost:
                 raise
             raise TransportError(
@@ -305,7 +308,7 @@ class DeferredOptimizer(Optimizer):
                 partial_steps.zero_grad(self._inner, part, self._zero)
 
     def _check_current(self) -> None:
-        if self._model._deferred_updates() is not self:
+        if not self._model._updates.are_of(self):
             raise RuntimeError("another DeferredOptimizer was made for this model since: it has taken this one's place")
 
 
