@@ -49,7 +49,8 @@ class ShardedDataParallel(DistributedDataParallel):
         reduce_fp16: float32 gradients travel as float16, after the division by the world size: half as many bytes, and
             three digits. Sums are rounded to float16 too; over shared memory once, else after each rank.
         transport, timeout, find_unused_parameters, static_graph, device_ids: as for DistributedDataParallel.
-        overlap_gather: whether updated parameters travel while the next forward runs. None: unless memory is shared.
+        overlap_gather: False: the step ends when all ranks have the updated parameters. Otherwise they travel while the
+            next forward runs, unless memory is shared.
 
     With ``overlap_gather`` a parameter is waited for when it is read through its module (or this class):
     ``module.weight``, ``parameters()``, ``state_dict()``, forward. A tensor kept from before is not: `synchronize`.
@@ -80,7 +81,7 @@ class ShardedDataParallel(DistributedDataParallel):
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         device_ids: list[Any] | None = None,
-        overlap_gather: bool | None = None,
+        overlap_gather: bool = True,
     ) -> None:
         if isinstance(reduce_buffer_size, bool) or not isinstance(reduce_buffer_size, int) or reduce_buffer_size < 0:
             raise ValueError(f"reduce_buffer_size must be a number of elements, 0 or more, got {reduce_buffer_size!r}")
@@ -167,9 +168,8 @@ class ShardedDataParallel(DistributedDataParallel):
     @property
     def overlap_gather(self) -> bool:
         """Whether updated parameters travel while the next forward runs."""
-        if self._overlap_wanted is not None:
-            return self._overlap_wanted
-        return self.reducer.transport.reaches_any_memory
+        # Ranks that share memory copy for themselves, and who waits for their copying must know that they are at it.
+        return self._overlap_wanted and self.reducer.transport.reaches_any_memory
 
     def _send_updated(self, number: int) -> None:
         gather, pending = self._gathers[number], self._pending[number]
