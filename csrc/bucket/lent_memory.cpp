@@ -41,21 +41,26 @@ at::Tensor LentMemory::take(int64_t bytes, at::Device device, transport::Transpo
     }
   }
   lent_bytes_ += size_of(memory);
-  ++num_lent_;
   return memory;
 }
 
 void LentMemory::give_back(at::Tensor memory) {
   const std::lock_guard lock(mutex_);
   lent_bytes_ -= size_of(memory);
-  --num_lent_;
   free_.push_back(std::move(memory));
+}
+
+void LentMemory::trim(size_t blocks) {
+  const std::lock_guard lock(mutex_);
+  if (free_.size() > blocks) {
+    free_.resize(blocks);
+  }
 }
 
 void LentMemory::clear() {
   const std::lock_guard lock(mutex_);
   free_.clear();
-  lent_bytes_ = num_lent_ = 0;
+  lent_bytes_ = 0;
 }
 
 int64_t LentMemory::bytes() const {
@@ -65,11 +70,6 @@ int64_t LentMemory::bytes() const {
     bytes += size_of(block);
   }
   return bytes;
-}
-
-int64_t LentMemory::num_lent() const {
-  const std::lock_guard lock(mutex_);
-  return num_lent_;
 }
 
 }  // namespace torchddp::bucket

@@ -10,23 +10,22 @@
 
 namespace torchddp::bucket {
 
-// Keeps what it was given back for whoever asks next: as much as was ever lent at once. Thread-safe.
+// Keeps what it was given back for whoever asks next. Thread-safe.
 class LentMemory {
  public:
   // Bytes (1-d, kByte) that collectives of `transport` reach, at least as many as asked for. Throws TransportError if there is no room.
   at::Tensor take(int64_t bytes, at::Device device, transport::Transport& transport);
   void give_back(at::Tensor memory);
+  // Keeps this many blocks at most, of those that nobody has.
+  void trim(size_t blocks);
   // The next ones are of another transport.
   void clear();
   int64_t bytes() const;
-  // How many blocks are with somebody.
-  int64_t num_lent() const;
 
  private:
   mutable std::mutex mutex_;
   std::vector<at::Tensor> free_;
   int64_t lent_bytes_ = 0;
-  int64_t num_lent_ = 0;
 };
 
 }  // namespace torchddp::bucket

@@ -184,9 +184,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void finish_owned(bucket::Bucket& bucket);
   void let_go(bucket::Bucket& bucket);
   void let_go_of_finished();
-  void let_go_of_oldest();
   void keep_average(int64_t param, at::Tensor& grad);
-  void add_kept_averages();
+  void finish_averages();
   // reducer_decoupled.cpp
   void check_decoupled() const;
   plan::BucketLimits limits() const;

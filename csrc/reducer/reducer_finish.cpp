@@ -68,7 +68,7 @@ void Reducer::finish_rest() {
     finish_late(late);
   }
   late_.clear();
-  add_kept_averages();
+  finish_averages();
   finish_used_map();
 }
 

@@ -18,8 +18,9 @@ using bucket::BucketState;
 
 namespace {
 
-// Buckets of other ranks that borrow memory at once, unless more are filling.
-constexpr int64_t kMaxLent = 8;
+// Blocks of lent memory that are kept from step to step. A rank that is ahead of the others borrows more; it must not wait for them in
+// the middle of backward, where they may wait for it (a collective of the user's own).
+constexpr size_t kKeptBlocks = 8;
 
 }  // namespace
 
@@ -43,7 +44,6 @@ bool Reducer::gives_away(const bucket::Bucket& bucket) const {
 
 void Reducer::lend_memory(bucket::Bucket& bucket) {
   if (!bucket.has_memory()) {
-    let_go_of_oldest();
     bucket.take_memory(lent_.take(bucket.bytes(), bucket.buffer().device(), *transport_));
   }
 }
@@ -139,18 +139,6 @@ void Reducer::let_go_of_finished() {
   }
 }
 
-// Lest a rank that is ahead borrows memory for all of its gradients. Everything that was launched here will be launched by the peers,
-// whatever they wait for themselves: that was launched before, here too.
-void Reducer::let_go_of_oldest() {
-  for (auto i = next_let_go_; overlap_ && i < next_launch_ && lent_.num_lent() >= kMaxLent; ++i) {
-    auto& bucket = *buckets_[static_cast<size_t>(i)];
-    if (bucket.state == BucketState::kInFlight && gives_away(bucket)) {
-      wait_bucket(i);
-      let_go(bucket);
-    }
-  }
-}
-
 // See Note [Averages that one rank has].
 void Reducer::on_grad_coming(int64_t param) {
   const auto index = static_cast<size_t>(param);
@@ -190,10 +178,11 @@ void Reducer::keep_average(int64_t param, at::Tensor& grad) {
   grad.reset();
 }
 
-void Reducer::add_kept_averages() {
+void Reducer::finish_averages() {
   if (!owned_) {
     return;
   }
+  lent_.trim(kKeptBlocks);
   for (size_t i = 0; i < params_.size(); ++i) {
     const auto& place = places_[i];
     if (gives_away(*place.bucket)) {

@@ -51,7 +51,7 @@ def test_each_rank_holds_its_share(world_size, width, transport):
     for grads, state, held in run_ranks(work, world_size):
         assert grads == pytest.approx(share)
         assert state == pytest.approx(share)
-        # Small gradients of the others pass through memory that is kept, for eight buckets at once.
+        # Small gradients of the others pass through memory of which eight blocks are kept.
         assert share <= held <= share + (9 / 36 if width == 128 else 0)
 
 
