@@ -128,14 +128,16 @@ void Reducer::let_go_of_finished() {
   }
   for (; next_let_go_ < next_launch_; ++next_let_go_) {
     auto& bucket = *buckets_[static_cast<size_t>(next_let_go_)];
-    if (bucket.state != BucketState::kInFlight || !gives_away(bucket)) {
+    if (bucket.state != BucketState::kInFlight) {
       continue;
     }
     if (!bucket.work().poll()) {
       return;
     }
     wait_bucket(next_let_go_);
-    let_go(bucket);
+    if (gives_away(bucket)) {
+      let_go(bucket);
+    }
   }
 }
 

@@ -23,13 +23,14 @@ def tolerance(transport, world_size):
     return TOLERANCE[transport] if world_size > 2 else {}
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+# Shared memory takes two.
+RUNS = [("c10d", 1), ("shm", 2), ("c10d", 2), ("shm", 3), ("shm", 4)]
+LONG_RUNS = [pytest.param("c10d", world_size, marks=pytest.mark.slow) for world_size in (3, 4)]
+
+
+@pytest.mark.parametrize(("transport", "world_size"), RUNS + LONG_RUNS)
 @pytest.mark.parametrize(("optim", "options"), OPTIMIZERS, ids=IDS)
 def test_fifty_steps(optim, options, world_size, transport):
-    if world_size == 1 and transport == "shm":
-        pytest.skip("shared memory takes two")
-
     def work(rank):
         pair = make_pair(optim, options, transport=transport)
         for step in range(50):
@@ -55,8 +56,10 @@ def test_zero_grad_either_way(world_size, set_to_none):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("transport", "world_size"),
+    [("shm", 2), ("c10d", 2), ("shm", 4), pytest.param("c10d", 4, marks=pytest.mark.slow)],
+)
 def test_no_sync_clipping_schedulers_and_freezing_together(world_size, transport, set_to_none):
     # AdamW makes much of rounding where gradients are nearly zero, and gloo's sums of four have another order.
     optim, options = (torch.optim.AdamW, {"lr": 0.01}) if transport == "shm" else (torch.optim.SGD, {"lr": 0.05})

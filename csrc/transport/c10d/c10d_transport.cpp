@@ -4,6 +4,7 @@
 
 #include "common/check.h"
 #include "transport/c10d/flat_collectives.h"
+#include "transport/shm/sum_types.h"
 
 namespace torchddp::transport {
 namespace {
@@ -29,9 +30,18 @@ class C10dWork final : public Work {
       throw TransportError("the process group reported that the operation failed (Work.wait() returned False)");
     }
     work_.reset();
+    if (const auto finish = std::exchange(finish_, nullptr)) {
+      finish();
+    }
   }
 
-  void abandon() override { work_.reset(); }
+  void abandon() override {
+    work_.reset();
+    finish_ = nullptr;
+  }
+
+  // What is left to do with the result, by the thread that waits for it.
+  void then(std::function<void()> finish) { finish_ = std::move(finish); }
 
   template <typename Start>
   void start(const char* operation, Start&& launch) {
@@ -48,6 +58,7 @@ class C10dWork final : public Work {
 
  private:
   c10::intrusive_ptr<c10d::Work> work_;
+  std::function<void()> finish_;
 };
 
 C10dWork& own(Work& work) {
@@ -60,6 +71,39 @@ C10dWork& own(Work& work) {
 
 C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {
   TDDP_CHECK(group_ != nullptr, "the process group is None: call torch.distributed.init_process_group first");
+  try {
+    is_gloo_ = group_->getBackend(c10::DeviceType::CPU)->getBackendName() == "gloo";
+  } catch (const std::exception&) {
+    is_gloo_ = false;  // it has none for CPU tensors, or none of torch's own
+  }
+}
+
+// Note [Sums to one rank over gloo]
+// gloo's reduce and reduce-scatter send as much as an all-reduce, or more. What a rank needs to sum is sent to it directly instead,
+// (W - 1) / W of the bytes once, and it sums in rank order, in the thread that waits. Costs memory for the inputs meanwhile.
+bool C10dTransport::sums_itself(const at::Tensor& tensor) const {
+  return is_gloo_ && size() > 1 && tensor.device().is_cpu() && tensor.numel() > 0 && sum_type(tensor.scalar_type());
+}
+
+void C10dTransport::exchange_and_sum(const char* operation, const at::Tensor& output, const at::Tensor& input,
+                                     std::vector<int64_t> out_splits, std::vector<int64_t> in_splits, Work& work) {
+  const auto numel = out_splits.front();
+  auto received = at::empty({numel * size()}, input.options());
+  auto sent = input;
+  auto& mine = own(work);
+  mine.start(operation, [&] { return all_to_all_flat(*group_, received, sent, out_splits, in_splits); });
+  if (numel == 0) {
+    return;
+  }
+  mine.then([output, received, numel, ranks = size()] {
+    std::vector<const void*> sources;
+    const auto* data = static_cast<const std::byte*>(received.const_data_ptr());
+    for (int rank = 0; rank < ranks; ++rank) {
+      sources.push_back(data + rank * numel * static_cast<int64_t>(received.itemsize()));
+    }
+    void* const target = output.mutable_data_ptr();
+    kernels::reduce_ranks({&target, 1}, sources, *sum_type(received.scalar_type()), kernels::ReduceOp::kSum, numel);
+  });
 }
 
 at::Tensor C10dTransport::allocate(int64_t numel, at::ScalarType dtype, at::Device device) {
@@ -79,6 +123,14 @@ void C10dTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOp
 void C10dTransport::reduce(const at::Tensor& tensor, int root, Work& work, const SumOptions& options) {
   TDDP_INTERNAL(options.scale == 1.0 && !options.wire, "a process group neither scales nor narrows");
   check_rooted("reduce", tensor, root);
+  if (sums_itself(tensor)) {
+    std::vector<int64_t> in_splits(static_cast<size_t>(size()), 0);
+    in_splits[static_cast<size_t>(root)] = tensor.numel();
+    exchange_and_sum("reduce", tensor, tensor,
+                     std::vector<int64_t>(static_cast<size_t>(size()), rank() == root ? tensor.numel() : 0),
+                     std::move(in_splits), work);
+    return;
+  }
   auto& mine = own(work);
   mine.tensors[0] = tensor;
   c10d::ReduceOptions reduce_options;
@@ -88,6 +140,11 @@ void C10dTransport::reduce(const at::Tensor& tensor, int root, Work& work, const
 
 void C10dTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
   check_reduce_scatter(output, input);
+  if (sums_itself(output)) {
+    const std::vector<int64_t> splits(static_cast<size_t>(size()), output.numel());
+    exchange_and_sum("reduce_scatter", output, input, splits, splits, work);
+    return;
+  }
   auto out = output;
   auto in = input;
   own(work).start("reduce_scatter", [&] { return reduce_scatter_flat(*group_, out, in); });

@@ -30,7 +30,12 @@ class C10dTransport final : public Transport {
   void barrier(Work& work) override;
 
  private:
+  bool sums_itself(const at::Tensor& tensor) const;
+  void exchange_and_sum(const char* operation, const at::Tensor& output, const at::Tensor& input,
+                        std::vector<int64_t> out_splits, std::vector<int64_t> in_splits, Work& work);
+
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  bool is_gloo_ = false;
 };
 
 }  // namespace torchddp::transport

@@ -26,4 +26,16 @@ auto all_gather_flat(Group& group, at::Tensor& out, at::Tensor& in) {
   }
 }
 
+// Splits: elements for and from each rank, in rank order.
+template <typename Group>
+auto all_to_all_flat(Group& group, at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_splits,
+                     std::vector<int64_t>& in_splits) {
+  const c10d::AllToAllOptions options;
+  if constexpr (requires { group.all_to_all_single(out, in, out_splits, in_splits, options); }) {
+    return group.all_to_all_single(out, in, out_splits, in_splits, options);
+  } else {
+    return group.alltoall_base(out, in, out_splits, in_splits, options);
+  }
+}
+
 }  // namespace torchddp::transport
