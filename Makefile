@@ -136,7 +136,7 @@ CUDA_TESTS ?= tests/parity tests/fault tests/distributed/test_behaviours.py test
   tests/unit/test_doctor.py tests/unit/test_kernel_bindings.py tests/unit/test_nccl_setup.py tests/unit/test_planner.py
 cuda-test: cuda-build
 	cp -r tests examples benchmarks scripts pyproject.toml $(CUDA_OUT)
-	cd $(CUDA_OUT) && ../../$(CUDA_PY) -m pytest -q -p no:cacheprovider $(CUDA_TESTS) $(ARGS)
+	cd $(CUDA_OUT) && ../../$(CUDA_PY) -m pytest -q -p no:cacheprovider -m "not slow" $(CUDA_TESTS) $(ARGS)
 
 # --- wheels, into dist/: VARIANT=cpu, VARIANT=cuda; both where there is nvcc --------------------------------------------
 

@@ -20,16 +20,18 @@ SGD = (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
 ADAMW = (torch.optim.AdamW, {"lr": 0.003})
 
 
+# Shared memory takes two.
+RUNS = [("c10d", 1), ("shm", 2), ("c10d", 2), ("shm", 4)]
+LONG_RUNS = [pytest.param(*run, marks=pytest.mark.slow) for run in (("shm", 3), ("c10d", 3), ("c10d", 4))]
+
+
 def tolerance(transport, world_size):
     return TOLERANCE[transport] if world_size > 2 else {}
 
 
 @pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "plain"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("transport", "world_size"), RUNS + LONG_RUNS)
 def test_fifty_steps(world_size, transport, deferred):
-    if world_size == 1 and transport == "shm":
-        pytest.skip("shared memory takes two")
     # AdamW makes much of rounding where gradients are nearly zero.
     optim, options = SGD if tolerance(transport, world_size) else ADAMW
 
@@ -95,7 +97,7 @@ def test_gradients_that_are_thrown_away():
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize(
     ("transport", "world_size"),
-    [("shm", 2), ("c10d", 2), ("shm", 4), pytest.param("c10d", 4, marks=pytest.mark.slow)],
+    [("shm", 2), ("c10d", 2), *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("shm", "c10d"))],
 )
 def test_no_sync_clipping_and_schedulers_together(world_size, transport, set_to_none):
     def work(rank):

@@ -14,6 +14,7 @@ OPTIMIZERS = [
     (torch.optim.Adafactor, {"lr": 0.01}),
 ]
 IDS = [optim.__name__ for optim, _ in OPTIMIZERS]
+slow = pytest.mark.slow
 # Sums of more than two ranks have no one order through gloo.
 TOLERANCE = {"shm": {}, "c10d": {"rtol": 1e-4, "atol": 1e-5}}
 SECONDS = 120.0
@@ -24,8 +25,8 @@ def tolerance(transport, world_size):
 
 
 # Shared memory takes two.
-RUNS = [("c10d", 1), ("shm", 2), ("c10d", 2), ("shm", 3), ("shm", 4)]
-LONG_RUNS = [pytest.param("c10d", world_size, marks=pytest.mark.slow) for world_size in (3, 4)]
+RUNS = [("c10d", 1), ("shm", 2), ("c10d", 2), ("shm", 4)]
+LONG_RUNS = [pytest.param(*run, marks=slow) for run in (("shm", 3), ("c10d", 3), ("c10d", 4))]
 
 
 @pytest.mark.parametrize(("transport", "world_size"), RUNS + LONG_RUNS)
@@ -45,7 +46,7 @@ def test_fifty_steps(optim, options, world_size, transport):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=slow)])
 def test_zero_grad_either_way(world_size, set_to_none):
     def work(rank):
         pair = make_pair(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
@@ -58,7 +59,7 @@ def test_zero_grad_either_way(world_size, set_to_none):
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize(
     ("transport", "world_size"),
-    [("shm", 2), ("c10d", 2), ("shm", 4), pytest.param("c10d", 4, marks=pytest.mark.slow)],
+    [("shm", 2), ("c10d", 2), ("shm", 4), pytest.param("c10d", 4, marks=slow)],
 )
 def test_no_sync_clipping_schedulers_and_freezing_together(world_size, transport, set_to_none):
     # AdamW makes much of rounding where gradients are nearly zero, and gloo's sums of four have another order.

@@ -30,7 +30,7 @@ class Even(nn.Module):
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("width", [128, 520], ids=["in-buckets", "alone"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_each_rank_holds_its_share(world_size, width, transport):
     def work(rank):
         net = Even(width)

@@ -100,6 +100,7 @@ def test_torch_and_the_class_under_test_have_the_same_losses(text: Path) -> None
     assert _losses(mine)[8] < _losses(mine)[1] - 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.beyond_torch("has no such class")
 def test_sharded_training_has_the_same_losses_and_resumes(text: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"data": text, "grad_accum": 2}

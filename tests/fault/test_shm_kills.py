@@ -168,6 +168,7 @@ def run(ddp_class: type, plan: Kill) -> tuple[list[str], set[str]]:
     return wrong, segments
 
 
+@pytest.mark.slow
 def test_survivors_of_a_sharded_run_name_the_dead():
     files = shared_files()
     failures = []
