@@ -47,7 +47,7 @@ class ShardedDataParallel(DistributedDataParallel):
             for each. Buckets are smaller than that where the transport likes small ones.
         auto_refresh_trainable: notice in forward that parameters were frozen or thawed, and `refresh_trainable`.
         reduce_fp16: float32 gradients travel as float16, after the division by the world size: half as many bytes, and
-            three digits. Sums are rounded to float16 too; over shared memory once, else after each rank.
+            three digits. Sums are rounded to float16 too: over shared memory and gloo once, elsewhere by the backend.
         transport, timeout, find_unused_parameters, static_graph, device_ids: as for DistributedDataParallel.
         overlap_gather: False: the step ends when all ranks have the updated parameters. Otherwise they travel while the
             next forward runs, unless memory is shared.
@@ -221,6 +221,8 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def _rebuild(self) -> None:
         """Collective: reducer and flat memory for the parameters as they are."""
+        if not any(param.requires_grad for param in self.module.parameters()):
+            raise RuntimeError("no parameter of the module requires grad: there is nothing to train")
         self.synchronize()
         averages = dict(zip(self._reduced_params, self.reducer._averages(), strict=True))
         self.reducer._remove_autograd_hooks()
@@ -230,8 +232,6 @@ class ShardedDataParallel(DistributedDataParallel):
             p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
         ]
         self._trainable = self._trainable_now()
-        if not any(self._trainable):
-            raise RuntimeError("no parameter of the module requires grad: there is nothing to train")
         parameters, sparse = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
         self._has_rebuilt_buckets = False

