@@ -304,6 +304,26 @@ def test_futures_come_without_anybody_waiting(numel):
     run_ranks(work, 2)
 
 
+def test_futures_asked_for_while_others_are_let_go_of():
+    """Who lets go of a Future with a Python callback waits for the GIL, which whoever asks for the next one holds."""
+
+    def work(rank):
+        group = shm_group()
+        sums = []
+        for i in range(2000):
+            tensor = stamp(rank, 50_000 if i % 8 == 0 else 10)
+            future = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+            future.then(lambda f: sums.append(f.value()[0][1].item()))
+            del tensor, future
+        dist.barrier(group=group)
+        deadline_s = time.monotonic() + 20
+        while len(sums) < 2000 and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert sums == [(stamp(0, 10) + stamp(1, 10))[1].item()] * 2000
+
+    run_ranks(work, 2)
+
+
 @pytest.mark.parametrize("numel", [10, 50_000])
 def test_nobody_hangs_on_a_rank_that_never_waits(numel):
     """Rank 0 drops its handles and computes on; the others need its part of the work."""

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "common/check.h"
 #include "transport/shm/shm_transport.h"
@@ -145,11 +146,12 @@ void ShmC10dWork::conclude(std::exception_ptr error, std::unique_lock<std::mutex
       operations_->keep(std::move(part.staging));
     }
   }
-  parts_.clear();
+  auto parts = std::exchange(parts_, {});
   finish(error);
   over_.store(true, std::memory_order_release);
   const auto future = future_;
   lock.unlock();  // callbacks may ask for this very operation
+  parts.clear();
   operations_->remove(*this, future != nullptr);
   if (future != nullptr) {
     complete(*future);
@@ -269,10 +271,13 @@ void ShmOperations::watch() {
     if (stop_) {
       break;
     }
-    const auto transport = transport_;
-    const Works works(works_.begin(), works_.end());
-    lock.unlock();
-    const bool slept = transport != nullptr && look(*transport, works);
+    bool slept = false;
+    {
+      const auto transport = transport_;
+      const Works works(works_.begin(), works_.end());
+      lock.unlock();
+      slept = transport != nullptr && look(*transport, works);
+    }
     lock.lock();
     if (!slept && awaited_futures_ > 0) {
       wake_.wait_for(lock, kMoment, [&] { return stop_; });  // another thread is just ending it

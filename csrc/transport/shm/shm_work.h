@@ -5,6 +5,11 @@
 // may pass by for long: a Future is only ever waited for outside of our code, and a Work may be dropped. So each backend has one
 // thread more, the watcher, started by the first asynchronous operation. It sleeps for good when nothing is under way, looks every
 // few milliseconds at what is, and wakes with every message where a Future was asked for.
+//
+// Note [Locks and the GIL]
+// Python asks for Futures with the GIL in its hands, so no lock of these operations may be held while the GIL is waited for. It is
+// waited for by whoever lets go of a Work (its Future keeps Python callbacks) or of a tensor that Python has seen. Both are let go of
+// with no lock held.
 #pragma once
 
 #include <ATen/core/Tensor.h>
