@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import _rank_not_in_group
 
 from torchddp import decoupled as decoupling
-from torchddp import transports
+from torchddp import hook_arguments, transports
 from torchddp.comm_hook_check import check_hook_signature, checked
 from torchddp.ddp_construction import DDPConstruction
 from torchddp.planner import model_plan
@@ -35,6 +35,7 @@ class DDPModes(DDPConstruction):
         if self._decoupled:
             self._log_and_throw(RuntimeError, decoupling.NO_HOOKS)
         self._check_comm_hook(hook)
+        hook_arguments.attach(hook, self)
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
         self._comm_hooks.append((hook, state))
         self.reducer._register_comm_hook(state, checked(hook, self._distributed_rank))

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
-from torch.distributed.algorithms.join import Join
-from torch.distributed.distributed_c10d import _world
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel.distributed import (
     DistributedDataParallel as TorchDDP,
@@ -25,11 +23,13 @@ from torch.nn.parallel.distributed import (
     _tree_unflatten_with_rref,
 )
 
-from torchddp import bucket_sizes, transports, wrapped_model
+from torchddp import bucket_sizes, hook_arguments, sync_strategy, transports, wrapped_model
 from torchddp import decoupled as decoupling
 from torchddp.ddp_buffers import DDPBuffers
 from torchddp.ddp_modes import DDPModes
+from torchddp.ddp_steps import DDPSteps
 from torchddp.planner import model_plan
+from torchddp.sync_strategy import DDPSyncStrategy
 
 __all__ = ["DistributedDataParallel"]
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 
 
-class DistributedDataParallel(DDPModes, DDPBuffers):
+class DistributedDataParallel(DDPModes, DDPBuffers, DDPSteps):
     r"""``torch.nn.parallel.DistributedDataParallel`` with another engine; every argument of torch's class, in its
     order.
 
@@ -86,6 +86,10 @@ class DistributedDataParallel(DDPModes, DDPBuffers):
             shared memory of one host, where ranks do the copying themselves, backward waits for both halves always.
             Gradients and parameters are those of the ordinary class. No communication
             hooks, ``wire_dtype``, sparse gradients, ``join()`` or ``bucket_cap_mb="auto"``.
+        comm_hook: as :meth:`register_comm_hook` with it: a hook ``hook(state, bucket)`` whose state is None, a tuple
+            ``(state, hook)``, or the name of one of ``torchddp.comm_hooks``.
+        sync: how ``torchddp.sync`` reduces accumulated microbatches, a ``DDPSyncStrategy`` or its name. None:
+            SINGLE_AUTO_SYNC, and MULTI_AUTO_SYNC with ``find_unused_parameters``.
 
     Memory per rank: the gradients (as buckets); with ``wire_dtype`` half as much again; over shared memory also up to
     three more gradients of each size from 256 KiB on (those are allocated there by autograd, and not copied); one int32
@@ -93,8 +97,9 @@ class DistributedDataParallel(DDPModes, DDPBuffers):
     ranks, every gradient is copied to its bucket, and with a DeferredOptimizer it lives until its update is applied.
 
     Raises:
-        ValueError: a bucket cap that is not positive, an unknown transport, mixed device types, options that don't go
-            with ``decoupled``.
+        TypeError: a ``comm_hook`` that is none.
+        ValueError: a bucket cap that is not positive, an unknown transport or ``sync``, mixed device types, options
+            that don't go with ``decoupled``.
         RuntimeError: no parameter requires grad; ranks whose models differ (names the parameters and ranks).
     """
 
@@ -126,8 +131,11 @@ class DistributedDataParallel(DDPModes, DDPBuffers):
         timeout: datetime.timedelta | None = None,
         gradient_stats: bool = False,
         decoupled: bool = False,
+        comm_hook: object = None,
+        sync: DDPSyncStrategy | str | None = None,
     ) -> None:
         bucket_sizes.check_caps(bucket_cap_mb, bucket_cap_mb_list)
+        hook = None if comm_hook is None else hook_arguments.resolve(comm_hook)
         if decoupled:
             decoupling.check_options(bucket_cap_mb, wire_dtype)
         transports.check_choice(transport)
@@ -143,6 +151,7 @@ class DistributedDataParallel(DDPModes, DDPBuffers):
         self._timeout = timeout
         self._measures_gradients = gradient_stats
         self._decoupled = decoupled
+        self.sync_strategy = sync_strategy.choose(sync, find_unused_parameters)
         self._updates = decoupling.Updates()
         self._views_asked_for = bool(gradient_as_bucket_view)
         self._sync_at_init = init_sync
@@ -174,6 +183,8 @@ class DistributedDataParallel(DDPModes, DDPBuffers):
         )
         super().__init__(module, **arguments)
         self._share_gradients_with(inner)
+        if hook is not None:
+            self.register_comm_hook(*hook)
 
     # --- bucket plans ---
 
@@ -262,29 +273,6 @@ class DistributedDataParallel(DDPModes, DDPBuffers):
         if self.mixed_precision is not None:
             inputs, kwargs = _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
         return inputs, kwargs
-
-    def _begin_step(self) -> None:
-        if self._group_is_registered and self.process_group not in _world.pg_map:
-            raise RuntimeError(
-                f"The process group of this DistributedDataParallel (rank {self._own_rank}) is gone: it was destroyed "
-                "by destroy_process_group(). Make a new one and pass it to _update_process_group(), or wrap again."
-            )
-        try:
-            if self.require_backward_grad_sync:
-                self.reducer.prepare_for_forward()
-            if self._join_config.enable and (work := Join.notify_join_context(self)):
-                self.reducer._set_forward_pass_work_handle(work, self._divide_by_initial_world_size)
-            # Before forward, where memory use is lowest. Once in a training run.
-            if not self._has_rebuilt_buckets and self.reducer._rebuild_buckets():
-                self._has_rebuilt_buckets = True
-                logger.info("Reducer buckets have been rebuilt in this iteration.")
-            if self._auto_plan is not None and self.require_backward_grad_sync:
-                model_plan.before_step(self, self._auto_plan)
-        except RuntimeError as error:
-            changed = wrapped_model.describe_changes(self, self._reduced_ids)
-            if not changed:
-                raise
-            raise RuntimeError(f"{error}\n{changed}") from error
 
     def _post_forward(self, output: Any) -> Any:
         if self._use_python_reducer or self._delay_all_reduce_all_params:
