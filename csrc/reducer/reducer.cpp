@@ -146,6 +146,15 @@ void Reducer::begin_backward() {
   if (begun_.load(std::memory_order_relaxed)) {
     return;
   }
+  note_backward_begin();
+  for (const auto param : unused_) {
+    on_grad_coming(param);
+    mark_ready(param, true, nullptr);
+  }
+  begun_.store(true, std::memory_order_release);
+}
+
+void Reducer::note_backward_begin() {
   stats_.current.backward_begin_ns = wall_clock_ns();
   backward_begin_steady_ns_ = timeline::now_ns();
   timeline_.record_at(EventKind::kBackwardBegin, stats_.steps, backward_begin_steady_ns_);
@@ -154,11 +163,6 @@ void Reducer::begin_backward() {
   }
   rpc_context_ = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
   scale_ = gradient_scale();
-  for (const auto param : unused_) {
-    on_grad_coming(param);
-    mark_ready(param, true, nullptr);
-  }
-  begun_.store(true, std::memory_order_release);
 }
 
 void Reducer::mark_ready(int64_t param, bool unused, const at::Tensor* incoming) {
@@ -393,10 +397,9 @@ void Reducer::launch_all() {
 // What was used is what the backwards without reduction have marked: there are no outputs to search from.
 void Reducer::reduce_now() {
   clear_step();
-  unused_.clear();
   arm();
   guarded([&] {
-    begin_backward();
+    note_backward_begin();
     for (int64_t index = 0; index < static_cast<int64_t>(buckets_.size()); ++index) {
       for (const auto param : buckets_[static_cast<size_t>(index)]->params()) {
         const bool unused = used_map_ != nullptr && !used_map_->used_here(param);

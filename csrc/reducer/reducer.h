@@ -172,6 +172,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void clear_step();
   void arm();
   void begin_backward();
+  void note_backward_begin();
   void fire(int64_t param, const at::Tensor* incoming);
   void mark_ready(int64_t param, bool unused, const at::Tensor* incoming);
   void pack(int64_t param, bool unused, const at::Tensor* incoming);

@@ -103,9 +103,9 @@ def _check_reduced(model: TorchDDP, strategy: DDPSyncStrategy) -> None:
     if isinstance(model, DistributedDataParallel) and not model.reducer._grad_ready_order():
         if strategy is DDPSyncStrategy.SINGLE_AUTO_SYNC:
             warnings.warn(
-                "The last microbatch of a step with SINGLE_AUTO_SYNC ended without a backward: gradients of the other "
-                "microbatches are not reduced, and differ between ranks. Clear them, or take FORCED_SYNC, which "
-                "reduces whatever gradients there are.",
+                "The last microbatch of a step with SINGLE_AUTO_SYNC ended without a backward that reached parameters. "
+                "Gradients of the other microbatches are not reduced, and differ between ranks. Clear them, or take "
+                "FORCED_SYNC, which reduces whatever gradients there are.",
                 stacklevel=4,
             )
         return
