@@ -208,6 +208,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void check_grad(int64_t param, const at::Tensor& grad) const;
   void bucket_ready(int64_t index);
   void launch(int64_t index);
+  void start_reduction(int64_t index);
   bool can_skip(const bucket::Bucket& bucket) const;
   void all_launched();
   void finalize();
