@@ -25,13 +25,14 @@ from torch.nn.parallel.distributed import (
     _tree_unflatten_with_rref,
 )
 
-from torchddp import _C, bucket_sizes, buffer_sync, model_check, traffic, transports, wrapped_model
+from torchddp import _C, bucket_sizes, buffer_sync, model_check, transports, wrapped_model
 from torchddp import decoupled as decoupling
 from torchddp.comm_hook_check import check_hook_signature, checked
 from torchddp.ddp_logger import DDPLogger
 from torchddp.errors import TransportError
 from torchddp.planner import model_plan
 from torchddp.planner.auto_plan import AutoPlan
+from torchddp.traffic import Traffic, of_model
 
 __all__ = ["DistributedDataParallel"]
 
@@ -508,9 +509,9 @@ class DistributedDataParallel(TorchDDP):
         self.reducer._finish_gathers()
         return self.reducer._gradient_stats()
 
-    def traffic(self) -> dict[str, traffic.Traffic]:
+    def traffic(self) -> dict[str, Traffic]:
         """What gradients sent in the last synchronised step, by transport: see :func:`torchddp.traffic.of_model`."""
-        return traffic.of_model(self)
+        return of_model(self)
 
     # --- hooks and special modes ---
 
