@@ -30,6 +30,7 @@ from torchddp.ddp_modes import DDPModes
 from torchddp.ddp_steps import DDPSteps
 from torchddp.planner import model_plan
 from torchddp.sync_strategy import DDPSyncStrategy
+from torchddp.traffic import Traffic, of_model
 
 __all__ = ["DistributedDataParallel"]
 
@@ -330,6 +331,10 @@ class DistributedDataParallel(DDPModes, DDPBuffers, DDPSteps):
         """
         self.reducer._finish_gathers()
         return self.reducer._gradient_stats()
+
+    def traffic(self) -> dict[str, Traffic]:
+        """What gradients sent in the last synchronised step, by transport: see :func:`torchddp.traffic.of_model`."""
+        return of_model(self)
 
 
 def _only_torch_arguments(**arguments: Any) -> dict[str, Any]:

@@ -332,26 +332,38 @@ void Reducer::launch(int64_t index) {
   }
   timeline_.record(EventKind::kLaunched, index);
   follow_packing(bucket);
-  auto& sparse = sparse_[static_cast<size_t>(index)];
+  const auto bytes = bucket.is_sparse() ? transport::bytes_of(bucket.buffer()) : bucket.bytes();
+  const auto before = transport_->traffic();
   try {
-    if (comm_hook_) {
-      auto grad_bucket = make_grad_bucket(index, static_cast<int64_t>(buckets_.size()), bucket, params_, std::nullopt,
-                                          sparse.row_ids());
-      bucket.future = comm_hook_.run(grad_bucket);
-    } else if (bucket.is_sparse()) {
-      sparse.start(bucket, *transport_);
-    } else if (owned_) {
-      start_reduce(index);
-    } else if (config_.decoupled) {
-      start_reduce_scatter(index);
-    } else {
-      transport_->all_reduce(bucket.wire(), bucket.work(),
-                             {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index});
-    }
+    start_reduction(index);
   } catch (const TransportError& error) {
     fail(error, index);
   }
+  if (comm_hook_) {
+    stats_.current.hook_bytes += bytes;
+  } else {
+    stats_.current.count(transport_->traffic() - before, bytes);
+  }
   bucket.state = BucketState::kInFlight;
+}
+
+void Reducer::start_reduction(int64_t index) {
+  auto& bucket = *buckets_[static_cast<size_t>(index)];
+  auto& sparse = sparse_[static_cast<size_t>(index)];
+  if (comm_hook_) {
+    auto grad_bucket =
+        make_grad_bucket(index, static_cast<int64_t>(buckets_.size()), bucket, params_, std::nullopt, sparse.row_ids());
+    bucket.future = comm_hook_.run(grad_bucket);
+  } else if (bucket.is_sparse()) {
+    sparse.start(bucket, *transport_);
+  } else if (owned_) {
+    start_reduce(index);
+  } else if (config_.decoupled) {
+    start_reduce_scatter(index);
+  } else {
+    transport_->all_reduce(bucket.wire(), bucket.work(),
+                           {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index});
+  }
 }
 
 void Reducer::all_launched() {

@@ -214,6 +214,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // Whether all buckets are launched now.
   bool bucket_ready(int64_t index);
   void launch(int64_t index);
+  void start_reduction(int64_t index);
   bool can_skip(const bucket::Bucket& bucket) const;
   void all_launched();
   void finalize();
