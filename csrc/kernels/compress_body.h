@@ -26,6 +26,13 @@ namespace {
 
 inline constexpr uint32_t kInfinityBits = 0x7F800000u;
 
+// One number at any alignment.
+TDDP_COMPRESS_INLINE float load_float(const float* src) {
+  return load_as<DType::kF32, float>(reinterpret_cast<const unsigned char*>(src));
+}
+
+TDDP_COMPRESS_INLINE void store_float(float* dst, float value) { std::memcpy(dst, &value, sizeof(value)); }
+
 // Vectors of memory at any alignment.
 template <class Isa>
 struct VectorAccess {
@@ -185,7 +192,7 @@ struct Signs : VectorAccess<Isa> {
   [[gnu::cold]] TDDP_COMPRESS_TARGET static double exact_sum(const float* source, const float* residual, float scale) {
     double sum = 0;
     for (int64_t i = 0; i < kBlock; ++i) {
-      const float value = kResidual ? residual[i] : source[i] * scale;
+      const float value = kResidual ? load_float(residual + i) : load_float(source + i) * scale;
       sum += value < 0 ? -value : value;
     }
     return sum;
@@ -313,10 +320,10 @@ struct Halves : VectorAccess<Isa> {
       }
     }
     for (; i < numel; ++i) {
-      float value = load_as<DType::kF32, float>(reinterpret_cast<const unsigned char*>(source + i)) * scale;
-      if constexpr (kResidual) value += residual[i];
+      float value = load_float(source + i) * scale;
+      if constexpr (kResidual) value += load_float(residual + i);
       store_as<kHalf>(codes + 2 * i, value);
-      if constexpr (kResidual) residual[i] = kept<float>(value, load_as<kHalf, float>(codes + 2 * i));
+      if constexpr (kResidual) store_float(residual + i, kept<float>(value, load_as<kHalf, float>(codes + 2 * i)));
     }
   }
 
@@ -330,7 +337,7 @@ struct Halves : VectorAccess<Isa> {
     }
     for (; i < numel; ++i) {
       const float value = load_as<kHalf, float>(codes + 2 * i);
-      out[i] = kAccumulate ? out[i] + value : value;
+      store_float(out + i, kAccumulate ? load_float(out + i) + value : value);
     }
   }
 };

@@ -1,10 +1,14 @@
-// Radix selection over the bits of |v|, eleven bits and then twice ten: a histogram of the first over all numbers, then of
-// the others over those that share the bits so far with the k-th.
+// First the candidates: a sample says which magnitude is surely, or nearly so, below the k-th, and one pass over memory lists
+// what is above. (Should there be less than k, the pass is repeated and lists everything: the result is exact whatever the
+// sample said.) Then the k-th candidate by radix selection over the bits of |v|, eleven and then twice ten.
 #include "kernels/top_k.h"
 
 #include <algorithm>
 #include <array>
-#include <memory>
+#include <cmath>
+#include <functional>
+#include <utility>
+#include <vector>
 
 #include "kernels/float_bits.h"
 
@@ -19,95 +23,93 @@ constexpr int kFirstShift = 20;
 constexpr int kSecondShift = 10;
 constexpr uint32_t kDigits = 1u << (31 - kFirstShift);
 
-// Skipping is worth a look at so many numbers at once.
+// Numbers looked at together: most such groups hold no candidate.
 constexpr int64_t kGroup = 32;
+// One of so many numbers is in the sample, which is worth its while from the least size on.
+constexpr int64_t kSampleShare = 32;
+constexpr int64_t kLeastSample = 256;
+constexpr int64_t kMostSample = 8192;
+
+TDDP_ALWAYS_INLINE uint32_t magnitude_of(float value) { return bits_as<uint32_t>(value) & 0x7FFFFFFFu; }
 
 TDDP_ALWAYS_INLINE uint32_t key_of(float value) {
-  const uint32_t magnitude = bits_as<uint32_t>(value) & 0x7FFFFFFFu;
+  const uint32_t magnitude = magnitude_of(value);
   return magnitude < kNanKey ? magnitude : kNanKey;
 }
 
-using Histogram = std::array<uint32_t, kDigits>;
-
-// What is left of the search: the numbers above the digit in question are all taken, `wanted` more with this digit.
-struct Digit {
-  uint32_t digit;
-  int64_t wanted;
-  int64_t count;  // numbers with this digit
-};
-
-// Where, counted from the largest digit, the `wanted`-th number is; wanted > 0.
-Digit find_digit(const Histogram& histogram, int64_t wanted) {
-  uint32_t digit = kDigits - 1;
-  while (histogram[digit] < wanted) wanted -= histogram[digit--];
-  return {digit, wanted, histogram[digit]};
-}
-
-// v, one by one: kept in the residual once it is there.
+// v: made from source and residual at first, then in the residual, if there is one.
 template <bool kResidual>
 struct Values {
   const float* source;
   float* residual;
   float scale;
 
-  TDDP_ALWAYS_INLINE float get(int64_t i) const {
-    if constexpr (kResidual) return residual[i];
-    return source[i] * scale;
+  TDDP_ALWAYS_INLINE float make(int64_t i) const {
+    return kResidual ? source[i] * scale + residual[i] : source[i] * scale;
   }
-
-  TDDP_ALWAYS_INLINE uint32_t key(int64_t i) const { return key_of(get(i)); }
-
-  // The largest key of a group.
-  TDDP_ALWAYS_INLINE uint32_t largest_key(int64_t begin) const {
-    int32_t largest = 0;
-    for (int64_t i = begin; i < begin + kGroup; ++i) largest = std::max(largest, static_cast<int32_t>(key(i)));
-    return static_cast<uint32_t>(largest);
-  }
-
-  void add_residual(int64_t begin, int64_t end) const {
-    if constexpr (kResidual) {
-      for (int64_t i = begin; i < end; ++i) residual[i] = source[i] * scale + residual[i];
-    }
-  }
+  TDDP_ALWAYS_INLINE float get(int64_t i) const { return kResidual ? residual[i] : source[i] * scale; }
 };
 
-// Makes v, and counts first digits. Several histograms, because the same digit often comes twice in a row.
+// A key that about k numbers reach, and a few more; before v is in the residual. At most that of infinity, so that whatever is
+// not finite is a candidate.
 template <bool kResidual>
-Histogram count_first_digits(const Values<kResidual>& values, int64_t numel) {
-  constexpr int64_t kChunk = 1024;
-  constexpr int kCopies = 4;
-  std::array<Histogram, kCopies> counts{};
-  for (int64_t begin = 0; begin < numel; begin += kChunk) {
-    const int64_t end = std::min(numel, begin + kChunk);
-    values.add_residual(begin, end);
-    int64_t i = begin;
-    for (; i + kCopies <= end; i += kCopies) {
-      for (int64_t copy = 0; copy < kCopies; ++copy) {
-        ++counts[static_cast<size_t>(copy)][values.key(i + copy) >> kFirstShift];
+uint32_t guess_floor(const Values<kResidual>& values, int64_t numel, int64_t k) {
+  if (k == 0) return kInfinityKey;
+  const int64_t sample = std::min(numel / kSampleShare, kMostSample);
+  if (sample < kLeastSample) return 0;
+  const double expected = static_cast<double>(k) / static_cast<double>(numel) * static_cast<double>(sample);
+  const auto rank = static_cast<int64_t>(expected + 4 * std::sqrt(expected) + 8);
+  if (rank >= sample) return 0;
+  std::vector<uint32_t> keys;
+  keys.reserve(static_cast<size_t>(sample));
+  const int64_t step = numel / sample;
+  // At another place in each stretch: matrices are periodic.
+  for (int64_t i = 0; i < sample; ++i) keys.push_back(key_of(values.make(i * step + i * 7919 % step)));
+  std::nth_element(keys.begin(), keys.begin() + rank, keys.end(), std::greater<>());
+  return std::min(keys[static_cast<size_t>(rank)], kInfinityKey);
+}
+
+// Indices of the numbers whose keys reach `floor` <= kInfinityKey, ascending. kMake: v is made, and put into the residual.
+template <bool kMake, bool kResidual>
+std::vector<int32_t> find_candidates(const Values<kResidual>& values, int64_t numel, uint32_t floor) {
+  std::vector<int32_t> indices;
+  size_t count = 0;
+  for (int64_t begin = 0; begin < numel; begin += kGroup) {
+    const int64_t size = std::min(kGroup, numel - begin);
+    float group[kGroup];
+    const auto look = [&](int64_t size) {
+      int32_t found = 0;
+      for (int64_t i = 0; i < size; ++i) {
+        group[i] = kMake ? values.make(begin + i) : values.get(begin + i);
+        if constexpr (kMake && kResidual) values.residual[begin + i] = group[i];
+        found |= static_cast<int32_t>(magnitude_of(group[i])) >= static_cast<int32_t>(floor) ? 1 : 0;
       }
+      return found != 0;
+    };
+    if (!(size == kGroup ? look(kGroup) : look(size))) continue;
+    if (indices.size() < count + kGroup) indices.resize(2 * indices.size() + kGroup);
+    for (int64_t i = 0; i < size; ++i) {
+      indices[count] = static_cast<int32_t>(begin + i);
+      count += magnitude_of(group[i]) >= floor ? 1 : 0;
     }
-    for (; i < end; ++i) ++counts[0][values.key(i) >> kFirstShift];
   }
-  for (size_t digit = 0; digit < kDigits; ++digit) {
-    for (size_t copy = 1; copy < kCopies; ++copy) counts[0][digit] += counts[copy][digit];
-  }
-  return counts[0];
+  indices.resize(count);
+  return indices;
 }
 
-Histogram count_digits(const uint32_t* keys, int64_t num_keys, int shift) {
-  Histogram histogram{};
-  for (int64_t i = 0; i < num_keys; ++i) ++histogram[(keys[i] >> shift) & 0x3FFu];
-  return histogram;
-}
+// Where, counted from the largest digit, the `wanted`-th number is, and which of its digit it is.
+struct Digit {
+  uint32_t digit;
+  int64_t wanted;
+};
 
-// Keeps the keys with this digit.
-void keep_digit(uint32_t* keys, int64_t num_keys, int shift, uint32_t digit) {
-  int64_t kept = 0;
-  for (int64_t i = 0; i < num_keys; ++i) {
-    const uint32_t key = keys[i];
-    keys[kept] = key;
-    kept += ((key >> shift) & 0x3FFu) == digit ? 1 : 0;
-  }
+// Of the bits from `shift` on, `mask` of them; 0 < wanted <= number of keys.
+Digit find_digit(const std::vector<uint32_t>& keys, int shift, uint32_t mask, int64_t wanted) {
+  std::array<uint32_t, kDigits> histogram{};
+  for (const uint32_t key : keys) ++histogram[(key >> shift) & mask];
+  uint32_t digit = mask;
+  while (histogram[digit] < wanted) wanted -= histogram[digit--];
+  return {digit, wanted};
 }
 
 // The key of the k-th number, and how many of that key are taken.
@@ -116,67 +118,45 @@ struct Threshold {
   int64_t ties;
 };
 
-template <bool kResidual>
-Threshold find_threshold(const Values<kResidual>& values, int64_t numel, int64_t k) {
-  const Histogram first_digits = count_first_digits(values, numel);
+// `keys` are at least k, in any order.
+Threshold find_threshold(std::vector<uint32_t> keys, int64_t k) {
   if (k == 0) return {kNanKey + 1, 0};
-  const Digit first = find_digit(first_digits, k);
-  // One more than there are: every key is written before it is known whether it stays.
-  const auto keys = std::make_unique_for_overwrite<uint32_t[]>(static_cast<size_t>(first.count) + 1);
-  int64_t num_keys = 0;
-  for (int64_t i = 0; i < numel; ++i) {
-    const uint32_t key = values.key(i);
-    keys[static_cast<size_t>(num_keys)] = key;
-    num_keys += key >> kFirstShift == first.digit ? 1 : 0;
+  Threshold threshold{0, k};
+  uint32_t mask = kDigits - 1;
+  for (const int shift : {kFirstShift, kSecondShift, 0}) {
+    const Digit found = find_digit(keys, shift, mask, threshold.ties);
+    threshold = {threshold.key | found.digit << shift, found.wanted};
+    std::erase_if(keys, [&](uint32_t key) { return key >> shift != threshold.key >> shift; });
+    mask = (1u << kSecondShift) - 1;
   }
-  const Digit second = find_digit(count_digits(keys.get(), num_keys, kSecondShift), first.wanted);
-  keep_digit(keys.get(), num_keys, kSecondShift, second.digit);
-  const Digit third = find_digit(count_digits(keys.get(), second.count, 0), second.wanted);
-  return {first.digit << kFirstShift | second.digit << kSecondShift | third.digit, third.wanted};
+  return threshold;
 }
 
 template <bool kResidual>
-class Selection {
- public:
-  Selection(const Values<kResidual>& values, Threshold threshold, int32_t* indices, float* selected)
-      : values_(values), threshold_(threshold), indices_(indices), selected_(selected) {}
-
-  void take(int64_t numel) {
-    // What is not finite leaves the residual even where it is not taken.
-    const uint32_t seen = kResidual ? std::min(threshold_.key, kInfinityKey) : threshold_.key;
-    int64_t begin = 0;
-    for (; begin + kGroup <= numel; begin += kGroup) {
-      if (values_.largest_key(begin) >= seen) take_range(begin, begin + kGroup);
-    }
-    take_range(begin, numel);
-  }
-
- private:
-  void take_range(int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const float value = values_.get(i);
-      const uint32_t key = key_of(value);
-      const bool ties = key == threshold_.key && threshold_.ties > 0;
-      const bool taken = key > threshold_.key || ties;
-      threshold_.ties -= ties ? 1 : 0;
-      if constexpr (kResidual) {
-        if (taken || key >= kInfinityKey) values_.residual[i] = 0;
-      }
-      if (!taken) continue;
-      *indices_++ = static_cast<int32_t>(i);
-      *selected_++ = value;
-    }
-  }
-
-  Values<kResidual> values_;
-  Threshold threshold_;
-  int32_t* indices_;
-  float* selected_;
-};
-
-template <bool kResidual>
 void select(const Values<kResidual>& values, int64_t numel, int64_t k, int32_t* indices, float* selected) {
-  Selection<kResidual>(values, find_threshold(values, numel, k), indices, selected).take(numel);
+  const uint32_t floor = guess_floor(values, numel, k);
+  std::vector<int32_t> candidates = find_candidates<true>(values, numel, floor);
+  if (static_cast<int64_t>(candidates.size()) < k) candidates = find_candidates<false>(values, numel, 0);
+
+  std::vector<uint32_t> keys;
+  keys.reserve(candidates.size());
+  for (const int32_t candidate : candidates) keys.push_back(key_of(values.get(candidate)));
+  Threshold threshold = find_threshold(std::move(keys), k);
+
+  for (const int32_t candidate : candidates) {
+    const float value = values.get(candidate);
+    const uint32_t key = key_of(value);
+    const bool ties = key == threshold.key && threshold.ties > 0;
+    const bool taken = key > threshold.key || ties;
+    threshold.ties -= ties ? 1 : 0;
+    // What is not finite leaves the residual even where it is not taken.
+    if constexpr (kResidual) {
+      if (taken || key >= kInfinityKey) values.residual[candidate] = 0;
+    }
+    if (!taken) continue;
+    *indices++ = candidate;
+    *selected++ = value;
+  }
 }
 
 }  // namespace

@@ -14,8 +14,8 @@ inline constexpr int64_t kMaxTopKNumel = int64_t{1} << 31;
 // indices, ascending, and their values. A NaN counts as larger than anything, NaNs as equal; of equal magnitudes those with
 // lower indices are taken. Then residual = v, with zeros in place of what was taken and of what is not finite.
 //
-// 0 <= k <= numel <= kMaxTopKNumel. No overlap between the arrays. The same bits on every processor. Allocates memory for the
-// numbers whose first eleven bits (exponent and three of the mantissa) are those of the k-th.
+// 0 <= k <= numel <= kMaxTopKNumel. No overlap between the arrays, which are aligned as their types want. The same bits on
+// every processor. Allocates eight bytes per candidate: some more than k, in the worst case numel.
 void select_top_k(const float* source, int64_t numel, int64_t k, int32_t* indices, float* values, float* residual,
                   float scale);
 

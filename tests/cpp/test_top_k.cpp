@@ -72,7 +72,7 @@ Floats make_values(int64_t numel, uint32_t seed, int kind) {
 }
 
 TEST(top_k_agrees_with_a_sort) {
-  for (const int64_t numel : {1, 2, 31, 32, 33, 100, 1023, 1025, 5000}) {
+  for (const int64_t numel : {1, 2, 31, 32, 33, 100, 1023, 1025, 5000, 70001}) {
     for (int kind = 0; kind < 4; ++kind) {
       const Floats source = make_values(numel, static_cast<uint32_t>(numel), kind);
       const auto all = static_cast<size_t>(numel);
@@ -87,7 +87,7 @@ TEST(top_k_agrees_with_a_sort) {
 }
 
 TEST(top_k_keeps_what_it_does_not_send) {
-  for (const int64_t numel : {1, 33, 1025, 5000}) {
+  for (const int64_t numel : {1, 33, 1025, 5000, 70001}) {
     for (int kind = 0; kind < 4; ++kind) {
       for (const float scale : {1.0f, 1.0f / 3.0f}) {
         const Floats source = make_values(numel, 5, kind), residual = make_values(numel, 6, kind == 3 ? 0 : kind);
@@ -110,6 +110,22 @@ TEST(top_k_takes_the_first_of_equal_magnitudes_and_every_nan_before_an_infinity)
   CHECK((run_top_k(source, 2, nullptr, 1.0f).indices == std::vector<int32_t>{4, 7}));
   CHECK((run_top_k(source, 3, nullptr, 1.0f).indices == std::vector<int32_t>{2, 4, 7}));
   CHECK((run_top_k(source, 6, nullptr, 1.0f).indices == std::vector<int32_t>{1, 2, 3, 4, 6, 7}));
+}
+
+// The larger numbers lie where the sample is taken, and are fewer than k.
+TEST(top_k_is_exact_where_its_sample_misleads) {
+  Floats source(size_t{1} << 18, 1.0f);
+  for (size_t i = 0; i < 8192; ++i) source[i * 32 + i * 7919 % 32] = -2.0f;
+  source[1000] = 1.5f, source[70] = kNan;
+  const Floats residual(source.size(), 0.25f);
+  Floats values;
+  for (const float value : source) values.push_back(value + 0.25f);
+  for (const size_t k : {size_t{7000}, size_t{9000}}) {
+    const Selected expected = reference_top_k(values, k), actual = run_top_k(source, k, &residual, 1.0f);
+    CHECK(actual.indices == expected.indices);
+    CHECK(same_bits(actual.residual, expected.residual));
+    CHECK(run_top_k(values, k, nullptr, 1.0f).indices == expected.indices);
+  }
 }
 
 TEST(top_k_of_nothing) {
