@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,7 +54,7 @@ def run(
             nbytes = size * 1024
             task = progress.add_task(bytes_text(nbytes), total=rounds + 1)
             calls = make_calls(nbytes, formats, share, seed)
-            seconds = measure(calls, nbytes, rounds, seed, lambda task=task: progress.advance(task))
+            seconds = measure(calls, nbytes, rounds, seed, partial(progress.advance, task))
             document["results"].append(size_result(nbytes, list(calls), seconds))
     console.print(render(document))
     return document
