@@ -116,6 +116,23 @@ def unpack_on_device(
     scale: float = 1.0,
     stats: torch.Tensor | None = None,
 ) -> None: ...
+def compressed_bytes(format: str, numel: int) -> int: ...
+def compress(
+    format: str,
+    source: torch.Tensor,
+    out: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    scale: float = 1.0,
+) -> None: ...
+def decompress(format: str, data: torch.Tensor, out: torch.Tensor, accumulate: bool = False) -> None: ...
+def select_top_k(
+    source: torch.Tensor,
+    k: int,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    scale: float = 1.0,
+) -> None: ...
 
 class Event:
     @property
