@@ -28,6 +28,7 @@ from torch.nn.parallel.distributed import (
 from torchddp import _C, bucket_sizes, buffer_sync, model_check, transports, wrapped_model
 from torchddp import decoupled as decoupling
 from torchddp.comm_hook_check import check_hook_signature, checked
+from torchddp.comm_hooks import CommHook
 from torchddp.ddp_logger import DDPLogger
 from torchddp.errors import TransportError
 from torchddp.planner import model_plan
@@ -523,11 +524,14 @@ class DistributedDataParallel(TorchDDP):
         """Reduce buckets with ``hook(state, bucket: GradBucket) -> Future[Tensor]`` from now on (torch's types).
 
         Once, before the first backward. The bucket is not divided by the world size beforehand. Any hook written for
-        torch's class works. Not collective, but every rank must register a hook that sends the same collectives.
+        torch's class works. Every rank must register a hook that sends the same collectives; collective if it is one of
+        ``torchddp.comm_hooks``.
         """
         if self._decoupled:
             self._log_and_throw(RuntimeError, decoupling.NO_HOOKS)
         self._check_comm_hook(hook)
+        if isinstance(hook, CommHook):
+            hook.attach(self)
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
         self._comm_hooks.append((hook, state))
         self.reducer._register_comm_hook(state, checked(hook, self._distributed_rank))
