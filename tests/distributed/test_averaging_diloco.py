@@ -1,5 +1,6 @@
 """DiLoCo and Streaming DiLoCo: beside simulations of all ranks in one process, and in closed form."""
 
+import os
 import time
 
 import pytest
@@ -322,3 +323,32 @@ def test_buffers():
         assert model.norm.num_batches_tracked == 2
 
     run_ranks(work, 2)
+
+
+def test_two_hosts(monkeypatch):
+    """The ranks of a host are summed exactly, and only what is sent between hosts is rounded."""
+    monkeypatch.setenv("TORCHDDP_HOST_ID", "")  # put back afterwards
+
+    def work(rank):
+        os.environ["TORCHDDP_HOST_ID"] = f"host{rank // 2}"
+        model = make_net(rank)
+        optimizer = DiLoCo(model, sgd(model.parameters()), 2, 1.0, 0.0, wire="int8")
+        streaming_model = make_net(rank)
+        streaming = StreamingDiLoCo(
+            streaming_model, sgd(streaming_model.parameters()), 4, wire="int8", fragments=2, overlap_steps=1, alpha=0.5
+        )
+        train(model, optimizer, rank, range(2))
+        assert_same_on_all_ranks(model)
+        train(streaming_model, streaming, rank, range(8))
+        streaming.finish()
+        assert_same_global_weights(streaming)
+        # What one rank of a host has moved and the other has moved back is no movement.
+        before = {name: w.clone() for name, w in optimizer.global_weights.items()}
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1.0 - 2 * (rank % 2))
+        optimizer.synchronize()
+        for name, weight in optimizer.global_weights.items():
+            torch.testing.assert_close(weight, before[name], rtol=0, atol=1e-6)
+
+    run_ranks(work, 4)
