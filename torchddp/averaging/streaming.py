@@ -26,8 +26,8 @@ class _OnTheWay:
 
     fragment: int
     due: int
-    flats: list[torch.Tensor]  # one for each bucket; means once the future is done
-    future: Any  # None: they are means already
+    flats: list[torch.Tensor]  # one for each bucket; means once the job is done
+    job: tuple[_Job, torch.futures.Future[torch.Tensor]] | None  # None: they are means already
 
 
 class StreamingDiLoCo(OuterLoop):
@@ -115,7 +115,7 @@ class StreamingDiLoCo(OuterLoop):
             self._global.pack_moved(bucket, flats[-1])
         job = _Job(self._mean, flats, [wire_of(self._wire, bucket) for bucket in buckets])
         future = self._worker.submit(job, f"fragment {fragment}", flats[0].device)
-        self._on_the_way = _OnTheWay(fragment, self.steps + self.overlap_steps, flats, future)
+        self._on_the_way = _OnTheWay(fragment, self.steps + self.overlap_steps, flats, (job, future))
 
     def _merge_if_due(self) -> None:
         if self._on_the_way is not None and self._on_the_way.due <= self.steps:
@@ -130,16 +130,17 @@ class StreamingDiLoCo(OuterLoop):
 
     def _wait(self, pending: _OnTheWay) -> None:
         """Until the means are there. The thread makes them, wherever the other ranks are in their steps."""
-        if pending.future is None:
+        if pending.job is None:
             return
+        job, future = pending.job
         try:
-            sent_bytes = pending.future.wait()
+            future.wait()
         except RuntimeError as error:
             names = [name for bucket in self.fragments[pending.fragment] for name in bucket.named]
             what = f"fragment {pending.fragment}"
             raise lost_peer(self.process_group, "StreamingDiLoCo", self.steps, what, names, error) from error
-        self.traffic = Traffic(sum(flat.nbytes for flat in pending.flats), int(sent_bytes))
-        pending.future = None
+        self.traffic = Traffic(sum(flat.nbytes for flat in pending.flats), job.sent_bytes)
+        pending.job = None
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -178,13 +179,15 @@ class _Job:
 
     def __init__(self, mean: FlatMean, flats: list[torch.Tensor], wires: list[str]) -> None:
         self._mean, self._flats, self._wires = mean, flats, wires
+        self.sent_bytes = 0
 
     def __call__(self) -> torch.Tensor:
-        """The bytes that were sent, int64 []."""
+        """One of the means: on a device the future waits for the streams of what it holds."""
         before = self._mean.sent_bytes
         for flat, wire in zip(self._flats, self._wires, strict=True):
             self._mean.run(flat, wire)
-        return torch.tensor(self._mean.sent_bytes - before)
+        self.sent_bytes = self._mean.sent_bytes - before
+        return self._flats[0]
 
 
 def _flat_of(bucket: FlatBucket, means: dict[str, torch.Tensor]) -> torch.Tensor:
