@@ -13,6 +13,7 @@ from tests.averaging import (
     Simulation,
     assert_close,
     assert_same_on_all_ranks,
+    batch_of,
     local_backward,
     make_net,
     through_a_file,
@@ -177,6 +178,26 @@ def test_post_local_sgd_after_ddp_with_torchs_hook():
             assert_same_on_all_ranks(net)
             results.append(net)
         assert_close(*results, rtol=1e-6, atol=1e-7)
+
+    run_ranks(work, 2)
+
+
+def test_a_loss_scaler_that_leaves_out_a_step_on_one_rank():
+    def work(rank):
+        model = make_net(0)
+        optimizer = PostLocalSGD(sgd(model.parameters()), PeriodicAverager(model, 2))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        before = model.embed.weight.detach().clone()
+        for step in range(3):
+            model.zero_grad()
+            scaler.scale(model(batch_of(rank, step)).square().mean()).backward()
+            if step == 0 and rank == 1:
+                model.embed.bias.grad[0] = float("inf")
+            scaler.step(optimizer.optim)
+            assert step > 0 or torch.equal(before, model.embed.weight) == (rank == 1)
+            optimizer.after_step()
+            scaler.update()
+        assert_same_on_all_ranks(model)
 
     run_ranks(work, 2)
 

@@ -171,6 +171,8 @@ def test_models_and_options_that_differ_between_ranks():
         return [
             error_of(lambda: PeriodicAverager([("a", shapes[0]), ("b", shapes[1])], 1)),
             error_of(lambda: DiLoCo(net, sgd(net.parameters()), 4 + rank // 2)),
+            error_of(lambda: DiLoCo(net, sgd(net.parameters()), 4, outer_lr=0.5 if rank == 1 else 0.7)),
+            error_of(lambda: SlowMo(sgd(net.parameters()), 4, slow_momentum=0.5 if rank == 1 else 0.7)),
         ]
 
     expected = [
@@ -179,14 +181,17 @@ def test_models_and_options_that_differ_between_ranks():
             "PeriodicAverager needs the same parameters on all ranks. On rank 2 it is 'b'",
         ),
         ("RuntimeError", "On rank 2 it is sync_every=5"),
+        ("RuntimeError", "On rank 1 it is sync_every=4, outer_lr=0.5"),
+        ("RuntimeError", "On rank 1 it is slow_momentum=0.5"),
     ]
     for found in run_ranks(work, 3):
         check(found, expected)
 
 
-@pytest.mark.parametrize(
-    "method", ["periodic", "streaming", *(pytest.param(m, marks=pytest.mark.slow) for m in ("diloco", "int8"))]
-)
+SLOW_METHODS = [pytest.param(method, marks=pytest.mark.slow) for method in ("diloco", "int8")]
+
+
+@pytest.mark.parametrize("method", ["periodic", "streaming", *SLOW_METHODS])
 def test_a_rank_that_takes_fewer_steps(method):
     """The others' wait ends with the process group's time limit, in an error that says what was waited for."""
 

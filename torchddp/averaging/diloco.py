@@ -155,7 +155,8 @@ class DiLoCo(OuterLoop):
             raise TypeError(f"buffers=True needs a module as params, got {type(params).__name__}")
         module_buffers = named_buffers(params) if buffers and isinstance(params, nn.Module) else {}
         make_outer = make_outer_factory(outer_optimizer, outer_lr, outer_momentum, nesterov)
-        super().__init__(params, optimizer, sync_every, make_outer, wire, process_group, f"wire={wire}")
+        options = f"outer_lr={outer_lr}, outer_momentum={outer_momentum}, nesterov={nesterov}, wire={wire}"
+        super().__init__(params, optimizer, sync_every, make_outer, wire, process_group, options)
         self._means = FlatMeans(self._named, self.process_group, "DiLoCo", bucket_cap_mb, wire)
         self._buffers = None
         if module_buffers:

@@ -29,6 +29,8 @@ def named_parameters(source: ParamSource) -> Named:
         raise TypeError(
             "params must be a module, or an iterable of parameters, named parameters or groups, got a tensor"
         )
+    if isinstance(source, nn.parallel.DistributedDataParallel):
+        source = source.module  # with the names of the bare one: checkpoints are interchangeable
     pairs = source.named_parameters() if isinstance(source, nn.Module) else _pairs(source)
     found: Named = {}
     seen: set[int] = set()

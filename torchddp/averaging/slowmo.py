@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchddp.averaging.averagers import PeriodicAverager
-from torchddp.averaging.parameters import Named, broadcast_from_first, named_parameters, sum_dtype
+from torchddp.averaging.parameters import Named, broadcast_from_first, named_parameters, sum_dtype, verify_same
 from torchddp.averaging.wrapper import OptimizerWrapper
 from torchddp.traffic import Traffic
 
@@ -66,6 +66,8 @@ class SlowMo(OptimizerWrapper):
             self.averager = PeriodicAverager(optimizer.param_groups, period, process_group=process_group)
         self.slow_momentum, self.slow_lr = slow_momentum, slow_lr
         self._named = named_parameters(optimizer.param_groups)
+        options = [f"slow_momentum={slow_momentum}, slow_lr={slow_lr}"]
+        verify_same(self._named, self.averager.process_group, "SlowMo", options)
         broadcast_from_first(self._named, self.averager.process_group)
         self._begin: Named = {name: p.detach().clone() for name, p in self._named.items()}
         self._slow: Named = {

@@ -78,7 +78,10 @@ class StreamingDiLoCo(OuterLoop):
     ) -> None:
         if not 0 <= alpha < 1:
             raise ValueError(f"alpha must be at least 0 and below 1 (which would keep ranks apart), got {alpha}")
-        options = f"fragments={fragments}, overlap_steps={overlap_steps}, alpha={alpha}, wire={wire}"
+        options = (
+            f"outer_lr={outer_lr}, outer_momentum={outer_momentum}, nesterov={nesterov}, wire={wire}, "
+            f"fragments={fragments}, overlap_steps={overlap_steps}, alpha={alpha}"
+        )
         make_outer = make_outer_factory(outer_optimizer, outer_lr, outer_momentum, nesterov)
         super().__init__(params, optimizer, sync_every, make_outer, wire, process_group, options)
         names = plan_fragments(list(self._named), fragments)
