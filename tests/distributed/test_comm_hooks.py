@@ -143,8 +143,7 @@ def test_resume_is_exact_also_into_other_buckets(world_size, hosts):
         live_on(hosts, rank)
         for make in (Int8, TopK, *COMPRESSORS[8:10], lambda: CastAround(PowerSGD(2, start_step=3))):
             straight_hook, first_hook, second_hook = make(), make(), make()
-            # Quantisers' blocks follow buckets, so exactness needs equal ones; so that there are no others: no rebuilding.
-            options = {"bucket_cap_mb": 100, "find_unused_parameters": False}
+            options = {"bucket_cap_mb": 100}  # blocks follow buckets: for the same bits these must be the same
             straight, first = hooked(straight_hook, **options), hooked(first_hook, **options)
             for step in range(5):
                 step_of(straight, given(rank, step))
@@ -168,7 +167,8 @@ def test_resume_is_exact_also_into_other_buckets(world_size, hosts):
     run_ranks(work, world_size, timeout=120)
 
 
-def test_a_bad_number_is_seen_everywhere_and_gone_in_the_next_step():
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_bad_number_is_seen_everywhere_and_gone_in_the_next_step(world_size):
     def spoilt(rank, step):
         gradients = given(rank, step)
         if step == 1 and rank == 1:
@@ -192,11 +192,11 @@ def test_a_bad_number_is_seen_everywhere_and_gone_in_the_next_step():
             for kind in ("residual", "server_residual", "factors"):
                 assert all(torch.isfinite(value).all() for value in held.get(kind, {}).values())
 
-    for world_size in (2, 3):
-        run_ranks(work, world_size)
+    run_ranks(work, world_size)
 
 
-def test_accumulation_and_unused_parameters():
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_accumulation_and_unused_parameters(world_size):
     def work(rank):
         def some(rank, step):
             gradients = given(rank, step)
@@ -219,8 +219,7 @@ def test_accumulation_and_unused_parameters():
             if not isinstance(hook, PowerSGD):
                 assert (one_of_two - exact).norm() < 0.4 * exact.norm()
 
-    for world_size in (2, 3):
-        run_ranks(work, world_size)
+    run_ranks(work, world_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -230,7 +229,8 @@ def test_16_bit_gradients(dtype):
             model = hooked(make(), Given(dtype))
             gradients = {name: value.to(dtype) for name, value in given(rank, 0).items()}
             averages = step_of(model, gradients)
-            assert all(torch.isfinite(value).all() and value.norm() > 0 for value in averages.values())
+            assert all(torch.isfinite(value).all() for value in averages.values())
+            assert averages["embed"].norm() > 0
             assert model.module.embed.grad.dtype == dtype
             if make in (BF16, Int8):
                 assert_near(averages, average(0), 2e-2)

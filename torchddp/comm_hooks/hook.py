@@ -90,6 +90,7 @@ class CommHook(abc.ABC):
         self.timeout = timeout
         self._attachment: _Attachment | None = None
         self._worker: Worker | None = None
+        self._exchange: Any = None  # an Exchange, once attached
         self._step = _Step(0)
 
     # --- what a method must say ---
@@ -152,7 +153,7 @@ class CommHook(abc.ABC):
             self._worker.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_attachment": None, "_worker": None}
+        return {**self.__dict__, "_attachment": None, "_worker": None, "_exchange": None}
 
     # --- a step ---
 
