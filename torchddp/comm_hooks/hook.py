@@ -1,6 +1,6 @@
 """What all communication hooks of torchddp have in common."""
 
-from __future__ import annotations
+# Annotations are no strings here: torch's register_comm_hook() compares those of hooks with the types themselves.
 
 import abc
 import datetime
@@ -39,7 +39,7 @@ class Setup:
     module: nn.Module
     sum_format: str | None = None
 
-    def among(self, names: set[str]) -> Setup:
+    def among(self, names: set[str]) -> "Setup":
         """The same for some of the parameters."""
         return replace(self, parameters={n: p for n, p in self.parameters.items() if n in names})
 
@@ -117,7 +117,8 @@ class CommHook(abc.ABC):
         """Make the hook's process groups. Collective; called by the model when the hook is registered.
 
         Args:
-            model: a DistributedDataParallel, torchddp's or torch's.
+            model: a DistributedDataParallel, torchddp's or torch's own; that does not call this itself, and needs
+                ``model.register_comm_hook(None, hook.__call__)``.
 
         Raises:
             TypeError: a parameter that is neither fp32, bf16 nor fp16, by name.
