@@ -222,6 +222,47 @@ def test_accumulation_and_unused_parameters(world_size):
     run_ranks(work, world_size)
 
 
+@pytest.mark.parametrize("options", [{"static_graph": True}, {"gradient_as_bucket_view": False}], ids=str)
+def test_options_of_the_model(options):
+    def work(rank):
+        for transport in ("shm", "c10d"):
+            model = hooked(Int8(), transport=transport, **options)
+            for step in range(3):
+                assert_near(step_of(model, given(rank, step)), average(step), 3e-2)
+
+    run_ranks(work, 2)
+
+
+def test_ranks_that_run_out_of_inputs():
+    def work(rank):
+        hook = Int8()
+        model = hooked(hook)
+        with model.join():
+            for step in range(3 + 2 * rank):
+                model.zero_grad()
+                model(given(rank, step)).backward()
+                if step >= 3:  # rank 0 has gone: zeros from it
+                    wanted = {name: value.double() / 2 for name, value in given(1, step).items()}
+                    grads = {name: p.grad.double() for name, p in model.module.named_parameters()}
+                    assert_near(grads, wanted, 5e-2)
+
+    run_ranks(work, 2)
+
+
+def test_many_buckets_in_any_order_of_ranks():
+    """Buckets become ready at other times on each rank; messages of neighbours must not be mixed up."""
+
+    def work(rank):
+        model = hooked(PowerSGD(2), bucket_cap_mb=0.0001)
+        exact = hooked(PerParameter(None, []), bucket_cap_mb=0.0001)
+        for step in range(3):
+            step_of(model, given(rank, step))
+            assert len(model.reducer.plan) == len(SHAPES)
+            assert_near(step_of(exact, given(rank, step)), average(step), 1e-6)
+
+    run_ranks(work, 3)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_gradients(dtype):
     def work(rank):
