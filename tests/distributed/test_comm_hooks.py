@@ -38,8 +38,9 @@ from torchddp.traffic import Traffic
 
 pytestmark = pytest.mark.beyond_torch("hooks of its own")
 
+SLOW = pytest.mark.slow
 # By world size, and the host of each rank: two hosts exchange shards of what each has summed.
-PLACES = [(1, None), (2, None), (3, None), (4, "aabb"), pytest.param(4, "aaab", marks=pytest.mark.slow)]
+PLACES = [(1, None), (2, None), (3, None), (4, "aabb"), pytest.param(4, "aaab", marks=SLOW)]
 # How far the first average may be off.
 ROUNDED = {FP16: 1e-3, BF16: 8e-3, Int8: 1.5e-2, Int4: 0.25}
 COMPRESSORS = (
@@ -124,6 +125,23 @@ def test_bytes_on_the_wire(world_size):
     run_ranks(work, world_size)
 
 
+@pytest.mark.parametrize(("hosts", "auto"), [("aabb", (2, 2)), ("aaab", (4, 1)), ("abcd", (4, 1)), ("aaaa", (4, 1))])
+def test_who_sends_to_whom(hosts, auto):
+    """Between how many messages go, and how many sum before, by the hosts of the ranks."""
+
+    def work(rank):
+        live_on(hosts, rank)
+        expected = {"auto": auto, False: (4, 1), True: (1, 4) if hosts == "aaaa" else auto}
+        for hierarchical, shape in expected.items():
+            hook = Int4(hierarchical=hierarchical)
+            model = hooked(hook)
+            assert (hook._exchange.members, hook._exchange.places) == shape, hierarchical
+            if shape == (1, 4):  # nothing is compressed
+                assert_near(step_of(model, given(rank, 0)), average(0), 1e-6)
+
+    run_ranks(work, 4)
+
+
 def test_one_rank_sends_nothing():
     def work(rank):
         for make in COMPRESSORS:
@@ -136,7 +154,7 @@ def test_one_rank_sends_nothing():
 
 
 @pytest.mark.parametrize(
-    ("world_size", "hosts"), [(2, None), (3, None), pytest.param(4, "aabb", marks=pytest.mark.slow)]
+    ("world_size", "hosts"), [pytest.param(2, None, marks=SLOW), (3, None), pytest.param(4, "aabb", marks=SLOW)]
 )
 def test_resume_is_exact_also_into_other_buckets(world_size, hosts):
     def work(rank):
@@ -167,7 +185,7 @@ def test_resume_is_exact_also_into_other_buckets(world_size, hosts):
     run_ranks(work, world_size, timeout=120)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=SLOW), 3])
 def test_a_bad_number_is_seen_everywhere_and_gone_in_the_next_step(world_size):
     def spoilt(rank, step):
         gradients = given(rank, step)
@@ -195,7 +213,7 @@ def test_a_bad_number_is_seen_everywhere_and_gone_in_the_next_step(world_size):
     run_ranks(work, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=SLOW), 3])
 def test_accumulation_and_unused_parameters(world_size):
     def work(rank):
         def some(rank, step):
@@ -263,7 +281,7 @@ def test_many_buckets_in_any_order_of_ranks():
     run_ranks(work, 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=SLOW)])
 def test_16_bit_gradients(dtype):
     def work(rank):
         for make in (BF16, Int8, TopK, lambda: PowerSGD(rank=2)):

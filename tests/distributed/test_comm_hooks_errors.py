@@ -1,6 +1,7 @@
 """What communication hooks refuse, and what they say when another rank is gone."""
 
 import datetime
+import multiprocessing
 import os
 import threading
 import time
@@ -149,10 +150,10 @@ def test_a_rank_that_is_gone():
 
 def test_the_time_limit_of_the_hook():
     def work(rank):
-        model = hooked(Int8(timeout=datetime.timedelta(seconds=1)))
+        model = hooked(Int8(timeout=datetime.timedelta(seconds=0.5)))
         step_of(model, given(rank, 0))
         if rank == 1:
-            time.sleep(4)
+            time.sleep(2)
             return
         with pytest.raises(RuntimeError, match="Int8 on rank 0, step 2"):
             model(given(rank, 1)).backward()
@@ -188,6 +189,21 @@ def test_worker_keeps_the_order_and_ends():
     while "order of jobs" in names():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_worker_in_the_child_of_a_fork():
+    worker = Worker("before the fork")
+
+    def answer():
+        return worker.submit(lambda: torch.tensor(3.0), "job", torch.device("cpu")).wait().item()
+
+    assert answer() == 3.0
+    child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(answer() == 3.0))
+    child.start()
+    child.join(20)
+    assert child.exitcode == 1  # True
+    worker.close()
+    assert answer() == 3.0
 
 
 def test_a_group_of_some_ranks():

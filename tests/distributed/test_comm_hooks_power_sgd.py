@@ -30,7 +30,9 @@ def low_rank(rank, step):
     return gradients
 
 
-@pytest.mark.parametrize(("world_size", "hosts"), [(2, None), (3, None), (4, "aabb")])
+@pytest.mark.parametrize(
+    ("world_size", "hosts"), [(2, None), (3, None), pytest.param(4, "aabb", marks=pytest.mark.slow)]
+)
 def test_matrices_of_that_rank_are_sent_exactly(world_size, hosts):
     def work(rank):
         live_on(hosts, rank)
@@ -94,7 +96,7 @@ def test_as_good_as_torchs():
 
     def work(rank):
         ours, theirs = hooked(PowerSGD(3, error_feedback=False)), torch_model()
-        for _ in range(25):
+        for _ in range(15):
             mine, other = step_of(ours, given(rank, 0)), step_of(theirs, given(rank, 0))
         for name in MATRICES:
             exact = average(0)[name].flatten(1)
