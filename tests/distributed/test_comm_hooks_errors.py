@@ -206,6 +206,17 @@ def test_worker_in_the_child_of_a_fork():
     assert answer() == 3.0
 
 
+def test_another_process_group():
+    def work(rank):
+        model = hooked(Int8())
+        step_of(model, given(rank, 0))
+        model._update_process_group(dist.new_group([0, 1]))
+        with pytest.raises(RuntimeError, match="the model has another one now"):
+            model(given(rank, 1)).backward()
+
+    run_ranks(work, 2)
+
+
 def test_a_group_of_some_ranks():
     def work(rank):
         pair = dist.new_group([0, 2])

@@ -14,6 +14,7 @@ from torchddp.comm_hooks.orthogonal import orthonormal
 
 pytestmark = pytest.mark.beyond_torch("hooks of its own")
 MATRICES = ("embed", "wide", "narrow")
+PLACES = [(2, None), (3, None), pytest.param(4, "aabb", marks=pytest.mark.slow)]
 VECTORS = ("norm", "bias", "long")
 
 
@@ -30,9 +31,7 @@ def low_rank(rank, step):
     return gradients
 
 
-@pytest.mark.parametrize(
-    ("world_size", "hosts"), [(2, None), (3, None), pytest.param(4, "aabb", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("world_size", "hosts"), PLACES)
 def test_matrices_of_that_rank_are_sent_exactly(world_size, hosts):
     def work(rank):
         live_on(hosts, rank)
@@ -64,11 +63,10 @@ def test_bytes():
     run_ranks(work, 2)
 
 
-def test_repeated_gradients_are_found_by_warm_start():
-    """The same gradients again and again: with error feedback what is sent adds up to them; warm start gets there."""
+def test_repeated_gradients_arrive_in_the_end():
+    """The same gradients again and again: what a step leaves out comes later, so that the mean comes near them."""
 
     def work(rank):
-        errors = {}
         for warm in (True, False):
             model = hooked(PowerSGD(4, warm_start=warm))
             total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
@@ -76,9 +74,7 @@ def test_repeated_gradients_are_found_by_warm_start():
                 for name, value in step_of(model, given(rank, 0)).items():
                     total[name] += value
             wanted = {name: 30 * value for name, value in average(0).items()}
-            errors[warm] = sum(((total[n] - wanted[n]).norm() / wanted[n].norm()).item() for n in MATRICES)
-            assert errors[warm] < 0.6
-        return errors
+            assert_near(total, wanted, 0.2)
 
     run_ranks(work, 2)
 

@@ -58,7 +58,8 @@ class _Step:
 class _Attachment:
     """What belongs to one model."""
 
-    model: weakref.ReferenceType[nn.Module]
+    model: weakref.ReferenceType[Any]
+    process_group: Any
     exchange: Exchange
     names: dict[int, str]
     shapes: dict[str, torch.Size]
@@ -141,6 +142,7 @@ class CommHook(abc.ABC):
         self._setup(Setup(exchange, parameters, model.module))
         self._attachment = _Attachment(
             model=weakref.ref(model),
+            process_group=model.process_group,
             exchange=exchange,
             names={id(p): name for name, p in parameters.items()},
             shapes={name: p.shape for name, p in parameters.items()},
@@ -163,6 +165,12 @@ class CommHook(abc.ABC):
         attachment, worker = self._attachment, self._worker
         if attachment is None or worker is None:
             raise RuntimeError(f"{type(self).__name__} was not attached: call hook.attach(model) on all ranks first")
+        model = attachment.model()
+        if model is not None and model.process_group is not attachment.process_group:
+            raise RuntimeError(
+                f"{type(self).__name__} on rank {attachment.exchange.rank} sends over the process group that it was "
+                "attached with, and the model has another one now: wrap the module again, with a new hook"
+            )
         flat = bucket.buffer()
         layout = self._layout(attachment, bucket, flat)
         step = self._count(bucket, flat)
