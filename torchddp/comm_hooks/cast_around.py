@@ -1,6 +1,6 @@
 """16 bits around another hook."""
 
-from __future__ import annotations
+# Annotations are no strings here: torch's register_comm_hook() compares those of hooks with the types themselves.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """What all communication hooks of torchddp have in common."""
 
-from __future__ import annotations
+# Annotations are no strings here: torch's register_comm_hook() compares those of hooks with the types themselves.
 
 import abc
 import datetime
@@ -39,7 +39,7 @@ class Setup:
     module: nn.Module
     sum_format: str | None = None
 
-    def among(self, names: set[str]) -> Setup:
+    def among(self, names: set[str]) -> "Setup":
         """The same for some of the parameters."""
         return replace(self, parameters={n: p for n, p in self.parameters.items() if n in names})
 
@@ -58,7 +58,8 @@ class _Step:
 class _Attachment:
     """What belongs to one model."""
 
-    model: weakref.ReferenceType[nn.Module]
+    model: weakref.ReferenceType[Any]
+    process_group: Any
     exchange: Exchange
     names: dict[int, str]
     shapes: dict[str, torch.Size]
@@ -90,6 +91,7 @@ class CommHook(abc.ABC):
         self.timeout = timeout
         self._attachment: _Attachment | None = None
         self._worker: Worker | None = None
+        self._exchange: Any = None  # an Exchange, once attached
         self._step = _Step(0)
 
     # --- what a method must say ---
@@ -116,7 +118,8 @@ class CommHook(abc.ABC):
         """Make the hook's process groups. Collective; called by the model when the hook is registered.
 
         Args:
-            model: a DistributedDataParallel, torchddp's or torch's.
+            model: a DistributedDataParallel, torchddp's or torch's own; that does not call this itself, and needs
+                ``model.register_comm_hook(None, hook.__call__)``.
 
         Raises:
             TypeError: a parameter that is neither fp32, bf16 nor fp16, by name.
@@ -139,6 +142,7 @@ class CommHook(abc.ABC):
         self._setup(Setup(exchange, parameters, model.module))
         self._attachment = _Attachment(
             model=weakref.ref(model),
+            process_group=model.process_group,
             exchange=exchange,
             names={id(p): name for name, p in parameters.items()},
             shapes={name: p.shape for name, p in parameters.items()},
@@ -152,7 +156,7 @@ class CommHook(abc.ABC):
             self._worker.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_attachment": None, "_worker": None}
+        return {**self.__dict__, "_attachment": None, "_worker": None, "_exchange": None}
 
     # --- a step ---
 
@@ -161,6 +165,12 @@ class CommHook(abc.ABC):
         attachment, worker = self._attachment, self._worker
         if attachment is None or worker is None:
             raise RuntimeError(f"{type(self).__name__} was not attached: call hook.attach(model) on all ranks first")
+        model = attachment.model()
+        if model is not None and model.process_group is not attachment.process_group:
+            raise RuntimeError(
+                f"{type(self).__name__} on rank {attachment.exchange.rank} sends over the process group that it was "
+                "attached with, and the model has another one now: wrap the module again, with a new hook"
+            )
         flat = bucket.buffer()
         layout = self._layout(attachment, bucket, flat)
         step = self._count(bucket, flat)

@@ -35,7 +35,8 @@ class Residuals:
         """
         key = (layout, begin, end)
         if key not in self._flats:
-            flat = torch.zeros(end - begin, dtype=torch.float32, device=like.device)
+            # With some room to spare: of a gradient's exact size it could take shared memory that awaits the gradient.
+            flat = torch.zeros(end - begin + 16, dtype=torch.float32, device=like.device)[: end - begin]
             if any(slot.name in self._parts for slot in layout.slots):
                 flat[: max(0, layout.numel - begin)] = self._collect(layout, like, add_parts)[begin:end]
             self._forget(layout)
@@ -65,10 +66,6 @@ class Residuals:
         gone = [key for key in self._flats if any(slot.name in names for slot in key[0].slots)]
         for key in gone:
             del self._flats[key]
-
-    def nbytes(self) -> int:
-        """Memory held."""
-        return sum(flat.nbytes for flat in self._flats.values())
 
     def state_dict(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         """Copies by parameter name, fp32, in the parameter's shape."""

@@ -47,7 +47,7 @@ class Worker:
         if on_cuda:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(device))
-        self._queue.put((job, label, future, ready))
+        self._queue.put((job, label, future, device, ready))
         return future.then(_value_of)
 
     def _start(self) -> None:
@@ -85,23 +85,25 @@ def _work(jobs: queue.SimpleQueue[Any]) -> None:
     streams: dict[torch.device, torch.cuda.Stream] = {}
     with torch.no_grad():
         while (task := jobs.get()) is not None:
-            job, label, future, ready = task
+            job, label, future, device, ready = task
             result: Any
             if failure is not None:
                 result = _Failure(label, failure.error, failure)
             else:
                 try:
-                    result = job() if ready is None else _run_on_stream(job, ready, streams)
+                    result = job() if ready is None else _run_on_stream(job, device, ready, streams)
                 except BaseException as error:
                     result = failure = _Failure(label, error)
             future.set_result(result)
-            del task, job, future, ready, result  # while it waits, nothing of the model is held
+            del task, job, future, result  # while it waits, nothing of the model is held
 
 
 def _run_on_stream(
-    job: Callable[[], Tensor], ready: torch.cuda.Event, streams: dict[torch.device, torch.cuda.Stream]
+    job: Callable[[], Tensor],
+    device: torch.device,
+    ready: torch.cuda.Event,
+    streams: dict[torch.device, torch.cuda.Stream],
 ) -> Tensor:
-    device = torch.device(ready.device) if ready.device is not None else torch.device("cuda")
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)
     torch.cuda.set_stream(streams[device])  # this thread's alone; the future remembers it for who waits
