@@ -8,8 +8,9 @@ from typing import Any
 from torch.distributed.distributed_c10d import _rank_not_in_group
 
 from torchddp import decoupled as decoupling
-from torchddp import hook_arguments, transports
+from torchddp import transports
 from torchddp.comm_hook_check import check_hook_signature, checked
+from torchddp.comm_hooks import CommHook
 from torchddp.ddp_construction import DDPConstruction
 from torchddp.planner import model_plan
 
@@ -30,12 +31,14 @@ class DDPModes(DDPConstruction):
         """Reduce buckets with ``hook(state, bucket: GradBucket) -> Future[Tensor]`` from now on (torch's types).
 
         Once, before the first backward. The bucket is not divided by the world size beforehand. Any hook written for
-        torch's class works. Not collective, but every rank must register a hook that sends the same collectives.
+        torch's class works. Every rank must register a hook that sends the same collectives; collective if it is one of
+        ``torchddp.comm_hooks``.
         """
         if self._decoupled:
             self._log_and_throw(RuntimeError, decoupling.NO_HOOKS)
         self._check_comm_hook(hook)
-        hook_arguments.attach(hook, self)
+        if isinstance(hook, CommHook):
+            hook.attach(self)
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
         self._comm_hooks.append((hook, state))
         self.reducer._register_comm_hook(state, checked(hook, self._distributed_rank))

@@ -23,7 +23,7 @@ from torch.nn.parallel.distributed import (
     _tree_unflatten_with_rref,
 )
 
-from torchddp import bucket_sizes, hook_arguments, sync_strategy, transports, wrapped_model
+from torchddp import bucket_sizes, comm_hooks, sync_strategy, transports, wrapped_model
 from torchddp import decoupled as decoupling
 from torchddp.ddp_buffers import DDPBuffers
 from torchddp.ddp_modes import DDPModes
@@ -136,7 +136,7 @@ class DistributedDataParallel(DDPModes, DDPBuffers, DDPSteps):
         sync: DDPSyncStrategy | str | None = None,
     ) -> None:
         bucket_sizes.check_caps(bucket_cap_mb, bucket_cap_mb_list)
-        hook = None if comm_hook is None else hook_arguments.resolve(comm_hook)
+        hook = None if comm_hook is None else comm_hooks.resolve(comm_hook)
         if decoupled:
             decoupling.check_options(bucket_cap_mb, wire_dtype)
         transports.check_choice(transport)

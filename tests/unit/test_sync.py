@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torchddp
-from torchddp.hook_arguments import resolve
+from torchddp.comm_hooks import resolve
 from torchddp.sync import DDPSyncStrategy, accumulate, prepare_ddp_module, sync_context
 
 

@@ -1,0 +1,165 @@
+"""PowerSGD: exact where it can be, as good as torch's where not, and never undone by bad or empty matrices."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from tests.comm_hooks import SHAPES, Given, assert_near, average, given, hooked, live_on, step_of
+from tests.harness import run_ranks
+from torchddp.comm_hooks import BF16, FP16, CastAround, PowerSGD, cast_around_torch
+from torchddp.comm_hooks.orthogonal import orthonormal
+
+pytestmark = pytest.mark.beyond_torch("hooks of its own")
+MATRICES = ("embed", "wide", "narrow")
+PLACES = [(2, None), (3, None), pytest.param(4, "aabb", marks=pytest.mark.slow)]
+VECTORS = ("norm", "bias", "long")
+
+
+def low_rank(rank, step):
+    """Matrices whose average has rank 2 at most, as all ranks' rows lie in one plane."""
+    gradients = given(rank, step)
+    generator = torch.Generator().manual_seed(step)
+    for name in MATRICES:
+        rows, *rest = SHAPES[name]
+        columns = torch.Size(rest).numel()
+        plane = torch.randn(2, columns, generator=generator)
+        mix = torch.randn(rows, 2, generator=torch.Generator().manual_seed(77 * step + rank))
+        gradients[name] = (mix @ plane).view(SHAPES[name])
+    return gradients
+
+
+@pytest.mark.parametrize(("world_size", "hosts"), PLACES)
+def test_matrices_of_that_rank_are_sent_exactly(world_size, hosts):
+    def work(rank):
+        live_on(hosts, rank)
+        for hook in (PowerSGD(2), PowerSGD(5, warm_start=False, error_feedback=False), PowerSGD(3, start_step=1)):
+            model = hooked(hook)
+            for step in range(3):
+                assert_near(step_of(model, low_rank(rank, step)), average(step, low_rank), 1e-3, f"step {step}")
+        for cast in (torch.float16, torch.bfloat16):
+            model = hooked(CastAround(PowerSGD(2), cast))
+            assert_near(step_of(model, low_rank(rank, 0)), average(0, low_rank), 2e-2)
+
+    run_ranks(work, world_size)
+
+
+def worth(hook, rows, columns):
+    return (rows + columns) * hook.rank * hook.min_compression_rate < rows * columns
+
+
+def test_bytes():
+    def work(rank):
+        exact, cast = PowerSGD(2), CastAround(PowerSGD(2))
+        for hook in (exact, cast):
+            step_of(hooked(hook, bucket_cap_mb=100), low_rank(rank, 0))
+        numbers = sum((rows + columns) * 2 for rows, columns in ((40, 30), (24, 27), (40, 30)))
+        numbers += sum(torch.Size(SHAPES[name]).numel() for name in VECTORS)
+        assert exact.traffic.wire_bytes == 4 * numbers  # written to shared memory, once
+        assert 0 <= cast.traffic.wire_bytes - 2 * numbers < 32
+
+    run_ranks(work, 2)
+
+
+def test_repeated_gradients_arrive_in_the_end():
+    """The same gradients again and again: what a step leaves out comes later, so that the mean comes near them."""
+
+    def work(rank):
+        for warm in (True, False):
+            model = hooked(PowerSGD(4, warm_start=warm))
+            total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+            for _ in range(30):
+                for name, value in step_of(model, given(rank, 0)).items():
+                    total[name] += value
+            wanted = {name: 30 * value for name, value in average(0).items()}
+            assert_near(total, wanted, 0.2)
+
+    run_ranks(work, 2)
+
+
+def test_as_good_as_torchs():
+    """Power iterations on one gradient, no error feedback: both come near the best approximation there is."""
+
+    def torch_model():
+        model = TorchDDP(Given())
+        state = torch_power_sgd.PowerSGDState(
+            None, matrix_approximation_rank=3, start_powerSGD_iter=2, use_error_feedback=False, min_compression_rate=2
+        )
+        model.register_comm_hook(state, torch_power_sgd.powerSGD_hook)
+        return model
+
+    def work(rank):
+        ours, theirs = hooked(PowerSGD(3, error_feedback=False)), torch_model()
+        for _ in range(15):
+            mine, other = step_of(ours, given(rank, 0)), step_of(theirs, given(rank, 0))
+        for name in MATRICES:
+            exact = average(0)[name].flatten(1)
+            if not worth(PowerSGD(3), *exact.shape):
+                continue
+            best = torch.linalg.svdvals(exact)[3:].square().sum().sqrt()
+            for value in (mine, other):
+                assert best * 0.999 <= (value[name].flatten(1) - exact).norm() <= best * 1.03, name
+
+    run_ranks(work, 2)
+
+
+def test_zero_dependent_and_tiny_gradients():
+    def odd(rank, step):
+        gradients = given(rank, step)
+        gradients["embed"] = torch.zeros(SHAPES["embed"]) if step < 2 else gradients["embed"] * 1e-30
+        gradients["wide"] = torch.ones(SHAPES["wide"])
+        gradients["narrow"] = gradients["narrow"] * (1e-42 if step else 1.0)
+        return gradients
+
+    def work(rank):
+        model = hooked(PowerSGD(2))
+        for step in range(5):
+            averages = step_of(model, odd(rank, step))
+            assert all(torch.isfinite(value).all() for value in averages.values())
+            torch.testing.assert_close(averages["wide"], torch.ones(SHAPES["wide"]).double(), rtol=1e-5, atol=1e-5)
+            assert step != 1 or (averages["embed"] == 0).all()
+        assert averages["embed"].norm() > 1e-31  # zeros did not stop it for good
+
+    run_ranks(work, 2)
+
+
+def test_orthonormal_columns_of_anything():
+    generator = torch.Generator().manual_seed(1)
+    some = torch.randn(3, 7, 3, generator=generator)
+    dependent = torch.cat([some[..., :1], 2 * some[..., :1], torch.zeros(3, 7, 1)], -1)
+    for matrices in (some, dependent, torch.zeros(3, 7, 3), some * 1e-38, some * 1e-44, some * 1e37, some[:, :3]):
+        basis = orthonormal(matrices)
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(3).expand(3, 3, 3), rtol=0, atol=1e-6)
+        scaled = matrices.double() / matrices.abs().max().clamp_min(1e-45)
+        projected = basis.double() @ (basis.double().mT @ scaled)
+        torch.testing.assert_close(projected, scaled, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "torch_hook"),
+    [
+        (FP16, default_hooks.fp16_compress_hook),
+        (BF16, cast_around_torch(default_hooks.allreduce_hook, torch.bfloat16)),
+        (FP16, cast_around_torch(default_hooks.allreduce_hook)),
+    ],
+    ids=["fp16", "bf16", "fp16 wrapper"],
+)
+def test_casts_are_torchs_within_a_rounding(make, torch_hook):
+    step_size = {FP16: 2**-10, BF16: 2**-7}[make]
+
+    def work(rank):
+        ours, theirs = hooked(make(), Given()), TorchDDP(Given())
+        theirs.register_comm_hook(None, torch_hook)
+        dtype = torch.float16 if make is FP16 else torch.bfloat16
+        for step in range(2):
+            mine, other = step_of(ours, given(rank, step)), step_of(theirs, given(rank, step))
+            parts = [given(r, step) for r in range(dist.get_world_size())]
+            for name, value in mine.items():
+                rounded = [(part[name] / 2).to(dtype).float() for part in parts]
+                assert torch.equal(value, (rounded[0] + rounded[1]).double()), name  # summed in fp32
+                largest = rounded[0].abs() + rounded[1].abs()
+                assert ((value - other[name]).abs() <= 2 * step_size * largest + 1e-7).all(), name
+
+    run_ranks(work, 2)

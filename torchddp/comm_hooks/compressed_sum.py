@@ -1,0 +1,97 @@
+"""Sums of which every summand travels compressed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchddp.comm_hooks import formats
+from torchddp.comm_hooks.exchange import Exchange, shard_numel
+
+__all__ = ["server_shard", "sum_compressed", "sum_over_ranks"]
+
+
+def sum_over_ranks(exchange: Exchange, flat: Tensor, format: str | None) -> None:
+    """In place: the sum over all ranks of fp32 [n], the same bits on each; ``format``: "fp16", "bf16" or None
+    (exact)."""
+    if format is None:
+        exchange.sum_(flat)
+        return
+    shard = exchange.sum_to_shards(flat)
+    sum_compressed(exchange, format, shard)
+    exchange.gather_shards(flat, shard)
+
+
+def sum_compressed(
+    exchange: Exchange,
+    format: str,
+    flat: Tensor,
+    scale: float = 1.0,
+    residual: Tensor | None = None,
+    server_residual: Tensor | None = None,
+) -> None:
+    """In place: the sum over the exchange's members of ``flat * scale``, sent in ``format``; the same bits on each.
+
+    Two members send each other everything, and add in rank order. More send shards to their owners, who add them up in
+    fp32 and send the sum to all, compressed again (with a residual of the owner's: server-side error feedback as in
+    double squeeze, Tang et al., ICML 2019).
+
+    Args:
+        flat: fp32 [n], contiguous.
+        residual: fp32 [n], or None: no error feedback.
+        server_residual: fp32 of this member's shard (see :func:`server_shard`), or None.
+    """
+    if exchange.members == 1:
+        flat.mul_(scale)
+    elif exchange.members == 2:
+        size = formats.compressed_bytes(format, flat.numel())
+        message = _messages(flat, size, 1)[0]
+        formats.compress(format, flat, message[:size], residual, scale)
+        first, second = exchange.gather(message).unbind()
+        formats.decompress(format, first[:size], flat)
+        formats.decompress(format, second[:size], flat, True)
+    else:
+        _sum_by_shards(exchange, format, flat, scale, residual, server_residual)
+
+
+def server_shard(exchange: Exchange, numel: int) -> tuple[int, int]:
+    """What this member sums of ``numel`` elements, as [begin, end); nothing where members send each other all."""
+    if exchange.members <= 2:
+        return 0, 0
+    return _shards(numel, exchange.members)[exchange.member]
+
+
+def _shards(numel: int, members: int) -> list[tuple[int, int]]:
+    size = shard_numel(numel, members)
+    return [(min(i * size, numel), min((i + 1) * size, numel)) for i in range(members)]
+
+
+def _messages(flat: Tensor, size: int, count: int) -> Tensor:
+    """uint8 [count, size, rounded up]: a message begins with fp32 scales, so each row begins where such a number
+    may."""
+    return torch.empty(count, -(-size // 4) * 4, dtype=torch.uint8, device=flat.device)
+
+
+def _sum_by_shards(
+    exchange: Exchange,
+    format: str,
+    flat: Tensor,
+    scale: float,
+    residual: Tensor | None,
+    server_residual: Tensor | None,
+) -> None:
+    shards = _shards(flat.numel(), exchange.members)
+    sizes = [formats.compressed_bytes(format, end - begin) for begin, end in shards]
+    messages = _messages(flat, sizes[0], exchange.members)
+    for (begin, end), size, message in zip(shards, sizes, messages.unbind(), strict=True):
+        part = None if residual is None else residual[begin:end]
+        formats.compress(format, flat[begin:end], message[:size], part, scale)
+    begin, end = shards[exchange.member]
+    size = sizes[exchange.member]
+    total = flat[begin:end]
+    for index, message in enumerate(exchange.swap(messages).unbind()):
+        formats.decompress(format, message[:size], total, index > 0)
+    answer = messages[0]
+    formats.compress(format, total, answer[:size], server_residual, 1.0)
+    for (begin, end), size, message in zip(shards, sizes, exchange.gather(answer).unbind(), strict=True):
+        formats.decompress(format, message[:size], flat[begin:end])

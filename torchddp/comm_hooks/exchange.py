@@ -1,0 +1,133 @@
+"""What compressors send: exact sums, and messages of bytes between the ranks or the hosts."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchddp import _C
+from torchddp.comm_hooks.groups import make_groups
+
+__all__ = ["Exchange", "shard_numel"]
+
+# Shards begin at multiples of it, if they are much larger: of every format's blocks.
+_ALIGNMENT = 1024
+_SMALL_ALIGNMENT = 16
+
+
+class Exchange:
+    """Collectives of one hook, over process groups of its own; called by its thread alone, on all ranks in one order.
+
+    Collective. All operations end within the time limit of the process group, with an error that torch raises.
+
+    Args:
+        process_group: the model's.
+        device: where the gradients are.
+        hierarchical: sum exactly inside each host, and compress between hosts: "auto" if there are several with equal
+            numbers of ranks; False never; True also where there is one host (then nothing is compressed).
+        timeout: of each collective; None: that of the process group.
+
+    Attributes:
+        members: between how many ranks messages go (hosts, or all ranks).
+        member: this one's place among them.
+        is_shared: these are the model's own groups, for torch can make no others.
+        sent_bytes: all that was handed to the network or to shared memory so far. Exact sums count as rings (through a
+            process group) or as what is written to shared memory.
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        device: torch.device,
+        hierarchical: bool | str = "auto",
+        timeout: datetime.timedelta | None = None,
+    ) -> None:
+        groups = make_groups(process_group, device, hierarchical, timeout)
+        self.world_size: int = groups.everyone.size
+        self.rank: int = groups.everyone.rank
+        self._everyone, self._inner, self._outer = groups.everyone, groups.inner, groups.outer
+        self.members: int = self._outer.size()
+        self.member: int = self._outer.rank()
+        self.places = 1 if self._inner is None else self._inner.size
+        self.place = 0 if self._inner is None else self._inner.rank
+        self.is_shared = groups.is_shared
+        self.sent_bytes = 0
+
+    # --- exact sums ---
+
+    def sum_(self, flat: Tensor) -> None:
+        """In place: the sum over all ranks of fp32 [n], the same bits on each."""
+        self._all_reduce(self._everyone, flat)
+
+    def sum_in_host_(self, flat: Tensor) -> None:
+        """In place: the sum over the ranks of this host."""
+        if self._inner is not None:
+            self._all_reduce(self._inner, flat)
+
+    def _all_reduce(self, transport: _C.Transport, flat: Tensor) -> None:
+        if transport.size == 1 or flat.numel() == 0:
+            return
+        work = transport.make_work()
+        transport.all_reduce(flat, work)
+        work.wait()
+        share = 1.0 if transport.name == "shm" else 2 * (transport.size - 1) / transport.size
+        self.sent_bytes += int(flat.nbytes * share)
+
+    # --- shards of a host ---
+
+    def host_shard(self, numel: int) -> tuple[int, int]:
+        """The part of ``numel`` elements that this rank owns in its host, as [begin, end); all ranks' are equally long,
+        so that the last may reach beyond the end."""
+        size = shard_numel(numel, self.places)
+        return self.place * size, (self.place + 1) * size
+
+    def sum_to_shards(self, flat: Tensor) -> Tensor:
+        """This rank's part of the sum over its host: fp32 [n] -> [n / places, rounded up]. One rank a host:
+        ``flat``."""
+        if self._inner is None:
+            return flat
+        begin, end = self.host_shard(flat.numel())
+        whole = flat.new_zeros((end - begin) * self.places)
+        whole[: flat.numel()] = flat
+        shard = flat.new_empty(end - begin)
+        work = self._inner.make_work()
+        self._inner.reduce_scatter(shard, whole, work)
+        work.wait()
+        self.sent_bytes += whole.nbytes * (self.places - 1) // self.places
+        return shard
+
+    def gather_shards(self, flat: Tensor, shard: Tensor) -> None:
+        """The way back: every rank of the host gets all shards."""
+        if self._inner is None:
+            return
+        whole = flat.new_empty(shard.numel() * self.places)
+        work = self._inner.make_work()
+        self._inner.all_gather(whole, shard, work)
+        work.wait()
+        self.sent_bytes += shard.nbytes * (self.places - 1)
+        flat.copy_(whole[: flat.numel()])
+
+    # --- messages between hosts ---
+
+    def gather(self, message: Tensor) -> Tensor:
+        """Every member's message: uint8 [n] -> [members, n]."""
+        messages = message.new_empty(self.members, message.numel())
+        self._outer._allgather_base(messages.view(-1), message).wait()
+        self.sent_bytes += message.nbytes * (self.members - 1)
+        return messages
+
+    def swap(self, messages: Tensor) -> Tensor:
+        """Row j goes to member j: uint8 [members, n] -> [members, n], row j from member j."""
+        received = torch.empty_like(messages)
+        self._outer.alltoall_base(received.view(-1), messages.view(-1), [], []).wait()
+        self.sent_bytes += messages.nbytes * (self.members - 1) // self.members
+        return received
+
+
+def shard_numel(numel: int, count: int) -> int:
+    """The length of each of ``count`` equal shards that cover ``numel`` elements."""
+    alignment = _ALIGNMENT if numel >= 8 * count * _ALIGNMENT else _SMALL_ALIGNMENT
+    return -(-numel // (count * alignment)) * alignment

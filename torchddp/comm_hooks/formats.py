@@ -1,0 +1,204 @@
+"""Compressed numbers: how fp32 values are written in fewer bits, in torch operators.
+
+Values are coded in blocks of B neighbours with one fp32 scale a block (Dettmers, 8-bit approximations, ICLR 2016, and
+blockwise quantisation, Dettmers et al., ICLR 2022); signs with the mean magnitude as in signSGD with error feedback
+(Karimireddy et al., ICML 2019). A message is all scales, then all codes.
+
+The functions here work on any device. CPU tensors go through the compiled kernels where those are built; the operators
+below are what they are tested against.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchddp import _C
+
+__all__ = ["FORMATS", "compress", "compressed_bytes", "decompress", "select_top_k"]
+
+# Elements that share a scale; None: no scales.
+FORMATS: dict[str, int | None] = {"fp16": None, "bf16": None, "int8": 256, "int4": 64, "sign": 1024}
+_CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_LARGEST_CODE = {"int8": 127.0, "int4": 7.0}
+_VALUES_A_BYTE = {"int8": 1, "int4": 2, "sign": 8}
+
+
+def compressed_bytes(format: str, numel: int) -> int:
+    """Bytes that ``numel`` fp32 values take in ``format``. ValueError for an unknown format."""
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, got {format!r}")
+    if format in _CASTS:
+        return 2 * numel
+    return 4 * num_blocks(format, numel) + -(-numel // _VALUES_A_BYTE[format])
+
+
+def num_blocks(format: str, numel: int) -> int:
+    """Scales in a message of ``numel`` values."""
+    block = FORMATS[format]
+    return 0 if block is None else -(-numel // block)
+
+
+def compress(format: str, source: Tensor, out: Tensor, residual: Tensor | None = None, scale: float = 1.0) -> None:
+    """Write ``v = source * scale + residual`` to ``out`` in ``format``; the residual becomes what the codes miss.
+
+    A block with NaN or Inf gets the scale NaN, so that all of it is NaN after :func:`decompress`, and a zero residual:
+    the next step is not spoilt.
+
+    Args:
+        source: fp32 [n], contiguous.
+        out: uint8 [compressed_bytes(format, n)], contiguous.
+        residual: fp32 [n], updated in place; None: no error feedback.
+    """
+    if source.device.type == "cpu" and (kernel := getattr(_C, "compress", None)):
+        kernel(format, source, out, residual, scale)
+    else:
+        compress_reference(format, source, out, residual, scale)
+
+
+def decompress(format: str, data: Tensor, out: Tensor, accumulate: bool = False) -> None:
+    """Write (or add) the fp32 values of a message to ``out``.
+
+    Args:
+        data: uint8 [compressed_bytes(format, n)], contiguous.
+        out: fp32 [n], contiguous.
+        accumulate: add to what ``out`` holds.
+    """
+    if out.device.type == "cpu" and (kernel := getattr(_C, "decompress", None)):
+        kernel(format, data, out, accumulate)
+    else:
+        decompress_reference(format, data, out, accumulate)
+
+
+def select_top_k(
+    source: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None = None, scale: float = 1.0
+) -> None:
+    """The ``k`` elements of largest magnitude of ``v = source * scale + residual``, in the order of their places.
+
+    NaN counts as largest; of equal ones the first are taken. The residual becomes ``v`` without the chosen (and without
+    NaN and Inf).
+
+    Args:
+        source: fp32 [n], contiguous.
+        indices: int32 [k], written.
+        values: fp32 [k], written.
+        residual: fp32 [n], updated in place; None: what is not chosen is lost.
+    """
+    if source.device.type == "cpu" and (kernel := getattr(_C, "select_top_k", None)):
+        kernel(source, k, indices, values, residual, scale)
+    else:
+        select_top_k_reference(source, k, indices, values, residual, scale)
+
+
+# --- the same in torch operators ---
+
+
+def compress_reference(
+    format: str, source: Tensor, out: Tensor, residual: Tensor | None = None, scale: float = 1.0
+) -> None:
+    """:func:`compress` in torch operators."""
+    value = _with_residual(source, residual, scale)
+    if format in _CASTS:
+        out.view(_CASTS[format]).copy_(value)
+        spoilt = None
+    else:
+        spoilt = _encode_blocks(format, value, out)
+    if residual is None:
+        return
+    decoded = torch.empty_like(value)
+    decompress_reference(format, out, decoded)
+    torch.sub(value, decoded, out=residual)
+    bad = ~torch.isfinite(residual) if spoilt is None else spoilt
+    residual.masked_fill_(bad, 0.0)
+
+
+def decompress_reference(format: str, data: Tensor, out: Tensor, accumulate: bool = False) -> None:
+    """:func:`decompress` in torch operators."""
+    if format in _CASTS:
+        value = data.view(_CASTS[format])
+        out.add_(value) if accumulate else out.copy_(value)
+        return
+    numel = out.numel()
+    scales, codes = _split(format, data, numel)
+    rows = _as_blocks(_decode_codes(format, codes, numel), FORMATS[format])
+    value = (rows * scales[:, None]).view(-1)[:numel]
+    out.add_(value) if accumulate else out.copy_(value)
+
+
+def select_top_k_reference(
+    source: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None = None, scale: float = 1.0
+) -> None:
+    """:func:`select_top_k` in torch operators."""
+    value = _with_residual(source, residual, scale)
+    order = torch.sort(value.abs(), descending=True, stable=True).indices[:k]  # to sort(), NaN is largest
+    chosen = order.sort().values
+    indices.copy_(chosen)
+    values.copy_(value[chosen])
+    if residual is not None:
+        residual.copy_(value).index_fill_(0, chosen, 0.0)
+        residual.masked_fill_(~torch.isfinite(residual), 0.0)
+
+
+def _with_residual(source: Tensor, residual: Tensor | None, scale: float) -> Tensor:
+    value = source * scale
+    return value if residual is None else value.add_(residual)
+
+
+def _as_blocks(value: Tensor, block: int | None) -> Tensor:
+    assert block is not None
+    padding = -value.numel() % block
+    return torch.nn.functional.pad(value, (0, padding)).view(-1, block)
+
+
+def _split(format: str, data: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """Scales and codes of a message, as views."""
+    size = 4 * num_blocks(format, numel)
+    return data[:size].view(torch.float32), data[size:]
+
+
+def _encode_blocks(format: str, value: Tensor, out: Tensor) -> Tensor:
+    """Writes scales and codes; which elements are in a block with NaN or Inf."""
+    numel = value.numel()
+    rows = _as_blocks(value, FORMATS[format])
+    scales, codes = _split(format, out, numel)
+    spoilt = ~torch.isfinite(rows).all(1)
+    if format == "sign":
+        count = torch.full_like(scales, float(rows.shape[1]))
+        if numel % rows.shape[1]:
+            count[-1] = numel % rows.shape[1]
+        block_scales = rows.abs().sum(1) / count
+        spoilt |= ~torch.isfinite(block_scales)
+        bits = _pad_to(~torch.signbit(value), 8).to(torch.uint8)
+        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=value.device)
+        codes.copy_((bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8))
+    else:
+        largest = _LARGEST_CODE[format]
+        peak = rows.abs().amax(1) if numel else scales
+        inverse = largest / peak
+        empty = torch.isinf(inverse)  # of zeros, or of numbers so small that they count as such
+        block_scales = (peak / largest).masked_fill_(empty, 0.0)
+        inverse = inverse.masked_fill(empty | spoilt, 0.0)
+        whole = torch.nan_to_num((rows * inverse[:, None]).round_(), 0.0, 0.0, 0.0).clamp_(-largest, largest)
+        whole = whole.view(-1)[:numel]
+        if format == "int8":
+            codes.copy_(whole.to(torch.int8).view(torch.uint8))
+        else:
+            nibbles = _pad_to((whole + 8.0).to(torch.uint8), 2).view(-1, 2)
+            codes.copy_(nibbles[:, 0] | (nibbles[:, 1] << 4))
+    scales.copy_(block_scales.masked_fill(spoilt, float("nan")))
+    return spoilt.repeat_interleave(rows.shape[1])[:numel]
+
+
+def _pad_to(value: Tensor, multiple: int) -> Tensor:
+    return torch.nn.functional.pad(value, (0, -value.numel() % multiple))
+
+
+def _decode_codes(format: str, codes: Tensor, numel: int) -> Tensor:
+    if format == "int8":
+        return codes.view(torch.int8).to(torch.float32)
+    if format == "int4":
+        nibbles = torch.stack((codes & 15, codes >> 4), 1).view(-1)[:numel]
+        return nibbles.to(torch.float32).sub_(8.0)
+    places = torch.arange(8, dtype=torch.uint8, device=codes.device)
+    bits = (codes[:, None] >> places) & 1
+    return bits.view(-1)[:numel].to(torch.float32).mul_(2.0).sub_(1.0)

@@ -1,0 +1,263 @@
+"""What all communication hooks of torchddp have in common."""
+
+# Annotations are no strings here: torch's register_comm_hook() compares those of hooks with the types themselves.
+
+import abc
+import datetime
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchddp.comm_hooks.exchange import Exchange
+from torchddp.comm_hooks.layout import Layout, Piece, layout_of
+from torchddp.comm_hooks.worker import Worker
+from torchddp.traffic import Traffic
+
+__all__ = ["CommHook", "Setup"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a hook is given once, before it reduces anything.
+
+    Attributes:
+        exchange: how to reach the other ranks.
+        parameters: those that will be reduced, by name.
+        module: the model itself, without its wrapper.
+        sum_format: how exact sums are to travel: "fp16", "bf16" or None (as they are).
+    """
+
+    exchange: Exchange
+    parameters: dict[str, nn.Parameter]
+    module: nn.Module
+    sum_format: str | None = None
+
+    def among(self, names: set[str]) -> "Setup":
+        """The same for some of the parameters."""
+        return replace(self, parameters={n: p for n, p in self.parameters.items() if n in names})
+
+
+@dataclass
+class _Step:
+    """Bytes of a step, added up while it runs."""
+
+    number: int
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+    last_bucket: int = -1
+
+
+@dataclass
+class _Attachment:
+    """What belongs to one model."""
+
+    model: weakref.ReferenceType[Any]
+    process_group: Any
+    exchange: Exchange
+    names: dict[int, str]
+    shapes: dict[str, torch.Size]
+    device: torch.device
+    layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict)
+
+
+class CommHook(abc.ABC):
+    """Reduces gradients its own way; given to ``DistributedDataParallel(comm_hook=...)`` or ``register_comm_hook``.
+
+    Every bucket becomes the average over all ranks, or what the method makes of it: the same bits on every rank (of
+    machines with equal CPUs or GPUs, where the method computes after the exchange). The work is done by a thread of the
+    hook's own, bucket after bucket, while backward goes on: Note [One thread per hook]. With one rank nothing is sent
+    and gradients stay as they are.
+
+    One hook belongs to one model, over the model's process group. Gradients may be fp32, bf16 or fp16; sums are in
+    fp32. A NaN or Inf in a gradient is visible in the average on all ranks, and gone with the next finite step. With
+    ``no_sync()`` nothing happens until the step that is synchronised. A copy (pickle, deepcopy) belongs to no model
+    yet.
+
+    Args:
+        hierarchical: "auto": between hosts of equally many ranks, sum exactly inside each and compress only what hosts
+            send each other; False: every rank sends to every other; True: sum exactly in the host even if there is one.
+        timeout: of each exchange; None: that of the process group.
+    """
+
+    def __init__(self, *, hierarchical: bool | str = "auto", timeout: datetime.timedelta | None = None) -> None:
+        self.hierarchical = hierarchical
+        self.timeout = timeout
+        self._attachment: _Attachment | None = None
+        self._worker: Worker | None = None
+        self._exchange: Any = None  # an Exchange, once attached
+        self._step = _Step(0)
+
+    # --- what a method must say ---
+
+    @abc.abstractmethod
+    def _setup(self, setup: Setup) -> None:
+        """Called once by :meth:`attach`: checks the parameters, keeps what it needs. Collective."""
+
+    @abc.abstractmethod
+    def _reduce(self, piece: Piece) -> None:
+        """In place: the averages. Called in the same order on all ranks; padding may be left with any values."""
+
+    @abc.abstractmethod
+    def _state(self) -> dict[str, Any]:
+        """What must survive a checkpoint."""
+
+    @abc.abstractmethod
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        """The way back; tensors of all parameters, by name."""
+
+    # --- life ---
+
+    def attach(self, model: Any) -> None:
+        """Make the hook's process groups. Collective; called by the model when the hook is registered.
+
+        Args:
+            model: a DistributedDataParallel, torchddp's or torch's own; that does not call this itself, and needs
+                ``model.register_comm_hook(None, hook.__call__)``.
+
+        Raises:
+            TypeError: a parameter that is neither fp32, bf16 nor fp16, by name.
+            RuntimeError: an embedding with sparse gradients, by name; a hook that belongs to another model; a process
+                group that torch does not know, and unused parameters to be found over it meanwhile.
+        """
+        if self._attachment is not None:
+            if self._attachment.model() is model:
+                return
+            raise RuntimeError(f"this {type(self).__name__} hook belongs to another model: make one for each")
+        parameters = _reduced_parameters(model)
+        _check_parameters(parameters, model)
+        device = next(iter(parameters.values())).device
+        exchange = Exchange(model.process_group, device, self.hierarchical, self.timeout)
+        if exchange.is_shared and (model.find_unused_parameters or getattr(model, "static_graph", False)):
+            raise RuntimeError(
+                f"{type(self).__name__} would send over the process group over which unused parameters are found, and "
+                "torch can make no other of its ranks: use find_unused_parameters=False and static_graph=False"
+            )
+        self._setup(Setup(exchange, parameters, model.module))
+        self._attachment = _Attachment(
+            model=weakref.ref(model),
+            process_group=model.process_group,
+            exchange=exchange,
+            names={id(p): name for name, p in parameters.items()},
+            shapes={name: p.shape for name, p in parameters.items()},
+            device=device,
+        )
+        self._worker = Worker(f"torchddp {type(self).__name__}")
+
+    def close(self) -> None:
+        """End the hook's thread. It starts again if another bucket comes."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_attachment": None, "_worker": None, "_exchange": None}
+
+    # --- a step ---
+
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """torch's signature; ``state`` is not used. The future holds the bucket's buffer with the averages."""
+        attachment, worker = self._attachment, self._worker
+        if attachment is None or worker is None:
+            raise RuntimeError(f"{type(self).__name__} was not attached: call hook.attach(model) on all ranks first")
+        model = attachment.model()
+        if model is not None and model.process_group is not attachment.process_group:
+            raise RuntimeError(
+                f"{type(self).__name__} on rank {attachment.exchange.rank} sends over the process group that it was "
+                "attached with, and the model has another one now: wrap the module again, with a new hook"
+            )
+        flat = bucket.buffer()
+        layout = self._layout(attachment, bucket, flat)
+        step = self._count(bucket, flat)
+        if attachment.exchange.world_size == 1:
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(flat)
+            return done
+        label = f"{type(self).__name__} on rank {attachment.exchange.rank}, step {step.number}, bucket {bucket.index()}"
+        return worker.submit(
+            lambda: self._run(attachment.exchange, flat, layout, step), f"{label} ({layout.names()})", flat.device
+        )
+
+    def _layout(self, attachment: _Attachment, bucket: dist.GradBucket, flat: Tensor) -> Layout:
+        if flat.is_sparse or flat.dtype not in _DTYPES:
+            what = "sparse" if flat.is_sparse else str(flat.dtype)
+            name = next((attachment.names.get(id(p), "?") for p in bucket.parameters()), "?")
+            kind = RuntimeError if flat.is_sparse else TypeError
+            raise kind(
+                f"{type(self).__name__} on rank {attachment.exchange.rank}: bucket {bucket.index()} (with {name}) has "
+                f"{what} gradients; it takes dense ones in float32, bfloat16 or float16"
+            )
+        key = (flat.numel(), *map(id, bucket.parameters()))
+        if key not in attachment.layouts:
+            attachment.layouts[key] = layout_of(bucket, attachment.names)
+        return attachment.layouts[key]
+
+    def _count(self, bucket: dist.GradBucket, flat: Tensor) -> _Step:
+        if self._step.last_bucket < 0 or bucket.index() <= self._step.last_bucket:
+            self._step = _Step(self._step.number + 1)
+        self._step.last_bucket = bucket.index()
+        self._step.payload_bytes += flat.nbytes
+        return self._step
+
+    def _run(self, exchange: Exchange, flat: Tensor, layout: Layout, step: _Step) -> Tensor:
+        before = exchange.sent_bytes
+        values = flat.to(torch.float32)  # itself, if it is
+        self._reduce(Piece(layout, values, step.number))
+        layout.clear_gaps(values)
+        if values is not flat:
+            flat.copy_(values)
+        step.wire_bytes += exchange.sent_bytes - before
+        return flat
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of the last synchronised step, once its backward is done."""
+        return Traffic(self._step.payload_bytes, self._step.wire_bytes)
+
+    # --- checkpoints ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the hook must remember: between steps, on each rank its own. Tensors are by parameter name.
+
+        Error feedback differs between ranks, so every rank must save its own; it is in units of gradient / world_size.
+        """
+        return {"hook": type(self).__name__, "step": self._step.number, **self._state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a :meth:`state_dict`, once attached; the model may have other buckets. Every rank loads its own.
+
+        Raises:
+            ValueError: the state of another kind of hook, or of other parameters, by name.
+            RuntimeError: not attached to a model yet.
+        """
+        if self._attachment is None:
+            raise RuntimeError(f"attach {type(self).__name__} to a model before loading its state")
+        if state.get("hook") != type(self).__name__:
+            raise ValueError(f"this is the state of a {state.get('hook')!r} hook, not of {type(self).__name__!r}")
+        self._step = _Step(int(state["step"]))
+        self._load_state(state)
+
+
+def _reduced_parameters(model: Any) -> dict[str, nn.Parameter]:
+    ignored = {name.removeprefix(".") for name in model.parameters_to_ignore}
+    return {n: p for n, p in model.module.named_parameters() if p.requires_grad and n not in ignored}
+
+
+def _check_parameters(parameters: dict[str, nn.Parameter], model: Any) -> None:
+    for name, param in parameters.items():
+        if param.dtype not in _DTYPES:
+            raise TypeError(
+                f"communication hooks take gradients in float32, bfloat16 or float16, but parameter {name!r} is "
+                f"{param.dtype}: reduce this model without a hook"
+            )
+    for name, module in model.module.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise RuntimeError(
+                f"communication hooks take no sparse gradients, and embedding {name!r} has sparse=True: "
+                "use sparse=False, or reduce this model without a hook"
+            )

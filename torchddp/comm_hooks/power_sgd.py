@@ -1,0 +1,258 @@
+"""Low-rank gradients: PowerSGD (Vogels, Karimireddy and Jaggi, NeurIPS 2019)."""
+
+from __future__ import annotations
+
+import datetime
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchddp.comm_hooks.compressed_sum import sum_over_ranks
+from torchddp.comm_hooks.hook import CommHook, Setup
+from torchddp.comm_hooks.layout import Layout, Piece, Slot
+from torchddp.comm_hooks.orthogonal import orthonormal
+from torchddp.comm_hooks.quantized import check_names
+from torchddp.comm_hooks.residuals import Residuals
+
+__all__ = ["PowerSGD"]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Matrices of one shape, worked on together."""
+
+    rows: int
+    columns: int
+    rank: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def p_shape(self) -> tuple[int, int, int]:
+        return (len(self.slots), self.rows, self.rank)
+
+    @property
+    def q_shape(self) -> tuple[int, int, int]:
+        return (len(self.slots), self.columns, self.rank)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A bucket's matrices, by shape, and what is sent as it is."""
+
+    batches: tuple[_Batch, ...]
+    plain: tuple[Slot, ...]
+
+
+class PowerSGD(CommHook):
+    """Sends each gradient matrix as a product of two thin ones.
+
+    A gradient of shape [n, ...] is a matrix M of n rows and m columns. With Q [m, r] from the step before, P = M Q is
+    summed over the ranks and made orthonormal, then Q = M^T P is summed; M becomes P Q^T, exact where M has rank r at
+    most. What is left out is added to the next step's gradient. All P of a bucket and its vectors travel in one
+    message, all Q in another: ``4 * (r * (n + m))`` bytes a matrix, 4 a number of vectors. Holds fp32 residuals of
+    the matrices' size and 4 * r * m bytes of Q a matrix, on every rank. Ranks must have equal CPUs (or GPUs) for
+    equal bits.
+
+    Args:
+        rank: r, the columns of P and Q.
+        warm_start: go on from the last step's Q (a power iteration over the steps); otherwise from random numbers.
+        error_feedback: False loses what is left out.
+        start_step: gradients are sent as they are in the steps before this one (the first is 0).
+        min_compression_rate: matrices that would not shrink by this factor are sent as they are.
+        clamp_rank: take the largest rank possible where a matrix has fewer rows or columns than ``rank``.
+        seed: of the first Q, equal on all ranks.
+
+    Raises:
+        ValueError: options that can't be; with ``clamp_rank=False`` (at :meth:`attach`) a matrix with fewer rows or
+            columns than ``rank``, by name and shape.
+    """
+
+    def __init__(
+        self,
+        rank: int = 4,
+        warm_start: bool = True,
+        error_feedback: bool = True,
+        *,
+        start_step: int = 0,
+        min_compression_rate: float = 2.0,
+        clamp_rank: bool = False,
+        seed: int = 0,
+        timeout: datetime.timedelta | None = None,
+    ) -> None:
+        super().__init__(timeout=timeout, hierarchical=False)  # exact sums go by way of the hosts themselves
+        if rank < 1:
+            raise ValueError(f"rank must be 1 or more, got {rank}")
+        if start_step < 0 or min_compression_rate <= 0:
+            raise ValueError(
+                f"start_step must not be negative and min_compression_rate positive, got {start_step} and "
+                f"{min_compression_rate}"
+            )
+        self.rank = rank
+        self.warm_start = warm_start
+        self.error_feedback = error_feedback
+        self.start_step = start_step
+        self.min_compression_rate = min_compression_rate
+        self.clamp_rank = clamp_rank
+        self.seed = seed
+        self._residuals = Residuals()
+        self._factors: dict[str, Tensor] = {}  # Q by parameter
+        self._splits: dict[Layout, _Split] = {}
+
+    def _setup(self, setup: Setup) -> None:
+        self._exchange, self._sum_format = setup.exchange, setup.sum_format
+        self._shapes = {name: p.shape for name, p in setup.parameters.items()}
+        self._device = next((p.device for p in setup.parameters.values()), None)
+        for name, shape in self._shapes.items():
+            if len(shape) < 2 or 0 in shape or self.clamp_rank:
+                continue
+            rows, columns = _as_matrix(shape)
+            if self.rank > min(rows, columns):
+                raise ValueError(
+                    f"PowerSGD(rank={self.rank}): parameter {name!r} of shape {tuple(shape)} is a matrix of {rows} x "
+                    f"{columns}; use a rank of at most {min(rows, columns)}, clamp_rank=True, or PerParameter to leave "
+                    "it out"
+                )
+
+    # --- a step ---
+
+    def _reduce(self, piece: Piece) -> None:
+        if piece.step <= self.start_step:  # steps count from 1 here
+            piece.flat.mul_(1 / self._exchange.world_size)
+            sum_over_ranks(self._exchange, piece.flat, self._sum_format)
+            return
+        split = self._split(piece.layout)
+        whole = piece.flat.mul_(1 / self._exchange.world_size)
+        residual = None
+        if self.error_feedback and split.batches:
+            residual = self._residuals.of(piece.layout, whole, 0, piece.layout.numel)
+            whole.add_(residual)
+        matrices = [_gather(whole, batch) for batch in split.batches]
+        factors = [self._first_factors(batch, piece) for batch in split.batches]
+        lefts = self._sum_lefts(split, matrices, factors, piece)
+        poisoned = [~torch.isfinite(left).all(-1).all(-1) for left in lefts]
+        lefts = [
+            orthonormal(left.masked_fill(bad[:, None, None], 0.0)) for left, bad in zip(lefts, poisoned, strict=True)
+        ]
+        rights = self._sum_rights(split, matrices, lefts, poisoned)
+        for batch, matrix, left, right, bad in zip(split.batches, matrices, lefts, rights, poisoned, strict=True):
+            # A sum of finite numbers may still have overflowed.
+            bad = bad | ~torch.isfinite(right).all(-1).all(-1)
+            self._finish(batch, piece, residual, matrix, left @ right.mT, right, bad.tolist())
+
+    def _split(self, layout: Layout) -> _Split:
+        if layout not in self._splits:
+            by_shape: dict[tuple[int, int], list[Slot]] = {}
+            plain = []
+            for slot in layout.slots:
+                rows, columns = _as_matrix(slot.shape)
+                rank = min(self.rank, rows, columns)
+                if (rows + columns) * rank * self.min_compression_rate < rows * columns:
+                    by_shape.setdefault((rows, columns), []).append(slot)
+                else:
+                    plain.append(slot)
+            batches = tuple(_Batch(*shape, min(self.rank, *shape), tuple(slots)) for shape, slots in by_shape.items())
+            self._splits[layout] = _Split(batches, tuple(plain))
+        return self._splits[layout]
+
+    def _first_factors(self, batch: _Batch, piece: Piece) -> Tensor:
+        """Q before this step: [matrices, columns, rank], with columns of length one."""
+        factors = []
+        for slot in batch.slots:
+            if self.warm_start and slot.name in self._factors:
+                factors.append(self._factors[slot.name])
+                continue
+            seed = zlib.crc32(f"{self.seed} {slot.name} {0 if self.warm_start else piece.step}".encode())
+            generator = torch.Generator().manual_seed(seed)
+            factors.append(torch.randn(batch.columns, batch.rank, generator=generator).to(piece.flat.device))
+        stacked = torch.stack(factors)
+        peak = stacked.abs().amax(1, keepdim=True)
+        stacked = stacked / peak.masked_fill(peak == 0, 1.0)
+        return stacked / stacked.norm(dim=1, keepdim=True).clamp_min(1e-30)
+
+    def _sum_lefts(self, split: _Split, matrices: list[Tensor], factors: list[Tensor], piece: Piece) -> list[Tensor]:
+        """P of all matrices; vectors become averages on the way."""
+        plain = [piece.slot(slot) for slot in split.plain]
+        message = _pack([m @ q for m, q in zip(matrices, factors, strict=True)] + plain, piece.flat)
+        sum_over_ranks(self._exchange, message, self._sum_format)
+        *lefts, rest = message.split([*(_numel(b.p_shape) for b in split.batches), sum(s.numel for s in split.plain)])
+        for slot, values in zip(split.plain, rest.split([s.numel for s in split.plain]), strict=True):
+            piece.slot(slot).copy_(values)
+        return [left.view(batch.p_shape) for left, batch in zip(lefts, split.batches, strict=True)]
+
+    def _sum_rights(
+        self, split: _Split, matrices: list[Tensor], lefts: list[Tensor], poisoned: list[Tensor]
+    ) -> list[Tensor]:
+        """Q of all matrices; zero for those with NaN or Inf on any rank."""
+        parts = []
+        for matrix, left, bad in zip(matrices, lefts, poisoned, strict=True):
+            parts.append((matrix.mT @ left).masked_fill_(bad[:, None, None], 0.0))
+        if not parts:
+            return []
+        message = _pack(parts, parts[0])
+        sum_over_ranks(self._exchange, message, self._sum_format)
+        rights = message.split([_numel(batch.q_shape) for batch in split.batches])
+        return [right.view(batch.q_shape) for right, batch in zip(rights, split.batches, strict=True)]
+
+    def _finish(
+        self,
+        batch: _Batch,
+        piece: Piece,
+        residual: Tensor | None,
+        matrix: Tensor,
+        average: Tensor,
+        right: Tensor,
+        poisoned: Sequence[bool],
+    ) -> None:
+        for index, slot in enumerate(batch.slots):
+            values = piece.slot(slot).view(batch.rows, batch.columns)
+            if poisoned[index]:
+                values.fill_(float("nan"))  # and what was left out before stays as it was
+                continue
+            if residual is not None:
+                left_out = residual[slot.offset : slot.end].view(batch.rows, batch.columns)
+                torch.sub(matrix[index], average[index], alpha=1 / self._exchange.world_size, out=left_out)
+            values.copy_(average[index])
+            if self.warm_start:
+                self._factors[slot.name] = right[index].clone()
+
+    # --- checkpoints ---
+
+    def _state(self) -> dict[str, Any]:
+        factors = {name: factor.clone() for name, factor in self._factors.items()}
+        return {"residual": self._residuals.state_dict(self._shapes), "factors": factors, "seed": self.seed}
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        check_names(state["residual"], self._shapes)
+        for name, factor in state["factors"].items():
+            if name not in self._shapes:
+                raise ValueError(f"the state has parameter {name!r}, which the model has not (or does not train)")
+            rows, columns = _as_matrix(self._shapes[name])
+            expected = (columns, min(self.rank, rows, columns))
+            if tuple(factor.shape) != expected:
+                raise ValueError(f"the state of {name!r} has a factor of {tuple(factor.shape)}, this hook {expected}")
+        self._residuals.load_state_dict(state["residual"], self._device)
+        self._factors = {n: f.detach().to(self._device, copy=True) for n, f in state["factors"].items()}
+        self.seed = int(state["seed"])
+
+
+def _as_matrix(shape: Sequence[int]) -> tuple[int, int]:
+    if len(shape) < 2:
+        return 1, _numel(shape)
+    return shape[0], _numel(shape[1:])
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _gather(flat: Tensor, batch: _Batch) -> Tensor:
+    """[matrices, rows, columns]; a copy, which stays while averages are written to ``flat``."""
+    return torch.stack([flat[slot.offset : slot.end].view(batch.rows, batch.columns) for slot in batch.slots])
+
+
+def _pack(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts]) if parts else like.new_empty(0)

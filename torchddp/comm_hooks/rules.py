@@ -1,0 +1,143 @@
+"""Other hooks for other parameters."""
+
+from __future__ import annotations
+
+import datetime
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchddp.comm_hooks.compressed_sum import sum_over_ranks
+from torchddp.comm_hooks.hook import CommHook, Setup
+from torchddp.comm_hooks.layout import Layout, Piece, Slot
+
+__all__ = ["PerParameter", "Which", "without_norms_and_biases"]
+
+# A glob on names, "norms", "biases", "vectors", a type of modules, or a function of name and parameter.
+Which = str | type[nn.Module] | Callable[[str, nn.Parameter], bool]
+_NORMS = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+
+
+class PerParameter(CommHook):
+    """Reduces each parameter with the hook of the first rule that fits it, or else with ``default``.
+
+    A bucket is taken apart (copied) by hook, and each part reduced in turn; None sums exactly, in fp32. Sends and holds
+    what the hooks do.
+
+    Args:
+        default: a hook, or None.
+        rules: pairs of which parameters, and a hook or None. Which: a glob on the parameter's name ("encoder.*");
+        "norms"
+            (those of normalisation layers), "biases" (named so), "vectors" (of one dimension at most); a class of
+            modules (``torch.nn.Embedding``: the parameters that such modules hold themselves); or a function
+            ``(name, parameter) -> bool``, which must answer alike on all ranks. A hook may be in several rules.
+
+    Raises:
+        TypeError: what is neither a hook nor None; a rule that is none.
+        ValueError: at :meth:`attach`, a glob that no parameter's name fits.
+    """
+
+    def __init__(
+        self,
+        default: CommHook | None,
+        rules: Sequence[tuple[Which, CommHook | None]],
+        *,
+        hierarchical: bool | str = "auto",
+        timeout: datetime.timedelta | None = None,
+    ) -> None:
+        super().__init__(hierarchical=hierarchical, timeout=timeout)
+        self.default = default
+        self.rules = [(which, hook) for which, hook in rules]
+        self.hooks: list[CommHook] = []  # each once
+        for hook in (default, *(hook for _, hook in self.rules)):
+            if hook is not None and not isinstance(hook, CommHook):
+                raise TypeError(f"PerParameter takes hooks of torchddp.comm_hooks or None, got {hook!r}")
+            if hook is not None and not any(hook is other for other in self.hooks):
+                self.hooks.append(hook)
+        for which, _ in self.rules:
+            if not (isinstance(which, str) or callable(which)):
+                raise TypeError(f"a rule is a glob, a class of modules or a function, got {which!r}")
+        self._hook_of: dict[str, CommHook | None] = {}
+        self._parts: dict[Layout, list[tuple[CommHook | None, tuple[Slot, ...], Layout]]] = {}
+
+    def _setup(self, setup: Setup) -> None:
+        self._exchange, self._sum_format = setup.exchange, setup.sum_format
+        self._hook_of = dict.fromkeys(setup.parameters, self.default)
+        for which, hook in reversed(self.rules):  # the first that fits is set last
+            for name in _chosen(which, setup):
+                self._hook_of[name] = hook
+        for hook in self.hooks:
+            hook._setup(setup.among({name for name, used in self._hook_of.items() if used is hook}))
+
+    def _reduce(self, piece: Piece) -> None:
+        for hook, slots, packed in self._take_apart(piece.layout):
+            flat = torch.cat([piece.slot(slot) for slot in slots])
+            if hook is None:
+                flat.mul_(1 / self._exchange.world_size)
+                sum_over_ranks(self._exchange, flat, self._sum_format)
+            else:
+                hook._reduce(Piece(packed, flat, piece.step))
+            for slot, values in zip(slots, flat.split([slot.numel for slot in slots]), strict=True):
+                piece.slot(slot).copy_(values)
+
+    def _take_apart(self, layout: Layout) -> list[tuple[CommHook | None, tuple[Slot, ...], Layout]]:
+        if layout not in self._parts:
+            parts = []
+            for hook in (*self.hooks, None):
+                slots = tuple(slot for slot in layout.slots if self._hook_of[slot.name] is hook)
+                if slots:
+                    parts.append((hook, slots, Layout.packed(slots)))
+            self._parts[layout] = parts
+        return self._parts[layout]
+
+    def _state(self) -> dict[str, Any]:
+        return {"hooks": [{"hook": type(hook).__name__, **hook._state()} for hook in self.hooks]}
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        kinds = [type(hook).__name__ for hook in self.hooks]
+        theirs = [part["hook"] for part in state["hooks"]]
+        if kinds != theirs:
+            raise ValueError(f"this is the state of PerParameter with hooks {theirs}, not with {kinds}")
+        for hook, part in zip(self.hooks, state["hooks"], strict=True):
+            hook._load_state(part)
+
+
+def without_norms_and_biases(hook: CommHook, **options: Any) -> PerParameter:
+    """``hook`` for all but normalisation layers and biases, which are small and matter: those are summed in fp32.
+
+    The options are those of :class:`PerParameter`.
+    """
+    return PerParameter(hook, [("norms", None), ("biases", None)], **options)
+
+
+def _chosen(which: Which, setup: Setup) -> list[str]:
+    """The names of the parameters that a rule means."""
+    if which == "norms":
+        return _held_by(_NORMS, setup)
+    if which == "biases":
+        return [name for name in setup.parameters if name.rpartition(".")[2].startswith("bias")]
+    if which == "vectors":
+        return [name for name, param in setup.parameters.items() if param.dim() <= 1]
+    if isinstance(which, str):
+        fitting = [name for name in setup.parameters if fnmatch.fnmatchcase(name, which)]
+        if not fitting:
+            raise ValueError(
+                f"the rule {which!r} fits no parameter; there are {', '.join(list(setup.parameters)[:8])}, ..."
+            )
+        return fitting
+    if isinstance(which, type):
+        return _held_by((which,), setup)
+    return [name for name, param in setup.parameters.items() if which(name, param)]
+
+
+def _held_by(kinds: tuple[type[nn.Module], ...], setup: Setup) -> list[str]:
+    held = {id(p) for m in setup.module.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
+    return [name for name, param in setup.parameters.items() if id(param) in held]
