@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from tests.models import Branches, Grads, batch, expected_grads, loss_of, seeded
+from tests.models import Branches, Grads, batch, expected_grads, grads_of, loss_of, seeded
 from torchddp.sync import DDPSyncStrategy, accumulate
 
 Usage = Sequence[Sequence[str]]  # by rank and microbatch: the branch of `Branches` it takes
@@ -62,3 +64,26 @@ def with_zeros(grads: Grads, model: nn.Module) -> Grads:
         if filled[name] is None:
             filled[name] = parameter.detach().new_zeros(parameter.shape)
     return filled
+
+
+def assert_same(got: Grads, want: Grads, **tolerance: float) -> None:
+    """Equal, and None in the same places."""
+    assert got.keys() == want.keys()
+    for name, grad in want.items():
+        if grad is None:
+            assert got[name] is None, f"{name}: got {got[name]}, nobody has a gradient"
+        else:
+            assert got[name] is not None, f"{name}: got None"
+            torch.testing.assert_close(got[name], grad, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+
+
+def assert_equal_on_all_ranks(model: nn.Module) -> None:
+    """Collective: the gradients, bit for bit."""
+    for name, grad in grads_of(model).items():
+        present = torch.tensor([grad is not None])
+        dist.broadcast(present, 0)
+        assert bool(present) == (grad is not None), name
+        if grad is not None:
+            first = grad.clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(grad, first), name
