@@ -38,6 +38,7 @@ template <class Isa>
 struct VectorAccess {
   using Floats = typename Isa::Floats;
   using Ints = typename Isa::Ints;
+  static constexpr int64_t kAhead = 256;
   typedef float Unaligned __attribute__((vector_size(sizeof(Floats)), aligned(1), may_alias));
 
   static TDDP_COMPRESS_INLINE Floats load(const float* src) { return *reinterpret_cast<const Unaligned*>(src); }
@@ -57,9 +58,11 @@ struct VectorAccess {
     return value;
   }
 
-  // v once more.
+  // v once more; and meanwhile what a first round will soon want is fetched, or memory would rest in every second round.
   template <bool kResidual>
   static TDDP_COMPRESS_INLINE Floats second_round(const float* source, const float* residual, float scale) {
+    __builtin_prefetch(source + kAhead);
+    if constexpr (kResidual) __builtin_prefetch(residual + kAhead, 1);
     return kResidual ? load(residual) : load(source) * scale;
   }
 };
