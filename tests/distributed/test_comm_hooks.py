@@ -340,6 +340,22 @@ def test_rules_choose_by_name_kind_and_order():
     run_ranks(work, 2)
 
 
+def test_two_models_in_one_backward():
+    """Each hook has a thread and groups of its own, so that ranks may interleave them in any way."""
+
+    def work(rank):
+        models = [hooked(Int8()), hooked(PowerSGD(2, clamp_rank=True))]
+        for step in range(10):
+            for model in models:
+                model.zero_grad()
+            sum(model(given(rank, step)) for model in models).backward()
+            first = {name: p.grad.double() for name, p in models[0].module.named_parameters()}
+            assert_near(first, average(step), 3e-2)
+            assert all(torch.isfinite(p.grad).all() for p in models[1].parameters())
+
+    run_ranks(work, 3)
+
+
 def test_copies_belong_to_no_model():
     def work(rank):
         hook = Int8()
