@@ -43,7 +43,8 @@ __all__ = ["DDP", "DistributedDataParallel", "InternalError", "ShardedDataParall
 def __getattr__(name: str) -> object:
     if name == "ShardedDataParallel":
         return importlib.import_module("torchddp.sharded").ShardedDataParallel
-    if name in ("optim", "profiler"):  # importing them costs more than most programs want
+    # Importing them costs more than most programs want.
+    if name in ("averaging", "comm_hooks", "optim", "profiler", "sync"):
         return importlib.import_module(f"torchddp.{name}")
     if name == "__version__":  # lazily: reading package metadata costs more than the rest of this import
         from torchddp import _C

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from torchddp.distributed import DistributedDataParallel
+    from torchddp.ddp_construction import DDPConstruction
 
 _ENVIRONMENT = {
     "master_port": "MASTER_PORT",
@@ -64,7 +64,7 @@ class DDPLogger(dist.Logger):
     def set_sample_rate(self, sample_rate: int) -> None:
         self._sample_rate = sample_rate
 
-    def log_construction(self, ddp: DistributedDataParallel, parameters: list[Any]) -> None:
+    def log_construction(self, ddp: DDPConstruction, parameters: list[Any]) -> None:
         """Take down what does not change after construction."""
         backend = dist.get_backend(ddp.process_group)
         dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters)

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
-from torch.distributed.algorithms.join import Join
-from torch.distributed.distributed_c10d import _rank_not_in_group, _world
-from torch.distributed.utils import _cast_forward_inputs, _sync_module_states, _to_kwargs
+from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel.distributed import (
     DistributedDataParallel as TorchDDP,
 )
@@ -25,14 +23,14 @@ from torch.nn.parallel.distributed import (
     _tree_unflatten_with_rref,
 )
 
-from torchddp import _C, bucket_sizes, buffer_sync, model_check, transports, wrapped_model
+from torchddp import bucket_sizes, comm_hooks, sync_strategy, transports, wrapped_model
 from torchddp import decoupled as decoupling
-from torchddp.comm_hook_check import check_hook_signature, checked
-from torchddp.comm_hooks import CommHook
-from torchddp.ddp_logger import DDPLogger
-from torchddp.errors import TransportError
+from torchddp.ddp_buffers import DDPBuffers
+from torchddp.ddp_modes import DDPModes
+from torchddp.ddp_steps import DDPSteps
 from torchddp.planner import model_plan
-from torchddp.planner.auto_plan import AutoPlan
+from torchddp.sync_strategy import DDPSyncStrategy
+from torchddp.traffic import Traffic, of_model
 
 __all__ = ["DistributedDataParallel"]
 
@@ -41,7 +39,7 @@ logger = logging.getLogger(__name__)
 TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 
 
-class DistributedDataParallel(TorchDDP):
+class DistributedDataParallel(DDPModes, DDPBuffers, DDPSteps):
     r"""``torch.nn.parallel.DistributedDataParallel`` with another engine; every argument of torch's class, in its
     order.
 
@@ -89,6 +87,10 @@ class DistributedDataParallel(TorchDDP):
             shared memory of one host, where ranks do the copying themselves, backward waits for both halves always.
             Gradients and parameters are those of the ordinary class. No communication
             hooks, ``wire_dtype``, sparse gradients, ``join()`` or ``bucket_cap_mb="auto"``.
+        comm_hook: as :meth:`register_comm_hook` with it: a hook ``hook(state, bucket)`` whose state is None, a tuple
+            ``(state, hook)``, or the name of one of ``torchddp.comm_hooks``.
+        sync: how ``torchddp.sync`` reduces accumulated microbatches, a ``DDPSyncStrategy`` or its name. None:
+            SINGLE_AUTO_SYNC, and MULTI_AUTO_SYNC with ``find_unused_parameters``.
 
     Memory per rank: the gradients (as buckets); with ``wire_dtype`` half as much again; over shared memory also up to
     three more gradients of each size from 256 KiB on (those are allocated there by autograd, and not copied); one int32
@@ -96,8 +98,9 @@ class DistributedDataParallel(TorchDDP):
     ranks, every gradient is copied to its bucket, and with a DeferredOptimizer it lives until its update is applied.
 
     Raises:
-        ValueError: a bucket cap that is not positive, an unknown transport, mixed device types, options that don't go
-            with ``decoupled``.
+        TypeError: a ``comm_hook`` that is none.
+        ValueError: a bucket cap that is not positive, an unknown transport or ``sync``, mixed device types, options
+            that don't go with ``decoupled``.
         RuntimeError: no parameter requires grad; ranks whose models differ (names the parameters and ranks).
     """
 
@@ -129,8 +132,11 @@ class DistributedDataParallel(TorchDDP):
         timeout: datetime.timedelta | None = None,
         gradient_stats: bool = False,
         decoupled: bool = False,
+        comm_hook: object = None,
+        sync: DDPSyncStrategy | str | None = None,
     ) -> None:
         bucket_sizes.check_caps(bucket_cap_mb, bucket_cap_mb_list)
+        hook = None if comm_hook is None else comm_hooks.resolve(comm_hook)
         if decoupled:
             decoupling.check_options(bucket_cap_mb, wire_dtype)
         transports.check_choice(transport)
@@ -146,6 +152,7 @@ class DistributedDataParallel(TorchDDP):
         self._timeout = timeout
         self._measures_gradients = gradient_stats
         self._decoupled = decoupled
+        self.sync_strategy = sync_strategy.choose(sync, find_unused_parameters)
         self._updates = decoupling.Updates()
         self._views_asked_for = bool(gradient_as_bucket_view)
         self._sync_at_init = init_sync
@@ -177,128 +184,8 @@ class DistributedDataParallel(TorchDDP):
         )
         super().__init__(module, **arguments)
         self._share_gradients_with(inner)
-
-    # What buckets of one owner travel as, if they are float32.
-    _reduce_dtype: torch.dtype | None = None
-
-    reducer: Any  # a torchddp._C.Reducer: torch's stubs know only their own
-    logger: Any
-
-    # --- construction ---
-
-    def _ddp_init_helper(
-        self,
-        parameters: list[torch.Tensor],
-        expect_sparse_gradient: list[bool],
-        param_to_name_mapping: dict[int, str],
-        static_graph: bool,
-    ) -> None:
-        """Called by torch's constructor and by unpickling: builds ``self.reducer`` and ``self.logger``."""
-        names = [param_to_name_mapping[i].removeprefix(".") for i in range(len(parameters))]
-        together = self._sync_at_init
-        transport = self._open_transport(parameters, names)
-        if self.mixed_precision is not None:
-            for index, parameter in enumerate(parameters):
-                parameter._idx = index  # type: ignore[attr-defined]  # torch's mixed-precision hooks pass it back
-        buffer_broadcast = self._reserve_for_buffers(transport)  # before the reducer, in which ranks agree on memory
-        owners = self._owners(parameters)
-        specs = self._specs = wrapped_model.param_specs(parameters, names, expect_sparse_gradient, owners)
-        self._bucket_caps_bytes, solo_bytes = self._choose_caps(parameters, transport)
-        self.reducer = _C.Reducer(
-            parameters,
-            specs,
-            self.process_group,
-            transport,
-            caps_bytes=self._bucket_caps_bytes,
-            solo_bytes=solo_bytes,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
-            compiled_autograd_takes_over=self._use_python_reducer,
-            wire_dtype=self._wire_dtype,
-            reduce_dtype=self._reduce_dtype,
-            gradient_stats=self._measures_gradients,
-            decoupled=self._decoupled,
-            timeout=self._wait_limit(),
-        )
-        self._reduced_params = parameters
-        self._reduced_ids = {id(p) for p in parameters}
-        self._auto_plan: AutoPlan | None = None
-        if self._plans_itself:
-            model_plan.start(self, look_for_kept=together)
-        self._adopt_group(buffer_broadcast if self.reducer.transport is transport else None)
-        self._has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
-        self.logger = DDPLogger(self.reducer, self.process_group)
-        self.logger.log_construction(self, parameters)
-        self._passing_sync_batchnorm_handle(self.module)
-
-    def _owners(self, parameters: list[torch.Tensor]) -> list[int] | None:
-        """The rank that alone gets each parameter's average; None: all ranks get all."""
-        return None
-
-    def _choose_caps(self, parameters: list[torch.Tensor], transport: _C.Transport) -> tuple[list[int], int]:
-        return bucket_sizes.choose(self._caps_asked_for, parameters, transport)
-
-    def _adopt_group(self, buffer_broadcast: _C.TensorBroadcast | None = None) -> None:
-        # Groups that torch does not know (torchft's) can't be seen to have been destroyed.
-        self._group_is_registered = self.process_group in _world.pg_map
-        self._own_rank = self.process_group.rank()
-        self._buffer_broadcast = buffer_broadcast or self._broadcast_over(self.reducer.transport)
-
-    def _open_transport(self, parameters: list[torch.Tensor], names: list[str]) -> _C.Transport:
-        """Collective, unless ``init_sync=False`` or this is a copy: then c10d, which needs no agreement."""
-        sync, self._sync_at_init = self._sync_at_init, False  # a copy does not synchronise, as torch's does not
-        choice = transports.intended_transport(
-            self._transport_choice, self.process_group, [p.device for p in parameters], collective=sync
-        )
-        if self._is_copy:
-            choice = "c10d"
-        if sync:
-            model_check.verify_same_model(parameters, names, self.process_group, self.device, choice)
-        transport = transports.open_transport(
-            choice, self.process_group, device=parameters[0].device, timeout=self._timeout
-        )
-        return self._sync_module(transport) if sync else transport
-
-    def _sync_module(self, transport: _C.Transport) -> _C.Transport:
-        """The transport, or the one that the ranks went on with because some had no room for a message."""
-        states = list(buffer_sync.states_of(self.module, self.parameters_to_ignore, buffers=self._init_sync_buffers))
-        if transport.size == 1 or not states:
-            return transport
-        if buffer_sync.supports(states):
-            broadcast = self._broadcast_over(transport)
-            broadcast.reserve(states)
-            agreed = _C.agree_on_memory(transport, self._wait_limit())
-            (broadcast if agreed is transport else self._broadcast_over(agreed)).run(states, 0)
-            return agreed
-        _sync_module_states(
-            module=self.module,
-            process_group=self.process_group,
-            broadcast_bucket_size=self.broadcast_bucket_size,
-            src=0,
-            params_and_buffers_to_ignore=self.parameters_to_ignore,
-            broadcast_buffers=self._init_sync_buffers,
-        )
-        return transport
-
-    def _reserve_for_buffers(self, transport: _C.Transport) -> _C.TensorBroadcast:
-        broadcast = self._broadcast_over(transport)
-        if transport.size > 1 and self.modules_buffers and buffer_sync.supports(self.modules_buffers):
-            broadcast.reserve(self.modules_buffers)
-        return broadcast
-
-    def _broadcast_over(self, transport: _C.Transport) -> _C.TensorBroadcast:
-        return _C.TensorBroadcast(transport, self.broadcast_bucket_size, self._wait_limit())
-
-    def _wait_limit(self) -> datetime.timedelta:
-        return self._timeout or datetime.timedelta(0)  # zero: the process group's own
-
-    def _share_gradients_with(self, inner: list[TorchDDP]) -> None:
-        """Two reducers of one parameter: each must copy its average back, for one ``.grad`` can't be in two buckets."""
-        for other in inner:
-            if isinstance(other, DistributedDataParallel):
-                other.reducer._disable_views()
-                other.gradient_as_bucket_view = False
+        if hook is not None:
+            self.register_comm_hook(*hook)
 
     # --- bucket plans ---
 
@@ -388,70 +275,6 @@ class DistributedDataParallel(TorchDDP):
             inputs, kwargs = _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
         return inputs, kwargs
 
-    def _begin_step(self) -> None:
-        if self._group_is_registered and self.process_group not in _world.pg_map:
-            raise RuntimeError(
-                f"The process group of this DistributedDataParallel (rank {self._own_rank}) is gone: it was destroyed "
-                "by destroy_process_group(). Make a new one and pass it to _update_process_group(), or wrap again."
-            )
-        try:
-            if self.require_backward_grad_sync:
-                self.reducer.prepare_for_forward()
-            if self._join_config.enable and (work := Join.notify_join_context(self)):
-                self.reducer._set_forward_pass_work_handle(work, self._divide_by_initial_world_size)
-            # Before forward, where memory use is lowest. Once in a training run.
-            if not self._has_rebuilt_buckets and self.reducer._rebuild_buckets():
-                self._has_rebuilt_buckets = True
-                logger.info("Reducer buckets have been rebuilt in this iteration.")
-            if self._auto_plan is not None and self.require_backward_grad_sync:
-                model_plan.before_step(self, self._auto_plan)
-        except RuntimeError as error:
-            changed = wrapped_model.describe_changes(self, self._reduced_ids)
-            if not changed:
-                raise
-            raise RuntimeError(f"{error}\n{changed}") from error
-
-    def _sync_buffers(self) -> None:
-        # The order of torch's own: under join() all ranks first agree on who is authoritative.
-        root = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
-        if self.parameters_to_ignore or hasattr(self, "buffer_hook"):
-            self._assign_modules_buffers()  # with names, by torch's slower walk
-        else:
-            self.modules_buffers = buffer_sync.buffers_of(self.module)  # buffers may have been reassigned
-        self._sync_module_buffers(root)
-
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        if hasattr(self, "buffer_hook"):
-            # In-place updates must not make autograd refuse a backward through an earlier forward (two forwards, one
-            # backward). Our own broadcast moves no version counter.
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
-                super()._sync_module_buffers(authoritative_rank)
-        else:
-            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
-
-    def _default_broadcast_coalesced(
-        self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
-    ) -> None:
-        buffers = self.modules_buffers if bufs is None else bufs
-        if self.process_group.size() == 1 or not buffers:
-            return
-        if buffer_sync.supports(buffers):
-            self._broadcast_buffers(buffers, authoritative_rank)
-            return
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-            super()._default_broadcast_coalesced(buffers, bucket_size, authoritative_rank)
-
-    def _broadcast_buffers(self, buffers: list[torch.Tensor], root: int) -> None:
-        try:
-            self._buffer_broadcast.run(buffers, root)
-        except TransportError as error:
-            raise TransportError(
-                f"rank {self._own_rank}: the broadcast of {len(buffers)} buffers "
-                f"({sum(b.nbytes for b in buffers)} bytes) from rank {root} failed: {error}\n"
-                "A peer has died, left, or did not reach this step in time. "
-                "Look at the other ranks' logs for the first error."
-            ) from error
-
     def _post_forward(self, output: Any) -> Any:
         if self._use_python_reducer or self._delay_all_reduce_all_params:
             return super()._post_forward(output)
@@ -509,74 +332,9 @@ class DistributedDataParallel(TorchDDP):
         self.reducer._finish_gathers()
         return self.reducer._gradient_stats()
 
-    # --- hooks and special modes ---
-
-    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
-        try:
-            check_hook_signature(hook)
-        except (TypeError, ValueError) as error:
-            self._log_and_throw(type(error), str(error))
-        bf16 = ("bf16_compress_hook", "bf16_compress_wrapper_hook")
-        if self.device_type != "cpu" and getattr(hook, "__name__", "") in bf16:
-            super()._check_comm_hook(hook)  # torch asks for CUDA and NCCL here, also on CPU, where gloo sums bfloat16
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce buckets with ``hook(state, bucket: GradBucket) -> Future[Tensor]`` from now on (torch's types).
-
-        Once, before the first backward. The bucket is not divided by the world size beforehand. Any hook written for
-        torch's class works. Every rank must register a hook that sends the same collectives; collective if it is one of
-        ``torchddp.comm_hooks``.
-        """
-        if self._decoupled:
-            self._log_and_throw(RuntimeError, decoupling.NO_HOOKS)
-        self._check_comm_hook(hook)
-        if isinstance(hook, CommHook):
-            hook.attach(self)
-        self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
-        self._comm_hooks.append((hook, state))
-        self.reducer._register_comm_hook(state, checked(hook, self._distributed_rank))
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        """As torch's, for `join()`. RuntimeError with ``decoupled=True``."""
-        if self._decoupled:
-            raise RuntimeError(decoupling.NO_JOIN)
-        return super().join_hook(**kwargs)
-
-    def _match_unused_params_allreduce(self) -> None:
-        # A rank without inputs uses no parameter. (torch sends the last step's sum again, and calls everything used.)
-        self.reducer._match_used_map()
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """How often ``_get_ddp_logging_data()`` moves on after the first ten steps: every ``sample_rate``-th step."""
-        if sample_rate < 1:
-            self._log_and_throw(
-                ValueError, "DDP runtime logging sample rate should be equal or greater than 1, got " + str(sample_rate)
-            )
-        self.logger.set_sample_rate(sample_rate)
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self.logger._set_comm_hook_name(str(comm_hook_type))
-        self.reducer._register_builtin_comm_hook(comm_hook_type)
-
-    def _update_process_group(self, new_process_group: Any) -> None:
-        """Go on over another process group. Collective among its ranks."""
-        # As torch's own does, whose reducer would not know the new transport.
-        self._has_rebuilt_buckets = False
-        self._updates.settle()
-        model_plan.end(self)
-        self.reducer._reset_state()
-        if not _rank_not_in_group(new_process_group):
-            self.process_group = new_process_group
-            devices = [p.device for p in self._module_parameters]
-            choice = transports.intended_transport(self._transport_choice, new_process_group, devices, collective=True)
-            transport = transports.open_transport(choice, new_process_group, device=devices[0], timeout=self._timeout)
-            self.reducer._update_process_group(new_process_group, transport)
-            if self._plans_itself:
-                model_plan.start(self, look_for_kept=False)
-        self._adopt_group()
-        self.logger.rebind(self.process_group)
-        if self.static_graph:
-            self._static_graph_delay_allreduce_enqueued = False
+    def traffic(self) -> dict[str, Traffic]:
+        """What gradients sent in the last synchronised step, by transport: see :func:`torchddp.traffic.of_model`."""
+        return of_model(self)
 
 
 def _only_torch_arguments(**arguments: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ COUNTED_STEPS = 3
 SETTLE_S = 0.02
 
 
-def _quiet_count() -> int:
+def quiet_count() -> int:
     """Bytes this host has sent, read while no rank sends."""
     dist.barrier()
     time.sleep(SETTLE_S)
@@ -36,10 +36,10 @@ def sent_bytes(job: Job, model_name: str, runners: Sequence[Runner]) -> list[lis
     batch = make_batch(model_name, job.seed, dist.get_rank(), 0)
     mine = []
     for runner in runners:
-        before = _quiet_count()
+        before = quiet_count()
         for _ in range(COUNTED_STEPS):
             runner.step(batch)
-        mine.append((_quiet_count() - before) / COUNTED_STEPS)
+        mine.append((quiet_count() - before) / COUNTED_STEPS)
     by_rank: list[Any] = [None] * job.world_size
     dist.all_gather_object(by_rank, mine)
     return by_rank[::RANKS_PER_HOST]

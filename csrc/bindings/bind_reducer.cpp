@@ -45,6 +45,15 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                           std::move(config)));
 }
 
+py::dict traffic_dict(const Reducer& self) {
+  const auto& last = self.stats().last;
+  auto result = to_dict(last.traffic);
+  if (last.hook_bytes > 0) {
+    result["hook"] = py::make_tuple(last.hook_bytes, py::none());
+  }
+  return result;
+}
+
 py::dict stats_dict(const Reducer& self) {
   const auto& stats = self.stats();
   const auto average = [&](int64_t sum) { return stats.finished == 0 ? 0 : sum / stats.finished; };
@@ -53,6 +62,11 @@ py::dict stats_dict(const Reducer& self) {
   result["finished"] = stats.finished;
   result["num_buckets_reduced"] = stats.last.buckets_reduced;
   result["bytes_reduced"] = stats.last.bytes_reduced;
+  for (size_t i = 0; i < transport::kNumRoutes; ++i) {
+    if (const auto& route = stats.last.traffic.routes[i]; route != transport::RouteBytes{}) {
+      result[py::str(std::string("wire_bytes_") + transport::kRouteNames[i])] = route.wire_bytes;
+    }
+  }
   result["forward_compute_time_start"] = stats.last.forward_begin_ns;
   result["backward_compute_time_start"] = stats.last.backward_begin_ns;
   result["backward_comm_time_start"] = stats.last.comm_begin_ns;
@@ -160,6 +174,8 @@ void bind_reports(PyReducer& c) {
       .def("_last_error", &Reducer::last_error)
       .def("_unused_bytes", &Reducer::unused_bytes)
       .def("_stats", &stats_dict, "Times of the last step in ns, and averages, under torch's names.")
+      .def("_traffic", &traffic_dict,
+           "Of the last finished step's gradients: transport -> (bytes given, bytes put on the wire, or None).")
       .def("_record_ready_times", &Reducer::record_ready_times, py::arg("record"))
       .def("_forward_ns", &Reducer::forward_ns, NoGil())
       .def_property_readonly("_in_graph", &Reducer::is_in_graph)

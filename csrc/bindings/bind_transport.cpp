@@ -29,6 +29,9 @@ void bind_interface(py::module_& m) {
       .def_property_readonly("rank", &Transport::rank)
       .def_property_readonly("size", &Transport::size)
       .def_property_readonly("reaches_any_memory", &Transport::reaches_any_memory)
+      .def_property_readonly(
+          "traffic", [](const Transport& self) { return to_dict(self.traffic()); },
+          "Of all operations since it was made, by the way they took: name -> (bytes given, bytes put on the wire).")
       .def_property_readonly("lost_memory", &Transport::lost_memory,
                              "allocate() has had to give memory that collectives reach only by copying.")
       .def(
@@ -118,6 +121,17 @@ void bind_transports(py::module_& m) {
 }
 
 }  // namespace
+
+py::dict to_dict(const transport::Traffic& traffic) {
+  using namespace transport;
+  py::dict result;
+  for (size_t i = 0; i < kNumRoutes; ++i) {
+    if (const auto& route = traffic.routes[i]; route != RouteBytes{}) {
+      result[kRouteNames[i]] = py::make_tuple(route.payload_bytes, route.wire_bytes);
+    }
+  }
+  return result;
+}
 
 void bind_transport(py::module_& m) {
   bind_interface(m);

@@ -5,15 +5,21 @@
 
 #include <memory>
 
+#include "transport/traffic.h"
+
 namespace torchddp::bindings {
 
 void bind_errors(py::module_& m);
 void bind_plan(py::module_& m);
 void bind_kernels(py::module_& m);
+void bind_compress(py::module_& m);
 void bind_timeline(py::module_& m);
 void bind_transport(py::module_& m);
 void bind_cuda(py::module_& m);
 void bind_reducer(py::module_& m);
+
+// Name of the route -> (bytes given, bytes on the wire), of those that anything took.
+py::dict to_dict(const transport::Traffic& traffic);
 
 // For calls that may wait, or that run autograd: other Python threads, and hooks written in Python, need the GIL meanwhile.
 using NoGil = py::call_guard<py::gil_scoped_release>;

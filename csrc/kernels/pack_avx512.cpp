@@ -4,6 +4,7 @@
 
 #if defined(__x86_64__)
 
+#include "kernels/compress_table.h"
 #include "kernels/floats_avx512.h"
 #include "kernels/pack_scalar.h"
 #include "kernels/stats_table.h"
@@ -40,7 +41,7 @@ struct Avx512Kernel {
   }
 };
 
-constexpr KernelTable kTable = make_table<Avx512Kernel>("avx512", avx512_sums, avx512_stats);
+constexpr KernelTable kTable = make_table<Avx512Kernel>("avx512", avx512_sums, avx512_stats, avx512_compress);
 
 }  // namespace
 

@@ -1,4 +1,5 @@
 // The portable kernels: any processor, and the yardstick for the others.
+#include "kernels/compress_table.h"
 #include "kernels/pack_scalar.h"
 #include "kernels/pack_table.h"
 #include "kernels/stats_table.h"
@@ -14,7 +15,7 @@ struct GenericKernel {
   }
 };
 
-constexpr KernelTable kTable = make_table<GenericKernel>("generic", generic_sums, generic_stats);
+constexpr KernelTable kTable = make_table<GenericKernel>("generic", generic_sums, generic_stats, generic_compress);
 
 }  // namespace
 

@@ -1,5 +1,5 @@
-// Inside of the kernels: one table per instruction set, of the contiguous pack, the sum and the statistics kernels. Not for
-// use outside kernels/ and its tests.
+// Inside of the kernels: one table per instruction set, of the contiguous pack, the sum, the statistics and the compression
+// kernels. Not for use outside kernels/ and its tests.
 #pragma once
 
 #include <array>
@@ -15,18 +15,21 @@ namespace torchddp::kernels {
 // dst[i] = cast(src[i] * scale), types and instruction set fixed.
 using ScaleCastFn = void (*)(void* dst, const void* src, int64_t numel, double scale);
 
-struct SumTable;  // sum_table.h
+struct SumTable;       // sum_table.h
+struct CompressTable;  // compress_table.h
 
 struct KernelTable {
   const char* capability;
   std::array<std::array<ScaleCastFn, kNumFloatTypes>, kNumFloatTypes> scale_cast;  // [destination][source]
   const SumTable* sums;
   const StatsTable* stats;
+  const CompressTable* compress;
 };
 
 // All sixteen instantiations of a class template with a static member `run`, in the order of DType.
 template <template <DType, DType> class Kernel>
-constexpr KernelTable make_table(const char* capability, const SumTable& sums, const StatsTable& stats) {
+constexpr KernelTable make_table(const char* capability, const SumTable& sums, const StatsTable& stats,
+                                 const CompressTable& compress) {
   using enum DType;
   return {
       capability,
@@ -35,7 +38,8 @@ constexpr KernelTable make_table(const char* capability, const SumTable& sums, c
         {&Kernel<kF16, kF64>::run, &Kernel<kF16, kF32>::run, &Kernel<kF16, kF16>::run, &Kernel<kF16, kBF16>::run},
         {&Kernel<kBF16, kF64>::run, &Kernel<kBF16, kF32>::run, &Kernel<kBF16, kF16>::run, &Kernel<kBF16, kBF16>::run}}},
       &sums,
-      &stats};
+      &stats,
+      &compress};
 }
 
 // The table of an instruction set; null where the binary or the processor lacks it.

@@ -56,7 +56,7 @@ void Reducer::begin_forward() {
   timeline_.record(EventKind::kForwardBegin, stats_.steps);
 }
 
-void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
+void Reducer::clear_step() {
   finish_gathers();
   if (needs_fresh_memory_) {
     apply_plan(plan_);
@@ -71,6 +71,17 @@ void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
   num_buckets_ready_ = 0;
   num_ready_.store(0, std::memory_order_relaxed);
   late_.clear();
+  begun_.store(false, std::memory_order_relaxed);
+  incomplete_.store(false, std::memory_order_relaxed);
+}
+
+void Reducer::arm() {
+  armed_.store(true, std::memory_order_release);
+  transport_->begin_backward();
+}
+
+void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
+  clear_step();
   if (static_graph_.enabled()) {
     static_graph_.begin_step();
   }
@@ -90,10 +101,7 @@ void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
           "parameters. (A false positive if control flow leaves parameters unused in later steps.)");
     }
   }
-  begun_.store(false, std::memory_order_relaxed);
-  incomplete_.store(false, std::memory_order_relaxed);
-  armed_.store(true, std::memory_order_release);
-  transport_->begin_backward();
+  arm();
 }
 
 void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
@@ -138,6 +146,15 @@ void Reducer::begin_backward() {
   if (begun_.load(std::memory_order_relaxed)) {
     return;
   }
+  note_backward_begin();
+  for (const auto param : unused_) {
+    on_grad_coming(param);
+    mark_ready(param, true, nullptr);
+  }
+  begun_.store(true, std::memory_order_release);
+}
+
+void Reducer::note_backward_begin() {
   stats_.current.backward_begin_ns = wall_clock_ns();
   backward_begin_steady_ns_ = timeline::now_ns();
   timeline_.record_at(EventKind::kBackwardBegin, stats_.steps, backward_begin_steady_ns_);
@@ -146,11 +163,6 @@ void Reducer::begin_backward() {
   }
   rpc_context_ = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
   scale_ = gradient_scale();
-  for (const auto param : unused_) {
-    on_grad_coming(param);
-    mark_ready(param, true, nullptr);
-  }
-  begun_.store(true, std::memory_order_release);
 }
 
 void Reducer::mark_ready(int64_t param, bool unused, const at::Tensor* incoming) {
@@ -173,8 +185,8 @@ void Reducer::mark_ready(int64_t param, bool unused, const at::Tensor* incoming)
   }
   pack(param, unused, incoming);
   const auto& place = places_[static_cast<size_t>(param)];
-  if (place.bucket->arrive()) {
-    bucket_ready(place.bucket_index);
+  if (place.bucket->arrive() && bucket_ready(place.bucket_index)) {
+    all_launched();
   }
 }
 
@@ -278,7 +290,7 @@ void Reducer::pack_sparse(int64_t param) {
   });
 }
 
-void Reducer::bucket_ready(int64_t index) {
+bool Reducer::bucket_ready(int64_t index) {
   const std::lock_guard lock(launch_mutex_);
   auto& bucket = *buckets_[static_cast<size_t>(index)];
   if (!bucket.is_sparse() && packs_whole_buckets()) {
@@ -289,21 +301,20 @@ void Reducer::bucket_ready(int64_t index) {
   // In plan order on every rank, whatever the order of arrival here: collectives must match.
   const auto count = static_cast<int64_t>(buckets_.size());
   if (++num_buckets_ready_ < count && !overlap_) {
-    return;
+    return false;
   }
   while (next_launch_ < count && buckets_[static_cast<size_t>(next_launch_)]->state == BucketState::kReady) {
     launch(next_launch_++);
   }
   let_go_of_finished();
-  if (next_launch_ == count) {
-    all_launched();
-  }
+  return next_launch_ == count;
 }
 
 bool Reducer::can_skip(const bucket::Bucket& bucket) const {
   return config_.skip_all_reduce_unused_params &&
          std::all_of(bucket.params().begin(), bucket.params().end(), [&](int64_t param) {
-           return marked_[static_cast<size_t>(param)].load(std::memory_order_relaxed) == kMarkedUnused;
+           return marked_[static_cast<size_t>(param)].load(std::memory_order_relaxed) == kMarkedUnused &&
+                  !(used_map_ != nullptr && used_map_->used_here(param));  // under no_sync
          });
 }
 
@@ -321,26 +332,38 @@ void Reducer::launch(int64_t index) {
   }
   timeline_.record(EventKind::kLaunched, index);
   follow_packing(bucket);
-  auto& sparse = sparse_[static_cast<size_t>(index)];
+  const auto bytes = bucket.is_sparse() ? transport::bytes_of(bucket.buffer()) : bucket.bytes();
+  const auto before = transport_->traffic();
   try {
-    if (comm_hook_) {
-      auto grad_bucket = make_grad_bucket(index, static_cast<int64_t>(buckets_.size()), bucket, params_, std::nullopt,
-                                          sparse.row_ids());
-      bucket.future = comm_hook_.run(grad_bucket);
-    } else if (bucket.is_sparse()) {
-      sparse.start(bucket, *transport_);
-    } else if (owned_) {
-      start_reduce(index);
-    } else if (config_.decoupled) {
-      start_reduce_scatter(index);
-    } else {
-      transport_->all_reduce(bucket.wire(), bucket.work(),
-                             {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index});
-    }
+    start_reduction(index);
   } catch (const TransportError& error) {
     fail(error, index);
   }
+  if (comm_hook_) {
+    stats_.current.hook_bytes += bytes;
+  } else {
+    stats_.current.count(transport_->traffic() - before, bytes);
+  }
   bucket.state = BucketState::kInFlight;
+}
+
+void Reducer::start_reduction(int64_t index) {
+  auto& bucket = *buckets_[static_cast<size_t>(index)];
+  auto& sparse = sparse_[static_cast<size_t>(index)];
+  if (comm_hook_) {
+    auto grad_bucket =
+        make_grad_bucket(index, static_cast<int64_t>(buckets_.size()), bucket, params_, std::nullopt, sparse.row_ids());
+    bucket.future = comm_hook_.run(grad_bucket);
+  } else if (bucket.is_sparse()) {
+    sparse.start(bucket, *transport_);
+  } else if (owned_) {
+    start_reduce(index);
+  } else if (config_.decoupled) {
+    start_reduce_scatter(index);
+  } else {
+    transport_->all_reduce(bucket.wire(), bucket.work(),
+                           {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index});
+  }
 }
 
 void Reducer::all_launched() {
@@ -383,16 +406,25 @@ void Reducer::launch_all() {
   }
 }
 
+// What was used is what the backwards without reduction have marked: there are no outputs to search from.
 void Reducer::reduce_now() {
-  prepare_for_backward({});
+  clear_step();
+  arm();
   guarded([&] {
-    begin_backward();
-    for (int64_t param = 0; param < static_cast<int64_t>(params_.size()); ++param) {
-      on_grad_coming(param);
-      marked_[static_cast<size_t>(param)].store(kMarked, std::memory_order_relaxed);
-      pack(param, false, nullptr);
+    note_backward_begin();
+    for (int64_t index = 0; index < static_cast<int64_t>(buckets_.size()); ++index) {
+      for (const auto param : buckets_[static_cast<size_t>(index)]->params()) {
+        const bool unused = used_map_ != nullptr && !used_map_->used_here(param);
+        on_grad_coming(param);
+        marked_[static_cast<size_t>(param)].store(unused ? kMarkedUnused : kMarked, std::memory_order_relaxed);
+        pack(param, unused, nullptr);
+      }
+      bucket_ready(index);
+      transport_->progress();
     }
-    launch_all();
+    if (used_map_ != nullptr && !static_graph_.replaying()) {
+      used_map_->start_reduction(*transport_);
+    }
     finalize();
   });
 }

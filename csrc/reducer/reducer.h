@@ -68,9 +68,11 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void check_compiled_autograd() const override;
   // The end of the first synchronised backward of a static graph: nothing was reduced before it.
   void delay_all_reduce();
-  // Collective: reduces what gradients there are, without a backward. A gradient that a rank has not counts as zero there.
+  // Collective: reduces what gradients there are, without a backward. A gradient that a rank has not counts as zero there. Those of
+  // parameters that no rank has used since the last reduction stay as they are, where the ranks search for unused parameters.
   void reduce_now();
-  void check_finalized() const;
+  // RuntimeError, with the gradients that are missing, if the last synchronised forward was not followed by all of its backward.
+  void check_finalized();
 
   // --- buckets ---
   // Collective when it returns true: new buckets by the measured order. Once, after the first measured step.
@@ -167,7 +169,10 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   bool dynamic_find_unused() const { return config_.find_unused_parameters && !static_graph_.enabled(); }
   bool should_rebuild() const { return !has_rebuilt_ && !is_in_graph_; }
 
+  void clear_step();
+  void arm();
   void begin_backward();
+  void note_backward_begin();
   void fire(int64_t param, const at::Tensor* incoming);
   void mark_ready(int64_t param, bool unused, const at::Tensor* incoming);
   void pack(int64_t param, bool unused, const at::Tensor* incoming);
@@ -206,8 +211,10 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void scale_slot(const Place& place);
   static void warn_create_graph();
   void check_grad(int64_t param, const at::Tensor& grad) const;
-  void bucket_ready(int64_t index);
+  // Whether all buckets are launched now.
+  bool bucket_ready(int64_t index);
   void launch(int64_t index);
+  void start_reduction(int64_t index);
   bool can_skip(const bucket::Bucket& bucket) const;
   void all_launched();
   void finalize();

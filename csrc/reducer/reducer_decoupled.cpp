@@ -64,11 +64,13 @@ void Reducer::start_gathers() {
     if (bucket.state != BucketState::kReduced) {
       continue;
     }
+    const auto before = transport_->traffic();
     try {
       transport_->all_gather(bucket.wire(), shard.averages, *shard.gather);
     } catch (const TransportError& error) {
       fail(error, i);
     }
+    stats_.current.count(transport_->traffic() - before, 0);  // gradients that were counted with the first half
     shard.under_way = true;
     ++gathers_left_;
   }

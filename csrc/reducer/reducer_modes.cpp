@@ -219,7 +219,10 @@ int64_t Reducer::bucket_memory_bytes() const {
   return bytes + lent_.bytes();
 }
 
-void Reducer::check_finalized() const {
+void Reducer::check_finalized() {
+  if (incomplete_.load(std::memory_order_acquire)) {
+    raise_unfinished();
+  }
   TDDP_CHECK(!armed_.load(std::memory_order_acquire),
              "Expected to have finished reduction: the last synchronised forward on rank ", transport_->rank(),
              " was not followed by a backward that reached every bucket. Call backward() on its output first.");

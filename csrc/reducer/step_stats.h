@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "transport/traffic.h"
+
 namespace torchddp::reducer {
 
 // Wall-clock nanoseconds since the epoch (as torch logs them); 0 where nothing was measured.
@@ -14,6 +16,12 @@ struct StepTimes {
   int64_t comm_end_ns = 0;      // last bucket reduced
   int64_t buckets_reduced = 0;  // without those that were skipped
   int64_t bytes_reduced = 0;    // of those buckets, as they lie in memory
+  transport::Traffic traffic;   // of the gradients; of those under a communication hook only the hook can tell
+  int64_t hook_bytes = 0;       // given to the hook
+
+  // Of one operation; `gradient_bytes`: what it was given, if it is more than the operation saw (narrower copies), and 0 if the
+  // gradients have been counted already.
+  void count(transport::Traffic operation, int64_t gradient_bytes);
 
   int64_t forward_ns() const { return span(forward_begin_ns, backward_begin_ns); }
   int64_t backward_ns() const { return span(backward_begin_ns, backward_compute_end_ns); }

@@ -93,6 +93,7 @@ void UsedMap::start_reduction(transport::Transport& transport) {
   device_map_.copy_(host_map_);
   transport.all_reduce(device_map_, *work_);
   in_flight_ = true;
+  global_data_ = nullptr;
 }
 
 void UsedMap::finish_reduction(std::chrono::milliseconds timeout) {

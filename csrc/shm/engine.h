@@ -122,6 +122,12 @@ class Engine {
 
   // Whether the operation's input travels in the slot.
   bool is_eager(const Operation& operation) const;
+  struct Moved {
+    int64_t bytes = 0;        // of other ranks' memory, that this rank reads or writes
+    int64_t outer_numel = 0;  // of its shard, which it sums with the other hosts
+  };
+  // What an operation like this takes of this rank, if every rank does its own work.
+  Moved moved(const Operation& operation) const;
   // Returns its number.
   uint64_t start(const Operation& operation);
   // Does what can be done now, without waiting. Cheap when nothing is under way.
@@ -169,7 +175,8 @@ class Engine {
   bool is_push(const Running& op) const { return op.operation.kind == OpKind::kAllReduce && !op.eager; }
   bool has_wire(const Running& op) const { return is_push(op) && op.operation.wire_memory != nullptr; }
   bool is_outer(const Running& op) const { return is_push(op) && config_.outer != nullptr; }
-  Range shard(const Running& op, int owner) const;
+  Range shard(const Operation& operation, int owner) const;
+  Moved moved_by_owner(const Operation& operation) const;
   uint64_t chunks(const Running& op, int owner) const;
 
   void progress_slow();

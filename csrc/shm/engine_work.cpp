@@ -20,14 +20,14 @@ int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit
 
 }  // namespace
 
-Engine::Range Engine::shard(const Running& op, int owner) const {
-  const auto numel = op.operation.numel;
+Engine::Range Engine::shard(const Operation& operation, int owner) const {
+  const auto numel = operation.numel;
   const auto each = round_up((numel + config_.owners - 1) / config_.owners, kShardUnit);
   return {std::min(numel, owner * each), std::min(numel, (owner + 1) * each)};
 }
 
 uint64_t Engine::chunks(const Running& op, int owner) const {
-  const auto range = shard(op, owner);
+  const auto range = shard(op.operation, owner);
   const auto chunk = kChunkBytes / kernels::item_size(op.operation.type);
   return static_cast<uint64_t>((range.end - range.begin + chunk - 1) / chunk);
 }
@@ -330,7 +330,7 @@ void Engine::reduce_own_shard(Running& op) {
     for (auto left = chunks(op, config_.rank); left > 0 && reduce_chunk(op, config_.rank); --left) {
     }
   };
-  const auto range = shard(op, config_.rank);
+  const auto range = shard(op.operation, config_.rank);
   const auto item = kernels::item_size(op.operation.type);
   if (config_.threads > 1 && (range.end - range.begin) * item >= kParallelBytes) {
     config_.run_parallel(config_.threads, reduce);
@@ -358,7 +358,7 @@ bool Engine::reduce_chunk(Running& op, int owner) {
       return false;
     }
   } while (!slot.claimed.compare_exchange_weak(tally, tally + 1));
-  const auto range = shard(op, owner);
+  const auto range = shard(op.operation, owner);
   const auto chunk = kChunkBytes / kernels::item_size(op.operation.type);
   const auto begin = range.begin + static_cast<int64_t>(Tally::count(tally)) * chunk;
   sum_range(op, {begin, std::min(range.end, begin + chunk)}, !is_outer(op));
@@ -391,7 +391,7 @@ bool Engine::advance_outer() {
   while (outer_cursor_ < cursor_) {
     auto& op = running(outer_cursor_);
     if (is_outer(op) && config_.rank < config_.owners) {
-      const auto range = shard(op, config_.rank);
+      const auto range = shard(op.operation, config_.rank);
       if (range.end > range.begin) {
         try {
           if (!config_.outer->finish_oldest()) {

@@ -35,6 +35,11 @@ void Transport::check_rooted(const char* operation, const at::Tensor& tensor, in
              ")");
 }
 
+int64_t bytes_of(const at::Tensor& tensor) {
+  return static_cast<int64_t>(tensor.is_sparse() ? tensor._indices().nbytes() + tensor._values().nbytes()
+                                                 : tensor.nbytes());
+}
+
 std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport, std::chrono::milliseconds timeout) {
   if (!transport->may_lose_memory()) {
     return transport;

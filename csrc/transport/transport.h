@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 
+#include "transport/traffic.h"
 #include "transport/work.h"
 
 namespace torchddp::transport {
@@ -62,6 +63,9 @@ class Transport {
   // Complete when every rank has started it.
   virtual void barrier(Work& work) = 0;
 
+  // Of all operations since the transport was made.
+  virtual Traffic traffic() const { return counter_.read(); }
+
   // Throws TransportError if an operation failed after it had been waited for: where results are only queued, it may. Costs next to
   // nothing.
   virtual void check() {}
@@ -88,7 +92,15 @@ class Transport {
   void check_reduce_scatter(const at::Tensor& output, const at::Tensor& input) const;
   void check_all_gather(const at::Tensor& output, const at::Tensor& input) const;
   void check_rooted(const char* operation, const at::Tensor& tensor, int root) const;
+  // An operation was started; see Note [Bytes on the wire] in traffic.h.
+  void count(Route route, int64_t payload_bytes, int64_t wire_bytes) { counter_.add(route, payload_bytes, wire_bytes); }
+
+ private:
+  TrafficCounter counter_;
 };
+
+// Of a sparse tensor: its indices and values.
+int64_t bytes_of(const at::Tensor& tensor);
 
 // Collective if the transport may lose memory, otherwise nothing. `transport`, or its fallback on all ranks if any rank has lost some.
 std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport, std::chrono::milliseconds timeout);

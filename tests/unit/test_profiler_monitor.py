@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchddp.profiler.monitor import Monitor, values_of
+from torchddp.traffic import Traffic
 
 STATS = {
     "finished": 1,
@@ -16,10 +17,11 @@ STATS = {
     "backward_compute_comm_overlap_time": 6_000_000,
     "exposed_comm_time": 6_000_000,
 }
+SENT = {"shm": Traffic(1200, 1000), "outer": Traffic(600, 300)}
 
 
 def test_values_are_ms() -> None:
-    assert values_of(STATS) == {
+    assert values_of(STATS, SENT) == {
         "ddp/step_ms": 20.0,
         "ddp/forward_ms": 4.0,
         "ddp/backward_ms": 10.0,
@@ -28,12 +30,17 @@ def test_values_are_ms() -> None:
         "ddp/overlap_ratio": 0.5,
         "ddp/buckets": 3,
         "ddp/bytes": 1200,
+        "ddp/wire_bytes": 1300,
     }
+
+
+def test_what_a_hook_does_not_tell_is_left_out() -> None:
+    assert "ddp/wire_bytes" not in values_of(STATS, {**SENT, "hook": Traffic(1200, None)})
 
 
 def test_nothing_communicated_is_all_hidden() -> None:
     still = {**STATS, "backward_comm_time": 0, "backward_compute_comm_overlap_time": 0}
-    assert values_of(still)["ddp/overlap_ratio"] == 1.0
+    assert values_of(still, SENT)["ddp/overlap_ratio"] == 1.0
 
 
 class CountingModule:
@@ -48,6 +55,9 @@ class CountingModule:
     def _stats(self) -> dict[str, int]:
         self.asked += 1
         return {**STATS, "finished": self.finished}
+
+    def traffic(self) -> dict[str, Traffic]:
+        return SENT
 
 
 @pytest.mark.parametrize("every", [1, 10])

@@ -117,12 +117,16 @@ def test_a_run_writes_all_it_was_asked_for(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "mine:make, 2 ranks, cpu, transport" in done.stdout and "overlap ratio" in done.stdout
+    assert "sent per step: 0.000324 MB as gradients, " in done.stdout
     assert all(f"wrote {path}" in "".join(done.stdout.split("\n")) for path in paths.values())
-    events = json.loads(paths["--out"].read_text())["traceEvents"]
+    trace_file = json.loads(paths["--out"].read_text())
+    events, traffic = trace_file["traceEvents"], trace_file["otherData"]["traffic"]
+    assert [each["payload_bytes"] for rank in traffic for each in rank.values()] == [324, 324]
     steps = {event["args"]["step"] for event in events if event["ph"] == "X" and "step" in event["args"]}
     (result,) = json.loads(paths["--json"].read_text())["results"]
     assert steps == {result["step"]} and 6 <= result["step"] <= 9
     assert result["world_size"] == 2 and result["steps_recorded"] == 4
+    assert [rank["traffic"] for rank in result["ranks"]] == traffic
     assert sorted(name for bucket in result["buckets"] for name in bucket["parameters"]) == [
         "0.bias",
         "0.weight",
@@ -132,3 +136,4 @@ def test_a_run_writes_all_it_was_asked_for(tmp_path: Path) -> None:
     assert paths["--plot"].read_bytes().startswith(b"\x89PNG")
     page = paths["--html"].read_text()
     assert "data:image/png;base64" in page and "overlap ratio" in page and "1.weight" in page
+    assert "sent per step: 0.000324 MB" in page

@@ -109,7 +109,7 @@ def _deliver(
     """Print the report and write the files."""
     from torchddp.bench.run import new_document
     from torchddp.profiler.chrome import write_chrome_trace
-    from torchddp.profiler.report import merged_dict, merged_report
+    from torchddp.profiler.report import merged_dict, merged_report, sent_lines
     from torchddp.profiler.session import merged_trace
 
     profile = traced.profile
@@ -130,7 +130,9 @@ def _deliver(
         from torchddp.cli.trace_page import write_trace_page
         from torchddp.profiler.picture import draw
 
-        png = figure_png(draw(step, [record.rank for record in profile.records], f"{title}: step {step.index}"))
+        below = "; ".join(sent_lines(profile.records))
+        ranks = [record.rank for record in profile.records]
+        png = figure_png(draw(step, ranks, f"{title}: step {step.index}\n{below}"))
         if plot is not None:
             plot.write_bytes(png)
         if html is not None:

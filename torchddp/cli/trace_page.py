@@ -14,6 +14,7 @@ from torchddp.profiler.report import (
     bucket_rows,
     clock_lines,
     lost_lines,
+    sent_lines,
     straggler_lines,
     summary_of,
 )
@@ -26,7 +27,10 @@ def write_trace_page(
     table = PageTable(bucket_headings(step), bucket_rows(step, profile.names))
     remarks = [*clock_lines(profile), *lost_lines(profile.records)]
     sections = [
-        Section("Where the time went", [*summary_of(step), *straggler_lines(profile, step), *remarks]),
+        Section(
+            "Where the time went",
+            [*summary_of(step), *sent_lines(profile.records), *straggler_lines(profile, step), *remarks],
+        ),
         Section("The step", [PagePlot(png, "Forward, backward and each bucket over time, one panel a rank")]),
         Section("Buckets", [table, FOOTNOTE]),
     ]

@@ -13,12 +13,12 @@ from torchddp.planner.auto_plan import AutoPlan
 from torchddp.planner.plan_cache import PlanKey, fingerprint, kept_plan
 
 if TYPE_CHECKING:
-    from torchddp.distributed import DistributedDataParallel
+    from torchddp.ddp_construction import DDPConstruction
 
 logger = logging.getLogger("torchddp.distributed")
 
 
-def start(model: DistributedDataParallel, *, look_for_kept: bool) -> None:
+def start(model: DDPConstruction, *, look_for_kept: bool) -> None:
     """Plan in the steps to come, if there is a group to plan for; collective with ``look_for_kept``.
 
     ``look_for_kept``: take the plan kept for this model and group, where rank 0 finds one.
@@ -37,14 +37,14 @@ def start(model: DistributedDataParallel, *, look_for_kept: bool) -> None:
     model._auto_plan = AutoPlan(model.reducer, model._specs, device, timeout)
 
 
-def end(model: DistributedDataParallel) -> None:
+def end(model: DDPConstruction) -> None:
     """Give up, or be done; buckets stay as they are."""
     if model._auto_plan is not None:
         model._auto_plan.stop()
         model._auto_plan = None
 
 
-def plan_key(model: DistributedDataParallel) -> PlanKey:
+def plan_key(model: DDPConstruction) -> PlanKey:
     """Collective: what a plan for this model and group is kept under."""
     transport, device = model.reducer.transport, model._module_parameters[0].device
     return PlanKey(
@@ -57,7 +57,7 @@ def plan_key(model: DistributedDataParallel) -> PlanKey:
 
 
 @torch._disable_dynamo
-def before_step(model: DistributedDataParallel, planning: AutoPlan) -> None:
+def before_step(model: DDPConstruction, planning: AutoPlan) -> None:
     """At the begin of each synchronised step while ``planning`` is under way; collective in the one that plans."""
     if reason := _reason_not_to_plan(model):
         logger.warning("bucket_cap_mb='auto': the buckets stay as they are, for %s.", reason)
@@ -71,7 +71,7 @@ def before_step(model: DistributedDataParallel, planning: AutoPlan) -> None:
             end(model)
 
 
-def _reason_not_to_plan(model: DistributedDataParallel) -> str:
+def _reason_not_to_plan(model: DDPConstruction) -> str:
     """Why buckets must stay, the same on all ranks; empty if they need not."""
     if model._join_config.enable:
         # Ranks without inputs take no part, and the others can't know how many steps those have finished.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 
 from torchddp.profiler.clocks import Clock
 from torchddp.profiler.steps import BucketTimes, Step
+from torchddp.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,12 @@ class RankRecord:
     steps: tuple[Step, ...]
     dropped: int = 0
     incomplete: int = 0
+    traffic: dict[str, Traffic] = field(default_factory=dict)  # of the last step
+
+
+def traffic_dicts(records: Sequence[RankRecord]) -> list[dict[str, dict[str, int | None]]]:
+    """By rank and transport, for JSON."""
+    return [{route: asdict(each) for route, each in record.traffic.items()} for record in records]
 
 
 @dataclass(frozen=True)

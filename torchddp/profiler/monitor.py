@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchddp.profiler.session import checked_model
+from torchddp.traffic import Traffic, total_wire_bytes
 
 Callback = Callable[[int, dict[str, float]], None]
 
@@ -28,6 +29,7 @@ def monitor(model: Any, callback: Callback, every: int = 1) -> Monitor:
     * ``ddp/exposed_ms``: of that, what came after the last gradient
     * ``ddp/overlap_ratio``: of that, the share before the last gradient; 1.0 if nothing was communicated
     * ``ddp/buckets``: reduced ones; ``ddp/bytes``: theirs, as they lie in memory
+    * ``ddp/wire_bytes``: what the rank put on the wire for them (`torchddp.traffic`); left out where that is not known
 
     The reducer takes these times anyway. Not collective. What the callback raises comes out of the forward.
 
@@ -70,18 +72,19 @@ class Monitor:
             self._forwards = finished - self._told + 1
             return
         self._told, self._forwards = finished, 1
-        self._callback(finished, values_of(stats))
+        self._callback(finished, values_of(stats, module.traffic()))
 
     def remove(self) -> None:
         """No more callbacks."""
         self._handle.remove()
 
 
-def values_of(stats: dict[str, int]) -> dict[str, float]:
-    """What the callback gets, from the reducer's statistics (ns) of its last step."""
+def values_of(stats: dict[str, int], traffic: dict[str, Traffic]) -> dict[str, float]:
+    """What the callback gets, from the reducer's statistics (ns) of its last step, and what that step sent."""
     forward_ns, backward_ns = stats["forward_compute_time"], stats["backward_compute_time"]
     comm_ns, exposed_ns = stats["backward_comm_time"], stats["exposed_comm_time"]
     overlap_ns = stats["backward_compute_comm_overlap_time"]
+    wire_bytes = total_wire_bytes(traffic)
     return {
         "ddp/step_ms": (forward_ns + backward_ns + exposed_ns) / 1e6,
         "ddp/forward_ms": forward_ns / 1e6,
@@ -91,4 +94,5 @@ def values_of(stats: dict[str, int]) -> dict[str, float]:
         "ddp/overlap_ratio": min(overlap_ns, comm_ns) / comm_ns if comm_ns else 1.0,
         "ddp/buckets": stats["num_buckets_reduced"],
         "ddp/bytes": stats["bytes_reduced"],
+        **({} if wire_bytes is None else {"ddp/wire_bytes": wire_bytes}),
     }

@@ -12,8 +12,9 @@ from rich.text import Text
 
 from torchddp.bench.tables import number, plain_table, ranks_text
 from torchddp.profiler.clocks import Clock
-from torchddp.profiler.merge import MergedBucket, MergedProfile, MergedStep, RankRecord, merge
+from torchddp.profiler.merge import MergedBucket, MergedProfile, MergedStep, RankRecord, merge, traffic_dicts
 from torchddp.profiler.steps import BucketTimes, Step
+from torchddp.traffic import text_of, total_wire_bytes
 
 WIDTH = 80
 TIMES = ("first_ready_ns", "last_ready_ns", "packed_ns", "launched_ns", "done_ns")
@@ -42,7 +43,12 @@ def rank_report(record: RankRecord) -> RenderableType:
     step = merge([record], [Clock()]).median_step()
     title = f"Step {step.index} of rank {record.rank}, the median of {len(record.steps)}"
     return Group(
-        bucket_table(step, record.names, title), "", *_lines(summary_of(step)), *_lines(lost_lines([record])), _note()
+        bucket_table(step, record.names, title),
+        "",
+        *_lines(summary_of(step)),
+        *_lines(sent_lines([record])),
+        *_lines(lost_lines([record])),
+        _note(),
     )
 
 
@@ -54,6 +60,7 @@ def merged_report(profile: MergedProfile) -> RenderableType:
         bucket_table(step, profile.names, title),
         "",
         *_lines(summary_of(step)),
+        *_lines(sent_lines(profile.records)),
         *_lines(straggler_lines(profile, step)),
         *_lines(clock_lines(profile)),
         *_lines(lost_lines(profile.records)),
@@ -117,6 +124,13 @@ def summary_of(step: MergedStep) -> list[str]:
         f"{ms(step.exposed_ns)}",
         f"communication {ms(comm_ns)} ms, overlap ratio {step.overlap_ratio:.2f} (its share before the last gradient)",
     ]
+
+
+def sent_lines(records: Sequence[RankRecord]) -> list[str]:
+    """Bytes of a step (the last that was seen), of the rank that put most on the wire."""
+    most = max(records, key=lambda record: total_wire_bytes(record.traffic) or 0)
+    of_rank = f", by rank {most.rank}" if any(record.traffic != most.traffic for record in records) else ""
+    return [f"sent per step{of_rank}: {text_of(most.traffic)}"]
 
 
 def straggler_lines(profile: MergedProfile, step: MergedStep) -> list[str]:
@@ -215,7 +229,10 @@ def merged_dict(profile: MergedProfile, step: MergedStep) -> dict[str, Any]:
         "events_dropped": [record.dropped for record in profile.records],
         "steps_incomplete": [record.incomplete for record in profile.records],
         "buckets": [_merged_bucket_dict(bucket, profile.names, zero_ns) for bucket in step.buckets],
-        "ranks": [step_dict(rank_step, profile.names, zero_ns) for rank_step in step.steps],
+        "ranks": [
+            {**step_dict(rank_step, profile.names, zero_ns), "traffic": traffic}
+            for rank_step, traffic in zip(step.steps, traffic_dicts(profile.records), strict=True)
+        ],
     }
 
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torchddp.distributed import DistributedDataParallel
 from torchddp.profiler import clocks
 from torchddp.profiler.chrome import chrome_trace, write_chrome_trace
-from torchddp.profiler.merge import MergedProfile, RankRecord, merge
+from torchddp.profiler.merge import MergedProfile, RankRecord, merge, traffic_dicts
 from torchddp.profiler.steps import BucketLayout, Layout, Layouts, Step, Steps, read_steps
+from torchddp.traffic import Traffic
 
 DEFAULT_STEPS = 64
 # Per step: forward_begin, backward_begin, backward_end; per bucket, of which there are at most as many as parameters:
@@ -89,6 +90,7 @@ class Profile:
         self._hook: Any = None
         # Once the context has ended; None before.
         self._final: tuple[Steps, int] | None = None
+        self._final_traffic: dict[str, Traffic] | None = None
 
     def _start(self) -> None:
         self._note_layout()
@@ -102,6 +104,7 @@ class Profile:
         if self._hook is not None:
             self._hook.remove()
         self._final = self._read()
+        self._final_traffic = self._model.traffic()
 
     def _note_layout(self) -> None:
         reducer = self._model.reducer
@@ -136,6 +139,11 @@ class Profile:
         """Steps seen only in part: cut off by later ones, begun before the context, or ended by an error."""
         return self._current[0].incomplete
 
+    @property
+    def traffic(self) -> dict[str, Traffic]:
+        """What this rank sent for the gradients of the last step, by transport: see `torchddp.traffic.of_model`."""
+        return self._model.traffic() if self._final_traffic is None else self._final_traffic
+
     def record(self) -> RankRecord:
         """What this rank has to say to the others."""
         read, dropped = self._current
@@ -147,6 +155,7 @@ class Profile:
             steps=read.complete[-self._kept_steps :],
             dropped=dropped,
             incomplete=read.incomplete,
+            traffic=self.traffic,
         )
 
     def gather(self) -> MergedProfile:
@@ -183,7 +192,8 @@ class Profile:
         """
         if not merged:
             record = self.record()
-            write_chrome_trace(Path(path), chrome_trace([(record.rank, _label(record), record.steps)], self._names))
+            ranks = [(record.rank, _label(record), record.steps)]
+            write_chrome_trace(Path(path), chrome_trace(ranks, self._names, {"traffic": traffic_dicts([record])}))
             return
         profile = self.gather()
         if self._model.process_group.rank() == 0:
@@ -194,9 +204,11 @@ def merged_trace(profile: MergedProfile, only_step: int | None = None) -> dict[s
     """All ranks' steps, or one of them by its number, in Chrome's trace format."""
     steps = [step for step in profile.steps if only_step in (None, step.index)]
     ranks = [(r.rank, _label(r), [step.steps[place] for step in steps]) for place, r in enumerate(profile.records)]
-    return chrome_trace(
-        ranks, profile.names, {"clock_uncertainty_us": [c.uncertainty_ns / 1e3 for c in profile.clocks]}
-    )
+    about = {
+        "clock_uncertainty_us": [c.uncertainty_ns / 1e3 for c in profile.clocks],
+        "traffic": traffic_dicts(profile.records),
+    }
+    return chrome_trace(ranks, profile.names, about)
 
 
 def _label(record: RankRecord) -> str:

@@ -257,8 +257,7 @@ class ShardedDataParallel(DistributedDataParallel):
 
         For gradients that were accumulated under `no_sync`. A rank without a gradient counts as one with zeros.
         """
-        self._begin_step()
-        self.reducer._reduce_now()
+        super().reduce()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
         raise RuntimeError(

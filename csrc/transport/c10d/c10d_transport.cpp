@@ -118,11 +118,19 @@ void C10dTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOp
   auto& mine = own(work);
   mine.tensors[0] = tensor;
   mine.start("all_reduce", [&] { return group_->allreduce(mine.tensors, c10d::AllreduceOptions()); });
+  const auto bytes = bytes_of(tensor);
+  count(Route::kC10d, bytes, tensor.is_sparse() ? (size() - 1) * bytes : all_reduce_bytes(bytes, size()));
 }
 
 void C10dTransport::reduce(const at::Tensor& tensor, int root, Work& work, const SumOptions& options) {
   TDDP_INTERNAL(options.scale == 1.0 && !options.wire, "a process group neither scales nor narrows");
   check_rooted("reduce", tensor, root);
+  start_reduce(tensor, root, work);
+  const auto bytes = bytes_of(tensor);
+  count(Route::kC10d, bytes, reduce_bytes(bytes, rank() == root));
+}
+
+void C10dTransport::start_reduce(const at::Tensor& tensor, int root, Work& work) {
   if (sums_itself(tensor)) {
     std::vector<int64_t> in_splits(static_cast<size_t>(size()), 0);
     in_splits[static_cast<size_t>(root)] = tensor.numel();
@@ -140,6 +148,12 @@ void C10dTransport::reduce(const at::Tensor& tensor, int root, Work& work, const
 
 void C10dTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
   check_reduce_scatter(output, input);
+  start_reduce_scatter(output, input, work);
+  const auto bytes = bytes_of(input);
+  count(Route::kC10d, bytes, one_way_bytes(bytes, size()));
+}
+
+void C10dTransport::start_reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
   if (sums_itself(output)) {
     const std::vector<int64_t> splits(static_cast<size_t>(size()), output.numel());
     exchange_and_sum("reduce_scatter", output, input, splits, splits, work);
@@ -155,6 +169,8 @@ void C10dTransport::all_gather(const at::Tensor& output, const at::Tensor& input
   auto out = output;
   auto in = input;
   own(work).start("all_gather", [&] { return all_gather_flat(*group_, out, in); });
+  const auto bytes = bytes_of(output);
+  count(Route::kC10d, bytes, one_way_bytes(bytes, size()));
 }
 
 void C10dTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
@@ -164,6 +180,8 @@ void C10dTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
   c10d::BroadcastOptions options;
   options.rootRank = root;
   mine.start("broadcast", [&] { return group_->broadcast(mine.tensors, options); });
+  const auto bytes = bytes_of(tensor);
+  count(Route::kC10d, bytes, one_way_bytes(bytes, size()));
 }
 
 void C10dTransport::barrier(Work& work) {

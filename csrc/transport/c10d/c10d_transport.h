@@ -31,6 +31,8 @@ class C10dTransport final : public Transport {
 
  private:
   bool sums_itself(const at::Tensor& tensor) const;
+  void start_reduce(const at::Tensor& tensor, int root, Work& work);
+  void start_reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work);
   void exchange_and_sum(const char* operation, const at::Tensor& output, const at::Tensor& input,
                         std::vector<int64_t> out_splits, std::vector<int64_t> in_splits, Work& work);
 

@@ -58,9 +58,6 @@ NcclType type_of(at::ScalarType dtype) {
   }
 }
 
-// Operations that move and do not sum take every dtype, as bytes.
-int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
-
 }  // namespace
 
 NcclTransport::NcclTransport(std::shared_ptr<gpu::Communicator> communicator, at::Device device)
@@ -107,6 +104,7 @@ void NcclTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOp
   start(work, {"all_reduce", numel, options.bucket}, tensor, tensor, [&, data](gpu::Comm comm, gpu::Stream stream) {
     return nccl.all_reduce(data, data, numel, type, comm, stream);
   });
+  count(Route::kNccl, bytes_of(tensor), all_reduce_bytes(bytes_of(tensor), size()));
 }
 
 void NcclTransport::reduce(const at::Tensor& tensor, int root, Work& work, const SumOptions& options) {
@@ -119,6 +117,7 @@ void NcclTransport::reduce(const at::Tensor& tensor, int root, Work& work, const
   auto& nccl = communicator_->nccl();
   start(work, {"reduce", numel, options.bucket}, tensor, tensor,
         [&, data](gpu::Comm comm, gpu::Stream stream) { return nccl.reduce(data, numel, type, root, comm, stream); });
+  count(Route::kNccl, bytes_of(tensor), reduce_bytes(bytes_of(tensor), rank() == root));
 }
 
 void NcclTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
@@ -130,6 +129,7 @@ void NcclTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& i
   start(work, {"reduce_scatter", input.numel()}, output, input, [&](gpu::Comm comm, gpu::Stream stream) {
     return nccl.reduce_scatter(input.const_data_ptr(), output.mutable_data_ptr(), output.numel(), type, comm, stream);
   });
+  count(Route::kNccl, bytes_of(input), one_way_bytes(bytes_of(input), size()));
 }
 
 void NcclTransport::all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) {
@@ -137,10 +137,12 @@ void NcclTransport::all_gather(const at::Tensor& output, const at::Tensor& input
   check_device("all_gather", output);
   check_device("all_gather", input);
   auto& nccl = communicator_->nccl();
+  // Operations that move and do not sum take every dtype, as bytes.
   start(work, {"all_gather", output.numel()}, output, input, [&](gpu::Comm comm, gpu::Stream stream) {
     return nccl.all_gather(input.const_data_ptr(), output.mutable_data_ptr(), bytes_of(input), NcclType::kU8, comm,
                            stream);
   });
+  count(Route::kNccl, bytes_of(output), one_way_bytes(bytes_of(output), size()));
 }
 
 void NcclTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
@@ -150,6 +152,7 @@ void NcclTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
   start(work, {"broadcast", tensor.numel()}, tensor, tensor, [&](gpu::Comm comm, gpu::Stream stream) {
     return nccl.broadcast(tensor.mutable_data_ptr(), bytes_of(tensor), NcclType::kU8, root, comm, stream);
   });
+  count(Route::kNccl, bytes_of(tensor), one_way_bytes(bytes_of(tensor), size()));
 }
 
 void NcclTransport::barrier(Work& work) {

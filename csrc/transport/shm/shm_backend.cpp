@@ -33,7 +33,7 @@ struct BelowAutograd {
   c10::NoGradGuard no_grad;
 };
 
-int64_t bytes_of(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
+using transport::bytes_of;
 
 int64_t bytes_of(const Tensors& tensors) {
   return std::accumulate(tensors.begin(), tensors.end(), int64_t{0},

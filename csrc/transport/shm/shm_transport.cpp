@@ -271,6 +271,29 @@ void ShmTransport::start(Work& work, shm::Operation operation, const at::Tensor&
   }
   mine.record(titles_[static_cast<size_t>(operation.kind)], input.defined() ? input : output);
   mine.begin(engine_->start(operation));
+  count_operation(operation);
+}
+
+void ShmTransport::count_operation(const shm::Operation& operation) {
+  const auto moved = engine_->moved(operation);
+  count(Route::kShm, operation.bytes() * (operation.kind == shm::OpKind::kAllGather ? size_ : 1), moved.bytes);
+  if (moved.outer_numel == 0) {
+    return;
+  }
+  const auto bytes = moved.outer_numel * kernels::item_size(operation.type);
+  const auto hosts = outer_group_->getSize();
+  // 16-bit floats are gathered and not summed by the process group: see C10dOuterLink.
+  const auto narrow_bytes = moved.outer_numel * kernels::item_size(operation.wire);
+  count(Route::kOuter, bytes,
+        operation.wire_memory != nullptr ? one_way_bytes(hosts * narrow_bytes, hosts) : all_reduce_bytes(bytes, hosts));
+}
+
+Traffic ShmTransport::traffic() const {
+  auto total = Transport::traffic();
+  if (c10d_ != nullptr) {
+    total += c10d_->traffic();
+  }
+  return total;
 }
 
 void ShmTransport::drop_finished() {
@@ -354,6 +377,8 @@ void ShmTransport::broadcast_between_hosts(const at::Tensor& tensor, int root) {
   std::string problem = "the process group reported that the operation failed";
   try {
     if (outer_group_->broadcast(tensors, options)->wait()) {
+      const auto bytes = bytes_of(tensor);
+      count(Route::kOuter, bytes, one_way_bytes(bytes, outer_group_->getSize()));
       return;
     }
   } catch (const std::exception& error) {

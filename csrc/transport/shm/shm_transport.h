@@ -74,6 +74,8 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   void broadcast(const at::Tensor& tensor, int root, Work& work) override;
   void barrier(Work& work) override;
   void progress() override { engine_->progress(); }
+  // With what went through the process group.
+  Traffic traffic() const override;
 
   void expect_gradients(std::span<const int64_t> sizes) override { pool_->expect(sizes); }
   void begin_backward() override { pool_->set_active(true); }
@@ -92,6 +94,7 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   friend class ShmWork;
   void start(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output);
   void broadcast_between_hosts(const at::Tensor& tensor, int root);
+  void count_operation(const shm::Operation& operation);
   at::Tensor stage(const at::Tensor& tensor, at::ScalarType dtype, at::Tensor& cache);
   void drop_finished();
 

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.compress`: the compression kernels against a plain copy."""

@@ -1,0 +1,100 @@
+"""Models, batches and simulations that the tests of torchddp.averaging share."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.models import seeded
+
+WIDTH = 12
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+class Net(nn.Module):
+    """Blocks with a number, a convolution whose weight lies channels last, and a running statistic."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, 20, dtype=dtype)
+        self.blocks = nn.ModuleList(nn.Linear(20, 20, dtype=dtype) for _ in range(3))
+        self.norm = nn.BatchNorm1d(20, dtype=dtype)
+        self.conv = nn.Conv2d(2, 3, 2, dtype=dtype).to(memory_format=torch.channels_last)
+        self.frozen = nn.Parameter(torch.ones(1, dtype=dtype), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        return self.conv(self.norm(hidden).view(-1, 2, 2, 5))
+
+
+def make_net(rank: int = 0, dtype: torch.dtype = torch.float32) -> Net:
+    return seeded(lambda: Net(dtype), seed=rank)
+
+
+def batch_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank)).to(dtype)
+
+
+def local_backward(model: nn.Module, rank: int, step: int) -> None:
+    model.zero_grad()
+    model(batch_of(rank, step, next(model.parameters()).dtype)).square().mean().backward()
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        local_backward(model, rank, step)
+        optimizer.step()
+
+
+def assert_same_on_all_ranks(model: nn.Module) -> None:
+    """Bit for bit."""
+    for name, param in model.named_parameters():
+        mine = param.detach().contiguous().view(torch.uint8)
+        theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(theirs, mine)
+        assert all(torch.equal(other, mine) for other in theirs), name
+
+
+def assert_close(model: nn.Module, other: nn.Module, **tolerance: float) -> None:
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+def through_a_file(value: Any) -> Any:
+    """A checkpoint as it is when it is loaded."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+class Simulation:
+    """All ranks in one process, each with a model of its own."""
+
+    def __init__(self, world_size: int, make_optimizer: MakeOptimizer, dtype: torch.dtype = torch.float32) -> None:
+        self.models = [make_net(0, dtype) for _ in range(world_size)]
+        self.optimizers = [make_optimizer(model.parameters()) for model in self.models]
+
+    def train(self, steps: range) -> None:
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            train(model, optimizer, rank, steps)
+
+    def trained(self) -> list[list[nn.Parameter]]:
+        return [[p for p in model.parameters() if p.requires_grad] for model in self.models]
+
+    @torch.no_grad()
+    def means(self) -> list[torch.Tensor]:
+        return [torch.stack(list(same)).mean(0) for same in zip(*self.trained(), strict=True)]
+
+    @torch.no_grad()
+    def write(self, weights: list[torch.Tensor]) -> None:
+        for params in self.trained():
+            for param, weight in zip(params, weights, strict=True):
+                param.copy_(weight)

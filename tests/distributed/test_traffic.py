@@ -1,0 +1,307 @@
+"""Bytes of a step's gradients, against what the algorithms come to: `model.traffic()` on real ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import torchddp
+from tests.harness import run_ranks
+from torchddp.optim import OSS
+from torchddp.profiler import monitor, profile
+from torchddp.traffic import Traffic, of_model
+from torchddp.transports import open_transport
+
+WIDTH = 12
+# Elements that 1 to 4 ranks divide into whole shards (units of 128), and more bytes than travel in a slot.
+LARGE = 128 * 12 * 10
+at_each_world_size = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+
+
+class Large(nn.Module):
+    """Two gradients, each of LARGE floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(LARGE))
+        self.second = nn.Parameter(torch.ones(LARGE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.first * x * self.second).sum()
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+
+def wrapped(make: Callable[[], nn.Module], **options: Any) -> torchddp.DistributedDataParallel:
+    return torchddp.DistributedDataParallel(make(), bucket_cap_mb=0.0005, **options)
+
+
+def step(ddp: nn.Module) -> None:
+    ddp.zero_grad()
+    x = torch.ones(()) if isinstance(ddp.module, Large) else torch.ones(2, WIDTH)
+    ddp(x).sum().backward()
+
+
+def bucket_bytes(ddp: torchddp.DistributedDataParallel) -> list[int]:
+    return [bucket.nbytes for bucket in ddp.reducer.plan.buckets]
+
+
+def one_way(nbytes: int, size: int) -> int:
+    return (size - 1) * nbytes // size
+
+
+def total(value: int) -> int:
+    summed = torch.tensor([value], dtype=torch.int64)
+    dist.all_reduce(summed)
+    return int(summed)
+
+
+@at_each_world_size
+def test_all_reduces_through_the_process_group(world_size: int) -> None:
+    def work(rank: int) -> None:
+        ddp = wrapped(layers, transport="c10d")
+        assert ddp.traffic() == {}
+        for _ in range(3):  # buckets are rebuilt at the second
+            step(ddp)
+            sizes = bucket_bytes(ddp)
+            assert len(sizes) > 2
+            want = Traffic(sum(sizes), sum(2 * (world_size - 1) * nbytes // world_size for nbytes in sizes))
+            assert ddp.traffic() == of_model(ddp) == {"c10d": want}
+        with ddp.no_sync():
+            step(ddp)
+        assert ddp.traffic() == {"c10d": want}
+        logged = ddp._get_ddp_logging_data()
+        assert logged["wire_bytes_c10d"] == want.wire_bytes and logged["bytes_reduced"] == want.payload_bytes
+
+        searching = wrapped(layers, transport="c10d", find_unused_parameters=True)
+        step(searching)
+        assert sum(bucket_bytes(searching)) == searching.traffic()["c10d"].payload_bytes
+        assert searching.traffic() == {"c10d": want}  # the map of used parameters is no gradient
+
+        halves = wrapped(layers, transport="c10d", decoupled=True)
+        step(halves)
+        padded = bucket_bytes(halves)
+        assert halves.traffic() == {"c10d": Traffic(sum(padded), 2 * sum(one_way(n, world_size) for n in padded))}
+
+        static = wrapped(layers, transport="c10d", static_graph=True)
+        step(static)
+        assert static.traffic()["c10d"].payload_bytes == sum(bucket_bytes(static))
+
+    run_ranks(work, world_size)
+
+
+@at_each_world_size
+def test_all_reduces_in_shared_memory(world_size: int) -> None:
+    others = world_size - 1
+
+    def work(rank: int) -> None:
+        large = wrapped(Large, transport="shm")
+        step(large)
+        nbytes = 2 * 4 * LARGE
+        assert large.traffic() == {"shm": Traffic(nbytes, 2 * others * nbytes // world_size)}
+
+        small = wrapped(layers, transport="shm")  # sums of slots: each rank reads what all the others bring
+        step(small)
+        assert small.traffic() == {"shm": Traffic(sum(bucket_bytes(small)), others * sum(bucket_bytes(small)))}
+
+        narrow = wrapped(Large, transport="shm", wire_dtype=torch.bfloat16)
+        step(narrow)
+        assert narrow.traffic() == {"shm": Traffic(nbytes, others * (nbytes // 2 + nbytes) // world_size)}
+
+        halves = wrapped(Large, transport="shm", decoupled=True)
+        step(halves)
+        assert halves.traffic() == {"shm": Traffic(nbytes, 2 * others * nbytes // world_size)}
+
+    run_ranks(work, world_size)
+
+
+@at_each_world_size
+def test_sharded_gradients_go_to_their_owners(world_size: int) -> None:
+    def work(rank: int) -> None:
+        for transport in ("c10d", "shm"):
+            module = layers()
+            oss = OSS(module.parameters(), torch.optim.SGD, lr=0.1)
+            ddp = torchddp.ShardedDataParallel(module, oss, transport=transport)
+            step(ddp)
+            oss.step()
+            ddp.synchronize()
+            buckets = ddp.reducer.plan.buckets
+            mine = sum(bucket.nbytes for bucket in buckets if ddp._specs[bucket.params[0]].owner == rank)
+            given = sum(bucket.nbytes for bucket in buckets)
+            sent = given - mine if transport == "c10d" else (world_size - 1) * mine
+            assert ddp.traffic() == {transport: Traffic(given, sent)}
+
+        half = torchddp.ShardedDataParallel(
+            module := layers(),
+            OSS(module.parameters(), torch.optim.SGD, lr=0.1),
+            transport="c10d",
+            reduce_fp16=True,
+        )
+        step(half)
+        (counted,) = half.traffic().values()
+        assert counted.payload_bytes == given and total(counted.wire_bytes) == (world_size - 1) * given // 2
+
+    run_ranks(work, world_size)
+
+
+def test_skipped_buckets_are_not_counted() -> None:
+    class Last(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[2](x)
+
+    def work(rank: int) -> None:
+        ddp = wrapped(
+            lambda: Last(*layers()), transport="c10d", find_unused_parameters=True, skip_all_reduce_unused_params=True
+        )
+        step(ddp)
+        used = [b.nbytes for b in ddp.reducer.plan.buckets if any(p >= 4 for p in b.params)]
+        assert 0 < len(used) < len(ddp.reducer.plan.buckets)
+        assert ddp.traffic()["c10d"].payload_bytes == sum(used)
+
+    try:
+        run_ranks(work, 2)
+    except Exception as error:
+        if "has no DistributedDataParallel argument" in str(error):
+            pytest.skip("this torch does not know the argument")
+        raise
+
+
+def test_sparse_gradients_are_gathered() -> None:
+    rows, width = 3, 4
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(50, width, sparse=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.table(torch.arange(rows))
+
+    def work(rank: int) -> None:
+        for transport in ("c10d", "shm"):  # which hands them to the process group
+            ddp = wrapped(Table, transport=transport)
+            step(ddp)
+            nbytes = rows * (8 + 4 * width)
+            assert ddp.traffic() == {"c10d": Traffic(nbytes, 2 * nbytes)}
+
+    run_ranks(work, 3)
+
+
+@pytest.mark.parametrize("places", ["aabb", "aab", "aabc"])
+def test_between_hosts(places: str) -> None:
+    hosts = len(set(places))
+    locals_ = [places.count(place) for place in sorted(set(places))]
+    nbytes = 2 * 4 * LARGE
+
+    def work(rank: int) -> None:
+        os.environ["TORCHDDP_HOST_ID"] = places[rank]
+        for wire in (None, torch.bfloat16):
+            ddp = wrapped(Large, transport="shm", wire_dtype=wire)
+            step(ddp)
+            traffic = ddp.traffic()
+            inside, outer = traffic["shm"], traffic.get("outer", Traffic(0, 0))
+            assert inside.payload_bytes == nbytes
+            item = 8 if wire is None else 6  # read, and written
+            assert total(inside.wire_bytes) == sum((size - 1) * nbytes // 4 * item for size in locals_)
+            # Each byte crosses once for each host: in a ring, or in 16 bits to every other.
+            each_host = 2 * (hosts - 1) * nbytes // hosts if wire is None else (hosts - 1) * nbytes // 2
+            assert total(outer.payload_bytes) == hosts * nbytes
+            assert total(outer.wire_bytes) == hosts * each_host
+
+    run_ranks(work, len(places))
+
+
+class Counting:
+    """A hook of one's own that knows what it sends."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic(0, 0)
+
+    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        sent = buffer.nbytes // 4 if bucket.is_last() else 0
+        self.traffic = Traffic(self.traffic.payload_bytes + buffer.nbytes, (self.traffic.wire_bytes or 0) + sent)
+        return allreduce_hook(None, bucket)
+
+
+def test_a_hook_is_asked() -> None:
+    def work(rank: int) -> None:
+        plain, builtin, telling = (wrapped(layers, transport="c10d") for _ in range(3))
+        plain.register_comm_hook(None, allreduce_hook)
+        builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        hook = Counting()
+        telling.register_comm_hook(None, hook)
+        for ddp in (plain, builtin, telling):
+            step(ddp)
+        nbytes = sum(bucket_bytes(plain))
+        assert plain.traffic() == builtin.traffic() == {"hook": Traffic(nbytes, None)}
+        assert telling.traffic() == {"hook": hook.traffic} and hook.traffic.payload_bytes == nbytes
+        assert "wire_bytes_c10d" not in plain._get_ddp_logging_data()
+
+        told: list[dict[str, float]] = []
+        for ddp in (plain, telling):
+            monitor(ddp, lambda step, values: told.append(values))
+            with profile(ddp) as recorded:
+                for _ in range(3):
+                    step(ddp)
+            assert recorded.traffic == ddp.traffic()
+            sent = "?" if ddp is plain else f"{hook.traffic.wire_bytes / 1e6:.3g} MB"
+            said = recorded.report(merged=True)
+            assert f"as gradients, {sent} on the wire (hook)" in " ".join(said.split()), said
+        assert len(told) == 4
+        assert ["ddp/wire_bytes" in values for values in told] == [False, False, True, True]
+
+    run_ranks(work, 2)
+
+
+def test_every_operation_of_a_transport_is_counted() -> None:
+    numel, size = 24, 3
+
+    def check(rank: int, choice: str) -> None:
+        transport = open_transport(choice, dist.group.WORLD)
+        handle = transport.make_work()
+
+        def sent(start: Callable[..., None], *arguments: Any) -> tuple[int, int]:
+            before = transport.traffic.get(choice, (0, 0))
+            start(*arguments, handle)
+            handle.wait()
+            after = transport.traffic.get(choice, (0, 0))
+            return after[0] - before[0], after[1] - before[1]
+
+        tensor, part = torch.ones(numel), torch.ones(numel // size)
+        nbytes, ring, root, shm = tensor.nbytes, tensor.nbytes * (size - 1) // size, rank == 1, choice == "shm"
+        assert sent(transport.all_reduce, tensor) == (nbytes, (size - 1) * nbytes if shm else 2 * ring)
+        reduced = ((size - 1) * nbytes if root else 0) if shm else 0 if root else nbytes
+        assert sent(transport.reduce, tensor, 1) == (nbytes, reduced)
+        assert sent(transport.reduce_scatter, part, tensor) == (nbytes, ring)
+        assert sent(transport.all_gather, tensor, part) == (nbytes, ring)
+        received = (0 if root else nbytes) if shm else ring
+        assert sent(transport.broadcast, tensor, 1) == (nbytes, received)
+        assert sent(transport.barrier) == (0, 0)
+
+    def work(rank: int) -> None:
+        check(rank, "c10d")
+        check(rank, "shm")
+
+    run_ranks(work, size)
+
+
+def test_other_models_are_refused() -> None:
+    def work(rank: int) -> None:
+        with pytest.raises(TypeError, match=r"a torchddp\.DistributedDataParallel; got torch\.nn"):
+            of_model(TorchDDP(layers()))
+        with pytest.raises(TypeError, match="got torch.nn.modules.linear.Linear"):
+            of_model(nn.Linear(2, 2))
+
+    run_ranks(work, 1)

@@ -1,0 +1,59 @@
+"""What a model counts against what the kernel counts, between two network namespaces."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.two_hosts.launch import STORE_PORT, worker_environment
+from benchmarks.two_hosts.network import Host, NoNetworkError, inside, two_hosts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_on(hosts: Sequence[Host], ranks_per_host: int) -> list[str]:
+    """What each rank printed last."""
+    size, init_method = len(hosts) * ranks_per_host, f"tcp://{hosts[0].address}:{STORE_PORT}"
+    ranks = [
+        subprocess.Popen(
+            inside(
+                hosts[rank // ranks_per_host].namespace,
+                [sys.executable, "-m", "tests.wire_worker", str(rank), str(size), init_method],
+            ),
+            cwd=ROOT,
+            env={**worker_environment(), "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0] * size
+    return [text.splitlines()[-1] for text in said]
+
+
+@pytest.mark.slow
+@pytest.mark.beyond_torch("torch counts no bytes")
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_counted_bytes_are_those_of_the_interface(ranks_per_host: int) -> None:
+    try:
+        with two_hosts(1_000_000_000) as hosts:
+            said = run_on(hosts, ranks_per_host)
+    except NoNetworkError as error:
+        pytest.skip(str(error))
+    for first in range(0, len(said), ranks_per_host):
+        ranks = [json.loads(text) for text in said[first : first + ranks_per_host]]
+        for name in ranks[0]:
+            counted, sent = sum(rank[name]["counted"] for rank in ranks), ranks[0][name]["sent"]
+            # Headers and acknowledgements come on top.
+            assert 0.95 < sent / counted < 1.10, (name, counted, sent)

@@ -1,0 +1,76 @@
+"""`python -m benchmarks.compress`: what is timed, and what is said of made-up times."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from benchmarks.compress import cli
+from benchmarks.compress.measure import COPY, FORMATS, make_calls, measure
+from benchmarks.compress.report import render
+from benchmarks.compress.results import size_result
+from torchddp.bench.machine import describe_machine
+
+NAMES = [(COPY, ""), ("int8", "compress"), ("int8", "decompress")]
+
+
+def test_every_kernel_is_timed_in_every_round() -> None:
+    calls = make_calls(4096, FORMATS, 0.01, seed=0)
+    assert next(iter(calls)) == (COPY, "")
+    assert len(calls) == 1 + 4 * len(FORMATS) + 2
+    ticks: list[None] = []
+    seconds = measure(calls, 4096, rounds=2, seed=0, advance=lambda: ticks.append(None))
+    assert seconds.shape == (len(calls), 2)
+    assert (seconds > 0).all()
+    assert len(ticks) == 3  # one to warm up
+
+
+def test_speeds_are_of_the_fp32_side_and_ratios_of_one_round() -> None:
+    seconds = np.array([[1e-3, 2e-3, 1e-3], [2e-3, 8e-3, 2e-3], [5e-4, 1e-3, 5e-4]])
+    result = size_result(4_000_000, NAMES, seconds)
+    copy, slow, fast = result["kernels"]
+    assert copy["gb_per_s"]["median"] == pytest.approx(4.0)
+    assert copy["to_memcpy"] is None
+    assert slow["to_memcpy"]["median"] == pytest.approx(0.5)
+    assert slow["gb_per_s"]["median"] == pytest.approx(2.0)
+    assert fast["to_memcpy"]["q25"] == pytest.approx(2.0)
+
+
+def test_the_report_shows_sizes_speeds_and_ratios() -> None:
+    seconds = np.array([[1e-3] * 3, [2e-3] * 3, [5e-4] * 3])
+    document = {
+        "results": [size_result(64 << 20, NAMES, seconds), size_result(65536, NAMES, seconds)],
+        "settings": {"cpu_capability": "avx2"},
+        "machine": describe_machine(),
+        "command": "python -m benchmarks.compress",
+    }
+    out = io.StringIO()
+    Console(file=out, width=100).print(render(document))
+    for words in ("64 MiB of fp32", "64 KiB of fp32", "0.50 [0.50..0.50]", "2.00 [2.00..2.00]", "avx2 kernels"):
+        assert words in out.getvalue()
+
+
+def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
+    path = tmp_path / "compress.json"
+    assert cli.main(["--kib", "4", "--format", "int8", "--rounds", "1", "--output", str(path)]) == 0
+    (result,) = json.loads(path.read_text())["results"]
+    assert result["nbytes"] == 4096
+    assert [kernel["what"] for kernel in result["kernels"]] == [COPY, *["int8"] * 4, *["top-k"] * 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--format", "int9"], "no format 'int9'"),
+        (["--kib", "0"], "--kib wants 1 to"),
+        (["--top-k", "0"], "--top-k wants a share"),
+        (["--rounds", "0"], "--rounds wants at least 1"),
+        (["--output", "."], "--output wants a file"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    assert words in capsys.readouterr().err

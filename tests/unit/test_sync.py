@@ -1,0 +1,61 @@
+"""Strategies, and the loop over microbatches where no ranks are needed."""
+
+import pytest
+import torch
+
+import torchddp
+from torchddp.comm_hooks import resolve
+from torchddp.sync import DDPSyncStrategy, accumulate, prepare_ddp_module, sync_context
+
+
+def test_strategies_by_name():
+    for name in ("single_auto_sync", "MULTI_AUTO_SYNC", "Forced_Sync"):
+        assert DDPSyncStrategy(name) is DDPSyncStrategy[name.upper()]
+        assert DDPSyncStrategy(DDPSyncStrategy(name)) == name.lower()
+
+
+@pytest.mark.parametrize("value", ["sync", "", None, 3])
+def test_unknown_strategies(value):
+    with pytest.raises(ValueError, match=r"'single_auto_sync', 'multi_auto_sync', 'forced_sync'"):
+        DDPSyncStrategy(value)
+
+
+def test_modules_that_are_not_wrapped_are_left_alone():
+    module = torch.nn.Linear(2, 2)
+    for strategy in (None, *DDPSyncStrategy):
+        assert list(accumulate(module, 3, strategy)) == [0, 1, 2]
+    with pytest.raises(ValueError, match="unknown sync strategy 'often'"), sync_context(module, True, "often"):
+        pass
+
+
+@pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_numbers_of_microbatches(steps, error):
+    with pytest.raises(error, match=r"steps must be .*got"):
+        accumulate(torch.nn.Linear(2, 2), steps)  # said at once, not when the loop begins
+
+
+def test_without_a_process_group():
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\) before prepare_ddp_module"):
+        prepare_ddp_module(torch.nn.Linear(2, 2), False)
+
+
+def test_without_torch_distributed(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="built without torch.distributed"):
+        prepare_ddp_module(torch.nn.Linear(2, 2), False)
+
+
+def test_hooks():
+    def hook(state, bucket):
+        raise NotImplementedError
+
+    state = object()
+    assert resolve(hook) == (None, hook)
+    assert resolve((state, hook)) == (state, hook)
+    for wrong in (3, (hook,), (state, 3), (state, hook, 1), [state, hook]):
+        with pytest.raises(TypeError, match="comm_hook must be"):
+            resolve(wrong)
+
+
+def test_it_is_an_attribute_of_the_package():
+    assert torchddp.sync.DDPSyncStrategy is DDPSyncStrategy

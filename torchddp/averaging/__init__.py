@@ -1,0 +1,9 @@
+"""Training with few synchronisations: averages of models instead of averages of gradients. See docs/averaging.md."""
+
+from torchddp.averaging.averagers import HierarchicalAverager, PeriodicAverager
+from torchddp.averaging.diloco import DiLoCo
+from torchddp.averaging.post_local_sgd import PostLocalSGD
+from torchddp.averaging.slowmo import SlowMo
+from torchddp.averaging.streaming import StreamingDiLoCo
+
+__all__ = ["DiLoCo", "HierarchicalAverager", "PeriodicAverager", "PostLocalSGD", "SlowMo", "StreamingDiLoCo"]

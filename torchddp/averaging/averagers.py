@@ -1,0 +1,207 @@
+"""Model averaging every few steps: over all ranks, or over growing groups of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+
+from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatAverage
+from torchddp.averaging.parameters import (
+    Named,
+    ParamSource,
+    group_or_default,
+    named_buffers,
+    named_parameters,
+    verify_same,
+)
+from torchddp.traffic import Traffic
+
+__all__ = ["HierarchicalAverager", "PeriodicAverager"]
+
+
+class _Averager(ModelAverager):
+    """Parameters, and a count of steps; which steps average what is up to the classes below."""
+
+    def __init__(
+        self,
+        params: ParamSource,
+        warmup_steps: int,
+        process_group: dist.ProcessGroup | None,
+        buffers: bool,
+        bucket_cap_mb: float,
+    ) -> None:
+        super().__init__(group_or_default(process_group))
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}")
+        if buffers and not isinstance(params, nn.Module):
+            raise TypeError(f"buffers=True needs a module as params, got {type(params).__name__}")
+        self.warmup_steps = warmup_steps
+        self.traffic = Traffic(0, 0)
+        self._buffers: Named = named_buffers(params) if buffers and isinstance(params, nn.Module) else {}
+        self._params = named_parameters(params)
+        self._cap_mb = bucket_cap_mb
+        self._averages: dict[dist.ProcessGroup, FlatAverage] = {}
+
+    def _open(self, group: dist.ProcessGroup) -> None:
+        who = type(self).__name__
+        everything = {**self._params, **self._buffers}
+        verify_same(everything, group, who, self._options())
+        self._averages[group] = FlatAverage(everything, group, who, self._cap_mb)
+
+    def _options(self) -> list[str]:
+        raise NotImplementedError
+
+    def _average_over(self, group: dist.ProcessGroup, params: ParamSource | None) -> None:
+        if params is not None:
+            given = named_parameters(params)
+            if {id(p) for p in given.values()} != {id(p) for p in self._params.values()}:
+                self._params = given
+                self._averages.clear()
+        if group not in self._averages:
+            self._open(group)
+        average = self._averages[group]
+        average.run(self.step)
+        self.traffic = average.traffic
+
+
+class PeriodicAverager(_Averager):
+    """Averages parameters over the ranks every ``period`` steps (local SGD, Stich 2019; Lin et al. 2020 with warm-up).
+
+        averager = PeriodicAverager(model, period=8, warmup_steps=100)
+        for batch in loader:
+            ...; optimizer.step()
+            averager.average_parameters()
+
+    Averages after steps ``warmup_steps + 1``, ``warmup_steps + 1 + period`` and so on, as torch's PeriodicModelAverager
+    does, whose place it takes anywhere (``average_parameters(params)``, ``step``). Unlike that one it averages all
+    parameters with ``requires_grad``, also those that have no gradient now: ranks may differ in what they used. All
+    ranks hold the same bits afterwards. Parameters of 16 bits travel as they are and are summed in fp32.
+
+    Args:
+        params: a module, or its parameters (with names, if errors should name them), or an optimizer's groups.
+        period: steps from one average to the next.
+        warmup_steps: steps before the first; gradients are then averaged some other way, by
+            `DistributedDataParallel` for instance. The weights that ranks begin with are not made equal here.
+        process_group: None: the default one.
+        buffers: average floating-point buffers too; ``params`` must be a module.
+        bucket_cap_mb: MiB of one message, and of the memory that is held for it.
+
+    Construction is collective, and so is each average. Raises ValueError for options and parameters that are no good,
+    TypeError for what is no parameter, RuntimeError on all ranks where these differ.
+
+    Attributes:
+        step: calls of `average_parameters` so far; checkpoint it.
+        traffic: bytes of the last average.
+    """
+
+    def __init__(
+        self,
+        params: ParamSource,
+        period: int,
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        buffers: bool = False,
+        bucket_cap_mb: float = DEFAULT_CAP_MB,
+    ) -> None:
+        super().__init__(params, warmup_steps, process_group, buffers, bucket_cap_mb)
+        if period < 1:
+            raise ValueError(f"period must be at least 1 step, got {period}")
+        self.period = period
+        self._open(self.process_group)
+
+    def _options(self) -> list[str]:
+        return [f"period={self.period}, warmup_steps={self.warmup_steps}"]
+
+    def average_parameters(self, params: ParamSource | None = None) -> None:
+        """Counts a step, and averages if it is due. Raises TransportError.
+
+        ``params``: to be averaged instead of those of the constructor from now on; the same on all ranks.
+        """
+        if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
+            self.average_now(params)
+        self.step += 1
+
+    def average_now(self, params: ParamSource | None = None) -> None:
+        """Collective. Averages whatever the step is, and counts nothing. Raises TransportError."""
+        self._average_over(self.process_group, params)
+
+
+class HierarchicalAverager(_Averager):
+    """Averages over small groups often, and over larger ones less often (hierarchical SGD, Lin et al. 2020, 3.2).
+
+        averager = HierarchicalAverager(model, {4: 8, 16: 64})   # 8 ranks every 4 steps, all 64 every 16
+
+    As torch's HierarchicalModelAverager: at step s (the first is 0, and ``warmup_steps`` are left out) the group with
+    the largest period that divides s averages, and no other.
+
+    Args:
+        params: see `PeriodicAverager`.
+        periods: period to size of its groups, of neighbouring ranks, ascending; or pairs of a period and this rank's
+            process group. The last must be all ranks of ``process_group``.
+        warmup_steps, process_group, buffers, bucket_cap_mb: see `PeriodicAverager`.
+
+    Construction is collective, and so is each average (in its group). Raises as `PeriodicAverager`.
+    """
+
+    def __init__(
+        self,
+        params: ParamSource,
+        periods: Mapping[int, int] | Sequence[tuple[int, dist.ProcessGroup]],
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        buffers: bool = False,
+        bucket_cap_mb: float = DEFAULT_CAP_MB,
+    ) -> None:
+        super().__init__(params, warmup_steps, process_group, buffers, bucket_cap_mb)
+        pairs: list[tuple[int, int | dist.ProcessGroup]] = list(
+            periods.items() if isinstance(periods, Mapping) else periods
+        )
+        sizes = [(period, size if isinstance(size, int) else size.size()) for period, size in pairs]
+        _check_levels(sizes, self.process_group.size())
+        self._shown_levels = ", ".join(f"{size} ranks every {period} steps" for period, size in sizes)
+        self.period_process_group_dict: dict[int, dist.ProcessGroup] = {}
+        for period, group in pairs:
+            if isinstance(group, int):
+                whole = group == self.process_group.size()
+                group = self.process_group if whole else _group_of_neighbours(group, self.process_group)
+            self.period_process_group_dict[period] = group
+            self._open(group)
+
+    def _options(self) -> list[str]:
+        return [f"{self._shown_levels}, warmup_steps={self.warmup_steps}"]
+
+    def average_parameters(self, params: ParamSource | None = None) -> None:
+        """Counts a step, and averages over the largest group that is due, if any. Raises TransportError."""
+        if self.step >= self.warmup_steps:
+            for period, group in reversed(self.period_process_group_dict.items()):
+                if self.step % period == 0:
+                    self._average_over(group, params)
+                    break
+        self.step += 1
+
+
+def _check_levels(levels: Sequence[tuple[int, int]], world_size: int) -> None:
+    shown = ", ".join(f"{period}: {size}" for period, size in levels)
+    if not levels:
+        raise ValueError("periods must not be empty: give period: group size, or pairs of period and process group")
+    if levels[0][0] < 1:
+        raise ValueError(f"periods must be at least 1 step, got {levels[0][0]}")
+    if any(a >= b for (a, _), (b, _) in zip(levels, levels[1:], strict=False)):
+        raise ValueError(f"periods must ascend, got {{{shown}}}")
+    if any(a >= b for (_, a), (_, b) in zip(levels, levels[1:], strict=False)):
+        raise ValueError(f"group sizes must grow with their periods, got {{{shown}}}")
+    if levels[-1][1] != world_size:
+        raise ValueError(f"the last group must be all {world_size} ranks of the process group, got {{{shown}}}")
+    if uneven := next((size for _, size in levels if size < 1 or world_size % size != 0), None):
+        raise ValueError(f"group sizes must divide the {world_size} ranks of the process group, got {uneven}")
+
+
+def _group_of_neighbours(size: int, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
+    ranks = dist.get_process_group_ranks(process_group)
+    first = process_group.rank() // size * size
+    return dist.new_group(ranks[first : first + size], use_local_synchronization=True)

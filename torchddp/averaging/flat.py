@@ -1,0 +1,208 @@
+"""Means over the ranks of a process group, of many tensors in few flat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from torchddp import _C
+from torchddp.averaging.parameters import Named, memory_of, sum_dtype
+from torchddp.comm_hooks.compressed_sum import sum_compressed
+from torchddp.comm_hooks.exchange import Exchange
+from torchddp.errors import TransportError
+from torchddp.traffic import Traffic
+from torchddp.wrapped_model import param_specs
+
+DEFAULT_CAP_MB = 25.0
+WIRES = ("fp32", "bf16", "fp16", "int8", "int4")
+_MIB = 1024 * 1024
+_OWN_WIRE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class FlatBucket:
+    """Tensors of one dtype and device that travel in one message, which is summed in at least fp32."""
+
+    named: Named
+    offsets: tuple[int, ...]
+    numel: int
+
+    @classmethod
+    def of(cls, named: Named) -> FlatBucket:
+        """The tensors one behind the other, without gaps."""
+        ends = list(accumulate((memory_of(t).numel() for t in named.values()), initial=0))
+        return cls(named, tuple(ends[:-1]), ends[-1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensors."""
+        return next(iter(self.named.values())).dtype
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of the message."""
+        return sum_dtype(self.dtype)
+
+    def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors' places in the message, 1-d."""
+        memories = map(memory_of, self.named.values())
+        return [flat[offset : offset + m.numel()] for offset, m in zip(self.offsets, memories, strict=True)]
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The same, with the shapes and strides of the tensors, which must be real."""
+        tensors = self.named.values()
+        return [
+            flat.as_strided(t.shape, t.stride(), flat.storage_offset() + offset)
+            for t, offset in zip(tensors, self.offsets, strict=True)
+        ]
+
+    def pack(self, flat: torch.Tensor) -> None:
+        """Tensors to message."""
+        torch._foreach_copy_(self.pieces(flat), [memory_of(t) for t in self.named.values()])
+
+    def unpack(self, flat: torch.Tensor) -> None:
+        """Message to tensors."""
+        torch._foreach_copy_([memory_of(t) for t in self.named.values()], self.pieces(flat))
+
+
+def plan_buckets(named: Named, cap_mb: float) -> list[FlatBucket]:
+    """Buckets of at most ``cap_mb`` MiB of tensors, in their order; a larger tensor has one of its own."""
+    if not cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb must be above 0, got {cap_mb}")
+    names, tensors = list(named), list(named.values())
+    specs = param_specs(tensors, names, [False] * len(names))
+    plan = _C.make_bucket_plan(specs, range(len(names)), [max(1, int(cap_mb * _MIB))])
+    return [FlatBucket.of({names[i]: tensors[i] for i in bucket.params}) for bucket in plan.buckets]
+
+
+def check_wire(wire: str | None, named: Named) -> None:
+    """ValueError for an unknown format, TypeError for parameters that it can't carry."""
+    if wire is not None and wire not in WIRES:
+        raise ValueError(f"wire must be None or one of {', '.join(map(repr, WIRES))}, got {wire!r}")
+    if wire is None:
+        return
+    for name, tensor in named.items():
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(
+                f"wire={wire!r} carries float32, bfloat16 and float16, but parameter '{name}' is {tensor.dtype}: use "
+                "wire=None"
+            )
+
+
+def wire_of(wire: str | None, bucket: FlatBucket) -> str:
+    """How its message travels. None: tensors of 16 bits in their own format, all others as they are."""
+    return wire or _OWN_WIRE.get(bucket.dtype, "fp32")
+
+
+class FlatMean:
+    """The mean of flat messages over all ranks, over process groups of its own.
+
+    Construction is collective. Messages that are compressed are summed in fp32, and so are the ranks of a host before
+    anything is compressed, if there are several hosts (`Exchange`).
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self._exchange = Exchange(process_group, device)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent so far."""
+        return self._exchange.sent_bytes
+
+    def run(self, flat: torch.Tensor, wire: str) -> None:
+        """Collective, in place; all ranks hold the same bits afterwards. RuntimeError if a peer does not take part.
+
+        Args:
+            flat: [n], contiguous; fp32 where it travels in another format.
+            wire: that format; "fp32": as it is, whatever its dtype.
+        """
+        exchange = self._exchange
+        if wire == "fp32":
+            flat.div_(exchange.world_size)  # before the sum, as torch's averagers do: it can't overflow
+            exchange.sum_(flat)
+            return
+        shard = exchange.sum_to_shards(flat)
+        sum_compressed(exchange, wire, shard, 1.0 / exchange.world_size)
+        exchange.gather_shards(flat, shard)
+
+
+Pack = Callable[[FlatBucket, torch.Tensor], None]
+
+
+class FlatMeans:
+    """Means of many tensors, bucket by bucket. Holds the memory of one bucket. Construction is collective.
+
+    ``wire``: see `wire_of`.
+    """
+
+    def __init__(
+        self, named: Named, process_group: dist.ProcessGroup, who: str, cap_mb: float, wire: str | None = None
+    ) -> None:
+        self.buckets = plan_buckets(named, cap_mb)
+        self._wire = wire
+        self.traffic = Traffic(0, 0)
+        self._who, self._group = who, process_group
+        device = next(iter(named.values())).device
+        self._mean = FlatMean(process_group, device)
+        largest: dict[torch.dtype, int] = {}
+        for bucket in self.buckets:
+            largest[bucket.sum_dtype] = max(largest.get(bucket.sum_dtype, 0), bucket.numel)
+        self._scratch = {dtype: torch.empty(n, dtype=dtype, device=device) for dtype, n in largest.items()}
+
+    def run(self, step: int, pack: Pack = FlatBucket.pack) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
+        """Collective. Each bucket with the mean of what ``pack`` gave, valid until the next is asked for. Exhaust it.
+
+        Raises:
+            TransportError: a peer is gone, or did not come here in time.
+        """
+        before, payload_bytes = self._mean.sent_bytes, 0
+        for index, bucket in enumerate(self.buckets):
+            flat = self._scratch[bucket.sum_dtype][: bucket.numel]
+            pack(bucket, flat)
+            payload_bytes += flat.nbytes
+            try:
+                self._mean.run(flat, wire_of(self._wire, bucket))
+            except RuntimeError as error:
+                what = f"bucket {index} of {len(self.buckets)}"
+                raise lost_peer(self._group, self._who, step, what, list(bucket.named), error) from error
+            yield bucket, flat
+        self.traffic = Traffic(payload_bytes, self._mean.sent_bytes - before)
+
+
+def lost_peer(
+    process_group: dist.ProcessGroup, who: str, step: int, what: str, names: Sequence[str], error: BaseException
+) -> TransportError:
+    """The error of a rank whose peers did not take part."""
+    shown = ", ".join(f"'{name}'" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+    return TransportError(
+        f"rank {process_group.rank()}: {who} could not average {what} ({shown}) at step {step}: {error}\n"
+        "A peer has died, left, or takes another number of steps: all ranks must take the same. Parameters may be "
+        "averaged in part: go back to a checkpoint."
+    )
+
+
+class FlatAverage:
+    """The average of tensors over the ranks, in place. Construction is collective."""
+
+    def __init__(self, named: Named, process_group: dist.ProcessGroup, who: str, cap_mb: float) -> None:
+        self._means = FlatMeans(named, process_group, who, cap_mb)
+        self._ids = {id(t) for t in named.values()}
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of the last run."""
+        return self._means.traffic
+
+    def is_of(self, named: Named) -> bool:
+        """Whether these are the tensors."""
+        return self._ids == {id(t) for t in named.values()}
+
+    @torch.no_grad()
+    def run(self, step: int) -> None:
+        """Collective. All ranks hold the same bits afterwards. Raises TransportError."""
+        for bucket, mean in self._means.run(step):
+            bucket.unpack(mean)

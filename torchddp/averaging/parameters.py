@@ -1,0 +1,125 @@
+"""The parameters that a method averages: by name, and checked to be the same on all ranks."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchddp import _C
+from torchddp.optim.agreement import message_device, verify_agreement
+
+Named = dict[str, torch.Tensor]
+# A module, its parameters with or without names, or an optimizer's groups.
+_MESSAGE_BYTES = 25 * 1024 * 1024
+ParamSource = nn.Module | Iterable[Any]
+
+
+def named_parameters(source: ParamSource) -> Named:
+    """The parameters that are trained (``requires_grad``), each once, in their order. Without a name: "params[3]".
+
+    Raises:
+        TypeError: something in ``source`` is none of these.
+    """
+    if isinstance(source, torch.Tensor):
+        raise TypeError(
+            "params must be a module, or an iterable of parameters, named parameters or groups, got a tensor"
+        )
+    if isinstance(source, nn.parallel.DistributedDataParallel):
+        source = source.module  # with the names of the bare one: checkpoints are interchangeable
+    pairs = source.named_parameters() if isinstance(source, nn.Module) else _pairs(source)
+    found: Named = {}
+    seen: set[int] = set()
+    for name, param in pairs:
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(f"{name} must be a parameter, got {type(param).__name__}")
+        if param.requires_grad and param.numel() > 0 and id(param) not in seen:
+            seen.add(id(param))
+            found[name] = param
+    return found
+
+
+def _pairs(items: Iterable[Any]) -> Iterable[tuple[str, Any]]:
+    index = 0
+    for item in items:
+        if isinstance(item, Mapping):
+            params = list(item["params"])
+            names = item.get("param_names", [f"params[{index + i}]" for i in range(len(params))])
+            yield from zip(names, params, strict=True)
+            index += len(params)
+        else:
+            yield item if isinstance(item, tuple) else (f"params[{index}]", item)
+            index += 1
+
+
+def named_buffers(module: nn.Module) -> Named:
+    """The floating-point buffers of a module, running statistics for instance."""
+    return {name: b for name, b in module.named_buffers() if b.is_floating_point() and b.numel() > 0}
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in the order of memory, as a 1-d view of real numbers; the tensor must be dense."""
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return real.as_strided((real.numel(),), (1,), real.storage_offset())
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which such tensors are summed: at least fp32, real."""
+    return torch.promote_types(torch.float32, dtype.to_real())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def problem_of(named: Named) -> ValueError | None:
+    """Why these can't be averaged by this rank."""
+    if not named:
+        return ValueError("there is no parameter to average: none was given, or none has requires_grad")
+    device = next(iter(named.values())).device
+    for name, tensor in named.items():
+        if tensor.device != device:
+            first = next(iter(named))
+            return ValueError(
+                f"parameter '{name}' is on {tensor.device}, '{first}' on {device}: all must be on one device"
+            )
+        if tensor.is_sparse or not _is_dense(tensor):
+            return ValueError(
+                f"parameter '{name}' (shape {list(tensor.shape)}, strides {list(tensor.stride())}) leaves gaps in its "
+                "memory or overlaps itself, and can't be averaged in place: make it contiguous()"
+            )
+    return None
+
+
+def verify_same(named: Named, process_group: dist.ProcessGroup, who: str, options: Iterable[str] = ()) -> None:
+    """Collective. RuntimeError on every rank unless parameters (and ``options``) are the same on all of them.
+
+    ValueError on a rank where they can't be averaged, RuntimeError with its reason on the others.
+    """
+    lines = [*options, *(f"'{n}' {p.dtype}{list(p.shape)} with strides {list(p.stride())}" for n, p in named.items())]
+    verify_agreement(lines, problem_of(named), process_group, message_device(process_group), who)
+
+
+def broadcast_from_first(named: Named, process_group: dist.ProcessGroup) -> None:
+    """Collective. All ranks hold the values of the group's rank 0."""
+    if process_group.size() > 1:
+        broadcast = _C.TensorBroadcast(_C.C10dTransport(process_group), _MESSAGE_BYTES, datetime.timedelta(0))
+        broadcast.run([tensor.detach() for tensor in named.values()], 0)
+
+
+def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """``process_group``, or the default one. RuntimeError where there is none."""
+    if not dist.is_initialized() and process_group is None:
+        raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
+    group = process_group if process_group is not None else dist.group.WORLD
+    assert group is not None
+    return group

@@ -1,0 +1,134 @@
+"""SlowMo: momentum over averages of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from torchddp.averaging.averagers import PeriodicAverager
+from torchddp.averaging.parameters import Named, broadcast_from_first, named_parameters, sum_dtype, verify_same
+from torchddp.averaging.wrapper import OptimizerWrapper
+from torchddp.traffic import Traffic
+
+__all__ = ["SlowMo"]
+
+
+class SlowMo(OptimizerWrapper):
+    """Any optimizer, with an average and a step of slow momentum every ``period`` steps (SlowMo, Wang et al. 2020).
+
+        optimizer = SlowMo(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), period=12)
+
+    After every ``period`` steps parameters x are averaged, and with x0 where the round began, learning rate g, slow
+    momentum u, coefficients beta and alpha: u = beta * u + (x0 - x) / g; x = x0 - alpha * g * u. The inner optimizer's
+    own state stays local.
+
+    Args:
+        optimizer: any of torch's, but for those whose steps are collective.
+        period: steps of a round, at least 1; or a `PeriodicAverager`, whose period, process group, buffers and
+            ``warmup_steps`` hold then. The first round begins after those, with an average; unlike with the
+            averager alone, averages come at the end of a round.
+        slow_momentum: beta, in [0, 1). With 0 and ``slow_lr=1`` this is periodic averaging.
+        slow_lr: alpha, above 0.
+        process_group: None: the default one. Not beside an averager.
+
+    Construction is collective: parameters become those of rank 0. So is every ``period``-th step. All ranks hold the
+    same parameters, bit for bit, after it; learning rates must be the same on all. A group whose learning rate is 0
+    just then is averaged, and its momentum left alone.
+
+    Held per rank: the parameters of the round's beginning, the slow momentum (fp32 or wider), one message.
+
+    Raises TypeError and ValueError for options and optimizers that are no good.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        period: int | PeriodicAverager,
+        slow_momentum: float = 0.5,
+        slow_lr: float = 1.0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not 0 <= slow_momentum < 1:
+            raise ValueError(f"slow_momentum must be at least 0 and below 1, got {slow_momentum}")
+        if not slow_lr > 0:
+            raise ValueError(f"slow_lr must be above 0, got {slow_lr}")
+        super().__init__(optimizer)
+        if any("lr" not in group for group in optimizer.param_groups):
+            raise ValueError(f"SlowMo needs learning rates, and {type(optimizer).__name__} has a group without 'lr'")
+        if isinstance(period, PeriodicAverager):
+            if process_group is not None:
+                raise ValueError("the averager has a process group: leave out process_group")
+            self.averager = period
+        else:
+            self.averager = PeriodicAverager(optimizer.param_groups, period, process_group=process_group)
+        self.slow_momentum, self.slow_lr = slow_momentum, slow_lr
+        self._named = named_parameters(optimizer.param_groups)
+        options = [f"slow_momentum={slow_momentum}, slow_lr={slow_lr}"]
+        verify_same(self._named, self.averager.process_group, "SlowMo", options)
+        broadcast_from_first(self._named, self.averager.process_group)
+        self._begin: Named = {name: p.detach().clone() for name, p in self._named.items()}
+        self._slow: Named = {
+            name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, sum_dtype(p.dtype)), requires_grad=False)
+            for name, p in self._named.items()
+        }
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of the last average."""
+        return self.averager.traffic
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: momentum belongs to the parameters of the constructor."""
+        raise RuntimeError("SlowMo takes no parameters later: make it after all groups were added")
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """See `OptimizerWrapper.after_step`."""
+        averager = self.averager
+        averager.step += 1
+        done = averager.step - averager.warmup_steps
+        if done == 0:  # ranks that trained apart meanwhile would keep different beginnings
+            averager.average_now(self._inner.param_groups)
+            self._begin_round()
+        elif done > 0 and done % averager.period == 0:
+            averager.average_now(self._inner.param_groups)
+            self._step_slowly()
+            self._begin_round()
+
+    def _begin_round(self) -> None:
+        for name, param in self._named.items():
+            self._begin[name].copy_(param)
+
+    def _step_slowly(self) -> None:
+        name_of = {id(p): name for name, p in self._named.items()}
+        for group in self._inner.param_groups:
+            lr = float(group["lr"])
+            names = [name_of[id(p)] for p in group["params"] if id(p) in name_of]
+            for name in names if lr != 0 else []:
+                param, slow = self._named[name], self._slow[name]
+                begin = self._begin[name].to(slow.dtype)
+                slow.mul_(self.slow_momentum).add_((begin - param) / lr)
+                param.copy_(begin.sub_(slow, alpha=self.slow_lr * lr))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and under "slowmo" the step, the slow momentum and where the round began.
+
+        Between averages parameters differ: each rank then saves its own model and optimizer.
+        """
+        slowmo = {"step": self.averager.step, "momentum": dict(self._slow), "begin": dict(self._begin)}
+        return {**self._inner.state_dict(), "slowmo": slowmo}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Exact, together with the model's. ValueError if another optimizer was saved."""
+        if "slowmo" not in state_dict:
+            raise ValueError("the state dict has no 'slowmo': it was saved by another optimizer")
+        self._inner.load_state_dict(state_dict)
+        saved = state_dict["slowmo"]
+        self.averager.step = saved["step"]
+        for kept, key in ((self._slow, "momentum"), (self._begin, "begin")):
+            for name, tensor in kept.items():
+                tensor.copy_(saved[key][name])

@@ -1,0 +1,211 @@
+"""Streaming DiLoCo: a fragment of the parameters at a time, on the way while inner steps go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from torchddp.averaging.diloco import OuterLoop
+from torchddp.averaging.flat import FlatBucket, FlatMean, lost_peer, plan_buckets, wire_of
+from torchddp.averaging.fragments import fragment_starts, plan_fragments
+from torchddp.averaging.global_weights import OuterFactory, make_outer_factory
+from torchddp.averaging.parameters import ParamSource
+from torchddp.comm_hooks.worker import Worker
+from torchddp.traffic import Traffic
+
+__all__ = ["StreamingDiLoCo"]
+
+
+@dataclass
+class _OnTheWay:
+    """A fragment whose mean is being made, and the step after which it is merged."""
+
+    fragment: int
+    due: int
+    flats: list[torch.Tensor]  # one for each bucket; means once the job is done
+    job: tuple[_Job, torch.futures.Future[torch.Tensor]] | None  # None: they are means already
+
+
+class StreamingDiLoCo(OuterLoop):
+    """DiLoCo with a part of the parameters at a time, overlapped with inner steps (Douillard et al. 2025).
+
+        optimizer = StreamingDiLoCo(model, torch.optim.AdamW(model.parameters(), lr=1e-3), sync_every=100,
+                                    fragments=4, overlap_steps=5)
+
+    Each fragment (every F-th layer) is synchronised every ``sync_every`` steps, one after the other, evenly spread. Its
+    outer gradients are taken after one step, averaged by a thread while ``overlap_steps`` more go on, and merged: the
+    outer optimizer moves the global weights, and the rank's parameters become ``alpha`` of their own and 1 - ``alpha``
+    of the global ones. Peak bandwidth falls by the number of fragments, and latency is hidden by the overlap. With one
+    fragment, no overlap and ``alpha=0`` this is `DiLoCo`.
+
+    Args:
+        fragments: how many (F), at most one for each parameter.
+        overlap_steps: inner steps while a fragment is on the way (tau); below ``sync_every / fragments``, so that one
+            is on the way at a time.
+        alpha: how much of what the rank did itself it keeps; 0: goes on from the global weights.
+        wire: see `DiLoCo`. None: those of 16-bit parameters in their own format, others as they are.
+        bucket_cap_mb: MiB of one message; a fragment's are sent one after the other.
+
+    All others, collectives and errors: see `DiLoCo`. Global weights are the same on all ranks, bit for bit; parameters
+    are, right after their fragment was merged, if ``alpha`` is 0. A peer that is gone is noticed where its fragment is
+    merged.
+
+    Held per rank: the parameters in fp32, the outer momentum, and a fragment in fp32 while it is on the way.
+    """
+
+    _key = "streaming_diloco"
+
+    def __init__(
+        self,
+        params: ParamSource,
+        optimizer: Optimizer,
+        sync_every: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        outer_optimizer: OuterFactory | None = None,
+        wire: str | None = "int4",
+        *,
+        fragments: int = 4,
+        overlap_steps: int = 0,
+        alpha: float = 0.0,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = 25.0,
+    ) -> None:
+        if not 0 <= alpha < 1:
+            raise ValueError(f"alpha must be at least 0 and below 1 (which would keep ranks apart), got {alpha}")
+        options = (
+            f"outer_lr={outer_lr}, outer_momentum={outer_momentum}, nesterov={nesterov}, wire={wire}, "
+            f"fragments={fragments}, overlap_steps={overlap_steps}, alpha={alpha}"
+        )
+        make_outer = make_outer_factory(outer_optimizer, outer_lr, outer_momentum, nesterov)
+        super().__init__(params, optimizer, sync_every, make_outer, wire, process_group, options)
+        names = plan_fragments(list(self._named), fragments)
+        _check_overlap(overlap_steps, sync_every, fragments)
+        self.overlap_steps, self.alpha = overlap_steps, alpha
+        self.fragments = [plan_buckets({n: self._named[n] for n in part}, bucket_cap_mb) for part in names]
+        self._starts = fragment_starts(sync_every, fragments)
+        self._mean = FlatMean(self.process_group, next(iter(self._named.values())).device)
+        self._worker = Worker("torchddp_averaging")
+        self._on_the_way: _OnTheWay | None = None
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """See `OptimizerWrapper.after_step`."""
+        self.steps += 1
+        self._merge_if_due()
+        in_round = (self.steps - 1) % self.sync_every + 1
+        if in_round in self._starts:
+            self._start(self._starts.index(in_round))
+            self._merge_if_due()  # without overlap
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Merges now what is on the way: at the end of training. All ranks must, after the same step."""
+        if self._on_the_way is not None:
+            self._merge(self._on_the_way)
+
+    def _start(self, fragment: int) -> None:
+        buckets = self.fragments[fragment]
+        flats = []
+        for bucket in buckets:
+            weight = self._global.weights[next(iter(bucket.named))]
+            flats.append(torch.empty(bucket.numel, dtype=bucket.sum_dtype, device=weight.device))
+            self._global.pack_moved(bucket, flats[-1])
+        job = _Job(self._mean, flats, [wire_of(self._wire, bucket) for bucket in buckets])
+        future = self._worker.submit(job, f"fragment {fragment}", flats[0].device)
+        self._on_the_way = _OnTheWay(fragment, self.steps + self.overlap_steps, flats, (job, future))
+
+    def _merge_if_due(self) -> None:
+        if self._on_the_way is not None and self._on_the_way.due <= self.steps:
+            self._merge(self._on_the_way)
+
+    def _merge(self, arrived: _OnTheWay) -> None:
+        self._wait(arrived)
+        self._on_the_way = None
+        for bucket, flat in zip(self.fragments[arrived.fragment], arrived.flats, strict=True):
+            self._global.step(bucket, flat)
+            self._global.write(list(bucket.named), self.alpha)
+
+    def _wait(self, pending: _OnTheWay) -> None:
+        """Until the means are there. The thread makes them, wherever the other ranks are in their steps."""
+        if pending.job is None:
+            return
+        job, future = pending.job
+        try:
+            future.wait()
+        except RuntimeError as error:
+            names = [name for bucket in self.fragments[pending.fragment] for name in bucket.named]
+            what = f"fragment {pending.fragment}"
+            raise lost_peer(self.process_group, "StreamingDiLoCo", self.steps, what, names, error) from error
+        self.traffic = Traffic(sum(flat.nbytes for flat in pending.flats), job.sent_bytes)
+        pending.job = None
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """See `DiLoCo`. A fragment on the way is waited for and saved: the run goes on as if nobody had looked."""
+        state = super().state_dict()
+        pending = self._on_the_way
+        if pending is not None:
+            self._wait(pending)
+            means = {
+                name: view.clone()
+                for bucket, flat in zip(self.fragments[pending.fragment], pending.flats, strict=True)
+                for name, view in zip(bucket.named, bucket.views(flat), strict=True)
+            }
+            state[self._key]["on_the_way"] = {"fragment": pending.fragment, "due": pending.due, "means": means}
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `DiLoCo`. ValueError if ``fragments`` was another number and a fragment on the way."""
+        if self._on_the_way is not None:
+            self._wait(self._on_the_way)
+        super().load_state_dict(state_dict)
+        saved = state_dict[self._key].get("on_the_way")
+        self._on_the_way = None
+        if saved is None:
+            return
+        buckets = self.fragments[saved["fragment"]] if saved["fragment"] < len(self.fragments) else []
+        if {name for bucket in buckets for name in bucket.named} != set(saved["means"]):
+            raise ValueError("a fragment was on the way when the state was saved, and fragments are others now")
+        flats = [_flat_of(bucket, saved["means"]) for bucket in buckets]
+        self._on_the_way = _OnTheWay(saved["fragment"], saved["due"], flats, None)
+
+
+class _Job:
+    """What the thread does for a fragment; it holds nothing of the model."""
+
+    def __init__(self, mean: FlatMean, flats: list[torch.Tensor], wires: list[str]) -> None:
+        self._mean, self._flats, self._wires = mean, flats, wires
+        self.sent_bytes = 0
+
+    def __call__(self) -> torch.Tensor:
+        """One of the means: on a device the future waits for the streams of what it holds."""
+        before = self._mean.sent_bytes
+        for flat, wire in zip(self._flats, self._wires, strict=True):
+            self._mean.run(flat, wire)
+        self.sent_bytes = self._mean.sent_bytes - before
+        return self._flats[0]
+
+
+def _flat_of(bucket: FlatBucket, means: dict[str, torch.Tensor]) -> torch.Tensor:
+    first = next(iter(bucket.named.values()))
+    flat = torch.empty(bucket.numel, dtype=bucket.sum_dtype, device=first.device)
+    for name, view in zip(bucket.named, bucket.views(flat), strict=True):
+        view.copy_(means[name])
+    return flat
+
+
+def _check_overlap(overlap_steps: int, sync_every: int, fragments: int) -> None:
+    if fragments > sync_every:
+        raise ValueError(f"fragments must be at most sync_every={sync_every}, one a step, got {fragments}")
+    if not 0 <= overlap_steps < sync_every // fragments:
+        raise ValueError(
+            f"overlap_steps must be at least 0 and below sync_every // fragments = {sync_every // fragments}, so that "
+            f"one fragment is on the way at a time, got {overlap_steps}"
+        )

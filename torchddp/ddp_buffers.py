@@ -1,0 +1,54 @@
+"""How a DistributedDataParallel brings the model's buffers to all ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from torchddp import buffer_sync
+from torchddp.ddp_construction import DDPConstruction
+from torchddp.errors import TransportError
+
+
+class DDPBuffers(DDPConstruction):
+    """The part of the wrapper that broadcasts buffers, around forward."""
+
+    def _sync_buffers(self) -> None:
+        # The order of torch's own: under join() all ranks first agree on who is authoritative.
+        root = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
+        if self.parameters_to_ignore or hasattr(self, "buffer_hook"):
+            self._assign_modules_buffers()  # with names, by torch's slower walk
+        else:
+            self.modules_buffers = buffer_sync.buffers_of(self.module)  # buffers may have been reassigned
+        self._sync_module_buffers(root)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        if hasattr(self, "buffer_hook"):
+            # In-place updates must not make autograd refuse a backward through an earlier forward (two forwards, one
+            # backward). Our own broadcast moves no version counter.
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+                super()._sync_module_buffers(authoritative_rank)
+        else:
+            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
+
+    def _default_broadcast_coalesced(
+        self, bufs: list[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        buffers = self.modules_buffers if bufs is None else bufs
+        if self.process_group.size() == 1 or not buffers:
+            return
+        if buffer_sync.supports(buffers):
+            self._broadcast_buffers(buffers, authoritative_rank)
+            return
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+            super()._default_broadcast_coalesced(buffers, bucket_size, authoritative_rank)
+
+    def _broadcast_buffers(self, buffers: list[torch.Tensor], root: int) -> None:
+        try:
+            self._buffer_broadcast.run(buffers, root)
+        except TransportError as error:
+            raise TransportError(
+                f"rank {self._own_rank}: the broadcast of {len(buffers)} buffers "
+                f"({sum(b.nbytes for b in buffers)} bytes) from rank {root} failed: {error}\n"
+                "A peer has died, left, or did not reach this step in time. "
+                "Look at the other ranks' logs for the first error."
+            ) from error

@@ -1,0 +1,154 @@
+"""What DistributedDataParallel is made of: transport, reducer, logger, and a model that starts equal on all ranks."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import _world
+from torch.distributed.utils import _sync_module_states
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
+from torchddp import _C, bucket_sizes, buffer_sync, model_check, transports, wrapped_model
+from torchddp import decoupled as decoupling
+from torchddp.ddp_logger import DDPLogger
+from torchddp.planner import model_plan
+from torchddp.planner.auto_plan import AutoPlan
+
+
+class DDPConstruction(TorchDDP):
+    """The part of the wrapper that torch's constructor, unpickling and a change of the process group call."""
+
+    reducer: Any  # a torchddp._C.Reducer: torch's stubs know only their own
+    logger: Any
+
+    # From the arguments, before torch's constructor runs.
+    _transport_choice: str
+    _wire_dtype: torch.dtype | None
+    _timeout: datetime.timedelta | None
+    _measures_gradients: bool
+    _decoupled: bool
+    _updates: decoupling.Updates
+    _views_asked_for: bool
+    _sync_at_init: bool
+    _is_copy: bool
+    _init_sync_buffers: bool
+    _plans_itself: bool
+    _caps_asked_for: list[float]
+    # What buckets of one owner travel as, if they are float32.
+    _reduce_dtype: torch.dtype | None = None
+
+    def _ddp_init_helper(
+        self,
+        parameters: list[torch.Tensor],
+        expect_sparse_gradient: list[bool],
+        param_to_name_mapping: dict[int, str],
+        static_graph: bool,
+    ) -> None:
+        """Called by torch's constructor and by unpickling: builds ``self.reducer`` and ``self.logger``."""
+        names = [param_to_name_mapping[i].removeprefix(".") for i in range(len(parameters))]
+        together = self._sync_at_init
+        transport = self._open_transport(parameters, names)
+        if self.mixed_precision is not None:
+            for index, parameter in enumerate(parameters):
+                parameter._idx = index  # type: ignore[attr-defined]  # torch's mixed-precision hooks pass it back
+        buffer_broadcast = self._reserve_for_buffers(transport)  # before the reducer, in which ranks agree on memory
+        owners = self._owners(parameters)
+        specs = self._specs = wrapped_model.param_specs(parameters, names, expect_sparse_gradient, owners)
+        self._bucket_caps_bytes, solo_bytes = self._choose_caps(parameters, transport)
+        self.reducer = _C.Reducer(
+            parameters,
+            specs,
+            self.process_group,
+            transport,
+            caps_bytes=self._bucket_caps_bytes,
+            solo_bytes=solo_bytes,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
+            compiled_autograd_takes_over=self._use_python_reducer,
+            wire_dtype=self._wire_dtype,
+            reduce_dtype=self._reduce_dtype,
+            gradient_stats=self._measures_gradients,
+            decoupled=self._decoupled,
+            timeout=self._wait_limit(),
+        )
+        self._reduced_params = parameters
+        self._reduced_ids = {id(p) for p in parameters}
+        self._auto_plan: AutoPlan | None = None
+        if self._plans_itself:
+            model_plan.start(self, look_for_kept=together)
+        self._adopt_group(buffer_broadcast if self.reducer.transport is transport else None)
+        self._has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
+        self.logger = DDPLogger(self.reducer, self.process_group)
+        self.logger.log_construction(self, parameters)
+        self._passing_sync_batchnorm_handle(self.module)
+
+    def _owners(self, parameters: list[torch.Tensor]) -> list[int] | None:
+        """The rank that alone gets each parameter's average; None: all ranks get all."""
+        return None
+
+    def _choose_caps(self, parameters: list[torch.Tensor], transport: _C.Transport) -> tuple[list[int], int]:
+        return bucket_sizes.choose(self._caps_asked_for, parameters, transport)
+
+    def _adopt_group(self, buffer_broadcast: _C.TensorBroadcast | None = None) -> None:
+        # Groups that torch does not know (torchft's) can't be seen to have been destroyed.
+        self._group_is_registered = self.process_group in _world.pg_map
+        self._own_rank = self.process_group.rank()
+        self._buffer_broadcast = buffer_broadcast or self._broadcast_over(self.reducer.transport)
+
+    def _open_transport(self, parameters: list[torch.Tensor], names: list[str]) -> _C.Transport:
+        """Collective, unless ``init_sync=False`` or this is a copy: then c10d, which needs no agreement."""
+        sync, self._sync_at_init = self._sync_at_init, False  # a copy does not synchronise, as torch's does not
+        choice = transports.intended_transport(
+            self._transport_choice, self.process_group, [p.device for p in parameters], collective=sync
+        )
+        if self._is_copy:
+            choice = "c10d"
+        if sync:
+            model_check.verify_same_model(parameters, names, self.process_group, self.device, choice)
+        transport = transports.open_transport(
+            choice, self.process_group, device=parameters[0].device, timeout=self._timeout
+        )
+        return self._sync_module(transport) if sync else transport
+
+    def _sync_module(self, transport: _C.Transport) -> _C.Transport:
+        """The transport, or the one that the ranks went on with because some had no room for a message."""
+        states = list(buffer_sync.states_of(self.module, self.parameters_to_ignore, buffers=self._init_sync_buffers))
+        if transport.size == 1 or not states:
+            return transport
+        if buffer_sync.supports(states):
+            broadcast = self._broadcast_over(transport)
+            broadcast.reserve(states)
+            agreed = _C.agree_on_memory(transport, self._wait_limit())
+            (broadcast if agreed is transport else self._broadcast_over(agreed)).run(states, 0)
+            return agreed
+        _sync_module_states(
+            module=self.module,
+            process_group=self.process_group,
+            broadcast_bucket_size=self.broadcast_bucket_size,
+            src=0,
+            params_and_buffers_to_ignore=self.parameters_to_ignore,
+            broadcast_buffers=self._init_sync_buffers,
+        )
+        return transport
+
+    def _reserve_for_buffers(self, transport: _C.Transport) -> _C.TensorBroadcast:
+        broadcast = self._broadcast_over(transport)
+        if transport.size > 1 and self.modules_buffers and buffer_sync.supports(self.modules_buffers):
+            broadcast.reserve(self.modules_buffers)
+        return broadcast
+
+    def _broadcast_over(self, transport: _C.Transport) -> _C.TensorBroadcast:
+        return _C.TensorBroadcast(transport, self.broadcast_bucket_size, self._wait_limit())
+
+    def _wait_limit(self) -> datetime.timedelta:
+        return self._timeout or datetime.timedelta(0)  # zero: the process group's own
+
+    def _share_gradients_with(self, inner: list[TorchDDP]) -> None:
+        """Two reducers of one parameter: each must copy its average back, for one ``.grad`` can't be in two buckets."""
+        for other in inner:
+            if isinstance(other, DDPConstruction):
+                other.reducer._disable_views()
+                other.gradient_as_bucket_view = False
