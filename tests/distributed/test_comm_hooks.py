@@ -159,7 +159,7 @@ def test_one_rank_sends_nothing():
 def test_resume_is_exact_also_into_other_buckets(world_size, hosts):
     def work(rank):
         live_on(hosts, rank)
-        for make in (Int8, TopK, *COMPRESSORS[8:10], lambda: CastAround(PowerSGD(2, start_step=3))):
+        for make in (Sign, TopK, *COMPRESSORS[8:10], lambda: CastAround(PowerSGD(2, start_step=3))):
             straight_hook, first_hook, second_hook = make(), make(), make()
             options = {"bucket_cap_mb": 100}  # blocks follow buckets: for the same bits these must be the same
             straight, first = hooked(straight_hook, **options), hooked(first_hook, **options)
@@ -338,6 +338,22 @@ def test_rules_choose_by_name_kind_and_order():
                 assert not torch.equal(mine, parameter.grad), name
 
     run_ranks(work, 2)
+
+
+def test_two_models_in_one_backward():
+    """Each hook has a thread and groups of its own, so that ranks may interleave them in any way."""
+
+    def work(rank):
+        models = [hooked(Int8()), hooked(PowerSGD(2, clamp_rank=True))]
+        for step in range(10):
+            for model in models:
+                model.zero_grad()
+            sum(model(given(rank, step)) for model in models).backward()
+            first = {name: p.grad.double() for name, p in models[0].module.named_parameters()}
+            assert_near(first, average(step), 3e-2)
+            assert all(torch.isfinite(p.grad).all() for p in models[1].parameters())
+
+    run_ranks(work, 3)
 
 
 def test_copies_belong_to_no_model():

@@ -57,7 +57,7 @@ def test_bytes():
             step_of(hooked(hook, bucket_cap_mb=100), low_rank(rank, 0))
         numbers = sum((rows + columns) * 2 for rows, columns in ((40, 30), (24, 27), (40, 30)))
         numbers += sum(torch.Size(SHAPES[name]).numel() for name in VECTORS)
-        assert exact.traffic.wire_bytes == 4 * numbers  # written to shared memory, once
+        assert exact.traffic.wire_bytes == 4 * numbers
         assert 0 <= cast.traffic.wire_bytes - 2 * numbers < 32
 
     run_ranks(work, 2)

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from torchddp import _C
 from torchddp.comm_hooks import formats
 
 BLOCKED = ["int8", "int4", "sign"]
@@ -140,7 +139,6 @@ def test_top_k_of_bad_numbers():
     assert residual.tolist() == [1.0, 0.0, 0.0, 9.0, 0.0]
 
 
-@pytest.mark.skipif(not hasattr(_C, "compress"), reason="no compiled kernels")
 @pytest.mark.parametrize("format", formats.FORMATS)
 @pytest.mark.parametrize("size", SIZES)
 def test_kernels_agree_with_the_reference(format, size):

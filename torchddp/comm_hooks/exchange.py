@@ -34,8 +34,8 @@ class Exchange:
         members: between how many ranks messages go (hosts, or all ranks).
         member: this one's place among them.
         is_shared: these are the model's own groups, for torch can make no others.
-        sent_bytes: all that was handed to the network or to shared memory so far. Exact sums count as rings (through a
-            process group) or as what is written to shared memory.
+        sent_bytes: all that was handed to the network or to shared memory so far. Exact sums count as rings: over
+            shared memory a rank reads and writes as much of the others'.
     """
 
     def __init__(
@@ -73,8 +73,7 @@ class Exchange:
         work = transport.make_work()
         transport.all_reduce(flat, work)
         work.wait()
-        share = 1.0 if transport.name == "shm" else 2 * (transport.size - 1) / transport.size
-        self.sent_bytes += int(flat.nbytes * share)
+        self.sent_bytes += 2 * flat.nbytes * (transport.size - 1) // transport.size
 
     # --- shards of a host ---
 

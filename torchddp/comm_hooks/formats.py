@@ -4,8 +4,8 @@ Values are coded in blocks of B neighbours with one fp32 scale a block (Dettmers
 blockwise quantisation, Dettmers et al., ICLR 2022); signs with the mean magnitude as in signSGD with error feedback
 (Karimireddy et al., ICML 2019). A message is all scales, then all codes.
 
-The functions here work on any device. CPU tensors go through the compiled kernels where those are built; the operators
-below are what they are tested against.
+The functions here work on any device. CPU tensors go through the compiled kernels, which are tested against the
+operators below.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def compress(format: str, source: Tensor, out: Tensor, residual: Tensor | None =
         out: uint8 [compressed_bytes(format, n)], contiguous.
         residual: fp32 [n], updated in place; None: no error feedback.
     """
-    if source.device.type == "cpu" and (kernel := getattr(_C, "compress", None)):
-        kernel(format, source, out, residual, scale)
+    if source.device.type == "cpu":
+        _C.compress(format, source, out, residual, scale)
     else:
         compress_reference(format, source, out, residual, scale)
 
@@ -64,8 +64,8 @@ def decompress(format: str, data: Tensor, out: Tensor, accumulate: bool = False)
         out: fp32 [n], contiguous.
         accumulate: add to what ``out`` holds.
     """
-    if out.device.type == "cpu" and (kernel := getattr(_C, "decompress", None)):
-        kernel(format, data, out, accumulate)
+    if out.device.type == "cpu":
+        _C.decompress(format, data, out, accumulate)
     else:
         decompress_reference(format, data, out, accumulate)
 
@@ -84,8 +84,8 @@ def select_top_k(
         values: fp32 [k], written.
         residual: fp32 [n], updated in place; None: what is not chosen is lost.
     """
-    if source.device.type == "cpu" and (kernel := getattr(_C, "select_top_k", None)):
-        kernel(source, k, indices, values, residual, scale)
+    if source.device.type == "cpu":
+        _C.select_top_k(source, k, indices, values, residual, scale)
     else:
         select_top_k_reference(source, k, indices, values, residual, scale)
 
