@@ -284,10 +284,16 @@ def test_rank_0_alone_saves_while_a_fragment_is_on_the_way():
         optimizer = StreamingDiLoCo(model, sgd(model.parameters()), 4, fragments=1, overlap_steps=3)
         train(model, optimizer, rank, range(5))
         if rank == 0:
-            assert "on_the_way" in optimizer.state_dict()["streaming_diloco"]
+            state = optimizer.state_dict()
+            assert "on_the_way" in state["streaming_diloco"]
         dist.barrier()
         train(model, optimizer, rank, range(5, 7))
         assert_same_on_all_ranks(model)
+        other = StreamingDiLoCo(model, sgd(model.parameters()), 4, fragments=2)
+        if rank == 0:
+            with pytest.raises(ValueError, match="fragments are others now"):
+                other.load_state_dict(state)
+            assert other.steps == 0  # nothing was loaded
 
     run_ranks(work, 3)
 
