@@ -17,7 +17,7 @@ from tests.averaging import (
     train,
 )
 from tests.harness import run_ranks
-from torchddp.averaging import DiLoCo, StreamingDiLoCo
+from torchddp.averaging import DiLoCo, HierarchicalAverager, StreamingDiLoCo
 from torchddp.averaging.fragments import fragment_starts, plan_fragments
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
@@ -284,10 +284,16 @@ def test_rank_0_alone_saves_while_a_fragment_is_on_the_way():
         optimizer = StreamingDiLoCo(model, sgd(model.parameters()), 4, fragments=1, overlap_steps=3)
         train(model, optimizer, rank, range(5))
         if rank == 0:
-            assert "on_the_way" in optimizer.state_dict()["streaming_diloco"]
+            state = optimizer.state_dict()
+            assert "on_the_way" in state["streaming_diloco"]
         dist.barrier()
         train(model, optimizer, rank, range(5, 7))
         assert_same_on_all_ranks(model)
+        other = StreamingDiLoCo(model, sgd(model.parameters()), 4, fragments=2)
+        if rank == 0:
+            with pytest.raises(ValueError, match="fragments are others now"):
+                other.load_state_dict(state)
+            assert other.steps == 0  # nothing was loaded
 
     run_ranks(work, 3)
 
@@ -352,3 +358,22 @@ def test_two_hosts(monkeypatch):
             torch.testing.assert_close(weight, before[name], rtol=0, atol=1e-6)
 
     run_ranks(work, 4)
+
+
+def test_a_process_group_of_some_ranks():
+    def work(rank):
+        group = dist.new_group([1, 2])
+        model = make_net(rank)
+        before = model.embed.weight.detach().clone()
+        if rank > 0:
+            optimizer = DiLoCo(model, sgd(model.parameters()), 2, wire="int8", process_group=group)
+            assert_close(model, make_net(1), **EXACT)  # rank 0 of the group
+            train(model, optimizer, rank, range(2))
+        theirs = [torch.empty_like(before) for _ in range(3)]
+        dist.all_gather(theirs, model.embed.weight.detach())
+        assert torch.equal(theirs[1], theirs[2]) and not torch.equal(theirs[0], theirs[1])
+        assert torch.equal(theirs[0], before) == (rank == 0)
+        with pytest.raises(ValueError, match="must divide the 3 ranks of the process group, got 2"):
+            HierarchicalAverager(model, {1: 2, 2: 3})
+
+    run_ranks(work, 3)

@@ -165,16 +165,18 @@ class StreamingDiLoCo(OuterLoop):
         """See `DiLoCo`. ValueError if ``fragments`` was another number and a fragment on the way."""
         if self._on_the_way is not None:
             self._wait(self._on_the_way)
+        arriving = self._saved_on_the_way(state_dict.get(self._key, {}).get("on_the_way"))
         super().load_state_dict(state_dict)
-        saved = state_dict[self._key].get("on_the_way")
-        self._on_the_way = None
+        self._on_the_way = arriving
+
+    def _saved_on_the_way(self, saved: dict[str, Any] | None) -> _OnTheWay | None:
         if saved is None:
-            return
+            return None
         buckets = self.fragments[saved["fragment"]] if saved["fragment"] < len(self.fragments) else []
         if {name for bucket in buckets for name in bucket.named} != set(saved["means"]):
             raise ValueError("a fragment was on the way when the state was saved, and fragments are others now")
         flats = [_flat_of(bucket, saved["means"]) for bucket in buckets]
-        self._on_the_way = _OnTheWay(saved["fragment"], saved["due"], flats, None)
+        return _OnTheWay(saved["fragment"], saved["due"], flats, None)
 
 
 class _Job:
