@@ -265,6 +265,33 @@ def test_a_hook_is_asked() -> None:
     run_ranks(work, 2)
 
 
+def test_gradients_that_are_reduced_after_the_last_microbatch() -> None:
+    def work(rank: int) -> None:
+        ddp = wrapped(layers, transport="c10d", sync="forced_sync")
+        for _ in range(3):
+            for index in torchddp.sync.accumulate(ddp, 2):
+                before = ddp.traffic()
+                step(ddp)
+                assert ddp.traffic() == before, f"microbatch {index}"
+            nbytes = sum(bucket_bytes(ddp))
+            assert ddp.traffic() == {"c10d": Traffic(nbytes, nbytes)}
+
+    run_ranks(work, 2)
+
+
+def test_hooks_of_torchddp_tell() -> None:
+    def work(rank: int) -> None:
+        for name in ("bf16", "int8"):
+            ddp = wrapped(Large, transport="c10d", comm_hook=name)
+            for _ in range(2):
+                step(ddp)
+                traffic = ddp.traffic()["hook"]
+                assert traffic.payload_bytes == 2 * 4 * LARGE, name  # of one step, not of all
+                assert traffic.wire_bytes is not None and 0 < traffic.wire_bytes < traffic.payload_bytes, traffic
+
+    run_ranks(work, 2)
+
+
 def test_every_operation_of_a_transport_is_counted() -> None:
     numel, size = 24, 3
 
