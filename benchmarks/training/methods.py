@@ -1,0 +1,199 @@
+"""Every method by its name: what is put around a model so that ranks train it together. All collective."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from benchmarks.training.replica import Replica
+from benchmarks.training.tasks import Task
+from torchddp.bench.variants import TUNED_OPTIONS
+
+POWERSGD_RANK = 4
+# The first step at which torch's hook can compress with error feedback; its own default is 1,000.
+TORCH_POWERSGD_START = 2
+# Its hook sends its second and third message from callbacks, in whose order ranks may differ: over gloo, with several
+# buckets, messages of one meet those of another and the process ends.
+ONE_BUCKET_MB = 1000.0
+TOP_K_SHARE = 0.01
+FRAGMENTS = 4
+FP32_BYTES, FP16_BYTES = 4, 2
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a method is built for."""
+
+    task: Task
+    seed: int
+    group: dist.ProcessGroup
+    # Inner steps between the outer ones of local methods.
+    sync_every: int
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train together, by its name in tables."""
+
+    name: str
+    what: str
+    build: Callable[[Setup], Replica]
+    # Steps come in rounds of `Setup.sync_every`, at whose end all ranks have the same model.
+    is_local: bool = False
+
+
+def ring_bytes(payload_bytes: int, world_size: int) -> int:
+    """What each rank of a ring sends for an all-reduce."""
+    return 2 * (world_size - 1) * payload_bytes // world_size
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def _torch_ddp(setup: Setup, module: nn.Module, **options: Any) -> TorchDDP:
+    """Torch's class as fast as it can be, as far as this torch knows how."""
+    known = inspect.signature(TorchDDP.__init__).parameters
+    tuned = {key: value for key, value in TUNED_OPTIONS.items() if key in known}
+    return TorchDDP(module, process_group=setup.group, **tuned, **options)
+
+
+def _torch(bucket_cap_mb: float | None = None, hook: Any = None, element_bytes: int = FP32_BYTES) -> Any:
+    def build(setup: Setup) -> Replica:
+        module = setup.task.make_model(setup.seed)
+        model = _torch_ddp(setup, module, **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}))
+        if hook is not None:
+            model.register_comm_hook(setup.group, hook)
+        optimizer = setup.task.make_optimizer(module)
+        sent = ring_bytes(_numel(module) * element_bytes, setup.group.size())
+        return Replica(module, model, optimizer, optimizer, lambda: sent)
+
+    return build
+
+
+def _torch_powersgd(setup: Setup) -> Replica:
+    module = setup.task.make_model(setup.seed)
+    model = _torch_ddp(setup, module, bucket_cap_mb=ONE_BUCKET_MB)
+    state = powerSGD_hook.PowerSGDState(
+        setup.group, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=TORCH_POWERSGD_START
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = setup.task.make_optimizer(module)
+    counted = 0
+
+    def step_bytes() -> int:
+        nonlocal counted
+        compressed = state.total_numel_after_compression - counted
+        counted += compressed
+        # Steps before the first compressed one are not in its statistics.
+        return ring_bytes((compressed or _numel(module)) * FP32_BYTES, setup.group.size())
+
+    return Replica(module, model, optimizer, optimizer, step_bytes)
+
+
+def _ours(make_hook: Callable[[Any], Any] | None = None, **options: Any) -> Callable[[Setup], Replica]:
+    """Our class; `make_hook` is given the module `torchddp.comm_hooks`."""
+
+    def build(setup: Setup) -> Replica:
+        from torchddp import DistributedDataParallel
+
+        module = setup.task.make_model(setup.seed)
+        hook = None
+        if make_hook is not None:
+            from torchddp import comm_hooks
+
+            hook = make_hook(comm_hooks)
+        given = options if hook is None else {**options, "comm_hook": hook}
+        model: Any = DistributedDataParallel(module, process_group=setup.group, **given)
+        optimizer = setup.task.make_optimizer(module)
+
+        def step_bytes() -> int | None:
+            sent = [traffic.wire_bytes for traffic in model.traffic().values()]
+            return None if None in sent else sum(sent)
+
+        return Replica(module, model, optimizer, optimizer, step_bytes, *(() if hook is None else (hook.close,)))
+
+    return build
+
+
+def _hook(name: str) -> Callable[[Setup], Replica]:
+    return _ours(lambda hooks: hooks.resolve(name)[1])
+
+
+def _local(make: Callable[[Any, nn.Module, Any, Setup], Any]) -> Callable[[Setup], Replica]:
+    """A bare model under an optimizer of `torchddp.averaging`, which `make` is given."""
+
+    def build(setup: Setup) -> Replica:
+        from torchddp import averaging
+
+        module = setup.task.make_model(setup.seed)
+        inner = setup.task.make_optimizer(module)
+        outer = make(averaging, module, inner, setup)
+        last: Any = outer.traffic
+
+        def step_bytes() -> int:
+            nonlocal last
+            # Of the last synchronisation: a new object after each.
+            before, last = last, outer.traffic
+            return 0 if last is None or last is before else last.wire_bytes
+
+        return Replica(module, module, outer, inner, step_bytes)
+
+    return build
+
+
+def _diloco(averaging: Any, module: nn.Module, inner: Any, setup: Setup) -> Any:
+    return averaging.DiLoCo(module, inner, sync_every=setup.sync_every, process_group=setup.group)
+
+
+def _streaming_diloco(averaging: Any, module: nn.Module, inner: Any, setup: Setup) -> Any:
+    return averaging.StreamingDiLoCo(
+        module, inner, sync_every=setup.sync_every, fragments=FRAGMENTS, wire="int4", process_group=setup.group
+    )
+
+
+OTHER_CAP_MB = 5.0
+_ALL = (
+    Method("torch-ddp", "torch DDP, tuned, default bucket sizes", _torch()),
+    Method("torch-ddp-5", f"the same, bucket_cap_mb={OTHER_CAP_MB:g}", _torch(OTHER_CAP_MB)),
+    Method(
+        "torch-fp16",
+        "torch DDP, tuned, fp16_compress_hook",
+        _torch(hook=default_hooks.fp16_compress_hook, element_bytes=FP16_BYTES),
+    ),
+    Method("torch-powersgd", f"torch DDP, tuned, one bucket, powerSGD_hook, rank {POWERSGD_RANK}", _torch_powersgd),
+    Method("exact", "torchddp", _ours()),
+    Method("uncompressed", "torchddp, transport='c10d'", _ours(transport="c10d")),
+    Method("wire-bf16", "torchddp, wire_dtype=torch.bfloat16", _ours(wire_dtype=torch.bfloat16)),
+    Method("fp16", "torchddp, comm_hook='fp16'", _hook("fp16")),
+    Method("bf16", "torchddp, comm_hook='bf16'", _hook("bf16")),
+    Method("int8", "torchddp, comm_hook='int8', error feedback", _hook("int8")),
+    Method("int4", "torchddp, comm_hook='int4', error feedback", _hook("int4")),
+    Method("sign", "torchddp, comm_hook='sign', error feedback", _hook("sign")),
+    Method(
+        "topk",
+        f"torchddp, TopK of {TOP_K_SHARE:.0%}, error feedback",
+        _ours(lambda hooks: hooks.TopK(ratio=TOP_K_SHARE)),
+    ),
+    Method(
+        "powersgd",
+        f"torchddp, PowerSGD, rank {POWERSGD_RANK}, error feedback",
+        _ours(lambda hooks: hooks.PowerSGD(rank=POWERSGD_RANK)),
+    ),
+    Method("diloco", "torchddp.averaging.DiLoCo", _local(_diloco), is_local=True),
+    Method(
+        "streaming-diloco",
+        f"torchddp.averaging.StreamingDiLoCo, {FRAGMENTS} fragments, int4",
+        _local(_streaming_diloco),
+        is_local=True,
+    ),
+)
+METHODS: dict[str, Method] = {method.name: method for method in _ALL}
