@@ -70,6 +70,8 @@ class Course:
             entry.try_to(evaluate)
             for last in evaluation_steps(self.task.steps, self.job.sync_every):
                 entry.try_to(lambda replica, last=last: train_until(replica, last))  # type: ignore[misc]
+                if last == self.task.steps:
+                    entry.try_to(Replica.end)
                 entry.try_to(evaluate)
         return {"curve": curve} if entry.problem is None else {"error": entry.problem}
 

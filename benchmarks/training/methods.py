@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ TORCH_POWERSGD_START = 2
 # buckets, messages of one meet those of another and the process ends.
 ONE_BUCKET_MB = 1000.0
 TOP_K_SHARE = 0.01
-FRAGMENTS = 4
+# Of Streaming DiLoCo, as in its paper but for fewer fragments: the model is small.
+FRAGMENTS, OVERLAP_STEPS, STREAMING_ALPHA = 4, 5, 0.5
 FP32_BYTES, FP16_BYTES = 4, 2
 
 
@@ -119,7 +120,8 @@ def _ours(make_hook: Callable[[Any], Any] | None = None, **options: Any) -> Call
             sent = [traffic.wire_bytes for traffic in model.traffic().values()]
             return None if None in sent else sum(sent)
 
-        return Replica(module, model, optimizer, optimizer, step_bytes, *(() if hook is None else (hook.close,)))
+        replica = Replica(module, model, optimizer, optimizer, step_bytes)
+        return replica if hook is None else replace(replica, close=hook.close)
 
     return build
 
@@ -128,36 +130,53 @@ def _hook(name: str) -> Callable[[Setup], Replica]:
     return _ours(lambda hooks: hooks.resolve(name)[1])
 
 
-def _local(make: Callable[[Any, nn.Module, Any, Setup], Any]) -> Callable[[Setup], Replica]:
-    """A bare model under an optimizer of `torchddp.averaging`, which `make` is given."""
+def _local(module: nn.Module, inner: Any, outer: Any) -> Replica:
+    """A bare module under an optimizer of `torchddp.averaging`."""
+    counted = outer.traffic
 
-    def build(setup: Setup) -> Replica:
-        from torchddp import averaging
+    def step_bytes() -> int:
+        nonlocal counted
+        # Of the last synchronisation: a new object after each.
+        before, counted = counted, outer.traffic
+        sent: int = 0 if counted is before else counted.wire_bytes
+        return sent
 
-        module = setup.task.make_model(setup.seed)
-        inner = setup.task.make_optimizer(module)
-        outer = make(averaging, module, inner, setup)
-        last: Any = outer.traffic
-
-        def step_bytes() -> int:
-            nonlocal last
-            # Of the last synchronisation: a new object after each.
-            before, last = last, outer.traffic
-            return 0 if last is None or last is before else last.wire_bytes
-
-        return Replica(module, module, outer, inner, step_bytes)
-
-    return build
+    return Replica(module, module, outer, inner, step_bytes)
 
 
-def _diloco(averaging: Any, module: nn.Module, inner: Any, setup: Setup) -> Any:
-    return averaging.DiLoCo(module, inner, sync_every=setup.sync_every, process_group=setup.group)
+def _averaging() -> Any:
+    from torchddp import averaging  # not needed by other methods
+
+    return averaging
 
 
-def _streaming_diloco(averaging: Any, module: nn.Module, inner: Any, setup: Setup) -> Any:
-    return averaging.StreamingDiLoCo(
-        module, inner, sync_every=setup.sync_every, fragments=FRAGMENTS, wire="int4", process_group=setup.group
+def _diloco(setup: Setup) -> Replica:
+    module = setup.task.make_model(setup.seed)
+    inner = setup.task.make_optimizer(module)
+    outer = _averaging().DiLoCo(module, inner, sync_every=setup.sync_every, process_group=setup.group)
+    return _local(module, inner, outer)
+
+
+def _streaming_diloco(setup: Setup) -> Replica:
+    module = setup.task.make_model(setup.seed)
+    inner = setup.task.make_optimizer(module)
+    outer = _averaging().StreamingDiLoCo(
+        module,
+        inner,
+        sync_every=setup.sync_every,
+        fragments=FRAGMENTS,
+        overlap_steps=OVERLAP_STEPS,
+        alpha=STREAMING_ALPHA,
+        wire="int4",
+        process_group=setup.group,
     )
+    replica = _local(module, inner, outer)
+
+    def finish() -> int:
+        outer.finish()
+        return replica.step_bytes() or 0
+
+    return replace(replica, finish=finish)
 
 
 OTHER_CAP_MB = 5.0
@@ -188,11 +207,11 @@ _ALL = (
         f"torchddp, PowerSGD, rank {POWERSGD_RANK}, error feedback",
         _ours(lambda hooks: hooks.PowerSGD(rank=POWERSGD_RANK)),
     ),
-    Method("diloco", "torchddp.averaging.DiLoCo", _local(_diloco), is_local=True),
+    Method("diloco", "torchddp.averaging.DiLoCo", _diloco, is_local=True),
     Method(
         "streaming-diloco",
-        f"torchddp.averaging.StreamingDiLoCo, {FRAGMENTS} fragments, int4",
-        _local(_streaming_diloco),
+        f"torchddp.averaging.StreamingDiLoCo, {FRAGMENTS} fragments, {OVERLAP_STEPS} steps of overlap, int4",
+        _streaming_diloco,
         is_local=True,
     ),
 )

@@ -25,6 +25,8 @@ class Replica:
     inner: torch.optim.Optimizer
     # Bytes this rank has put on the wire for the step just done; None where that is not known.
     step_bytes: Callable[[], int | None]
+    # What is still on its way arrives; the bytes sent for that.
+    finish: Callable[[], int] = field(default=lambda: 0)
     close: Callable[[], None] = field(default=lambda: None)
     sent_bytes: int | None = 0
 
@@ -37,9 +39,15 @@ class Replica:
         loss.backward()
         nn.utils.clip_grad_norm_(self.module.parameters(), MAX_GRADIENT_NORM)
         self.optimizer.step()
-        sent = self.step_bytes()
-        self.sent_bytes = None if sent is None or self.sent_bytes is None else self.sent_bytes + sent
+        self._count(self.step_bytes())
         return loss.item()
+
+    def end(self) -> None:
+        """After the last step, before the model is judged."""
+        self._count(self.finish())
+
+    def _count(self, sent: int | None) -> None:
+        self.sent_bytes = None if sent is None or self.sent_bytes is None else self.sent_bytes + sent
 
     def loss_on(self, batches: list[Batch]) -> float:
         """Mean loss over batches of one size, without a trace on training; not collective."""
