@@ -15,9 +15,8 @@ from torchddp.bench.tables import plain_table, ranks_text
 
 NOTE = (
     "All methods start from the same weights, see the same data in the same order, and are evaluated on the same "
-    "held-out set. sent: by a rank, as its transport or hook counts it; it sends what every reduction of fp32 "
-    "gradients between two ranks must. ratio: the final loss over uncompressed's of the same seed, mean and [lowest.."
-    "highest] over the seeds. A bound is met where the mean is."
+    "held-out set. sent: by a rank, as its transport or hook counts it. ratio: the final loss over the uncompressed "
+    "run's of the same seed, mean and [lowest..highest] over the seeds. A bound is met where the mean is."
 )
 HEADINGS = ("method", "sent a step", "loss", "ratio", "bound", "holds")
 

@@ -204,8 +204,8 @@ _ALL = (
     ),
     Method(
         "powersgd",
-        f"torchddp, PowerSGD, rank {POWERSGD_RANK}, error feedback",
-        _ours(lambda hooks: hooks.PowerSGD(rank=POWERSGD_RANK)),
+        f"torchddp, one bucket, PowerSGD, rank {POWERSGD_RANK}, error feedback",
+        _ours(lambda hooks: hooks.PowerSGD(rank=POWERSGD_RANK), bucket_cap_mb=ONE_BUCKET_MB),
     ),
     Method("diloco", "torchddp.averaging.DiLoCo", _diloco, is_local=True),
     Method(
