@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.training.outer_steps import OuterSteps
+
 WORLD_SIZE = 2
-SYNC_EVERY = 50
+OUTER_STEPS = OuterSteps(sync_every=50, lr=0.9, momentum=0.5, wire="fp32")
 # Of a run, besides the one before the first step.
 EVALUATIONS = 12
 QUICK_STEPS = {"gpt": 100, "digits": 100}
@@ -20,7 +22,7 @@ class ConvergenceJob:
     seeds: int
     # Few steps, which prove that everything runs and little else.
     quick: bool = False
-    sync_every: int = SYNC_EVERY
+    outer: OuterSteps = OUTER_STEPS
     case: str = "convergence"
     world_size: int = WORLD_SIZE
     backend: str = "gloo"

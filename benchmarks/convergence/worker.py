@@ -55,7 +55,7 @@ class Course:
         curve: list[list[float | None]] = []
         label = f"{self.task.name}, seed {seed}, {method}"
         report = Reporter(self.channel, label, enabled=dist.get_rank() == 0)
-        with entrant(method, self.task, seed, self.job.sync_every, self.job.collective_timeout_s) as entry:
+        with entrant(method, self.task, seed, self.job.outer, self.job.collective_timeout_s) as entry:
 
             def evaluate(replica: Replica) -> None:
                 curve.append([entry.steps, held_out_loss(replica, self.task), replica.sent_bytes])
@@ -68,7 +68,7 @@ class Course:
                 entry.steps = last
 
             entry.try_to(evaluate)
-            for last in evaluation_steps(self.task.steps, self.job.sync_every):
+            for last in evaluation_steps(self.task.steps, self.job.outer.sync_every):
                 entry.try_to(lambda replica, last=last: train_until(replica, last))  # type: ignore[misc]
                 if last == self.task.steps:
                     entry.try_to(Replica.end)

@@ -38,7 +38,7 @@ def run(job: SlowLinkJob, rate: int, command: str, console: Console) -> dict[str
             ranks_per_host=job.ranks_per_host,
         )
     result = race_result(raw, {name: METHODS[name].what for name in job.methods})
-    shape = {key: getattr(job, key) for key in ("world_size", "ranks_per_host", "slice_steps", "sync_every")}
-    document["results"] = [{**result, **shape, "rate": rate}]
+    shape = {key: getattr(job, key) for key in ("world_size", "ranks_per_host", "slice_steps")}
+    document["results"] = [{**result, **shape, "sync_every": job.outer.sync_every, "rate": rate}]
     console.print(render(document))
     return document

@@ -48,7 +48,7 @@ class Racer:
     def __init__(self, entry: Entrant, job: SlowLinkJob, task: Task) -> None:
         self.entry, self.job, self.task = entry, job, task
         # A slice ends where ranks of a local method have the same model.
-        self.slice_steps = job.sync_every if METHODS[entry.name].is_local else job.slice_steps
+        self.slice_steps = job.outer.sync_every if METHODS[entry.name].is_local else job.slice_steps
         self.points: list[Point] = []
         self.slice_seconds: list[float] = []
         self.sent_bytes = 0
@@ -130,7 +130,7 @@ def measure(job: SlowLinkJob, rank: int, channel: Connection) -> dict[str, Any]:
         racers = []
         for index, name in enumerate(job.methods):
             Reporter(channel, f"building {name}", enabled=rank == 0)(index, len(job.methods))
-            entry = stack.enter_context(entrant(name, task, job.seed, job.sync_every, job.collective_timeout_s))
+            entry = stack.enter_context(entrant(name, task, job.seed, job.outer, job.collective_timeout_s))
             racers.append(Racer(entry, job, task))
         target = race(racers, Reporter(channel, f"{len(racers)} methods", enabled=rank == 0))
         return {

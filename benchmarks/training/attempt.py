@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from benchmarks.training.methods import METHODS, Setup
+from benchmarks.training.outer_steps import OuterSteps
 from benchmarks.training.replica import Replica
 from benchmarks.training.tasks import Task
 
@@ -60,14 +61,14 @@ class Entrant:
 
 
 @contextlib.contextmanager
-def entrant(name: str, task: Task, seed: int, sync_every: int, timeout_s: float) -> Iterator[Entrant]:
+def entrant(name: str, task: Task, seed: int, outer: OuterSteps, timeout_s: float) -> Iterator[Entrant]:
     """The method built around a fresh model, or with the problem it had; it goes with the block."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=GROUP_SHARE * timeout_s))
     assert group is not None
     found = Entrant(name, group)
 
     def build() -> None:
-        found.replica = METHODS[name].build(Setup(task, seed, group, sync_every))
+        found.replica = METHODS[name].build(Setup(task, seed, group, outer))
 
     found.problem = problem_of(build)
     try:

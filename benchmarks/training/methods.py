@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from benchmarks.training.outer_steps import OuterSteps
 from benchmarks.training.replica import Replica
 from benchmarks.training.tasks import Task
 from torchddp.bench.variants import TUNED_OPTIONS
@@ -25,7 +26,7 @@ TORCH_POWERSGD_START = 2
 ONE_BUCKET_MB = 1000.0
 TOP_K_SHARE = 0.01
 # Of Streaming DiLoCo, as in its paper but for fewer fragments: the model is small.
-FRAGMENTS, OVERLAP_STEPS, STREAMING_ALPHA = 4, 5, 0.5
+FRAGMENTS, OVERLAP_STEPS, STREAMING_ALPHA, STREAMING_WIRE = 4, 5, 0.5, "int4"
 FP32_BYTES, FP16_BYTES = 4, 2
 
 
@@ -36,8 +37,8 @@ class Setup:
     task: Task
     seed: int
     group: dist.ProcessGroup
-    # Inner steps between the outer ones of local methods.
-    sync_every: int
+    # Of local methods.
+    outer: OuterSteps
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Method:
     name: str
     what: str
     build: Callable[[Setup], Replica]
-    # Steps come in rounds of `Setup.sync_every`, at whose end all ranks have the same model.
+    # Steps come in rounds of `OuterSteps.sync_every`, at whose end all ranks have the same model.
     is_local: bool = False
 
 
@@ -150,10 +151,21 @@ def _averaging() -> Any:
     return averaging
 
 
+def _outer_options(setup: Setup) -> dict[str, Any]:
+    outer = setup.outer
+    return {
+        "sync_every": outer.sync_every,
+        "outer_lr": outer.lr,
+        "outer_momentum": outer.momentum,
+        "nesterov": outer.momentum > 0,
+        "process_group": setup.group,
+    }
+
+
 def _diloco(setup: Setup) -> Replica:
     module = setup.task.make_model(setup.seed)
     inner = setup.task.make_optimizer(module)
-    outer = _averaging().DiLoCo(module, inner, sync_every=setup.sync_every, process_group=setup.group)
+    outer = _averaging().DiLoCo(module, inner, wire=setup.outer.wire, **_outer_options(setup))
     return _local(module, inner, outer)
 
 
@@ -163,12 +175,11 @@ def _streaming_diloco(setup: Setup) -> Replica:
     outer = _averaging().StreamingDiLoCo(
         module,
         inner,
-        sync_every=setup.sync_every,
         fragments=FRAGMENTS,
         overlap_steps=OVERLAP_STEPS,
         alpha=STREAMING_ALPHA,
-        wire="int4",
-        process_group=setup.group,
+        wire=STREAMING_WIRE,
+        **_outer_options(setup),
     )
     replica = _local(module, inner, outer)
 
@@ -207,10 +218,10 @@ _ALL = (
         f"torchddp, one bucket, PowerSGD, rank {POWERSGD_RANK}, error feedback",
         _ours(lambda hooks: hooks.PowerSGD(rank=POWERSGD_RANK), bucket_cap_mb=ONE_BUCKET_MB),
     ),
-    Method("diloco", "torchddp.averaging.DiLoCo", _diloco, is_local=True),
+    Method("diloco", "torchddp.averaging, DiLoCo", _diloco, is_local=True),
     Method(
         "streaming-diloco",
-        f"torchddp.averaging.StreamingDiLoCo, {FRAGMENTS} fragments, {OVERLAP_STEPS} steps of overlap, int4",
+        f"torchddp.averaging, StreamingDiLoCo, {FRAGMENTS} fragments, {STREAMING_WIRE}, overlap of {OVERLAP_STEPS} steps",
         _streaming_diloco,
         is_local=True,
     ),

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from benchmarks.convergence import cli
 from benchmarks.convergence.bounds import BOUNDS, NAMES, REFERENCE, bound_of
-from benchmarks.convergence.job import SYNC_EVERY, evaluation_steps
+from benchmarks.convergence.job import OUTER_STEPS, evaluation_steps
 from benchmarks.convergence.plot import save_convergence
 from benchmarks.convergence.report import markdown, render
 from benchmarks.convergence.results import task_result
@@ -133,7 +133,7 @@ def test_a_task_is_a_function_of_seed_step_and_rank(name: str) -> None:
 
 @pytest.mark.parametrize("task", [gpt_for_one_host(), digits()], ids=lambda task: task.name)
 def test_diloco_gets_rounds_enough_to_show_anything(task: Any) -> None:
-    assert task.steps % SYNC_EVERY == 0 and task.steps // SYNC_EVERY >= 10
+    assert task.steps % OUTER_STEPS.sync_every == 0 and task.steps // OUTER_STEPS.sync_every >= 10
     assert task.lr_at(task.warmup_steps) == pytest.approx(task.lr)
     assert 0 < task.lr_at(task.steps - 1) < task.lr / 5
     assert shortened(task, 5).warmup_steps == 5
