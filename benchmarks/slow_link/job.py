@@ -8,7 +8,7 @@ from benchmarks.training.outer_steps import OuterSteps
 
 RATE = "100mbit"
 RANKS_PER_HOST = 2
-STEPS = 60
+STEPS = 50
 # Steps of one method in a row; the loss is looked at after each slice.
 SLICE_STEPS = 5
 # Local methods have a slice from one outer step to the next.

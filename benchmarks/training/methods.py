@@ -221,7 +221,7 @@ _ALL = (
     Method("diloco", "torchddp.averaging, DiLoCo", _diloco, is_local=True),
     Method(
         "streaming-diloco",
-        f"torchddp.averaging, StreamingDiLoCo, {FRAGMENTS} fragments, {STREAMING_WIRE}, overlap of {OVERLAP_STEPS} steps",
+        f"torchddp.averaging, StreamingDiLoCo, {FRAGMENTS} fragments, {STREAMING_WIRE}, overlap {OVERLAP_STEPS}",
         _streaming_diloco,
         is_local=True,
     ),

@@ -181,16 +181,16 @@ def gpt_for_one_host() -> GPTTask:
         name="gpt",
         title="GPT on Python's source files",
         unit="tokens",
-        steps=600,
+        steps=800,
         batch_size=8,
-        lr=4e-3,
+        lr=3e-3,
         schedule="cosine",
         warmup_steps=30,
         block_size=64,
         layers=2,
         width=64,
         heads=4,
-        eval_windows=512,
+        eval_windows=256,
     )
 
 
@@ -200,7 +200,7 @@ def gpt_for_a_slow_link() -> GPTTask:
         name="gpt",
         title="GPT on Python's source files",
         unit="tokens",
-        steps=60,
+        steps=50,
         batch_size=2,
         lr=1e-3,
         schedule="constant",
@@ -209,7 +209,7 @@ def gpt_for_a_slow_link() -> GPTTask:
         layers=4,
         width=256,
         heads=4,
-        eval_windows=256,
+        eval_windows=128,
     )
 
 
