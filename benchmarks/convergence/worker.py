@@ -5,22 +5,13 @@ from __future__ import annotations
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.convergence.job import QUICK_STEPS, ConvergenceJob, evaluation_steps
 from benchmarks.training.attempt import entrant
 from benchmarks.training.replica import Replica
-from benchmarks.training.tasks import TASKS, Task, shortened
+from benchmarks.training.tasks import TASKS, shortened
 from torchddp.bench.worker import Reporter
-
-
-def held_out_loss(replica: Replica, task: Task) -> float:
-    """Over the whole evaluation set; ranks whose models differ are averaged. Collective."""
-    mine = replica.loss_on(task.held_out(dist.get_rank(), dist.get_world_size()))
-    total = torch.tensor([mine], dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
 
 
 class Course:
@@ -57,8 +48,10 @@ class Course:
         report = Reporter(self.channel, label, enabled=dist.get_rank() == 0)
         with entrant(method, self.task, seed, self.job.outer, self.job.collective_timeout_s) as entry:
 
-            def evaluate(replica: Replica) -> None:
-                curve.append([entry.steps, held_out_loss(replica, self.task), replica.sent_bytes])
+            def evaluate() -> None:
+                loss = entry.held_out_loss(self.task)
+                if loss is not None and entry.replica is not None:
+                    curve.append([entry.steps, loss, entry.replica.sent_bytes])
 
             def train_until(replica: Replica, last: int) -> None:
                 for step in range(entry.steps, last):
@@ -67,12 +60,12 @@ class Course:
                     report(self.done + step / self.task.steps, self.job.seeds * len(self.job.methods))
                 entry.steps = last
 
-            entry.try_to(evaluate)
+            evaluate()
             for last in evaluation_steps(self.task.steps, self.job.outer.sync_every):
                 entry.try_to(lambda replica, last=last: train_until(replica, last))  # type: ignore[misc]
                 if last == self.task.steps:
                     entry.try_to(Replica.end)
-                entry.try_to(evaluate)
+                evaluate()
         return {"curve": curve} if entry.problem is None else {"error": entry.problem}
 
 

@@ -53,33 +53,37 @@ class Racer:
         self.slice_seconds: list[float] = []
         self.sent_bytes = 0
         self.seconds = 0.0
-        entry.try_to(self._look)
+        self._look()
 
-    def _look(self, replica: Replica) -> None:
+    def _look(self) -> None:
         """The held-out loss, off the clock."""
-        mine = replica.loss_on(self.task.held_out(dist.get_rank(), dist.get_world_size()))
-        total = torch.tensor([mine], dtype=torch.float64)
-        dist.all_reduce(total)
-        self.points.append(Point(self.entry.steps, self.seconds, total.item() / dist.get_world_size()))
+        loss = self.entry.held_out_loss(self.task)
+        if loss is not None:
+            self.points.append(Point(self.entry.steps, self.seconds, loss))
 
-    def _train(self, replica: Replica) -> None:
+    def advance(self) -> None:
+        """One slice and a look."""
+        if self.entry.problem is not None:
+            return
         rank, world_size, first = dist.get_rank(), dist.get_world_size(), self.entry.steps
         steps = range(first, first + self.slice_steps)
         batches = [self.task.batch(self.job.seed, step, rank, world_size) for step in steps]
+        seconds = 0.0
+
+        def train(replica: Replica) -> None:
+            nonlocal seconds
+            start_s = time.perf_counter()
+            for step, batch in zip(steps, batches, strict=True):
+                replica.step(batch, self.task.lr_at(step))
+            seconds = time.perf_counter() - start_s
+
         before = quiet_count()
-        start_s = time.perf_counter()
-        for step, batch in zip(steps, batches, strict=True):
-            replica.step(batch, self.task.lr_at(step))
-        seconds = time.perf_counter() - start_s
+        self.entry.try_to(train)
         self.sent_bytes += quiet_count() - before
         self.slice_seconds.append(largest(seconds))
         self.seconds += self.slice_seconds[-1]
         self.entry.steps += self.slice_steps
-
-    def advance(self) -> None:
-        """One slice and a look."""
-        self.entry.try_to(self._train)
-        self.entry.try_to(self._look)
+        self._look()
 
     def is_done(self, target: float) -> bool:
         """It has come to the loss, or failed, or will not come to it."""

@@ -8,6 +8,7 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
 from benchmarks.training.methods import METHODS, Setup
@@ -20,7 +21,7 @@ from benchmarks.training.tasks import Task
 GROUP_SHARE = 0.4
 
 
-def problem_of(attempt: Callable[[], None]) -> str | None:
+def problem_of(attempt: Callable[[], object]) -> str | None:
     """Run it on every rank; None where all succeeded, else what the first rank with an error said."""
     problem = None
     try:
@@ -48,11 +49,21 @@ class Entrant:
     # What has been trained so far, for whoever drives it.
     steps: int = field(default=0)
 
-    def try_to(self, attempt: Callable[[Replica], None]) -> bool:
+    def try_to(self, attempt: Callable[[Replica], object]) -> bool:
         """Do it to the replica, on all ranks; whether it worked."""
         if self.problem is None:
             self.problem = problem_of(lambda: attempt(self._built))
         return self.problem is None
+
+    def held_out_loss(self, task: Task) -> float | None:
+        """Over the whole evaluation set; ranks whose models differ are averaged. None if the method is out."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        loss = torch.zeros(1, dtype=torch.float64)
+        # Only what ranks do by themselves is attempted: one that fails must not miss a collective of the others.
+        if not self.try_to(lambda replica: loss.fill_(replica.loss_on(task.held_out(rank, world_size)))):
+            return None
+        dist.all_reduce(loss)
+        return loss.item() / world_size
 
     @property
     def _built(self) -> Replica:
