@@ -19,8 +19,9 @@ from benchmarks.training.tasks import Task
 from torchddp.bench.variants import TUNED_OPTIONS
 
 POWERSGD_RANK = 4
-# The first step at which torch's hook can compress with error feedback; its own default is 1,000.
-TORCH_POWERSGD_START = 2
+# The first step at which torch's hook can compress with error feedback; its own default is 1,000. Ours starts there too:
+# the same method, and AdamW has seen whole gradients.
+POWERSGD_START = 2
 # Its hook sends its second and third message from callbacks, in whose order ranks may differ: over gloo, with several
 # buckets, messages of one meet those of another and the process ends.
 ONE_BUCKET_MB = 1000.0
@@ -85,7 +86,7 @@ def _torch_powersgd(setup: Setup) -> Replica:
     module = setup.task.make_model(setup.seed)
     model = _torch_ddp(setup, module, bucket_cap_mb=ONE_BUCKET_MB)
     state = powerSGD_hook.PowerSGDState(
-        setup.group, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=TORCH_POWERSGD_START
+        setup.group, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START
     )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer = setup.task.make_optimizer(module)
@@ -216,7 +217,7 @@ _ALL = (
     Method(
         "powersgd",
         f"torchddp, one bucket, PowerSGD, rank {POWERSGD_RANK}, error feedback",
-        _ours(lambda hooks: hooks.PowerSGD(rank=POWERSGD_RANK), bucket_cap_mb=ONE_BUCKET_MB),
+        _ours(lambda hooks: hooks.PowerSGD(rank=POWERSGD_RANK, start_step=POWERSGD_START), bucket_cap_mb=ONE_BUCKET_MB),
     ),
     Method("diloco", "torchddp.averaging, DiLoCo", _diloco, is_local=True),
     Method(
