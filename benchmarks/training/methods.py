@@ -19,8 +19,8 @@ from benchmarks.training.tasks import Task
 from torchddp.bench.variants import TUNED_OPTIONS
 
 POWERSGD_RANK = 4
-# The first step at which torch's hook can compress with error feedback; its own default is 1,000. Ours starts there too,
-# when AdamW has seen whole gradients.
+# The first step at which torch's hook can compress with error feedback; its own default is 1,000. Ours starts there
+# too, when AdamW has seen whole gradients.
 POWERSGD_START = 2
 # Its hook sends its second and third message from callbacks, in whose order ranks may differ: over gloo, with several
 # buckets, messages of one meet those of another and the process ends.
