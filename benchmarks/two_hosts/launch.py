@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.two_hosts.network import INTERFACE, RANKS_PER_HOST, Host, inside
-from torchddp.bench.cases import Job
+from torchddp.bench.cases import RankSettings
 from torchddp.bench.launch import ONE_THREAD, Inbox, Progress, follow
 
 # The first host's namespace is new and nobody else's: every port is free there.
@@ -44,7 +44,7 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def launch_on_hosts(
-    job: Job,
+    job: RankSettings,
     hosts: Sequence[Host],
     progress: Progress,
     stall_timeout_s: float,

@@ -19,6 +19,7 @@ import torchddp
 from tests.harness import run_ranks
 from tests.microbatches import FORCED, MULTI, SINGLE, assert_equal_on_all_ranks, assert_same, make_branches, run_step
 from tests.models import Mlp, batch, grads_of, loss_of, seeded, step_on
+from torchddp.comm_hooks import FP16
 from torchddp.sync import accumulate, prepare_ddp_module, sync_context
 
 
@@ -161,30 +162,27 @@ def test_a_rank_that_does_not_come():
 
 
 def test_hooks_as_arguments():
-    class Attached:
-        """What torchddp's own hooks are, as far as the wrapper is concerned."""
-
-        def __init__(self):
-            self.models = []
+    class Attached(FP16):
+        models: tuple = ()
 
         def attach(self, model):
-            dist.barrier()
-            self.models.append(model)
-
-        def __call__(self, state, bucket: dist.GradBucket):
-            return allreduce_hook(None, bucket)
+            super().attach(model)
+            self.models += (model,)
 
     def work(rank):
-        hook = Attached()
-        model = torchddp.DDP(seeded(Mlp), comm_hook=hook)
-        assert hook.models == [model]
-        step_on(model, rank)
-        other = torchddp.DDP(seeded(Mlp))
+        hook, another = Attached(), Attached()
+        model = torchddp.DDP(seeded(Mlp).float(), comm_hook=hook)
+        assert hook.models == (model,)
+        model(torch.full((4, 8), 1.0 + rank)).sum().backward()
+        other = torchddp.DDP(seeded(Mlp).float())
         state = object()
-        other.register_comm_hook(state, hook)
-        assert hook.models == [model, other] and other._comm_hooks == [(hook, state)]
-        step_on(other, rank)
+        other.register_comm_hook(state, another)
+        assert another.models == (other,) and other._comm_hooks == [(another, state)]
+        other(torch.full((4, 8), 1.0 + rank)).sum().backward()
         assert_same(grads_of(model), grads_of(other), rtol=0, atol=0)
+        plain = torchddp.DDP(seeded(Mlp).float(), comm_hook=(None, allreduce_hook))
+        plain(torch.full((4, 8), 1.0 + rank)).sum().backward()
+        assert_same(grads_of(model), grads_of(plain), rtol=1e-2, atol=1e-4)
         with pytest.raises(TypeError, match="comm_hook must be"):
             torchddp.DDP(seeded(Mlp), comm_hook=3)
         with pytest.raises(RuntimeError, match="decoupled=True takes no communication hook"):

@@ -1,0 +1,41 @@
+"""Who runs, and how much of the uncompressed loss each may lose. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+REFERENCE = "uncompressed"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The held-out loss after the last step, over that of the reference, at most; None: only shown."""
+
+    method: str
+    at_most: float | None = None
+    reason: str = ""
+
+
+_CAST = "a rounded gradient is off by far less than the noise of a batch"
+_LOW_RANK = "what a low rank leaves out waits in the residual, and comes some steps late"
+_LOCAL = "ranks drift apart between two outer steps"
+
+BOUNDS = (
+    Bound(REFERENCE),
+    Bound("fp16", 1.01, _CAST),
+    Bound("bf16", 1.01, _CAST),
+    Bound("int8", 1.01, "the error of a step is less than one part in 250 of a block's largest value, and fed back"),
+    Bound("int4"),
+    Bound("sign"),
+    Bound("topk"),
+    Bound("powersgd", 1.03, _LOW_RANK),
+    Bound("diloco", 1.03, _LOCAL),
+    Bound("streaming-diloco", 1.03, _LOCAL),
+    Bound("torch-powersgd"),
+)
+NAMES = tuple(bound.method for bound in BOUNDS)
+
+
+def bound_of(method: str) -> Bound:
+    """The one for this method."""
+    return next(bound for bound in BOUNDS if bound.method == method)

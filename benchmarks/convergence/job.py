@@ -1,0 +1,35 @@
+"""What one launch trains. Pure, imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.training.outer_steps import OuterSteps
+
+WORLD_SIZE = 2
+OUTER_STEPS = OuterSteps(sync_every=50, lr=0.9, momentum=0.5, wire="fp32")
+# Of a run, besides the one before the first step.
+EVALUATIONS = 12
+QUICK_STEPS = {"gpt": 100, "digits": 100}
+
+
+@dataclass(frozen=True)
+class ConvergenceJob:
+    """Picklable."""
+
+    tasks: tuple[str, ...]
+    methods: tuple[str, ...]
+    seeds: int
+    # Few steps, which prove that everything runs and little else.
+    quick: bool = False
+    outer: OuterSteps = OUTER_STEPS
+    case: str = "convergence"
+    world_size: int = WORLD_SIZE
+    backend: str = "gloo"
+    collective_timeout_s: float = 120.0
+
+
+def evaluation_steps(steps: int, sync_every: int) -> tuple[int, ...]:
+    """After which steps the loss is looked at: about evenly, where ranks of local methods agree, and at the end."""
+    every = max(1, round(steps / EVALUATIONS / sync_every)) * sync_every
+    return (*range(every, steps, every), steps)

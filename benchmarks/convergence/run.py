@@ -1,0 +1,32 @@
+"""The course of one run: the launch, and the document that tables, JSON and plots are made from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.convergence.job import ConvergenceJob
+from benchmarks.convergence.report import render
+from benchmarks.convergence.results import task_result
+from benchmarks.convergence.worker import measure
+from benchmarks.training.methods import METHODS
+from torchddp.bench.launch import launch
+from torchddp.bench.progress import Display, progress_bar
+from torchddp.bench.run import new_document
+from torchddp.bench.worker import run_rank
+
+
+def run(job: ConvergenceJob, command: str, console: Console) -> dict[str, Any]:
+    """Train, print the report, return the document."""
+    document = new_document(command, asdict(job))
+    with progress_bar(console) as progress:
+        display = Display(progress)
+        display.start(job.case)
+        raws = launch(job, display.update, entry=partial(run_rank, measure=measure))
+    whats = {name: METHODS[name].what for name in job.methods}
+    document["results"] = [{**task_result(raw, whats), "world_size": job.world_size} for raw in raws]
+    console.print(render(document))
+    return document

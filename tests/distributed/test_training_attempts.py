@@ -1,0 +1,63 @@
+"""Methods of the training benchmarks: one that fails is out on all ranks, and the others go on."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from benchmarks.convergence.job import OUTER_STEPS
+from benchmarks.training.attempt import entrant
+from benchmarks.training.replica import Replica
+from benchmarks.training.tasks import GPTTask, gpt_for_one_host, shortened
+from tests.harness import run_ranks
+
+TIMEOUT_S = 20.0
+
+
+def task() -> GPTTask:
+    found = shortened(gpt_for_one_host(), 4)
+    assert isinstance(found, GPTTask)
+    return found
+
+
+def fails_on_rank_one(replica: Replica) -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no such luck\nand more")
+
+
+def one_out_one_on(rank: int) -> None:
+    small = task()
+    with (
+        entrant("torch-ddp", small, 0, OUTER_STEPS, TIMEOUT_S) as unlucky,
+        entrant("torch-ddp", small, 0, OUTER_STEPS, TIMEOUT_S) as lucky,
+        entrant("torch-powersgd", small, 0, OUTER_STEPS, TIMEOUT_S) as other,
+    ):
+        first = lucky.held_out_loss(small)
+        assert first is not None and first == unlucky.held_out_loss(small) == other.held_out_loss(small)
+        assert not unlucky.try_to(fails_on_rank_one)
+        assert unlucky.problem == "rank 1: ValueError: no such luck"
+        # Out for good, and nobody waits for it.
+        assert not unlucky.try_to(lambda replica: None) and unlucky.held_out_loss(small) is None
+        for entry in (lucky, other):
+            for step in range(small.steps):
+                batch = small.batch(0, step, rank, 2)
+                assert entry.try_to(lambda replica, batch=batch: replica.step(batch, small.lr))  # type: ignore[misc]
+            last = entry.held_out_loss(small)
+            assert last is not None and last < first
+        full_bytes = 4 * sum(parameter.numel() for parameter in small.make_model(0).parameters())
+        assert lucky.replica is not None and lucky.replica.sent_bytes == small.steps * full_bytes
+        # Two steps as they are, two compressed.
+        assert other.replica is not None and other.replica.sent_bytes is not None
+        assert 2 * full_bytes < other.replica.sent_bytes < 2.5 * full_bytes
+
+
+def test_who_fails_on_one_rank_is_out_on_all() -> None:
+    run_ranks(one_out_one_on, 2)
+
+
+def unknown(rank: int) -> str | None:
+    with entrant("nothing", task(), 0, OUTER_STEPS, TIMEOUT_S) as entry:
+        return entry.problem
+
+
+def test_who_cannot_be_built_is_out_with_the_reason() -> None:
+    assert run_ranks(unknown, 2) == ["KeyError: 'nothing'"] * 2
