@@ -29,6 +29,8 @@ BOUNDS = (
     Bound("sign"),
     Bound("topk"),
     Bound("powersgd", 1.03, _LOW_RANK),
+    Bound("powersgd-8", 1.03, _LOW_RANK),
+    Bound("powersgd-16", 1.03, _LOW_RANK),
     Bound("diloco", 1.03, _LOCAL),
     Bound("streaming-diloco", 1.03, _LOCAL),
     Bound("torch-powersgd"),

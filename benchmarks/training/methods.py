@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from benchmarks.training.tasks import Task
 from torchddp.bench.variants import TUNED_OPTIONS
 
 POWERSGD_RANK = 4
+POWERSGD_HIGHER_RANKS = (8, 16)
 # The first step at which torch's hook can compress with error feedback; its own default is 1,000. Ours starts there
 # too, when AdamW has seen whole gradients.
 POWERSGD_START = 2
@@ -146,6 +148,10 @@ def _local(module: nn.Module, inner: Any, outer: Any) -> Replica:
     return Replica(module, module, outer, inner, step_bytes)
 
 
+def _power_sgd(rank: int, hooks: Any) -> Any:
+    return hooks.PowerSGD(rank=rank, start_step=POWERSGD_START, clamp_rank=True)
+
+
 def _averaging() -> Any:
     from torchddp import averaging  # not needed by other methods
 
@@ -214,10 +220,13 @@ _ALL = (
         f"torchddp, TopK of {TOP_K_SHARE:.0%}, error feedback",
         _ours(lambda hooks: hooks.TopK(ratio=TOP_K_SHARE)),
     ),
-    Method(
-        "powersgd",
-        f"torchddp, one bucket, PowerSGD, rank {POWERSGD_RANK}, error feedback",
-        _ours(lambda hooks: hooks.PowerSGD(rank=POWERSGD_RANK, start_step=POWERSGD_START), bucket_cap_mb=ONE_BUCKET_MB),
+    *(
+        Method(
+            name,
+            f"torchddp, one bucket, PowerSGD, rank {rank}, error feedback",
+            _ours(partial(_power_sgd, rank), bucket_cap_mb=ONE_BUCKET_MB),
+        )
+        for name, rank in (("powersgd", POWERSGD_RANK), *((f"powersgd-{rank}", rank) for rank in POWERSGD_HIGHER_RANKS))
     ),
     Method("diloco", "torchddp.averaging, DiLoCo", _diloco, is_local=True),
     Method(
