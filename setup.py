@@ -1,6 +1,7 @@
 """A thin shim over CMake and Ninja: CMakeLists.txt describes the build, pyproject.toml the project.
 
-From the environment: TORCHDDP_CUDA=1 (build the CUDA variant), TORCHDDP_WERROR=1 (warnings are errors) and MAX_JOBS=N.
+From the environment: TORCHDDP_CUDA=1 (build the CUDA variant), TORCHDDP_WERROR=1 (warnings are errors),
+TORCHDDP_UNITY=0 (sources of a folder each by itself) and MAX_JOBS=N.
 For wheels, by scripts/build_wheel.py: TORCHDDP_LOCAL_VERSION=cpu.torch2.13 and TORCHDDP_TORCH_REQUIREMENT===2.13.*.
 """
 
@@ -26,9 +27,9 @@ def tool(name: str) -> str:
     return found
 
 
-def switch(name: str) -> str:
+def switch(name: str, default: str = "") -> str:
     """An ON/OFF option for CMake from the environment variable of the same name."""
-    on = os.environ.get(name, "").upper() in {"1", "ON", "TRUE", "YES"}
+    on = os.environ.get(name, default).upper() in {"1", "ON", "TRUE", "YES"}
     return f"-D{name}={'ON' if on else 'OFF'}"
 
 
@@ -60,6 +61,7 @@ class CMakeBuild(build_ext):
             f"-DTORCHDDP_LOCAL_VERSION={local_version()}",
             switch("TORCHDDP_CUDA"),
             switch("TORCHDDP_WERROR"),
+            switch("TORCHDDP_UNITY", default="ON"),
         ]
         build = [tool("cmake"), "--build", str(build_dir)]
         if jobs := os.environ.get("MAX_JOBS"):

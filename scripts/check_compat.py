@@ -25,6 +25,7 @@ TORCHES = ("2.11.0", "2.15.0")
 HEADERS_DIR = ROOT / "build" / "compat"
 TORCH_INCLUDE = re.compile(r"(?<=-isystem )\S*/torch/include(?=[ /])")
 NCCL_INCLUDE = re.compile(r"(?<=-isystem )\S*/nvidia/nccl/include(?= )")
+UNITY_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 # Of the CUDA build's sources, those in which it makes a difference.
 CUDA_CODE = re.compile(r"TORCHDDP_WITH_CUDA|#include <(c10/cuda|cuda|nccl)")
 
@@ -78,8 +79,19 @@ def entries(build_dir: Path) -> dict[Path, str]:
     path = build_dir / "compile_commands.json"
     if not path.exists():
         return {}
-    found = {Path(entry["file"]): entry["command"] for entry in json.loads(path.read_text())}
+    found = {
+        source: entry["command"] for entry in json.loads(path.read_text()) for source in sources_of(Path(entry["file"]))
+    }
     return {source: command for source, command in found.items() if TORCH_INCLUDE.search(command)}
+
+
+def sources_of(compiled: Path) -> list[Path]:
+    """What a file that CMake made of a folder's sources includes; of any other file itself."""
+    return [Path(name) for name in UNITY_INCLUDE.findall(compiled.read_text())] if is_unity(compiled) else [compiled]
+
+
+def is_unity(compiled: Path) -> bool:
+    return compiled.parent.name == "Unity" and compiled.exists()
 
 
 def cuda_only(cpu: dict[Path, str], cuda: dict[Path, str]) -> dict[Path, str]:

@@ -10,6 +10,8 @@
 #include <mutex>
 #include <vector>
 
+#include "transport/cuda/cuda_stream.h"
+
 namespace torchddp::transport {
 namespace {
 
@@ -24,7 +26,6 @@ void check(cudaError_t result, const char* what) {
   }
 }
 
-cudaStream_t stream_of(gpu::Stream stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t event_of(gpu::Event event) { return static_cast<cudaEvent_t>(event); }
 
 class CudaDevice final : public gpu::Device {

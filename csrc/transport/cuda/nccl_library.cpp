@@ -8,6 +8,8 @@
 #include <array>
 #include <cstring>
 
+#include "transport/cuda/cuda_stream.h"
+
 namespace torchddp::transport {
 namespace {
 
@@ -15,7 +17,6 @@ static_assert(ncclSuccess == gpu::kNcclSuccess && ncclInProgress == gpu::kNcclIn
 static_assert(sizeof(ncclUniqueId) == sizeof(gpu::UniqueId));
 
 ncclComm_t comm_of(gpu::Comm comm) { return static_cast<ncclComm_t>(comm); }
-cudaStream_t stream_of(gpu::Stream stream) { return static_cast<cudaStream_t>(stream); }
 
 ncclDataType_t type_of(gpu::NcclType type) {
   // In the order of gpu::NcclType.
