@@ -1,4 +1,4 @@
-# make setup | build | demo | test | test-slow | lint | format | bench | peers | conformance | compat | cuda-build | cuda-test | wheel | wheel-test | clean
+# make setup | build | demo | test | test-slow | test-thorough | lint | format | bench | peers | conformance | compat | cuda-build | cuda-test | wheel | wheel-test | clean
 # Everything runs in .venv, made on first use; nothing but Python (with venv), g++ and make is taken from the system.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -24,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build cpp-tests demo test test-slow lint format bench peers conformance compat cuda-build cuda-test clean
+.PHONY: help setup build cpp-tests demo test test-slow test-thorough lint format bench peers conformance compat cuda-build cuda-test clean
 .PHONY: wheel wheel-cpu wheel-cuda wheel-test wheel-test-cpu wheel-test-cuda
 
 help:
@@ -67,14 +67,18 @@ cpp-tests: setup
 	  $(CMAKE) --build $$dir && $(CTEST) --test-dir $$dir || exit 1; \
 	done
 
-# What takes under twelve minutes on two cores, builds included; test-slow is the rest.
+# What takes under twelve minutes on two cores, builds included. `.ci/run` also has test-slow; test-thorough (whole runs of the
+# benchmarks and other commands, mutants) is for changes to what it tests.
 test: build
 	@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS=none
-	$(PY) -m pytest -q -m "not slow" $(ARGS)
+	$(PY) -m pytest -q -m "not slow and not thorough" $(ARGS)
 
 test-slow: build
 	@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS="address,undefined thread"
-	$(PY) -m pytest -q -m slow $(ARGS)
+	$(PY) -m pytest -q -m "slow and not thorough" $(ARGS)
+
+test-thorough: build
+	$(PY) -m pytest -q -m thorough $(ARGS)
 
 lint: build
 	$(VENV)/bin/ruff check .
@@ -137,7 +141,7 @@ CUDA_TESTS ?= tests/parity/test_training.py tests/distributed/test_behaviours.py
   tests/unit/test_kernel_bindings.py tests/unit/test_compress.py tests/unit/test_nccl_setup.py
 cuda-test: cuda-build
 	cp -r tests examples benchmarks scripts pyproject.toml $(CUDA_OUT)
-	cd $(CUDA_OUT) && ../../$(CUDA_PY) -m pytest -q -p no:cacheprovider -m "not slow" $(CUDA_TESTS) $(ARGS)
+	cd $(CUDA_OUT) && ../../$(CUDA_PY) -m pytest -q -p no:cacheprovider -m "not slow and not thorough" $(CUDA_TESTS) $(ARGS)
 
 # --- wheels, into dist/: VARIANT=cpu, VARIANT=cuda; both where there is nvcc --------------------------------------------
 

@@ -215,6 +215,9 @@ def _rank_main(rank: int, plan: Launch, pipe: Connection) -> None:
         pipe.send_bytes(pickle.dumps((value, error)))
         pipe.close()
         faulthandler.unregister(signal.SIGUSR1)
+    if error is None and multiprocessing.get_start_method(allow_none=True) == "spawn":
+        # As a forked rank ends: without the interpreter's own end, in which gloo's threads may want the GIL and abort.
+        os._exit(0)
 
 
 def attempt(fn: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:

@@ -11,7 +11,7 @@ from benchmarks.convergence.bounds import NAMES
 from torchddp.bench.machine import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_short_run_trains_by_every_method(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     path, plot = tmp_path / "run.json", tmp_path / "run.png"

@@ -21,7 +21,7 @@ def _network() -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_short_run_measures_plans_and_predicts(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     rates = ["--rate", "1gbit", "--rate", "500mbit", "--no-one-host"]

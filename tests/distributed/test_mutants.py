@@ -37,6 +37,7 @@ def _failures(results):
 
 
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.thorough
 def test_own_mutant_is_caught(name, tmp_path):
     mutant = MUTANTS[name]
     control = next(c for c in CONTROLS if c not in mutant.broken)
@@ -56,6 +57,7 @@ def test_true_class_passes_all_checks_in_one_process(ddp_class, tmp_path):
 
 @pytest.mark.skipif(not CONF_MUTANTS, reason=f"no conformance kit at {CONF_MUTANTS_PATH}")
 @pytest.mark.parametrize("name", CONF_MUTANTS)
+@pytest.mark.thorough
 def test_conformance_mutant_is_caught(name, tmp_path):
     names = CONTROLS + [n for n in BEHAVIOURS if n not in CONTROLS]
     options = {"timeout_s": MUTANT_TIMEOUT_S, "enough_failures": ENOUGH_FAILURES}

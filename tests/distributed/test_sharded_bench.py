@@ -23,7 +23,7 @@ def run(path: Path, variants: tuple[str, ...], *options: str) -> Any:
     return result
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_torchs_variants_train_alike_and_are_timed(tmp_path: Path) -> None:
     result = run(tmp_path / "speed.json", ("torch-ddp", "torch-ddp-fused", "torch-zero", "fsdp2"), "--seconds", "2")
     assert result["rounds"] >= 7
@@ -34,7 +34,7 @@ def test_torchs_variants_train_alike_and_are_timed(tmp_path: Path) -> None:
     assert next(row for row in result["variants"] if row["name"] == "torch-ddp-fused")["training_error"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_sharded_state_is_a_share_of_the_whole(tmp_path: Path) -> None:
     result = run(tmp_path / "memory.json", ("torch-ddp", "torch-zero", "fsdp2"), "--memory", "--ranks", "2")
     held = {row["name"]: row["largest"] for row in result["variants"]}

@@ -26,7 +26,7 @@ def _network() -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_short_run_brings_everyone_to_the_loss(tmp_path: Path) -> None:
     path, plot = tmp_path / "run.json", tmp_path / "run.png"
     methods = ["--methods", "exact,int8,powersgd,diloco,torch-powersgd", "--steps", str(2 * SLICE_STEPS)]

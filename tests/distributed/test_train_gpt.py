@@ -100,8 +100,8 @@ def test_torch_and_the_class_under_test_have_the_same_losses(text: Path) -> None
     assert _losses(mine)[8] < _losses(mine)[1] - 0.1
 
 
-@pytest.mark.slow
 @pytest.mark.beyond_torch("has no such class")
+@pytest.mark.thorough
 def test_sharded_training_has_the_same_losses_and_resumes(text: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"data": text, "grad_accum": 2}
     plain = _run(**options, ddp="torch")
@@ -195,6 +195,7 @@ def test_torchrun_with_bad_data_says_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ddp", [DDP, "none"])
+@pytest.mark.thorough
 def test_one_process_without_torchrun(text: Path, tmp_path: Path, ddp: str) -> None:
     run = _command("--ddp", ddp, "--data", text, "--steps", 4, "--json", tmp_path / "m.json")
     assert run.returncode == 0, run.stderr

@@ -59,7 +59,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_times_the_steps_and_counts_the_bytes(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     arguments = ["--seconds", "0.1", "--transport", "c10d", "--json", str(path)]

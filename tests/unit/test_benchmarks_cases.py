@@ -251,6 +251,7 @@ def test_what_is_not_asked_for_is_left_to_the_case() -> None:
         (["--case", "startup"], ["first_step_ms", "second_step_ms", "total_ms"]),
     ],
 )
+@pytest.mark.thorough
 def test_a_case_writes_what_it_measured(
     arguments: list[str], times: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,7 +268,7 @@ def test_a_case_writes_what_it_measured(
     assert saved["machine"]["torch"] and saved["command"].startswith("python -m benchmarks --case")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_scaling_launches_each_world_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
     arguments = ["--world-sizes", "2,1", "--model", "conv", "--seconds", "0.2", "--json", str(path)]

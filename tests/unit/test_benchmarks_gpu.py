@@ -313,8 +313,8 @@ def test_the_budget_is_shared_between_the_models_and_packing() -> None:
     assert seconds_each(Settings(models=("small", "gpt2"), parts=("pack",), **common)) == pytest.approx(60.0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.thorough
 def test_the_whole_program_runs_on_the_cpu(world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
     arguments = ["--device", "cpu", "--backend", "gloo", "--quick", "--seconds", "0.5", "--json", str(path)]

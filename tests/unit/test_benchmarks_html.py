@@ -89,6 +89,7 @@ def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.thorough
 def test_torchddp_bench_finds_a_model_beside_it_and_writes_a_page(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n\ndef make():\n    return torch.nn.Linear(8, 2), torch.ones(3, 8)\n"

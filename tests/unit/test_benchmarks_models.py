@@ -120,6 +120,7 @@ def test_a_bad_model_is_one_sentence_and_exit_code_2(
     ("case", "factory"),
     [("step_time", "with_tuple"), ("overlap", "with_dict"), ("startup", "with_dict"), ("memory", "with_tuple")],
 )
+@pytest.mark.thorough
 def test_cases_run_the_users_own_model(
     case: str, factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,7 @@ def test_an_extension_that_does_not_load_is_a_problem_that_is_told() -> None:
     assert "compiled extension does not load" in done.stdout
 
 
+@pytest.mark.thorough
 def test_wrong_variables_are_problems() -> None:
     done = doctor("--json", environ={"TORCHDDP_TRANSPORT": "carrier-pigeon", "TORCHDDP_SHM_LIMIT_MB": "-1"})
     assert done.returncode == 1

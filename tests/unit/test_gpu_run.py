@@ -45,8 +45,8 @@ def fake_python(folder: Path, case: str) -> Path:
     return path
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(500)
+@pytest.mark.thorough
 def test_a_dry_run_runs_everything_that_needs_no_gpu(tmp_path: Path) -> None:
     out = tmp_path / "results"
     done = run_script(out, *DRY)
@@ -69,6 +69,7 @@ def test_a_dry_run_runs_everything_that_needs_no_gpu(tmp_path: Path) -> None:
     assert len(json.loads((out / "bench.json").read_text())["results"]) == 4
 
 
+@pytest.mark.thorough
 def test_a_failed_step_is_shown_and_does_not_stop_the_next(tmp_path: Path) -> None:
     python = fake_python(
         tmp_path, '*pytest*test_parity*) echo "a broken pipe"; exit 3 ;; *pytest*|*benchmarks*) exit 0 ;;'
@@ -83,7 +84,7 @@ def test_a_failed_step_is_shown_and_does_not_stop_the_next(tmp_path: Path) -> No
     assert "a broken pipe" in (tmp_path / "results" / "logs.txt").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_no_step_outlasts_the_run(tmp_path: Path) -> None:
     python = fake_python(tmp_path, "*pytest*test_parity*) sleep 100 ;; *pytest*|*benchmarks*|*environment*) exit 0 ;;")
     done = run_script(tmp_path / "results", *DRY, python=python, RUN_LIMIT_S="40")

@@ -90,6 +90,7 @@ def page(results: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
     return path.read_text()
 
 
+@pytest.mark.thorough
 def test_the_browser_sees_every_table_and_picture(page: str, results: list[dict[str, Any]], tmp_path: Path) -> None:
     assert problems(probe(page, tmp_path), results) == []
 
