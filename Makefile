@@ -1,10 +1,11 @@
-# make setup | build | demo | test | test-slow | test-thorough | lint | format | bench | peers | conformance | compat | cuda-build | cuda-test | wheel | wheel-test | clean
+# make setup | build | demo | demo-faults | test | test-slow | test-thorough | lint | format | bench | chaos | peers | ft-test | conformance | compat | cuda-build | cuda-test | wheel | wheel-test | clean
 # Everything runs in .venv, made on first use; nothing but Python (with venv), g++ and make is taken from the system.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PY := $(VENV)/bin/python
 PEERS_VENV := .venv-peers
 PEERS_PY := $(PEERS_VENV)/bin/python
+FT_VENVS := .venv-ft .venv-ft-nightly
 CUDA_VENV := .venv-cuda
 CUDA_PY := $(CUDA_VENV)/bin/python
 CUDA_OUT := build/cuda-package
@@ -24,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build cpp-tests demo test test-slow test-thorough lint format bench peers conformance compat cuda-build cuda-test clean
+.PHONY: help setup build cpp-tests demo demo-faults test test-slow test-thorough lint format bench chaos peers ft-test conformance compat cuda-build cuda-test clean
 .PHONY: wheel wheel-cpu wheel-cuda wheel-test wheel-test-cpu wheel-test-cuda
 
 help:
@@ -37,8 +38,8 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed; on Debian: apt-get install python3-venv"; exit 1; }
 	@touch $@
 
-$(VENV)/.requirements: $(VENV)/.created requirements/build.txt requirements/test.txt requirements/lint.txt
-	$(PY) -m pip install -q -r requirements/build.txt -r requirements/test.txt -r requirements/lint.txt
+$(VENV)/.requirements: $(VENV)/.created requirements/build.txt requirements/test.txt requirements/ft.txt requirements/lint.txt
+	$(PY) -m pip install -q -r requirements/build.txt -r requirements/test.txt -r requirements/ft.txt -r requirements/lint.txt
 	@touch $@
 
 # Editable: done once; later builds go through `make build`.
@@ -67,18 +68,22 @@ cpp-tests: setup
 	  $(CMAKE) --build $$dir && $(CTEST) --test-dir $$dir || exit 1; \
 	done
 
+# Tests side by side: the ranks of most wait for each other half of the time. TEST_JOBS=0: one after the other, for a debugger.
+TEST_JOBS ?= 2
+PYTEST = -m pytest -q -n $(TEST_JOBS) --dist worksteal
+
 # What takes under twelve minutes on two cores, builds included. `.ci/run` also has test-slow; test-thorough (whole runs of the
 # benchmarks and other commands, mutants) is for changes to what it tests.
 test: build
 	@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS=none
-	$(PY) -m pytest -q -m "not slow and not thorough" $(ARGS)
+	$(PY) $(PYTEST) -m "not slow and not thorough" $(ARGS)
 
 test-slow: build
 	@$(MAKE) --no-print-directory cpp-tests CPP_SANITIZERS="address,undefined thread"
-	$(PY) -m pytest -q -m "slow and not thorough" $(ARGS)
+	$(PY) $(PYTEST) -m "slow and not thorough" $(ARGS)
 
 test-thorough: build
-	$(PY) -m pytest -q -m thorough $(ARGS)
+	$(PY) $(PYTEST) -m thorough $(ARGS)
 
 lint: build
 	$(VENV)/bin/ruff check .
@@ -97,8 +102,15 @@ format: setup
 demo: build
 	$(PY) -m examples.demo $(ARGS)
 
+demo-faults: build
+	$(PY) -m examples.demo_faults $(ARGS)
+
 bench: build
 	$(PY) -m benchmarks $(ARGS)
+
+# 300 faults at random places of training jobs: docs/chaos.md.
+chaos: build
+	$(PY) -m benchmarks.chaos $(ARGS)
 
 # An environment with other packages that shard: $(PEERS_PY) -m benchmarks.sharded. The extension is the checkout's.
 $(PEERS_VENV)/.requirements: requirements/build.txt requirements/test.txt requirements/peers.txt
@@ -110,6 +122,16 @@ $(PEERS_VENV)/.requirements: requirements/build.txt requirements/test.txt requir
 
 peers: build $(PEERS_VENV)/.requirements
 	$(PEERS_PY) -m benchmarks.sharded --list
+
+# Training under torchft, its release and its nightly: all tests of it, the slow ones too. The extension is the checkout's.
+.venv-%/.requirements: requirements/build.txt requirements/test.txt requirements/%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install -q -r requirements/build.txt -r requirements/test.txt -r requirements/$*.txt
+	@touch $@
+
+FT_TESTS := tests/distributed/test_fault_tolerance.py tests/fault/test_torchft.py tests/unit/test_fault_tolerance.py
+ft-test: build $(FT_VENVS:%=%/.requirements)
+	for venv in $(FT_VENVS); do $$venv/bin/python -m pytest -q $(FT_TESTS) $(ARGS) || exit 1; done
 
 conformance: build
 	$(PY) scripts/check_conformance.py --jobs 2 $(ARGS)
@@ -141,7 +163,7 @@ CUDA_TESTS ?= tests/parity/test_training.py tests/distributed/test_behaviours.py
   tests/unit/test_kernel_bindings.py tests/unit/test_compress.py tests/unit/test_nccl_setup.py
 cuda-test: cuda-build
 	cp -r tests examples benchmarks scripts pyproject.toml $(CUDA_OUT)
-	cd $(CUDA_OUT) && ../../$(CUDA_PY) -m pytest -q -p no:cacheprovider -m "not slow and not thorough" $(CUDA_TESTS) $(ARGS)
+	cd $(CUDA_OUT) && ../../$(CUDA_PY) $(PYTEST) -p no:cacheprovider -m "not slow and not thorough" $(CUDA_TESTS) $(ARGS)
 
 # --- wheels, into dist/: VARIANT=cpu, VARIANT=cuda; both where there is nvcc --------------------------------------------
 

@@ -14,8 +14,8 @@ endif()
 
 add_library(_C MODULE ${torch_sources} ${cuda_sources})
 if(TORCHDDP_UNITY)
-  # The sources of a folder as one: torch's headers are most of what the compiler reads, and the folder's take an eighth of the
-  # time together. Those with definitions of their own (module.cpp) stay alone.
+  # The sources of a folder as one: torch's headers are most of what the compiler reads (csrc/reducer: 15 s of CPU time in
+  # place of 123). Those with definitions of their own (module.cpp) stay alone.
   set_target_properties(_C PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
   foreach(source IN LISTS torch_sources)
     cmake_path(RELATIVE_PATH source BASE_DIRECTORY ${CMAKE_SOURCE_DIR}/csrc OUTPUT_VARIABLE group)

@@ -13,6 +13,8 @@ from torch import nn
 from tests.models import seeded
 
 WIDTH = 12
+EXACT = {"rtol": 0.0, "atol": 0.0}
+ROUNDING = {"rtol": 1e-11, "atol": 1e-13}  # of float64
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 

@@ -10,6 +10,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import hypothesis
 import pytest
 
+from benchmarks.two_hosts.network import NoNetworkError, two_hosts
 from tests.harness import class_under_test, is_own_class
 
 # The same examples each time: a red run can be repeated, and CI does not fail by luck.
@@ -38,3 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def ddp_class() -> type:
     """The class under test (see TORCHDDP_TEST_CLASS in tests/harness.py)."""
     return class_under_test()
+
+
+@pytest.fixture(scope="session")
+def two_namespaces() -> None:
+    """Skips the test where two network namespaces and a link between them can't be made: without root, ip or tc."""
+    try:
+        with two_hosts(1_000_000_000):
+            pass
+    except NoNetworkError as error:
+        pytest.skip(str(error))

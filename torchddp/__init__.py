@@ -24,9 +24,12 @@ try:
 
     check_torch_matches()
 
+    from torchddp.checks import check_parameters
     from torchddp.distributed import DistributedDataParallel
-    from torchddp.errors import InternalError, TransportError
+    from torchddp.errors import DesyncError, InternalError, TransportError
     from torchddp.shm_backend import register
+    from torchddp.watch.fail_together import fail_together
+    from torchddp.watch.peer_failure import PeerFailedError
 
     register()
     del register
@@ -37,7 +40,18 @@ except (ImportError, OSError) as error:  # OSError: a library of torch's does no
         raise
     import_error = error  # `torchddp doctor` tells what is wrong
 
-__all__ = ["DDP", "DistributedDataParallel", "InternalError", "ShardedDataParallel", "TransportError", "__version__"]
+__all__ = [
+    "DDP",
+    "DesyncError",
+    "DistributedDataParallel",
+    "InternalError",
+    "PeerFailedError",
+    "ShardedDataParallel",
+    "TransportError",
+    "__version__",
+    "check_parameters",
+    "fail_together",
+]
 
 
 def __getattr__(name: str) -> object:

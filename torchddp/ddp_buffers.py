@@ -43,12 +43,16 @@ class DDPBuffers(DDPConstruction):
             super()._default_broadcast_coalesced(buffers, bucket_size, authoritative_rank)
 
     def _broadcast_buffers(self, buffers: list[torch.Tensor], root: int) -> None:
+        self.reducer._begin_wait("the broadcast of buffers")
         try:
             self._buffer_broadcast.run(buffers, root)
         except TransportError as error:
-            raise TransportError(
+            text = (
                 f"rank {self._own_rank}: the broadcast of {len(buffers)} buffers "
                 f"({sum(b.nbytes for b in buffers)} bytes) from rank {root} failed: {error}\n"
                 "A peer has died, left, or did not reach this step in time. "
                 "Look at the other ranks' logs for the first error."
-            ) from error
+            )
+            raise TransportError(self.reducer._with_failure_note(text)) from error
+        finally:
+            self.reducer._end_wait()

@@ -10,11 +10,15 @@ from torch.distributed.distributed_c10d import _world
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from torchddp import _C, bucket_sizes, buffer_sync, model_check, transports, wrapped_model
+from torchddp import _C, bucket_sizes, buffer_sync, ddp_hangs, model_check, transports, wrapped_model
 from torchddp import decoupled as decoupling
+from torchddp.checks import nonfinite
+from torchddp.checks.parameters import ParameterCheck
 from torchddp.ddp_logger import DDPLogger
 from torchddp.planner import model_plan
 from torchddp.planner.auto_plan import AutoPlan
+from torchddp.watch import interruptible
+from torchddp.watch.hang_monitor import HangMonitor
 
 
 class DDPConstruction(TorchDDP):
@@ -27,7 +31,10 @@ class DDPConstruction(TorchDDP):
     _transport_choice: str
     _wire_dtype: torch.dtype | None
     _timeout: datetime.timedelta | None
+    _stall_report_s: float | None
     _measures_gradients: bool
+    _parameter_check: ParameterCheck | None
+    _find_nonfinite: bool | str
     _decoupled: bool
     _updates: decoupling.Updates
     _views_asked_for: bool
@@ -36,6 +43,10 @@ class DDPConstruction(TorchDDP):
     _init_sync_buffers: bool
     _plans_itself: bool
     _caps_asked_for: list[float]
+    _hang_monitor: HangMonitor | None = None
+    # Changed by what comes after.
+    _group_without_rank: bool = False
+    _has_builtin_hook: bool = False
     # What buckets of one owner travel as, if they are float32.
     _reduce_dtype: torch.dtype | None = None
 
@@ -49,6 +60,7 @@ class DDPConstruction(TorchDDP):
         """Called by torch's constructor and by unpickling: builds ``self.reducer`` and ``self.logger``."""
         names = [param_to_name_mapping[i].removeprefix(".") for i in range(len(parameters))]
         together = self._sync_at_init
+        self._stall_limit_s()  # before anything is sent
         transport = self._open_transport(parameters, names)
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
@@ -71,6 +83,8 @@ class DDPConstruction(TorchDDP):
             wire_dtype=self._wire_dtype,
             reduce_dtype=self._reduce_dtype,
             gradient_stats=self._measures_gradients,
+            find_nonfinite=bool(self._find_nonfinite),
+            raise_nonfinite=self._find_nonfinite == nonfinite.RAISE,
             decoupled=self._decoupled,
             timeout=self._wait_limit(),
         )
@@ -97,6 +111,33 @@ class DDPConstruction(TorchDDP):
         self._group_is_registered = self.process_group in _world.pg_map
         self._own_rank = self.process_group.rank()
         self._buffer_broadcast = buffer_broadcast or self._broadcast_over(self.reducer.transport)
+        self._watch_for_hangs()
+        self._nonfinite_finder = self._watch_gradients()
+        interruptible.register(self)
+
+    def interrupt(self, reason: str) -> None:
+        """From any thread, not collective: waits for other ranks here, now or later, raise TransportError(reason).
+
+        Peers hear of it as of a rank that is gone. The model can only go on over another process group.
+        """
+        self.reducer.transport.interrupt(reason)
+
+    def _watch_for_hangs(self) -> None:
+        if self._hang_monitor is not None:
+            self._hang_monitor.close()
+        self._hang_monitor = None if self._is_copy else ddp_hangs.start(self, self._stall_limit_s())
+
+    def _stall_limit_s(self) -> float:
+        return ddp_hangs.limit_s(self._stall_report_s, self._timeout, self.process_group, self.device_type)
+
+    def _watch_gradients(self) -> nonfinite.NonFiniteFinder | None:
+        old = self.__dict__.get("_nonfinite_finder")
+        if old is not None:
+            old.close()
+        if not self._find_nonfinite:
+            return None
+        names = [spec.name for spec in self._specs]
+        return nonfinite.NonFiniteFinder(self, names, self._own_rank, None if self._is_copy else self.process_group)
 
     def _open_transport(self, parameters: list[torch.Tensor], names: list[str]) -> _C.Transport:
         """Collective, unless ``init_sync=False`` or this is a copy: then c10d, which needs no agreement."""
@@ -111,26 +152,26 @@ class DDPConstruction(TorchDDP):
         transport = transports.open_transport(
             choice, self.process_group, device=parameters[0].device, timeout=self._timeout
         )
-        return self._sync_module(transport) if sync else transport
+        return self._sync_module(transport, 0, buffers=self._init_sync_buffers) if sync else transport
 
-    def _sync_module(self, transport: _C.Transport) -> _C.Transport:
+    def _sync_module(self, transport: _C.Transport, src: int, *, buffers: bool) -> _C.Transport:
         """The transport, or the one that the ranks went on with because some had no room for a message."""
-        states = list(buffer_sync.states_of(self.module, self.parameters_to_ignore, buffers=self._init_sync_buffers))
+        states = list(buffer_sync.states_of(self.module, self.parameters_to_ignore, buffers=buffers))
         if transport.size == 1 or not states:
             return transport
         if buffer_sync.supports(states):
             broadcast = self._broadcast_over(transport)
             broadcast.reserve(states)
             agreed = _C.agree_on_memory(transport, self._wait_limit())
-            (broadcast if agreed is transport else self._broadcast_over(agreed)).run(states, 0)
+            (broadcast if agreed is transport else self._broadcast_over(agreed)).run(states, src)
             return agreed
         _sync_module_states(
             module=self.module,
             process_group=self.process_group,
             broadcast_bucket_size=self.broadcast_bucket_size,
-            src=0,
+            src=src,
             params_and_buffers_to_ignore=self.parameters_to_ignore,
-            broadcast_buffers=self._init_sync_buffers,
+            broadcast_buffers=buffers,
         )
         return transport
 

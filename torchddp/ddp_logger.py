@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 if TYPE_CHECKING:
     from torchddp.ddp_construction import DDPConstruction
@@ -66,7 +67,9 @@ class DDPLogger(dist.Logger):
 
     def log_construction(self, ddp: DDPConstruction, parameters: list[Any]) -> None:
         """Take down what does not change after construction."""
-        backend = dist.get_backend(ddp.process_group)
+        # Groups that torch does not know (torchft's) have their own word for it.
+        known = ddp.process_group in _world.pg_map
+        backend = dist.get_backend(ddp.process_group) if known else ddp.process_group.name()
         dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters)
         strings = self._fixed.strs_map
         strings["module_name"] = type(ddp.module).__name__

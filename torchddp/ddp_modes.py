@@ -1,18 +1,15 @@
-"""What is switched on a DistributedDataParallel after it is made: communication hooks, join, another process group."""
+"""What is switched on a DistributedDataParallel after it is made: communication hooks, join."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.distributed_c10d import _rank_not_in_group
-
 from torchddp import decoupled as decoupling
-from torchddp import transports
+from torchddp.checks import nonfinite
 from torchddp.comm_hook_check import check_hook_signature, checked
 from torchddp.comm_hooks import CommHook
 from torchddp.ddp_construction import DDPConstruction
-from torchddp.planner import model_plan
 
 
 class DDPModes(DDPConstruction):
@@ -41,12 +38,19 @@ class DDPModes(DDPConstruction):
             hook.attach(self)
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
         self._comm_hooks.append((hook, state))
-        self.reducer._register_comm_hook(state, checked(hook, self._distributed_rank))
+        self.reducer._register_comm_hook(state, checked(hook, self.process_group.rank()))
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """As torch's, for `join()`. RuntimeError with ``decoupled=True``."""
+        """As torch's, for `join()`. RuntimeError with ``decoupled=True`` and ``find_nonfinite="raise"``."""
         if self._decoupled:
             raise RuntimeError(decoupling.NO_JOIN)
+        if self._find_nonfinite == nonfinite.RAISE:
+            raise RuntimeError(
+                'find_nonfinite="raise" can\'t be used with join(): ranks that have run out of inputs would not raise. '
+                "Make the module with find_nonfinite=True"
+            )
+        if self._parameter_check is not None:
+            self._parameter_check.restart()  # ranks will have done different numbers of steps
         return super().join_hook(**kwargs)
 
     def _match_unused_params_allreduce(self) -> None:
@@ -63,24 +67,5 @@ class DDPModes(DDPConstruction):
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self.logger._set_comm_hook_name(str(comm_hook_type))
+        self._has_builtin_hook = True
         self.reducer._register_builtin_comm_hook(comm_hook_type)
-
-    def _update_process_group(self, new_process_group: Any) -> None:
-        """Go on over another process group. Collective among its ranks."""
-        # As torch's own does, whose reducer would not know the new transport.
-        self._has_rebuilt_buckets = False
-        self._updates.settle()
-        model_plan.end(self)
-        self.reducer._reset_state()
-        if not _rank_not_in_group(new_process_group):
-            self.process_group = new_process_group
-            devices = [p.device for p in self._module_parameters]
-            choice = transports.intended_transport(self._transport_choice, new_process_group, devices, collective=True)
-            transport = transports.open_transport(choice, new_process_group, device=devices[0], timeout=self._timeout)
-            self.reducer._update_process_group(new_process_group, transport)
-            if self._plans_itself:
-                model_plan.start(self, look_for_kept=False)
-        self._adopt_group()
-        self.logger.rebind(self.process_group)
-        if self.static_graph:
-            self._static_graph_delay_allreduce_enqueued = False

@@ -19,11 +19,21 @@ class DDPSteps(DDPConstruction):
     """The part of the wrapper that tells the reducer of steps."""
 
     def _begin_step(self) -> None:
+        if self._group_without_rank and self.require_backward_grad_sync:
+            raise RuntimeError(
+                f"This DistributedDataParallel (rank {self._own_rank} of its old process group) was given a process "
+                "group that this rank is not in: it has nobody to reduce gradients with. Pass a group with this rank "
+                "to _update_process_group(), or train under no_sync()."
+            )
         if self._group_is_registered and self.process_group not in _world.pg_map:
             raise RuntimeError(
                 f"The process group of this DistributedDataParallel (rank {self._own_rank}) is gone: it was destroyed "
                 "by destroy_process_group(). Make a new one and pass it to _update_process_group(), or wrap again."
             )
+        if self._nonfinite_finder is not None:
+            self._nonfinite_finder.look_here()
+        if self._parameter_check is not None and self.require_backward_grad_sync:
+            self._parameter_check.before_step(self)
         try:
             if self.require_backward_grad_sync:
                 self.reducer.prepare_for_forward()

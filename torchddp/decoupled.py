@@ -75,9 +75,15 @@ class Updates:
         return self._updates() if self._updates is not None else None
 
 
-def check_options(bucket_cap_mb: float | str | None, wire_dtype: torch.dtype | None) -> None:
+def check_options(
+    bucket_cap_mb: float | str | None, wire_dtype: torch.dtype | None, find_nonfinite: bool | str
+) -> None:
     """ValueError for what does not go with ``decoupled=True``."""
     if bucket_cap_mb == bucket_sizes.AUTO:
         raise ValueError(NO_PLANNING)
     if wire_dtype is not None:
         raise ValueError(f"wire_dtype={wire_dtype} does not go with decoupled=True, which sends gradients as they are")
+    if find_nonfinite == "raise":
+        raise ValueError(
+            'find_nonfinite="raise" does not go with decoupled=True, where averages may arrive after backward'
+        )

@@ -25,12 +25,16 @@ from torch.nn.parallel.distributed import (
 
 from torchddp import bucket_sizes, comm_hooks, sync_strategy, transports, wrapped_model
 from torchddp import decoupled as decoupling
+from torchddp.checks import nonfinite
+from torchddp.checks.parameters import ParameterCheck
 from torchddp.ddp_buffers import DDPBuffers
+from torchddp.ddp_groups import DDPGroups
 from torchddp.ddp_modes import DDPModes
 from torchddp.ddp_steps import DDPSteps
 from torchddp.planner import model_plan
 from torchddp.sync_strategy import DDPSyncStrategy
 from torchddp.traffic import Traffic, of_model
+from torchddp.watch import last_exception, stall_limit
 
 __all__ = ["DistributedDataParallel"]
 
@@ -39,7 +43,7 @@ logger = logging.getLogger(__name__)
 TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 
 
-class DistributedDataParallel(DDPModes, DDPBuffers, DDPSteps):
+class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
     r"""``torch.nn.parallel.DistributedDataParallel`` with another engine; every argument of torch's class, in its
     order.
 
@@ -79,7 +83,16 @@ class DistributedDataParallel(DDPModes, DDPBuffers, DDPSteps):
         timeout: how long a reduction may take, e.g. ``datetime.timedelta(seconds=30)``; None: the process group's own
             limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and
             parameters.
+        stall_report_s: seconds that a reduction may wait before the ranks tell each other, through the process group's
+            store, where they are, and one of them logs why they stand still (``docs/hang_reports.md``). 0: no reports.
+            None: the environment variable TORCHDDP_STALL_REPORT_S, or else the lesser of 60 and a third of the timeout.
         gradient_stats: measure every bucket once it is reduced; see :meth:`gradient_stats`.
+        check_parameters_every: every so many synchronised steps, before forward, compare the parameters of all ranks
+            by a hash (collective); a difference raises :class:`torchddp.DesyncError` on all. Not once ``join()`` was
+            entered. None: never. See :func:`torchddp.check_parameters`.
+        find_nonfinite: look for infinities and NaNs in this rank's own gradients while they are packed; see
+            :meth:`nonfinite`. ``"raise"``: also raise FloatingPointError on all ranks at the end of a backward whose
+            averages are not all finite (not with ``decoupled`` or ``join()``; on a CUDA device backward then waits).
         decoupled: reduce in two halves (DeAR, Zhang et al. 2023): each bucket is reduce-scattered while backward runs,
             and gathered after it, in the order of the next forward. By itself that gains nothing: ``backward()`` waits
             for both. With :class:`torchddp.optim.DeferredOptimizer` the gathers run while the next forward does.
@@ -99,8 +112,9 @@ class DistributedDataParallel(DDPModes, DDPBuffers, DDPSteps):
 
     Raises:
         TypeError: a ``comm_hook`` that is none.
-        ValueError: a bucket cap that is not positive, an unknown transport or ``sync``, mixed device types, options
-            that don't go with ``decoupled``.
+        ValueError: a bucket cap that is not positive, a ``stall_report_s`` that is negative or not below the timeout,
+            an unknown transport or ``sync``, mixed device types, options that don't go with ``decoupled``, a wrong
+            ``check_parameters_every`` or ``find_nonfinite``.
         RuntimeError: no parameter requires grad; ranks whose models differ (names the parameters and ranks).
     """
 
@@ -130,7 +144,10 @@ class DistributedDataParallel(DDPModes, DDPBuffers, DDPSteps):
         transport: str = "auto",
         wire_dtype: torch.dtype | None = None,
         timeout: datetime.timedelta | None = None,
+        stall_report_s: float | None = None,
         gradient_stats: bool = False,
+        check_parameters_every: int | None = None,
+        find_nonfinite: bool | str = False,
         decoupled: bool = False,
         comm_hook: object = None,
         sync: DDPSyncStrategy | str | None = None,
@@ -138,8 +155,10 @@ class DistributedDataParallel(DDPModes, DDPBuffers, DDPSteps):
         bucket_sizes.check_caps(bucket_cap_mb, bucket_cap_mb_list)
         hook = None if comm_hook is None else comm_hooks.resolve(comm_hook)
         if decoupled:
-            decoupling.check_options(bucket_cap_mb, wire_dtype)
+            decoupling.check_options(bucket_cap_mb, wire_dtype, find_nonfinite)
+        nonfinite.check_choice(find_nonfinite)
         transports.check_choice(transport)
+        stall_limit.check(stall_report_s)
         if wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"wire_dtype must be torch.bfloat16, torch.float16 or None, got {wire_dtype!r}")
         views = gradient_as_bucket_view is None or bool(gradient_as_bucket_view)
@@ -150,7 +169,10 @@ class DistributedDataParallel(DDPModes, DDPBuffers, DDPSteps):
         self._transport_choice = transport
         self._wire_dtype = wire_dtype
         self._timeout = timeout
+        self._stall_report_s = stall_report_s
         self._measures_gradients = gradient_stats
+        self._parameter_check = None if check_parameters_every is None else ParameterCheck(check_parameters_every)
+        self._find_nonfinite = find_nonfinite
         self._decoupled = decoupled
         self.sync_strategy = sync_strategy.choose(sync, find_unused_parameters)
         self._updates = decoupling.Updates()
@@ -219,6 +241,7 @@ class DistributedDataParallel(DDPModes, DDPBuffers, DDPSteps):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         del state["_buffer_broadcast"], state["_auto_plan"], state["_specs"], state["_updates"]
+        del state["_hang_monitor"], state["_nonfinite_finder"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -226,6 +249,8 @@ class DistributedDataParallel(DDPModes, DDPBuffers, DDPSteps):
         # The new reducer has neither measured an order nor recorded a static graph.
         self._has_rebuilt_buckets = False
         self._static_graph_delay_allreduce_enqueued = False
+        if self._parameter_check is not None:
+            self._parameter_check.restart()  # its reducer counts from zero
 
     def _build_params_for_reducer(self) -> Any:
         # torch compares f"{module}.{parameter}", which for the outermost module begins with a dot that nobody writes.
@@ -250,6 +275,9 @@ class DistributedDataParallel(DDPModes, DDPBuffers, DDPSteps):
         TorchDDP._active_ddp_module = self
         try:
             output = self.module(*inputs, **kwargs)
+        except BaseException as error:
+            last_exception.note(error, "forward")
+            raise
         finally:
             TorchDDP._active_ddp_module = outer
         return self._post_forward(output)
@@ -331,6 +359,21 @@ class DistributedDataParallel(DDPModes, DDPBuffers, DDPSteps):
         """
         self.reducer._finish_gathers()
         return self.reducer._gradient_stats()
+
+    def nonfinite(self) -> list[nonfinite.NonFinite]:
+        """Where infinite and NaN gradients came from: what ranks had before they averaged, first steps first.
+
+        Not collective. Of each rank the last steps in a row with such gradients, and of each parameter the first: so
+        the first entries are the source, and what follows may be due to weights that were spoiled by it. What other
+        ranks have found is there when they have begun another forward, or half a second later. Copies of a model
+        (pickle, deepcopy) tell of their own rank only.
+
+        Raises:
+            RuntimeError: the module was made without ``find_nonfinite``.
+        """
+        if self._nonfinite_finder is None:
+            raise RuntimeError("gradients are only looked at by a DistributedDataParallel with find_nonfinite=True")
+        return self._nonfinite_finder.found()
 
     def traffic(self) -> dict[str, Traffic]:
         """What gradients sent in the last synchronised step, by transport: see :func:`torchddp.traffic.of_model`."""

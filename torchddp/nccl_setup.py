@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from torchddp import _C
 from torchddp.errors import TransportError
 from torchddp.rank_problems import listed
+from torchddp.watch.board import prefix_of_attempt
 
 __all__ = ["connect"]
 
@@ -119,7 +120,7 @@ def over_store(process_group: Any) -> Exchange:
 
     def exchange(value: Any) -> list[Any]:
         nonlocal rounds
-        prefix = f"torchddp/nccl/{number}/{rounds}"
+        prefix = f"{prefix_of_attempt()}/nccl/{number}/{rounds}"
         rounds += 1
         store.set(f"{prefix}/{rank}", json.dumps(value))
         keys = [f"{prefix}/{other}" for other in range(size)]

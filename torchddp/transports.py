@@ -131,7 +131,7 @@ def open_transport(
     choice = intended_transport(choice, process_group, (device,), collective=True)
     if choice == "c10d":
         return _C.C10dTransport(process_group)
-    timeout = timeout or _group_timeout(process_group, device.type)
+    timeout = timeout or group_timeout(process_group, device.type)
     outcome: _C.Transport | str
     if device.type == "cuda":
         outcome = nccl_setup.connect(process_group, device, timeout)
@@ -291,7 +291,7 @@ def _outer_group(process_group: Any, placement: _Placement) -> Any:
         place = placement.places[process_group.rank()]
         group = None
         if place < placement.owners:
-            timeout = _group_timeout(process_group)
+            timeout = group_timeout(process_group)
             group = dist.new_group(
                 placement.columns[place], backend="gloo", timeout=timeout, use_local_synchronization=True
             )
@@ -306,7 +306,7 @@ def _backend(process_group: Any, device_type: str) -> Any:
         return None
 
 
-def _group_timeout(process_group: Any, device_type: str = "cpu") -> datetime.timedelta:
+def group_timeout(process_group: Any, device_type: str = "cpu") -> datetime.timedelta:
     options = getattr(_backend(process_group, device_type), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, datetime.timedelta) else dist.default_pg_timeout

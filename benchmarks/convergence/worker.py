@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -53,7 +54,7 @@ class Course:
                 if loss is not None and entry.replica is not None:
                     curve.append([entry.steps, loss, entry.replica.sent_bytes])
 
-            def train_until(replica: Replica, last: int) -> None:
+            def train_until(last: int, replica: Replica) -> None:
                 for step in range(entry.steps, last):
                     batch = self.task.batch(seed, step, dist.get_rank(), dist.get_world_size())
                     replica.step(batch, self.task.lr_at(step))
@@ -62,7 +63,7 @@ class Course:
 
             evaluate()
             for last in evaluation_steps(self.task.steps, self.job.outer.sync_every):
-                entry.try_to(lambda replica, last=last: train_until(replica, last))  # type: ignore[misc]
+                entry.try_to(partial(train_until, last))
                 if last == self.task.steps:
                     entry.try_to(Replica.end)
                 evaluate()

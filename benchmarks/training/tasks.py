@@ -5,6 +5,7 @@ A batch is a pure function of (seed, step, rank), so that every method sees the 
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,7 +28,7 @@ LABEL_SMOOTHING = 0.1
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(abc.ABC):
     """Model, data and optimizer of one training run; the batch is a rank's."""
 
     name: str
@@ -54,21 +55,21 @@ class Task:
         """The learning rate of a 0-based step."""
         return self.lr * lr_factor(step, self.lr_config)
 
+    @abc.abstractmethod
     def make_model(self, seed: int) -> nn.Module:
         """The same weights for the same seed; called with inputs and targets it returns the mean loss."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """This task's, with its learning rate; `lr_at` is for the caller to set."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def batch(self, seed: int, step: int, rank: int, world_size: int) -> Batch:
         """Inputs and targets."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def held_out(self, rank: int, world_size: int) -> list[Batch]:
         """This rank's part of the fixed evaluation set. Every rank has as many batches, all of the same size."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,19 @@ PyObject* internal_error_type = nullptr;
 
 // See Note [Errors across autograd] in common/errors.h.
 struct AcrossAutograd final : torch::PyTorchError {
-  using torch::PyTorchError::PyTorchError;
-  PyObject* python_type() override { return transport_error_type; }
+  AcrossAutograd(const char* text, PyObject* type) : torch::PyTorchError(text), type_(type) {}
+  PyObject* python_type() override { return type_; }
+
+ private:
+  PyObject* type_;
 };
 
-void throw_python_transport_error(const TransportError& error) { throw AcrossAutograd(error.what()); }
+void throw_python_transport_error(const TransportError& error) {
+  throw AcrossAutograd(error.what(), transport_error_type);
+}
+void throw_python_non_finite_error(const NonFiniteError& error) {
+  throw AcrossAutograd(error.what(), PyExc_FloatingPointError);
+}
 
 PyObject* make_type(py::module_& m, const char* name, const char* doc) {
   const auto qualified = std::string("torchddp.") + name;
@@ -36,14 +44,14 @@ void bind_errors(py::module_& m) {
                 "A collective failed: a peer is gone or did not answer in time. Names rank, step, bucket and "
                 "parameters. The reducer is idle again when this is raised.");
   internal_error_type = make_type(m, "InternalError", "A broken invariant of torchddp. Please report it.");
-  set_transport_error_thrower(&throw_python_transport_error);
+  set_error_throwers(&throw_python_transport_error, &throw_python_non_finite_error);
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) {
         std::rethrow_exception(pointer);
       }
-    } catch (const AcrossAutograd& error) {
-      PyErr_SetString(transport_error_type, error.what());
+    } catch (AcrossAutograd& error) {
+      PyErr_SetString(error.python_type(), error.what());
     } catch (const TransportError& error) {
       PyErr_SetString(transport_error_type, error.what());
     } catch (const InternalError& error) {

@@ -2,11 +2,15 @@
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <array>
+
 #include "bindings/bindings.h"
 #include "bucket/flat_view.h"
+#include "reducer/backward_watch.h"
 #include "reducer/reducer.h"
 
 namespace torchddp::bindings {
@@ -22,8 +26,8 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       int64_t alignment_bytes, int64_t solo_bytes, bool find_unused_parameters,
                                       bool gradient_as_bucket_view, bool skip_all_reduce_unused_params,
                                       bool compiled_autograd_takes_over, py::object wire_dtype, py::object reduce_dtype,
-                                      bool gradient_stats, bool decoupled, bool pack_whole_buckets,
-                                      std::chrono::milliseconds timeout) {
+                                      bool gradient_stats, bool find_nonfinite, bool raise_nonfinite, bool decoupled,
+                                      bool pack_whole_buckets, std::chrono::milliseconds timeout) {
   reducer::ReducerConfig config;
   config.limits = {std::move(caps_bytes), alignment_bytes, solo_bytes};
   config.find_unused_parameters = find_unused_parameters;
@@ -37,6 +41,8 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
     config.reduce_dtype = reinterpret_cast<THPDtype*>(reduce_dtype.ptr())->scalar_type;
   }
   config.gradient_stats = gradient_stats;
+  config.find_non_finite = find_nonfinite;
+  config.raise_non_finite = raise_nonfinite;
   config.decoupled = decoupled;
   config.pack_whole_buckets = pack_whole_buckets;
   config.timeout = timeout;
@@ -50,6 +56,14 @@ py::dict traffic_dict(const Reducer& self) {
   auto result = to_dict(last.traffic);
   if (last.hook_bytes > 0) {
     result["hook"] = py::make_tuple(last.hook_bytes, py::none());
+  }
+  return result;
+}
+
+std::vector<std::tuple<int64_t, int64_t, int64_t>> nonfinite_tuples(Reducer& self) {
+  std::vector<std::tuple<int64_t, int64_t, int64_t>> result;
+  for (const auto& found : self.non_finite()) {
+    result.emplace_back(found.step, found.param, found.count);
   }
   return result;
 }
@@ -82,6 +96,90 @@ py::dict stats_dict(const Reducer& self) {
   result["avg_backward_comm_time"] = average(stats.sum_comm_ns);
   result["avg_backward_compute_comm_overlap_time"] = average(stats.sum_overlap_ns);
   return result;
+}
+
+const char* name_of(bucket::BucketState state) {
+  constexpr std::array<const char*, 6> kNames = {"idle", "filling", "ready", "in flight", "skipped", "reduced"};
+  return kNames.at(static_cast<size_t>(state));
+}
+
+const char* name_of(const reducer::Status& status) {
+  constexpr std::array<const char*, 3> kNames = {"idle", "forward", "backward"};
+  return status.waits ? "waiting" : kNames.at(static_cast<size_t>(status.phase));
+}
+
+const char* name_of(reducer::BackwardEnd end) {
+  constexpr std::array<const char*, 4> kNames = {"none", "running", "ended", "failed"};
+  return kNames.at(static_cast<size_t>(end));
+}
+
+py::dict status_dict(const Reducer& self) {
+  reducer::Status status;
+  {
+    const py::gil_scoped_release release;
+    status = self.status();
+  }
+  py::list buckets;
+  for (const auto& bucket : status.buckets) {
+    py::list missing;
+    for (const auto param : bucket.missing) {
+      missing.append(self.specs()[static_cast<size_t>(param)].name);
+    }
+    py::dict entry;
+    entry["state"] = name_of(bucket.state);
+    entry["missing"] = std::move(missing);
+    buckets.append(std::move(entry));
+  }
+  py::dict result;
+  result["step"] = status.step;
+  result["phase"] = name_of(status);
+  result["waits_for"] = status.waits_for;
+  result["bucket"] = status.bucket;
+  result["waited_s"] = static_cast<double>(status.waited_ns) * 1e-9;
+  result["num_buckets"] = status.buckets.size();
+  result["buckets"] = std::move(buckets);
+  result["armed"] = status.armed;
+  result["backward"] = name_of(status.backward);
+  result["backward_error"] = status.backward_error;
+  result["error"] = status.error;
+  return result;
+}
+
+std::string python_type_name(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const python_error& raised) {
+    const py::gil_scoped_acquire gil;
+    return raised.type == nullptr ? "" : py::str(py::handle(raised.type).attr("__name__"));
+  } catch (...) {
+    return "";
+  }
+}
+
+void bind_status(PyReducer& c) {
+  reducer::set_error_type_name(&python_type_name);
+  c.def("_status", &status_dict, "Where the step is; from any thread, at any time. See docs/hang_reports.md.")
+      .def(
+          "_set_peers",
+          [](Reducer& self, const std::vector<std::array<int64_t, 3>>& peers) {
+            std::vector<reducer::PeerProcess> processes;
+            for (const auto& [rank, pid, started] : peers) {
+              processes.push_back({rank, pid, started});
+            }
+            self.live_status().set_peers(std::move(processes));
+          },
+          py::arg("peers"), "Other ranks of this host, as (rank, pid, start time): errors tell which are gone.")
+      .def(
+          "_note_failure", [](Reducer& self, const std::string& text) { self.live_status().note_failure(text); },
+          py::arg("text"), "What the next TransportError is to tell besides.")
+      .def(
+          "_with_failure_note",
+          [](Reducer& self, std::string text) { return self.live_status().with_note(std::move(text)); },
+          py::arg("text"), "The text, and what was noted, which is forgotten.")
+      .def(
+          "_begin_wait", [](Reducer& self, const char* what) { self.live_status().begin_wait(what, -1); },
+          py::arg("what"), "The training thread waits from now on, for something that is no bucket.")
+      .def("_end_wait", [](Reducer& self) { self.live_status().end_wait(); });
 }
 
 void bind_step(PyReducer& c) {
@@ -147,6 +245,8 @@ void bind_modes(PyReducer& c) {
           py::arg("futures"))
       .def("_set_forward_pass_work_handle", &Reducer::set_forward_pass_work_handle, py::arg("work"),
            py::arg("use_static_world_size"))
+      .def("_set_divisor", &Reducer::set_divisor, py::arg("divisor"),
+           "`divisor()` says in each backward over how many ranks gradients are averaged.")
       .def("_set_optimizer_in_backward", &Reducer::set_optimizer_in_backward)
       .def(
           "_set_mixed_precision_param_dtype",
@@ -171,6 +271,12 @@ void bind_reports(PyReducer& c) {
       .def("_ddp_graph_static", &Reducer::graph_has_been_static)
       .def("_grad_ready_order", &Reducer::grad_ready_order)
       .def("_gradient_stats", &Reducer::gradient_stats)
+      .def(
+          "_nonfinite", &nonfinite_tuples, NoGil(),
+          "Of the last steps in a row with infinite or NaN gradients of this rank: (step, parameter index, elements or "
+          "-1), of each parameter the first.")
+      .def("_nonfinite_version", &Reducer::non_finite_version, NoGil(), "Grows with what _nonfinite tells.")
+      .def_property_readonly("_finished_steps", [](const Reducer& self) { return self.stats().finished; })
       .def("_last_error", &Reducer::last_error)
       .def("_unused_bytes", &Reducer::unused_bytes)
       .def("_stats", &stats_dict, "Times of the last step in ns, and averages, under torch's names.")
@@ -205,13 +311,14 @@ void bind_reducer(py::module_& m) {
         py::arg("solo_bytes") = 0, py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
         py::arg("skip_all_reduce_unused_params") = false, py::arg("compiled_autograd_takes_over") = false,
         py::arg("wire_dtype") = py::none(), py::arg("reduce_dtype") = py::none(), py::arg("gradient_stats") = false,
-        py::arg("decoupled") = false, py::arg("pack_whole_buckets") = false,
-        py::arg("timeout") = transport::kTransportTimeout);
+        py::arg("find_nonfinite") = false, py::arg("raise_nonfinite") = false, py::arg("decoupled") = false,
+        py::arg("pack_whole_buckets") = false, py::arg("timeout") = transport::kTransportTimeout);
   m.def("make_flat_view", &bucket::make_flat_view, py::arg("flat"), py::arg("offset"), py::arg("like"), NoGil(),
         "A tensor like `like` in the memory of `flat` from element `offset` on, with a storage of its own.");
   bind_step(c);
   bind_modes(c);
   bind_reports(c);
+  bind_status(c);
 }
 
 }  // namespace torchddp::bindings

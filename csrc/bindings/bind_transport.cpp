@@ -5,6 +5,7 @@
 #include "bindings/bindings.h"
 #include "shm/errors.h"
 #include "transport/c10d/c10d_transport.h"
+#include "transport/c10d/group_work.h"
 #include "transport/shm/shm_backend.h"
 #include "transport/shm/shm_transport.h"
 #include "transport/tensor_broadcast.h"
@@ -51,7 +52,16 @@ void bind_interface(py::module_& m) {
       .def("broadcast", &Transport::broadcast, py::arg("tensor"), py::arg("root"), py::arg("work"), NoGil())
       .def("barrier", &Transport::barrier, py::arg("work"), NoGil())
       .def("progress", &Transport::progress, NoGil(),
-           "Does what can be done for the operations under way. Never blocks.");
+           "Does what can be done for the operations under way. Never blocks.")
+      .def("interrupt", &Transport::interrupt, py::arg("reason"), NoGil(),
+           "From any thread, not collective: waits under way and all later operations raise TransportError(reason).")
+      .def(
+          "wait_for",
+          [](Transport& self, const c10::intrusive_ptr<c10d::Work>& work) {
+            return wait_interruptibly(*work, self.interruption());
+          },
+          py::arg("work"), NoGil(),
+          "As work.wait(), for an operation of gloo, ended by interrupt() of this transport.");
 
   m.def(
       "agree_on_memory",

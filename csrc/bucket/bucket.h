@@ -24,6 +24,21 @@ enum class BucketState : uint8_t {
   kReduced,   // results are in flat memory
 };
 
+// A state that one thread at a time writes, and that any thread may read for a report.
+class SharedState {
+ public:
+  SharedState& operator=(BucketState state) {
+    state_.store(state, std::memory_order_relaxed);
+    return *this;
+  }
+  operator BucketState() const {
+    return state_.load(std::memory_order_relaxed);
+  }  // NOLINT(google-explicit-constructor)
+
+ private:
+  std::atomic<BucketState> state_{BucketState::kIdle};
+};
+
 // Owned by the Reducer. arrive() may be called by several autograd threads at once; everything else by one thread at a time.
 class Bucket {
  public:
@@ -59,7 +74,10 @@ class Bucket {
   // What travels in the place of the wire, if that is to be narrower: see ReducerConfig::reduce_dtype.
   at::Tensor narrow;
 
-  BucketState state = BucketState::kIdle;
+  // Its gradient is where it was made, and the reduction is to count what is not finite in it.
+  bool counts_in_flight = false;
+
+  SharedState state;
   transport::Work& work() { return *work_; }
   // Result of a communication hook, instead of `work`.
   c10::intrusive_ptr<c10::ivalue::Future> future;
@@ -79,6 +97,7 @@ class Bucket {
 
   void begin_step() {
     scale = 1.0;
+    counts_in_flight = false;
     streams.clear();
     pending_.store(num_slots(), std::memory_order_relaxed);
     state = BucketState::kFilling;

@@ -5,10 +5,12 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <atomic>
 #include <cstring>
 
 #include "bucket/kernel_type.h"
 #include "common/check.h"
+#include "kernels/non_finite.h"
 
 namespace torchddp::bucket {
 namespace {
@@ -26,6 +28,20 @@ void scale_cast_parallel(void* dst, const void* src, kernels::DType dtype, int64
     kernels::scale_cast(static_cast<std::byte*>(dst) + begin * itemsize, dtype,
                         static_cast<const std::byte*>(src) + begin * itemsize, dtype, end - begin, scale);
   });
+}
+
+int64_t scale_cast_counting_parallel(void* dst, const void* src, kernels::DType dtype, int64_t numel, double scale) {
+  if (numel < 2 * kParallelGrain || at::get_num_threads() == 1) {
+    return kernels::scale_cast_counting(dst, dtype, src, dtype, numel, scale);
+  }
+  const auto itemsize = kernels::item_size(dtype);
+  std::atomic<int64_t> count{0};
+  at::parallel_for(0, numel, kParallelGrain, [&](int64_t begin, int64_t end) {
+    count +=
+        kernels::scale_cast_counting(static_cast<std::byte*>(dst) + begin * itemsize, dtype,
+                                     static_cast<const std::byte*>(src) + begin * itemsize, dtype, end - begin, scale);
+  });
+  return count;
 }
 
 // Memory that a tensor elsewhere in the graph shares must not be scaled or reduced in place: with `param[None] + x` the other
@@ -115,7 +131,11 @@ bool GradSlot::is_plain(const at::Tensor& grad) const {
          impl->strides() == c10::IntArrayRef(strides_) && impl->numel() == numel_;
 }
 
-void GradSlot::pack_plain(const void* source, double scale) {
+void GradSlot::pack_plain(const void* source, double scale, int64_t* non_finite) {
+  if (non_finite != nullptr) {
+    *non_finite = scale_cast_counting_parallel(data_, source, kernel_dtype_, kernel_numel_, scale);
+    return;
+  }
   scale_cast_parallel(data_, source, kernel_dtype_, kernel_numel_, scale);
 }
 

@@ -39,11 +39,12 @@ class GradSlot {
 
   // flat <- grad * scale, if `grad` is an ordinary CPU tensor of the slot's own dtype and layout: no dispatcher call. False, and
   // nothing done, otherwise.
-  bool try_pack(const at::Tensor& grad, double scale) {
+  // `non_finite`, if there is one, gets the number of infinities and NaNs in `grad`.
+  bool try_pack(const at::Tensor& grad, double scale, int64_t* non_finite = nullptr) {
     if (!is_plain(grad)) [[unlikely]] {
       return false;
     }
-    pack_plain(grad.const_data_ptr(), scale);
+    pack_plain(grad.const_data_ptr(), scale, non_finite);
     return true;
   }
   // The same for any gradient of the parameter's shape: every layout, and every dtype that converts.
@@ -86,7 +87,7 @@ class GradSlot {
   bool is_plain(const at::Tensor& grad) const;
   bool holds_slow(const at::Tensor& grad) const;
   bool lies_as_slot(const at::Tensor& grad) const;
-  void pack_plain(const void* source, double scale);
+  void pack_plain(const void* source, double scale, int64_t* non_finite = nullptr);
   at::Tensor make_view() const;
 
   // What a hook reads comes first: one cache line a gradient in a steady step.

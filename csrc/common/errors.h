@@ -20,6 +20,12 @@ class GraphError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// An averaged gradient is infinite or NaN. The step is finished when this is thrown.
+class NonFiniteError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // A broken invariant of ours.
 class InternalError : public std::logic_error {
  public:
@@ -28,10 +34,12 @@ class InternalError : public std::logic_error {
 
 // Note [Errors across autograd]
 // Hooks run inside torch's autograd engine, which carries a C++ exception to Python by a fixed list of types that does not
-// contain ours. The bindings install a thrower that turns a TransportError into an exception type which that list maps to
-// `torchddp.TransportError`; without one (C++ tests) the error itself is thrown.
+// contain ours. The bindings install throwers that turn our errors into an exception type which that list maps to
+// `torchddp.TransportError` and `FloatingPointError`; without one (C++ tests) the error itself is thrown.
 using TransportErrorThrower = void (*)(const TransportError&);
-void set_transport_error_thrower(TransportErrorThrower thrower);
+using NonFiniteErrorThrower = void (*)(const NonFiniteError&);
+void set_error_throwers(TransportErrorThrower transport_error, NonFiniteErrorThrower non_finite_error);
 [[noreturn]] void throw_across_autograd(const TransportError& error);
+[[noreturn]] void throw_across_autograd(const NonFiniteError& error);
 
 }  // namespace torchddp

@@ -1,6 +1,7 @@
 #include "gpu/communicator.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "common/errors.h"
@@ -13,6 +14,7 @@ using Clock = std::chrono::steady_clock;
 // microseconds, in which the calling thread could not queue anything else either.
 constexpr std::chrono::microseconds kBusyPolling{200};
 constexpr std::chrono::microseconds kPollInterval{200};
+constexpr std::chrono::milliseconds kAbortGrace{1000};
 // Finished operations that a new one puts away; more than one, so that none pile up.
 constexpr int kRetireAtOnce = 2;
 
@@ -62,7 +64,22 @@ struct Communicator::State {
     return label.bucket < 0 ? text : text + " (bucket " + std::to_string(label.bucket) + ")";
   }
 
-  void throw_if_broken() const {
+  // Of Communicator::interrupt: calls hold the mutex while NCCL gets under way.
+  std::mutex interrupt_mutex;
+  std::string interrupt_reason;
+  std::atomic<bool> interrupted{false};
+
+  void obey_interrupt() {
+    if (interrupted.load(std::memory_order_acquire) && life == Life::kRunning) {
+      const std::lock_guard lock(interrupt_mutex);
+      life = Life::kBroken;
+      problem = interrupt_reason;
+      changed.notify_all();
+    }
+  }
+
+  void throw_if_broken() {
+    obey_interrupt();
     if (life != Life::kRunning) {
       throw TransportError(problem);
     }
@@ -85,6 +102,7 @@ struct Communicator::State {
   void settle(int result, const std::string& what) {
     const auto since = Clock::now();
     while (result == kNcclInProgress) {
+      throw_if_broken();
       const auto passed = Clock::now() - since;
       if (passed >= config.connect_timeout) {
         fail(what + " did not get under way within " + in_ms(config.connect_timeout) +
@@ -156,6 +174,7 @@ struct Communicator::State {
     std::unique_lock lock(mutex);
     while (life == Life::kRunning && !stop_watching) {
       changed.wait_for(lock, config.watch_interval);
+      obey_interrupt();
       if (life == Life::kRunning && !stop_watching && !in_flight.empty()) {
         look();
       }
@@ -307,7 +326,8 @@ Communicator::~Communicator() {
   }
   state.stop_watching = true;
   state.changed.notify_all();
-  state.changed.wait_until(lock, std::max(deadline, Clock::now() + state.config.watch_interval),
+  // An abort is quick, but its thread may have to wait for a processor.
+  state.changed.wait_until(lock, std::max(deadline, Clock::now() + kAbortGrace),
                            [&] { return state.life != State::Life::kBroken; });
   const bool ended = state.life != State::Life::kBroken;
   auto keeps = std::move(state.done_with);
@@ -412,6 +432,18 @@ void Communicator::forget(Ticket& ticket) {
     state_->device->destroy_event(ticket.event);
   }
   ticket = Ticket{};
+}
+
+void Communicator::interrupt(const std::string& reason) {
+  {
+    const std::lock_guard lock(state_->interrupt_mutex);
+    if (state_->interrupted.load(std::memory_order_relaxed)) {
+      return;
+    }
+    state_->interrupt_reason = reason;
+    state_->interrupted.store(true, std::memory_order_release);
+  }
+  state_->changed.notify_all();
 }
 
 void Communicator::check() {

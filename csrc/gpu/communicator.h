@@ -73,6 +73,8 @@ class Communicator {
   bool ended(const Ticket& ticket);
   // The ticket will not be used any more.
   void forget(Ticket& ticket);
+  // From any thread, without waiting: the watchdog aborts the communicator, and every later call throws TransportError(reason).
+  void interrupt(const std::string& reason);
   // Throws what broke the communicator, if anything did.
   void check();
 

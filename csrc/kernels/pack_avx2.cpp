@@ -3,6 +3,7 @@
 
 #if defined(__x86_64__)
 
+#include "kernels/check_table.h"
 #include "kernels/compress_table.h"
 #include "kernels/floats_avx2.h"
 #include "kernels/pack_scalar.h"
@@ -39,7 +40,7 @@ struct Avx2Kernel {
   }
 };
 
-constexpr KernelTable kTable = make_table<Avx2Kernel>("avx2", avx2_sums, avx2_stats, avx2_compress);
+constexpr KernelTable kTable = make_table<Avx2Kernel>("avx2", avx2_sums, avx2_stats, avx2_compress, avx2_checks);
 
 }  // namespace
 

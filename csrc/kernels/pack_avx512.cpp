@@ -4,6 +4,7 @@
 
 #if defined(__x86_64__)
 
+#include "kernels/check_table.h"
 #include "kernels/compress_table.h"
 #include "kernels/floats_avx512.h"
 #include "kernels/pack_scalar.h"
@@ -41,7 +42,8 @@ struct Avx512Kernel {
   }
 };
 
-constexpr KernelTable kTable = make_table<Avx512Kernel>("avx512", avx512_sums, avx512_stats, avx512_compress);
+constexpr KernelTable kTable =
+    make_table<Avx512Kernel>("avx512", avx512_sums, avx512_stats, avx512_compress, avx512_checks);
 
 }  // namespace
 

@@ -1,4 +1,5 @@
 // The portable kernels: any processor, and the yardstick for the others.
+#include "kernels/check_table.h"
 #include "kernels/compress_table.h"
 #include "kernels/pack_scalar.h"
 #include "kernels/pack_table.h"
@@ -15,7 +16,8 @@ struct GenericKernel {
   }
 };
 
-constexpr KernelTable kTable = make_table<GenericKernel>("generic", generic_sums, generic_stats, generic_compress);
+constexpr KernelTable kTable =
+    make_table<GenericKernel>("generic", generic_sums, generic_stats, generic_compress, generic_checks);
 
 }  // namespace
 

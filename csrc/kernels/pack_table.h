@@ -1,5 +1,5 @@
-// Inside of the kernels: one table per instruction set, of the contiguous pack, the sum, the statistics and the compression
-// kernels. Not for use outside kernels/ and its tests.
+// Inside of the kernels: one table per instruction set, of the contiguous pack, the sum, the statistics, the compression
+// kernels and those that check memory. Not for use outside kernels/ and its tests.
 #pragma once
 
 #include <array>
@@ -17,6 +17,7 @@ using ScaleCastFn = void (*)(void* dst, const void* src, int64_t numel, double s
 
 struct SumTable;       // sum_table.h
 struct CompressTable;  // compress_table.h
+struct CheckTable;     // check_table.h
 
 struct KernelTable {
   const char* capability;
@@ -24,12 +25,13 @@ struct KernelTable {
   const SumTable* sums;
   const StatsTable* stats;
   const CompressTable* compress;
+  const CheckTable* checks;
 };
 
 // All sixteen instantiations of a class template with a static member `run`, in the order of DType.
 template <template <DType, DType> class Kernel>
 constexpr KernelTable make_table(const char* capability, const SumTable& sums, const StatsTable& stats,
-                                 const CompressTable& compress) {
+                                 const CompressTable& compress, const CheckTable& checks) {
   using enum DType;
   return {
       capability,
@@ -39,7 +41,8 @@ constexpr KernelTable make_table(const char* capability, const SumTable& sums, c
         {&Kernel<kBF16, kF64>::run, &Kernel<kBF16, kF32>::run, &Kernel<kBF16, kF16>::run, &Kernel<kBF16, kBF16>::run}}},
       &sums,
       &stats,
-      &compress};
+      &compress,
+      &checks};
 }
 
 // The table of an instruction set; null where the binary or the processor lacks it.

@@ -1,6 +1,11 @@
 #include "reducer/comm_hook.h"
 
+#include <algorithm>
+#include <array>
+#include <string_view>
+
 #include "common/check.h"
+#include "common/errors.h"
 
 namespace torchddp::reducer {
 namespace {
@@ -59,9 +64,23 @@ void CommHook::install_builtin(c10d::BuiltinCommHookType type, const c10::intrus
              ": ALLREDUCE and FP16_COMPRESS are allowed");
 }
 
+namespace {
+
+// Types are lost on the way through torch's futures, and what gloo says of a lost peer has none of its own.
+bool tells_of_lost_peer(std::string_view text) {
+  constexpr std::array<std::string_view, 4> kWords = {"TransportError", "DistBackendError", "gloo/transport/",
+                                                      "Connection closed by peer"};
+  return std::any_of(kWords.begin(), kWords.end(), [&](auto word) { return text.find(word) != text.npos; });
+}
+
+}  // namespace
+
 at::Tensor CommHook::wait(c10::ivalue::Future& future) const {
   future.wait();
   if (future.hasError()) {
+    if (const auto text = future.tryRetrieveErrorMessage(); tells_of_lost_peer(text)) {
+      throw TransportError(text);
+    }
     std::rethrow_exception(future.exception_ptr());
   }
   try {

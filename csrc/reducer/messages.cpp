@@ -103,4 +103,24 @@ std::string transport_failure_message(int rank, int64_t step, int64_t bucket, in
       "process group and pass it to _update_process_group().");
 }
 
+std::string non_finite_message(int rank, int64_t step, std::span<const int64_t> averages, std::span<const int64_t> own,
+                               std::span<const plan::ParamSpec> specs) {
+  std::string text = c10::str("rank ", rank, ", step ", step, ": the averaged gradients of ", averages.size(),
+                              " parameters are infinite or NaN (", list_names(averages, specs), "). ");
+  if (own.empty()) {
+    text += "This rank's own gradients were finite: another rank's were not, or the sum overflowed";
+  } else {
+    text += c10::str("This rank's own gradients were not finite for ", own.size(), " of them (", list_names(own, specs),
+                     ")");
+  }
+  return text +
+         "; nonfinite() of the model tells which rank's and when. All ranks raise this at the end of the same "
+         "backward. "
+         "Before going on, clear the gradients (zero_grad), and look at the batch, the learning rate, and operations "
+         "such "
+         "as log, sqrt or a division in the named layers. With a GradScaler, which makes such gradients on purpose, "
+         "use "
+         "find_nonfinite=True or False.";
+}
+
 }  // namespace torchddp::reducer

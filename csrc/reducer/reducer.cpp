@@ -9,9 +9,11 @@
 #include <algorithm>
 
 #include "common/check.h"
+#include "reducer/backward_watch.h"
 #include "reducer/bucket_range.h"
 #include "reducer/messages.h"
 #include "reducer/reducer_inl.h"
+#include "transport/c10d/group_work.h"
 
 namespace torchddp::reducer {
 
@@ -23,14 +25,18 @@ void Reducer::guarded(Body&& body) {
   try {
     body();
   } catch (const TransportError& error) {
-    last_error_ = error.what();
+    const TransportError noted(live_->with_note(error.what()));
+    live_->set_error(noted.what());
     abandon_step();
+    throw_across_autograd(noted);
+  } catch (const NonFiniteError& error) {
+    live_->set_error(error.what());
     throw_across_autograd(error);
   } catch (const GraphError& error) {
-    last_error_ = error.what();
+    live_->set_error(error.what());
     throw;
   } catch (const std::exception& error) {
-    last_error_ = error.what();
+    live_->set_error(error.what());
     abandon_step();
     throw;
   }
@@ -43,10 +49,12 @@ void Reducer::begin_forward() {
   try {
     transport_->check();
   } catch (const TransportError& error) {
-    throw TransportError(c10::str("before step ", stats_.steps + 1, ": ", error.what(),
-                                  ". What the last step wrote to gradients, and to weights, may be wrong on any rank"));
+    throw TransportError(live_->with_note(
+        c10::str("before step ", stats_.steps + 1, ": ", error.what(),
+                 ". What the last step wrote to gradients, and to weights, may be wrong on any rank")));
   }
   ++stats_.steps;
+  live_->begin_forward(stats_.steps);
   stats_.current = StepTimes{};
   stats_.current.forward_begin_ns = wall_clock_ns();
   note_capture();
@@ -69,8 +77,9 @@ void Reducer::clear_step() {
   }
   next_launch_ = next_let_go_ = 0;
   num_buckets_ready_ = 0;
-  num_ready_.store(0, std::memory_order_relaxed);
+  live_->num_ready.store(0, std::memory_order_relaxed);
   late_.clear();
+  bad_averages_.clear();
   begun_.store(false, std::memory_order_relaxed);
   incomplete_.store(false, std::memory_order_relaxed);
 }
@@ -155,6 +164,7 @@ void Reducer::begin_backward() {
 }
 
 void Reducer::note_backward_begin() {
+  watch_backward(live_);
   stats_.current.backward_begin_ns = wall_clock_ns();
   backward_begin_steady_ns_ = timeline::now_ns();
   timeline_.record_at(EventKind::kBackwardBegin, stats_.steps, backward_begin_steady_ns_);
@@ -173,7 +183,7 @@ void Reducer::mark_ready(int64_t param, bool unused, const at::Tensor* incoming)
   }
   incomplete_.store(true, std::memory_order_relaxed);
   if (!unused) {
-    ready_order_[static_cast<size_t>(num_ready_.fetch_add(1, std::memory_order_relaxed))] = param;
+    ready_order_[static_cast<size_t>(live_->num_ready.fetch_add(1, std::memory_order_relaxed))] = param;
   }
   if (records_ready_times_ || timeline_.enabled()) [[unlikely]] {
     const auto now_ns = timeline::now_ns();  // read once: the clock is most of what an event costs
@@ -218,6 +228,7 @@ void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::
     return;
   }
   if (slot.holds(grad)) {
+    look_in_flight(param, grad);
     if (unused) {
       add_late(slot.clone());
     }
@@ -226,13 +237,11 @@ void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::
   }
   const bool becomes_view = views_ && !unused && !grad.requires_grad() && rpc_context_ == nullptr;
   if (becomes_view && slot.adopt(grad, incoming)) {
+    look_in_flight(param, grad);
     scale_slot(place);
     return;
   }
-  if (!slot.try_pack(grad, scale_)) [[unlikely]] {
-    check_grad(param, grad);
-    slot.pack(grad, scale_);
-  }
+  copy_into(param, slot, grad);
   if (!views_) {
     return;  // finish_bucket copies the average back
   }
@@ -245,6 +254,17 @@ void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::
   }
   slot.restore_view();
   grad = slot.view();
+}
+
+void Reducer::copy_into(int64_t param, bucket::GradSlot& slot, const at::Tensor& grad) {
+  int64_t non_finite = 0;
+  if (!slot.try_pack(grad, scale_, non_finite_ != nullptr ? &non_finite : nullptr)) [[unlikely]] {
+    check_grad(param, grad);
+    look_at(param, grad);
+    slot.pack(grad, scale_);
+  } else if (non_finite > 0) [[unlikely]] {
+    non_finite_->note(stats_.steps, param, non_finite);
+  }
 }
 
 void Reducer::warn_create_graph() {
@@ -284,6 +304,9 @@ void Reducer::pack_sparse(int64_t param) {
     if (!grad.defined()) {  // unused here: contribute no rows
       const auto& variable = params_[static_cast<size_t>(param)];
       grad = at::sparse_coo_tensor(variable.sizes(), variable.options().layout(at::kSparse));
+    }
+    if (grad.layout() == at::kSparse) {
+      look_at(param, grad._values());
     }
     grad = sparse.take(*place.bucket, grad, scale_, specs_[static_cast<size_t>(param)].name,
                        sparse_metadata_ ? &*sparse_metadata_ : nullptr);
@@ -351,6 +374,7 @@ void Reducer::start_reduction(int64_t index) {
   auto& bucket = *buckets_[static_cast<size_t>(index)];
   auto& sparse = sparse_[static_cast<size_t>(index)];
   if (comm_hook_) {
+    const WaitScope waits(*live_, "a communication hook that was called", index);
     auto grad_bucket =
         make_grad_bucket(index, static_cast<int64_t>(buckets_.size()), bucket, params_, std::nullopt, sparse.row_ids());
     bucket.future = comm_hook_.run(grad_bucket);
@@ -361,8 +385,9 @@ void Reducer::start_reduction(int64_t index) {
   } else if (config_.decoupled) {
     start_reduce_scatter(index);
   } else {
-    transport_->all_reduce(bucket.wire(), bucket.work(),
-                           {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index});
+    transport_->all_reduce(
+        bucket.wire(), bucket.work(),
+        {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index, bucket.counts_in_flight});
   }
 }
 
@@ -437,6 +462,10 @@ void Reducer::fail(const TransportError& error, int64_t index) {
 
 void Reducer::abandon_step() {
   armed_.store(false, std::memory_order_release);
+  if (non_finite_ != nullptr) {
+    non_finite_->publish();  // may be why
+  }
+  live_->abandon_step();
   transport_->end_backward();
   begun_.store(false, std::memory_order_relaxed);
   incomplete_.store(false, std::memory_order_relaxed);
@@ -461,10 +490,16 @@ void Reducer::abandon_step() {
 }
 
 double Reducer::gradient_scale() {
-  int64_t divisor = transport_->size();
+  int64_t divisor = divisor_ ? divisor_() : transport_->size();
+  TDDP_CHECK(divisor > 0, "gradients can't be averaged over ", divisor, " ranks");
   if (forward_work_ != nullptr && !forward_work_static_world_) {
     // Under join(): how many ranks still have inputs.
-    forward_work_->wait();
+    const WaitScope waits(*live_, "how many ranks still have inputs (join)");
+    if (transport::is_gloo(*group_)) {
+      transport::wait_interruptibly(*forward_work_, transport_->interruption());
+    } else {
+      forward_work_->wait();
+    }
     const auto results = forward_work_->result();
     TDDP_INTERNAL(!results.empty(), "the all-reduce of join() has no result");
     divisor = results.front().item<int64_t>();

@@ -17,8 +17,10 @@
 #include "gpu/ready_clock.h"
 #include "reducer/comm_hook.h"
 #include "reducer/grad_hooks.h"
+#include "reducer/non_finite_log.h"
 #include "reducer/sparse_grad.h"
 #include "reducer/static_graph.h"
+#include "reducer/status.h"
 #include "reducer/step_stats.h"
 #include "reducer/unused_params.h"
 #include "timeline/timeline.h"
@@ -36,6 +38,8 @@ struct ReducerConfig {
   // Buckets that have an owner, if they are fp32: cast to this before they are reduced, and back where they are kept.
   std::optional<at::ScalarType> reduce_dtype;
   bool gradient_stats = false;      // measure every bucket once it is reduced
+  bool find_non_finite = false;     // look at this rank's own gradients before they are averaged
+  bool raise_non_finite = false;    // ... and at the averages: see Note [Non-finite averages] in reducer_non_finite.cpp
   bool decoupled = false;           // see Note [Decoupled reductions] in reducer_decoupled.cpp
   bool pack_whole_buckets = false;  // pack a bucket when it is complete, on the CPU too, as on other devices
   std::chrono::milliseconds timeout = transport::kTransportTimeout;
@@ -115,6 +119,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   c10::intrusive_ptr<c10::ivalue::Future> run_allreduce_hook(c10d::GradBucket& bucket);
   void install_futures(const c10::List<c10::intrusive_ptr<c10::ivalue::Future>>& futures);
   void set_forward_pass_work_handle(c10::intrusive_ptr<c10d::Work> work, bool use_static_world_size);
+  // How many ranks take part in a step, asked once in each backward that reduces: for groups that change between steps.
+  void set_divisor(std::function<int64_t()> divisor) { divisor_ = std::move(divisor); }
   void set_optimizer_in_backward() { optimizer_in_backward_ = true; }
   void set_mixed_precision_param_dtype(at::ScalarType dtype) { mixed_precision_dtype_ = dtype; }
   void set_sparse_metadata(SparseMetadata metadata) { sparse_metadata_ = std::move(metadata); }
@@ -132,6 +138,10 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // Of the last synchronised backward: a row a bucket, see bucket::Bucket::measure; float64, on the parameters' device.
   const at::Tensor& gradient_stats() const;
 
+  // What NonFiniteLog::episode and version tell; nothing unless they are looked for. From any thread.
+  std::vector<NonFiniteGrad> non_finite();
+  int64_t non_finite_version();
+
   // Per parameter: whether its gradient is an average that this rank alone has; to be handed to the reducer that takes over.
   const std::vector<uint8_t>& averages() const { return reduced_; }
   void set_averages(std::vector<uint8_t> averages);
@@ -141,7 +151,12 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   bool graph_has_been_static() const { return graph_static_; }
   const StepStats& stats() const { return stats_; }
   // What the last failed step or check said; empty if none failed.
-  const std::string& last_error() const { return last_error_; }
+  std::string last_error() const { return live_->error(); }
+  // From any thread, at any time; waits for nothing.
+  Status status() const;
+  // For the training thread's own waits that this reducer does not see; begin and end by turns.
+  LiveStatus& live_status() { return *live_; }
+  const std::vector<plan::ParamSpec>& specs() const { return specs_; }
   std::vector<int64_t> grad_ready_order() const;
   std::vector<int64_t> backward_stats() const;
   int64_t unused_bytes() const;
@@ -177,6 +192,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void mark_ready(int64_t param, bool unused, const at::Tensor* incoming);
   void pack(int64_t param, bool unused, const at::Tensor* incoming);
   void pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming);
+  void copy_into(int64_t param, bucket::GradSlot& slot, const at::Tensor& grad);
   void pack_sparse(int64_t param);
   void launch_all();
   // reducer_owned.cpp
@@ -201,6 +217,12 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void finish_gather(int64_t index);
   void finish_all_gathers();
   void abandon_gathers();
+  // reducer_non_finite.cpp
+  void look_at(int64_t param, const at::Tensor& grad);
+  void look_in_flight(int64_t param, const at::Tensor& grad);
+  void collect_in_flight(bucket::Bucket& bucket);
+  void look_at_average(int64_t index);
+  void raise_non_finite();
   // reducer_device.cpp
   bool packs_whole_buckets() const;
   void note_stream(bucket::Bucket& bucket);
@@ -270,7 +292,6 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::atomic<bool> armed_{false};       // hooks reduce
   std::atomic<bool> begun_{false};       // the first hook of this backward has run
   std::atomic<bool> incomplete_{false};  // some gradient is marked, finalize has not run
-  std::atomic<int64_t> num_ready_{0};
   std::unique_ptr<std::atomic<uint8_t>[]> marked_;
   std::vector<int64_t> ready_order_;
   int64_t backward_begin_steady_ns_ = 0;
@@ -286,7 +307,10 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::vector<at::Tensor> kept_;   // such averages, while a backward adds to them
   int64_t num_buckets_ready_ = 0;  // used under launch_mutex_
   at::Tensor gradient_stats_;
+  std::unique_ptr<NonFiniteLog> non_finite_;  // null unless they are looked for
+  std::vector<int64_t> bad_averages_;
   std::mutex begin_mutex_, launch_mutex_, late_mutex_, streams_mutex_;
+  mutable std::mutex layout_mutex_;  // of buckets_; never taken by a step whose buckets stay
   torch::distributed::autograd::ContextPtr rpc_context_;
 
   // Modes.
@@ -300,11 +324,12 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::optional<c10::List<c10::intrusive_ptr<c10::ivalue::Future>>> futures_;
   c10::intrusive_ptr<c10d::Work> forward_work_;
   bool forward_work_static_world_ = false;
+  std::function<int64_t()> divisor_;
 
   CommHook comm_hook_;
   StaticGraph static_graph_;
   StepStats stats_;
-  std::string last_error_;
+  const std::shared_ptr<LiveStatus> live_ = std::make_shared<LiveStatus>();
   timeline::Timeline timeline_;
   std::unique_ptr<GradHooks> hooks_;
   std::unique_ptr<UnusedSearch> search_;

@@ -16,6 +16,7 @@ void Reducer::apply_plan(plan::BucketPlan plan) {
     const auto& grad = params_[i].grad();
     is_view[i] = places_[i].slot != nullptr && grad.defined() && places_[i].slot->holds(grad);
   }
+  const std::lock_guard lock(layout_mutex_);
   needs_fresh_memory_ = true;  // until this is through: a transport that is broken throws in the middle
   places_.assign(params_.size(), Place{});
   buckets_.clear();
@@ -87,16 +88,22 @@ bool Reducer::adopt_plan(const std::optional<plan::BucketPlan>& wanted) {
     plan::check_plan(*wanted, specs_, limits.alignment_bytes, limits.multiple_numel);
   }
   finish_gathers();
-  return switch_to(wanted.value_or(plan_));
+  const bool differs = switch_to(wanted.value_or(plan_));
+  if (!differs) {
+    agree_on_memory();  // for a rank that has joined with other buckets did
+  }
+  return differs;
 }
 
 bool Reducer::switch_to(const plan::BucketPlan& mine) {
   plan::BucketPlan agreed;
+  const WaitScope waits(*live_, "the other ranks, to agree on new buckets");
   try {
     agreed = agree_on_plan(mine, specs_, limits(), *transport_, params_.front().device(), config_.timeout);
   } catch (const TransportError& error) {
-    throw TransportError(c10::str("rank ", transport_->rank(), ": agreeing on new buckets before step ", stats_.steps,
-                                  " failed: ", error.what()));
+    throw TransportError(
+        live_->with_note(c10::str("rank ", transport_->rank(), ": agreeing on new buckets before step ", stats_.steps,
+                                  " failed: ", error.what())));
   }
   const bool differs = agreed != plan_;
   if (differs) {

@@ -22,6 +22,8 @@ void Reducer::check_decoupled() const {
   }
   TDDP_CHECK(!config_.wire_dtype && !owned_,
              "decoupled reductions travel as the gradients are, and give all ranks all averages");
+  TDDP_CHECK(!config_.raise_non_finite,
+             "with decoupled reductions backward ends before all averages are there to be looked at");
   for (const auto& spec : specs_) {
     TDDP_CHECK(
         !spec.sparse, "parameter '", spec.name,
@@ -90,6 +92,7 @@ void Reducer::finish_gather(int64_t index) {
   auto& bucket = *buckets_[static_cast<size_t>(index)];
   const BucketRange range("gather", index, bucket, specs_);
   const c10::NoGradGuard no_grad;
+  const WaitScope waits(*live_, "the gather of averages", index);
   timeline_.record(EventKind::kGatherWait, index);
   try {
     shard.gather->wait(config_.timeout);
@@ -126,8 +129,13 @@ void Reducer::wait_gather(int64_t index) {
     if (gathers_left_ == 0) {
       finish_rest();
     }
+  } catch (const TransportError& error) {
+    const TransportError noted(live_->with_note(error.what()));
+    live_->set_error(noted.what());
+    abandon_step();
+    throw noted;
   } catch (const std::exception& error) {
-    last_error_ = error.what();
+    live_->set_error(error.what());
     abandon_step();
     throw;
   }

@@ -26,6 +26,8 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
   }
   lend_memory(bucket);
   bucket::Gather gather(scale_);  // holds the gradients until they are packed
+  std::vector<int64_t> looked_at;
+  std::vector<at::Tensor> own;
   for (int64_t i = 0; i < bucket.num_slots(); ++i) {
     const auto param = bucket.params()[static_cast<size_t>(i)];
     const bool unused = marked_[static_cast<size_t>(param)].load(std::memory_order_relaxed) == kMarkedUnused;
@@ -42,6 +44,10 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
         }
         add_late({});
         return;
+      }
+      if (non_finite_ != nullptr) {
+        looked_at.push_back(param);
+        own.push_back(grad.detach());
       }
       if (slot.holds(grad)) {
         if (unused) {
@@ -71,6 +77,9 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
       }
       add_late({});
     });
+  }
+  if (!own.empty() && !is_captured()) {
+    non_finite_->look(stats_.steps, looked_at, own);
   }
   gather.run();
   if (device_ != nullptr) {

@@ -34,6 +34,8 @@ void Reducer::finalize() {
   if (futures_) {
     for (const auto index : c10::irange(futures_->size())) {
       c10::intrusive_ptr<c10::ivalue::Future> future = futures_->get(index);
+      const WaitScope waits(*live_, "what was queued after backward");
+      transport_->interruption().wait_for(*future);
       future->wait();
       if (future->hasError()) {
         std::rethrow_exception(future->exception_ptr());
@@ -41,7 +43,7 @@ void Reducer::finalize() {
     }
     futures_.reset();
   }
-  if (!has_rebuilt_ && measured_order_.empty() && num_ready_.load(std::memory_order_relaxed) > 0) {
+  if (!has_rebuilt_ && measured_order_.empty() && live_->num_ready.load(std::memory_order_relaxed) > 0) {
     measured_order_ = plan::complete_order(grad_ready_order(), static_cast<int64_t>(params_.size()));
   }
   forward_work_.reset();
@@ -49,8 +51,13 @@ void Reducer::finalize() {
   incomplete_.store(false, std::memory_order_release);
   timeline_.record(EventKind::kBackwardEnd, stats_.steps);
   stats_.finish_step();
+  live_->end_step();
   if (gathers_left_ > 0) {
     on_gathers_();
+  }
+  if (non_finite_ != nullptr) {
+    non_finite_->publish();
+    raise_non_finite();
   }
 }
 
@@ -59,6 +66,7 @@ void Reducer::hand_back(int64_t index) {
   if (gradient_stats_.defined()) {
     buckets_[static_cast<size_t>(index)]->measure(gradient_stats_[index]);  // while it is in cache
   }
+  look_at_average(index);
   finish_bucket(index);
 }
 
@@ -82,6 +90,7 @@ void Reducer::finish_used_map() {
   if (used_map_ == nullptr) {
     return;
   }
+  const WaitScope waits(*live_, kWaitsForUsedMap);
   try {
     used_map_->finish_reduction(config_.timeout);
   } catch (const TransportError& error) {
@@ -96,12 +105,19 @@ void Reducer::finish_used_map() {
 void Reducer::wait_bucket(int64_t index) {
   auto& bucket = *buckets_[static_cast<size_t>(index)];
   const BucketRange range("wait", index, bucket, specs_);
+  const WaitScope waits(*live_, "the reduction", index);
   timeline_.record(EventKind::kWaitBegin, index);
   if (comm_hook_) {
     const auto future = std::exchange(bucket.future, nullptr);
     TDDP_CHECK(future != nullptr, "the communication hook returned no future for bucket ", index, " on rank ",
                transport_->rank(), ": it must return a torch.futures.Future that holds one tensor");
-    const auto result = comm_hook_.wait(*future);
+    at::Tensor result;
+    try {
+      transport_->interruption().wait_for(*future);
+      result = comm_hook_.wait(*future);
+    } catch (const TransportError& error) {
+      fail(error, index);
+    }
     if (bucket.is_sparse()) {
       sparse_[static_cast<size_t>(index)].finish(bucket, result);
     } else {
@@ -119,6 +135,7 @@ void Reducer::wait_bucket(int64_t index) {
     } catch (const TransportError& error) {
       fail(error, index);
     }
+    collect_in_flight(bucket);
   }
   finish_owned(bucket);
   bucket.state = BucketState::kReduced;
@@ -143,7 +160,14 @@ void Reducer::finish_bucket(int64_t index) {
 }
 
 bool Reducer::keeps_grad(int64_t param) {
-  return used_map_ != nullptr && !used_map_->used_anywhere(param, config_.timeout);
+  if (used_map_ == nullptr || used_map_->used_here(param)) {
+    return false;
+  }
+  if (used_map_->is_known()) {
+    return !used_map_->used_anywhere(param, config_.timeout);
+  }
+  const WaitScope waits(*live_, kWaitsForUsedMap);
+  return !used_map_->used_anywhere(param, config_.timeout);
 }
 
 void Reducer::finish_grad(int64_t param, at::Tensor& grad, bucket::Scatter* scatter) {

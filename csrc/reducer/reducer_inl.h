@@ -8,6 +8,9 @@ namespace torchddp::reducer {
 // Of Reducer::marked_.
 inline constexpr uint8_t kNotMarked = 0, kMarked = 1, kMarkedUnused = 2;
 
+// What a wait in several places is for, in reports.
+inline constexpr const char* kWaitsForUsedMap = "which parameters other ranks used";
+
 template <typename Callback>
 void Reducer::with_grad(int64_t param, Callback&& callback) {
   const auto& variable = params_[static_cast<size_t>(param)];

@@ -7,7 +7,7 @@
 
 #include "common/check.h"
 #include "reducer/messages.h"
-#include "reducer/reducer.h"
+#include "reducer/reducer_inl.h"
 #include "transport/cuda/cuda_device.h"
 
 namespace torchddp::reducer {
@@ -43,6 +43,9 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> sp
   ready_order_.resize(params_.size());
   reduced_.assign(params_.size(), 0);
   kept_.resize(params_.size());
+  if (config_.find_non_finite || config_.raise_non_finite) {
+    non_finite_ = std::make_unique<NonFiniteLog>(count);
+  }
   apply_plan(plan::make_bucket_plan(specs_, plan::reverse_registration_order(count), limits()));
   agree_on_memory();
   if (config_.find_unused_parameters) {
@@ -80,10 +83,11 @@ std::vector<c10d::GradBucket> Reducer::zero_grad_buckets() {
 
 void Reducer::set_static_graph() {
   if (stats_.steps != 0) {
-    last_error_ = c10::str(
+    auto text = c10::str(
         "set_static_graph() should be called before training loop starts and after DistributedDataParallel is ",
         "constructed; on rank ", transport_->rank(), " ", stats_.steps, " steps have begun.");
-    throw std::runtime_error(last_error_);
+    live_->set_error(text);
+    throw std::runtime_error(text);
   }
   static_graph_.enable(static_cast<int64_t>(params_.size()));
   if (used_map_ == nullptr) {
@@ -115,6 +119,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Reducer::run_comm_hook(c10d::GradBucket&
 c10::intrusive_ptr<c10::ivalue::Future> Reducer::run_allreduce_hook(c10d::GradBucket& bucket) {
   const auto& buffer = bucket.getBufferRef();
   auto work = transport_->make_work();
+  const WaitScope waits(*live_, "a bucket that ranks with inputs reduce");
   transport_->all_reduce(buffer.is_complex() ? at::view_as_real(buffer).view({-1}) : buffer, *work);
   work->wait(config_.timeout);
   // With the device, so that who waits for it on another stream waits for this one.
@@ -153,6 +158,7 @@ void Reducer::match_used_map() {
   TDDP_CHECK(used_map_ != nullptr, "there is no map of used parameters to match");
   auto none = at::zeros_like(used_map_->device_map());
   auto work = transport_->make_work();
+  const WaitScope waits(*live_, kWaitsForUsedMap);
   transport_->all_reduce(none, *work);
   work->wait(config_.timeout);
 }
@@ -173,7 +179,7 @@ at::Tensor Reducer::local_used_map() {
 }
 
 std::vector<int64_t> Reducer::grad_ready_order() const {
-  return {ready_order_.begin(), ready_order_.begin() + num_ready_.load(std::memory_order_relaxed)};
+  return {ready_order_.begin(), ready_order_.begin() + live_->num_ready.load(std::memory_order_relaxed)};
 }
 
 int64_t Reducer::forward_ns() const {
@@ -235,9 +241,10 @@ void Reducer::raise_unfinished() {
       missing.push_back(static_cast<int64_t>(i));
     }
   }
-  last_error_ = unfinished_reduction_message(transport_->rank(), missing, specs_, config_.find_unused_parameters,
-                                             static_graph_.enabled(), c10d::debug_level() == c10d::DebugLevel::Off);
-  throw std::runtime_error(last_error_);
+  auto text = unfinished_reduction_message(transport_->rank(), missing, specs_, config_.find_unused_parameters,
+                                           static_graph_.enabled(), c10d::debug_level() == c10d::DebugLevel::Off);
+  live_->set_error(text);
+  throw std::runtime_error(text);
 }
 
 }  // namespace torchddp::reducer

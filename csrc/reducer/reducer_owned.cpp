@@ -63,13 +63,11 @@ void Reducer::pack_given_away(int64_t param, at::Tensor& grad, const at::Tensor*
     return;
   }
   if (!grad.requires_grad() && !slot.has_memory() && slot.adopt(grad, incoming)) {
+    look_at(param, grad);
     scale_slot(place);
   } else {
     lend();
-    if (!slot.try_pack(grad, scale_)) {
-      check_grad(param, grad);
-      slot.pack(grad, scale_);
-    }
+    copy_into(param, slot, grad);
     if (grad.requires_grad()) {
       warn_create_graph();
     }

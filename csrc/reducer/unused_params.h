@@ -42,6 +42,8 @@ class UsedMap {
   void mark(int64_t param) { local_[param] = 1; }
   bool used_here(int64_t param) const { return local_[param] != 0; }
   void start_reduction(transport::Transport& transport);
+  // Whether used_anywhere() waits for nothing.
+  bool is_known() const { return global_data_ != nullptr; }
   // Waits for the reduction at the first call in a step; later ones are cheap.
   bool used_anywhere(int64_t param, std::chrono::milliseconds timeout);
   // Waits for the reduction, if one is under way.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <utility>
 
 #include "common/errors.h"
 #include "shm/futex.h"
@@ -97,6 +98,7 @@ Engine::Engine(EngineConfig config)
     op.seq = UINT64_MAX;
     op.blocks.resize(config_.segments.size());
     op.scales.resize(config_.segments.size());
+    op.counted.resize(config_.segments.size());
     op.wires.resize(config_.segments.size());
   }
 }
@@ -131,6 +133,7 @@ uint64_t Engine::start(const Operation& operation) {
   if (seq >= kSlots) {
     // With the lock: nobody else may start this operation meanwhile.
     wait_until([&] { return recyclable(seq - kSlots); }, op, patience(milliseconds(0), Clock::now()), nullptr);
+    settle(op);
   }
   op.operation = operation;
   op.seq = seq;
@@ -142,7 +145,8 @@ uint64_t Engine::start(const Operation& operation) {
             .root = operation.root,
             .numel = operation.numel,
             .offset = 0,
-            .scale = operation.scale};
+            .scale = operation.scale,
+            .counted = operation.non_finite != nullptr};
   const auto& mine = config_.segments[static_cast<size_t>(config_.rank)];
   if (operation.input != nullptr && op.eager) {
     std::memcpy(eager_data(config_.rank, seq), operation.input, static_cast<size_t>(operation.bytes()));
@@ -164,6 +168,7 @@ uint64_t Engine::start(const Operation& operation) {
   }
   auto& slot = this->slot(config_.rank, seq);
   slot.post = post;
+  slot.non_finite.store(0);
   slot.claimed.store(Tally::pack(seq, 0));
   slot.completed.store(Tally::pack(seq, 0));
   ++next_;
@@ -177,7 +182,7 @@ uint64_t Engine::start(const Operation& operation) {
 
 void Engine::progress_slow() {
   const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock || !failed_.empty() || forks.load() != forks_) {
+  if (!lock || is_broken() || forks.load() != forks_) {
     return;
   }
   advance();
@@ -188,6 +193,25 @@ void Engine::progress_slow() {
 void Engine::give_up(const std::string& reason) {
   const std::lock_guard lock(mutex_);
   fail(reason, -1);
+}
+
+// Without the mutex, which a thread that waits for a slot keeps while it sleeps.
+void Engine::interrupt(const std::string& reason) {
+  if (forks.load() != forks_) {
+    return;
+  }
+  {
+    const std::lock_guard lock(reason_mutex_);
+    if (interrupted_.load(std::memory_order_relaxed)) {
+      return;
+    }
+    reason_ = reason;
+    interrupted_.store(true, std::memory_order_release);
+  }
+  auto& mine = header(config_.rank);
+  auto open = static_cast<uint32_t>(RankState::kOpen);
+  mine.state.compare_exchange_strong(open, static_cast<uint32_t>(RankState::kFailed));
+  ring();
 }
 
 bool Engine::poll(uint64_t seq) {
@@ -215,7 +239,17 @@ void Engine::wait(uint64_t seq, milliseconds timeout, Clock::time_point since) {
   }
   ensure_usable();
   wait_until([&] { return op.seq != seq || complete(op); }, op, patience(timeout, since), &lock);
+  if (op.seq == seq) {
+    settle(op);
+  }
   update_under_way();
+}
+
+// The operation is complete, so nobody counts any more.
+void Engine::settle(Running& op) {
+  if (const auto found = std::exchange(op.operation.non_finite, nullptr)) {
+    found->fetch_add(static_cast<int64_t>(slot(config_.rank, op.seq).non_finite.load()));
+  }
 }
 
 bool Engine::wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin) {
@@ -251,6 +285,9 @@ bool Engine::wait_until(Predicate&& predicate, Running& op, const Patience& pati
     return patience.fails || now < patience.until;
   };
   for (int idle = 0; !predicate();) {
+    if (interrupted_.load(std::memory_order_relaxed)) {
+      ensure_usable();
+    }
     if (work()) {
       idle = 0;
       if (const auto now = Clock::now(); now >= patience.until && !predicate() && !check(now)) {
@@ -370,7 +407,8 @@ void Engine::fail_after(const Running& op, int rank) {
 }
 
 void Engine::fail_died(const Running& op, int rank) {
-  fail(name(rank) + " died: its process ended before " + describe(op) + " was complete", rank);
+  fail(name(rank) + " died: its process ended, or let go of its connection, before " + describe(op) + " was complete",
+       rank);
 }
 
 void Engine::ring() {
@@ -390,10 +428,14 @@ void Engine::update_under_way() {
   under_way_.store(next_ - oldest_, std::memory_order_relaxed);
 }
 
-void Engine::ensure_usable() const {
+void Engine::ensure_usable() {
   if (forks.load() != forks_) {
     throw TransportError(
         "this process is a fork of the rank that opened the shared-memory transport; it can't take its place");
+  }
+  if (interrupted_.load(std::memory_order_acquire)) {
+    const std::lock_guard lock(reason_mutex_);
+    throw TransportError(reason_);
   }
   if (!failed_.empty()) {
     throw TransportError("the shared-memory transport is out of order since " + failed_);

@@ -29,6 +29,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -74,6 +75,9 @@ struct Operation {
   // formed in kF32; sums that travel on to other hosts are rounded again.
   void* wire_memory = nullptr;
   kernels::SumType wire = kernels::SumType::kBF16;
+  // Of a large kAllReduce of floats, without wire_memory: gets the number of infinities and NaNs in this rank's input added, by the time that
+  // wait() returns. They are counted by whoever sums them, while they are in cache.
+  std::shared_ptr<std::atomic<int64_t>> non_finite = {};
   // kAllToAllSplits: bytes that this rank expects from each, in rank order; empty: nothing from anybody.
   std::vector<int64_t> expected = {};
 
@@ -138,6 +142,9 @@ class Engine {
   }
   // Always throws, and so does every later call here, and soon those of the peers.
   [[noreturn]] void give_up(const std::string& reason);
+  // From any thread, without waiting for those in here: their calls, and all later ones, throw TransportError(reason); the peers give up
+  // as above.
+  void interrupt(const std::string& reason);
   bool poll(uint64_t seq);
   // Several threads may wait, and start other operations meanwhile. The time limit is counted from `since`.
   void wait(uint64_t seq, std::chrono::milliseconds timeout, Clock::time_point since = Clock::now());
@@ -159,6 +166,8 @@ class Engine {
     std::vector<const std::byte*> wires;  // what they send in the place of their blocks, if has_wire()
     std::vector<double> scales;           // what their inputs are multiplied by
     bool scaled = false;                  // not all by 1
+    std::vector<uint8_t> counted;         // in whose inputs infinities and NaNs are counted
+    bool counts = false;                  // in anybody's
     std::vector<std::byte*> blocks;       // every rank's input, once all are known to be there
     int next_shard = 0;                   // of the first shard not yet seen to be complete
   };
@@ -196,6 +205,9 @@ class Engine {
   void reduce_own_shard(Running& op);
   bool reduce_chunk(Running& op, int owner);
   void sum_range(const Running& op, Range range, bool to_all);
+  void sum_piece(const Running& op, Range range, bool to_all);
+  void count_non_finite(const Running& op, Range range);
+  void settle(Running& op);
   void sum_wires(const Running& op, Range range, std::span<void* const> targets) const;
   void push_shard(const Running& op, Range range);
   bool steal(Running& op);
@@ -213,7 +225,8 @@ class Engine {
   void check_peer(const Running& op, int rank);
   void check_helper(Running& op, int rank);
   void ring();
-  void ensure_usable() const;
+  void ensure_usable();
+  bool is_broken() const { return !failed_.empty() || interrupted_.load(std::memory_order_acquire); }
   std::string name(int rank) const;
   std::string describe(const Running& op) const;
   std::string details(const Operation& operation) const;
@@ -237,6 +250,10 @@ class Engine {
   std::atomic<uint64_t> under_way_{0};
   std::chrono::steady_clock::time_point next_poll_check_;
   std::string failed_;
+
+  std::mutex reason_mutex_;
+  std::string reason_;
+  std::atomic<bool> interrupted_{false};  // reason_ says why
 };
 
 }  // namespace torchddp::shm

@@ -9,7 +9,7 @@
 namespace torchddp::shm {
 
 inline constexpr uint64_t kMagic = 0x316d687370646474;  // "tddpshm1" in memory
-inline constexpr uint32_t kVersion = 2;                 // changes with anything in this file
+inline constexpr uint32_t kVersion = 3;                 // changes with anything in this file
 inline constexpr int kMaxRanks = 256;
 
 // Operations that may be under way at once. One more waits for the oldest.
@@ -40,6 +40,7 @@ struct Post {
   uint32_t wire = 0;        // 1 + kernels::SumType of what travels, if that is not `type`
   int64_t wire_offset = 0;  // where it is in this rank's segment
   double scale = 1.0;       // what the input is multiplied by before it is summed
+  uint32_t counted = 0;     // whether infinities and NaNs in the input are to be counted (Slot::non_finite)
 };
 
 // `claimed` and `completed` belong to the shard of an all-reduce that the segment's rank owns: operation number and chunk count,
@@ -48,6 +49,8 @@ struct alignas(64) Slot {
   Post post;
   alignas(64) std::atomic<uint64_t> claimed;
   alignas(64) std::atomic<uint64_t> completed;
+  // In the input of the segment's rank, as far as its chunks are summed; whoever sums one adds to it.
+  std::atomic<uint64_t> non_finite;
 };
 
 enum class RankState : uint32_t { kOpen = 1, kClosed, kFailed };

@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 
+#include "transport/interruption.h"
 #include "transport/traffic.h"
 #include "transport/work.h"
 
@@ -22,6 +23,8 @@ struct SumOptions {
   std::optional<at::ScalarType> wire;
   // What errors call it, where the operation itself is all that is left to tell of: -1 is no bucket.
   int64_t bucket = -1;
+  // Work::non_finite() tells of this rank's own input. For all_reduce alone, and only if Transport::counts_non_finite(); ranks may differ.
+  bool count_non_finite = false;
 };
 
 // All operations are collective: every rank calls them in the same order with equal shapes and dtypes. They start the
@@ -45,6 +48,8 @@ class Transport {
   virtual bool scales(at::ScalarType dtype) const = 0;
   // Whether all_reduce can send fp32 in 16 bits.
   virtual bool narrows() const { return false; }
+  // Whether all_reduce of this tensor, not narrowed, counts infinities and NaNs on the way, for less than a pass over memory.
+  virtual bool counts_non_finite(const at::Tensor& /*tensor*/) const { return false; }
 
   // In place: the sum over ranks of tensor * options.scale.
   virtual void all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) = 0;
@@ -69,6 +74,12 @@ class Transport {
   // Throws TransportError if an operation failed after it had been waited for: where results are only queued, it may. Costs next to
   // nothing.
   virtual void check() {}
+
+  // From any thread, not collective: waits under way and all later operations here throw TransportError(reason), those of the peers
+  // soon, where they can be told. Does not wait. The transport is of no use any more.
+  virtual void interrupt(const std::string& reason) { interruption_.raise(reason); }
+  // For waits outside of the transport that must end with it.
+  const Interruption& interruption() const { return interruption_; }
 
   // Does what can be done for the operations under way, without waiting. For transports whose ranks do the work themselves: called
   // from every autograd hook, from several threads, so it must cost next to nothing when there is nothing to do.
@@ -96,6 +107,7 @@ class Transport {
   void count(Route route, int64_t payload_bytes, int64_t wire_bytes) { counter_.add(route, payload_bytes, wire_bytes); }
 
  private:
+  Interruption interruption_;
   TrafficCounter counter_;
 };
 

@@ -24,6 +24,8 @@ class Work {
   // Throws TransportError when a peer is gone or `timeout` has passed. Idle handles return at once.
   virtual void wait(std::chrono::milliseconds timeout = kTransportTimeout) = 0;
 
+  // Infinities and NaNs in this rank's input to the operation that was waited for last, if SumOptions::count_non_finite asked for it.
+  virtual int64_t non_finite() const { return 0; }
   // Forgets an operation that failed; the memory it used stays alive for as long as the backend may still write to it.
   virtual void abandon() = 0;
 };

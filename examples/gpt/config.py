@@ -11,6 +11,7 @@ from examples.gpt.errors import ExampleError
 DDP_CHOICES = ("torchddp", "sharded", "torch", "none")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 SCHEDULE_CHOICES = ("cosine", "constant")
+COMM_HOOK_CHOICES = ("fp16", "bf16", "int8", "int4", "topk", "powersgd", "sign")
 _AT_LEAST_ONE = (
     *("steps", "batch_size", "block_size", "layers", "width", "heads"),
     *("eval_interval", "eval_batches", "grad_accum", "threads"),
@@ -45,6 +46,7 @@ class TrainConfig:
     stop_after: int | None = None
     json_path: Path | None = None
     measure_comm: int = 0
+    comm_hook: str | None = None
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -64,6 +66,9 @@ class TrainConfig:
             self.stop_after is None or 1 <= self.stop_after <= self.steps,
             f"--stop-after must be between 1 and --steps ({self.steps}), got {self.stop_after}",
         )
+        if self.comm_hook is not None:
+            _require_choice("comm_hook", self.comm_hook, COMM_HOOK_CHOICES)
+            _require(self.ddp == "torchddp", f"--comm-hook needs --ddp torchddp, got --ddp {self.ddp}")
         needs_checkpoint = "--resume" if self.resume else "--save-every" if self.save_every else None
         _require(self.checkpoint is not None or needs_checkpoint is None, f"{needs_checkpoint} needs --checkpoint PATH")
 
@@ -81,6 +86,8 @@ class TrainConfig:
         names = ["batch_size", "grad_accum", "seed", "dropout", "lr", "schedule", "warmup_steps"]
         if self.schedule == "cosine":
             names.append("steps")  # with a constant rate a run may be resumed for longer
+        if self.comm_hook is not None:
+            names.append("comm_hook")
         return {name: getattr(self, name) for name in names}
 
 

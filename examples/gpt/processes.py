@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -18,11 +18,27 @@ GRACE_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
 
 
-def torchrun(script: Path, arguments: Sequence[str], *, ranks: int, timeout_seconds: float, output: IO[str]) -> None:
-    """Run `script` on `ranks` local processes to its end, its output going to `output` as it comes."""
+def torchrun(
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    ranks: int,
+    timeout_seconds: float,
+    output: IO[str],
+    max_restarts: int = 0,
+    environment: Mapping[str, str] | None = None,
+    errors: IO[str] | None = None,
+) -> None:
+    """Run `script` on `ranks` local processes to its end, its output going to `output` as it comes.
+
+    What goes to stderr goes to `errors`, or to this process's own.
+
+    Where a rank fails, torchrun starts all of them anew, up to `max_restarts` times. `environment`: added to this
+    process's own.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(ranks), str(script), *arguments]
-    with _child(command, output) as child:
+    command += ["--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts), str(script), *arguments]
+    with _child(command, output, errors, environment) as child:
         try:
             code = child.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -32,13 +48,23 @@ def torchrun(script: Path, arguments: Sequence[str], *, ranks: int, timeout_seco
 
 
 @contextmanager
-def _child(command: Sequence[str], output: IO[str]) -> Iterator[subprocess.Popen[bytes]]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+def _child(
+    command: Sequence[str],
+    output: IO[str],
+    errors: IO[str] | None = None,
+    more: Mapping[str, str] | None = None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(more or {})}
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host, whatever its name resolves to
     # preexec_fn is safe here: this process has one thread.
     child = subprocess.Popen(
-        command, env=environment, stdout=output.fileno(), start_new_session=True, preexec_fn=_end_with_parent
+        command,
+        env=environment,
+        stdout=output.fileno(),
+        stderr=None if errors is None else errors.fileno(),
+        start_new_session=True,
+        preexec_fn=_end_with_parent,
     )
     try:
         yield child
@@ -66,6 +92,18 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         for pid in family:
             _kill_group(pid)
         child.wait()
+
+
+def processes_with(variable: str, value: str) -> list[tuple[int, str]]:
+    """Process ids and names of what runs with this in its environment (Linux; elsewhere nothing is found)."""
+    entry, found = f"{variable}={value}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if entry in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((int(folder.name), (folder / "comm").read_text().strip()))
+        except OSError:
+            continue  # ended meanwhile, or not ours
+    return found
 
 
 def _kill_group(pid: int) -> None:

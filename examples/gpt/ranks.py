@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.rendezvous import rendezvous
 
 from examples.gpt.errors import ExampleError
 
@@ -77,8 +78,11 @@ def environment_rank() -> int:
 
 
 @contextmanager
-def open_ranks(ddp: str, device: str) -> Iterator[Ranks]:
-    """Join the process group torchrun prepared (or one of world size 1) and leave it however the block ends."""
+def open_ranks(ddp: str, device: str, timeout: timedelta = GROUP_TIMEOUT) -> Iterator[Ranks]:
+    """Join the process group torchrun prepared (or one of world size 1) and leave it however the block ends.
+
+    `timeout`: how long a collective may wait for a rank.
+    """
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     world_size = int(os.environ["WORLD_SIZE"]) if launched else 1
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -92,13 +96,27 @@ def open_ranks(ddp: str, device: str) -> Iterator[Ranks]:
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     if launched:
         _help_gloo_find_an_interface(world_size)
-        dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
+        store, rank, world_size = _meet(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=GROUP_TIMEOUT)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         yield ranks
     finally:
         dist.destroy_process_group()
+
+
+def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """torchrun's store, this rank and the world size.
+
+    torchrun keeps one store for all attempts. Ranks that it has started anew would find the addresses of those that
+    died there, and try to connect to them, so each attempt has keys of its own. Several nodes may count restarts
+    differently: they take TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and get a store for each attempt.
+    """
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    return store, rank, world_size
 
 
 def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch.device:

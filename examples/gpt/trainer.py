@@ -35,6 +35,7 @@ class Trainer:
         shape = {name: getattr(config, name) for name in ("block_size", "layers", "width", "heads", "dropout")}
         self.gpt = GPT(**shape).to(ranks.device)
         self.optimizer = self._optimizer(self.gpt)
+        self.hook = self._comm_hook()
         self.model = self._wrap(self.gpt)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: lr_factor(step, config))
         torch.manual_seed(config.seed * 1_000_003 + ranks.rank + 1)  # each rank its own dropout
@@ -55,16 +56,27 @@ class Trainer:
     def _is_sharded(self) -> bool:
         return self.config.ddp == "sharded"
 
+    def _comm_hook(self) -> Any:
+        if self.config.comm_hook is None:
+            return None
+        from torchddp import comm_hooks
+
+        return comm_hooks.resolve(self.config.comm_hook)[1]
+
     def _wrap(self, gpt: GPT) -> nn.Module:
         if self.config.ddp == "none":
             return gpt
-        device_ids = [self.ranks.device.index] if self.ranks.device.type == "cuda" else None
         wrapper: Any = ddp_class(self.config.ddp)
-        return (
-            wrapper(gpt, self.optimizer, device_ids=device_ids)
-            if self._is_sharded
-            else wrapper(gpt, device_ids=device_ids)
-        )
+        options = self._wrapper_options()
+        return wrapper(gpt, self.optimizer, **options) if self._is_sharded else wrapper(gpt, **options)
+
+    def _wrapper_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {}
+        if self.ranks.device.type == "cuda":
+            options["device_ids"] = [self.ranks.device.index]
+        if self.hook is not None:
+            options["comm_hook"] = self.hook
+        return options
 
     def resume(self) -> None:
         """Continue where the checkpoint left off."""
@@ -79,6 +91,8 @@ class Trainer:
         self.gpt.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
         self.scheduler.load_state_dict(content["scheduler"])
+        if self.hook is not None:
+            self.hook.load_state_dict(content["hooks"][self.ranks.rank])
         set_rng_state(content["rng"][self.ranks.rank], self.ranks.device)
         self.first_step = content["step"]
 
@@ -187,6 +201,8 @@ class Trainer:
         """Rank 0 writes the checkpoint, with every rank's random state in it."""
         assert self.config.checkpoint is not None
         states = self.ranks.gather(rng_state(self.ranks.device))
+        # What each rank's hook holds back is its own.
+        hooks = [] if self.hook is None else self.ranks.gather(self.hook.state_dict())
         if self._is_sharded:
             self.optimizer.consolidate_state_dict(recipient_rank=0)  # type: ignore[attr-defined]
         with self.ranks.together():
@@ -198,6 +214,7 @@ class Trainer:
                     "optimizer": self.optimizer.state_dict(),
                     "scheduler": self.scheduler.state_dict(),
                     "rng": states,
+                    "hooks": hooks,
                 }
                 save_checkpoint(self.config.checkpoint, content)
 

@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "capabilities.h"
 #include "check.h"
 #include "kernels/compress.h"
 #include "kernels/pack_table.h"
@@ -32,15 +33,6 @@ struct Compressed {
   Bytes bytes;
   Floats residual;
 };
-
-template <class Body>
-void for_each_capability(const Body& body) {
-  for (const std::string_view capability : supported_capabilities()) {
-    CHECK(set_cpu_capability(capability));
-    body();
-  }
-  set_cpu_capability(supported_capabilities().front());
-}
 
 int64_t reference_block(Format format) { return format == Format::kInt8 ? 256 : format == Format::kInt4 ? 64 : 1024; }
 

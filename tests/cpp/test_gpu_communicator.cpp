@@ -241,6 +241,42 @@ TEST(gpu_a_device_that_fails_is_a_transport_error) {
   CHECK(has(error_of([&] { f.all_reduce(*comm, ticket); }), {"could not be queued", "fallen off the bus"}));
 }
 
+TEST(gpu_an_interrupt_aborts_and_every_later_call_says_why) {
+  Fixture f;
+  auto comm = f.make();
+  f.device->idle = false;
+  Ticket ticket;
+  f.all_reduce(*comm, ticket);
+  comm->interrupt("rank 3 failed");
+  comm->interrupt("a second reason");
+  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+  CHECK_EQ(error_of([&] { comm->check(); }), "rank 3 failed");
+  CHECK_EQ(error_of([&] { comm->join(ticket); }), "rank 3 failed");
+  CHECK_EQ(error_of([&] { f.all_reduce(*comm, ticket); }), "rank 3 failed");
+  CHECK_EQ(error_of([&] { comm->allocate(64); }), "rank 3 failed");
+  comm.reset();
+  CHECK_EQ(f.diary.count("abort"), 1);
+  CHECK_EQ(f.device->alive.load(), 0);
+}
+
+// The call holds the mutex for as long as NCCL waits for a peer.
+TEST(gpu_an_interrupt_ends_a_call_that_is_in_progress) {
+  Fixture f;
+  f.config.connect_timeout = 60s;
+  const auto comm = f.make();
+  f.nccl->call_result = kNcclInProgress;
+  f.nccl->in_progress = 1'000'000'000;
+  std::thread interrupter([&] {
+    std::this_thread::sleep_for(30ms);
+    comm->interrupt("rank 3 failed");
+  });
+  Ticket ticket;
+  CHECK_EQ(error_of([&] { f.all_reduce(*comm, ticket); }), "rank 3 failed");
+  interrupter.join();
+  f.nccl->in_progress = 0;
+  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+}
+
 TEST(gpu_an_abort_that_hangs_holds_nobody_up) {
   Fixture f;
   f.config.timeout = 5ms;

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "capabilities.h"
 #include "check.h"
 #include "kernels/pack.h"
 #include "kernels/pack_table.h"
@@ -18,17 +19,6 @@ using reference::kFloatTypes;
 constexpr double kScales[] = {0.5, 1.0, 1.0 / 3, -0.0017, 1e-5, 3e4};
 constexpr unsigned char kCanary = 0xA5;
 constexpr int64_t kCanaryBytes = 128;
-
-// Runs `body` once per instruction set of this processor.
-template <class Body>
-void for_each_capability(const Body& body) {
-  for (const std::string_view capability : supported_capabilities()) {
-    CHECK(set_cpu_capability(capability));
-    CHECK_EQ(std::string_view(cpu_capability()), capability);
-    body();
-  }
-  set_cpu_capability(supported_capabilities().front());
-}
 
 std::string describe(DType dst_type, DType src_type, int64_t numel, double scale, int64_t at) {
   return std::string(cpu_capability()) + ": type " + std::to_string(static_cast<int>(src_type)) + " -> " +

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "capabilities.h"
 #include "check.h"
 #include "kernels/pack_table.h"
 #include "kernels/stats.h"
@@ -17,16 +18,6 @@ using reference::kFloatTypes;
 
 // Around one round of lanes, one chunk and several.
 constexpr int64_t kSizes[] = {0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 65, 1023, 1024, 1025, 2048, 2500, 5003};
-
-// Runs `body` once per instruction set of this processor.
-template <class Body>
-void for_each_capability(const Body& body) {
-  for (const std::string_view capability : supported_capabilities()) {
-    CHECK(set_cpu_capability(capability));
-    body();
-  }
-  set_cpu_capability(supported_capabilities().front());
-}
 
 // Ordinary numbers only.
 Bytes finite_elements(DType dtype, int64_t numel, uint32_t seed) {

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "capabilities.h"
 #include "check.h"
 #include "kernels/pack_table.h"
 #include "kernels/sum.h"
@@ -23,16 +24,6 @@ constexpr int64_t kRanks[] = {1, 2, 3, 4, 7};
 constexpr int64_t kSizes[] = {0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 63, 64, 65, 100, 255, 257, 515};
 constexpr unsigned char kCanary = 0xA5;
 constexpr int64_t kCanaryBytes = 128;
-
-// Runs `body` once per instruction set of this processor.
-template <class Body>
-void for_each_capability(const Body& body) {
-  for (const std::string_view capability : supported_capabilities()) {
-    CHECK(set_cpu_capability(capability));
-    body();
-  }
-  set_cpu_capability(supported_capabilities().front());
-}
 
 // The element type of the pack kernels, for its helpers.
 DType dtype_of(SumType type) {

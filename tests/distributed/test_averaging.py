@@ -10,6 +10,8 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 
 import torchddp
 from tests.averaging import (
+    EXACT,
+    ROUNDING,
     Simulation,
     assert_close,
     assert_same_on_all_ranks,
@@ -21,9 +23,6 @@ from tests.averaging import (
 )
 from tests.harness import run_ranks
 from torchddp.averaging import HierarchicalAverager, PeriodicAverager, PostLocalSGD, SlowMo
-
-EXACT = {"rtol": 0.0, "atol": 0.0}
-ROUNDING = {"rtol": 1e-11, "atol": 1e-13}
 
 
 def sgd(params):

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 from tests.averaging import (
+    EXACT,
+    ROUNDING,
     Simulation,
     assert_close,
     assert_same_on_all_ranks,
@@ -19,9 +21,6 @@ from tests.averaging import (
 from tests.harness import run_ranks
 from torchddp.averaging import DiLoCo, HierarchicalAverager, StreamingDiLoCo
 from torchddp.averaging.fragments import fragment_starts, plan_fragments
-
-EXACT = {"rtol": 0.0, "atol": 0.0}
-ROUNDING = {"rtol": 1e-11, "atol": 1e-13}
 
 
 def sgd(params):

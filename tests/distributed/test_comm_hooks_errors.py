@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.comm_hooks import SHAPES, Given, given, hooked, step_of
+from tests.comm_hooks import SHAPES, Given, assert_near, average, given, hooked, step_of
 from tests.harness import run_outcomes, run_ranks
 from torchddp import comm_hooks
 from torchddp.comm_hooks import FP16, Cast, CastAround, Int8, PerParameter, PowerSGD, TopK, resolve
@@ -206,13 +207,21 @@ def test_worker_in_the_child_of_a_fork():
     assert answer() == 3.0
 
 
-def test_another_process_group():
+def test_another_process_group_of_torchs_class():
     def work(rank):
-        model = hooked(Int8())
+        hook = Int8()
+        model = TorchDDP(Given())
+        hook.attach(model)
+        model.register_comm_hook(None, hook.__call__)
         step_of(model, given(rank, 0))
         model._update_process_group(dist.new_group([0, 1]))
-        with pytest.raises(RuntimeError, match="the model has another one now"):
+        with pytest.raises(RuntimeError, match=r"the model has another one now: call hook.rebind\(model\)"):
             model(given(rank, 1)).backward()
+        model.reducer._reset_state()
+        hook.rebind(model)
+        assert_near(step_of(model, given(rank, 2)), average(2), 0.05)
+        with pytest.raises(RuntimeError, match="not attached to the model"):
+            hook.rebind(TorchDDP(Given()))
 
     run_ranks(work, 2)
 

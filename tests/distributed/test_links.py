@@ -8,17 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.links.field import PLANNED
-from benchmarks.two_hosts.network import NoNetworkError, two_hosts
 from torchddp.bench.machine import ROOT
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _network() -> None:
-    try:
-        with two_hosts(1_000_000_000):
-            pass
-    except NoNetworkError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("two_namespaces")
 
 
 @pytest.mark.thorough

@@ -10,20 +10,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.slow_link.job import SLICE_STEPS
-from benchmarks.two_hosts.network import NoNetworkError, make_hosts, two_hosts
+from benchmarks.two_hosts.network import make_hosts
 from torchddp.bench.machine import ROOT
 
 # A rate at which the shortest run takes seconds.
 COMMAND = [sys.executable, "-m", "benchmarks.slow_link", "--rate", "1gbit", "--ranks-per-host", "1"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _network() -> None:
-    try:
-        with two_hosts(1_000_000_000):
-            pass
-    except NoNetworkError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("two_namespaces")
 
 
 @pytest.mark.thorough

@@ -209,7 +209,7 @@ def test_the_examples_of_the_documentation():
     page = (Path(__file__).resolve().parents[2] / "docs" / "sync.md").read_text()
     indented = re.findall(r"(?:^(?: {4}.*)?\n)+", page, re.MULTILINE)
     blocks = [textwrap.dedent(block) for block in indented if block.strip()]
-    assert len(blocks) == 3
+    assert len(blocks) == 4
 
     def work(rank):
         module = seeded(lambda: Mlp(dtype=torch.float32))
@@ -218,6 +218,7 @@ def test_the_examples_of_the_documentation():
             "module": module,
             "steps": [data, data],
             "microbatches": data,
+            "loader": data[: 2 + rank],
             "loss_of": loss_of,
             "optimizer": torch.optim.SGD(module.parameters(), 0.01),
             "bf16_compress_hook": bf16_compress_hook,

@@ -14,20 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.two_hosts.network import NoNetworkError, make_hosts, two_hosts
+from benchmarks.two_hosts.network import make_hosts
 from torchddp.bench.machine import ROOT
 from torchddp.bench.variants import TORCH_DDP
 
 COMMAND = [sys.executable, "-m", "benchmarks.two_hosts", "--model", "small", "--caps", "25"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _network() -> None:
-    try:
-        with two_hosts(1_000_000_000):
-            pass
-    except NoNetworkError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("two_namespaces")
 
 
 def namespaces_of(pid: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ways to end a process at a chosen instant, and to see what it has left behind."""
+"""A way to end a process at a chosen instant."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import time
 from pathlib import Path
 
-SEGMENT = "memfd:torchddp"
 _CLOCK_MONOTONIC = 1
 
 
@@ -38,23 +37,3 @@ def die_in(delay_us: int, log: Path) -> None:
         raise OSError(ctypes.get_errno(), "timer_create")
     if libc.timer_settime(timer, 0, ctypes.byref(spec), None) != 0:
         raise OSError(ctypes.get_errno(), "timer_settime")
-
-
-def segments_of(pid: int | str = "self") -> set[str]:
-    """The shared segments that a process maps, each by a number that no other segment of this machine has."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:
-        return set()  # it has ended, or is another user's
-    return {line.split()[4] for line in lines if SEGMENT in line}
-
-
-def holders_of(segments: set[str]) -> list[int]:
-    """The processes that still map one of these segments."""
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if segments_of(pid) & segments]
-
-
-def shared_files() -> set[str]:
-    """What lies in /dev/shm under a name of ours; a segment must have none at all."""
-    return {entry.name for entry in Path("/dev/shm").iterdir() if "torchddp" in entry.name}

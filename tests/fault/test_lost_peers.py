@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.harness import run_outcomes, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded, step_on
@@ -40,16 +41,18 @@ class Fragile(Mlp):
     signal_number = 0
 
     def forward(self, x):
-        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.first(x.to(self.first.weight.dtype)))
         x = torch.tanh(self.middle(x))
         return self.last(Fault.apply(x, self.signal_number) if self.signal_number else x)
 
 
-def _train_until_fault(rank, ddp_class, number, options):
-    ddp = ddp_class(seeded(Fragile), bucket_cap_mb=0.001, **options)
+def _train_until_fault(rank, ddp_class, number, options, settle_s):
+    model = seeded(Fragile)
+    ddp = ddp_class(model.float() if "comm_hook" in options else model, bucket_cap_mb=0.001, **options)
     for step in range(FAULT_STEP):
         ddp.zero_grad()
         step_on(ddp, rank, step)
+    time.sleep(settle_s)
     dist.barrier()
     if rank == 1:
         ddp.module.signal_number = number
@@ -63,10 +66,10 @@ def _train_until_fault(rank, ddp_class, number, options):
     return [], "no error", time.monotonic() - started_s
 
 
-def _survivors(ddp_class, number, world_size, options):
+def _survivors(ddp_class, number, world_size, options, settle_s=0.0):
     needed = [rank for rank in range(world_size) if rank != 1]
     outcomes = run_outcomes(
-        _train_until_fault, world_size, ddp_class, number, options,
+        _train_until_fault, world_size, ddp_class, number, options, settle_s,
         timeout=45, group_timeout_s=GROUP_TIMEOUT_S, straggler_s=20.0, needed_ranks=needed,
     )  # fmt: skip
     for rank in needed:
@@ -87,6 +90,20 @@ OPTIONS = [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradi
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_killed_rank_is_noticed_within_seconds(ddp_class, options):
+    for rank, types, text, seconds in _survivors(ddp_class, signal.SIGKILL, 2, options):
+        _assert_tells(rank, types, text)
+        assert seconds < DEATH_NOTICED_S, f"rank {rank} took {seconds:.1f} s"
+
+
+def test_killed_rank_is_named_where_only_a_connection_has_ended(ddp_class):
+    for _, _, text, _ in _survivors(ddp_class, signal.SIGKILL, 3, {"transport": "c10d"}, settle_s=1.0):
+        assert re.search(r"rank 1 is gone \(process \d+ of this host\)", text), text
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("hook", ["bf16", default_hooks.allreduce_hook], ids=["ours", "torch's"])
+def test_killed_rank_is_noticed_under_a_hook(ddp_class, hook, transport):
+    options = {"comm_hook": hook, "transport": transport}
     for rank, types, text, seconds in _survivors(ddp_class, signal.SIGKILL, 2, options):
         _assert_tells(rank, types, text)
         assert seconds < DEATH_NOTICED_S, f"rank {rank} took {seconds:.1f} s"

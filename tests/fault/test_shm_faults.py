@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.fault.deaths import holders_of, segments_of
+from benchmarks.chaos.leaks import holders_of, segments_of
 from tests.harness import run_outcomes, run_ranks
 from tests.models import Branches, Mlp, assert_grads, batch, grads_of, local_grads, loss_of, mean_grads, seeded, step_on
 from torchddp import transports

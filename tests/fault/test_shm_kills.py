@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import torchddp
-from tests.fault.deaths import die_in, holders_of, segments_of, shared_files
+from benchmarks.chaos.leaks import holders_of, segments_of, shared_files
+from tests.fault.deaths import die_in
 from tests.harness import run_outcomes
 from torchddp.optim import OSS
 
@@ -98,11 +99,11 @@ def train(rank: int, ddp_class: type, plan: Kill, folder: Path) -> dict:
     seen = {"steps": 0, "types": [], "text": "", "time_s": 0.0, "segments": set()}
 
     class Watched(torchddp.ShardedDataParallel if plan.sharded else ddp_class):
-        def _sync_module(self, transport):
+        def _sync_module(self, transport, src, *, buffers):
             seen["segments"] |= segments_of()
             if rank == plan.victim and plan.phase == "construction":
                 die_in(plan.delay_us, log)
-            return super()._sync_module(transport)
+            return super()._sync_module(transport, src, buffers=buffers)
 
     if rank == plan.victim:
         calls = arm(plan, model, log)

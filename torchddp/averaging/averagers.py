@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torchddp.traffic import Traffic
 __all__ = ["HierarchicalAverager", "PeriodicAverager"]
 
 
-class _Averager(ModelAverager):
+class _Averager(ModelAverager, abc.ABC):
     """Parameters, and a count of steps; which steps average what is up to the classes below."""
 
     def __init__(
@@ -51,8 +52,9 @@ class _Averager(ModelAverager):
         verify_same(everything, group, who, self._options())
         self._averages[group] = FlatAverage(everything, group, who, self._cap_mb)
 
+    @abc.abstractmethod
     def _options(self) -> list[str]:
-        raise NotImplementedError
+        """What all ranks must have been given alike."""
 
     def _average_over(self, group: dist.ProcessGroup, params: ParamSource | None) -> None:
         if params is not None:

@@ -117,9 +117,11 @@ def broadcast_from_first(named: Named, process_group: dist.ProcessGroup) -> None
 
 
 def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """``process_group``, or the default one. RuntimeError where there is none."""
+    """``process_group``, or the default one. RuntimeError where there is none, or one that can't average."""
     if not dist.is_initialized() and process_group is None:
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
     group = process_group if process_group is not None else dist.group.WORLD
     assert group is not None
+    if (refusal := getattr(group, "refusal", None)) is not None:  # of groups that only look like one
+        raise RuntimeError(refusal)
     return group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 from torchddp.optim import DeferredOptimizer
 
 
-class OptimizerWrapper(Optimizer):
+class OptimizerWrapper(Optimizer, abc.ABC):
     """Steps the inner optimizer, then does what the averaging method asks for after a step.
 
     Learning rate schedulers and hooks take either of the two.
@@ -64,13 +65,13 @@ class OptimizerWrapper(Optimizer):
         self.after_step()
         return loss
 
+    @abc.abstractmethod
     def after_step(self) -> None:
         """Counts a step of the inner optimizer, and does what is due. `step` calls it.
 
         To be called by those who step the inner optimizer (`optim`) themselves. So with a GradScaler, which leaves out
         steps on one rank alone: ``scaler.step(optimizer.optim)``, then ``optimizer.after_step()``.
         """
-        raise NotImplementedError
 
 
 def _check(optimizer: Any, who: str) -> None:

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -45,7 +45,8 @@ def _environment(extra: Mapping[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
-def _stop(processes: list[BaseProcess]) -> None:
+def stop_processes(processes: Sequence[BaseProcess]) -> None:
+    """End these processes, however they are."""
     for process in processes:
         if process.is_alive():
             process.kill()
@@ -129,4 +130,4 @@ def launch(
                     receivers.append(receiver)
             return follow(Inbox(receivers, progress), job, stall_timeout_s)
         finally:
-            _stop(processes)
+            stop_processes(processes)

@@ -42,6 +42,9 @@ class CastAround(CommHook):
     def _setup(self, setup: Setup) -> None:
         self.inner._setup(replace(setup, sum_format=_FORMATS[self.dtype]))
 
+    def _follow(self, lead: int) -> None:
+        self.inner._follow(lead)
+
     def _reduce(self, piece: Piece) -> None:
         piece.flat.copy_(piece.flat.to(self.dtype))
         self.inner._reduce(piece)

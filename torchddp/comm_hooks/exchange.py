@@ -6,10 +6,12 @@ import datetime
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchddp import _C
 from torchddp.comm_hooks.groups import make_groups
+from torchddp.watch import interruptible
 
 __all__ = ["Exchange", "shard_numel"]
 
@@ -34,6 +36,7 @@ class Exchange:
         members: between how many ranks messages go (hosts, or all ranks).
         member: this one's place among them.
         is_shared: these are the model's own groups, for torch can make no others.
+        time_limit: of each collective, where it is known.
         sent_bytes: all that was handed to the network or to shared memory so far. Exact sums count as rings: over
             shared memory a rank reads and writes as much of the others'.
     """
@@ -54,13 +57,45 @@ class Exchange:
         self.places = 1 if self._inner is None else self._inner.size
         self.place = 0 if self._inner is None else self._inner.rank
         self.is_shared = groups.is_shared
+        self.process_group = process_group
+        self._is_gloo = device.type == "cpu" and not self.is_shared
+        self.time_limit = groups.time_limit
         self.sent_bytes = 0
+        interruptible.register(self)
+
+    @property
+    def is_alone(self) -> bool:
+        """There is nobody to send anything to."""
+        return self.world_size == 1
+
+    def step_after(self, number: int) -> int:
+        """The number of the step after step ``number``; the same on all ranks."""
+        return number + 1
+
+    def interrupt(self, reason: str) -> None:
+        """From any thread, not collective: what is under way, and all that comes, raises TransportError(reason)."""
+        self._everyone.interrupt(reason)
+        if self._inner is not None:
+            self._inner.interrupt(reason)
+
+    def _wait(self, work: dist.Work) -> None:
+        if self._is_gloo:
+            self._everyone.wait_for(work)  # which interrupt() ends
+        else:
+            work.wait()
 
     # --- exact sums ---
 
     def sum_(self, flat: Tensor) -> None:
         """In place: the sum over all ranks of fp32 [n], the same bits on each."""
         self._all_reduce(self._everyone, flat)
+
+    def each_ranks(self, value: float, device: torch.device) -> list[float]:
+        """The numbers of all ranks, in rank order."""
+        values = torch.zeros(self.world_size, dtype=torch.float64, device=device)
+        values[self.rank] = value
+        self._all_reduce(self._everyone, values)
+        return list(values.tolist())
 
     def sum_in_host_(self, flat: Tensor) -> None:
         """In place: the sum over the ranks of this host."""
@@ -114,14 +149,14 @@ class Exchange:
     def gather(self, message: Tensor) -> Tensor:
         """Every member's message: uint8 [n] -> [members, n]."""
         messages = message.new_empty(self.members, message.numel())
-        self._outer._allgather_base(messages.view(-1), message).wait()
+        self._wait(self._outer._allgather_base(messages.view(-1), message))
         self.sent_bytes += message.nbytes * (self.members - 1)
         return messages
 
     def swap(self, messages: Tensor) -> Tensor:
         """Row j goes to member j: uint8 [members, n] -> [members, n], row j from member j."""
         received = torch.empty_like(messages)
-        self._outer.alltoall_base(received.view(-1), messages.view(-1), [], []).wait()
+        self._wait(self._outer.alltoall_base(received.view(-1), messages.view(-1), [], []))
         self.sent_bytes += messages.nbytes * (self.members - 1) // self.members
         return received
 

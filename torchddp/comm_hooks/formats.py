@@ -21,16 +21,11 @@ __all__ = ["FORMATS", "compress", "compressed_bytes", "decompress", "select_top_
 FORMATS: dict[str, int | None] = {"fp16": None, "bf16": None, "int8": 256, "int4": 64, "sign": 1024}
 _CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _LARGEST_CODE = {"int8": 127.0, "int4": 7.0}
-_VALUES_A_BYTE = {"int8": 1, "int4": 2, "sign": 8}
 
 
 def compressed_bytes(format: str, numel: int) -> int:
     """Bytes that ``numel`` fp32 values take in ``format``. ValueError for an unknown format."""
-    if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, got {format!r}")
-    if format in _CASTS:
-        return 2 * numel
-    return 4 * num_blocks(format, numel) + -(-numel // _VALUES_A_BYTE[format])
+    return _C.compressed_bytes(format, numel)
 
 
 def num_blocks(format: str, numel: int) -> int:

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from torchddp import _C, transports
+from torchddp import _C, group_names, transports
 
-__all__ = ["Groups", "make_groups"]
+__all__ = ["Groups", "make_groups", "new_group"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +35,14 @@ class Groups:
         inner: the ranks of this host; None where every rank counts as a host.
         outer: the ranks in this one's place on each host, which exchange compressed shards.
         is_shared: the process group itself, over which others send too.
+        time_limit: of each operation; None: unknown.
     """
 
     everyone: _C.Transport
     inner: _C.Transport | None
     outer: Any
     is_shared: bool = False
+    time_limit: datetime.timedelta | None = None
 
 
 def make_groups(
@@ -49,22 +51,25 @@ def make_groups(
     """Collective. ``hierarchical``: "auto", True or False; see Note [Hosts]."""
     if process_group not in _world.pg_map:
         # torch can make no group of its ranks (torchft's): nobody else may send over it during backward.
-        return Groups(_C.C10dTransport(process_group), None, process_group, is_shared=True)
-    timeout = timeout or transports._group_timeout(process_group, device.type)
+        return Groups(_C.C10dTransport(process_group), None, process_group, is_shared=True, time_limit=timeout)
+    timeout = timeout or transports.group_timeout(process_group, device.type)
     ranks = dist.get_process_group_ranks(process_group)
-    own = _new_group(ranks, device, timeout)
+    group_names.even_out(process_group)
+    own = new_group(ranks, device, timeout)
     everyone = transports.open_transport("auto", own, device=device, timeout=timeout)
     hosts = _hosts_to_sum_in(own, hierarchical)
     if not hosts:
-        return Groups(everyone, None, own)
+        return Groups(everyone, None, own, time_limit=timeout)
     mine = next(host for host in hosts if own.rank() in host)
     place = mine.index(own.rank())
-    inner_group = _new_group([ranks[rank] for rank in mine], device, timeout, among_them=True)
-    outer = _new_group([ranks[host[place]] for host in hosts], device, timeout, among_them=True)
-    return Groups(everyone, transports.open_transport("auto", inner_group, device=device, timeout=timeout), outer)
+    inner_group = new_group([ranks[rank] for rank in mine], device, timeout, among_them=True)
+    outer = new_group([ranks[host[place]] for host in hosts], device, timeout, among_them=True)
+    inner = transports.open_transport("auto", inner_group, device=device, timeout=timeout)
+    return Groups(everyone, inner, outer, time_limit=timeout)
 
 
-def _new_group(ranks: list[int], device: torch.device, timeout: datetime.timedelta, among_them: bool = False) -> Any:
+def new_group(ranks: list[int], device: torch.device, timeout: datetime.timedelta, among_them: bool = False) -> Any:
+    """A process group of these ranks of the default group, for tensors on ``device``. Collective among them."""
     # Locally synchronised groups are named by how many groups a rank has; with all ranks that is not needed.
     among_them = among_them or len(ranks) < dist.get_world_size()
     backend = "gloo" if device.type == "cpu" else None

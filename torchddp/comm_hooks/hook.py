@@ -21,6 +21,7 @@ from torchddp.traffic import Traffic
 __all__ = ["CommHook", "Setup"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_GRACE_S = 5.0  # beyond the limit of a collective, for its thread to end
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,9 @@ class CommHook(abc.ABC):
         timeout: of each exchange; None: that of the process group.
     """
 
+    # Whether all that it sends are exact sums: then it can go where only those do (torchft's Manager).
+    sends_sums_only = False
+
     def __init__(self, *, hierarchical: bool | str = "auto", timeout: datetime.timedelta | None = None) -> None:
         self.hierarchical = hierarchical
         self.timeout = timeout
@@ -98,11 +102,29 @@ class CommHook(abc.ABC):
 
     @abc.abstractmethod
     def _setup(self, setup: Setup) -> None:
-        """Called once by :meth:`attach`: checks the parameters, keeps what it needs. Collective."""
+        """Called by :meth:`attach`, and again by :meth:`rebind` with another exchange: checks the parameters, keeps
+        what it needs. Collective."""
+
+    def _follow(self, lead: int) -> None:  # noqa: B027  # most have nothing to make alike
+        """After :meth:`_setup` for another group of ranks, of which some may be new: makes alike what must be alike.
+
+        Collective. ``lead``: the rank to go by.
+        """
 
     @abc.abstractmethod
     def _reduce(self, piece: Piece) -> None:
         """In place: the averages. Called in the same order on all ranks; padding may be left with any values."""
+
+    def carried_state(self) -> dict[str, Any]:
+        """What a rank that takes another one's place should go on with: what is alike on all ranks."""
+        return {}
+
+    def start_over(self, state: Mapping[str, Any] | None = None) -> None:
+        """Forget what this rank alone holds back, and go on from another one's :meth:`carried_state`. Not collective.
+
+        For a rank that takes another's place, and (None) after a step that was thrown away with what was sent in it.
+        """
+        raise RuntimeError(f"{type(self).__name__} can't start over without the other ranks")
 
     @abc.abstractmethod
     def _state(self) -> dict[str, Any]:
@@ -133,12 +155,7 @@ class CommHook(abc.ABC):
         parameters = _reduced_parameters(model)
         _check_parameters(parameters, model)
         device = next(iter(parameters.values())).device
-        exchange = Exchange(model.process_group, device, self.hierarchical, self.timeout)
-        if exchange.is_shared and (model.find_unused_parameters or getattr(model, "static_graph", False)):
-            raise RuntimeError(
-                f"{type(self).__name__} would send over the process group over which unused parameters are found, and "
-                "torch can make no other of its ranks: use find_unused_parameters=False and static_graph=False"
-            )
+        exchange = self._open_exchange(model, device)
         self._setup(Setup(exchange, parameters, model.module))
         self._attachment = _Attachment(
             model=weakref.ref(model),
@@ -148,6 +165,50 @@ class CommHook(abc.ABC):
             shapes={name: p.shape for name, p in parameters.items()},
             device=device,
         )
+        self._worker = Worker(f"torchddp {type(self).__name__}")
+
+    def _open_exchange(self, model: Any, device: torch.device) -> Exchange:
+        if (opens := getattr(model.process_group, "open_exchange", None)) is not None:  # a group with rules of its own
+            exchange = opens(self)
+        else:
+            exchange = Exchange(model.process_group, device, self.hierarchical, self.timeout)
+        if exchange.is_shared and (model.find_unused_parameters or getattr(model, "static_graph", False)):
+            raise RuntimeError(
+                f"{type(self).__name__} would send over the process group over which unused parameters are found, and "
+                "torch can make no other of its ranks: use find_unused_parameters=False and static_graph=False"
+            )
+        return exchange
+
+    def rebind(self, model: Any) -> None:
+        """Go on over the process group that the model has now. Collective among its ranks.
+
+        Called by ``_update_process_group()`` of torchddp's class; after torch's own, call it. What was held back stays,
+        by parameter, and is sent with the next steps; a rank that is new begins with zeros, and what a rank that is
+        gone held back is lost. Steps are counted on from the largest count of the ranks. The process groups of before
+        are left to ``destroy_process_group()``.
+
+        Raises:
+            RuntimeError: not attached to this model; a reduction of before that does not end.
+        """
+        attachment, worker = self._attachment, self._worker
+        owner = None if attachment is None else attachment.model()
+        if attachment is None or worker is None or owner is None or model is not owner:
+            raise RuntimeError(f"this {type(self).__name__} hook is not attached to the model: it can't follow it")
+        # Each collective of before ends within its limit, and after one that failed no other begins.
+        limit = attachment.exchange.time_limit or dist.default_pg_timeout
+        if not worker.finish(limit.total_seconds() + _GRACE_S):
+            raise RuntimeError(
+                f"{type(self).__name__} on rank {attachment.exchange.rank} still waits for ranks of its old process "
+                f"group, {limit.total_seconds():.0f} s after the step was given up"
+            )
+        exchange = self._open_exchange(model, attachment.device)
+        parameters = _reduced_parameters(model)
+        self._setup(Setup(exchange, parameters, model.module))
+        # An error may have come between two ranks' ends of a step, and new ranks have made none.
+        steps = exchange.each_ranks(self._step.number, attachment.device)
+        self._step = _Step(int(max(steps)))
+        self._follow(steps.index(max(steps)))
+        attachment.process_group, attachment.exchange = model.process_group, exchange
         self._worker = Worker(f"torchddp {type(self).__name__}")
 
     def close(self) -> None:
@@ -169,12 +230,12 @@ class CommHook(abc.ABC):
         if model is not None and model.process_group is not attachment.process_group:
             raise RuntimeError(
                 f"{type(self).__name__} on rank {attachment.exchange.rank} sends over the process group that it was "
-                "attached with, and the model has another one now: wrap the module again, with a new hook"
+                "attached with, and the model has another one now: call hook.rebind(model) on all its ranks"
             )
         flat = bucket.buffer()
         layout = self._layout(attachment, bucket, flat)
-        step = self._count(bucket, flat)
-        if attachment.exchange.world_size == 1:
+        step = self._count(attachment.exchange, bucket, flat)
+        if attachment.exchange.is_alone:
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(flat)
             return done
@@ -197,9 +258,9 @@ class CommHook(abc.ABC):
             attachment.layouts[key] = layout_of(bucket, attachment.names)
         return attachment.layouts[key]
 
-    def _count(self, bucket: dist.GradBucket, flat: Tensor) -> _Step:
+    def _count(self, exchange: Exchange, bucket: dist.GradBucket, flat: Tensor) -> _Step:
         if self._step.last_bucket < 0 or bucket.index() <= self._step.last_bucket:
-            self._step = _Step(self._step.number + 1)
+            self._step = _Step(exchange.step_after(self._step.number))
         self._step.last_bucket = bucket.index()
         self._step.payload_bytes += flat.nbytes
         return self._step

@@ -71,6 +71,8 @@ class PowerSGD(CommHook):
             columns than ``rank``, by name and shape.
     """
 
+    sends_sums_only = True
+
     def __init__(
         self,
         rank: int = 4,
@@ -218,6 +220,32 @@ class PowerSGD(CommHook):
             values.copy_(average[index])
             if self.warm_start:
                 self._factors[slot.name] = right[index].clone()
+
+    # --- other ranks ---
+
+    def _follow(self, lead: int) -> None:
+        """Every rank goes on with the factors of the leading one: P is summed for one Q, the same on all."""
+        for name, shape in self._shapes.items():
+            rows, columns = _as_matrix(shape)
+            factor = torch.zeros(columns * min(self.rank, rows, columns) + 1, device=self._device)
+            if self._exchange.rank == lead and name in self._factors:
+                factor[:-1], factor[-1] = self._factors[name].reshape(-1), 1.0
+            self._exchange.sum_(factor)
+            if factor[-1] != 0.0:
+                self._factors[name] = factor[:-1].view(columns, -1).clone()
+            else:
+                self._factors.pop(name, None)
+
+    def carried_state(self) -> dict[str, Any]:
+        """Q, by parameter."""
+        return {"factors": {name: factor.clone() for name, factor in self._factors.items()}}
+
+    def start_over(self, state: Mapping[str, Any] | None = None) -> None:
+        """Without residuals, and with the given Q. (Any Q will do, and another one on each rank too: P is then of a
+        sum of other projections, and what is left out is fed back as ever. From the next step on Q is that of all.)"""
+        self._residuals = Residuals()
+        factors = {} if state is None else state["factors"]
+        self._factors = {name: f.detach().to(self._device, copy=True) for name, f in factors.items()}
 
     # --- checkpoints ---
 

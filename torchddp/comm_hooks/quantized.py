@@ -51,6 +51,10 @@ class FlatHook(CommHook):
             residual: fp32 [n], updated in place.
         """
 
+    def _follow(self, lead: int) -> None:
+        if self.error_feedback:
+            self._residuals.restart(self._shapes, self._device)
+
     def _state(self) -> dict[str, Any]:
         return {"residual": self._residuals.state_dict(self._shapes)}
 
@@ -98,6 +102,12 @@ class Quantized(FlatHook):
         if self.error_feedback and exchange.members > 2:
             server_residual = self._server_residuals.of(layout, shard, begin + first, begin + last, exchange.sum_)
         sum_compressed(exchange, self.format, shard, 1 / exchange.world_size, residual, server_residual)
+
+    def _follow(self, lead: int) -> None:
+        if self.error_feedback:
+            # What this rank held back of sums counts as its own from now on: it may sum other shards, or none.
+            self._residuals.restart(self._shapes, self._device, self._server_residuals)
+            self._server_residuals = Residuals()
 
     def _state(self) -> dict[str, Any]:
         return {**super()._state(), "server_residual": self._server_residuals.state_dict(self._shapes)}

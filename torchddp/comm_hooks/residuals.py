@@ -76,6 +76,19 @@ class Residuals:
             state[name] = whole.view(shapes[name])
         return state
 
+    def restart(
+        self, shapes: Mapping[str, torch.Size], device: torch.device | None, more: Residuals | None = None
+    ) -> None:
+        """Among other ranks: the same memory by name, zeros for what there is none of, so that all ranks have all.
+
+        ``more``: to be added to it.
+        """
+        state = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
+        for residuals in (self, more):
+            for name, held in (residuals.state_dict(shapes) if residuals is not None else {}).items():
+                state[name] += held
+        self.load_state_dict(state, device)
+
     def load_state_dict(self, state: Mapping[str, Tensor], device: torch.device | None = None) -> None:
         """Go on from a :meth:`state_dict`, of whatever buckets."""
         self._flats.clear()

@@ -35,10 +35,10 @@ class PerParameter(CommHook):
     Args:
         default: a hook, or None.
         rules: pairs of which parameters, and a hook or None. Which: a glob on the parameter's name ("encoder.*");
-        "norms"
-            (those of normalisation layers), "biases" (named so), "vectors" (of one dimension at most); a class of
-            modules (``torch.nn.Embedding``: the parameters that such modules hold themselves); or a function
+            "norms" (those of normalisation layers), "biases" (named so), "vectors" (of one dimension at most); a class
+            of modules (``torch.nn.Embedding``: the parameters that such modules hold themselves); or a function
             ``(name, parameter) -> bool``, which must answer alike on all ranks. A hook may be in several rules.
+        hierarchical, timeout: of this hook's exchange, over which all the others send; their own are not used.
 
     Raises:
         TypeError: what is neither a hook nor None; a rule that is none.
@@ -76,6 +76,10 @@ class PerParameter(CommHook):
                 self._hook_of[name] = hook
         for hook in self.hooks:
             hook._setup(setup.among({name for name, used in self._hook_of.items() if used is hook}))
+
+    def _follow(self, lead: int) -> None:
+        for hook in self.hooks:
+            hook._follow(lead)
 
     def _reduce(self, piece: Piece) -> None:
         for hook, slots, packed in self._take_apart(piece.layout):

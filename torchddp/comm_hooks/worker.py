@@ -35,6 +35,7 @@ class Worker:
         self._name = name
         self._process = 0
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._end: Any = None
 
     def submit(self, job: Callable[[], Tensor], label: str, device: torch.device) -> torch.futures.Future[Tensor]:
@@ -53,7 +54,8 @@ class Worker:
     def _start(self) -> None:
         self._queue = queue.SimpleQueue()
         self._process = os.getpid()
-        threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True).start()
+        self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
+        self._thread.start()
         self._end = weakref.finalize(self, self._queue.put, None)
         self._end.atexit = False  # daemon threads end with the process
 
@@ -62,6 +64,15 @@ class Worker:
         if self._end is not None and self._process == os.getpid():
             self._end()
         self._process = 0
+
+    def finish(self, limit_s: float) -> bool:
+        """As `close`, and waits for the end: whether it came in time."""
+        is_here = self._process == os.getpid()
+        self.close()
+        if is_here and self._thread is not None:
+            self._thread.join(limit_s)
+            return not self._thread.is_alive()
+        return True
 
 
 class _Failure:

@@ -48,7 +48,8 @@ class ShardedDataParallel(DistributedDataParallel):
         auto_refresh_trainable: notice in forward that parameters were frozen or thawed, and `refresh_trainable`.
         reduce_fp16: float32 gradients travel as float16, after the division by the world size: half as many bytes, and
             three digits. Sums are rounded to float16 too: over shared memory and gloo once, elsewhere by the backend.
-        transport, timeout, find_unused_parameters, static_graph, device_ids: as for DistributedDataParallel.
+        transport, timeout, stall_report_s, find_unused_parameters, static_graph, device_ids: as for
+            DistributedDataParallel.
         overlap_gather: False: the step ends when all ranks have the updated parameters. Otherwise they travel while the
             next forward runs, unless memory is shared.
 
@@ -78,6 +79,7 @@ class ShardedDataParallel(DistributedDataParallel):
         *,
         transport: str = "auto",
         timeout: datetime.timedelta | None = None,
+        stall_report_s: float | None = None,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         device_ids: list[Any] | None = None,
@@ -107,6 +109,7 @@ class ShardedDataParallel(DistributedDataParallel):
             static_graph=static_graph,
             transport=transport,
             timeout=timeout,
+            stall_report_s=stall_report_s,
             broadcast_buffers=None if _BUFFERS_RENAMED else broadcast_buffers,
             forward_sync_buffers=broadcast_buffers if _BUFFERS_RENAMED else None,
         )
@@ -125,7 +128,9 @@ class ShardedDataParallel(DistributedDataParallel):
             opened = transports.open_transport(
                 choice, self.process_group, device=parameters[0].device, timeout=self._timeout
             )
-            self._open = self._sync_module(opened) if self._sync_at_startup else opened
+            self._open = opened
+            if self._sync_at_startup:
+                self._open = self._sync_module(opened, 0, buffers=self._init_sync_buffers)
         self._lay_out(self._open)
         return self._open
 
@@ -134,6 +139,8 @@ class ShardedDataParallel(DistributedDataParallel):
         if self.reducer.transport is not self._open:  # some rank had no room in shared memory
             self._open = self.reducer.transport
             self._lay_out(self._open)
+        for gather in self._gathers:
+            gather.tell(self.reducer)
         for pending in self._pending if self.overlap_gather else []:
             pending.install_hooks()
 

@@ -24,8 +24,13 @@ class ParameterGather:
         self._timeout = timeout
         self._works = [transport.make_work() for _ in self.chunks]
         self._under_way: set[int] = set()
+        self._reducer: _C.Reducer | None = None
         self.own_memory = [chunk.flat for chunk in self.chunks if chunk.owner == transport.rank]
         self._received = [p for chunk in self.chunks if chunk.owner != transport.rank for p in chunk.params]
+
+    def tell(self, reducer: _C.Reducer) -> None:
+        """From now on this reducer's reports say when this rank waits here."""
+        self._reducer = reducer
 
     def start(self) -> None:
         """Collective, not blocking."""
@@ -49,10 +54,15 @@ class ParameterGather:
             if index not in self._under_way:
                 continue
             self._under_way.discard(index)
+            if self._reducer is not None:
+                self._reducer._begin_wait("updated parameters of other ranks")
             try:
                 self._works[index].wait(self._timeout)
             except TransportError as error:
                 raise self._failure(index, error) from error
+            finally:
+                if self._reducer is not None:
+                    self._reducer._end_wait()
 
     def finish(self) -> None:
         """Until all of them may."""

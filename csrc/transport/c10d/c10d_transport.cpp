@@ -4,6 +4,7 @@
 
 #include "common/check.h"
 #include "transport/c10d/flat_collectives.h"
+#include "transport/c10d/group_work.h"
 #include "transport/shm/sum_types.h"
 
 namespace torchddp::transport {
@@ -11,6 +12,9 @@ namespace {
 
 class C10dWork final : public Work {
  public:
+  // Other backends than gloo may have works that complete only when they are waited for (torchft's), or end when they are aborted.
+  C10dWork(const Interruption& interruption, bool is_gloo) : interruption_(interruption), is_gloo_(is_gloo) {}
+
   bool poll() override { return work_ == nullptr || work_->isCompleted(); }
 
   void wait(std::chrono::milliseconds timeout) override {
@@ -21,8 +25,10 @@ class C10dWork final : public Work {
     try {
       // With a time limit, torch's NCCL would make the host wait instead of the stream.
       const bool queued = tensors.front().defined() && !tensors.front().device().is_cpu();
-      ok = timeout == kTransportTimeout || queued ? work_->wait() : work_->wait(timeout);
+      const auto limit = timeout == kTransportTimeout || queued ? kNoTimeout : timeout;
+      ok = is_gloo_ && !queued ? wait_interruptibly(*work_, interruption_, limit) : work_->wait(limit);
     } catch (const std::exception& error) {
+      interruption_.check();  // which may have been why
       throw TransportError(error.what());
     }
     // c10d lets a Work report failure by its return value alone, and torchft's does.
@@ -46,6 +52,7 @@ class C10dWork final : public Work {
   template <typename Start>
   void start(const char* operation, Start&& launch) {
     TDDP_INTERNAL(work_ == nullptr, operation, " on a Work whose last operation was not waited for");
+    interruption_.check();
     try {
       work_ = launch();
     } catch (const std::exception& error) {
@@ -57,6 +64,8 @@ class C10dWork final : public Work {
   std::vector<at::Tensor> tensors{1};
 
  private:
+  const Interruption interruption_;
+  const bool is_gloo_;
   c10::intrusive_ptr<c10d::Work> work_;
   std::function<void()> finish_;
 };
@@ -71,10 +80,15 @@ C10dWork& own(Work& work) {
 
 C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {
   TDDP_CHECK(group_ != nullptr, "the process group is None: call torch.distributed.init_process_group first");
+  is_gloo_ = is_gloo(*group_);
+}
+
+void C10dTransport::interrupt(const std::string& reason) {
+  Transport::interrupt(reason);
   try {
-    is_gloo_ = group_->getBackend(c10::DeviceType::CPU)->getBackendName() == "gloo";
+    group_->abort();
   } catch (const std::exception&) {
-    is_gloo_ = false;  // it has none for CPU tensors, or none of torch's own
+    // The backend can't: its operations end by their own time limit.
   }
 }
 
@@ -110,7 +124,7 @@ at::Tensor C10dTransport::allocate(int64_t numel, at::ScalarType dtype, at::Devi
   return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device));
 }
 
-std::unique_ptr<Work> C10dTransport::make_work() { return std::make_unique<C10dWork>(); }
+std::unique_ptr<Work> C10dTransport::make_work() { return std::make_unique<C10dWork>(interruption(), is_gloo_); }
 
 void C10dTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) {
   TDDP_INTERNAL(options.scale == 1.0 && !options.wire, "a process group neither scales nor narrows");

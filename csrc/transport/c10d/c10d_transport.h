@@ -28,6 +28,8 @@ class C10dTransport final : public Transport {
   void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) override;
   void broadcast(const at::Tensor& tensor, int root, Work& work) override;
   void barrier(Work& work) override;
+  // gloo's operations go on without us, until their own time limit; those of other backends are aborted, where they can.
+  void interrupt(const std::string& reason) override;
 
  private:
   bool sums_itself(const at::Tensor& tensor) const;

@@ -155,6 +155,11 @@ void NcclTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
   count(Route::kNccl, bytes_of(tensor), one_way_bytes(bytes_of(tensor), size()));
 }
 
+void NcclTransport::interrupt(const std::string& reason) {
+  Transport::interrupt(reason);
+  communicator_->interrupt(reason);
+}
+
 void NcclTransport::barrier(Work& work) {
   if (!nothing_.defined()) {
     nothing_ = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device_));

@@ -33,6 +33,8 @@ class NcclTransport final : public Transport {
   void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) override;
   void broadcast(const at::Tensor& tensor, int root, Work& work) override;
   void barrier(Work& work) override;
+  // The communicator is aborted: what waits for the device comes back.
+  void interrupt(const std::string& reason) override;
   void check() override { communicator_->check(); }
 
  private:

@@ -11,6 +11,7 @@
 
 #include "common/check.h"
 #include "transport/c10d/c10d_transport.h"
+#include "transport/c10d/group_work.h"
 #include "transport/shm/outer_link.h"
 #include "transport/shm/sum_types.h"
 
@@ -72,6 +73,17 @@ class ShmWork final : public Work {
     const c10::IValue input(tensor);
     record_->before(title, c10::ArrayRef<const c10::IValue>(input));
   }
+  // Where the next operation counts.
+  std::shared_ptr<std::atomic<int64_t>> count_anew() {
+    // An operation that was abandoned may still add to the old one.
+    if (non_finite_ == nullptr || non_finite_.use_count() > 1) {
+      non_finite_ = std::make_shared<std::atomic<int64_t>>();
+    }
+    non_finite_->store(0);
+    return non_finite_;
+  }
+  int64_t non_finite() const override { return non_finite_ == nullptr ? 0 : non_finite_->load(); }
+
   void check_idle() const { TDDP_INTERNAL(!active_, "an operation on a Work whose last one was not waited for"); }
   Work& group_work() { return *group_work_; }
 
@@ -108,6 +120,7 @@ class ShmWork final : public Work {
   std::shared_ptr<ShmTransport> transport_;
   shm::Engine& engine_;
   std::unique_ptr<Work> group_work_;
+  std::shared_ptr<std::atomic<int64_t>> non_finite_;
   uint64_t seq_ = 0;
   bool active_ = false;
 };
@@ -288,6 +301,14 @@ void ShmTransport::count_operation(const shm::Operation& operation) {
         operation.wire_memory != nullptr ? one_way_bytes(hosts * narrow_bytes, hosts) : all_reduce_bytes(bytes, hosts));
 }
 
+void ShmTransport::interrupt(const std::string& reason) {
+  Transport::interrupt(reason);
+  engine_->interrupt(reason);
+  if (c10d_ != nullptr) {
+    c10d_->interrupt(reason);
+  }
+}
+
 Traffic ShmTransport::traffic() const {
   auto total = Transport::traffic();
   if (c10d_ != nullptr) {
@@ -313,7 +334,16 @@ void ShmTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOpt
     operation.wire = *sum_type(*options.wire);
     operation.wire_memory = stage(tensor, *options.wire, own(work).wire).mutable_data_ptr();
   }
+  if (options.count_non_finite) {
+    operation.non_finite = own(work).count_anew();
+  }
   start(work, operation, tensor, tensor);
+}
+
+bool ShmTransport::counts_non_finite(const at::Tensor& tensor) const {
+  const auto type = is_dense_cpu(tensor) ? sum_type(tensor.scalar_type()) : std::nullopt;
+  return type && at::isFloatingType(tensor.scalar_type()) &&
+         !engine_->is_eager({.kind = shm::OpKind::kAllReduce, .type = *type, .numel = tensor.numel()});
 }
 
 void ShmTransport::reduce(const at::Tensor& tensor, int root, Work& work, const SumOptions& options) {
@@ -376,7 +406,8 @@ void ShmTransport::broadcast_between_hosts(const at::Tensor& tensor, int root) {
   std::vector<at::Tensor> tensors{tensor};
   std::string problem = "the process group reported that the operation failed";
   try {
-    if (outer_group_->broadcast(tensors, options)->wait()) {
+    const auto work = outer_group_->broadcast(tensors, options);
+    if (is_gloo(*outer_group_) ? wait_interruptibly(*work, interruption()) : work->wait()) {
       const auto bytes = bytes_of(tensor);
       count(Route::kOuter, bytes, one_way_bytes(bytes, outer_group_->getSize()));
       return;
@@ -384,6 +415,7 @@ void ShmTransport::broadcast_between_hosts(const at::Tensor& tensor, int root) {
   } catch (const std::exception& error) {
     problem = error.what();
   }
+  interruption().check();
   engine_->give_up("the broadcast between hosts failed: " + problem);  // the others of this host wait for us
 }
 

@@ -64,6 +64,7 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   bool reaches(const at::Tensor& tensor) const override;
   bool scales(at::ScalarType dtype) const override;
   bool narrows() const override { return true; }
+  bool counts_non_finite(const at::Tensor& tensor) const override;
 
   using Transport::all_reduce;
   void all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) override;
@@ -73,6 +74,7 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) override;
   void broadcast(const at::Tensor& tensor, int root, Work& work) override;
   void barrier(Work& work) override;
+  void interrupt(const std::string& reason) override;
   void progress() override { engine_->progress(); }
   // With what went through the process group.
   Traffic traffic() const override;

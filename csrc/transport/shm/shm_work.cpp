@@ -382,11 +382,7 @@ void ShmOperations::close_later() {
 
 void ShmOperations::abort(const std::string& reason) {
   if (const auto transport = this->transport()) {
-    try {
-      transport->engine().give_up(reason);
-    } catch (const TransportError&) {
-      // Whatever is under way says so.
-    }
+    transport->engine().interrupt(reason);  // whatever is under way says so
   }
 }
 

@@ -1,0 +1,137 @@
+"""Starts the ranks of a trial as forks of this process, follows them, ends them, and looks at what they leave.
+
+Forks import nothing, so that a trial takes about as long as its fault. This process must not have run a backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from benchmarks.chaos import plan
+from benchmarks.chaos.leaks import Inventory
+from benchmarks.chaos.outcome import Footprint, HangReport, Outcome, RankOutcome
+from benchmarks.chaos.plan import Trial
+from benchmarks.chaos.worker import Place
+from torchddp.bench.launch import stop_processes
+
+# A rank that says nothing for so long hangs: far beyond every time limit and bound.
+HANG_S = 25.0
+EXIT_S = 8.0  # after its report, or after all others have ended
+_STACKS_S = 0.3
+
+Entry = Callable[[int, Trial, Place, Connection], None]
+
+
+class Rank:
+    """One process and what it has said."""
+
+    def __init__(self, rank: int, trial: Trial, place: Place, entry: Entry) -> None:
+        context = multiprocessing.get_context("fork")
+        self.outcome = RankOutcome(rank)
+        self.footprints: list[Footprint] = []
+        self.fault_s: float | None = None
+        self.ended = self.is_silent = False
+        self._stderr_path = place.stderr_path(rank)
+        self.pipe, theirs = context.Pipe(duplex=False)
+        self.process: BaseProcess = context.Process(target=entry, args=(rank, trial, place, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        # Not Process.sentinel: a child of the rank holds that open.
+        self._handle = os.pidfd_open(self.process.pid or 0)
+
+    def read(self) -> None:
+        """All that it has said so far, and whether it has ended: children of its own may hold the pipe open."""
+        self.ended = self.process.exitcode is not None
+        try:
+            while not self.is_silent and self.pipe.poll():
+                kind, value = self.pipe.recv()
+                if kind == "fault":
+                    self.fault_s, seen = value
+                else:
+                    self.outcome.report, seen = value, value.footprint
+                self.footprints.append(seen)
+        except (EOFError, ConnectionResetError):
+            self.is_silent = True
+
+    def waking(self) -> list[Connection | int]:
+        """What to wait for."""
+        return [self._handle] if self.is_silent else [self.pipe, self._handle]
+
+    def hangs(self) -> None:
+        """Notes where it is; it is killed later."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid or 0, signal.SIGUSR1)
+        time.sleep(_STACKS_S)
+        self.outcome.hung = "no end after its report" if self.outcome.report else "neither result nor error"
+
+    def close(self) -> None:
+        """When it has ended."""
+        self.outcome.exit_code = self.process.exitcode
+        self.outcome.stderr = self._stderr_path.read_text() if self._stderr_path.exists() else ""
+        self.pipe.close()
+        os.close(self._handle)
+
+
+def _follow(ranks: list[Rank], trial: Trial) -> None:
+    """Until all have ended, or have had their time. A stopped rank is waited for by nobody."""
+    awaited = [rank for rank in ranks if (trial.kind, trial.rank) != (plan.STOP, rank.outcome.rank)]
+    deadline_s = time.monotonic() + HANG_S
+    while not all(rank.ended for rank in awaited):
+        if all(rank.ended or rank.outcome.report for rank in awaited):
+            deadline_s = min(deadline_s, time.monotonic() + EXIT_S)
+        waking = [thing for rank in ranks if not rank.ended for thing in rank.waking()]
+        if not wait(waking, max(0.0, deadline_s - time.monotonic())):
+            break
+        for rank in ranks:
+            rank.read()
+    for rank in awaited:
+        if not rank.ended:
+            rank.hangs()
+
+
+def _read_reports(folder: Path) -> list[HangReport]:
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        with contextlib.suppress(ValueError):  # its rank ended while it wrote
+            report = json.loads(path.read_text())
+            found.append(HangReport(report["headline"], [culprit["rank"] for culprit in report["culprits"]]))
+    return found
+
+
+def run_trial(trial: Trial, store_port: int, entry: Entry, lighthouse: str = "") -> Outcome:
+    """Runs one trial, each rank in `entry`, and leaves nothing of it but what it tells."""
+    started_s = time.monotonic()
+    inventory = Inventory()
+    with tempfile.TemporaryDirectory(prefix="torchddp-chaos-") as folder:
+        place = Place(Path(folder), store_port, lighthouse)
+        ranks: list[Rank] = []
+        try:
+            for number in range(trial.world_size):
+                ranks.append(Rank(number, trial, place, entry))
+            _follow(ranks, trial)
+        finally:
+            stop_processes([rank.process for rank in ranks])
+        for rank in ranks:
+            rank.read()  # what a killed rank had said
+            rank.close()
+        hang_reports = _read_reports(place.hang_reports)
+    leaks = inventory.leaks([seen for rank in ranks for seen in rank.footprints])
+    fault_s = next((rank.fault_s for rank in ranks if rank.fault_s is not None), None)
+    return Outcome(
+        trial,
+        [rank.outcome for rank in ranks],
+        fault_s,
+        leaks,
+        hang_reports,
+        time.monotonic() - started_s,
+    )

@@ -1,0 +1,69 @@
+"""What ranks talk to besides each other, each in a process of its own.
+
+Not in the process that starts the ranks: its forks would inherit whatever lock a thread of a server holds just then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.chaos.worker import end_with_parent
+
+_JOIN_MS, _HEARTBEAT_MS, _TICK_MS = 2000, 1000, 50
+
+
+def _serve(make: Callable[[], tuple[Any, Any]], pipe: Connection) -> None:
+    end_with_parent()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a lighthouse writes a line for every request
+    server, address = make()
+    pipe.send(address)
+    while server is not None:
+        signal.pause()
+
+
+@contextlib.contextmanager
+def _served(make: Callable[[], tuple[Any, Any]]) -> Iterator[Any]:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(make, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours.recv()
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _make_store() -> tuple[Any, int]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, store.port
+
+
+def _make_lighthouse() -> tuple[Any, str]:
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer("[::]:0", 1, _JOIN_MS, _TICK_MS, _HEARTBEAT_MS)
+    return server, server.address()
+
+
+def store() -> contextlib.AbstractContextManager[int]:
+    """A store while the block runs; its port. As with torchrun, it outlives the ranks."""
+    return _served(_make_store)
+
+
+def lighthouse() -> contextlib.AbstractContextManager[str]:
+    """torchft's own while the block runs; its address.
+
+    Each trial needs a new one: it counts the dead of the one before as members for a while.
+    """
+    return _served(_make_lighthouse)

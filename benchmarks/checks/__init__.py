@@ -1,0 +1,1 @@
+"""`python -m benchmarks.checks`: what the checks of parameters and gradients cost."""

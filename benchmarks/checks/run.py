@@ -1,0 +1,58 @@
+"""The course of one run: one launch, all models in it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.checks.field import make_field
+from benchmarks.checks.report import render
+from benchmarks.checks.results import model_result
+from torchddp.bench.cases import Job
+from torchddp.bench.launch import launch
+from torchddp.bench.progress import Display, progress_bar
+from torchddp.bench.run import new_document
+from torchddp.bench.worker import Reporter, run_rank
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line asked for, checked."""
+
+    models: tuple[str, ...]
+    every: int  # steps between two checks, for which the cost is told
+    world_size: int
+    seconds: float
+    seed: int
+
+
+def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
+    """On each rank: every variant's forward and backward in turn, for each model."""
+    from torchddp.bench.timing import time_model
+
+    return [time_model(job, model, Reporter(channel, model, enabled=rank == 0)) for model in job.models]
+
+
+def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
+    """Measure, print the report, return the document."""
+    document = new_document(command, asdict(settings))
+    variants = make_field()
+    job = Job(
+        case="checks",
+        models=settings.models,
+        variants=variants,
+        world_size=settings.world_size,
+        seconds=settings.seconds,
+        seed=settings.seed,
+    )
+    with progress_bar(console) as progress:
+        display = Display(progress)
+        display.start("checks")
+        raws = launch(job, display.update, entry=partial(run_rank, measure=measure))
+    document["results"] = [model_result(raw, variants, settings.world_size, settings.every) for raw in raws]
+    console.print(render(document))
+    return document

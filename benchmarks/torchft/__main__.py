@@ -1,0 +1,3 @@
+from benchmarks.torchft.cli import main
+
+main()

@@ -1,0 +1,64 @@
+"""`python -m benchmarks.torchft`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from benchmarks.torchft.run import KINDS, Run, run_once
+from benchmarks.torchft.step_time import measure, report
+
+
+def torchft_version() -> str:
+    """The one of this environment. RuntimeError if there is none."""
+    for package in ("torchft", "torchft-nightly"):
+        try:
+            return f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue
+    raise RuntimeError("torchft is not installed: pip install 'torchddp[ft]'")
+
+
+def main() -> None:
+    """Runs, or step times, as a table; exit status 1 if a run did not end well."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.torchft", description=__doc__)
+    parser.add_argument("--runs", type=int, default=10, help="kill, restart and heal one of two replicas so many times")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help="of model; pure: PureDistributedDataParallel")
+    parser.add_argument("--step-time", action="store_true", help="step time beside torchft's own class instead")
+    parser.add_argument("--steps", type=int, default=60, help="measured steps of each class (--step-time)")
+    parser.add_argument("--model-mb", type=float, default=25.0, help="MB of gradients (--step-time)")
+    parser.add_argument("--logs", type=Path, default=Path("build/torchft"))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    print(torchft_version())
+    if arguments.step_time:
+        times = measure(arguments.steps, arguments.model_mb, arguments.logs)
+        print(report(times))
+        _save(arguments.json, {"torchft": torchft_version(), "step_time": times})
+        return
+    runs = []
+    print("seed  dies in killed at resumed s healed s discarded  steps  weights")
+    for seed in range(arguments.seed, arguments.seed + arguments.runs):
+        runs.append(run_once(seed, arguments.logs, kind=arguments.kind))
+        print(_line(runs[-1]), flush=True)
+    good = sum(run.ok for run in runs)
+    print(f"{good} of {len(runs)} runs ended with equal weights")
+    _save(arguments.json, {"torchft": torchft_version(), "runs": [run.as_dict() for run in runs]})
+    sys.exit(good != len(runs))
+
+
+def _line(run: Run) -> str:
+    end = f"equal, {run.checksums[0]}" if run.ok else f"FAILED: {run.problem}"
+    return (
+        f"{run.seed:>4} {run.phase:>8} {run.killed_at_step:>9} {run.resumed_s:>9.2f} {run.healed_s:>8.2f} "
+        f"{run.discarded:>9} {run.steps:>6}  {end}"
+    )
+
+
+def _save(path: Path | None, data: object) -> None:
+    if path is not None:
+        path.write_text(json.dumps(data, indent=1) + "\n")

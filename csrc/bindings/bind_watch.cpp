@@ -1,0 +1,65 @@
+#include <pythread.h>
+
+#include <utility>
+
+#include "bindings/bindings.h"
+
+namespace torchddp::bindings {
+namespace {
+
+// Note [Exceptions from another thread]
+// Python raises an asynchronous exception at the start of the next Python function, or at a jump back. If that function is the
+// `__exit__` of the block that it was meant to end, it never gets to say that the block has ended. Here __enter__ and __exit__ are C
+// functions, in which Python raises nothing, and one that is still to come is taken back before any Python code of theirs runs. The
+// GIL makes a step of each of the methods below.
+class AsyncGate {
+ public:
+  void open() {
+    thread_ = PyThread_get_thread_ident();
+    open_ = true;
+  }
+
+  void close() {
+    open_ = false;
+    if (std::exchange(raised_, false)) {
+      PyThreadState_SetAsyncExc(thread_, nullptr);
+    }
+  }
+
+  bool is_open() const { return open_; }
+
+  bool raise_inside(const py::type& type) {
+    raised_ = open_;
+    return open_ && PyThreadState_SetAsyncExc(thread_, type.ptr()) == 1;
+  }
+
+ private:
+  unsigned long thread_ = 0;
+  bool open_ = false;
+  bool raised_ = false;
+};
+
+}  // namespace
+
+void bind_watch(py::module_& m) {
+  py::class_<AsyncGate>(m, "AsyncGate",
+                        "A context whose body another thread may end with an exception, which never comes after it.\n\n"
+                        "Subclasses have `_begin()`, called before the body, and `_leave(type, error, traceback)`, in "
+                        "the place of `__exit__`.")
+      .def(py::init<>())
+      .def_property_readonly("is_open", &AsyncGate::is_open, "Whether the body is running.")
+      .def("raise_inside", &AsyncGate::raise_inside, py::arg("type"),
+           "From any thread: raises `type()` in the body, at its next Python instruction. False if it is over.")
+      .def("__enter__",
+           [](py::object self) {
+             self.attr("_begin")();
+             self.cast<AsyncGate&>().open();
+             return self;
+           })
+      .def("__exit__", [](py::object self, const py::object& type, const py::object& error, const py::object& trace) {
+        self.cast<AsyncGate&>().close();
+        return py::object(self.attr("_leave")(type, error, trace));
+      });
+}
+
+}  // namespace torchddp::bindings

@@ -1,0 +1,60 @@
+// Whole blocks by the kernel in use, the rest of a range stripe by stripe.
+#include "kernels/hash.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "kernels/check_table.h"
+#include "kernels/pack_table.h"
+
+namespace torchddp::kernels {
+namespace {
+
+void add_stripe(uint64_t* lanes, const unsigned char* stripe, int index) {
+  uint64_t words[kHashLanes];
+  std::memcpy(words, stripe, sizeof(words));
+  for (int lane = 0; lane < kHashLanes; ++lane) {
+    const uint64_t keyed = words[lane] ^ kHashKeys[static_cast<size_t>(index + lane)];
+    lanes[lane ^ 1] += words[lane];
+    lanes[lane] += (keyed & 0xFFFFFFFFu) * (keyed >> 32);
+  }
+}
+
+}  // namespace
+
+Hash::Hash() { std::copy_n(kHashKeys.begin(), lanes_.size(), lanes_.begin()); }
+
+void Hash::add(const void* data, int64_t bytes) {
+  if (bytes_ % kHashBlockBytes != 0) throw std::logic_error("only the last piece of a hash may end inside of a block");
+  bytes_ += static_cast<uint64_t>(bytes);
+  const auto* at = static_cast<const unsigned char*>(data);
+  const int64_t blocks = bytes / kHashBlockBytes;
+  active_table().checks->hash_blocks(lanes_.data(), at, blocks);
+  at += blocks * kHashBlockBytes;
+  int64_t left = bytes - blocks * kHashBlockBytes;
+  for (int index = 0; left > 0; ++index) {
+    unsigned char stripe[kHashStripeBytes] = {};  // zeros after the end: the length tells them from data
+    const int64_t taken = std::min(left, kHashStripeBytes);
+    std::memcpy(stripe, at, static_cast<size_t>(taken));
+    add_stripe(lanes_.data(), stripe, index);
+    at += taken;
+    left -= taken;
+  }
+}
+
+uint64_t Hash::finish() const {
+  uint64_t hash = mix_bits(bytes_);
+  for (size_t lane = 0; lane < lanes_.size(); ++lane) {
+    hash = mix_bits(hash + mix_bits(lanes_[lane] ^ kHashKeys[kHashLanes + lane]));
+  }
+  return hash;
+}
+
+uint64_t hash_bytes(const void* data, int64_t bytes) {
+  Hash hash;
+  hash.add(data, bytes);
+  return hash.finish();
+}
+
+}  // namespace torchddp::kernels

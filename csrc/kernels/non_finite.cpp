@@ -1,0 +1,73 @@
+// Chunk by chunk: a chunk with something in it is counted element by element, which is rare.
+#include "kernels/non_finite.h"
+
+#include <algorithm>
+
+#include "kernels/check_table.h"
+#include "kernels/pack.h"
+#include "kernels/pack_scalar.h"
+#include "kernels/pack_table.h"
+
+namespace torchddp::kernels {
+namespace {
+
+template <DType Src>
+int64_t count_each(const unsigned char* data, int64_t numel) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < numel; ++i) {
+    Bits<item_size(Src)> word;
+    std::memcpy(&word, data + i * item_size(Src), sizeof(word));
+    count += (word & exponent_bits<Src>()) == exponent_bits<Src>() ? 1 : 0;
+  }
+  return count;
+}
+
+int64_t count_chunk(AnyNonFiniteFn any, const unsigned char* data, DType dtype, int64_t numel) {
+  if (!any(data, numel)) [[likely]] {
+    return 0;
+  }
+  switch (dtype) {
+    case DType::kF64:
+      return count_each<DType::kF64>(data, numel);
+    case DType::kF32:
+      return count_each<DType::kF32>(data, numel);
+    case DType::kF16:
+      return count_each<DType::kF16>(data, numel);
+    default:
+      return count_each<DType::kBF16>(data, numel);
+  }
+}
+
+AnyNonFiniteFn kernel_for(DType dtype) { return active_table().checks->any_non_finite[static_cast<size_t>(dtype)]; }
+
+}  // namespace
+
+int64_t count_non_finite(const void* data, DType dtype, int64_t numel) {
+  if (!is_float(dtype)) return 0;
+  const AnyNonFiniteFn any = kernel_for(dtype);
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  int64_t count = 0;
+  for (int64_t i = 0; i < numel; i += kFiniteChunk) {
+    count += count_chunk(any, bytes + i * item_size(dtype), dtype, std::min(kFiniteChunk, numel - i));
+  }
+  return count;
+}
+
+int64_t scale_cast_counting(void* dst, DType dst_type, const void* src, DType src_type, int64_t numel, double scale) {
+  if (!is_float(src_type)) {
+    scale_cast(dst, dst_type, src, src_type, numel, scale);
+    return 0;
+  }
+  const AnyNonFiniteFn any = kernel_for(src_type);
+  auto* to = static_cast<unsigned char*>(dst);
+  const auto* from = static_cast<const unsigned char*>(src);
+  int64_t count = 0;
+  for (int64_t i = 0; i < numel; i += kFiniteChunk) {
+    const int64_t chunk = std::min(kFiniteChunk, numel - i);
+    count += count_chunk(any, from + i * item_size(src_type), src_type, chunk);
+    scale_cast(to + i * item_size(dst_type), dst_type, from + i * item_size(src_type), src_type, chunk, scale);
+  }
+  return count;
+}
+
+}  // namespace torchddp::kernels

@@ -1,0 +1,103 @@
+// Where a step is: written by the threads of training, read by any other, which must never hold those up.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "bucket/bucket.h"
+#include "reducer/peer_processes.h"
+
+namespace torchddp::reducer {
+
+enum class Phase : uint8_t { kIdle, kForward, kBackward };
+
+// Of the backward that the hooks of this step have seen begin.
+enum class BackwardEnd : uint8_t { kNone, kRunning, kDone, kFailed };
+
+struct BucketStatus {
+  bucket::BucketState state;
+  std::vector<int64_t> missing;  // parameters that have produced no gradient in this step
+};
+
+// A copy, as Reducer::status() gives it.
+struct Status {
+  int64_t step = 0;  // synchronised forwards begun
+  Phase phase = Phase::kIdle;
+  bool waits = false;
+  std::string waits_for;
+  int64_t bucket = -1;  // waited for; -1: no bucket
+  int64_t waited_ns = 0;
+  BackwardEnd backward = BackwardEnd::kNone;
+  std::string backward_error;
+  std::string error;   // of the last step or check that failed
+  bool armed = false;  // a synchronised forward has ended, its reduction has not
+  bool has_buckets = false;
+  std::vector<BucketStatus> buckets;
+};
+
+// Thread-safe. Its mutex is held for some assignments, and taken a few times a step, never by a gradient's hook.
+class LiveStatus {
+ public:
+  void begin_forward(int64_t step);
+  // The number of this backward, for end_backward().
+  int64_t begin_backward();
+  // `error`: null if there was none.
+  void end_backward(int64_t number, const std::string* error);
+  void end_step();
+  void abandon_step() { phase_.store(Phase::kIdle, std::memory_order_relaxed); }
+
+  void begin_wait(const char* what, int64_t bucket);
+  void end_wait();
+
+  void set_error(std::string text);
+  std::string error() const;
+
+  // What the next error of a transport is to tell besides, one after the other; the step's end without error drops all.
+  void note_failure(const std::string& text);
+  // `text` of a transport's error, which ranks of this host are gone or stopped, and what was noted, which is forgotten.
+  std::string with_note(std::string text);
+  // Other ranks of this host, as far as they are known.
+  void set_peers(std::vector<PeerProcess> peers);
+
+  // Without `armed` and the buckets.
+  Status read() const;
+
+  // Gradients that are there in this step.
+  std::atomic<int64_t> num_ready{0};
+
+ private:
+  std::atomic<Phase> phase_{Phase::kIdle};
+  std::atomic<bool> has_note_{false};
+  mutable std::mutex mutex_;
+  int64_t step_ = 0;
+  bool waits_ = false;
+  std::string waits_for_;
+  int64_t bucket_ = -1;
+  int64_t waits_since_ns_ = 0;
+  int64_t backward_number_ = 0;
+  int64_t ready_at_end_ = 0;
+  BackwardEnd backward_ = BackwardEnd::kNone;
+  std::string backward_error_;
+  std::string error_;
+  std::string note_;
+  std::vector<PeerProcess> peers_;
+};
+
+// While it lives, the training thread waits. Not to be nested.
+class WaitScope {
+ public:
+  WaitScope(LiveStatus& status, const char* what, int64_t bucket = -1) : status_(status) {
+    status_.begin_wait(what, bucket);
+  }
+  ~WaitScope() { status_.end_wait(); }
+  WaitScope(const WaitScope&) = delete;
+  WaitScope& operator=(const WaitScope&) = delete;
+
+ private:
+  LiveStatus& status_;
+};
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,117 @@
+// How ranges of blocks are summed: scaled, narrow, counted, or as they are.
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <optional>
+
+#include "kernels/non_finite.h"
+#include "shm/engine.h"
+
+namespace torchddp::shm {
+namespace {
+
+// Of each rank's block: what stays in the first cache between being looked at and being summed.
+constexpr int64_t kCountedBytes = 8 * 1024;
+
+std::optional<kernels::DType> float_type(kernels::SumType type) {
+  switch (type) {
+    case kernels::SumType::kF64:
+      return kernels::DType::kF64;
+    case kernels::SumType::kF32:
+      return kernels::DType::kF32;
+    case kernels::SumType::kF16:
+      return kernels::DType::kF16;
+    case kernels::SumType::kBF16:
+      return kernels::DType::kBF16;
+    default:
+      return std::nullopt;
+  }
+}
+
+}  // namespace
+
+// Sums write over the inputs, so what is to be counted is counted before, in pieces that stay in the first cache.
+void Engine::sum_range(const Running& op, Range range, bool to_all) {
+  if (!op.counts) {
+    sum_piece(op, range, to_all);
+    return;
+  }
+  const auto numel = kCountedBytes / kernels::item_size(op.operation.type);
+  for (auto begin = range.begin; begin < range.end; begin += numel) {
+    const Range piece{begin, std::min(range.end, begin + numel)};
+    count_non_finite(op, piece);
+    sum_piece(op, piece, to_all);
+  }
+}
+
+void Engine::count_non_finite(const Running& op, Range range) {
+  const auto type = float_type(op.operation.type);
+  if (!type) {
+    return;
+  }
+  const auto offset = range.begin * kernels::item_size(op.operation.type);
+  for (size_t rank = 0; rank < op.blocks.size(); ++rank) {
+    if (op.counted[rank] == 0) {
+      continue;
+    }
+    if (const auto found = kernels::count_non_finite(op.blocks[rank] + offset, *type, range.end - range.begin);
+        found > 0) [[unlikely]] {
+      slot(static_cast<int>(rank), op.seq).non_finite.fetch_add(static_cast<uint64_t>(found));
+    }
+  }
+}
+
+void Engine::sum_piece(const Running& op, Range range, bool to_all) {
+  const auto offset = range.begin * kernels::item_size(op.operation.type);
+  const auto count = op.blocks.size();
+  std::array<const void*, kMaxRanks> sources;
+  std::array<void*, kMaxRanks> targets;
+  for (size_t rank = 0; rank < count; ++rank) {
+    sources[rank] = targets[rank] = op.blocks[rank] + offset;
+  }
+  const auto mine = static_cast<size_t>(config_.rank);
+  const auto written =
+      to_all ? std::span<void* const>(targets.data(), count) : std::span<void* const>(&targets[mine], 1);
+  if (has_wire(op)) {
+    sum_wires(op, range, written);
+  } else {
+    sum_ranks(op, written, {sources.data(), count}, range.end - range.begin);
+  }
+}
+
+// Sums of 16-bit floats, formed and written in kF32, piece by piece so that they stay in the first cache.
+void Engine::sum_wires(const Running& op, Range range, std::span<void* const> targets) const {
+  constexpr int64_t kPiece = 2048;
+  std::array<float, kPiece> total;
+  std::array<float, kPiece> next;
+  const auto wire = pack_type(op.operation.wire);
+  const auto wire_item = kernels::item_size(op.operation.wire);
+  for (auto begin = range.begin; begin < range.end; begin += kPiece) {
+    const auto numel = std::min(kPiece, range.end - begin);
+    for (size_t rank = 0; rank < op.wires.size(); ++rank) {
+      const auto* source = op.wires[rank] + begin * wire_item;
+      kernels::scale_cast(rank == 0 ? total.data() : next.data(), kernels::DType::kF32, source, wire, numel, 1.0);
+      if (rank > 0) {
+        void* const sum = total.data();
+        const std::array<const void*, 2> sources{total.data(), next.data()};
+        kernels::reduce_ranks({&sum, 1}, sources, kernels::SumType::kF32, kernels::ReduceOp::kSum, numel);
+      }
+    }
+    for (auto* target : targets) {
+      std::memcpy(static_cast<std::byte*>(target) + (begin - range.begin) * static_cast<int64_t>(sizeof(float)),
+                  total.data(), static_cast<size_t>(numel) * sizeof(float));
+    }
+  }
+}
+
+void Engine::sum_ranks(const Running& op, std::span<void* const> targets, std::span<const void* const> sources,
+                       int64_t numel) const {
+  const auto& operation = op.operation;
+  if (op.scaled && !has_wire(op) && operation.op == kernels::ReduceOp::kSum && kernels::can_scale(operation.type)) {
+    kernels::scaled_sum_ranks(targets, sources, op.scales, operation.type, numel);
+  } else {
+    kernels::reduce_ranks(targets, sources, operation.type, operation.op, numel);
+  }
+}
+
+}  // namespace torchddp::shm

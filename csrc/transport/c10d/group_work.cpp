@@ -1,0 +1,34 @@
+#include "transport/c10d/group_work.h"
+
+namespace torchddp::transport {
+namespace {
+
+// Null for gloo's own reduce-scatter, which has none; with more than one rank C10dTransport seldom uses it.
+c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work) {
+  try {
+    return work.getFuture();
+  } catch (const c10::Error&) {
+    return nullptr;
+  }
+}
+
+}  // namespace
+
+bool is_gloo(c10d::ProcessGroup& group) {
+  try {
+    return group.getBackend(c10::DeviceType::CPU)->getBackendName() == "gloo";
+  } catch (const std::exception&) {
+    return false;  // it has none for CPU tensors, or none of torch's own
+  }
+}
+
+bool wait_interruptibly(c10d::Work& work, const Interruption& interruption, std::chrono::milliseconds timeout) {
+  if (work.isCompleted()) {
+    interruption.check();
+  } else if (const auto future = future_of(work); future != nullptr && !interruption.wait_for(*future, timeout)) {
+    timeout = std::chrono::milliseconds(1);  // it is over: let torch say so in its own words
+  }
+  return work.wait(timeout);
+}
+
+}  // namespace torchddp::transport

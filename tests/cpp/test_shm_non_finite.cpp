@@ -1,0 +1,95 @@
+// Infinities and NaNs that are counted while blocks are summed.
+#include <cmath>
+#include <limits>
+
+#include "check.h"
+#include "shm_ranks.h"
+
+namespace torchddp::shm {
+namespace {
+
+constexpr int64_t kNumel = 100'003;  // several chunks and pieces, with tails
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+// All-reduces of a block in which this rank has `bad` values in the given places.
+struct Sum {
+  Sum(Segment& segment, int64_t numel) : segment(segment), numel(numel) {
+    values = static_cast<float*>(segment.allocate(numel * 4));
+  }
+  ~Sum() { segment.release(values); }
+
+  uint64_t start(Engine& engine, const std::vector<int64_t>& bad, float value, bool counts = true) {
+    std::fill(values, values + numel, 1.0F);
+    for (const auto place : bad) values[place] = value;
+    found->store(0);
+    return engine.start({.kind = OpKind::kAllReduce,
+                         .type = kernels::SumType::kF32,
+                         .numel = numel,
+                         .input = values,
+                         .output = values,
+                         .scale = 0.5,
+                         .non_finite = counts ? found : nullptr});
+  }
+
+  Segment& segment;
+  int64_t numel;
+  float* values;
+  std::shared_ptr<std::atomic<int64_t>> found = std::make_shared<std::atomic<int64_t>>(0);
+};
+
+TEST(shm_each_rank_is_told_what_is_not_finite_in_its_own_input) {
+  for (const int size : {1, 2, 3}) {
+    Host host(size);
+    check_ranks(size, [&](int rank) {
+      const auto engine = host.engine(rank);
+      Sum sum(host.segment(rank), kNumel);
+      for (int round = 0; round < 20; ++round) {
+        // In everybody's shard, at its ends too; as many as the rank's number, and none in every third round.
+        std::vector<int64_t> bad;
+        for (int i = 0; round % 3 != 0 && i <= rank; ++i) bad.push_back(i == 0 ? kNumel - 1 : i * (kNumel / 4));
+        engine->wait(sum.start(*engine, bad, round % 2 == 0 ? kNan : kInf), milliseconds(0));
+        require(sum.found->load() == static_cast<int64_t>(bad.size()), "the count of rank " + std::to_string(rank));
+        require(sum.values[1] == 0.5F * static_cast<float>(size), "the sum is as without counting");
+        require(std::isfinite(sum.values[kNumel - 1]) == (round % 3 == 0), "the sum tells it too");
+      }
+    });
+  }
+}
+
+TEST(shm_ranks_may_count_or_not) {
+  constexpr int kSize = 2;
+  Host host(kSize);
+  check_ranks(kSize, [&](int rank) {
+    const auto engine = host.engine(rank);
+    Sum sum(host.segment(rank), kNumel);
+    engine->wait(sum.start(*engine, {0, kNumel / 2, kNumel - 1}, kNan, rank == 1), milliseconds(0));
+    require(sum.found->load() == (rank == 1 ? 3 : 0), "only who asked is told");
+  });
+}
+
+// Slots serve again before anybody has waited; what they counted is kept.
+TEST(shm_counts_outlive_their_slots) {
+  constexpr int kSize = 2;
+  constexpr size_t kOperations = 2 * kSlots + 5;
+  constexpr int64_t kSmall = 5'000;
+  Host host(kSize);
+  check_ranks(kSize, [&](int rank) {
+    const auto engine = host.engine(rank);
+    std::vector<std::unique_ptr<Sum>> sums;
+    std::vector<uint64_t> started;
+    for (size_t i = 0; i < kOperations; ++i) {
+      sums.push_back(std::make_unique<Sum>(host.segment(rank), kSmall));
+      std::vector<int64_t> bad(i % 4, static_cast<int64_t>(i));
+      for (size_t k = 0; k < bad.size(); ++k) bad[k] += static_cast<int64_t>(k) * 1000;
+      started.push_back(sums.back()->start(*engine, bad, kInf));
+    }
+    for (size_t i = kOperations; i-- > 0;) {
+      engine->wait(started[i], milliseconds(0));
+      require(sums[i]->found->load() == static_cast<int64_t>(i % 4), "the count of operation " + std::to_string(i));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace torchddp::shm

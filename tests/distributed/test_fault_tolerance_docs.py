@@ -1,0 +1,70 @@
+"""The examples of docs/fault_tolerance.md run, and do what the page says."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.gpt.processes import torchrun
+from tests.harness import run_ranks
+from tests.models import same_on_all_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "fault_tolerance.md"
+
+pytestmark = pytest.mark.beyond_torch("examples of what only torchddp does")
+
+
+def code_of(section):
+    text = PAGE.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("    ") or not line]
+    return textwrap.dedent("\n".join(lines))
+
+
+def test_another_process_group():
+    def work(rank):
+        names = {}
+        exec(compile(code_of("Another process group"), str(PAGE), "exec"), names)
+        model, optimizer = names["model"], names["optimizer"]
+        assert model.process_group.size() == 3
+        assert same_on_all_ranks([p.detach() for p in model.parameters()])
+        return [state["step"].item() for state in optimizer.state.values()]
+
+    assert run_ranks(work, 3) == [[40.0, 40.0]] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [False, True])
+def test_restart_with_torchrun(dies, tmp_path, monkeypatch):
+    """Rank 1 dies in step 25 of the first attempt; the end is that of the closed form: what one process computes."""
+    monkeypatch.chdir(tmp_path)
+    code = code_of("Restart with torchrun")
+    fault = "    if step == 25 and rank == 1 and attempt == '0': os.kill(os.getpid(), 9)\n"
+    if dies:
+        code, count = re.subn(r"(?m)^    optimizer\.zero_grad\(\)$", fault.rstrip() + r"\n\g<0>", code)
+        assert count == 1
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    with (tmp_path / "log").open("w") as log:
+        torchrun(script, [], ranks=2, timeout_seconds=120, output=log, errors=log, max_restarts=int(dies))
+    saved = torch.load("checkpoint.pt", weights_only=True)
+    assert saved["step"] == 40
+    assert ("SIGTERM" in (tmp_path / "log").read_text() or "exitcode: -9" in (tmp_path / "log").read_text()) == dies
+    (wanted,) = run_ranks(lambda rank: {n: v.tolist() for n, v in alone().state_dict().items()}, 1)
+    for name, value in saved["model"].items():
+        torch.testing.assert_close(value, torch.tensor(wanted[name]))
+
+
+def alone():
+    """The weights that one process gets with both ranks' data."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(40):
+        optimizer.zero_grad()
+        for rank in range(2):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
+            ((model(x) - x.sum(1, keepdim=True)).square().mean() / 2).backward()
+        optimizer.step()
+    return model

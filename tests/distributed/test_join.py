@@ -1,0 +1,85 @@
+"""join() with each of its options, alone and with other joinables, over shared memory and the process group."""
+
+import pytest
+import torch
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import torchddp
+from tests.harness import run_ranks
+from tests.models import Mlp, batch, loss_of, seeded
+
+TRANSPORTS = ["c10d", "shm"]
+
+
+def wrappers(transport):
+    """torchddp's class over a transport, and torch's."""
+    return (
+        lambda module: torchddp.DistributedDataParallel(module, transport=transport, bucket_cap_mb=0.001),
+        lambda module: TorchDDP(module, bucket_cap_mb=0.001),
+    )
+
+
+def trained(wrap, rank, steps, **options):
+    """Two models in one join; their parameters in the end."""
+    models = [wrap(seeded(Mlp, seed)) for seed in (0, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    with Join(models, **options):
+        for step in range(steps):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss_of(model(batch(rank, step))).backward()
+                optimizer.step()
+    return [p.detach() for model in models for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("transport", "world_size"), [("c10d", 3), ("shm", 2), ("shm", 3)])
+def test_several_joinables_and_who_is_divided_by(transport, world_size):
+    def work(rank):
+        ours, theirs = wrappers(transport)
+        for divide in (True, False):
+            options = {"divide_by_initial_world_size": divide}
+            mine = trained(ours, rank, 1 + 2 * rank, **options)
+            for a, b in zip(mine, trained(theirs, rank, 1 + 2 * rank, **options), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+    run_ranks(work, world_size)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_early_termination_is_of_all_ranks_at_once(transport):
+    def work(rank):
+        ours, _ = wrappers(transport)
+        with pytest.raises(RuntimeError, match="exhausted"):
+            trained(ours, rank, 2 + rank, throw_on_early_termination=True)
+        # The group can be used again.
+        model = ours(seeded(Mlp))
+        loss_of(model(batch(rank))).backward()
+
+    run_ranks(work, 3)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_join_that_is_switched_off_sends_nothing(transport):
+    def work(rank):
+        ours, _ = wrappers(transport)
+        on = trained(ours, rank, 3)
+        off = trained(ours, rank, 3, enable=False)
+        for a, b in zip(on, off, strict=True):
+            assert torch.equal(a, b)
+        model = ours(seeded(Mlp))
+        with model.join(enable=False):
+            assert not model._join_config.enable
+            loss_of(model(batch(rank))).backward()
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_without_any_input(transport):
+    def work(rank):
+        ours, theirs = wrappers(transport)
+        for a, b in zip(trained(ours, rank, 2 * rank), trained(theirs, rank, 2 * rank), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+    run_ranks(work, 2)

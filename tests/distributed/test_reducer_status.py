@@ -1,0 +1,137 @@
+"""What a reducer tells of itself from another thread, while its step goes on, ends, or fails."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+import torchddp
+from tests.harness import run_ranks
+from tests.models import Mlp, batch, seeded, step_on
+
+TRANSPORTS = ["shm", "c10d"]
+SECONDS = 60.0
+
+
+class Raises(torch.autograd.Function):
+    """Raises in backward, if it is asked to."""
+
+    @staticmethod
+    def forward(ctx, x, message):
+        ctx.message = message
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.message:
+            raise ValueError(ctx.message)
+        return grad, None
+
+
+class Branching(Mlp):
+    """An Mlp that can raise between its layers, or leave one out."""
+
+    message = ""
+    leaves_out = False
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        x = torch.cat([x, x[:, :8]], 1) if self.leaves_out else torch.tanh(self.middle(x))
+        x = Raises.apply(x, self.message)
+        return self.last(x)
+
+
+class Watched:
+    """The states of a reducer, as another thread sees them."""
+
+    def __init__(self, reducer):
+        self.reducer, self.seen, self.ends = reducer, [], False
+        self.thread = threading.Thread(target=self._look)
+        self.thread.start()
+
+    def _look(self):
+        while not self.ends:
+            self.seen.append(self.reducer._status())
+            time.sleep(0.002)
+
+    def end(self):
+        self.ends = True
+        self.thread.join()
+        return self.seen
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_waits_and_one_that_raised(transport):
+    def work(rank):
+        ddp = torchddp.DistributedDataParallel(
+            seeded(Branching), bucket_cap_mb=0.001, transport=transport, timeout=timedelta(seconds=1.2)
+        )
+        assert ddp.reducer._status()["phase"] == "idle" and ddp.reducer._status()["step"] == 0
+        for step in range(3):
+            step_on(ddp, rank, step)
+        idle = ddp.reducer._status()
+        assert (idle["phase"], idle["step"], idle["bucket"]) == ("idle", 3, -1)
+        assert {bucket["state"] for bucket in idle["buckets"]} == {"reduced"} and not idle["armed"]
+        watched = Watched(ddp.reducer)
+        if rank == 1:
+            ddp.module.message = "no such number"
+            with pytest.raises(ValueError, match="no such number"):
+                step_on(ddp, rank, 3)
+            mine = ddp.reducer._status()
+            assert (mine["backward"], mine["phase"], mine["step"]) == ("failed", "backward", 4)
+            assert "no such number" in mine["backward_error"]
+            missing = {name for bucket in mine["buckets"] for name in bucket["missing"]}
+            assert missing == {"first.weight", "first.bias", "middle.weight", "middle.bias"}
+            time.sleep(1.7)  # the other rank is to fail by itself
+            watched.end()
+            return
+        ddp.reducer._note_failure("rank 1 was told to raise")
+        with pytest.raises(torchddp.TransportError, match="bucket [\\s\\S]*rank 1 was told to raise"):
+            step_on(ddp, rank, 3)
+        waits = [s for s in watched.end() if s["phase"] == "waiting"]
+        assert waits and waits[-1]["waited_s"] > 0.5 and waits[-1]["waits_for"] == "the reduction"
+        assert waits[-1]["buckets"][waits[-1]["bucket"]] == {"state": "in flight", "missing": []}
+        assert "rank 1 was told to raise" in ddp.reducer._status()["error"]
+        assert ddp.reducer._with_failure_note("again") == "again"
+
+    run_ranks(work, 2, timeout=SECONDS)
+
+
+def test_a_backward_that_ends_without_a_parameter():
+    def work(rank):
+        ddp = torchddp.DistributedDataParallel(seeded(Branching), bucket_cap_mb=0.001, transport="c10d")
+        step_on(ddp, rank)
+        ddp.module.leaves_out = True
+        step_on(ddp, rank, 1)
+        mine = ddp.reducer._status()
+        assert (mine["backward"], mine["armed"], mine["step"]) == ("ended", True, 2)
+        assert {n for b in mine["buckets"] for n in b["missing"]} == {"middle.weight", "middle.bias"}
+        with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+            ddp(batch(rank, 2))
+        assert "middle.weight" in ddp.reducer._status()["error"]
+
+    run_ranks(work, 2, timeout=SECONDS)
+
+
+def test_while_buckets_are_rebuilt_and_models_go():
+    """Under rebuilds, checkpoints that run a backward inside of a backward, and static graphs."""
+
+    def work(rank):
+        for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
+            ddp = torchddp.DistributedDataParallel(seeded(Mlp), bucket_cap_mb=0.001, **options)
+            watched = Watched(ddp.reducer)
+            for step in range(30):
+                step_on(ddp, rank, step)
+                if step % 5 == 0 and not ddp.static_graph:
+                    ddp.reducer._reset_state()
+                    ddp._has_rebuilt_buckets = False
+            seen = watched.end()
+            assert all(s["backward"] != "failed" and not s["error"] for s in seen)
+            assert len(seen) > 1 and seen[-1]["step"] <= 30
+            ddp.reducer._note_failure("is forgotten")
+            step_on(ddp, rank, 99)
+            assert ddp.reducer._with_failure_note("text") == "text"
+
+    run_ranks(work, 2, timeout=SECONDS)

@@ -1,0 +1,185 @@
+"""The elastic example: what torchrun restarts ends as if undisturbed; what a hook holds back is in the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from examples import demo_faults
+from examples.gpt.config import TrainConfig
+from examples.gpt.data import load_corpus
+from examples.gpt.errors import ExampleError
+from examples.gpt.faults import Event, Fault, InjectedFaultError, Journal, read_journal
+from examples.gpt.processes import processes_with
+from examples.gpt.ranks import Ranks
+from examples.train_elastic import EXIT_TERMINATED, ElasticTrainer
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.beyond_torch("raises another error")
+
+SMALL: dict[str, Any] = {
+    "steps": 6,
+    "batch_size": 2,
+    "block_size": 16,
+    "layers": 1,
+    "width": 16,
+    "heads": 2,
+    "dropout": 0.1,
+    "eval_interval": 6,
+    "eval_batches": 1,
+    "save_every": 3,
+    "device": "cpu",
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 60)
+    return path
+
+
+def _trainer(rank: int, folder: Path, text: Path, fault: Fault | None = None, **options: Any) -> ElasticTrainer:
+    config = TrainConfig(**{**SMALL, "data": text, "checkpoint": folder / "gpt.pt", **options})
+    ranks = Ranks(rank, rank, 2, torch.device("cpu"), has_group=True)
+    journal = Journal(folder / "journal", rank)
+    corpus = load_corpus(text, config.block_size)
+    return ElasticTrainer(config, ranks, corpus, timeout=timedelta(seconds=20), journal=journal, fault=fault)
+
+
+@pytest.mark.parametrize("hook", ["int8", "powersgd"])
+def test_a_checkpoint_has_what_each_ranks_hook_holds_back(text: Path, tmp_path: Path, hook: str) -> None:
+    def work(rank: int) -> list[float]:
+        first = _trainer(rank, tmp_path, text, comm_hook=hook, stop_after=3)
+        first.run()
+        second = _trainer(rank, tmp_path, text, comm_hook=hook)
+        second.resume()
+        was, now = first.hook.state_dict(), second.hook.state_dict()
+        assert was["step"] == now["step"] == 3
+        assert was["residual"].keys() == now["residual"].keys() and was["residual"]
+        for name, value in was["residual"].items():
+            assert torch.equal(value, now["residual"][name]), name
+        second.run()
+        return [float(value.abs().sum()) for value in was["residual"].values()]
+
+    mine, others = run_ranks(work, 2)
+    assert mine != others and sum(mine) > 0
+
+
+def test_a_checkpoint_with_another_hook_is_refused(text: Path, tmp_path: Path) -> None:
+    def work(rank: int) -> str:
+        _trainer(rank, tmp_path, text, comm_hook="int8", stop_after=3).run()
+        with pytest.raises(ExampleError) as caught:
+            _trainer(rank, tmp_path, text).resume()
+        return str(caught.value)
+
+    assert "comm_hook int8 there, None here" in run_ranks(work, 2)[0]
+
+
+def test_an_injected_exception_comes_once(text: Path, tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        fault = Fault(2, 0, "exception", tmp_path / "marker")
+        trainer = _trainer(rank, tmp_path, text, fault=fault)
+        if rank == 0:
+            with pytest.raises(InjectedFaultError, match="rank 0 was told to raise in step 2"):
+                trainer.run()
+            return
+        with pytest.raises(RuntimeError, match="rank 0"):
+            trainer.run()
+
+    run_ranks(work, 2)
+    events = read_journal(tmp_path / "journal")
+    assert [(event.kind, event.rank, event.step) for event in events] == [("fault", 0, 2)]
+    (tmp_path / "gpt.pt").unlink(missing_ok=True)
+
+    def again(rank: int) -> int:
+        trainer = _trainer(rank, tmp_path, text, fault=Fault(2, 0, "exception", tmp_path / "marker"))
+        trainer.run()
+        return trainer.step
+
+    assert run_ranks(again, 2) == [6, 6]
+
+
+def test_asked_to_end_it_leaves_between_steps(text: Path, tmp_path: Path) -> None:
+    def work(rank: int) -> tuple[int, int]:
+        trainer = _trainer(rank, tmp_path, text)
+        inner = trainer._update
+
+        def end() -> None:
+            inner()
+            if trainer.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        trainer._update = end  # type: ignore[method-assign]
+        with pytest.raises(typer.Exit) as caught:
+            trainer.run()
+        return trainer.step, caught.value.exit_code
+
+    assert run_ranks(work, 2) == [(2, EXIT_TERMINATED)] * 2
+    assert {event.kind for event in read_journal(tmp_path / "journal")} == {"asked to end"}
+
+
+def _events() -> list[Event]:
+    return [
+        Event("started", 0, 0, 0, 1.0),
+        Event("fault", 0, 1, 5, 2.0, "kill"),
+        Event("noticed", 0, 0, 5, 2.5, "TransportError: rank 0, step 5: bucket 0 failed: rank 1 died"),
+        Event("started", 1, 0, 4, 9.0),
+        Event("finished", 1, 0, 8, 11.0),
+    ]
+
+
+def test_an_outcome_is_put_together_from_the_journal() -> None:
+    result = {"weights_sha256": "ab", "summary": {"final_train_loss": 1.5}}
+    outcome = demo_faults.outcome_of("kill", _events(), result, "ab", [], 12.0)
+    assert (outcome.noticed_by, outcome.noticed_s, outcome.restarts) == (0, 0.5, 1)
+    assert (outcome.resumed_from, outcome.back_s, outcome.weights_equal) == (4, 7.0, True)
+    assert outcome.ok
+    assert not demo_faults.outcome_of("kill", _events(), result, "cd", [], 12.0).ok
+    assert not demo_faults.outcome_of("kill", _events(), result, "ab", ["process 7: python"], 12.0).ok
+    silent = [event for event in _events() if event.kind != "noticed"]
+    assert not demo_faults.outcome_of("kill", silent, result, "ab", [], 12.0).ok
+
+
+def test_what_is_left_running_is_found() -> None:
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+    with subprocess.Popen(command, env={**os.environ, "TDDP_TEST_MARK": "x1"}, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert [pid for pid, _ in processes_with("TDDP_TEST_MARK", "x1")] == [child.pid]
+        assert processes_with("TDDP_TEST_MARK", "x2") == []
+        child.kill()
+
+
+def test_unknown_faults_are_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(demo_faults.app, ["--how", "flood", "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "unknown --how 'flood': choose one of kill, exception, stop" in done.output
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_restarted_to_the_same_weights(tmp_path: Path) -> None:
+    plan = demo_faults.Plan(steps=8, save_every=3, die_at=5)
+    console = Console(file=(tmp_path / "out").open("w"), width=100)
+    result = demo_faults.run_demo(["kill"], plan, seed=3, out=tmp_path, timeout_s=120, console=console)
+    assert result["ok"], (tmp_path / "faults.log").read_text()
+    undisturbed, killed = result["runs"]
+    assert killed["restarts"] == 1 and killed["resumed_from"] == 3
+    assert killed["noticed_by"] == 0 and killed["noticed_s"] < 5
+    assert "TransportError: rank 0, step 5" in killed["error"] and "rank 1 died" in killed["error"]
+    assert killed["weights_sha256"] == undisturbed["weights_sha256"]
+    assert killed["final_loss"] == undisturbed["final_loss"]
+    assert json.loads((tmp_path / "faults.json").read_text()) == json.loads(json.dumps(result))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["faults.json", "faults.log", "out"]

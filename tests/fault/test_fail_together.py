@@ -1,0 +1,431 @@
+"""torchddp.fail_together: an exception that leaves one rank's training loop ends those of the others."""
+
+import logging
+import os
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchddp
+from tests.harness import run_outcomes, run_ranks
+from tests.models import Mlp, batch, loss_of, seeded
+from torchddp.averaging import PeriodicAverager
+from torchddp.watch.peer_failure import PeerFailedError
+
+LIMIT_S = 5.0
+LONG_S = 30.0
+FAULT_STEP = 2
+TEXT = "no such file: shard-0001.tar"
+
+
+class Fault(torch.autograd.Function):
+    """Raises half-way through backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError(TEXT)
+
+
+class Fragile(Mlp):
+    """An Mlp that fails where it is told to."""
+
+    fails_in = ""
+
+    def forward(self, x):
+        if self.fails_in == "forward":
+            raise ValueError(TEXT)
+        x = torch.tanh(self.middle(torch.tanh(self.first(x))))
+        return self.last(Fault.apply(x) if self.fails_in == "backward" else x)
+
+
+def batches(rank, failing):
+    step = 0
+    while True:
+        if failing and step == FAULT_STEP:
+            raise ValueError(TEXT)
+        yield batch(rank, step, dtype=torch.float32)
+        step += 1
+
+
+def train(rank, culprit, where, **options):
+    """Trains until the rank `culprit` fails."""
+    model = torchddp.DistributedDataParallel(seeded(Fragile).float(), bucket_cap_mb=0.001, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with torchddp.fail_together():
+        for step, inputs in enumerate(batches(rank, rank == culprit and where == "loader")):
+            failing = rank == culprit and step == FAULT_STEP
+            model.module.fails_in = where if failing else ""
+            loss = loss_of(model(inputs))
+            loss.backward()
+            if failing and where == "optimizer":
+                optimizer.param_groups[0]["lr"] = None
+            optimizer.step()
+            if failing and where == "between":
+                raise ValueError(TEXT)
+
+
+def ending(body, *args, **kwargs):
+    """How a body ended: the type, the text, attributes of the error, and when (a clock that all processes share)."""
+    try:
+        body(*args, **kwargs)
+    except BaseException as error:
+        about = {
+            "is_peer": isinstance(error, PeerFailedError),
+            "rank": getattr(error, "rank", None),
+            "exception_type": getattr(error, "exception_type", None),
+            "message": getattr(error, "message", None),
+            "trace": getattr(error, "remote_traceback", ""),
+            "cause": type(error.__cause__).__name__,
+        }
+        return type(error).__name__, str(error), about, time.monotonic()
+    return "", "", {}, time.monotonic()
+
+
+def assert_told(endings, culprit, text=TEXT, kind="ValueError", since_s=None):
+    name, said, _, raised_s = endings[culprit]
+    assert name == kind and text in said, endings[culprit]
+    for rank, (name, said, about, ended_s) in enumerate(endings):
+        if rank == culprit:
+            continue
+        assert about.get("is_peer"), f"rank {rank}: {name}: {said}"
+        assert (about["rank"], about["exception_type"]) == (culprit, kind), about
+        assert text in about["message"] and f"rank {culprit} failed" in said and text in said, said
+        assert ended_s - (since_s or raised_s) < LIMIT_S, f"rank {rank}: {ended_s - raised_s:.1f} s"
+
+
+WHERE = ["forward", "backward", "optimizer", "between", "loader"]
+RUNS = [
+    ("c10d", None, 2, "forward"),
+    ("c10d", None, 3, "backward"),
+    ("shm", None, 2, "backward"),
+    pytest.param("shm", None, 4, "loader", marks=pytest.mark.slow),
+    ("c10d", "int8", 2, "optimizer"),
+    pytest.param("shm", "int8", 3, "between", marks=pytest.mark.slow),
+]
+EVERY_RUN = [
+    (transport, hook, world_size, where)
+    for transport, hook in (("c10d", None), ("shm", None), ("c10d", "int8"))
+    for world_size in (2, 3)
+    for where in WHERE
+]
+
+
+def check_run(transport, hook, world_size, where):
+    culprit = world_size - 1
+    options = {"transport": transport} | ({"comm_hook": hook} if hook else {})
+    endings = run_ranks(lambda rank: ending(train, rank, culprit, where, **options), world_size)
+    kind, text = ("TypeError", "") if where == "optimizer" else ("ValueError", TEXT)
+    assert_told(endings, culprit, text, kind)
+    for rank in set(range(world_size)) - {culprit}:
+        about = endings[rank][2]
+        assert about["cause"] in ("TransportError", "PeerFailedError", "RuntimeError"), about
+        assert f"{kind}" in about["trace"] and "test_fail_together.py" in about["trace"]
+        assert "at step" in endings[rank][1]
+
+
+@pytest.mark.parametrize(("transport", "hook", "world_size", "where"), RUNS)
+def test_an_exception_anywhere_ends_all(transport, hook, world_size, where):
+    check_run(transport, hook, world_size, where)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("transport", "hook", "world_size", "where"), EVERY_RUN)
+def test_every_place_over_every_transport(transport, hook, world_size, where):
+    check_run(transport, hook, world_size, where)
+
+
+def spin_in_python():
+    while True:
+        sum(range(100))
+
+
+def multiply():
+    a = torch.randn(300, 300)
+    until_s = time.monotonic() + LONG_S
+    while time.monotonic() < until_s:
+        a = (a @ a).clamp(-1, 1)
+
+
+def average_for_ever():
+    averager = PeriodicAverager(seeded(Mlp).float(), period=1)
+    while True:
+        averager.average_parameters()
+
+
+def average_once():
+    PeriodicAverager(seeded(Mlp).float(), period=1).average_parameters()
+
+
+@pytest.mark.parametrize("body", [spin_in_python, multiply, average_for_ever])
+def test_peers_that_run_or_average(body):
+    def loop(rank):
+        with torchddp.fail_together():
+            if rank == 1:
+                if body is average_for_ever:
+                    average_once()
+                time.sleep(0.3)
+                raise ValueError(TEXT)
+            body()
+
+    endings = run_ranks(lambda rank: ending(loop, rank), 3)
+    assert_told(endings, 1)
+    assert endings[0][2]["cause"] == ("TransportError" if body is average_for_ever else "PeerFailedError")
+
+
+def in_a_barrier():
+    dist.barrier()
+
+
+def in_a_sleep():
+    time.sleep(LONG_S)
+
+
+def swallow_everything():
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:
+            pass
+
+
+@pytest.mark.parametrize(
+    "body", [in_a_barrier, *(pytest.param(body, marks=pytest.mark.slow) for body in (in_a_sleep, swallow_everything))]
+)
+def test_who_can_not_be_interrupted_is_ended(body, capfd):
+    def loop(rank):
+        with torchddp.fail_together(grace_s=1.0):
+            if rank == 1:
+                time.sleep(0.3)
+                raise ValueError(TEXT)
+            body()
+
+    def work(rank):
+        result = ending(loop, rank)
+        time.sleep(2.5)  # the connections stay, or a barrier would end by them
+        return result
+
+    since_s = time.monotonic()
+    outcomes = run_outcomes(work, 2, timeout=20, straggler_s=10)
+    assert time.monotonic() - since_s < 0.3 + LIMIT_S + 2.5
+    assert outcomes[0].exit_code == 1 and "died without a word" in outcomes[0].error, outcomes[0]
+    assert outcomes[1].value[0] == "ValueError", outcomes[1]
+    said = capfd.readouterr().err
+    for part in ("rank 0 ends with exit code 1", "rank 1 failed", TEXT, body.__name__):
+        assert part in said, said
+
+
+def test_two_ranks_that_fail_at_once():
+    """Each keeps its own error, and the others hear of one of them: of the same."""
+
+    def loop(rank):
+        with torchddp.fail_together():
+            if rank in (1, 2):
+                raise ValueError(f"{TEXT} of rank {rank}")
+            spin_in_python()
+
+    endings = run_ranks(lambda rank: ending(loop, rank), 4)
+    assert [endings[rank][0] for rank in (1, 2)] == ["ValueError"] * 2
+    named = {endings[rank][2]["rank"] for rank in (0, 3)}
+    assert len(named) == 1 and named <= {1, 2}, endings
+    assert f"{TEXT} of rank {named.pop()}" in endings[0][1]
+
+
+def test_what_ends_a_loop_and_what_does_not():
+    """Several loops one after another, over the same group: boards are numbered alike on all ranks."""
+
+    def raising(rank, error):
+        with torchddp.fail_together():
+            if rank == 1:
+                raise error
+            spin_in_python()
+
+    def work(rank):
+        found = {}
+        for name, error in (
+            ("interrupt", KeyboardInterrupt()),
+            ("exit", SystemExit(3)),
+            ("text", SystemExit("bad config")),
+        ):
+            dist.barrier()
+            found[name] = ending(raising, rank, error)
+        # What is caught inside is nobody's business, nor is an exit that is none.
+        with torchddp.fail_together():
+            for _ in range(3):
+                try:
+                    if rank == 1:
+                        raise ValueError(TEXT)
+                except ValueError:
+                    pass
+                dist.barrier()
+        found["good exit"] = ending(lambda: raising(1 if rank == 1 else 2, SystemExit(0)) if rank == 1 else None)
+        dist.barrier()
+        time.sleep(0.6)
+        return found
+
+    found = run_ranks(work, 2)
+    for name, kind in (("interrupt", "KeyboardInterrupt"), ("exit", "SystemExit"), ("text", "SystemExit")):
+        assert_told([ranks[name] for ranks in found], 1, "", kind)
+    assert found[1]["good exit"][0] == "SystemExit" and found[0]["good exit"][0] == ""
+
+
+def test_nothing_arrives_after_the_end():
+    """Ranks leave at the moment at which another fails: the error comes out of the context, or never."""
+
+    def work(rank):
+        for attempt in range(4):
+            result = None
+            try:
+                with torchddp.fail_together():
+                    if rank == 1:
+                        raise ValueError(TEXT)
+                    until_s = time.monotonic() + 0.2 + 0.04 * attempt
+                    while time.monotonic() < until_s:
+                        pass
+            except PeerFailedError as error:
+                result = error
+            except ValueError:
+                pass
+            for _ in range(20_000):  # Python code, in which it would be raised
+                sum(range(3))
+            del result
+            dist.barrier()
+        time.sleep(0.5)
+        return threading.active_count()
+
+    run_ranks(work, 2)
+
+
+def test_a_peer_that_dies_is_named_as_ever():
+    def loop(rank):
+        model = torchddp.DistributedDataParallel(seeded(Mlp).float(), transport="shm", bucket_cap_mb=0.001)
+        with torchddp.fail_together():
+            for step in range(100):
+                if step == FAULT_STEP and rank == 1:
+                    os._exit(7)
+                if rank == 2 and step == FAULT_STEP:
+                    spin_in_python()
+                loss_of(model(batch(rank, step, dtype=torch.float32))).backward()
+
+    outcomes = run_outcomes(lambda rank: ending(loop, rank), 3, needed_ranks=[0, 2], timeout=30)
+    name, said, _, _ = outcomes[0].value
+    assert name == "TransportError" and "rank 1 died" in said, outcomes[0]
+    name, said, about, _ = outcomes[2].value
+    assert about["is_peer"] and "rank 1 died" in said and about["rank"] == 0, outcomes[2]
+
+
+def test_nested_and_in_another_thread():
+    def loop(rank):
+        with torchddp.fail_together():
+            try:
+                with torchddp.fail_together():
+                    if rank == 0:
+                        raise ValueError(TEXT)
+                    spin_in_python()
+            finally:
+                time.sleep(0.05)
+
+    def work(rank):
+        found = []
+        thread = threading.Thread(target=lambda: found.append(ending(loop, rank)))
+        thread.start()
+        thread.join(LIMIT_S + 3)
+        return found[0]
+
+    assert_told(run_ranks(work, 3), 0)
+
+
+def test_one_rank_forks_and_no_group():
+    with torchddp.fail_together(), pytest.raises(ValueError, match="own"):
+        raise ValueError("own")
+
+    def alone(rank):
+        with pytest.raises(ValueError, match="own"), torchddp.fail_together():
+            raise ValueError("own")
+
+    run_ranks(alone, 1)
+
+    def work(rank):
+        with torchddp.fail_together():
+            if (child := os.fork()) == 0:
+                try:
+                    torchddp.fail_together().__enter__()
+                    raise ValueError(TEXT)
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+            dist.barrier()
+            time.sleep(0.6)
+
+    run_ranks(work, 2)
+
+
+def test_a_good_end_waits_for_nobody():
+    def work(rank):
+        if rank == 1:
+            with torchddp.fail_together():
+                time.sleep(1.0)
+            dist.barrier()
+            return 0.0
+        since_s = time.monotonic()
+        with torchddp.fail_together():
+            pass
+        seconds = time.monotonic() - since_s
+        dist.barrier()
+        return seconds
+
+    assert max(run_ranks(work, 2)) < 0.5
+
+
+def test_a_store_that_is_down_is_told_once(caplog):
+    class Down:
+        def set_timeout(self, timeout):
+            pass
+
+        def __getattr__(self, name):
+            raise RuntimeError("connection refused")
+
+    def work(rank):
+        from torchddp.watch import board
+
+        class Lost(board.Board):
+            def __init__(self, *args):
+                super().__init__(*args)
+                self._store = Down()
+
+        from torchddp.watch import fail_together as module
+
+        module.Board = Lost
+        with caplog.at_level(logging.WARNING):
+            with torchddp.fail_together():
+                time.sleep(0.6)
+            with pytest.raises(ValueError, match="own"), torchddp.fail_together():
+                raise ValueError("own")
+        return [record.getMessage() for record in caplog.records if "store" in record.getMessage()]
+
+    for told in run_ranks(work, 2):
+        assert len(told) == 2, told  # once for each context
+        assert "fail_together on rank" in told[0]
+
+
+@pytest.mark.parametrize("grace_s", [-1.0, float("nan")])
+def test_a_grace_that_is_none(grace_s):
+    with pytest.raises(ValueError, match="grace_s must be"):
+        torchddp.fail_together(grace_s=grace_s)
+
+
+def test_a_context_is_entered_once():
+    def work(rank):
+        context = torchddp.fail_together()
+        with context:
+            pass
+        with pytest.raises(RuntimeError, match="once"), context:
+            pass
+
+    run_ranks(work, 2)

@@ -1,0 +1,307 @@
+"""Ranks that wait for one that does not come: one report says who, what, where and why, and then all raise."""
+
+import json
+import logging
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchddp
+from tests.distributed.test_reducer_status import Branching
+from tests.harness import run_outcomes, run_ranks
+from tests.models import Mlp, batch, loss_of, seeded, step_on
+from torchddp.watch import report
+
+STALL_S = 0.5
+TIMEOUT_S = 1.8  # of a reduction, less than four stalls: none is reported twice
+RAISED_S = TIMEOUT_S + 1.5  # the culprit is there for so long, so that nobody sees it go
+SECONDS = 60.0
+TRANSPORTS = ["shm", "c10d"]
+slow = pytest.mark.slow
+
+pytestmark = pytest.mark.beyond_torch("torch's class waits in silence")
+
+
+class Reports(logging.Handler):
+    """What this rank has printed."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+        logging.getLogger("torchddp.hang").addHandler(self)
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+class Wider(Mlp):
+    """An Mlp with a bucket more, which is the last."""
+
+    def __init__(self):
+        super().__init__()
+        self._modules = {"extra": torch.nn.Linear(8, 64, dtype=torch.float64), **self._modules}
+
+    def forward(self, x):
+        return super().forward(x) + self.extra(x).mean()
+
+
+def raised(ddp, rank, step, _):
+    ddp.module.message = "no such number"
+    with pytest.raises(ValueError):
+        step_on(ddp, rank, step)
+
+
+def raised_in_forward(ddp, rank, step, _):
+    with pytest.raises(RuntimeError, match="shapes"):
+        ddp(batch(rank, step)[:, :3])
+
+
+def died(ddp, rank, step, _):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stopped(ddp, rank, step, _):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def took_another_branch(ddp, rank, step, _):
+    ddp.module.leaves_out = True
+    step_on(ddp, rank, step)
+
+
+def skipped_a_batch(ddp, rank, step, _):
+    pass
+
+
+def entered_another_collective(ddp, rank, step, other):
+    loss = loss_of(ddp(batch(rank, step)))
+    with pytest.raises(RuntimeError):  # the others are gone by then
+        dist.all_reduce(loss.detach(), group=other)
+
+
+def has_another_model(ddp, rank, step, _):
+    step_on(ddp, rank, step)
+
+
+# What the report says of the culprit, C; the step is the fourth.
+EXPECTED = {
+    raised: r"rank C has not produced middle\.bias, middle\.weight \(bucket 1 of 3, step 4\); "
+    r"it left backward with ValueError: no such number",
+    raised_in_forward: r"rank C has not ended the forward of step 4; it left forward with RuntimeError: mat1",
+    died: r"rank C is dead: its process is gone \(process \d+ on",
+    stopped: r"rank C is stopped, by a signal or a debugger \(process \d+ on",
+    took_another_branch: r"rank C has not produced middle\.bias, middle\.weight \(bucket 1 of 3, step 4\); "
+    r"its backward ended without middle\.bias, middle\.weight; it is at test_hang_reports\.py:\d+ in _rank",
+    skipped_a_batch: r"rank C is at step 3 \(.*at 4\), which it has finished: it is late, has skipped a batch, or has "
+    r"none left; it is at test_hang_reports\.py:\d+ in _rank",
+    entered_another_collective: r"rank C has not produced last\.weight \(bucket 0 of 3, step 4\); its backward has "
+    r"produced none yet; it is in all_reduce, called from test_hang_reports\.py:\d+",
+    has_another_model: r"rank C wraps another model than rank \d+: 5 parameters, not 7; it lacks 'extra\.weight' "
+    r"float64\[64, 8\] and 1 more",
+}
+
+
+def _rank(rank, culprit, case, transport, folder):
+    os.environ[report.FOLDER_ENV] = folder
+    reports = Reports()
+    other = dist.new_group(timeout=timedelta(seconds=RAISED_S))
+    differs = case is has_another_model
+    ddp = torchddp.DistributedDataParallel(
+        seeded(Wider if differs and rank != culprit else Branching),
+        bucket_cap_mb=0.001, transport=transport, timeout=timedelta(seconds=TIMEOUT_S), stall_report_s=STALL_S,
+        init_sync=not differs,
+    )  # fmt: skip
+    first_step = 0 if differs else 3
+    for step in range(first_step):
+        step_on(ddp, rank, step)
+    if rank == culprit:
+        case(ddp, rank, first_step, other)
+        if case is not entered_another_collective:
+            time.sleep(RAISED_S)
+        return reports.texts, None
+    begun_s = time.monotonic()
+    with pytest.raises(torchddp.TransportError) as caught:
+        for step in range(4):
+            step_on(ddp, rank, first_step + step)
+    assert time.monotonic() - begun_s < TIMEOUT_S + 4.0
+    time.sleep(0.5)
+    return reports.texts, str(caught.value)
+
+
+def run_case(case, transport, world_size, culprit, folder):
+    needed = [rank for rank in range(world_size) if rank != culprit or case not in (died, stopped)]
+    outcomes = run_outcomes(
+        _rank, world_size, culprit, case, transport, str(folder),
+        timeout=SECONDS, needed_ranks=needed, group_timeout_s=20.0,
+    )  # fmt: skip
+    for rank in needed:
+        assert outcomes[rank].error is None, f"rank {rank}: {outcomes[rank].error}"
+    return [outcomes[rank].value for rank in needed]
+
+
+def check_report(values, case, culprit, folder):
+    """Exactly one report, by one rank, in the errors of all, and the same in the file."""
+    printed = [text for texts, _ in values for text in texts]
+    assert len(printed) == 1, printed
+    headline = printed[0].partition("\n")[0].removeprefix("torchddp hang report: ")
+    assert re.search(EXPECTED[case].replace("C", str(culprit), 1), headline), printed[0]
+    assert re.search(r"ranks? [\d, and-]+ ha(s|ve) waited [\d.]+ s$", headline), headline
+    for error in (error for _, error in values if error is not None):
+        assert f"Hang report: {headline}" in error, error
+    files = list(folder.glob("torchddp-hang-*.json"))
+    assert len(files) == 1 and str(files[0]) in printed[0]
+    told = json.loads(files[0].read_text())
+    assert told["headline"] == headline and [c["rank"] for c in told["culprits"]] == [culprit]
+    assert sorted(state["rank"] for state in told["ranks"]) == list(range(len(told["ranks"])))
+    assert all(frame[1] > 0 for state in told["ranks"] for frame in state["stack"])
+    return told
+
+
+CASES = [
+    (raised, "shm", 3, 1),
+    pytest.param(raised, "c10d", 2, 1, marks=pytest.mark.thorough),
+    (raised, "c10d", 2, 0),
+    pytest.param(raised_in_forward, "shm", 2, 1, marks=pytest.mark.thorough),
+    pytest.param(raised_in_forward, "c10d", 2, 1, marks=pytest.mark.thorough),
+    pytest.param(stopped, "shm", 2, 1, marks=pytest.mark.thorough),
+    pytest.param(stopped, "shm", 3, 0, marks=slow),
+    (stopped, "c10d", 3, 0),
+    pytest.param(took_another_branch, "shm", 3, 2, marks=slow),
+    pytest.param(took_another_branch, "c10d", 2, 1, marks=slow),
+    (skipped_a_batch, "shm", 4, 3),
+    pytest.param(skipped_a_batch, "c10d", 3, 1, marks=slow),
+    pytest.param(entered_another_collective, "shm", 2, 0, marks=slow),
+    pytest.param(entered_another_collective, "c10d", 3, 2, marks=slow),
+    pytest.param(has_another_model, "c10d", 3, 1, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("case", "transport", "world_size", "culprit"), CASES)
+def test_the_culprit_is_named(case, transport, world_size, culprit, tmp_path):
+    check_report(run_case(case, transport, world_size, culprit, tmp_path), case, culprit, tmp_path)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_dead_rank(transport, tmp_path):
+    """Its connections close, so that the others may raise before they have waited long enough for a report."""
+    values = run_case(died, transport, 2, 1, tmp_path)
+    if any(texts for texts, _ in values):
+        check_report(values, died, 1, tmp_path)
+
+
+def test_no_report_without_a_stall(tmp_path):
+    """A slow rank below the limit, buffers, a deleted model, a destroyed group: silence, also in other logs."""
+
+    def work(rank):
+        os.environ[report.FOLDER_ENV] = str(tmp_path)
+        reports = Reports()
+        logging.getLogger("torchddp").setLevel(logging.WARNING)
+        logging.getLogger("torchddp").addHandler(reports)
+        ddp = torchddp.DistributedDataParallel(
+            torch.nn.Sequential(seeded(Mlp), torch.nn.BatchNorm1d(8, dtype=torch.float64)), stall_report_s=STALL_S
+        )
+        monitor = ddp._hang_monitor
+        for step in range(8):
+            if rank == 1:
+                time.sleep(STALL_S / 4)
+            step_on(ddp, rank, step)
+        assert not monitor._task.closed
+        del ddp
+        until_s = time.monotonic() + 5
+        while not monitor._task.closed and time.monotonic() < until_s:
+            time.sleep(0.02)
+        assert monitor._task.closed
+        for options in ({"stall_report_s": 0}, {"init_sync": True}):
+            other = torchddp.DistributedDataParallel(seeded(Mlp), **options)
+            assert (other._hang_monitor is None) == ("stall_report_s" in options)
+            if other._hang_monitor is not None:
+                assert other._hang_monitor._stall_s == 10.0  # a third of the group's timeout
+        dist.barrier()
+        dist.destroy_process_group()
+        time.sleep(0.3)
+        return reports.texts
+
+    assert run_ranks(work, 2) == [[], []]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stall_that_ends_while_ranks_are_asked(tmp_path):
+    """A rank that comes late, again and again, just as a report would be made: none, or one that names it."""
+
+    def work(rank):
+        os.environ[report.FOLDER_ENV] = str(tmp_path)
+        reports = Reports()
+        ddp = torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=0.2)
+        for step in range(6):
+            if rank == 1:
+                time.sleep(0.2 + 0.02 * step)
+            step_on(ddp, rank, step)
+        dist.barrier()
+        time.sleep(0.3)
+        return reports.texts
+
+    for texts in run_ranks(work, 2):
+        assert all("hang report: rank 1 " in text and "rank 1 has waited" not in text for text in texts), texts
+
+
+@slow
+def test_the_process_with_the_store_is_stopped(tmp_path):
+    """torch's client of its store then waits for ever: each rank says what it knows alone."""
+
+    def work(rank):
+        os.environ[report.FOLDER_ENV] = str(tmp_path)
+        reports = Reports()
+        port = [0]
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = [store.port]
+        dist.broadcast_object_list(port)
+        dist.barrier()
+        dist.destroy_process_group()
+        if rank > 0:
+            store = dist.TCPStore("127.0.0.1", port[0], is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        ddp = torchddp.DistributedDataParallel(
+            seeded(Mlp), transport="c10d", timeout=timedelta(seconds=9), stall_report_s=STALL_S
+        )
+        step_on(ddp, rank)
+        until_s = time.monotonic() + 5
+        while len(ddp._hang_monitor._known) < 3 and time.monotonic() < until_s:
+            time.sleep(0.02)
+        dist.barrier()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(torchddp.TransportError, match=f"Hang report of rank {rank} alone: rank 0 is stopped"):
+            for step in range(3):
+                step_on(ddp, rank, 1 + step)
+        return reports.texts
+
+    outcomes = run_outcomes(work, 3, timeout=SECONDS, needed_ranks=[1, 2])
+    for rank in (1, 2):
+        assert outcomes[rank].error is None, outcomes[rank].error
+        (text,) = outcomes[rank].value
+        assert re.search(rf"rank 0 is stopped, .* \(process \d+ on .*\); rank {rank} has waited [\d.]+ s\n", text), text
+        assert f"rank {rank} can't ask the other ranks: the process group's store does not answer" in text
+
+
+def test_wrong_limits():
+    def work(rank):
+        for limit, error in ((-1, ValueError), (float("nan"), ValueError), (31.0, ValueError), ("a", TypeError)):
+            with pytest.raises(error, match="stall_report_s"):
+                torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=limit)
+        with pytest.raises(ValueError, match="stall_report_s is 3 s, but a reduction fails after 2 s"):
+            torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=3, timeout=timedelta(seconds=2))
+        os.environ["TORCHDDP_STALL_REPORT_S"] = "soon"
+        with pytest.raises(ValueError, match="TORCHDDP_STALL_REPORT_S must hold seconds"):
+            torchddp.DistributedDataParallel(seeded(Mlp))
+        os.environ["TORCHDDP_STALL_REPORT_S"] = "7"
+        assert torchddp.DistributedDataParallel(seeded(Mlp))._hang_monitor._stall_s == 7
+        assert torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=5)._hang_monitor._stall_s == 5
+
+    run_ranks(work, 2)

@@ -1,0 +1,99 @@
+"""Hashes of tensors, and what is made of the ranks' hashes."""
+
+import pickle
+
+import pytest
+import torch
+
+from torchddp import _C, DesyncError
+from torchddp.checks.desync import Amount, Difference, find_difference, make_error
+from torchddp.checks.nonfinite import check_choice
+from torchddp.checks.parameters import ParameterCheck, check_parameters
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int8, torch.bool]
+
+
+def hash_of(tensor, by_operators=False):
+    return _C.hash_tensors([tensor], by_operators)[0]
+
+
+@pytest.mark.parametrize("by_operators", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_hash_is_of_the_bits_in_logical_order(dtype, by_operators):
+    torch.manual_seed(0)
+    plain = (torch.randn(7, 3, 5) * 100).to(dtype)
+    strided = plain.transpose(0, 2).contiguous().transpose(0, 2)
+    part = torch.cat([plain.flatten()[:1], plain.flatten()])[1:].view(7, 3, 5)
+    assert not strided.is_contiguous() and part.data_ptr() % 8 or dtype.itemsize >= 8
+    hashes = _C.hash_tensors([plain, strided, part, plain[::2], plain[::2].contiguous()], by_operators)
+    assert len(set(hashes[:3])) == 1 and hashes[3] == hashes[4] != hashes[0]
+    if dtype != torch.bool:
+        assert hash_of(plain.flip(0), by_operators) != hashes[0]
+        swapped = plain.flatten().clone()
+        swapped[[3, 90]] = swapped[[90, 3]]
+        assert hash_of(swapped, by_operators) != hashes[0]
+
+
+@pytest.mark.parametrize("by_operators", [False, True])
+def test_bits_count(by_operators):
+    values = torch.zeros(1000)
+    seen = {hash_of(values, by_operators)}
+    for index in (0, 1, 499, 999):
+        for word in (1, -(2**31), 0x7FC00000, 0x7FC00001):
+            other = values.clone()
+            other.view(torch.int32)[index] = word
+            seen.add(hash_of(other, by_operators))
+            assert hash_of(other.clone(), by_operators) == hash_of(other, by_operators)
+    assert len(seen) == 17
+    assert hash_of(values[:999], by_operators) not in seen
+    assert hash_of(torch.view_as_complex(torch.ones(4, 2)).conj(), by_operators) == hash_of(
+        torch.view_as_complex(torch.tensor([[1.0, -1.0]] * 4)), by_operators
+    )
+
+
+def test_a_hash_by_operators_is_of_all_parts():
+    values = torch.zeros(5 * 2**20, dtype=torch.int8)
+    before = hash_of(values, True)
+    values[-1] = 1
+    assert hash_of(values, True) != before
+
+
+def test_what_has_no_memory_is_not_hashed():
+    with pytest.raises(RuntimeError, match="tensor 1 has no memory to hash"):
+        _C.hash_tensors([torch.ones(1), torch.ones(2, device="meta")])
+
+
+def test_the_first_difference_and_the_majority():
+    assert find_difference([[1, 2], [1, 2], [1, 2]]) is None
+    assert find_difference([[1, 2, 3], [1, 2, 4], [1, 5, 3]]) == Difference(1, 0, (2,), 2)
+    assert find_difference([[9, 2], [1, 2], [1, 2]]) == Difference(0, 1, (0,), 1)
+    assert find_difference([[1], [2]]) == Difference(0, 0, (1,), 1)
+    assert find_difference([[1], [2], [2], [3]]) == Difference(0, 0, (1, 2, 3), 1)  # half is not most
+
+
+def test_the_error_tells_what_is_known():
+    amounts = [Amount(0, 0.0), Amount(0, 0.0), Amount(1, 0.25)]
+    error = make_error(Difference(1, 0, (2,), 3), "a.weight", "torch.float32 [4]", 3, 7, amounts, 40)
+    for words in ("after 40 synchronised", "3 of 7 differ", "'a.weight' (torch.float32 [4])", "rank 2 differs from"):
+        assert words in str(error)
+    assert "ranks 0, 1, most of the ranks" in str(error) and "rank 2 in 1 element, by up to 0.25" in str(error)
+    assert (error.step, error.parameter, error.ranks, error.num_parameters) == (40, "a.weight", (2,), 3)
+    again = pickle.loads(pickle.dumps(error))
+    assert isinstance(again, DesyncError) and again.max_difference == 0.25 and str(again) == str(error)
+    without = make_error(Difference(0, 0, (1,), 1), "a", "b", 2, 1, None, 0)
+    assert without.max_difference is None and "most of the ranks" not in str(without)
+
+
+@pytest.mark.parametrize("wrong", [0, -3, 1.5, True, "100"])
+def test_wrong_intervals(wrong):
+    with pytest.raises(ValueError, match=r"check_parameters_every must be a number of steps, 1 or more.*got"):
+        ParameterCheck(wrong)
+
+
+def test_wrong_choices():
+    for choice in (False, True, "raise"):
+        check_choice(choice)
+    with pytest.raises(ValueError, match="find_nonfinite must be False, True or \"raise\", got 'warn'"):
+        check_choice("warn")
+    with pytest.raises(TypeError, match=r"wants a torchddp\.DistributedDataParallel, got Linear"):
+        check_parameters(torch.nn.Linear(1, 1))

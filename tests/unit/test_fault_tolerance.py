@@ -1,0 +1,63 @@
+"""What torchddp.fault_tolerance says before there is a manager."""
+
+import importlib.util
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from torchddp.fault_tolerance.lighthouse import check_lighthouse
+
+
+def _python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_torchft_is_imported_only_by_who_asks_for_it():
+    done = _python(
+        "import sys, torchddp, torchddp.fault_tolerance\n"
+        "print([m for m in sys.modules if m.startswith('torchft') or m.startswith('torchddp.fault_tolerance.')])"
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("name", ["DistributedDataParallel", "PureDistributedDataParallel", "state_dict"])
+def test_without_torchft_one_line_names_the_extra(name):
+    done = _python(f"import sys\nsys.modules['torchft'] = None\nfrom torchddp.fault_tolerance import {name}")
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith(
+        f"ImportError: torchddp.fault_tolerance.{name} needs torchft: pip install 'torchddp[ft]'"
+    )
+
+
+def test_other_names_are_no_attributes():
+    import torchddp.fault_tolerance
+
+    with pytest.raises(AttributeError, match="no attribute 'LocalSGD'"):
+        _ = torchddp.fault_tolerance.LocalSGD
+
+
+def test_lighthouse(monkeypatch):
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    with pytest.raises(ValueError, match="there is no lighthouse.*TORCHFT_LIGHTHOUSE"):
+        check_lighthouse()
+    for address in ("127.0.0.1:29510", "nonsense", "http://host", "http://host:port"):
+        with pytest.raises(ValueError, match="a lighthouse's address is http://host:port, got "):
+            check_lighthouse(address)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match=f"no lighthouse answers at {address}"):
+            check_lighthouse(address)
+        listener.listen()
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
+        assert check_lighthouse() == address
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
+def test_with_torchft_the_names_are_there():
+    import torchddp.fault_tolerance as ft
+
+    for name in ft.__all__:
+        assert callable(getattr(ft, name))

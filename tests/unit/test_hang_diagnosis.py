@@ -1,0 +1,251 @@
+"""From states of ranks to one finding, its text and its JSON; and what those states are made of."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from torchddp.watch import last_exception, processes, report, stacks, stall_limit
+from torchddp.watch.diagnosis import diagnose, ranks_text
+from torchddp.watch.rank_state import RankState
+from torchddp.watch.stacks import Frame
+
+WHO = {"host": "node1", "pid": 17, "kernel": "", "started": 0}
+TRAIN = Frame("/home/me/train.py", 88, "load", "user")
+IN_BARRIER = [
+    Frame("/home/me/train.py", 88, "validate", "user"),
+    Frame("/x/torch/distributed/c10d_logger.py", 83, "wrapper", "torch"),
+    Frame("/x/torch/distributed/distributed_c10d.py", 4, "barrier", "torch"),
+]
+MODEL = ["'a.weight' float32[2, 3]", "'a.bias' float32[2]"]
+BOOM = {"type": "ValueError", "message": "boom\nat line 3", "where": "forward", "stack": [], "age_s": 1.0}
+
+
+def waits(rank, step=41, bucket=5, waited_s=31.2, **more):
+    return RankState(
+        rank, WHO, step=step, phase="waiting", armed=True, waits_for="the reduction", bucket=bucket, num_buckets=9,
+        waited_s=waited_s, digest="d", parameters=MODEL, **more,
+    )  # fmt: skip
+
+
+def other(rank, phase="backward", step=41, **more):
+    values = {"num_buckets": 9, "digest": "d", "parameters": MODEL, "stack": [TRAIN], **more}
+    return RankState(rank, WHO, step=step, phase=phase, **values)
+
+
+AT = "; it is at train.py:88 in load"
+CASES = [
+    (
+        other(3, armed=True, missing={5: ["layer4.conv2.weight"], 6: ["a"]}, backward="failed",
+              backward_error="ValueError: boom\nfoo"),
+        "rank 3 has not produced layer4.conv2.weight (bucket 5 of 9, step 41); it left backward with ValueError: boom"
+        + AT,
+    ),
+    (
+        other(3, armed=True, missing={6: ["a", "b", "c", "d", "e"]}, backward="ended"),
+        "rank 3 has not produced a, b, c and 2 more (bucket 6 of 9, step 41); its backward ended without a, b, c and "
+        "2 more" + AT,
+    ),
+    (
+        other(3, armed=True, missing={5: ["a"]}, backward="running"),
+        "rank 3 has not produced a (bucket 5 of 9, step 41)" + AT,
+    ),
+    (
+        other(3, "forward", armed=True, missing={5: ["a"]}, stack=IN_BARRIER),
+        "rank 3 has not produced a (bucket 5 of 9, step 41); its backward has produced none yet; it is in barrier, "
+        "called from train.py:88",
+    ),
+    (
+        other(3, "forward", exception=BOOM),
+        "rank 3 has not ended the forward of step 41; it left forward with ValueError: boom" + AT,
+    ),
+    (
+        other(3, "forward", exception={**BOOM, "age_s": 99.0}),
+        "rank 3 has not ended the forward of step 41" + AT,
+    ),
+    (
+        other(3, "idle", step=40, exception={**BOOM, "where": "handled"}),
+        "rank 3 is at step 40 (ranks 0-2 are at 41), which it has finished: it is late, has skipped a batch, or has "
+        "none left; it handles ValueError: boom" + AT,
+    ),
+    (
+        other(3, "forward", step=40),
+        "rank 3 is at step 40 (ranks 0-2 are at 41), in forward: it is late, or has begun one batch less" + AT,
+    ),
+    (other(3, "forward", step=42), "rank 3 is at step 42 (ranks 0-2 are at 41): it runs a batch more" + AT),
+    (
+        waits(3, step=40, bucket=0),
+        "rank 3 is at step 40 (ranks 0-2 are at 41) and waits there for the reduction of bucket 0 of 9 (step 40)",
+    ),
+    (
+        RankState(3, WHO, step=41, phase="waiting", waits_for="the broadcast of buffers", digest="d"),
+        "rank 3 waits for the broadcast of buffers (step 41) instead",
+    ),
+    (
+        other(3, "idle", error="rank 3: the reduction failed\nlook"),
+        "rank 3 has left step 41, which failed there: rank 3: the reduction failed" + AT,
+    ),
+    (other(3, "idle"), "rank 3 has left step 41, as if all were reduced" + AT),
+    (other(3), "rank 3 has all gradients of step 41, and is not through with them" + AT),
+    (RankState(3), "rank 3 does not answer"),
+    (RankState(3, WHO, alive="running"),
+     "rank 3 does not answer: its Python threads don't run (process 17 on node1)"),
+    (RankState(3, WHO, alive="gone"), "rank 3 is dead: its process is gone (process 17 on node1)"),
+    (RankState(3, WHO, alive="stopped"), "rank 3 is stopped, by a signal or a debugger (process 17 on node1)"),
+    (
+        RankState(3, WHO, left="its program has ended after ValueError: boom", alive="gone"),
+        "rank 3 has left the training (process 17 on node1): its program has ended after ValueError: boom",
+    ),
+    (
+        other(3, digest="e", parameters=[MODEL[0], "'a.bias' float32[3]"]),
+        "rank 3 wraps another model than rank 0: its parameter 1 is 'a.bias' float32[3], not 'a.bias' float32[2]",
+    ),
+    (
+        other(3, digest="e", parameters=MODEL[:1]),
+        "rank 3 wraps another model than rank 0: 1 parameters, not 2; it lacks 'a.bias' float32[2]",
+    ),
+    (other(3, digest="e", parameters=None), "rank 3 wraps another model than rank 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("culprit", "sentence"), CASES)
+def test_one_rank_is_waited_for(culprit, sentence):
+    states = [waits(0), waits(1, waited_s=5.0), waits(2, bucket=6), culprit]
+    finding = diagnose(states)
+    assert finding.headline == f"{sentence}; ranks 0-2 have waited 31.2 s"
+    assert [c.rank for c in finding.culprits] == [3] and finding.waiting == [0, 1, 2]
+    assert finding.waits_for == "the reduction of bucket 5 of 9 (step 41)"
+    through_json = [RankState.from_json(json.loads(json.dumps(state.to_json()))) for state in states]
+    assert through_json == states and diagnose(through_json) == finding
+
+
+def test_many_culprits_and_none():
+    finding = diagnose([waits(0), *(RankState(rank) for rank in range(1, 9))])
+    assert finding.headline == (
+        "rank 1 does not answer; rank 2 does not answer; rank 3 does not answer; rank 4 does not answer; "
+        "ranks 5-8 likewise hold up the others; rank 0 has waited 31.2 s"
+    )
+    assert diagnose([waits(0), waits(1, bucket=6)]).headline.startswith(
+        "ranks 0 and 1 have waited 31.2 s for the reduction of bucket 5 of 9 (step 41), and no rank is known"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([3], "rank 3"), ([0, 1, 2, 5], "ranks 0-2 and 5"), ([0, 1, 3, 5], "ranks 0, 1, 3 and 5")]
+)
+def test_ranks_in_words(ranks, text):
+    assert ranks_text(ranks) == text
+
+
+def test_text_and_file(tmp_path, monkeypatch):
+    monkeypatch.setenv(report.FOLDER_ENV, str(tmp_path / "new"))
+    states = [waits(0), other(1, armed=True, missing={5: ["a"]}, stack=[TRAIN, *IN_BARRIER])]
+    finding = diagnose(states)
+    content = report.as_json(finding, states, 0)
+    path = report.write(content)
+    assert path is not None and json.loads(path.read_text()) == json.loads(json.dumps(content))
+    lines = report.text(finding, states, path).splitlines()
+    assert lines[0] == f"torchddp hang report: {finding.headline}"
+    assert lines[1:4] == [
+        "  rank 1: process 17 on node1",
+        "    /home/me/train.py:88 in load",
+        "    /home/me/train.py:88 in validate",
+    ]
+    assert lines[-1] == f"  all of it: {path}"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(report.FOLDER_ENV, str(tmp_path / "file" / "no folder"))
+    assert report.write(content) is None
+    assert "all of it" not in report.text(finding, states, None)
+
+
+def test_processes_as_the_kernel_sees_them():
+    assert processes.look_up(processes.identity()) == "running"
+    child = subprocess.Popen(["sleep", "60"])
+    who = {**processes.identity(), "pid": child.pid, "started": processes._stat(child.pid)[1]}
+    try:
+        assert processes.look_up(who) == "running"
+        child.send_signal(signal.SIGSTOP)
+        assert soon(lambda: processes.look_up(who) == "stopped")
+        assert processes.look_up({**who, "kernel": "another"}) is None
+        assert processes.look_up({**who, "started": who["started"] + 1}) == "gone"
+    finally:
+        child.kill()
+    assert soon(lambda: processes.look_up(who) == "gone")  # also while nobody has waited for it
+    child.wait()
+    assert processes.look_up(who) == "gone" and processes.look_up(None) is None
+    assert who["pid"] != os.getpid()
+
+
+def soon(condition):
+    until_s = time.monotonic() + 10
+    while not condition() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_stack_of_a_thread():
+    entered, leaves = threading.Event(), threading.Event()
+
+    def named_so():
+        entered.set()
+        leaves.wait()
+
+    thread = threading.Thread(target=named_so)
+    thread.start()
+    entered.wait()
+    stack = stacks.of_thread(thread.ident or 0)
+    leaves.set()
+    thread.join()
+    assert "named_so" in [frame.function for frame in stacks.user_part(stack)]
+    assert {frame.part for frame in stack} == {"user", "python"} and stacks.of_thread(0) == []
+    assert stacks.collective(IN_BARRIER) == "barrier, called from train.py:88"
+    assert stacks.collective([TRAIN]) is None and stacks.collective([*IN_BARRIER, TRAIN]) is None
+
+
+def test_exceptions_are_remembered_as_text():
+    def fails():
+        raise KeyError("lost")
+
+    try:
+        fails()
+    except KeyError as error:
+        handled = last_exception.last()
+        last_exception.note(error, "forward")
+    assert handled is not None and (handled["type"], handled["where"]) == ("KeyError", "handled")
+    told = last_exception.last()
+    assert told is not None and (told["type"], told["message"], told["where"]) == ("KeyError", "'lost'", "forward")
+    assert told["stack"][-1][2] == "fails" and 0 <= told["age_s"] < 60
+
+
+def test_uncaught_exceptions_are_noted_and_shown():
+    code = (  # alone: the package imports torch
+        "import atexit, last_exception as e; e.install(); e.install()\n"
+        "atexit.register(lambda: print(e.last()['type'], e.last()['where']))\nraise ValueError('seen')"
+    )
+    folder = Path(last_exception.__file__).parent
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
+    assert done.stdout == "ValueError the program\n" and "ValueError: seen" in done.stderr and done.returncode == 1
+
+
+def test_limits(monkeypatch):
+    monkeypatch.delenv(stall_limit.ENV, raising=False)
+    assert stall_limit.choose(None, 1800) == 60 and stall_limit.choose(None, 30) == 10
+    assert stall_limit.choose(0, 30) == 0 and stall_limit.choose(29.5, 30) == 29.5
+    monkeypatch.setenv(stall_limit.ENV, "12")
+    assert stall_limit.choose(None, 30) == 12 and stall_limit.choose(3, 30) == 3
+    for text in ("soon", "-1", "nan"):
+        monkeypatch.setenv(stall_limit.ENV, text)
+        with pytest.raises(ValueError, match=f"TORCHDDP_STALL_REPORT_S must hold seconds.*got '{text}'"):
+            stall_limit.choose(None, 30)
+    monkeypatch.setenv(stall_limit.ENV, "31")
+    with pytest.raises(ValueError, match="TORCHDDP_STALL_REPORT_S is 31 s, but a reduction fails after 30 s"):
+        stall_limit.choose(None, 30)
+    for wrong in ("1", True, [1]):
+        with pytest.raises(TypeError, match="stall_report_s must be a number"):
+            stall_limit.check(wrong)

@@ -1,0 +1,110 @@
+"""The watcher's thread, and the board that ranks talk over."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from tests.harness import run_ranks
+from torchddp.watch.board import Board
+from torchddp.watch.bounded_calls import BoundedCalls
+from torchddp.watch.watcher import watch
+
+SOON_S = 5.0
+
+
+def wait_until(condition) -> bool:
+    until_s = time.monotonic() + SOON_S
+    while not condition() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_looks_until_it_is_closed():
+    looks: list[str] = []
+    task = watch(lambda: looks.append(threading.current_thread().name), 0.01)
+    assert wait_until(lambda: len(looks) >= 3)
+    task.close()
+    time.sleep(0.05)
+    count = len(looks)
+    time.sleep(0.1)
+    assert len(looks) == count
+    assert set(looks) == {"torchddp-watcher"}
+
+
+def test_a_task_that_fails_ends_alone(caplog):
+    looks: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("no such thing")
+
+    failing = watch(fail, 0.01)
+    other = watch(lambda: looks.append(1), 0.01)
+    assert wait_until(lambda: failing.closed)
+    count = len(looks)
+    assert wait_until(lambda: len(looks) > count + 2)
+    other.close()
+    assert "no such thing" in caplog.text
+
+
+def test_a_forked_child_has_a_watcher_of_its_own():
+    looks: list[int] = []
+    task = watch(lambda: looks.append(os.getpid()), 0.01)
+    assert wait_until(lambda: looks)
+
+    def work(rank):
+        of_parent = len(looks)
+        own: list[int] = []
+        mine = watch(lambda: own.append(os.getpid()), 0.01)
+        assert wait_until(lambda: own)
+        mine.close()
+        return len(looks) - of_parent, own[0] == os.getpid()
+
+    assert run_ranks(work, 2) == [(0, True)] * 2
+    task.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_ranks_post_all_can_read(world_size):
+    def work(rank):
+        board, other = Board(None, "test"), Board(None, "test")
+        assert board.read("nothing") is None
+        board.post_own("state", {"rank": rank})
+        dist.barrier()
+        claims = board.claim("report")
+        assert other.read_of_ranks("state") == [None] * dist.get_world_size()
+        return board.read_of_ranks("state"), claims
+
+    states, claims = zip(*run_ranks(work, world_size), strict=True)
+    assert list(states) == [[{"rank": rank} for rank in range(world_size)]] * world_size
+    assert sum(claims) == 1
+
+
+def test_a_call_that_does_not_return_holds_nobody_up():
+    calls = BoundedCalls(0.2)
+    assert calls.call(lambda: threading.current_thread().name) == "torchddp-store"
+    with pytest.raises(KeyError):
+        calls.call(lambda: {}["nothing"])
+    goes_on = threading.Event()
+    with pytest.raises(RuntimeError, match=r"no answer within 0\.2 s"):
+        calls.call(goes_on.wait)
+    begun_s = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"a call has not returned after 0\.2 s"):
+        calls.call(lambda: 1)
+    assert time.monotonic() - begun_s < 0.2
+    goes_on.set()
+    assert wait_until(lambda: calls._late is not None and calls._late.done.is_set())
+    assert calls.call(lambda: 1) == 1
+
+
+def test_the_thread_of_calls_ends_with_them():
+    def used_up() -> threading.Thread:
+        calls = BoundedCalls(5.0)
+        calls.call(int)
+        assert calls._thread is not None
+        return calls._thread
+
+    thread = used_up()
+    assert wait_until(lambda: not thread.is_alive())

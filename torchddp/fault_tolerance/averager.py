@@ -1,0 +1,99 @@
+"""Local SGD between replicas that come and go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchddp.averaging.flat import DEFAULT_CAP_MB, plan_buckets
+from torchddp.averaging.parameters import ParamSource, named_parameters, problem_of
+from torchddp.fault_tolerance.manager_check import Manager, check_manager
+from torchddp.fault_tolerance.quorum import count_participants
+
+__all__ = ["PeriodicAverager"]
+
+
+class PeriodicAverager:
+    """`torchddp.averaging.PeriodicAverager` under a ``torchft.Manager``: parameters are averaged over the replicas that
+    take part, every ``period`` steps (local SGD, Stich 2019).
+
+        averager = PeriodicAverager(manager, model, period=8)
+        for batch in data:
+            ...; optimizer.step()
+            averager.average_parameters()
+
+    Does what torchft's LocalSGD does, in a few flat messages instead of one a parameter, all under way at once, with
+    the steps of ours: it averages after steps ``warmup_steps + 1``, ``warmup_steps + 1 + period`` and so on. It starts
+    the quorum and asks ``should_commit()`` itself: nobody else must. An average that fails leaves parameters as they
+    are, and the next one is made with whoever is left. Replicas that heal get weights by the manager's ``state_dict``
+    functions. 16-bit parameters are averaged in fp32.
+
+    Args:
+        manager: of its own, not that of a model whose gradients go through one.
+        params: a module, or its parameters; equal on all replicas.
+        period: steps from one average to the next.
+        warmup_steps: steps before the first.
+        bucket_cap_mb: MiB of one message. Memory for a copy of all parameters is held during an average.
+
+    Construction talks to nobody.
+
+    Raises:
+        TypeError: ``manager`` is none, or something in ``params`` is no parameter.
+        ValueError: a manager without process group; options and parameters that are no good.
+
+    Attributes:
+        step: calls of `average_parameters` so far; checkpoint it.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        params: ParamSource,
+        period: int,
+        warmup_steps: int = 0,
+        *,
+        bucket_cap_mb: float = DEFAULT_CAP_MB,
+    ) -> None:
+        check_manager(manager, "PeriodicAverager")
+        if period < 1:
+            raise ValueError(f"period must be at least 1 step, got {period}")
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}")
+        named = named_parameters(params)
+        if (problem := problem_of(named)) is not None:
+            raise problem
+        self.step = 0
+        self.period, self.warmup_steps = period, warmup_steps
+        self._manager: Any = manager
+        self._device = next(iter(named.values())).device
+        self._buckets = plan_buckets(named, bucket_cap_mb)
+
+    def average_parameters(self) -> bool:
+        """Counts a step, and averages if it is due. Whether parameters were averaged.
+
+        Raises:
+            TransportError: there was no quorum within the manager's time limits.
+        """
+        step, self.step = self.step, self.step + 1
+        if step < self.warmup_steps or (step - self.warmup_steps) % self.period:
+            return False
+        return self._average()
+
+    @torch.no_grad()
+    def _average(self) -> bool:
+        manager = self._manager
+        manager.start_quorum()
+        count_participants(manager)
+        flats, works = [], []
+        for bucket in self._buckets:
+            flats.append(torch.empty(bucket.numel, dtype=bucket.sum_dtype, device=self._device))
+            bucket.pack(flats[-1])
+            works.append(manager.allreduce(flats[-1]))
+        for work in works:
+            work.wait()  # False after an error, which the manager knows of
+        if not manager.should_commit():  # brings a replica that heals its weights, before they are averaged
+            return False
+        for bucket, flat in zip(self._buckets, flats, strict=True):
+            bucket.unpack(flat)
+        return True

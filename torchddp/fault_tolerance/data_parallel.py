@@ -1,0 +1,116 @@
+"""DistributedDataParallel whose ranks are the replicas of a torchft Manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from torchddp import distributed
+from torchddp.comm_hooks import CommHook
+from torchddp.fault_tolerance import replica_state
+from torchddp.fault_tolerance.manager_check import Manager, check_manager
+from torchddp.fault_tolerance.manager_group import ManagerGroup
+from torchddp.fault_tolerance.options import check_options
+
+__all__ = ["DistributedDataParallel"]
+
+
+class DistributedDataParallel(distributed.DistributedDataParallel):
+    """`torchddp.DistributedDataParallel` under a ``torchft.Manager``: replicas may die and join between steps.
+
+        manager = torchft.Manager(pg=torchft.ProcessGroupGloo(), min_replica_size=1, load_state_dict=..., ...)
+        model = torchddp.fault_tolerance.DistributedDataParallel(manager, module)
+        optimizer = torchft.Optimizer(manager, torch.optim.AdamW(model.parameters()))
+        for batch in data:
+            optimizer.zero_grad()          # starts the quorum
+            loss_of(model(batch)).backward()
+            optimizer.step()               # only if manager.should_commit()
+
+    Takes the place of torchft's class (per-step fault tolerance: torchft, Meta 2024). Buckets go through
+    ``Manager.allreduce`` while backward runs, and are waited for once, at its end; torchft's class waits for each
+    before the next may start. The average is over the replicas that take part in the step.
+
+    When a peer dies in mid-reduction, ``backward()`` returns; gradients are then of no use, ``should_commit()`` says
+    False, and the next step goes on without the dead. Buckets are those of the order of registration, always, so that a
+    replica that heals has the same. With ``find_unused_parameters`` a parameter counts as used if any replica used it.
+
+    Construction is not collective: a replica may come alone. In a replica group of several ranks each rank has its own
+    manager, whose peers are the same rank of the other groups, as in torchft.
+
+    Args:
+        manager: one model's gradients, or several models'.
+        module: on one device; replicas must wrap equal modules with equal options.
+        carry_weights: let the manager carry weights and buffers to replicas that heal. False: the state_dict functions
+            given to the manager do; then it carries the list of buckets alone, which is compared.
+        **kwargs: other options of :class:`torchddp.DistributedDataParallel`. Refused with the reason: those that need
+            a fixed group of ranks. ``comm_hook`` may be a `torchddp.comm_hooks.PowerSGD`, which sends sums only; then
+            one model a manager. What it holds back is lost with a step that fails, and begins at zero in a replica that
+            heals.
+
+    Raises:
+        TypeError: ``manager`` is none.
+        ValueError: a manager without process group, an option that does not go with one, sparse gradients.
+        RuntimeError: backward before ``manager.start_quorum()``.
+        TransportError: in backward: there was no quorum within the manager's time limits; says whether the lighthouse
+            can be reached.
+    """
+
+    def __init__(
+        self, manager: Manager, module: torch.nn.Module, *, carry_weights: bool = False, **kwargs: Any
+    ) -> None:
+        check_manager(manager, "DistributedDataParallel")
+        check_options(kwargs, module)
+        group = ManagerGroup(manager)
+        knows = "forward_sync_buffers" in distributed.TORCH_ARGUMENTS  # torch 2.13 deprecates the other
+        options = {**kwargs, "broadcast_buffers": None}
+        options["forward_sync_buffers" if knows else "broadcast_buffers"] = False
+        super().__init__(module, **{**options, "process_group": group, "init_sync": False, "transport": "c10d"})
+        self._manager_group = group
+        self._has_rebuilt_buckets = True  # never: a replica that heals would keep the first ones
+        self.reducer._set_divisor(group.participants)
+        replica_state.register(manager, self, weights=carry_weights)
+
+    @property
+    def manager(self) -> Any:
+        """The one that was given."""
+        return self._manager_group.manager
+
+    def _begin_step(self) -> None:
+        group = self._manager_group
+        # In a static graph all use the same, and who has just joined must not wait for a map that nobody sends.
+        group.sums_used = self.find_unused_parameters and not self.static_graph
+        if self.require_backward_grad_sync and group.take_failure():
+            # What failed may still write to its buckets: new memory.
+            self.reducer._reset_state()
+            for hook in replica_state.hooks_of(self):
+                hook.start_over()  # what it holds back was made with sums that are of no use
+            self._static_graph_delay_allreduce_enqueued = False
+        super()._begin_step()
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """For `torchddp.comm_hooks.PowerSGD`, of one model a manager. RuntimeError: another, see `ManagerGroup`."""
+        if not isinstance(hook, CommHook):
+            self._refuse("this communication hook", "it would send past the manager; comm_hooks.PowerSGD does not")
+        super().register_comm_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._refuse("this communication hook", "it would send past the manager; comm_hooks.PowerSGD does not")
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """RuntimeError: replicas leave without a word, and the others go on."""
+        self._refuse("join()", "a replica that has run out of inputs may just leave, the others go on without it")
+
+    def replan(self) -> None:
+        """RuntimeError: buckets stay as they are."""
+        self._refuse("replan()", "a replica that heals must have the buckets of the others")
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        self._refuse("_update_process_group()", "the manager reconfigures its own group at each change of the quorum")
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._refuse("a copy (pickle, deepcopy)", "it could not share the manager; copy model.module and wrap that")
+
+    def _refuse(self, what: str, why: str) -> NoReturn:
+        raise RuntimeError(f"{what} is not for a model under a torchft Manager: {why}.")

@@ -1,0 +1,74 @@
+"""torchft's PureDistributedDataParallel: one all-reduce a parameter, without a reducer."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchddp.fault_tolerance.manager_check import Manager, check_manager
+from torchddp.fault_tolerance.quorum import count_participants
+
+__all__ = ["PureDistributedDataParallel"]
+
+
+class PureDistributedDataParallel(nn.Module):
+    """One ``Manager.allreduce`` for each gradient, started as soon as it is final, all waited for before ``backward()``
+    returns. (torchft's class starts them and never waits: its futures are lazy, and averages stay sums.)
+
+    For models that the reducer can't take; :class:`DistributedDataParallel` is faster. Every backward reduces: there is
+    no ``no_sync()``. All replicas must use the same parameters in the same order. Errors are as there: ``backward()``
+    returns, and ``should_commit()`` says False.
+
+    Args:
+        manager: a ``torchft.Manager``.
+        module: may be on several devices.
+
+    Raises:
+        TypeError: ``manager`` is none.
+        ValueError: it has no process group.
+        RuntimeError: backward before ``manager.start_quorum()``.
+        TransportError: in backward: there was no quorum within the manager's time limits.
+    """
+
+    def __init__(self, manager: Manager, module: nn.Module) -> None:
+        super().__init__()
+        check_manager(manager, "PureDistributedDataParallel")
+        self.module = module
+        sums = _Averages(manager)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(sums.start)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """``module(*args, **kwargs)``."""
+        return self.module(*args, **kwargs)
+
+
+class _Averages:
+    """Those under way in the current backward."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+        self._lock = threading.Lock()  # hooks of several devices run in several threads
+        self._works: list[Any] = []
+        self._backward = -1
+
+    def start(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:
+            return
+        with self._lock:
+            backward = torch._C._current_graph_task_id()
+            if backward != self._backward:
+                count_participants(self._manager)  # raises, with the reason, if there is no quorum
+                # One that ended with an error never came to its end.
+                self._works, self._backward = [], backward
+                torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            self._works.append(self._manager.allreduce(parameter.grad))
+
+    def finish(self) -> None:
+        works, self._works, self._backward = self._works, [], -1
+        for work in works:
+            work.wait()  # False after an error, which the manager knows of

@@ -1,0 +1,107 @@
+"""What a replica that heals gets from another, beside the optimizer's state."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from torchddp.comm_hooks import CommHook
+
+__all__ = ["load_state_dict", "register", "state_dict"]
+
+_counts: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
+
+
+def bucket_names(model: Any) -> list[list[str]]:
+    """The parameters of each bucket, in the order in which buckets are reduced."""
+    names = [spec.name for spec in model._specs]
+    return [[names[index] for index in bucket.params] for bucket in model.reducer.plan.buckets]
+
+
+def state_dict(model: TorchDDP) -> dict[str, Any]:
+    """Weights and buffers of the wrapped module under its own names ("module"), its buckets ("buckets"), and what its
+    communication hook carries on ("hooks").
+
+    Not collective. For `Manager.register_state_dict_fn`, or checkpoints; the tensors are the live ones.
+    """
+    return {"module": model.module.state_dict(), "buckets": bucket_names(model), "hooks": _hook_states(model)}
+
+
+def load_state_dict(model: TorchDDP, state: Mapping[str, Any]) -> None:
+    """Take over another replica's :func:`state_dict`. Not collective.
+
+    Raises:
+        RuntimeError: the other has other buckets (names the first that differs): what the two sum would be nonsense.
+            Or a module with other parameters, as torch tells it.
+    """
+    check_buckets(model, state["buckets"])
+    model.module.load_state_dict(state["module"])
+    _load_hooks(model, state["hooks"])
+
+
+def hooks_of(model: Any) -> list[CommHook]:
+    """Its communication hooks, one at most."""
+    return [hook for hook, _ in model._comm_hooks if isinstance(hook, CommHook)]
+
+
+def _hook_states(model: Any) -> list[dict[str, Any]]:
+    return [{"hook": type(hook).__name__, **hook.carried_state()} for hook in hooks_of(model)]
+
+
+def _load_hooks(model: Any, states: list[dict[str, Any]]) -> None:
+    hooks = hooks_of(model)
+    mine, theirs = [type(hook).__name__ for hook in hooks], [state["hook"] for state in states]
+    if mine != theirs:
+        raise RuntimeError(
+            f"replicas differ in their communication hook: here it is {mine or 'none'}, on the healthy replica "
+            f"{theirs or 'none'}"
+        )
+    for hook, state in zip(hooks, states, strict=True):
+        hook.start_over(state)
+
+
+def check_buckets(model: Any, theirs: list[list[str]]) -> None:
+    """RuntimeError unless another replica reduces the same parameters together."""
+    mine = bucket_names(model)
+    for index, (a, b) in enumerate(itertools.zip_longest(mine, theirs)):
+        if a != b:
+            raise RuntimeError(
+                f"replicas differ in bucket {index}: here it has {_shown(a)}, on the healthy replica {_shown(b)}. All "
+                "must wrap the same model with the same options (bucket_cap_mb, dtypes, frozen parameters)."
+            )
+
+
+def register(manager: Any, model: TorchDDP, *, weights: bool) -> None:
+    """Let the manager carry the model's state to replicas that heal; a manager too old for that carries nothing."""
+    add = getattr(manager, "register_state_dict_fn", None)
+    if add is None:
+        return
+    number = next(_counts.setdefault(manager, itertools.count()))
+    alive = weakref.ref(model)
+    buckets = bucket_names(model)  # once: they never change
+
+    def save() -> dict[str, Any]:
+        owner = alive()
+        if owner is None:
+            return {"buckets": buckets, "hooks": []}
+        return state_dict(owner) if weights else {"buckets": buckets, "hooks": _hook_states(owner)}
+
+    def load(state: Mapping[str, Any]) -> None:
+        owner = alive()
+        if owner is not None:
+            check_buckets(owner, state["buckets"])
+            _load_hooks(owner, state["hooks"])
+            if weights:
+                owner.module.load_state_dict(state["module"])
+
+    add(f"torchddp.{number}", load, save)
+
+
+def _shown(names: list[str] | None) -> str:
+    if names is None:
+        return "nothing: there is no such bucket"
+    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} ({len(names)} parameters)"

@@ -1,0 +1,177 @@
+"""Loops over batches that end on all ranks together, whichever rank has the fewest."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from torchddp import _C, transports
+from torchddp.comm_hooks.groups import new_group
+from torchddp.errors import TransportError
+from torchddp.sync.context import unwrapped
+from torchddp.watch import interruptible
+
+__all__ = ["even_batches"]
+
+T = TypeVar("T")
+_CPU = torch.device("cpu")
+# What a rank says of its next batch.
+_MORE, _END, _ERROR = 0, 1, 2
+
+
+def even_batches(batches: Iterable[T], model_or_group: Any = None) -> Iterator[T]:
+    """The batches, until the rank with the fewest has run out: then the loop ends on all ranks.
+
+    ::
+
+        for batch in even_batches(loader, model):
+            train_step(batch)
+
+    For loaders whose lengths differ between ranks, or are not known: neither a sampler that pads nor ``join()`` is
+    needed, and every step is one of all ranks. What the others have left is dropped. One batch is held in advance: a
+    rank tells the others whether it has another one before it hands out the one before, in a message of 4 bytes a rank,
+    which travels during that step. Messages go over a gloo group of their own, between no others' collectives.
+
+    Args:
+        batches: anything to iterate over; a new iterator of it is taken at the first batch.
+        model_or_group: a DistributedDataParallel (torch's too, compiled or not), whose ranks must agree, or a process
+            group; None: the default group, and without one just the batches.
+
+    Collective among those ranks: the first call for a group (which makes the group of its own), and each batch. Loops
+    may be nested. All ranks may leave the loop at the same batch (``break``); one rank alone must not, and the others
+    end with an error in the next batch when the process group's timeout has passed.
+
+    Raises:
+        TypeError: ``model_or_group`` is neither.
+        RuntimeError: another rank's iterator has raised (names the rank); the rank itself gets that exception, and all
+            get theirs in the place of the same batch.
+        TransportError: a peer is gone, or has left its loop.
+    """
+    group = _group_of(model_or_group)
+    if group is None or group.size() == 1:
+        return iter(batches)
+    return _even(_Source(batches), _agreement_of(group))
+
+
+class _Source:
+    """One rank's batches, one in advance."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+        self._iterator: Iterator[Any] | None = None
+        self._next: Any = None
+        self.error: Exception | None = None
+
+    def look(self) -> int:
+        """Gets the next batch, and says whether there is one."""
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._batches)
+            self._next = next(self._iterator)
+        except StopIteration:
+            return _END
+        except Exception as error:
+            self.error = error
+            return _ERROR
+        return _MORE
+
+    def take(self) -> Any:
+        batch, self._next = self._next, None
+        return batch
+
+
+class _Agreement:
+    """How the ranks of a group learn what each says of its next batch."""
+
+    def __init__(self, process_group: Any) -> None:
+        self._group = weakref.ref(process_group)  # which is what these are kept by
+        own = process_group
+        if process_group in _world.pg_map:
+            timeout = transports.group_timeout(process_group, "cpu")
+            own = new_group(dist.get_process_group_ranks(process_group), _CPU, timeout)
+        self._transport = _C.C10dTransport(own)
+        self.rank: int = process_group.rank()
+        self._size: int = process_group.size()
+        interruptible.register(self)
+
+    @property
+    def process_group(self) -> Any:
+        """That of the loops; None once it is gone."""
+        return self._group()
+
+    def interrupt(self, reason: str) -> None:
+        """See `torchddp.watch.interruptible`."""
+        self._transport.interrupt(reason)
+
+    def start(self, said: int) -> tuple[_C.Work, torch.Tensor]:
+        """Collective. Does not wait."""
+        answers = torch.zeros(self._size, dtype=torch.int32)
+        answers[self.rank] = said
+        work = self._transport.make_work()
+        self._transport.all_reduce(answers, work)
+        return work, answers
+
+
+def _even(source: _Source, agreement: _Agreement) -> Iterator[Any]:
+    number = 0
+    work, answers = agreement.start(source.look())
+    try:
+        while _go_on(work, answers, source, agreement.rank, number):
+            batch = source.take()
+            # Before the batch is handed out: on every rank between the same steps, whatever is sent in them.
+            work, answers = agreement.start(source.look())
+            yield batch
+            del batch
+            number += 1
+    finally:
+        work.abandon()  # of a loop that was left: the others have started it too, so it ends
+
+
+def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source, rank: int, number: int) -> bool:
+    try:
+        work.wait()
+    except TransportError as error:
+        raise TransportError(
+            f"even_batches on rank {rank}: the ranks could not agree on batch {number}, for one is gone, or has left "
+            f"its loop before: {error}"
+        ) from error
+    if source.error is not None:
+        raise source.error
+    failed = (answers == _ERROR).nonzero().flatten().tolist()
+    if failed:
+        ranks = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
+        raise RuntimeError(
+            f"even_batches: the loop of rank {rank} ends at batch {number}, for getting that batch raised an exception "
+            f"on {ranks}: see what is reported there"
+        )
+    return not answers.any()
+
+
+_agreements: weakref.WeakKeyDictionary[Any, _Agreement] = weakref.WeakKeyDictionary()
+
+
+def _agreement_of(process_group: Any) -> _Agreement:
+    """One for all loops over the group: process groups are dear."""
+    if process_group not in _agreements:
+        _agreements[process_group] = _Agreement(process_group)
+    return _agreements[process_group]
+
+
+def _group_of(model_or_group: Any) -> Any:
+    if model_or_group is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if isinstance(model_or_group, dist.ProcessGroup):
+        return model_or_group
+    if isinstance(model_or_group, torch.nn.Module):
+        wrapper = unwrapped(model_or_group)
+        if isinstance(wrapper, torch.nn.parallel.DistributedDataParallel):
+            return wrapper.process_group
+    raise TypeError(
+        "model_or_group must be a DistributedDataParallel, a process group or None, got "
+        f"{type(model_or_group).__module__}.{type(model_or_group).__qualname__}"
+    )
