@@ -10,6 +10,13 @@
 namespace torchddp::reducer {
 namespace {
 
+void skip(std::istringstream& fields, int count) {
+  std::string skipped;
+  for (int i = 0; i < count; ++i) {
+    fields >> skipped;
+  }
+}
+
 // "gone", "stopped", or null: it runs.
 const char* trouble_of(const PeerProcess& peer) {
   std::ifstream file("/proc/" + std::to_string(peer.pid) + "/stat");
@@ -21,16 +28,18 @@ const char* trouble_of(const PeerProcess& peer) {
     return "gone";
   }
   std::istringstream fields(line.substr(end + 1));
+  constexpr int kBeforeFlags = 5;
+  constexpr int kBeforeStart = 12;
+  constexpr uint64_t kExiting = 0x4;  // PF_EXITING: set before connections are closed, on a busy machine long before the state is Z
   char state = 'X';
   fields >> state;
-  constexpr int kFieldsBetween = 18;
-  std::string skipped;
-  for (int i = 0; i < kFieldsBetween; ++i) {
-    fields >> skipped;
-  }
+  skip(fields, kBeforeFlags);
+  uint64_t flags = 0;
+  fields >> flags;
+  skip(fields, kBeforeStart);
   int64_t started = -1;
   fields >> started;
-  if (started != peer.started || state == 'Z' || state == 'X') {
+  if (started != peer.started || state == 'Z' || state == 'X' || (flags & kExiting) != 0) {
     return "gone";
   }
   return state == 'T' || state == 't' ? "stopped" : nullptr;

@@ -8,6 +8,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+_EXITING = 0x4  # PF_EXITING of the kernel
+
 
 def identity() -> dict[str, Any]:
     """``{"host", "pid", "kernel", "started"}`` of this process. Ranks with one ``kernel`` see each other in /proc."""
@@ -23,8 +25,8 @@ def look_up(who: dict[str, Any] | None) -> str | None:
     """'running', 'stopped' or 'gone'; None where this host can't tell (another host, or an identity not known)."""
     if who is None or not is_here(who):
         return None
-    state, started = _stat(who["pid"])
-    if started != who["started"] or state in "ZX":  # the number may belong to another process by now
+    state, started, exits = _stat(who["pid"])
+    if started != who["started"] or state in "ZX" or exits:  # the number may belong to another process by now
         return "gone"
     return "stopped" if state in "Tt" else "running"
 
@@ -37,9 +39,9 @@ def _kernel() -> str:
     return ""
 
 
-def _stat(pid: int) -> tuple[str, int]:
-    """State and start time of a process; ('X', 0) if there is none."""
+def _stat(pid: int) -> tuple[str, int, bool]:
+    """State and start time of a process, and whether it is being ended; ('X', 0, True) if there is none."""
     with contextlib.suppress(OSError, IndexError, ValueError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], int(fields[19])
-    return "X", 0
+        return fields[0], int(fields[19]), bool(int(fields[6]) & _EXITING)
+    return "X", 0, True
