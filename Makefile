@@ -1,4 +1,4 @@
-# make setup | build | demo | demo-faults | test | test-slow | test-thorough | lint | format | bench | chaos | peers | ft-test | conformance | compat | cuda-build | cuda-test | wheel | wheel-test | clean
+# make setup | build | demo | demo-faults | test | test-slow | test-thorough | lint | format | bench | chaos | peers | ft-test | test-clients | conformance | compat | cuda-build | cuda-test | wheel | wheel-test | clean
 # Everything runs in .venv, made on first use; nothing but Python (with venv), g++ and make is taken from the system.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build cpp-tests demo demo-faults test test-slow test-thorough lint format bench chaos peers ft-test conformance compat cuda-build cuda-test clean
+.PHONY: help setup build cpp-tests demo demo-faults test test-slow test-thorough lint format bench chaos peers ft-test test-clients conformance compat cuda-build cuda-test clean
 .PHONY: wheel wheel-cpu wheel-cuda wheel-test wheel-test-cpu wheel-test-cuda
 
 help:
@@ -132,6 +132,11 @@ peers: build $(PEERS_VENV)/.requirements
 FT_TESTS := tests/distributed/test_fault_tolerance.py tests/fault/test_torchft.py tests/unit/test_fault_tolerance.py
 ft-test: build $(FT_VENVS:%=%/.requirements)
 	for venv in $(FT_VENVS); do $$venv/bin/python -m pytest -q $(FT_TESTS) $(ARGS) || exit 1; done
+
+# torchddp under the programs that train with DDP, each in an environment of its own. The extension is the checkout's.
+CLIENTS ?= lightning accelerate composer
+test-clients: build $(CLIENTS:%=.venv-%/.requirements)
+	for client in $(CLIENTS); do .venv-$$client/bin/python -m pytest -q tests/clients/test_$$client*.py $(ARGS) || exit 1; done
 
 conformance: build
 	$(PY) scripts/check_conformance.py --jobs 2 $(ARGS)

@@ -24,6 +24,7 @@ try:
 
     check_torch_matches()
 
+    from torchddp._C import finished_steps
     from torchddp.checks import check_parameters
     from torchddp.distributed import DistributedDataParallel
     from torchddp.errors import DesyncError, InternalError, TransportError
@@ -51,6 +52,7 @@ __all__ = [
     "__version__",
     "check_parameters",
     "fail_together",
+    "finished_steps",
 ]
 
 

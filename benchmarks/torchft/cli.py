@@ -31,12 +31,13 @@ def main() -> None:
     parser.add_argument("--step-time", action="store_true", help="step time beside torchft's own class instead")
     parser.add_argument("--steps", type=int, default=60, help="measured steps of each class (--step-time)")
     parser.add_argument("--model-mb", type=float, default=25.0, help="MB of gradients (--step-time)")
+    parser.add_argument("--caps", type=float, nargs="*", default=[], help="bucket_cap_mb to measure too (--step-time)")
     parser.add_argument("--logs", type=Path, default=Path("build/torchft"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print(torchft_version())
     if arguments.step_time:
-        times = measure(arguments.steps, arguments.model_mb, arguments.logs)
+        times = measure(arguments.steps, arguments.model_mb, arguments.caps, arguments.logs)
         print(report(times))
         _save(arguments.json, {"torchft": torchft_version(), "step_time": times})
         return

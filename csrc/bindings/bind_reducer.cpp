@@ -313,6 +313,9 @@ void bind_reducer(py::module_& m) {
         py::arg("wire_dtype") = py::none(), py::arg("reduce_dtype") = py::none(), py::arg("gradient_stats") = false,
         py::arg("find_nonfinite") = false, py::arg("raise_nonfinite") = false, py::arg("decoupled") = false,
         py::arg("pack_whole_buckets") = false, py::arg("timeout") = transport::kTransportTimeout);
+  m.def(
+      "finished_steps", [] { return reducer::all_finished_steps.load(std::memory_order_relaxed); },
+      "Synchronised backwards that the reducers of this process have finished, those that are gone included.");
   m.def("make_flat_view", &bucket::make_flat_view, py::arg("flat"), py::arg("offset"), py::arg("like"), NoGil(),
         "A tensor like `like` in the memory of `flat` from element `offset` on, with a storage of its own.");
   bind_step(c);

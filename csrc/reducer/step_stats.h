@@ -1,11 +1,15 @@
 // Where the time of a step went: the few clock readings behind torch's DDP logging fields.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #include "transport/traffic.h"
 
 namespace torchddp::reducer {
+
+// Of all reducers that this process has had.
+inline std::atomic<int64_t> all_finished_steps{0};
 
 // Wall-clock nanoseconds since the epoch (as torch logs them); 0 where nothing was measured.
 struct StepTimes {
@@ -43,6 +47,7 @@ struct StepStats {
   void finish_step() {
     last = current;
     ++finished;
+    all_finished_steps.fetch_add(1, std::memory_order_relaxed);
     sum_forward_ns += last.forward_ns();
     sum_backward_ns += last.backward_ns();
     sum_comm_ns += last.comm_ns();
