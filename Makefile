@@ -69,8 +69,10 @@ cpp-tests: setup
 	done
 
 # Tests side by side: the ranks of most wait for each other half of the time. TEST_JOBS=0: one after the other, for a debugger.
+# Many have time limits, and a busy machine can miss one: what fails runs once more, and the summary counts and names it (RERUN).
 TEST_JOBS ?= 2
-PYTEST = -m pytest -q -n $(TEST_JOBS) --dist worksteal
+TEST_RERUNS ?= 1
+PYTEST = -m pytest -q -n $(TEST_JOBS) --dist worksteal --reruns $(TEST_RERUNS) --reruns-delay 2 -rR
 
 # What takes under twelve minutes on two cores, builds included. `.ci/run` also has test-slow; test-thorough (whole runs of the
 # benchmarks and other commands, mutants) is for changes to what it tests.

@@ -30,7 +30,8 @@ const char* trouble_of(const PeerProcess& peer) {
   std::istringstream fields(line.substr(end + 1));
   constexpr int kBeforeFlags = 5;
   constexpr int kBeforeStart = 12;
-  constexpr uint64_t kExiting = 0x4;  // PF_EXITING: set before connections are closed, on a busy machine long before the state is Z
+  // PF_EXITING: set before connections are closed, on a busy machine long before the state is Z.
+  constexpr uint64_t kExiting = 0x4;
   char state = 'X';
   fields >> state;
   skip(fields, kBeforeFlags);
