@@ -135,8 +135,15 @@ FT_TESTS := tests/distributed/test_fault_tolerance.py tests/fault/test_torchft.p
 ft-test: build $(FT_VENVS:%=%/.requirements)
 	for venv in $(FT_VENVS); do $$venv/bin/python -m pytest -q $(FT_TESTS) $(ARGS) || exit 1; done
 
-# torchddp under the programs that train with DDP, each in an environment of its own. The extension is the checkout's.
+# torchddp under the programs that train with DDP, each in an environment of its own over .venv, whose packages it sees (torch first of
+# all); what it needs in other versions comes before them. The extension is the checkout's.
 CLIENTS ?= lightning accelerate composer
+$(CLIENTS:%=.venv-%/.requirements): .venv-%/.requirements: requirements/%.txt $(VENV)/.installed
+	$(PYTHON) -m venv .venv-$*
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	.venv-$*/bin/python -m pip install -q -r requirements/$*.txt
+	@touch $@
+
 test-clients: build $(CLIENTS:%=.venv-%/.requirements)
 	for client in $(CLIENTS); do .venv-$$client/bin/python -m pytest -q tests/clients/test_$$client*.py $(ARGS) || exit 1; done
 
