@@ -1,4 +1,4 @@
-"""torchddp.install() and uninstall(): what they switch, say and refuse. Training with it: tests/distributed/test_install.py."""
+"""torchddp.install() and uninstall(): what they switch, say and refuse. Training: tests/distributed/test_install.py."""
 
 import inspect
 import logging
@@ -201,9 +201,7 @@ MADE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("value", "module"), [("1", "torchddp.distributed"), ("0", TorchDDP.__module__)]
-)
+@pytest.mark.parametrize(("value", "module"), [("1", "torchddp.distributed"), ("0", TorchDDP.__module__)])
 def test_a_program_that_never_imports_torchddp(site: dict[str, str], value: str, module: str) -> None:
     done = python("-c", USE + MADE, **site, TORCHDDP_INSTALL=value, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0 and done.stdout.strip() == module, done.stdout + done.stderr
@@ -256,15 +254,15 @@ def test_the_torchddp_command_compares_with_torchs_class(site: dict[str, str]) -
 
 SCRIPT = """
 import os, pickle, sys
-from torch.nn.parallel import DistributedDataParallel as D
 import beside
 def function(): pass
 main = sys.modules["__main__"]
 print(sys.argv, sys.path[0], __name__, __file__, __package__, main.function is function, __doc__)
-print(pickle.loads(pickle.dumps(function)) is function, [name for name in ("__spec__", "__loader__") if name in globals()])
+print(pickle.loads(pickle.dumps(function)) is function, "__spec__" in globals(), "__loader__" in globals())
 if "--fail" in sys.argv:
     raise KeyError("the script's own")
 if "--installed" in sys.argv:
+    from torch.nn.parallel import DistributedDataParallel as D
     print(type(D).__name__, os.environ["TORCHDDP_INSTALL"])
 """
 
@@ -299,8 +297,9 @@ def test_an_error_ends_it_with_the_scripts_traceback(
 ) -> None:
     monkeypatch.chdir(program.parent)
     done = same_as_python(*how, "--fail")
-    assert done.returncode == 1 and done.stderr.endswith("KeyError: \"the script's own\"\n")
-    assert f'{program}/{"module" if how[0] == "-m" else "script"}.py", line 11, in <module>' in done.stderr
+    line = SCRIPT.splitlines().index('    raise KeyError("the script\'s own")') + 1
+    assert done.returncode == 1 and done.stderr.endswith('KeyError: "the script\'s own"\n')
+    assert f'{program}/{"module" if how[0] == "-m" else "script"}.py", line {line}, in <module>' in done.stderr
 
 
 @pytest.mark.parametrize(
