@@ -50,9 +50,8 @@ def rank_main(rank: int, store_path: str) -> None:
 
 def check_startup_file() -> None:
     """TORCHDDP_INSTALL=1 reaches a program that never imports torchddp."""
-    code = (
-        "from torch.nn.parallel import DistributedDataParallel as D\nclass M(D): pass\nprint(M.__mro__[1].__module__)"
-    )
+    code = "from torch.nn.parallel import DistributedDataParallel as D\nclass M(D): pass\n"
+    code += "print(M.__mro__[1].__module__)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"TORCHDDP_INSTALL": "1"}, capture_output=True, text=True
     )

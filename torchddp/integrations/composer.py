@@ -1,4 +1,4 @@
-"""MosaicML's Composer on torchddp's class: its Trainer wraps models in it, and its sync strategies reduce in buckets."""
+"""MosaicML's Composer on torchddp's class: its Trainer wraps models in it, its sync strategies reduce in buckets."""
 
 from __future__ import annotations
 
