@@ -66,7 +66,7 @@ def _run_script(arguments: list[str]) -> None:
 def _run_module(arguments: list[str]) -> None:
     name = arguments[0]
     try:
-        _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]  # what `python -m` calls
+        _, spec, code = runpy._get_module_details(name, runpy._Error)  # type: ignore[attr-defined]  # as `python -m`
     except runpy._Error as error:  # type: ignore[attr-defined]
         print(f"torchddp.run: {error}", file=sys.stderr)
         sys.exit(1)
