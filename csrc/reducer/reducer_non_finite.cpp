@@ -2,7 +2,8 @@
 //
 // Note [Non-finite averages]
 // Ranks need not tell each other that a step went wrong: a NaN or an infinity of one rank makes the average NaN or infinite on all, with
-// the same bits, and so does a sum that overflows. Each rank looks at the averages, which say the same everywhere.
+// the same bits, and so does a sum that overflows. Each rank looks at the averages, which say the same everywhere. Where the transport has
+// looked at all of them while it summed, only those of a bucket with a bad one are read again, to name parameters.
 #include <utility>
 
 #include "bucket/tensor_checks.h"
