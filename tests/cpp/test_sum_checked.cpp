@@ -51,7 +51,7 @@ class Call {
     std::vector<int64_t> counts(sources_.size());
     std::iota(counts.begin(), counts.end(), 100);
     const bool bad = checked_sum_ranks(dsts, srcs, scales_, type_, numel, counts);
-    for (const void* dst : dsts) CHECK(std::memcmp(dst, want.data(), want.size()) == 0);
+    for (const void* dst : dsts) CHECK(want.empty() || std::memcmp(dst, want.data(), want.size()) == 0);
     for (size_t rank = 0; rank < sources_.size(); ++rank) {
       const auto count = static_cast<int64_t>(100 + rank) + count_non_finite(sources_[rank].data(), dtype, numel);
       CHECK_EQ(counts[rank], count);
