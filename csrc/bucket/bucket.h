@@ -76,6 +76,8 @@ class Bucket {
 
   // Its gradient is where it was made, and the reduction is to count what is not finite in it.
   bool counts_in_flight = false;
+  // The reduction under way looks whether the averages are finite.
+  bool checks_in_flight = false;
 
   SharedState state;
   transport::Work& work() { return *work_; }
@@ -98,6 +100,7 @@ class Bucket {
   void begin_step() {
     scale = 1.0;
     counts_in_flight = false;
+    checks_in_flight = false;
     streams.clear();
     pending_.store(num_slots(), std::memory_order_relaxed);
     state = BucketState::kFilling;

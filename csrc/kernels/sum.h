@@ -4,7 +4,10 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
+
+#include "kernels/dtype.h"
 
 namespace torchddp::kernels {
 
@@ -12,6 +15,8 @@ enum class SumType : uint8_t { kF64, kF32, kF16, kBF16, kI8, kU8, kI16, kI32, kI
 enum class ReduceOp : uint8_t { kSum, kProduct, kMin, kMax };
 
 int64_t item_size(SumType type);
+// Nothing for integers.
+std::optional<DType> float_type(SumType type);
 
 // dst[k][i] = src[0][i] + src[1][i] + ... (or *, min, max), in this order, for every k, i in [0, numel). All buffers are
 // contiguous, at any alignment. A destination may be one of the sources (same pointer); any other overlap is not
@@ -28,5 +33,12 @@ void reduce_ranks(std::span<void* const> dsts, std::span<const void* const> srcs
 bool can_scale(SumType type);
 void scaled_sum_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, std::span<const double> scales,
                       SumType type, int64_t numel);
+
+// The sum as above, bit for bit: reduce_ranks with kSum, or scaled_sum_ranks if there are scales. counts[r] grows by how many elements
+// of srcs[r] are infinite or NaN, as they were before the sum was written over them. Returns whether any element of the sum is, which
+// may come from finite ones. Floats only (and finite scales), anything else throws std::invalid_argument. Where everything is finite it
+// costs a test of the sum, in registers.
+bool checked_sum_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, std::span<const double> scales,
+                       SumType type, int64_t numel, std::span<int64_t> counts);
 
 }  // namespace torchddp::kernels

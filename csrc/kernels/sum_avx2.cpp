@@ -12,6 +12,11 @@ namespace {
 struct Avx2 : avx2::Floats {
   static constexpr int64_t kVectorBytes = 32;
   static constexpr bool kHasVectorHalves = true;
+  typedef uint32_t Words32 __attribute__((vector_size(32)));
+  typedef uint64_t Words64 __attribute__((vector_size(32)));
+
+  static TDDP_AVX2_INLINE bool any_top_bit(Words32 words) { return _mm256_movemask_ps((__m256)words) != 0; }
+  static TDDP_AVX2_INLINE bool any_top_bit(Words64 words) { return _mm256_movemask_pd((__m256d)words) != 0; }
 };
 
 }  // namespace

@@ -24,6 +24,12 @@ struct Avx512 {
   static TDDP_AVX512_INLINE void store(unsigned char* dst, Floats::Vector value) {
     Floats::store<Dst>(dst, value, kAll);
   }
+
+  typedef uint32_t Words32 __attribute__((vector_size(64)));
+  typedef uint64_t Words64 __attribute__((vector_size(64)));
+
+  static TDDP_AVX512_INLINE bool any_top_bit(Words32 words) { return _mm512_movepi32_mask((__m512i)words) != 0; }
+  static TDDP_AVX512_INLINE bool any_top_bit(Words64 words) { return _mm512_movepi64_mask((__m512i)words) != 0; }
 };
 
 }  // namespace

@@ -35,7 +35,11 @@ constexpr auto lane_of() {
 }
 
 // `Isa` names the instruction set: kVectorBytes, load<DType> and store<DType> for a vector of floats from and to 16-bit
-// floats, and kHasVectorHalves, whether these are more than loops over the elements.
+// floats, and kHasVectorHalves, whether these are more than loops over the elements; any_top_bit, whether the highest bit of any
+// word of 32 or 64 bits in a vector is set.
+//
+// A checked sum looks at the totals while they are in registers: a total with a term that is not finite is not finite itself. So the
+// sources need no look of their own but where a total is bad, and then before anything is written over them.
 template <class Isa, SumType Type, ReduceOp Op>
 struct SumKernel {
   using Lane = decltype(lane_of<Type, Op>());
@@ -90,11 +94,25 @@ struct SumKernel {
     }
   }
 
+  // Whether the elements that the totals are stored as are all finite. Adding makes the sign bit of what is too large, and of nothing
+  // else: the sign is cleared before, and no sum wraps.
+  template <int kNum>
+  static TDDP_SUM_INLINE bool all_finite(const Vector (&totals)[kNum]) {
+    using Word = std::conditional_t<sizeof(Lane) == 8, uint64_t, uint32_t>;
+    typedef Word Words __attribute__((vector_size(Isa::kVectorBytes)));
+    constexpr Word kSign = Word{1} << (8 * sizeof(Word) - 1);
+    constexpr auto kLeast = static_cast<Word>(least_not_finite(Type));
+    Words tops = {};
+#pragma GCC unroll 4
+    for (int j = 0; j < kNum; ++j) tops |= ((Words)totals[j] & ~kSign) + (kSign - kLeast);
+    return !Isa::any_top_bit(tops);
+  }
+
   // kNum vectors of every rank, `at` bytes into the buffers. All is read before anything is written: a destination may
   // be a source.
-  template <bool kScaled, int kNum>
+  template <bool kScaled, bool kChecked, int kNum>
   static TDDP_SUM_INLINE void step(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
-                                   int64_t num_srcs, int64_t at) {
+                                   int64_t num_srcs, int64_t at, SumFindings* found) {
     Vector totals[kNum];
     const auto* first = static_cast<const unsigned char*>(srcs[0]) + at;
 #pragma GCC unroll 4
@@ -105,6 +123,10 @@ struct SumKernel {
       for (int j = 0; j < kNum; ++j) {
         totals[j] = combine(totals[j], scaled<kScaled>(load(src + j * kStepBytes), scales, rank));
       }
+    }
+    if constexpr (kChecked) {
+      if (!all_finite(totals)) [[unlikely]]
+        found->note(srcs, num_srcs, Type, at, kNum * kStepBytes);
     }
     for (int64_t k = 0; k < num_dsts; ++k) {
       auto* dst = static_cast<unsigned char*>(dsts[k]) + at;
@@ -120,49 +142,70 @@ struct SumKernel {
     return load(whole);
   }
 
-  template <bool kScaled>
+  template <bool kScaled, bool kChecked>
   static TDDP_SUM_INLINE void last_step(void* const* dsts, int64_t num_dsts, const void* const* srcs,
-                                        const double* scales, int64_t num_srcs, int64_t at, int64_t bytes) {
+                                        const double* scales, int64_t num_srcs, int64_t at, int64_t bytes,
+                                        SumFindings* found) {
     const auto part = [&](int64_t rank) TDDP_SUM_TARGET {
       return scaled<kScaled>(load_part(static_cast<const unsigned char*>(srcs[rank]) + at, bytes), scales, rank);
     };
-    Vector total = part(0);
+    Vector total[] = {part(0)};
     for (int64_t rank = 1; rank < num_srcs; ++rank) {
-      total = combine(total, part(rank));
+      total[0] = combine(total[0], part(rank));
+    }
+    if constexpr (kChecked) {
+      if (!all_finite(total)) [[unlikely]]
+        found->note(srcs, num_srcs, Type, at, bytes);
     }
     unsigned char whole[kStepBytes];
-    store(whole, total);
+    store(whole, total[0]);
     for (int64_t k = 0; k < num_dsts; ++k) {
       std::memcpy(static_cast<unsigned char*>(dsts[k]) + at, whole, static_cast<size_t>(bytes));
     }
   }
 
-  template <bool kScaled>
+  template <bool kScaled, bool kChecked>
   static TDDP_SUM_INLINE void loop(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
-                                   int64_t num_srcs, int64_t bytes) {
+                                   int64_t num_srcs, int64_t bytes, SumFindings* found) {
     int64_t at = 0;
     for (; at + kUnroll * kStepBytes <= bytes; at += kUnroll * kStepBytes) {
-      step<kScaled, kUnroll>(dsts, num_dsts, srcs, scales, num_srcs, at);
+      step<kScaled, kChecked, kUnroll>(dsts, num_dsts, srcs, scales, num_srcs, at, found);
     }
-    for (; at + kStepBytes <= bytes; at += kStepBytes) step<kScaled, 1>(dsts, num_dsts, srcs, scales, num_srcs, at);
-    if (at < bytes) last_step<kScaled>(dsts, num_dsts, srcs, scales, num_srcs, at, bytes - at);
+    for (; at + kStepBytes <= bytes; at += kStepBytes) {
+      step<kScaled, kChecked, 1>(dsts, num_dsts, srcs, scales, num_srcs, at, found);
+    }
+    if (at < bytes) {
+      last_step<kScaled, kChecked>(dsts, num_dsts, srcs, scales, num_srcs, at, bytes - at, found);
+    }
   }
 
-  template <bool kScaled>
-  TDDP_SUM_TARGET static void run(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
-                                  int64_t num_srcs, int64_t numel) {
-    const int64_t bytes = numel * kItemBytes;
+  template <bool kScaled, bool kChecked>
+  static TDDP_SUM_INLINE void all(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
+                                  int64_t num_srcs, int64_t bytes, SumFindings* found) {
     // Two ranks: with the numbers known and the pointers in locals the loops over ranks dissolve.
     if constexpr (Op == ReduceOp::kSum && kUnroll > 1) {
       if (num_srcs == 2 && (num_dsts == 1 || num_dsts == 2)) {
         const void* const two_srcs[] = {srcs[0], srcs[1]};
         void* const two_dsts[] = {dsts[0], dsts[num_dsts - 1]};
         const double two_scales[] = {kScaled ? scales[0] : 1.0, kScaled ? scales[1] : 1.0};
-        return num_dsts == 1 ? loop<kScaled>(two_dsts, 1, two_srcs, two_scales, 2, bytes)
-                             : loop<kScaled>(two_dsts, 2, two_srcs, two_scales, 2, bytes);
+        return num_dsts == 1 ? loop<kScaled, kChecked>(two_dsts, 1, two_srcs, two_scales, 2, bytes, found)
+                             : loop<kScaled, kChecked>(two_dsts, 2, two_srcs, two_scales, 2, bytes, found);
       }
     }
-    loop<kScaled>(dsts, num_dsts, srcs, scales, num_srcs, bytes);
+    loop<kScaled, kChecked>(dsts, num_dsts, srcs, scales, num_srcs, bytes, found);
+  }
+
+  template <bool kScaled>
+  TDDP_SUM_TARGET static void run(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
+                                  int64_t num_srcs, int64_t numel) {
+    all<kScaled, false>(dsts, num_dsts, srcs, scales, num_srcs, numel * kItemBytes, nullptr);
+  }
+
+  template <bool kScaled>
+  TDDP_SUM_TARGET static void run_checked(void* const* dsts, int64_t num_dsts, const void* const* srcs,
+                                          const double* scales, int64_t num_srcs, int64_t numel, SumFindings* found) {
+    static_assert(Op == ReduceOp::kSum && !std::is_integral_v<Lane>, "nothing else passes on what is not finite");
+    all<kScaled, true>(dsts, num_dsts, srcs, scales, num_srcs, numel * kItemBytes, found);
   }
 };
 
@@ -177,6 +220,12 @@ constexpr SumTable make_sum_table() {
   }(std::make_index_sequence<static_cast<size_t>(kNumSumTypes * kNumReduceOps)>{});
   table.scaled_sum = {&SumKernel<Isa, SumType::kF64, ReduceOp::kSum>::template run<true>,
                       &SumKernel<Isa, SumType::kF32, ReduceOp::kSum>::template run<true>};
+  table.checked_sum = {&SumKernel<Isa, SumType::kF64, ReduceOp::kSum>::template run_checked<false>,
+                       &SumKernel<Isa, SumType::kF32, ReduceOp::kSum>::template run_checked<false>,
+                       &SumKernel<Isa, SumType::kF16, ReduceOp::kSum>::template run_checked<false>,
+                       &SumKernel<Isa, SumType::kBF16, ReduceOp::kSum>::template run_checked<false>};
+  table.checked_scaled_sum = {&SumKernel<Isa, SumType::kF64, ReduceOp::kSum>::template run_checked<true>,
+                              &SumKernel<Isa, SumType::kF32, ReduceOp::kSum>::template run_checked<true>};
   return table;
 }
 

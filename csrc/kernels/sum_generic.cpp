@@ -21,6 +21,15 @@ struct Generic {
   static TDDP_ALWAYS_INLINE void store(unsigned char* dst, Floats value) {
     for (int lane = 0; lane < 4; ++lane) store_as<Dst, float>(dst + 2 * lane, value[lane]);
   }
+
+  typedef uint32_t Words32 __attribute__((vector_size(kVectorBytes)));
+  typedef uint64_t Words64 __attribute__((vector_size(kVectorBytes)));
+
+  static TDDP_ALWAYS_INLINE bool any_top_bit(Words32 words) {
+    const auto pairs = (Words64)words;
+    return ((pairs[0] | pairs[1]) & 0x8000000080000000u) != 0;
+  }
+  static TDDP_ALWAYS_INLINE bool any_top_bit(Words64 words) { return (words[0] | words[1]) >> 63 != 0; }
 };
 
 }  // namespace

@@ -385,9 +385,10 @@ void Reducer::start_reduction(int64_t index) {
   } else if (config_.decoupled) {
     start_reduce_scatter(index);
   } else {
-    transport_->all_reduce(
-        bucket.wire(), bucket.work(),
-        {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index, bucket.counts_in_flight});
+    bucket.checks_in_flight = config_.raise_non_finite && sums_tell(bucket);
+    transport_->all_reduce(bucket.wire(), bucket.work(),
+                           {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index,
+                            bucket.counts_in_flight || bucket.checks_in_flight});
   }
 }
 

@@ -221,6 +221,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void look_at(int64_t param, const at::Tensor& grad);
   void look_in_flight(int64_t param, const at::Tensor& grad);
   void collect_in_flight(bucket::Bucket& bucket);
+  bool sums_tell(const bucket::Bucket& bucket) const;
   void look_at_average(int64_t index);
   void raise_non_finite();
   // reducer_device.cpp

@@ -2,7 +2,8 @@
 //
 // Note [Non-finite averages]
 // Ranks need not tell each other that a step went wrong: a NaN or an infinity of one rank makes the average NaN or infinite on all, with
-// the same bits, and so does a sum that overflows. Each rank looks at the averages, which say the same everywhere.
+// the same bits, and so does a sum that overflows. Each rank looks at the averages, which say the same everywhere. Where the transport has
+// looked at all of them while it summed, only those of a bucket with a bad one are read again, to name parameters.
 #include <utility>
 
 #include "bucket/tensor_checks.h"
@@ -20,14 +21,19 @@ void Reducer::look_at(int64_t param, const at::Tensor& grad) {
   }
 }
 
+// Whether the reduction of a bucket can look for what is not finite.
+bool Reducer::sums_tell(const bucket::Bucket& bucket) const {
+  return !comm_hook_ && !owned_ && !config_.decoupled && !config_.wire_dtype &&
+         transport_->counts_non_finite(bucket.wire());
+}
+
 // A gradient that nobody copies: a pass over it would be one more, so the reduction looks at it where it can.
 void Reducer::look_in_flight(int64_t param, const at::Tensor& grad) {
   if (non_finite_ == nullptr) {
     return;
   }
   auto& bucket = *places_[static_cast<size_t>(param)].bucket;
-  bucket.counts_in_flight = !comm_hook_ && !owned_ && !config_.decoupled && !config_.wire_dtype &&
-                            bucket.params().size() == 1 && transport_->counts_non_finite(bucket.wire());
+  bucket.counts_in_flight = bucket.params().size() == 1 && sums_tell(bucket);
   if (!bucket.counts_in_flight) {
     look_at(param, grad);
   }
@@ -48,6 +54,9 @@ void Reducer::look_at_average(int64_t index) {
     return;
   }
   auto& bucket = *buckets_[static_cast<size_t>(index)];
+  if (std::exchange(bucket.checks_in_flight, false) && bucket.work().sums_finite()) [[likely]] {
+    return;
+  }
   const auto& average = bucket.is_sparse() ? bucket.buffer()._values() : bucket.wire();
   if (bucket::count_non_finite(average) == 0) [[likely]] {
     return;

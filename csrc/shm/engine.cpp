@@ -28,6 +28,8 @@ constexpr int64_t kSleepNs = 20'000'000;
 // Nobody rings when the link between hosts has something.
 constexpr int64_t kOuterSleepNs = 100'000;
 constexpr milliseconds kPeerCheck{10};
+// How long a peer that gave up without saying because of whom is not held against it: see Engine::fail_after.
+constexpr milliseconds kReasonPatience{500};
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -169,6 +171,7 @@ uint64_t Engine::start(const Operation& operation) {
   auto& slot = this->slot(config_.rank, seq);
   slot.post = post;
   slot.non_finite.store(0);
+  slot.sums_not_finite.store(0);
   slot.claimed.store(Tally::pack(seq, 0));
   slot.completed.store(Tally::pack(seq, 0));
   ++next_;
@@ -245,10 +248,12 @@ void Engine::wait(uint64_t seq, milliseconds timeout, Clock::time_point since) {
   update_under_way();
 }
 
-// The operation is complete, so nobody counts any more.
+// The operation is complete, so nobody counts any more. What other hosts add to a sum nobody has looked at.
 void Engine::settle(Running& op) {
   if (const auto found = std::exchange(op.operation.non_finite, nullptr)) {
-    found->fetch_add(static_cast<int64_t>(slot(config_.rank, op.seq).non_finite.load()));
+    const auto& mine = slot(config_.rank, op.seq);
+    found->inputs.fetch_add(static_cast<int64_t>(mine.non_finite.load()));
+    found->sums_finite.store(can_count(op) && !is_outer(op) && mine.sums_not_finite.load() == 0);
   }
 }
 
@@ -353,6 +358,9 @@ void Engine::check_peers(Running& waited_for, Clock::time_point deadline, millis
     check_peer(op, rank);
   }
   if (Clock::now() >= deadline) {
+    if (silent_ >= 0) {
+      fail_after(op, silent_, true);
+    }
     fail("timed out after " + std::to_string(timeout.count()) + " ms in " + describe(op) + ", waiting for " +
              (!names.empty()             ? names
               : config_.outer != nullptr ? "the other hosts"
@@ -371,7 +379,8 @@ void Engine::check_peer(const Running& op, int rank) {
     return;
   }
   if (state == RankState::kFailed) {
-    fail_after(op, rank);
+    fail_after(op, rank, false);
+    return;
   }
   if (state == RankState::kClosed) {
     fail(name(rank) + " has left: it closed its end before " + describe(op) + " was complete", rank);
@@ -390,17 +399,29 @@ void Engine::check_helper(Running& op, int rank) {
     return;
   }
   if (state == RankState::kFailed) {
-    fail_after(op, rank);
+    fail_after(op, rank, false);
+    return;
   }
   if (exited && op.seq < cursor_ && is_push(op) && !is_outer(op)) {
     fail_died(op, rank);
   }
 }
 
-// Because `rank` did.
-void Engine::fail_after(const Running& op, int rank) {
+// Because `rank` did. One that names no culprit was probably interrupted from outside, by who is about to interrupt this rank too, with a
+// reason that says more: unless it is `late`, there is some time for that first, in which whoever waits goes on.
+void Engine::fail_after(const Running& op, int rank, bool late) {
   const auto culprit = header(rank).culprit.load();
   const bool known = culprit >= 0 && culprit < size() && culprit != config_.rank;
+  if (!known && !late) {
+    const auto now = Clock::now();
+    if (silent_ < 0) {
+      silent_ = rank;
+      silent_since_ = now;
+    }
+    if (now < silent_since_ + kReasonPatience) {
+      return;
+    }
+  }
   fail(name(rank) + " gave up" + (known ? " because of " + name(culprit) : "") + " before " + describe(op) +
            " was complete",
        known ? culprit : rank);

@@ -57,6 +57,12 @@ struct SegmentView {
   int64_t bytes = 0;
 };
 
+// What is infinite or NaN in an operation.
+struct NonFinite {
+  std::atomic<int64_t> inputs{0};        // elements of this rank's input, added
+  std::atomic<bool> sums_finite{false};  // whether all elements of the result are known to be finite
+};
+
 struct Operation {
   OpKind kind = OpKind::kAllReduce;
   kernels::SumType type = kernels::SumType::kF32;
@@ -75,9 +81,9 @@ struct Operation {
   // formed in kF32; sums that travel on to other hosts are rounded again.
   void* wire_memory = nullptr;
   kernels::SumType wire = kernels::SumType::kBF16;
-  // Of a large kAllReduce of floats, without wire_memory: gets the number of infinities and NaNs in this rank's input added, by the time that
-  // wait() returns. They are counted by whoever sums them, while they are in cache.
-  std::shared_ptr<std::atomic<int64_t>> non_finite = {};
+  // Of a large kAllReduce, a sum of floats without wire_memory: filled in by the time that wait() returns. Whoever sums looks, while sums
+  // are in registers. Nothing is found out about others.
+  std::shared_ptr<NonFinite> non_finite = {};
   // kAllToAllSplits: bytes that this rank expects from each, in rank order; empty: nothing from anybody.
   std::vector<int64_t> expected = {};
 
@@ -166,8 +172,8 @@ class Engine {
     std::vector<const std::byte*> wires;  // what they send in the place of their blocks, if has_wire()
     std::vector<double> scales;           // what their inputs are multiplied by
     bool scaled = false;                  // not all by 1
-    std::vector<uint8_t> counted;         // in whose inputs infinities and NaNs are counted
-    bool counts = false;                  // in anybody's
+    std::vector<uint8_t> counted;         // who wants to know what is infinite or NaN
+    bool counts = false;                  // anybody
     std::vector<std::byte*> blocks;       // every rank's input, once all are known to be there
     int next_shard = 0;                   // of the first shard not yet seen to be complete
   };
@@ -183,6 +189,11 @@ class Engine {
   Running& running(uint64_t seq) { return running_[seq % kSlots]; }
   bool is_push(const Running& op) const { return op.operation.kind == OpKind::kAllReduce && !op.eager; }
   bool has_wire(const Running& op) const { return is_push(op) && op.operation.wire_memory != nullptr; }
+  // Whether infinities and NaNs can be told.
+  bool can_count(const Running& op) const {
+    return is_push(op) && !has_wire(op) && op.operation.op == kernels::ReduceOp::kSum &&
+           kernels::float_type(op.operation.type).has_value();
+  }
   bool is_outer(const Running& op) const { return is_push(op) && config_.outer != nullptr; }
   Range shard(const Operation& operation, int owner) const;
   Moved moved_by_owner(const Operation& operation) const;
@@ -205,8 +216,8 @@ class Engine {
   void reduce_own_shard(Running& op);
   bool reduce_chunk(Running& op, int owner);
   void sum_range(const Running& op, Range range, bool to_all);
-  void sum_piece(const Running& op, Range range, bool to_all);
-  void count_non_finite(const Running& op, Range range);
+  void sum_checked(const Running& op, std::span<void* const> targets, std::span<const void* const> sources,
+                   int64_t numel);
   void settle(Running& op);
   void sum_wires(const Running& op, Range range, std::span<void* const> targets) const;
   void push_shard(const Running& op, Range range);
@@ -232,7 +243,7 @@ class Engine {
   std::string details(const Operation& operation) const;
   [[noreturn]] void fail_out_of_step(const Running& op, int rank, const Post& post);
   [[noreturn]] void fail(const std::string& message, int culprit);
-  [[noreturn]] void fail_after(const Running& op, int rank);
+  void fail_after(const Running& op, int rank, bool late);
   [[noreturn]] void fail_died(const Running& op, int rank);
   [[noreturn]] void fail_outer(const std::exception& error);
 
@@ -250,6 +261,8 @@ class Engine {
   std::atomic<uint64_t> under_way_{0};
   std::chrono::steady_clock::time_point next_poll_check_;
   std::string failed_;
+  int silent_ = -1;  // a peer that gave up without naming a culprit, first seen at silent_since_
+  std::chrono::steady_clock::time_point silent_since_;
 
   std::mutex reason_mutex_;
   std::string reason_;

@@ -1,67 +1,13 @@
-// How ranges of blocks are summed: scaled, narrow, counted, or as they are.
+// How ranges of blocks are summed: scaled, narrow, checked, or as they are.
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <optional>
 
-#include "kernels/non_finite.h"
 #include "shm/engine.h"
 
 namespace torchddp::shm {
-namespace {
 
-// Of each rank's block: what stays in the first cache between being looked at and being summed.
-constexpr int64_t kCountedBytes = 8 * 1024;
-
-std::optional<kernels::DType> float_type(kernels::SumType type) {
-  switch (type) {
-    case kernels::SumType::kF64:
-      return kernels::DType::kF64;
-    case kernels::SumType::kF32:
-      return kernels::DType::kF32;
-    case kernels::SumType::kF16:
-      return kernels::DType::kF16;
-    case kernels::SumType::kBF16:
-      return kernels::DType::kBF16;
-    default:
-      return std::nullopt;
-  }
-}
-
-}  // namespace
-
-// Sums write over the inputs, so what is to be counted is counted before, in pieces that stay in the first cache.
 void Engine::sum_range(const Running& op, Range range, bool to_all) {
-  if (!op.counts) {
-    sum_piece(op, range, to_all);
-    return;
-  }
-  const auto numel = kCountedBytes / kernels::item_size(op.operation.type);
-  for (auto begin = range.begin; begin < range.end; begin += numel) {
-    const Range piece{begin, std::min(range.end, begin + numel)};
-    count_non_finite(op, piece);
-    sum_piece(op, piece, to_all);
-  }
-}
-
-void Engine::count_non_finite(const Running& op, Range range) {
-  const auto type = float_type(op.operation.type);
-  if (!type) {
-    return;
-  }
-  const auto offset = range.begin * kernels::item_size(op.operation.type);
-  for (size_t rank = 0; rank < op.blocks.size(); ++rank) {
-    if (op.counted[rank] == 0) {
-      continue;
-    }
-    if (const auto found = kernels::count_non_finite(op.blocks[rank] + offset, *type, range.end - range.begin);
-        found > 0) [[unlikely]] {
-      slot(static_cast<int>(rank), op.seq).non_finite.fetch_add(static_cast<uint64_t>(found));
-    }
-  }
-}
-
-void Engine::sum_piece(const Running& op, Range range, bool to_all) {
   const auto offset = range.begin * kernels::item_size(op.operation.type);
   const auto count = op.blocks.size();
   std::array<const void*, kMaxRanks> sources;
@@ -74,8 +20,29 @@ void Engine::sum_piece(const Running& op, Range range, bool to_all) {
       to_all ? std::span<void* const>(targets.data(), count) : std::span<void* const>(&targets[mine], 1);
   if (has_wire(op)) {
     sum_wires(op, range, written);
+  } else if (op.counts) {
+    sum_checked(op, written, {sources.data(), count}, range.end - range.begin);
   } else {
     sum_ranks(op, written, {sources.data(), count}, range.end - range.begin);
+  }
+}
+
+// Whoever sums tells the others what it found, in their own slots: nobody else empties those.
+void Engine::sum_checked(const Running& op, std::span<void* const> targets, std::span<const void* const> sources,
+                         int64_t numel) {
+  std::array<int64_t, kMaxRanks> counts;
+  const std::span<int64_t> found(counts.data(), sources.size());
+  std::fill(found.begin(), found.end(), 0);
+  const auto scales = op.scaled ? std::span<const double>(op.scales) : std::span<const double>();
+  if (!kernels::checked_sum_ranks(targets, sources, scales, op.operation.type, numel, found)) [[likely]] {
+    return;
+  }
+  for (size_t rank = 0; rank < sources.size(); ++rank) {
+    auto& theirs = slot(static_cast<int>(rank), op.seq);
+    theirs.sums_not_finite.store(1);
+    if (op.counted[rank] != 0) {
+      theirs.non_finite.fetch_add(static_cast<uint64_t>(found[rank]));
+    }
   }
 }
 

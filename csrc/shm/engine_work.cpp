@@ -112,7 +112,7 @@ void Engine::find_blocks(Running& op) {
     }
     op.scales[static_cast<size_t>(rank)] = post.scale;
     op.scaled |= post.scale != 1.0;
-    op.counted[static_cast<size_t>(rank)] = post.counted != 0 && is_push(op) && !has_wire(op);
+    op.counted[static_cast<size_t>(rank)] = post.counted != 0 && can_count(op);
     op.counts |= op.counted[static_cast<size_t>(rank)] != 0;
     if (op.eager) {
       op.blocks[static_cast<size_t>(rank)] = eager_data(rank, op.seq);

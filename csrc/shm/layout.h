@@ -9,7 +9,7 @@
 namespace torchddp::shm {
 
 inline constexpr uint64_t kMagic = 0x316d687370646474;  // "tddpshm1" in memory
-inline constexpr uint32_t kVersion = 3;                 // changes with anything in this file
+inline constexpr uint32_t kVersion = 4;                 // changes with anything in this file
 inline constexpr int kMaxRanks = 256;
 
 // Operations that may be under way at once. One more waits for the oldest.
@@ -40,7 +40,7 @@ struct Post {
   uint32_t wire = 0;        // 1 + kernels::SumType of what travels, if that is not `type`
   int64_t wire_offset = 0;  // where it is in this rank's segment
   double scale = 1.0;       // what the input is multiplied by before it is summed
-  uint32_t counted = 0;     // whether infinities and NaNs in the input are to be counted (Slot::non_finite)
+  uint32_t counted = 0;     // whether infinities and NaNs are to be told (Slot::non_finite, Slot::sums_not_finite)
 };
 
 // `claimed` and `completed` belong to the shard of an all-reduce that the segment's rank owns: operation number and chunk count,
@@ -51,6 +51,8 @@ struct alignas(64) Slot {
   alignas(64) std::atomic<uint64_t> completed;
   // In the input of the segment's rank, as far as its chunks are summed; whoever sums one adds to it.
   std::atomic<uint64_t> non_finite;
+  // Whether anything in the result is infinite or NaN, as far as it is summed: told to every rank, if any wants to know.
+  std::atomic<uint32_t> sums_not_finite;
 };
 
 enum class RankState : uint32_t { kOpen = 1, kClosed, kFailed };

@@ -23,7 +23,8 @@ struct SumOptions {
   std::optional<at::ScalarType> wire;
   // What errors call it, where the operation itself is all that is left to tell of: -1 is no bucket.
   int64_t bucket = -1;
-  // Work::non_finite() tells of this rank's own input. For all_reduce alone, and only if Transport::counts_non_finite(); ranks may differ.
+  // Work::non_finite() tells of this rank's own input, Work::sums_finite() of the result. For all_reduce alone, and only if
+  // Transport::counts_non_finite(); ranks may differ.
   bool count_non_finite = false;
 };
 

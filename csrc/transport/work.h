@@ -26,6 +26,8 @@ class Work {
 
   // Infinities and NaNs in this rank's input to the operation that was waited for last, if SumOptions::count_non_finite asked for it.
   virtual int64_t non_finite() const { return 0; }
+  // Then also: whether its result is known to hold neither. False where nobody looked.
+  virtual bool sums_finite() const { return false; }
   // Forgets an operation that failed; the memory it used stays alive for as long as the backend may still write to it.
   virtual void abandon() = 0;
 };

@@ -78,6 +78,65 @@ TEST(shm_peers_of_an_interrupted_rank_give_up_too) {
   }
 }
 
+// What comes from outside reaches ranks one after the other: a rank that sees a peer give up before it is told itself waits for its own
+// reason, for a while, in wait() and poll() alike. That of the peer is no reason.
+TEST(shm_an_interrupt_that_comes_after_a_peers_is_what_a_rank_raises) {
+  for (const bool polls : {false, true}) {
+    for (const int64_t numel : {int64_t{10}, kLarge}) {
+      Host host(3);
+      const auto peer = host.engine(0);
+      const auto engine = host.engine(2);
+      Exchange exchange(host, 2, {.numel = numel});
+      exchange.start(*engine);
+      peer->interrupt("rank 11 failed, says rank 10");
+      const auto since = Clock::now();
+      std::thread later([&] {
+        std::this_thread::sleep_for(milliseconds(100));
+        engine->interrupt(kReason);
+      });
+      const auto wait = [&] {
+        while (polls && !engine->poll(exchange.seq())) std::this_thread::sleep_for(milliseconds(1));
+        exchange.finish(*engine);
+      };
+      CHECK_EQ(error_of(wait), kReason);
+      CHECK(ms_since(since) >= 100);
+      CHECK(ms_since(since) < kQuickly.count());
+      later.join();
+    }
+  }
+}
+
+TEST(shm_a_peer_that_gives_up_without_a_reason_is_named_within_a_second) {
+  for (const bool polls : {false, true}) {
+    for (const int64_t numel : {int64_t{10}, kLarge}) {
+      Host host(3);
+      const auto peer = host.engine(0);
+      const auto engine = host.engine(2);
+      Exchange exchange(host, 2, {.numel = numel});
+      exchange.start(*engine);
+      peer->interrupt(kReason);
+      const auto since = Clock::now();
+      const auto wait = [&] {
+        while (polls && !engine->poll(exchange.seq())) std::this_thread::sleep_for(milliseconds(1));
+        exchange.finish(*engine);
+      };
+      CHECK(contains_all(error_of(wait), {"rank 10 gave up before all_reduce"}));
+      CHECK(ms_since(since) < 1000);
+    }
+  }
+}
+
+// Its own time is up before it was told anything: still not a peer that is only slow.
+TEST(shm_a_peer_that_gave_up_is_named_when_the_time_is_up) {
+  Host host(3);
+  const auto peer = host.engine(0);
+  const auto engine = host.engine(2);
+  Exchange exchange(host, 2, {.numel = kLarge});
+  exchange.start(*engine);
+  peer->interrupt(kReason);
+  CHECK(contains_all(error_of([&] { exchange.finish(*engine, milliseconds(50)); }), {"rank 10 gave up"}));
+}
+
 // At any instant of operations that go well: it ends with the reason, or with the result.
 TEST(shm_an_interrupt_in_the_middle_of_work) {
   for (int round = 0; round < 20; ++round) {

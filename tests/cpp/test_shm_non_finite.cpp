@@ -22,7 +22,8 @@ struct Sum {
   uint64_t start(Engine& engine, const std::vector<int64_t>& bad, float value, bool counts = true) {
     std::fill(values, values + numel, 1.0F);
     for (const auto place : bad) values[place] = value;
-    found->store(0);
+    found->inputs.store(0);
+    found->sums_finite.store(false);
     return engine.start({.kind = OpKind::kAllReduce,
                          .type = kernels::SumType::kF32,
                          .numel = numel,
@@ -35,7 +36,7 @@ struct Sum {
   Segment& segment;
   int64_t numel;
   float* values;
-  std::shared_ptr<std::atomic<int64_t>> found = std::make_shared<std::atomic<int64_t>>(0);
+  std::shared_ptr<NonFinite> found = std::make_shared<NonFinite>();
 };
 
 TEST(shm_each_rank_is_told_what_is_not_finite_in_its_own_input) {
@@ -49,9 +50,11 @@ TEST(shm_each_rank_is_told_what_is_not_finite_in_its_own_input) {
         std::vector<int64_t> bad;
         for (int i = 0; round % 3 != 0 && i <= rank; ++i) bad.push_back(i == 0 ? kNumel - 1 : i * (kNumel / 4));
         engine->wait(sum.start(*engine, bad, round % 2 == 0 ? kNan : kInf), milliseconds(0));
-        require(sum.found->load() == static_cast<int64_t>(bad.size()), "the count of rank " + std::to_string(rank));
+        require(sum.found->inputs.load() == static_cast<int64_t>(bad.size()),
+                "the count of rank " + std::to_string(rank));
         require(sum.values[1] == 0.5F * static_cast<float>(size), "the sum is as without counting");
         require(std::isfinite(sum.values[kNumel - 1]) == (round % 3 == 0), "the sum tells it too");
+        require(sum.found->sums_finite.load() == (round % 3 == 0), "all are told of the sum");
       }
     });
   }
@@ -64,7 +67,40 @@ TEST(shm_ranks_may_count_or_not) {
     const auto engine = host.engine(rank);
     Sum sum(host.segment(rank), kNumel);
     engine->wait(sum.start(*engine, {0, kNumel / 2, kNumel - 1}, kNan, rank == 1), milliseconds(0));
-    require(sum.found->load() == (rank == 1 ? 3 : 0), "only who asked is told");
+    require(sum.found->inputs.load() == (rank == 1 ? 3 : 0), "only who asked is told");
+    require(!sum.found->sums_finite.load(), "neither of the ranks takes the sum for finite");
+  });
+}
+
+// Of finite inputs, in the shard of either rank; and of one rank's input alone. All ranks are told.
+TEST(shm_all_ranks_are_told_that_a_sum_is_not_finite) {
+  constexpr int kSize = 3;
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  Host host(kSize);
+  check_ranks(kSize, [&](int rank) {
+    const auto engine = host.engine(rank);
+    Sum sum(host.segment(rank), kNumel);
+    for (const int64_t place : {int64_t{0}, kNumel / 2, kNumel - 1}) {
+      engine->wait(sum.start(*engine, {place}, kLargest), milliseconds(0));
+      require(std::isinf(sum.values[place]) && !sum.found->sums_finite.load(), "an overflow");
+      require(sum.found->inputs.load() == 0, "of finite inputs");
+      engine->wait(sum.start(*engine, rank == 1 ? std::vector{place} : std::vector<int64_t>(), kNan), milliseconds(0));
+      require(std::isnan(sum.values[place]) && !sum.found->sums_finite.load(), "a NaN of rank 1");
+      require(sum.found->inputs.load() == (rank == 1 ? 1 : 0), "which rank 1 alone has");
+      engine->wait(sum.start(*engine, {}, 0), milliseconds(0));
+      require(sum.found->sums_finite.load(), "the next sum is finite");
+    }
+  });
+}
+
+// Small ones travel in their slots, where nobody looks: nothing is said, rather than that all is well.
+TEST(shm_sums_nobody_looked_at_are_not_called_finite) {
+  Host host(2);
+  check_ranks(2, [&](int rank) {
+    const auto engine = host.engine(rank);
+    Sum sum(host.segment(rank), 10);
+    engine->wait(sum.start(*engine, {}, 0), milliseconds(0));
+    require(!sum.found->sums_finite.load() && sum.found->inputs.load() == 0, "nothing is known");
   });
 }
 
@@ -86,7 +122,8 @@ TEST(shm_counts_outlive_their_slots) {
     }
     for (size_t i = kOperations; i-- > 0;) {
       engine->wait(started[i], milliseconds(0));
-      require(sums[i]->found->load() == static_cast<int64_t>(i % 4), "the count of operation " + std::to_string(i));
+      require(sums[i]->found->inputs.load() == static_cast<int64_t>(i % 4),
+              "the count of operation " + std::to_string(i));
     }
   });
 }

@@ -282,6 +282,46 @@ def test_raise_on_all_ranks_at_the_end_of_that_backward(cls, transport):
     run_ranks(work, 3)
 
 
+class Inner(nn.Module):
+    """The gradients are the inputs: of one parameter that is a bucket of its own, and of two that share one."""
+
+    SIZES = {"large": 300_000, "a": 5_000, "b": 6_000}
+
+    def __init__(self):
+        super().__init__()
+        self.p = nn.ParameterDict({name: torch.ones(size) for name, size in self.SIZES.items()})
+
+    def forward(self, factors):
+        return sum((self.p[name] * factor).sum() for name, factor in factors.items())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_large_averages_are_looked_at_on_all_ranks(transport):
+    """Over shared memory by whoever sums them, in whichever shard. All ranks raise, in that step alone."""
+
+    def work(rank):
+        ddp = torchddp.DistributedDataParallel(Inner(), find_nonfinite="raise", transport=transport)
+
+        def step(name="", place=0, culprit=0, value=math.nan):
+            ddp.zero_grad()
+            factors = {key: torch.full((size,), 1.0 + rank) for key, size in Inner.SIZES.items()}
+            if name and rank == culprit:
+                factors[name][place] = value
+            ddp(factors).backward()
+
+        step()
+        for turn, (name, size) in enumerate(Inner.SIZES.items()):
+            for place in (0, size // 2, size - 1):
+                value = math.nan if turn % 2 else math.inf
+                with pytest.raises(FloatingPointError, match=rf"of 1 parameters .*'p\.{name}'") as info:
+                    step(name, place, place % 3, value)
+                assert ("own gradients were finite" in str(info.value)) == (rank != place % 3)
+                step()
+                assert all((p.grad == 2).all() for p in ddp.parameters())
+
+    run_ranks(work, 3)
+
+
 def test_a_sum_that_overflows_is_raised_too():
     def work(rank):
         module = nn.ParameterDict({"a": torch.ones(4, dtype=torch.float16), "b": torch.ones(1, dtype=torch.float16)})

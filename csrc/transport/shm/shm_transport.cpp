@@ -74,15 +74,17 @@ class ShmWork final : public Work {
     record_->before(title, c10::ArrayRef<const c10::IValue>(input));
   }
   // Where the next operation counts.
-  std::shared_ptr<std::atomic<int64_t>> count_anew() {
+  std::shared_ptr<shm::NonFinite> count_anew() {
     // An operation that was abandoned may still add to the old one.
     if (non_finite_ == nullptr || non_finite_.use_count() > 1) {
-      non_finite_ = std::make_shared<std::atomic<int64_t>>();
+      non_finite_ = std::make_shared<shm::NonFinite>();
     }
-    non_finite_->store(0);
+    non_finite_->inputs.store(0);
+    non_finite_->sums_finite.store(false);
     return non_finite_;
   }
-  int64_t non_finite() const override { return non_finite_ == nullptr ? 0 : non_finite_->load(); }
+  int64_t non_finite() const override { return non_finite_ == nullptr ? 0 : non_finite_->inputs.load(); }
+  bool sums_finite() const override { return non_finite_ != nullptr && non_finite_->sums_finite.load(); }
 
   void check_idle() const { TDDP_INTERNAL(!active_, "an operation on a Work whose last one was not waited for"); }
   Work& group_work() { return *group_work_; }
@@ -120,7 +122,7 @@ class ShmWork final : public Work {
   std::shared_ptr<ShmTransport> transport_;
   shm::Engine& engine_;
   std::unique_ptr<Work> group_work_;
-  std::shared_ptr<std::atomic<int64_t>> non_finite_;
+  std::shared_ptr<shm::NonFinite> non_finite_;
   uint64_t seq_ = 0;
   bool active_ = false;
 };
