@@ -56,7 +56,7 @@ def main() -> None:
         enable()
     composer.utils.dist.initialize_dist("cpu")
 
-    class Classifier(composer.ComposerModel):  # type: ignore[misc, name-defined]
+    class Classifier(composer.ComposerModel):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.net = network()

@@ -64,7 +64,7 @@ def arm() -> None:
             torch_class.__class__ = armed  # the next use must not silently get torch's
             raise
 
-    class Armed(plain):  # type: ignore[misc]
+    class Armed(plain):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             if cls is torch_class and type(cls) is Armed:
                 install()
@@ -89,4 +89,4 @@ def start() -> None:
     if TORCH_MODULE in sys.modules:
         arm()
     elif not any(isinstance(finder, _WaitForTorch) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WaitForTorch())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _WaitForTorch())

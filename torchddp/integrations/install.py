@@ -152,7 +152,7 @@ class DerivedDDP(DistributedDataParallel):
         super()._ddp_init_helper(*args, **kwargs)
 
 
-class _InstalledMeta(_PlainMeta):  # type: ignore[misc]
+class _InstalledMeta(_PlainMeta):
     """That of torch's class while torchddp is installed: Note [What is replaced]."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
