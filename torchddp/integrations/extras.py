@@ -1,0 +1,16 @@
+"""Packages that only some users have."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """The imported ``module``. ImportError in one line, which names torchddp's extra, if its package is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or module.partition(".")[0] != error.name.partition(".")[0]:
+            raise  # something that the client needs
+        raise ImportError(f"{error.name} is not installed: pip install 'torchddp[{extra}]'") from None
