@@ -9,11 +9,13 @@ Everything torch's class accepts, this one accepts, in the same order; it is a s
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 from torchddp._command import is_command
 
 if TYPE_CHECKING:
+    from torchddp.integrations.install import install, installed, uninstall
     from torchddp.sharded import ShardedDataParallel
 
 import_error: Exception | None = None
@@ -36,6 +38,8 @@ try:
     del register
 
     DDP = DistributedDataParallel
+    if os.environ.get("TORCHDDP_INSTALL"):
+        importlib.import_module("torchddp.integrations.install").install_by_variable()
 except (ImportError, OSError) as error:  # OSError: a library of torch's does not load
     if not is_command():
         raise
@@ -53,12 +57,17 @@ __all__ = [
     "check_parameters",
     "fail_together",
     "finished_steps",
+    "install",
+    "installed",
+    "uninstall",
 ]
 
 
 def __getattr__(name: str) -> object:
     if name == "ShardedDataParallel":
         return importlib.import_module("torchddp.sharded").ShardedDataParallel
+    if name in ("install", "installed", "uninstall"):
+        return getattr(importlib.import_module("torchddp.integrations.install"), name)
     # Importing them costs more than most programs want.
     if name in ("averaging", "comm_hooks", "optim", "profiler", "sync"):
         return importlib.import_module(f"torchddp.{name}")

@@ -25,6 +25,8 @@ NAMES = [
     "torchddp/_C.pyi",
     "torchddp/_C.cpython-311-x86_64-linux-gnu.so",
     "torchddp/cli/__init__.py",
+    "torchddp_install.pth",
+    "_torchddp_startup.py",
     "torchddp-0.1.0+cpu.torch2.13.dist-info/METADATA",
     "torchddp-0.1.0+cpu.torch2.13.dist-info/licenses/LICENSE",
 ]
@@ -58,7 +60,7 @@ def test_a_whole_wheel_has_no_problems() -> None:
     assert runpath_problems(DYNAMIC, "cpu") == []
 
 
-@pytest.mark.parametrize("missing", ["torchddp/py.typed", "torchddp/_C.pyi", "LICENSE"])
+@pytest.mark.parametrize("missing", ["torchddp/py.typed", "torchddp/_C.pyi", "torchddp_install.pth", "LICENSE"])
 def test_what_a_wheel_lacks_is_found(missing: str) -> None:
     assert len(content_problems([name for name in NAMES if not name.endswith(missing)])) == 1
 
@@ -251,5 +253,6 @@ def test_only_what_differs_in_the_cuda_build_is_checked_again(tmp_path: Path) ->
 
 def test_doctor_knows_every_variable_that_is_read() -> None:
     texts = [path.read_text() for path in [*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "torchddp").glob("*.py")]]
-    read = {name for text in texts for name in re.findall(r'(?:getenv\(|_ENV = )"(TORCHDDP_[A-Z_]+)"', text)}
+    texts.append((ROOT / "torchddp/integrations/_startup.py").read_text())
+    read = {name for text in texts for name in re.findall(r'(?:getenv\(|\b(?:[A-Z]+_)?ENV = )"(TORCHDDP_[A-Z_]+)"', text)}
     assert read == variables.KNOWN - variables.READ_BY_THE_BUILD

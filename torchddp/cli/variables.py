@@ -56,6 +56,12 @@ def _check_capability(value: str) -> None:
         raise ValueError(f"TORCHDDP_CPU_CAPABILITY must be 'generic', 'avx2' or 'avx512', got {value!r}")
 
 
+def _check_install(value: str) -> None:
+    from torchddp.integrations.install import check_variable
+
+    check_variable(value)
+
+
 def _check_nothing(_value: str) -> None:
     pass
 
@@ -63,6 +69,7 @@ def _check_nothing(_value: str) -> None:
 _CHECKS: dict[str, Callable[[str], None]] = {
     "TORCHDDP_CPU_CAPABILITY": _check_capability,
     "TORCHDDP_HOST_ID": _check_nothing,  # any text
+    "TORCHDDP_INSTALL": _check_install,
     "TORCHDDP_SHM_LIMIT_MB": _check_limit,
     "TORCHDDP_TRANSPORT": _check_transport,
 }

@@ -1,0 +1,209 @@
+"""``torchddp.install()``: whoever makes torch's DistributedDataParallel gets torchddp's.
+
+Note [What is replaced]
+~~~~~~~~~~~~~~~~~~~~~~~
+No name is replaced: torch's class keeps its place in torch.nn.parallel, and whoever imported it by name before, or
+keeps it in a dict, a partial or a default argument, has it as ever. Only its metaclass is another while this is
+installed, and a metaclass decides what calling the class makes. So:
+
+* ``isinstance`` and ``issubclass`` are Python's own: an instance of torch's class made before and one of ours made
+  while installed are both instances of it, for ours is a subclass.
+* What torch keeps on its class (``_active_ddp_module``, which Dynamo reads) is in one place, not in two.
+* Pickles of both find their class under its name; unpickling calls no class, so copies stay what they are.
+* There is nothing to restore but the metaclass, and nothing that a module imported later could have missed.
+
+A class that is derived from torch's while installed gets ours as its base (the metaclass makes it). One that
+was derived before keeps torch's: its instances may be there already.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import threading
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
+from torchddp import _C
+from torchddp._command import is_command
+from torchddp.distributed import TORCH_ARGUMENTS, DistributedDataParallel
+from torchddp.integrations._startup import ENV, OFF
+
+__all__ = ["install", "installed", "uninstall"]
+
+logger = logging.getLogger("torchddp")
+
+_PlainMeta: Any = type(TorchDDP)
+_OWN_ARGUMENTS = tuple(
+    name
+    for name, parameter in inspect.signature(DistributedDataParallel.__init__).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in TORCH_ARGUMENTS
+)
+
+_lock = threading.RLock()
+_defaults: dict[str, Any] | None = None  # None: not installed
+_announced = False
+
+
+class _Change:
+    """What `install` and `uninstall` return: in a ``with``, its end brings back what was before the call."""
+
+    def __init__(self, before: dict[str, Any] | None) -> None:
+        self._before = before
+
+    def __enter__(self) -> _Change:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        _switch(self._before)
+
+
+def install(**defaults: Any) -> _Change:
+    """Whoever calls ``torch.nn.parallel.DistributedDataParallel(...)`` in this process gets torchddp's class.
+
+        torchddp.install()
+        trainer = SomeFramework(...)  # which wraps the model by itself
+
+        with torchddp.install(transport="shm"):
+            model = torch.nn.parallel.DistributedDataParallel(module)
+
+    However the class was reached, also by names that were imported before. Classes that are derived from torch's class
+    while this is installed derive from torchddp's; those derived before keep torch's, and are named in a warning.
+    Models that are already there stay what they are. Says so once per process, on rank 0 (environment variable RANK),
+    as a warning of the logger "torchddp".
+
+    In a ``with``, the state before the call comes back at the end, whatever happens inside. Calls may be nested and
+    repeated. Not collective, but every rank must do the same. Processes started afterwards by fork have it
+    installed, others have not (the environment variable TORCHDDP_INSTALL=1 is for those).
+
+    Args:
+        defaults: for torchddp's own keyword arguments (``transport``, ``comm_hook``, ...), which frameworks don't pass;
+            what the caller of the class gives wins. Installing again adds to them. Objects serve all models: give a
+            ``comm_hook`` by name, so that each model has one of its own.
+
+    Raises:
+        TypeError: a default that is none of torchddp's own keyword arguments.
+    """
+    _check_names(defaults)
+    with _lock:
+        change = _Change(_defaults)
+        _switch({**(_defaults or {}), **defaults})
+    _announce(int(os.environ.get("RANK") or 0))
+    return change
+
+
+def uninstall() -> _Change:
+    """Torch's class makes torch's objects again. Nothing happens if torchddp is not installed.
+
+    In a ``with``, for a model that must be torch's, what was installed comes back at the end.
+    """
+    with _lock:
+        change = _Change(_defaults)
+        _switch(None)
+    return change
+
+
+def installed() -> bool:
+    """Whether torch's class makes torchddp's objects in this process."""
+    return _defaults is not None
+
+
+def install_by_variable() -> None:
+    """For `import torchddp`: what TORCHDDP_INSTALL says. ValueError if that is neither 1 nor 0 nor nothing."""
+    value = os.environ.get(ENV, "")
+    if value in OFF or is_command():  # the command compares torchddp with torch's class
+        return
+    check_variable(value)
+    with _lock:
+        _switch(_defaults or {})  # without a word: that a rank's model is ours, its construction says
+
+
+def check_variable(value: str) -> None:
+    """ValueError if ``value`` is none for TORCHDDP_INSTALL."""
+    if value not in (*OFF, "1"):
+        raise ValueError(
+            f"the environment variable {ENV} must be 1 (torch.nn.parallel.DistributedDataParallel makes torchddp's "
+            f"class), or 0 or empty (it does not), got {value!r}"
+        )
+
+
+class DerivedDDP(DistributedDataParallel):
+    """torchddp's class, as base of classes that are derived from torch's while torchddp is installed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**(_defaults or {}), **kwargs})
+
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        if "_transport_choice" not in self.__dict__:
+            raise TypeError(
+                f"{type(self).__qualname__} was derived from torch's DistributedDataParallel while torchddp was "
+                "installed, so its base is torchddp's; but its __init__ calls torch's class by its name, which skips "
+                "torchddp's constructor: call super().__init__(...)"
+            )
+        super()._ddp_init_helper(*args, **kwargs)
+
+
+class _InstalledMeta(_PlainMeta):  # type: ignore[misc]
+    """That of torch's class while torchddp is installed: Note [What is replaced]."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not TorchDDP or _defaults is None:
+            return super().__call__(*args, **kwargs)
+        model = DistributedDataParallel(*args, **{**_defaults, **kwargs})
+        if not _announced:
+            _announce(dist.get_rank() if dist.is_initialized() else 0)
+        return model
+
+    def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
+        if _defaults is None or TorchDDP not in bases or any(issubclass(b, DistributedDataParallel) for b in bases):
+            return super().__new__(mcls, name, bases, namespace, **kwargs)
+        ours = tuple(DerivedDDP if base is TorchDDP else base for base in bases)
+        return _PlainMeta(name, ours, namespace, **kwargs)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """Of the class that a call makes: frameworks look whether it accepts an argument."""
+        made: Any = DistributedDataParallel if cls is TorchDDP else cls
+        parameters = list(inspect.signature(made.__init__).parameters.values())
+        return inspect.Signature(parameters[1:])
+
+
+def _switch(defaults: dict[str, Any] | None) -> None:
+    global _defaults
+    with _lock:
+        _defaults = defaults
+        TorchDDP.__class__ = _PlainMeta if defaults is None else _InstalledMeta  # type: ignore[assignment]
+
+
+def _check_names(defaults: dict[str, Any]) -> None:
+    unknown = sorted(set(defaults) - set(_OWN_ARGUMENTS))
+    if not unknown:
+        return
+    message = f"install() got {', '.join(map(repr, unknown))}; allowed are torchddp's own keyword arguments: "
+    message += ", ".join(_OWN_ARGUMENTS)
+    if any(name in TORCH_ARGUMENTS for name in unknown):
+        message += ". Torch's are given where the model is wrapped"
+    raise TypeError(message)
+
+
+def _announce(rank: int) -> None:
+    """Once per process, by rank 0. With it, what this can't reach: classes that were derived before."""
+    global _announced
+    if _announced or rank != 0:
+        return
+    _announced = True
+    message = f"torchddp {_C.version}: torch.nn.parallel.DistributedDataParallel makes torchddp's class in this process"
+    derived = [c for c in TorchDDP.__subclasses__() if c.__module__.partition(".")[0] not in ("torch", "torchddp")]
+    if derived:
+        names = ", ".join(f"{c.__module__}.{c.__qualname__}" for c in derived)
+        message += f". Derived from torch's before, and so without it: {names}"
+    logger.warning(message)

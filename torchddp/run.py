@@ -1,0 +1,100 @@
+"""`python -m torchddp.run script.py args...`: runs an unmodified program on torchddp's DistributedDataParallel.
+
+    torchrun --nproc-per-node 2 -m torchddp.run train.py --lr 0.1
+    torchrun --nproc-per-node 2 -m torchddp.run -m package.train --lr 0.1
+
+torchddp.install() is in force before the program's first line. What it sees is as under Python itself: sys.argv,
+`__main__`, sys.path[0]; what it raises ends the process with its traceback. TORCHDDP_INSTALL=1 is set for Python
+processes that it starts.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from types import CodeType, ModuleType
+from typing import Any
+
+from torchddp.integrations import install
+from torchddp.integrations._startup import ENV
+
+USAGE = "usage: python -m torchddp.run [-h] (script.py | -m module) [args ...]"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(f"{USAGE}\n\n{__doc__}")
+        return
+    as_module = arguments[:1] == ["-m"]
+    if as_module:
+        del arguments[0]
+    if not arguments or (not as_module and arguments[0].startswith("-")):
+        wrong = f"unknown option {arguments[0]}" if arguments else "which program?"
+        sys.exit(_usage_error(wrong))
+    os.environ[ENV] = "1"
+    install.install()
+    (_run_module if as_module else _run_script)(arguments)
+
+
+def _usage_error(what: str) -> int:
+    print(f"{USAGE}\ntorchddp.run: {what}", file=sys.stderr)
+    return 2
+
+
+def _run_script(arguments: list[str]) -> None:
+    path = arguments[0]
+    if os.path.isdir(path) or path.endswith((".zip", ".pyz")):  # with a __main__.py inside
+        sys.argv = arguments
+        _first_on_path(path)
+        runpy.run_path(path, run_name="__main__")
+        return
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+    except OSError as error:
+        print(f"torchddp.run: can't open file {os.path.abspath(path)!r}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+    sys.argv = arguments
+    _first_on_path(os.path.dirname(os.path.realpath(path)))
+    absolute = os.path.abspath(path)
+    _run(compile(source, absolute, "exec", dont_inherit=True), __file__=absolute, __cached__=None)
+
+
+def _run_module(arguments: list[str]) -> None:
+    name = arguments[0]
+    try:
+        _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]  # what `python -m` calls
+    except runpy._Error as error:  # type: ignore[attr-defined]
+        print(f"torchddp.run: {error}", file=sys.stderr)
+        sys.exit(1)
+    sys.argv = [spec.origin, *arguments[1:]]
+    _run(
+        code,
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+
+
+def _first_on_path(folder: str) -> None:
+    """In the place of what `python -m` has put there for this module, if it has."""
+    if not getattr(sys.flags, "safe_path", False) and sys.path:
+        sys.path[0] = folder
+
+
+def _run(code: CodeType, **attributes: Any) -> None:
+    """As `__main__`, which stays: what is pickled or started later looks there for the program's functions."""
+    module = ModuleType("__main__")
+    module.__dict__.update({"__builtins__": __builtins__, "__loader__": None, "__package__": None, "__spec__": None})
+    module.__dict__.update(attributes)
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+if __name__ == "__main__":
+    main()
