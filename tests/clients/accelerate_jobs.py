@@ -1,8 +1,9 @@
 """What test_accelerate.py runs on two ranks: each job with torch's class and ours, in the same processes.
 
-    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 tests/clients/accelerate_jobs.py FOLDER
+    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 tests/clients/accelerate_jobs.py FOLDER [--install] [JOB ...]
 
-Each rank writes FOLDER/rank<N>.json: job -> {"torch": result, "ours": result}.
+Each rank writes FOLDER/rank<N>.json: job -> {"torch": result, "ours": result}. With --install "ours" is
+Accelerate's own Accelerator after torchddp.install().
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +55,9 @@ class Net(nn.Module):
 class Kind:
     """How to make an accelerator that wraps in one of the classes."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, plug_in: bool = True) -> None:
         self.name = name
-        self.ours = name == "ours"
+        self.ours = name == "ours" and plug_in
         self.folder = folder
 
     def accelerator(self, handler: Any = None, **options: Any) -> Any:
@@ -108,7 +110,9 @@ def fit(accelerator: Any, model: Any, optimizer: Any, loader: Any, epochs: int =
                 optimizer.zero_grad()
 
 
-def trained(kind: Kind, handler: Any = None, *, forward: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+def trained(
+    kind: Kind, handler: Any = None, *, forward: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
     before = torchddp.finished_steps()
     accelerator = kind.accelerator(handler, **options)
     model, optimizer, loader = prepared(accelerator)
@@ -179,6 +183,7 @@ def named_hooks(kind: Kind) -> dict[str, Any]:
 
 def adopted(kind: Kind) -> dict[str, Any]:
     """An accelerator of somebody else's class, which ours takes over."""
+    before = torchddp.finished_steps()
 
     class Theirs(accelerate.Accelerator):
         pass
@@ -192,7 +197,8 @@ def adopted(kind: Kind) -> dict[str, Any]:
     model, optimizer, loader = prepared(accelerator)
     fit(accelerator, model, optimizer, loader, spare=False)
     assert model.find_unused_parameters
-    return {"class": type(model).__module__.partition(".")[0], **model_of(model)}
+    steps = torchddp.finished_steps() - before
+    return {"class": type(model).__module__.partition(".")[0], **model_of(model), "steps": steps}
 
 
 def local_sgd(kind: Kind) -> dict[str, Any]:
@@ -206,9 +212,10 @@ def local_sgd(kind: Kind) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
                 local.step()
-    inside = torchddp.finished_steps() - before
-    fit(accelerator, model, optimizer, loader, epochs=1)  # each step is reduced again
-    return {**model_of(model), "inside": inside, "steps": torchddp.finished_steps() - before}
+    ends = {"inside": torchddp.finished_steps() - before, **model_of(model)}
+    # Each step is reduced again; ranks differ by then, for each has the optimizer state of its own steps.
+    fit(accelerator, model, optimizer, loader, epochs=1)
+    return {**ends, "after": model_of(model), "steps": torchddp.finished_steps() - before}
 
 
 def states(kind: Kind) -> dict[str, Any]:
@@ -339,13 +346,21 @@ JOBS: list[Callable[[Kind], dict[str, Any]]] = [
 ]
 
 
-def run_jobs(jobs: list[Callable[[Kind], dict[str, Any]]], folder: Path) -> None:
+def run_jobs(jobs: list[Callable[[Kind], dict[str, Any]]]) -> None:
+    """The command line of this file and of transformers_jobs.py."""
+    folder = Path(sys.argv[1])
+    install = "--install" in sys.argv
+    names = [name for name in sys.argv[2:] if name != "--install"]
     torch.set_num_threads(1)
     accelerate.PartialState(cpu=True)
     results: dict[str, Any] = {}
     try:
         for job in jobs:
-            results[job.__name__] = {name: job(Kind(name, folder)) for name in ("torch", "ours")}
+            if names and job.__name__ not in names:
+                continue
+            results[job.__name__] = {"torch": job(Kind("torch", folder))}
+            with torchddp.install() if install else nullcontext():
+                results[job.__name__]["ours"] = job(Kind("ours", folder, plug_in=not install))
     except Exception:
         results["error"] = f"in {job.__name__}:\n{traceback.format_exc()}"
         raise
@@ -356,5 +371,4 @@ def run_jobs(jobs: list[Callable[[Kind], dict[str, Any]]], folder: Path) -> None
 
 
 if __name__ == "__main__":
-    only = sys.argv[2:]
-    run_jobs([job for job in JOBS if not only or job.__name__ in only], Path(sys.argv[1]))
+    run_jobs(JOBS)

@@ -15,16 +15,14 @@ class TorchDDPTrainerMixin:
     """Before a trainer class: ``class MyTrainer(TorchDDPTrainerMixin, Seq2SeqTrainer)``.
 
     Takes all that the trainer takes, and ``ddp_kwargs``, a :class:`TorchDDPKwargs` or a dict of its options. Where
-    they are silent, the ``ddp_*`` fields of TrainingArguments hold; the trainer looks for unused parameters in models
-    that are no PreTrainedModel, unless ``ddp_find_unused_parameters=False``.
+    they are silent, the ``ddp_*`` fields of TrainingArguments hold. Left to itself the trainer looks for unused
+    parameters in every step, unless the model checkpoints activations: ``ddp_find_unused_parameters=False`` saves that.
 
     Raises:
         TypeError: an unknown option. ValueError: the arguments choose FSDP or DeepSpeed.
     """
 
-    def __init__(
-        self, *args: Any, ddp_kwargs: TorchDDPKwargs | Mapping[str, Any] | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, ddp_kwargs: TorchDDPKwargs | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._ddp_kwargs = ddp_kwargs
         super().__init__(*args, **kwargs)
 
