@@ -1,4 +1,4 @@
-"""What test_accelerate_trainer.py runs on two ranks: a tiny language model under the Trainer, with torch's class and ours.
+"""What test_accelerate_trainer.py runs on two ranks: a tiny model under the Trainer, with torch's class and ours.
 
 ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 tests/clients/transformers_jobs.py FOLDER
 """

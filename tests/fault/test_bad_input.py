@@ -339,7 +339,7 @@ def test_wrapping_what_torchs_class_with_views_has_wrapped_is_refused(ddp_class)
 
 @pytest.mark.beyond_torch("gives wrong gradients")
 def test_a_wrapper_of_torchs_class_around_ours_is_noticed(ddp_class):
-    """With views two reducers write to one memory: an error. Without them the averages are right, and twice the cost."""
+    """With views two reducers write to one memory: an error. Without them the averages are right."""
 
     def work(rank):
         with pytest.raises(RuntimeError, match="averaged twice, in the same memory"):
