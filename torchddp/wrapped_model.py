@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
@@ -44,7 +45,7 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
     ]
     for other in inner:
         # Ours are told to copy instead (``_share_gradients_with``); torch's can't be told once they are made.
-        if other.gradient_as_bucket_view and not isinstance(other.reducer, _C.Reducer):
+        if other.gradient_as_bucket_view and not _has_our_reducer(other):
             raise ValueError(
                 "DistributedDataParallel can't wrap a model in which torch.nn.parallel.DistributedDataParallel with "
                 "gradient_as_bucket_view=True wraps the same parameters: both would average the same gradients, in "
@@ -60,13 +61,17 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
     return inner
 
 
+def _has_our_reducer(ddp: Any) -> bool:
+    return isinstance(ddp.reducer, _C.Reducer)
+
+
 def check_outer(ddp: TorchDDP, outer: TorchDDP | None) -> None:
     """Before the first forward of ``ddp``, inside the forward of ``outer``, if that is there.
 
     Raises:
         RuntimeError: torch's class wraps the same parameters, and their gradients are views of ``ddp``'s buckets.
     """
-    if outer is None or isinstance(outer.reducer, _C.Reducer):
+    if outer is None or _has_our_reducer(outer):
         return  # ours has seen to it when it was made
     shared = {id(p) for p in ddp._module_parameters} & {id(p) for p in outer._module_parameters}
     if not shared:

@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def torchrun(*arguments: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+def torchrun(*arguments: str, timeout_s: float = 140) -> subprocess.CompletedProcess[str]:
     """Two ranks on CPU, one thread each, without a network."""
     environment = {
         **os.environ,

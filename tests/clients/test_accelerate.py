@@ -22,7 +22,7 @@ from tests.clients.accelerate_ranks import ROOT, Results
 from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, adopt
 from torchddp.integrations.accelerate.options import merge
 
-pytestmark = [pytest.mark.slow, pytest.mark.beyond_torch("is not tested here")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_torch("is not tested here")]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ pytest.importorskip("torchddp.integrations.install")
 
 from tests.clients.accelerate_ranks import Results
 
-pytestmark = [pytest.mark.slow, pytest.mark.beyond_torch("is not tested here")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_torch("is not tested here")]
 
 
 def test_accelerate_under_install(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: make 
 
 from tests.clients.accelerate_ranks import Results
 
-pytestmark = [pytest.mark.slow, pytest.mark.beyond_torch("is not tested here")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.beyond_torch("is not tested here")]
 
 
 @pytest.fixture(scope="module")

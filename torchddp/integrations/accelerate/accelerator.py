@@ -41,6 +41,8 @@ class AcceleratorMixin:
     """``prepare_model`` for a subclass of ``accelerate.Accelerator``: where that wraps in torch's class, this wraps in
     torchddp's."""
 
+    ddp_handler: Any  # a DistributedDataParallelKwargs, or None
+
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
@@ -79,7 +81,7 @@ class AcceleratorMixin:
         return self.multi_device or self.distributed_type == DistributedType.MULTI_CPU  # type: ignore[attr-defined]
 
     def _wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
-        handler: DistributedDataParallelKwargs | None = self.ddp_handler  # type: ignore[has-type]
+        handler: DistributedDataParallelKwargs | None = self.ddp_handler
         options = {} if handler is None else handler.to_kwargs()
         if self.multi_device and os.environ.get("ACCELERATE_BYPASS_DEVICE_MAP", "false") != "true":  # type: ignore[attr-defined]
             index = self.local_process_index  # type: ignore[attr-defined]
@@ -102,7 +104,7 @@ class AcceleratorMixin:
         plugin = self.state.dynamo_plugin  # type: ignore[attr-defined]
         if plugin.backend == DynamoBackend.NO or is_compiled_module(model):
             return model
-        compiler = compile_regions if plugin.use_regional_compilation else torch.compile
+        compiler: Any = compile_regions if plugin.use_regional_compilation else torch.compile
         return compiler(model, **plugin.to_kwargs())
 
 
