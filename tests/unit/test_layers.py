@@ -104,6 +104,10 @@ def module_path(package_parent: Path, module: str) -> Path | None:
     return None
 
 
+def is_for_type_checkers(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
 def imported_modules(package_parent: Path, module: str) -> set[str]:
     """Modules of the same top-level package that `module` imports anywhere in its file, also inside functions."""
     path = module_path(package_parent, module)
@@ -111,7 +115,10 @@ def imported_modules(package_parent: Path, module: str) -> set[str]:
         return set()
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    tree = ast.parse(path.read_text(), str(path))
+    if "." not in module:  # what the package's own list of names imports for type checkers, nothing does at run time
+        tree.body = [node for node in tree.body if not is_for_type_checkers(node)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

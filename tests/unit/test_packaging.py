@@ -254,5 +254,7 @@ def test_only_what_differs_in_the_cuda_build_is_checked_again(tmp_path: Path) ->
 def test_doctor_knows_every_variable_that_is_read() -> None:
     texts = [path.read_text() for path in [*(ROOT / "csrc").rglob("*.cpp"), *(ROOT / "torchddp").glob("*.py")]]
     texts.append((ROOT / "torchddp/integrations/_startup.py").read_text())
-    read = {name for text in texts for name in re.findall(r'(?:getenv\(|\b(?:[A-Z]+_)?ENV = )"(TORCHDDP_[A-Z_]+)"', text)}
+    read = {
+        name for text in texts for name in re.findall(r'(?:getenv\(|\b(?:[A-Z]+_)?ENV = )"(TORCHDDP_[A-Z_]+)"', text)
+    }
     assert read == variables.KNOWN - variables.READ_BY_THE_BUILD

@@ -1,4 +1,4 @@
-"""What TORCHDDP_INSTALL=1 needs is in wheels and in editable installations: setup.py, with a compiler that does nothing."""
+"""Wheels and editable installations hold what TORCHDDP_INSTALL=1 needs: setup.py, with a compiler that does nothing."""
 
 import shutil
 import subprocess

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import subprocess
 import sys
 import tempfile
 from datetime import timedelta
@@ -47,7 +48,18 @@ def rank_main(rank: int, store_path: str) -> None:
     gc.collect()
 
 
+def check_startup_file() -> None:
+    """TORCHDDP_INSTALL=1 reaches a program that never imports torchddp."""
+    code = "from torch.nn.parallel import DistributedDataParallel as D\nclass M(D): pass\n"
+    code += "print(M.__mro__[1].__module__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"TORCHDDP_INSTALL": "1"}, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("torchddp."), done.stdout + done.stderr
+
+
 def main() -> None:
+    check_startup_file()
     installed = Path(torchddp.__file__).resolve()
     assert installed.is_relative_to(Path(sys.prefix).resolve()), f"{installed} is not the wheel's"
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """The imported ``module``. ImportError in one line, which names torchddp's extra, if its package is not installed."""
+    """The imported ``module``. ImportError, in one line that names torchddp's extra, if its package is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -1,0 +1,126 @@
+"""One rank of tests/clients/test_composer.py, under torchrun: Composer's Trainer on torch's class and on ours."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.clients import composer_stubs
+
+composer_stubs.install()
+
+import composer  # noqa: E402
+from composer.utils import dist as composer_dist  # noqa: E402
+
+import torchddp  # noqa: E402
+from torchddp.integrations import composer as ours  # noqa: E402
+
+STRATEGIES = ("single_auto_sync", "multi_auto_sync", "forced_sync")
+SAMPLES, BATCH, MICROBATCH = 64, 16, 4  # two ranks: two steps, of one or four microbatches a rank
+
+
+class Net(composer.ComposerModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 1025), nn.Tanh(), nn.Linear(1025, 3))
+
+    def forward(self, batch: list[Tensor]) -> Tensor:
+        return self.net(batch[0])
+
+    def loss(self, outputs: Tensor, batch: list[Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+
+class LeavesParametersUnused(composer.Algorithm):
+    """Does nothing, but says so: that is how Composer comes to find_unused_parameters=True."""
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        return True
+
+    def match(self, event: Any, state: Any) -> bool:
+        return False
+
+    def apply(self, event: Any, state: Any, logger: Any) -> None:
+        pass
+
+
+def train(strategy: str | None, microbatch: int, **options: Any) -> dict[str, Any]:
+    """What a run of two epochs leaves, and what its model was wrapped in."""
+    generator = torch.Generator().manual_seed(5)
+    data = TensorDataset(
+        torch.randn(SAMPLES, 5, generator=generator), torch.randint(3, (SAMPLES,), generator=generator)
+    )
+    model = Net()
+    loader = DataLoader(data, batch_size=BATCH, sampler=composer_dist.get_sampler(data, shuffle=True))
+    before = torchddp.finished_steps()
+    trainer = composer.Trainer(
+        model=model,
+        train_dataloader=loader,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        max_duration="2ep",
+        device="cpu",
+        device_train_microbatch_size=microbatch,
+        ddp_sync_strategy=strategy,
+        seed=17,
+        progress_bar=False,
+        auto_log_hparams=False,
+        **options,
+    )
+    trainer.fit()
+    made = {
+        "class": f"{type(trainer.state.model).__module__}.{type(trainer.state.model).__qualname__}",
+        "transport": getattr(trainer.state.model, "_transport_choice", None),
+        "find_unused_parameters": trainer.state.model.find_unused_parameters,
+        "steps": torchddp.finished_steps() - before,
+        "parameters": [parameter.detach().clone() for parameter in model.parameters()],
+    }
+    trainer.close()
+    return made
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.pop("parameters"), other["parameters"], strict=True))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    composer_dist.initialize_dist("cpu")
+    found: dict[str, Any] = {}
+    torchs = {(s, m): train(s, m) for s in STRATEGIES for m in (BATCH, MICROBATCH)}
+    found["torch"] = {"class": torchs["forced_sync", BATCH]["class"], "enabled": ours.enabled()}
+    original = composer.trainer.trainer.prepare_ddp_module
+    for (strategy, microbatch), expected in torchs.items():
+        with ours.enable():
+            made = train(strategy, microbatch)
+        found[f"{strategy} {BATCH // microbatch}"] = {"same": same(made, expected), **made}
+    ours.enable(transport="c10d")
+    with ours.enable(transport="shm"):  # options of the inner one, then those of the outer one again
+        made = train("single_auto_sync", BATCH, algorithms=LeavesParametersUnused())
+        found["shm"] = {"same": same(made, torchs["single_auto_sync", BATCH]), **made}
+    made = train("single_auto_sync", BATCH)
+    found["c10d"] = {"same": same(made, torchs["single_auto_sync", BATCH]), **made}
+    ours.disable()
+    ours.disable()
+    found["restored"] = {"same": composer.trainer.trainer.prepare_ddp_module is original, "enabled": ours.enabled()}
+    found["restored"]["class"] = train("single_auto_sync", BATCH)["class"]
+    with torchddp.install():
+        made = train("single_auto_sync", MICROBATCH)
+        found["install"] = {"same": same(made, torchs["single_auto_sync", MICROBATCH]), **made}
+    try:
+        ours.enable(transprot="shm")
+    except TypeError as error:
+        found["unknown"] = str(error)
+    if composer_dist.get_global_rank() == 0:
+        with open(sys.argv[1], "w") as file:
+            json.dump(found, file)
+
+
+if __name__ == "__main__":
+    main()

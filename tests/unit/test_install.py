@@ -1,0 +1,333 @@
+"""torchddp.install() and uninstall(): what they switch, say and refuse. Training: tests/distributed/test_install.py."""
+
+import inspect
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
+import torchddp
+from torchddp import run
+from torchddp.integrations import install as install_module
+from torchddp.integrations.extras import require
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAIN = type(TorchDDP)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    assert not torchddp.installed()
+    yield
+    torchddp.uninstall()
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
+    path = {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=110, env=clean | path | environment
+    )
+
+
+# --- on and off ---
+
+
+def test_the_class_is_exactly_as_it_was_afterwards() -> None:
+    before = dict(vars(TorchDDP))
+    names = dict(vars(torch.nn.parallel))
+    torchddp.install()
+    assert torchddp.installed() and type(TorchDDP) is not PLAIN
+    torchddp.uninstall()
+    assert not torchddp.installed() and type(TorchDDP) is PLAIN
+    assert dict(vars(TorchDDP)) == before and dict(vars(torch.nn.parallel)) == names
+
+
+def test_once_on_is_on_and_once_off_is_off() -> None:
+    torchddp.uninstall()
+    assert not torchddp.installed()
+    torchddp.install()
+    torchddp.install()
+    torchddp.uninstall()
+    assert not torchddp.installed() and type(TorchDDP) is PLAIN
+
+
+def test_the_end_of_a_with_brings_back_what_was_before() -> None:
+    with torchddp.install(transport="shm"):
+        with torchddp.install(find_nonfinite=True):
+            assert install_module._defaults == {"transport": "shm", "find_nonfinite": True}
+        assert install_module._defaults == {"transport": "shm"}
+        with torchddp.uninstall():
+            assert not torchddp.installed() and type(TorchDDP) is PLAIN
+        assert install_module._defaults == {"transport": "shm"} and type(TorchDDP) is not PLAIN
+    assert not torchddp.installed() and type(TorchDDP) is PLAIN
+
+
+def test_an_exception_inside_changes_nothing_of_that() -> None:
+    with pytest.raises(KeyError), torchddp.install(), torchddp.install():
+        raise KeyError("inside")
+    assert type(TorchDDP) is PLAIN
+    with pytest.raises(ValueError, match="process group"), torchddp.install():
+        TorchDDP(torch.nn.Linear(1, 1))  # torch's own words: there is no group
+    assert type(TorchDDP) is PLAIN
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"transprot": "shm"}, r"install\(\) got 'transprot'; allowed are .*transport.*comm_hook.*sync"),
+        ({"bucket_cap_mb": 5}, "Torch's are given where the model is wrapped"),
+    ],
+)
+def test_wrong_defaults_are_refused_at_once(options: dict[str, object], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        torchddp.install(**options)
+    assert not torchddp.installed()
+
+
+# --- what others see of the class ---
+
+
+def test_classes_stay_what_they_are() -> None:
+    with torchddp.install():
+        assert issubclass(torchddp.DDP, TorchDDP) and not issubclass(torch.nn.Linear, TorchDDP)
+        assert isinstance(object.__new__(TorchDDP), TorchDDP) and isinstance(object.__new__(torchddp.DDP), TorchDDP)
+        assert pickle.loads(pickle.dumps(TorchDDP)) is TorchDDP
+        assert torch.nn.parallel.DistributedDataParallel is TorchDDP
+        assert TorchDDP._get_active_ddp_module() is None
+
+
+def test_the_signature_is_that_of_what_a_call_makes() -> None:
+    own = list(inspect.signature(TorchDDP).parameters)
+    with torchddp.install():
+        names = list(inspect.signature(TorchDDP).parameters)
+    assert names == list(inspect.signature(torchddp.DDP).parameters)
+    assert names[: len(own)] == own and "transport" in names
+    assert list(inspect.signature(TorchDDP).parameters) == own
+
+
+def test_classes_derived_meanwhile_are_derived_from_ours() -> None:
+    class Before(TorchDDP):
+        pass
+
+    with torchddp.install():
+
+        class Meanwhile(TorchDDP):
+            """Its own words."""
+
+            answer = 42
+
+        class OfBefore(Before):
+            pass
+
+        class OfOurs(torchddp.DDP):
+            pass
+
+    assert issubclass(Meanwhile, torchddp.DDP) and type(Meanwhile) is PLAIN
+    assert (Meanwhile.__doc__, Meanwhile.answer, Meanwhile.__module__) == ("Its own words.", 42, __name__)
+    assert not issubclass(OfBefore, torchddp.DDP) and issubclass(OfOurs, torchddp.DDP)
+
+
+# --- what is said ---
+
+
+def test_it_says_so_once_and_on_rank_0(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install_module, "_announced", False)
+    monkeypatch.setenv("RANK", "1")
+    with torchddp.install():
+        pass
+    assert not caplog.records
+    monkeypatch.setenv("RANK", "0")
+
+    class DerivedBefore(TorchDDP):
+        pass
+
+    for _ in range(2):
+        with torchddp.install():
+            pass
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("torchddp", logging.WARNING)
+    assert "torch.nn.parallel.DistributedDataParallel makes torchddp's class in this process" in record.message
+    assert f"Derived from torch's before, and so without it: {__name__}." in record.message
+    assert DerivedBefore.__qualname__ in record.message
+
+
+# --- what is imported ---
+
+
+def test_importing_torchddp_imports_no_integration() -> None:
+    code = "import sys, torchddp; print([m for m in sys.modules if m.startswith('torchddp.integrations')])"
+    assert python("-c", code).stdout.strip() == "[]"
+
+
+def test_a_missing_client_is_one_line_that_names_the_extra() -> None:
+    with pytest.raises(ImportError, match=r"^no_such_client is not installed: pip install 'torchddp\[composer\]'$"):
+        require("no_such_client.trainer", "composer")
+    assert require("json.decoder", "composer").__name__ == "json.decoder"
+
+
+def test_what_a_client_lacks_is_no_missing_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_client.py").write_text("import what_it_needs\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
+        require("some_client", "composer")
+
+
+# --- the environment variable ---
+
+USE = "import torch, sys; from torch.nn.parallel import DistributedDataParallel as D; "
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a Python whose site-packages hold what setup.py writes."""
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "setup.py", "-q", "build_startup", "--build-lib", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, timeout=100)
+    (folder / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(folder)!r})\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+
+
+MADE = (
+    "import torch.distributed as dist; dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
+    "print(type(D(torch.nn.Linear(2, 2))).__module__)"
+)
+
+
+@pytest.mark.parametrize(("value", "module"), [("1", "torchddp.distributed"), ("0", TorchDDP.__module__)])
+def test_a_program_that_never_imports_torchddp(site: dict[str, str], value: str, module: str) -> None:
+    done = python("-c", USE + MADE, **site, TORCHDDP_INSTALL=value, GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == 0 and done.stdout.strip() == module, done.stdout + done.stderr
+    assert done.stderr.count("makes torchddp's class in this process") == (value == "1")
+
+
+def test_another_value_is_an_error_where_a_model_is_wrapped(site: dict[str, str]) -> None:
+    done = python("-c", USE + MADE, **site, TORCHDDP_INSTALL="yes", GLOO_SOCKET_IFNAME="lo")
+    error = [line for line in done.stderr.splitlines() if "TORCHDDP_INSTALL must be 1" in line and "'yes'" in line]
+    assert done.returncode == 1 and len(error) == 1, done.stderr
+
+
+@pytest.mark.parametrize("value", ["yes", "2", " 1"])
+def test_another_value_is_an_error_of_import_torchddp(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDDP_INSTALL", value)
+    with pytest.raises(ValueError, match=f"TORCHDDP_INSTALL must be 1 .* got '{value}'"):
+        install_module.install_by_variable()
+    monkeypatch.setenv("TORCHDDP_INSTALL", "")
+    install_module.install_by_variable()
+    assert not torchddp.installed()
+
+
+def test_who_wraps_no_model_pays_nothing(site: dict[str, str]) -> None:
+    code = "import sys; print('torch' in sys.modules); import torch; print('torchddp' in sys.modules, sys.meta_path)"
+    done = python("-c", code, **site, TORCHDDP_INSTALL="1")
+    assert done.stdout.startswith("False\nFalse ") and "_WaitForTorch" not in done.stdout, done.stdout + done.stderr
+    assert done.stderr == ""
+
+
+def test_importing_torchddp_with_the_variable_installs_with_and_without_the_file(site: dict[str, str]) -> None:
+    code = "import torchddp; print(torchddp.installed()); " + USE + "print(type(D).__name__)"
+    for environment in ({}, site):
+        done = python("-c", code, **environment, TORCHDDP_INSTALL="1")
+        assert done.stdout == "True\n_InstalledMeta\n", done.stdout + done.stderr
+
+
+def test_a_class_that_is_derived_from_torchs_is_a_use_of_it_too(site: dict[str, str]) -> None:
+    code = USE + "exec('class M(D): pass'); print(M.__mro__[1].__name__)"
+    done = python("-c", code, **site, TORCHDDP_INSTALL="1")
+    assert done.stdout == "DerivedDDP\n", done.stdout + done.stderr
+
+
+def test_the_torchddp_command_compares_with_torchs_class(site: dict[str, str]) -> None:
+    code = "import sys; sys.argv = ['/bin/torchddp', 'doctor']; import torchddp; print(torchddp.installed()); "
+    done = python("-c", code + USE + "print(type(D).__name__)", **site, TORCHDDP_INSTALL="1")
+    assert done.stdout == f"False\n{PLAIN.__name__}\n", done.stdout + done.stderr
+
+
+# --- python -m torchddp.run ---
+
+SCRIPT = """
+import os, pickle, sys
+import beside
+def function(): pass
+main = sys.modules["__main__"]
+print(sys.argv, sys.path[0], __name__, __file__, __package__, main.function is function, __doc__)
+print(pickle.loads(pickle.dumps(function)) is function, "__spec__" in globals(), "__loader__" in globals())
+if "--fail" in sys.argv:
+    raise KeyError("the script's own")
+if "--installed" in sys.argv:
+    from torch.nn.parallel import DistributedDataParallel as D
+    print(type(D).__name__, os.environ["TORCHDDP_INSTALL"])
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "beside.py").touch()
+    (folder / "__init__.py").touch()
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "module.py").write_text(SCRIPT.replace("import beside", "from . import beside"))
+    return folder
+
+
+def same_as_python(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
+    plain, ours = python(*arguments, **options), python("-m", "torchddp.run", *arguments, **options)
+    assert ours.stdout == plain.stdout != "" and ours.returncode == plain.returncode
+    return ours
+
+
+def test_a_script_sees_what_it_sees_under_python(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(program.parent)
+    same_as_python("package/script.py", "--lr", "-m", "--help")
+    done = python("-m", "torchddp.run", str(program / "script.py"), "--installed")
+    assert done.stdout.endswith("_InstalledMeta 1\n")
+
+
+@pytest.mark.parametrize("how", [["package/script.py"], ["-m", "package.module"]])
+def test_an_error_ends_it_with_the_scripts_traceback(
+    program: Path, monkeypatch: pytest.MonkeyPatch, how: list[str]
+) -> None:
+    monkeypatch.chdir(program.parent)
+    done = same_as_python(*how, "--fail")
+    line = SCRIPT.splitlines().index('    raise KeyError("the script\'s own")') + 1
+    assert done.returncode == 1 and done.stderr.endswith('KeyError: "the script\'s own"\n')
+    assert f'{program}/{"module" if how[0] == "-m" else "script"}.py", line {line}, in <module>' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ([], 2, "which program?"),
+        (["--fast", "script.py"], 2, "unknown option --fast"),
+        (["-m"], 2, "which program?"),
+        (["nowhere.py"], 2, "can't open file"),
+        (["-m", "no_such_module_anywhere"], 1, "No module named"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    arguments: list[str],
+    code: int,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHDDP_INSTALL", "")  # set by main, and put back by this
+    with pytest.raises(SystemExit) as ended:
+        run.main(arguments)
+    assert ended.value.code == code and words in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    run.main(["--help"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: python -m torchddp.run")
+    assert "torchrun --nproc-per-node 2 -m torchddp.run train.py" in printed
+    assert not torchddp.installed()

@@ -1,0 +1,122 @@
+"""MosaicML's Composer on torchddp's class: its Trainer wraps models in it, its sync strategies reduce in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+
+from torchddp.distributed import DistributedDataParallel
+from torchddp.integrations.extras import require
+from torchddp.sync import prepare_ddp_module, sync_context
+
+__all__ = ["disable", "enable", "enabled"]
+
+# Where Composer's two functions are looked up. The trainer has imported them by name.
+_PLACES = ("composer.trainer.trainer", "composer.distributed", "composer.distributed.dist_strategy")
+_FUNCTIONS = ("prepare_ddp_module", "ddp_sync_context")
+
+_originals: dict[tuple[str, str], Callable[..., Any]] = {}
+_options: dict[str, Any] = {}
+
+
+class _Enabled:
+    """What `enable` returns: in a ``with``, its end brings back what was before the call."""
+
+    def __init__(self, before: dict[str, Any] | None) -> None:
+        self._before = before
+
+    def __enter__(self) -> _Enabled:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        if self._before is None:
+            disable()
+        else:
+            enable(**self._before)
+
+
+def enable(**options: Any) -> _Enabled:
+    """From now on Composer's trainers wrap models in torchddp's DistributedDataParallel.
+
+        torchddp.integrations.composer.enable(transport="shm")
+        trainer = composer.Trainer(model=model, ddp_sync_strategy="forced_sync", ...)
+
+    Its three sync strategies are torchddp's of the same names: FORCED_SYNC reduces in buckets, as packed, in place of
+    one message a parameter. Models that are wrapped already stay what they are. In a ``with``, the state before the
+    call comes back at the end. Not collective, but every rank must do the same before it makes its Trainer.
+
+    Args:
+        options: of torchddp's class, and of torch's; they replace those of an earlier call. ``find_unused_parameters``
+            is the Trainer's own: an algorithm says it.
+
+    Raises:
+        ImportError: Composer is not installed (names the extra), or has no such function.
+        TypeError: an option that the class does not have.
+    """
+    _check_options(options)
+    before = dict(_options) if enabled() else None
+    if before is None:
+        _replace({place: require(place, "composer") for place in _PLACES})
+    _options.clear()
+    _options.update(options)
+    return _Enabled(before)
+
+
+def disable() -> None:
+    """Composer's own functions are back. Nothing happens without `enable`."""
+    for (place, name), function in _originals.items():
+        setattr(require(place, "composer"), name, function)
+    _originals.clear()
+    _options.clear()
+
+
+def enabled() -> bool:
+    """Whether Composer's trainers wrap models in torchddp's class."""
+    return bool(_originals)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    accepted = _accepted()
+    unknown = sorted(set(options) - accepted)
+    if unknown:
+        raise TypeError(f"enable() got {', '.join(map(repr, unknown))}; allowed are {', '.join(sorted(accepted))}")
+
+
+def _accepted() -> set[str]:
+    code = DistributedDataParallel.__init__.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return set(names) - {"self", "module", "find_unused_parameters"}
+
+
+def _replace(modules: dict[str, ModuleType]) -> None:
+    ours: dict[str, Callable[..., Any]] = {"prepare_ddp_module": _prepare, "ddp_sync_context": _sync_context}
+    missing = [f"{place}.{name}" for place in modules for name in _FUNCTIONS if not hasattr(modules[place], name)]
+    if missing:
+        raise ImportError(
+            f"this version of Composer has no {', '.join(missing)}; torchddp replaces them in 0.32: please report this"
+        )
+    for place, module in modules.items():
+        for name in _FUNCTIONS:
+            _originals[place, name] = getattr(module, name)
+            setattr(module, name, ours[name])
+
+
+def _prepare(module: torch.nn.Module, find_unused_parameters: bool) -> torch.nn.Module:
+    return prepare_ddp_module(module, find_unused_parameters, **_options)
+
+
+def _sync_context(state: Any, is_final_microbatch: bool, sync_strategy: Any) -> AbstractContextManager[None]:
+    if _originals and not isinstance(state.model, DistributedDataParallel):  # wrapped before, or not at all
+        original = _originals["composer.distributed.dist_strategy", "ddp_sync_context"]
+        return original(state, is_final_microbatch, sync_strategy)
+    strategy = getattr(sync_strategy, "value", sync_strategy)  # Composer's own enum
+    return sync_context(state.model, is_final_microbatch, strategy)
