@@ -286,6 +286,7 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
         if self._use_python_reducer or self._delay_all_reduce_all_params:
             return super()._pre_forward(*inputs, **kwargs)
         if not self._lazy_init_ran and not torch.compiler.is_compiling():
+            wrapped_model.check_outer(self, TorchDDP._active_ddp_module)
             self._lazy_init()
         self._updates.before_forward()
         if torch.is_grad_enabled():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
@@ -32,12 +33,24 @@ def describe_changes(ddp: TorchDDP, reduced_ids: Collection[int]) -> str:
 
 
 def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
-    """DDP modules inside ``module`` whose parameters would be reduced twice."""
+    """DDP modules inside ``module`` whose parameters would be reduced twice.
+
+    Raises:
+        ValueError: the gradients of one are views of another class's buckets, where two reducers spoil each other's.
+    """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     mine = {id(p) for n, p in module.named_parameters() if n not in ignored and p.requires_grad}
     inner = [
         m for m in module.modules() if isinstance(m, TorchDDP) and any(id(p) in mine for p in m._module_parameters)
     ]
+    for other in inner:
+        # Ours are told to copy instead (``_share_gradients_with``); torch's can't be told once they are made.
+        if other.gradient_as_bucket_view and not _has_our_reducer(other):
+            raise ValueError(
+                "DistributedDataParallel can't wrap a model in which torch.nn.parallel.DistributedDataParallel with "
+                "gradient_as_bucket_view=True wraps the same parameters: both would average the same gradients, in "
+                "memory of one of them. Wrap once: give this class the model itself (its .module)."
+            )
     if inner:
         warnings.warn(
             "DistributedDataParallel wraps a model that is already wrapped: its gradients are reduced twice, at twice "
@@ -46,6 +59,31 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
             stacklevel=3,
         )
     return inner
+
+
+def _has_our_reducer(ddp: Any) -> bool:
+    return isinstance(ddp.reducer, _C.Reducer)
+
+
+def check_outer(ddp: TorchDDP, outer: TorchDDP | None) -> None:
+    """Before the first forward of ``ddp``, inside the forward of ``outer``, if that is there.
+
+    Raises:
+        RuntimeError: torch's class wraps the same parameters, and their gradients are views of ``ddp``'s buckets.
+    """
+    if outer is None or _has_our_reducer(outer):
+        return  # ours has seen to it when it was made
+    shared = {id(p) for p in ddp._module_parameters} & {id(p) for p in outer._module_parameters}
+    if not shared:
+        return
+    what = (
+        "torch.nn.parallel.DistributedDataParallel wraps a model that is already wrapped by torchddp, so its gradients "
+        "are averaged twice"
+    )
+    once = "Wrap once (trainers such as Accelerate wrap in prepare(): give it the model itself)."
+    if ddp.gradient_as_bucket_view:
+        raise RuntimeError(f"{what}, in the same memory, with wrong results. {once}")
+    warnings.warn(f"{what}, at twice the cost. {once}", UserWarning, stacklevel=4)
 
 
 def param_specs(

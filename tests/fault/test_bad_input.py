@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import run_outcomes, run_ranks
@@ -322,6 +323,37 @@ def test_wrapping_a_wrapped_model_warns_and_works(ddp_class):
 
     for texts in run_ranks(work, 2):
         assert any("already wrapped" in text for text in texts), texts
+
+
+@pytest.mark.beyond_torch("gives wrong gradients")
+def test_wrapping_what_torchs_class_with_views_has_wrapped_is_refused(ddp_class):
+    def work(rank):
+        inner = TorchDDP(seeded(Mlp), gradient_as_bucket_view=True)
+        with pytest.raises(ValueError, match="Wrap once"):
+            ddp_class(inner)
+        with pytest.raises(ValueError, match="Wrap once"):
+            ddp_class(nn.Sequential(inner, nn.Linear(1, 1)))
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.beyond_torch("gives wrong gradients")
+def test_a_wrapper_of_torchs_class_around_ours_is_noticed(ddp_class):
+    """With views two reducers write to one memory: an error. Without them the averages are right."""
+
+    def work(rank):
+        with pytest.raises(RuntimeError, match="averaged twice, in the same memory"):
+            step_on(TorchDDP(ddp_class(seeded(Mlp))), rank)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ddp = TorchDDP(ddp_class(seeded(Mlp), gradient_as_bucket_view=False))
+            for step in range(2):
+                ddp.zero_grad()
+                step_on(ddp, rank, step)
+        assert_grads(grads_of(ddp), expected_grads(seeded(Mlp), lambda m, r: step_on(m, r, 1)))
+        return sum("already wrapped by torchddp" in str(w.message) for w in caught)
+
+    assert run_ranks(work, 2) == [1, 1]
 
 
 def test_wrapping_once_warns_of_nothing(ddp_class):

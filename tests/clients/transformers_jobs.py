@@ -1,0 +1,187 @@
+"""What test_accelerate_trainer.py runs on two ranks: a tiny model under the Trainer, with torch's class and ours.
+
+ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 tests/clients/transformers_jobs.py FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # started by path, as torchrun does: make `tests` importable
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import torchddp
+from tests.clients.accelerate_jobs import Kind, model_of, run_jobs
+from torchddp.integrations.accelerate import TorchDDPTrainer, adopt
+
+TOKENS, LENGTH = 48, 12
+
+
+class Texts(torch.utils.data.Dataset):
+    """Sequences in which each token follows from the one before."""
+
+    def __init__(self, size: int) -> None:
+        starts = torch.randint(TOKENS, (size, 1), generator=torch.Generator().manual_seed(size))
+        self.ids = (starts + 5 * torch.arange(LENGTH)) % TOKENS
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+class Branches(nn.Module):
+    """No PreTrainedModel, and a layer that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, 8)
+        self.head = nn.Linear(8, TOKENS)
+        self.spare = nn.Linear(8, 8)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.embedding(input_ids))
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=TOKENS, max_position_embeddings=LENGTH, **sizes))
+
+
+def trainer(kind: Kind, model: nn.Module | None = None, ddp_kwargs: Any = None, **options: Any) -> Trainer:
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    defaults: dict[str, Any] = {
+        "output_dir": str(kind.folder / "trainer"),
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.01,
+        "max_grad_norm": 0.5,
+        "save_strategy": "no",
+        "report_to": [],
+        "logging_steps": 3,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    cls, own = (TorchDDPTrainer, {"ddp_kwargs": ddp_kwargs}) if kind.ours else (Trainer, {})
+    return cls(
+        model=model if model is not None else llama(),
+        args=TrainingArguments(**{**defaults, **options}),
+        train_dataset=Texts(64),
+        eval_dataset=Texts(10),
+        **own,
+    )
+
+
+def trained(kind: Kind, *args: Any, resume: str | None = None, **options: Any) -> dict[str, Any]:
+    before = torchddp.finished_steps()
+    job = trainer(kind, *args, **options)
+    job.train(resume_from_checkpoint=resume)
+    steps = torchddp.finished_steps() - before
+    wrapped = job.model_wrapped
+    history = enumerate(job.state.log_history)
+    losses = {f"{i} {k}": entry[k] for i, entry in history for k in entry if k in LOSSES}
+    return {
+        "class": type(wrapped).__module__.partition(".")[0],
+        "finds unused": wrapped.find_unused_parameters,
+        "losses": losses,
+        **model_of(job.model),
+        "steps": steps,
+    }
+
+
+LOSSES = ("loss", "eval_loss", "grad_norm")
+
+
+def plain(kind: Kind) -> dict[str, Any]:
+    """Accumulation, clipping, and evaluation in between."""
+    return trained(kind, eval_strategy="steps", eval_steps=2)
+
+
+def bf16(kind: Kind) -> dict[str, Any]:
+    return trained(kind, bf16=True, ddp_find_unused_parameters=False)
+
+
+def unused(kind: Kind) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return trained(kind, Branches(), ddp_find_unused_parameters=True, ddp_broadcast_buffers=False)
+
+
+def unused_by_default(kind: Kind) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return trained(kind, Branches())
+
+
+def checkpoints(kind: Kind) -> dict[str, Any]:
+    """What one trainer saves in mid-training, both go on from, and end where undisturbed training does."""
+    folder = kind.folder / f"saved_by_{kind.name}"
+    undisturbed = trained(kind, output_dir=str(folder), save_strategy="steps", save_steps=3)
+    ends = {"undisturbed": undisturbed["weights"]}
+    for name in ("torch", "ours"):
+        other = trained(Kind(name, kind.folder), output_dir=str(folder), resume=str(folder / "checkpoint-3"))
+        ends[f"resumed by {name}"] = other["weights"]
+        ends[f"steps of {name}"] = other["steps"]
+    return ends
+
+
+def own_options(kind: Kind) -> dict[str, Any]:
+    """Bits stay the same; torch's result is that without options."""
+    options = {"transport": "c10d", "bucket_cap_mb": "auto", "find_nonfinite": True, "stall_report_s": 5}
+    return trained(kind, None, options if kind.ours else None, ddp_bucket_cap_mb=1)
+
+
+def hook_by_name(kind: Kind) -> dict[str, Any]:
+    return trained(kind, None, {"comm_hook": "bf16"}) if kind.ours else {}
+
+
+def adopted(kind: Kind) -> dict[str, Any]:
+    """Somebody else's trainer, whose accelerator ours takes over."""
+    before = torchddp.finished_steps()
+    job = trainer(Kind("torch", kind.folder))
+    if kind.ours:
+        adopt(job.accelerator)
+    job.train()
+    steps = torchddp.finished_steps() - before
+    return {"class": type(job.model_wrapped).__module__.partition(".")[0], **model_of(job.model), "steps": steps}
+
+
+def wrapped_before(kind: Kind) -> dict[str, Any]:
+    if not kind.ours:
+        return {}
+    said = {}
+    for name, cls in (("torch", TorchDDP), ("ours", torchddp.DistributedDataParallel)):
+        try:
+            trainer(kind, cls(llama())).train()
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+JOBS = [
+    plain,
+    bf16,
+    unused,
+    unused_by_default,
+    checkpoints,
+    own_options,
+    hook_by_name,
+    adopted,
+    wrapped_before,
+]
+
+if __name__ == "__main__":
+    run_jobs(JOBS)

@@ -1,0 +1,33 @@
+"""Accelerate and the transformers Trainer over torchddp's engine; nothing of theirs is patched (docs/accelerate.md)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from torchddp.integrations.extras import require
+
+if TYPE_CHECKING:
+    from torchddp.integrations.accelerate.accelerator import Accelerator, adopt
+    from torchddp.integrations.accelerate.options import TorchDDPKwargs
+    from torchddp.integrations.accelerate.trainer import TorchDDPTrainer, TorchDDPTrainerMixin
+
+__all__ = ["Accelerator", "TorchDDPKwargs", "TorchDDPTrainer", "TorchDDPTrainerMixin", "adopt"]
+
+# Name: its module, and the package that this needs.
+_MODULES = {
+    "Accelerator": ("accelerator", "accelerate"),
+    "TorchDDPKwargs": ("options", "accelerate"),
+    "TorchDDPTrainer": ("trainer", "transformers"),
+    "TorchDDPTrainerMixin": ("trainer", "transformers"),
+    "adopt": ("accelerator", "accelerate"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, package = _MODULES[name]
+    require("accelerate", "accelerate")
+    require(package, "accelerate")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
