@@ -113,13 +113,4 @@ class LocalSGD(Plain):
     """Post-local SGD, each rank alone after the warm-up: the subgroups need a process group."""
 
     def setup(self, stage: str) -> None:
-        subgroups, _ = zip(*(dist.new_subgroups(group_size=1) for _ in range(1)), strict=True)
-        self.trainer.strategy._ddp_comm_state.subgroup = subgroups[0]
-
-
-class WithHook(Plain):
-    """Registers a communication hook itself, which Lightning does on CUDA only."""
-
-    def on_fit_start(self) -> None:
-        if self.options.get("hook") is not None:
-            self.trainer.model.register_comm_hook(None, self.options["hook"])
+        self.trainer.strategy._ddp_comm_state.subgroup, _ = dist.new_subgroups(group_size=1)
