@@ -1,6 +1,6 @@
 """A run in which one rank raises: FOLDER/errorN.txt and FOLDER/end_N.txt say what each rank ended with.
 
-    python -m tests.clients.lightning_failure FOLDER STRATEGY FAILING_RANK
+python -m tests.clients.lightning_failure FOLDER STRATEGY FAILING_RANK
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from tests.clients.lightning_models import LocalSGD, Manual, Plain, TwoOptimizer
 from torchddp.integrations.lightning import TorchDDPShardedStrategy, TorchDDPStrategy
 
 
-
 class HookedDDPStrategy(pl.strategies.DDPStrategy):
     """Lightning's, with communication hooks on the CPU too."""
 

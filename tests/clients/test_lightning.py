@@ -44,7 +44,9 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def _assert_equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 0.0) -> None:
     assert list(state) == list(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(state[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            state[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,8 +12,8 @@ from tests.clients.lightning_launch import launch
 
 pytestmark = pytest.mark.timeout(600)
 
-# Lightning's own way to end the others takes up to five seconds, and ends them without a word; the group's timeout is 30
-# minutes. Time is that of the whole run, on a machine that may be busy with other things.
+# Without fail_together the other rank would wait for the process group's timeout, 30 minutes, or be killed by Lightning
+# without a word.
 WHY = "ValueError: the loss is not a number"
 
 

@@ -200,8 +200,8 @@ class ShardedDataParallel(DistributedDataParallel):
     def unwrap(self) -> torch.nn.Module:
         """Takes the module out: its parameters get memory of their own, and no hooks are left on it. Returns it.
 
-        For the end of training: this object can't be used any more. Gradients are dropped; the optimizers stay usable for
-        saving (`consolidate_state_dict`). Not collective, but all ranks must have done as many steps: updated
+        For the end of training: this object can't be used any more. Gradients are dropped; the optimizers can still be
+        saved (`consolidate_state_dict`). Not collective, but all ranks must have done as many steps: updated
         parameters that are on their way are waited for.
         """
         try:

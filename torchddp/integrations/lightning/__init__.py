@@ -3,8 +3,8 @@
     import torchddp.integrations.lightning  # registers the names
     trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="torchddp")
 
-Lightning has entry points for callbacks only, and reads them when the strategy is chosen already: strategies by name need
-this import. See ``docs/lightning.md``. Needs ``torchddp[lightning]``.
+Lightning has entry points for callbacks only, and reads them when the strategy is chosen already: strategies by name
+need this import. See ``docs/lightning.md``. Needs ``torchddp[lightning]``.
 """
 
 from __future__ import annotations

@@ -23,14 +23,14 @@ class TorchDDPFabricStrategy(FailsTogether, DDPStrategy):
 
         fabric = Fabric(accelerator="cpu", devices=2, strategy=TorchDDPFabricStrategy())
 
-    ``fabric.no_backward_sync`` is our ``no_sync``. Communication hooks: ``comm_hook=``, by name or as ``(state, hook)``.
+    ``fabric.no_backward_sync`` is our ``no_sync``. Communication hooks: ``comm_hook=``, a name or ``(state, hook)``.
 
     Args:
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend, start_method:
-            as there.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
+            start_method: as there.
         timeout: of the process group, and so of every reduction.
         fail_together, fail_together_grace_s: see `TorchDDPStrategy`; around the function that is given to
-            ``fabric.launch``. A script that calls ``launch()`` without one enters :func:`torchddp.fail_together` itself.
+            ``fabric.launch``. A script that calls ``launch()`` without one enters :func:`torchddp.fail_together`.
         kwargs: of `torchddp.DistributedDataParallel`.
 
     Raises:

@@ -48,7 +48,9 @@ def _arguments(optimizer: Optimizer) -> dict[str, Any]:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(optimizer.defaults)
     names = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
-    missing = [p.name for p in parameters if p.name in names and p.default is p.empty and p.name not in optimizer.defaults]
+    missing = [
+        p.name for p in parameters if p.name in names and p.default is p.empty and p.name not in optimizer.defaults
+    ]
     if missing:
         raise TypeError(
             f"torchddp_sharded can't make another {kind.__name__}: its argument {missing[0]!r} is not among its "

@@ -27,10 +27,10 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
 
         trainer = Trainer(accelerator="cpu", devices=2, strategy="torchddp_sharded")
 
-    What ``configure_optimizers`` returns goes on as `torchddp.optim.OSS` of the same class, options and groups; schedulers
-    follow. Optimizers that are an OSS stay. Gradients are clipped by the norm over all ranks' shares. Checkpoints hold
-    the whole optimizer state in the plain optimizer's form, brought to rank 0's CPU: any strategy loads them, and this
-    one loads any strategy's, on any number of ranks.
+    What ``configure_optimizers`` returns goes on as `torchddp.optim.OSS` of the same class, options and groups;
+    schedulers follow. Optimizers that are an OSS stay. Gradients are clipped by the norm over all ranks' shares.
+    Checkpoints hold the whole optimizer state in the plain optimizer's form, brought to rank 0's CPU: "ddp" loads them,
+    and this one loads those of "ddp".
 
     The idea is that of Lightning's former ``ddp_sharded`` over FairScale.
 
@@ -64,7 +64,9 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
         super().setup_optimizers(trainer)
         self._check_scaler()
         trainable = {param for param in self.model.parameters() if param.requires_grad}
-        if not any(param in trainable for opt in self.optimizers for group in opt.param_groups for param in group["params"]):
+        if not any(
+            param in trainable for opt in self.optimizers for group in opt.param_groups for param in group["params"]
+        ):
             raise ValueError(
                 f"{type(self).__name__} needs the LightningModule's optimizer: configure_optimizers returned none over "
                 "its trainable parameters"
@@ -87,8 +89,8 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None and not isinstance(scaler, ShardedGradScaler):
             raise ValueError(
-                f"{type(self).__name__} with a {type(scaler).__name__}: each rank sees its own gradients only, and ranks "
-                "would skip different steps. Pass plugins=MixedPrecision('16-mixed', 'cuda', "
+                f"{type(self).__name__} with a {type(scaler).__name__}: each rank sees its own gradients only, "
+                "and ranks would skip different steps. Pass plugins=MixedPrecision('16-mixed', 'cuda', "
                 "scaler=torchddp.optim.ShardedGradScaler()) instead of precision='16-mixed', or 'bf16-mixed'"
             )
 

@@ -37,8 +37,8 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
             ``PostLocalSGDState`` as ``ddp_comm_state``, whose ``start_localSGD_iter`` steps come before.
         timeout: of the process group, and so of every reduction.
         fail_together: an exception on one rank ends all ranks in seconds with that rank's message: see
-            :func:`torchddp.fail_together`, whose ``grace_s`` is ``fail_together_grace_s``. From the making of the process
-            group to the end of teardown, of each ``fit``, ``validate``, ``test`` and ``predict``.
+            :func:`torchddp.fail_together`, whose ``grace_s`` is ``fail_together_grace_s``. From the making of the
+            process group to the end of teardown, of each ``fit``, ``validate``, ``test`` and ``predict``.
         kwargs: of `torchddp.DistributedDataParallel`: all of torch's, and ``transport``, ``comm_hook``, ``sync``,
             ``stall_report_s``, ``find_nonfinite`` and so on.
 
