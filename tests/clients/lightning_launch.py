@@ -15,9 +15,7 @@ SET_BY_LIGHTNING = ("LOCAL_RANK", "MASTER_PORT", "NODE_RANK", "WORLD_SIZE")
 
 def launch(module: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """``python -m module arguments``, to its end; TimeoutExpired if it hangs."""
-    inherited = {
-        key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "MASTER_PORT", "NODE_RANK")
-    }
+    inherited = {key: value for key, value in os.environ.items() if key not in SET_BY_LIGHTNING}
     return subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)],
         cwd=ROOT,

@@ -58,7 +58,7 @@ def fit_twice_and_test(strategy: str) -> dict[str, Any]:
 
 
 def checkpoints(folder: Path, first: str, second: str) -> dict[str, Any]:
-    """An epoch under one strategy, another under the next from its checkpoint, which is saved after all was torn down."""
+    """An epoch under one strategy, another under the next from a checkpoint that was saved after all was torn down."""
     path = folder / f"{first}.ckpt"
     options = {"optimizer": torch.optim.AdamW, "schedule": True}
     trainer = pl.Trainer(strategy=first, max_epochs=1, **QUIET)

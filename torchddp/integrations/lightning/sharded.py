@@ -46,6 +46,9 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
     """
 
     _wrapper = ShardedDataParallel
+    # Lightning's.
+    model: Any
+    optimizers: Any
 
     def __init__(self, *arguments: Any, **kwargs: Any) -> None:
         super().__init__(*arguments, **kwargs)
@@ -102,7 +105,7 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
 
     def teardown(self) -> None:
         """Parameters get memory of their own, and the wrapper is let go of. Optimizers can still be saved."""
-        vars(self.precision_plugin).pop("clip_gradients", None)
+        self.precision_plugin.__dict__.pop("clip_gradients", None)
         if isinstance(self.model, ShardedDataParallel):
             try:
                 self.model.unwrap()

@@ -51,7 +51,8 @@ class FailsTogether:
         stop: _TunerExitException | None = None
         result = None
         try:
-            with fail_together(grace_s=self._grace_s) as watch:
+            watch = fail_together(grace_s=self._grace_s)
+            with watch:
                 self._watch = watch
                 try:
                     result = function(*arguments, **more)
