@@ -12,8 +12,8 @@ from tests.clients.lightning_launch import launch
 
 pytestmark = pytest.mark.timeout(600)
 
-# Without fail_together the other rank would wait for the process group's timeout, 30 minutes, or be killed by Lightning's
-# launcher, which does not know why.
+# Without fail_together the other rank would wait for the process group's timeout, 30 minutes, or be killed by
+# Lightning's launcher, which does not know why.
 WHY = "ValueError: the loss is not a number"
 
 
