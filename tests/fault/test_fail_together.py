@@ -366,6 +366,27 @@ def test_one_rank_forks_and_no_group():
     run_ranks(work, 2)
 
 
+def test_a_body_that_makes_the_process_group_itself():
+    def work(rank):
+        store = dist.distributed_c10d._get_default_store()
+        dist.destroy_process_group()
+
+        def body():
+            with torchddp.fail_together() as watch:
+                watch.start()  # there is no group: nothing
+                dist.init_process_group("gloo", store=dist.PrefixStore("own", store), rank=rank, world_size=2)
+                watch.start()
+                watch.start()
+                if rank == 0:
+                    raise ValueError(TEXT)
+                while True:
+                    time.sleep(0.01)
+
+        return ending(body)
+
+    assert_told(run_ranks(work, 2, timeout=LONG_S), 0)
+
+
 def test_a_good_end_waits_for_nobody():
     def work(rank):
         if rank == 1:

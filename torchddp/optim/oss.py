@@ -119,9 +119,13 @@ class OSS(Optimizer):
         """Whether a ShardedDataParallel sends its parameters."""
         return self._delivery is not None
 
-    def deliver_through(self, delivery: Delivery) -> None:
-        """Called by the data parallel module that reduces gradients to their owners alone, and gathers parameters."""
+    def deliver_through(self, delivery: Delivery | None) -> None:
+        """Called by the data parallel module that reduces gradients to their owners alone, and gathers parameters.
+
+        None: it does so no more.
+        """
         self._delivery = delivery
+        self._flat_step.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. The new parameters go to the ranks that own the fewest elements. Collective."""

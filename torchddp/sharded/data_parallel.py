@@ -197,6 +197,27 @@ class ShardedDataParallel(DistributedDataParallel):
             self.synchronize()
         return super()._forward(*inputs, **kwargs)
 
+    def unwrap(self) -> torch.nn.Module:
+        """Takes the module out: its parameters get memory of their own, and no hooks are left on it. Returns it.
+
+        For the end of training: this object can't be used any more. Gradients are dropped; the optimizers can still be
+        saved (`consolidate_state_dict`). Not collective, but all ranks must have done as many steps: updated
+        parameters that are on their way are waited for.
+        """
+        try:
+            self.synchronize()
+        finally:
+            for pending in self._pending:
+                pending.remove_hooks()
+            self.reducer._remove_autograd_hooks()
+            for optimizer in self._optimizers:
+                optimizer.deliver_through(None)
+            for param in self._module_parameters:
+                param.grad = None
+                param.data = param.data.clone()
+            self._gathers, self._pending = [], []
+        return self.module
+
     # --- frozen and thawed ---
 
     def _trainable_now(self) -> list[bool]:

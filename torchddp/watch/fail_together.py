@@ -106,6 +106,16 @@ class FailTogether(_C.AsyncGate):
         if self._task is not None or self._left:
             raise RuntimeError("a fail_together() context can be entered once: call fail_together() again")
         self._thread = threading.get_ident()
+        self.start()
+
+    def start(self) -> None:
+        """Begins to watch if there was no process group on entering; nothing if it watches, or has been left.
+
+        For a body that makes the default process group itself; all ranks call this at the same place after that, in the
+        thread that entered.
+        """
+        if self._board is not None or self._left:
+            return
         self._board = self._open_board()
         if self._board is not None:
             every_s = min(_SLOWEST_LOOK_S, _LOOK_S * max(1.0, self._board.size / _MANY))

@@ -1,0 +1,60 @@
+"""A run in which one rank raises: FOLDER/errorN.txt and FOLDER/end_N.txt say what each rank ended with.
+
+python -m tests.clients.lightning_failure FOLDER STRATEGY FAILING_RANK
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric import Fabric
+
+from tests.clients.lightning_matrix import QUIET
+from tests.clients.lightning_models import Plain, batches
+
+
+class Clock(pl.Callback):
+    """Says in a file what ended the training of a rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_exception(self, trainer: Any, module: Any, error: BaseException) -> None:
+        (self.folder / f"error{trainer.global_rank}.txt").write_text(f"{type(error).__name__}: {error}")
+
+
+def _fabric_training(fabric: Any, failing: int) -> None:
+    model = fabric.setup(Plain().net)
+    for index, (x, y) in enumerate(fabric.setup_dataloaders(batches())):
+        if (fabric.global_rank, index) == (failing, 3):
+            raise ValueError("the loss is not a number")
+        fabric.backward((model(x) - y).square().mean())
+
+
+def main(folder: Path, strategy: str, failing: int) -> None:
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    started = time.monotonic()
+    try:
+        if strategy.startswith("fabric:"):
+            runner = Fabric(accelerator="cpu", devices=2, strategy=strategy.removeprefix("fabric:"))
+            runner.launch(_fabric_training, failing)
+        else:
+            trainer = pl.Trainer(strategy=strategy, max_epochs=1, callbacks=[Clock(folder)], **QUIET)
+            trainer.fit(Plain(fails_on=(failing, 3)), batches())
+    except Exception as error:
+        rank = os.environ.get("LOCAL_RANK", "launcher")
+        text = f"{type(error).__name__}: {error}\n{time.monotonic() - started:.1f} s\n"
+        (folder / f"end_{rank}.txt").write_text(text)
+        raise
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

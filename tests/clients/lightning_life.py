@@ -1,0 +1,148 @@
+"""What comes before, after and between fits, on two ranks started by Lightning; writes FOLDER/rankN.pt.
+
+python -m tests.clients.lightning_life FOLDER
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric import Fabric
+from torch.nn.modules.batchnorm import SyncBatchNorm
+
+import torchddp
+from tests.clients.lightning_matrix import QUIET
+from tests.clients.lightning_models import Plain, batches
+from torchddp.integrations.lightning import TorchDDPFabricStrategy
+
+
+class Watching(pl.Callback):
+    """Keeps weak references to the wrappers it has seen."""
+
+    def __init__(self) -> None:
+        self.wrappers: list[Any] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.wrappers.append(weakref.ref(trainer.model))
+
+
+def fit_twice_and_test(strategy: str) -> dict[str, Any]:
+    """Also: is the wrapper gone, is the module usable, and does it train on alone?"""
+    module, watching = Plain(), Watching()
+    trainer = pl.Trainer(strategy=strategy, max_epochs=1, callbacks=[watching], **QUIET)
+    trainer.fit(module, batches())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, batches())
+    tested = trainer.test(module, batches(), verbose=False)
+    state = {key: value.clone() for key, value in module.state_dict().items()}
+    gc.collect()
+    freed = [wrapper() is None for wrapper in watching.wrappers]
+    module.net(torch.ones(2, 8)).sum().backward()  # no hook of a reducer is left, or this waits for the other rank
+    return {
+        "state": state,
+        "tested": tested,
+        "freed": freed,
+        "gradients": all(param.grad is not None for param in module.parameters()),
+        "storages": [param.untyped_storage().nbytes() == param.nbytes for param in module.parameters()],
+        "hooks": [len(part._forward_pre_hooks) for part in module.modules()],
+    }
+
+
+def checkpoints(folder: Path, first: str, second: str) -> dict[str, Any]:
+    """An epoch under one strategy, another under the next from a checkpoint that was saved after all was torn down."""
+    path = folder / f"{first}.ckpt"
+    options = {"optimizer": torch.optim.AdamW, "schedule": True}
+    trainer = pl.Trainer(strategy=first, max_epochs=1, **QUIET)
+    trainer.fit(Plain(**options), batches())
+    trainer.save_checkpoint(path)
+    module = Plain(**options)
+    pl.Trainer(strategy=second, max_epochs=2, **QUIET).fit(module, batches(), ckpt_path=path, weights_only=False)
+    saved = torch.load(path, weights_only=False)
+    shapes = [
+        {key: tuple(value.shape) if torch.is_tensor(value) else value for key, value in of_one.items()}
+        for of_one in saved["optimizer_states"][0]["state"].values()
+    ]
+    return {
+        "state": module.state_dict(),
+        "keys": sorted(saved),
+        "model_keys": sorted(saved["state_dict"]),
+        "optimizer": shapes,
+        "groups": saved["optimizer_states"][0]["param_groups"],
+    }
+
+
+def sync_batch_norm(strategy: str) -> dict[str, Any]:
+    """On a CPU torch's SyncBatchNorm refuses; whatever it says must come out."""
+    module = Plain(batch_norm=True)
+    kinds: list[bool] = []
+    watching = pl.callbacks.LambdaCallback(
+        on_train_start=lambda trainer, module: kinds.append(isinstance(module.net[1], SyncBatchNorm))
+    )
+    trainer = pl.Trainer(strategy=strategy, max_epochs=1, sync_batchnorm=True, callbacks=[watching], **QUIET)
+    try:
+        trainer.fit(module, batches())
+        said = ""
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    return {"converted": kinds, "said": said, "after": isinstance(module.net[1], SyncBatchNorm)}
+
+
+def _fabric_training(fabric: Any, accumulate: bool) -> dict[str, torch.Tensor]:
+    module = Plain().net
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    model, optimizer = fabric.setup(module, optimizer)
+    for index, (x, y) in enumerate(fabric.setup_dataloaders(batches())):
+        skip = accumulate and index % 2 == 0
+        with fabric.no_backward_sync(model, enabled=skip):
+            fabric.backward((model(x) - y).square().mean())
+        if not skip:
+            fabric.clip_gradients(model, optimizer, max_norm=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def fabric(strategy: Any, accumulate: bool) -> dict[str, Any]:
+    """A loop of the user's own."""
+    before = torchddp.finished_steps()
+    runner = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    state = runner.launch(_fabric_training, accumulate)
+    return {"state": state, "finished": torchddp.finished_steps() - before}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    results: dict[str, Any] = {}
+    for strategy in ("ddp", "torchddp", "torchddp_sharded"):
+        results[f"twice {strategy}"] = fit_twice_and_test(strategy)
+    for first, second in (
+        ("ddp", "ddp"),
+        ("torchddp", "ddp"),
+        ("torchddp_sharded", "ddp"),
+        ("ddp", "torchddp"),
+        ("ddp", "torchddp_sharded"),
+        ("torchddp_sharded", "torchddp_sharded"),
+    ):
+        results[f"checkpoint {first} {second}"] = checkpoints(folder, first, second)
+    for strategy in ("ddp", "torchddp"):
+        results[f"sync_batch_norm {strategy}"] = sync_batch_norm(strategy)
+    for accumulate in (False, True):
+        for choice in ("ddp", "torchddp", TorchDDPFabricStrategy(static_graph=not accumulate)):
+            name = choice if isinstance(choice, str) else "instance"
+            results[f"fabric {name} {accumulate}"] = fabric(choice, accumulate)
+    torch.save(results, folder / f"rank{os.environ.get('LOCAL_RANK', '0')}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

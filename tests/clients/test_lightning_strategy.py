@@ -1,0 +1,161 @@
+"""Names, arguments and errors of the strategies, in one process."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("lightning", reason="Lightning is not installed: make test-clients")
+
+import lightning.pytorch as pl
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+from tests.clients.lightning_matrix import QUIET
+from tests.clients.lightning_models import Plain, batches
+from torchddp.integrations import lightning as ours
+from torchddp.integrations.lightning.optimizers import follow, shard
+from torchddp.optim import OSS
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leaves neither a process group nor variables behind."""
+    before = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in set(os.environ) - set(before):
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def group(alone: None) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _fit(module: Any, strategy: Any, **options: Any) -> None:
+    trainer = pl.Trainer(strategy=strategy, **{**QUIET, "devices": 1, "max_epochs": 1, **options})
+    trainer.fit(module, batches())
+
+
+def test_every_name_of_lightnings_ddp_has_one_of_ours() -> None:
+    def of(registry: Any, prefix: str) -> set[str]:
+        return {name[len(prefix) :] for name in registry if name.split("_")[0] == prefix}
+
+    assert of(StrategyRegistry, "torchddp") == of(StrategyRegistry, "ddp") | {
+        "_sharded",
+        "_sharded_spawn",
+        "_sharded_fork",
+    }
+    assert of(STRATEGY_REGISTRY, "ddp") <= of(STRATEGY_REGISTRY, "torchddp")
+    ours.register()  # a second time
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"find_unsed_parameters": True}, TypeError, "'find_unsed_parameters'.*Did you mean find_unused_parameters"),
+        ({"static_grap": True}, TypeError, "static_grap"),
+        ({"ddp_comm_wrapper": id}, ValueError, "ddp_comm_hook"),
+        ({"ddp_comm_hook": id, "comm_hook": "fp16"}, ValueError, "two communication hooks"),
+        ({"model_averaging_period": 4}, ValueError, "PostLocalSGDState"),
+        ({"model_averaging_period": 0}, ValueError, "1 or more"),
+        ({"ddp_comm_state": PostLocalSGDState(None, None, 1)}, ValueError, "model_averaging_period"),
+        ({"fail_together_grace_s": -1.0}, ValueError, "grace_s"),
+    ],
+)
+def test_wrong_arguments_are_named_at_once(given: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        ours.TorchDDPStrategy(**given)
+
+
+def test_what_sharding_does_not_take() -> None:
+    with pytest.raises(ValueError, match="ddp_comm_hook"):
+        ours.TorchDDPShardedStrategy(ddp_comm_hook=id)
+    with pytest.raises(TypeError, match="gradient_as_bucket_view.*ShardedDataParallel"):
+        ours.TorchDDPShardedStrategy(gradient_as_bucket_view=True)
+    with pytest.raises(TypeError, match="transprt.*transport"):
+        ours.TorchDDPFabricStrategy(transprt="shm")
+
+
+def test_is_lightnings_ddp_strategy() -> None:
+    assert issubclass(ours.TorchDDPShardedStrategy, DDPStrategy)
+
+
+class NoOptimizer(Plain):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+class HalfOptimized(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[0].parameters(), lr=0.1)
+
+
+def test_sharded_needs_optimizers_of_all_parameters(alone: None) -> None:
+    with pytest.raises(ValueError, match="configure_optimizers"):
+        _fit(NoOptimizer(), "torchddp_sharded")
+    with pytest.raises(ValueError, match="net.2"):
+        _fit(HalfOptimized(), "torchddp_sharded")
+    _fit(Plain(), "torchddp_sharded")  # nothing of those before is left
+
+
+def test_sharded_wants_a_scaler_that_all_ranks_share(alone: None) -> None:
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="ShardedGradScaler"):
+        _fit(Plain(), "torchddp_sharded", plugins=plugin)
+
+
+def test_unused_parameters_are_explained(alone: None) -> None:
+    with pytest.raises(RuntimeError, match="torchddp_find_unused_parameters_true"):
+        _fit(Plain(unused="always"), "torchddp")
+
+
+class Picky(torch.optim.SGD):
+    def __init__(self, params: Any, how: str, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+
+
+def test_optimizers_are_made_again_with_their_options(group: None) -> None:
+    net = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW([{"params": [net.weight], "lr": 0.5}, {"params": [net.bias]}], betas=(0.8, 0.9))
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    sharded = shard(optimizer)
+    assert isinstance(sharded.optim, torch.optim.AdamW)
+    assert [group["lr"] for group in sharded.param_groups] == [0.5, 1e-3]
+    assert sharded.param_groups[0] is optimizer.param_groups[0]
+    assert sharded.param_groups[1]["betas"] == (0.8, 0.9)
+    torch.testing.assert_close(sharded.state[net.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
+    assert shard(sharded) is sharded
+    with pytest.raises(TypeError, match="'how'.*torchddp.optim.OSS"):
+        shard(Picky(net.parameters(), "so"))
+    with pytest.raises(TypeError, match="LBFGS"):
+        shard(torch.optim.LBFGS(net.parameters()))
+
+
+def test_schedulers_follow_their_optimizer_without_a_warning(group: None) -> None:
+    net = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    steps = [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5) for _ in range(2)]
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, steps, milestones=[2])
+    sharded = shard(optimizer)
+    follow([schedule], [(optimizer, sharded)])
+    assert isinstance(sharded, OSS) and all(one.optimizer is sharded for one in (schedule, *steps))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(torch.ones(1, 4)).sum().backward()
+        sharded.step()
+        schedule.step()
+    assert sharded.param_groups[0]["lr"] == 0.5

@@ -1,0 +1,39 @@
+"""The names that strategies are chosen by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+
+from torchddp.integrations.lightning.fabric import TorchDDPFabricStrategy
+from torchddp.integrations.lightning.sharded import TorchDDPShardedStrategy
+from torchddp.integrations.lightning.strategy import TorchDDPStrategy
+
+__all__ = ["register"]
+
+# As Lightning's own "ddp", "ddp_spawn" and so on.
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+
+
+def register() -> None:
+    """Makes the names known to Trainer and Fabric; done by importing the package. Harmless a second time.
+
+    ``torchddp``, ``torchddp_spawn``, ``torchddp_fork``, ``torchddp_notebook``, each also with
+    ``_find_unused_parameters_false`` and ``_true``; ``torchddp_sharded``, ``torchddp_sharded_spawn`` and
+    ``torchddp_sharded_fork`` for the Trainer.
+    """
+    for suffix, start_method in _START_METHODS.items():
+        for registry, strategy in ((StrategyRegistry, TorchDDPStrategy), (STRATEGY_REGISTRY, TorchDDPFabricStrategy)):
+            _add(registry, f"torchddp{suffix}", strategy, start_method=start_method)
+            for unused in (False, True):
+                name = f"torchddp{suffix}_find_unused_parameters_{str(unused).lower()}"
+                _add(registry, name, strategy, start_method=start_method, find_unused_parameters=unused)
+        if suffix != "_notebook":
+            _add(StrategyRegistry, f"torchddp_sharded{suffix}", TorchDDPShardedStrategy, start_method=start_method)
+
+
+def _add(registry: Any, name: str, strategy: type, **arguments: Any) -> None:
+    options = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    registry.register(name, strategy, description=f"{strategy.__name__}({options})", override=True, **arguments)

@@ -1,0 +1,138 @@
+"""The Trainer's strategy over torchddp.ShardedDataParallel."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+
+from torchddp.integrations.lightning.optimizers import follow, shard
+from torchddp.integrations.lightning.strategy import TorchDDPStrategy
+from torchddp.optim.grad_scaling import ShardedGradScaler
+from torchddp.optim.oss import OSS
+from torchddp.sharded import ShardedDataParallel
+
+__all__ = ["TorchDDPShardedStrategy"]
+
+logger = logging.getLogger(__name__)
+
+_REFUSED = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+
+
+class TorchDDPShardedStrategy(TorchDDPStrategy):
+    """`TorchDDPStrategy` with sharded gradients and optimizer state (ZeRO stage 2, Rajbhandari et al. 2020).
+
+        trainer = Trainer(accelerator="cpu", devices=2, strategy="torchddp_sharded")
+
+    What ``configure_optimizers`` returns goes on as `torchddp.optim.OSS` of the same class, options and groups;
+    schedulers follow. Optimizers that are an OSS stay. Gradients are clipped by the norm over all ranks' shares.
+    Checkpoints hold the whole optimizer state in the plain optimizer's form, brought to rank 0's CPU: "ddp" loads them,
+    and this one loads those of "ddp".
+
+    The idea is that of Lightning's former ``ddp_sharded`` over FairScale.
+
+    Args:
+        kwargs: as for `TorchDDPStrategy`, but those of `torchddp.ShardedDataParallel` (``reduce_fp16``,
+            ``reduce_buffer_size``, ``overlap_gather``, ``find_unused_parameters``, ...). No communication hooks.
+
+    Raises:
+        TypeError: an optimizer that can't be sharded (LBFGS; a class that can't be made again from its defaults).
+        ValueError: communication hooks or model averaging; no optimizer; an optimizer over parameters that are not the
+            LightningModule's, or a trainable parameter without an optimizer; ``precision="16-mixed"`` with torch's
+            scaler.
+    """
+
+    _wrapper = ShardedDataParallel
+    # Lightning's.
+    model: Any
+    optimizers: Any
+
+    def __init__(self, *arguments: Any, **kwargs: Any) -> None:
+        super().__init__(*arguments, **kwargs)
+        for name in _REFUSED:
+            if getattr(self, f"_{name}") is not None:
+                raise ValueError(
+                    f"{type(self).__name__} takes no {name}: gradients go to one rank each. reduce_fp16=True halves "
+                    "what is sent"
+                )
+
+    def configure_ddp(self) -> None:
+        """Nothing yet: the wrapper needs the optimizers."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """``configure_optimizers``, sharding, and wrapping. Collective."""
+        super().setup_optimizers(trainer)
+        self._check_scaler()
+        trainable = {param for param in self.model.parameters() if param.requires_grad}
+        if not any(
+            param in trainable for opt in self.optimizers for group in opt.param_groups for param in group["params"]
+        ):
+            raise ValueError(
+                f"{type(self).__name__} needs the LightningModule's optimizer: configure_optimizers returned none over "
+                "its trainable parameters"
+            )
+        replaced = [(optimizer, shard(optimizer)) for optimizer in self.optimizers]
+        self.optimizers = [new for _, new in replaced]
+        follow([config.scheduler for config in self.lr_scheduler_configs], replaced)
+        self.model = self._setup_model(self.model)
+
+    def _setup_model(self, model: torch.nn.Module) -> ShardedDataParallel:
+        """Wraps the model. Collective."""
+        self._pl_static_graph_delay_done = False
+        optimizers: list[OSS] = self.optimizers
+        with self._side_stream():
+            return ShardedDataParallel(
+                model, optimizers, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs
+            )
+
+    def _check_scaler(self) -> None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None and not isinstance(scaler, ShardedGradScaler):
+            raise ValueError(
+                f"{type(self).__name__} with a {type(scaler).__name__}: each rank sees its own gradients only, "
+                "and ranks would skip different steps. Pass plugins=MixedPrecision('16-mixed', 'cuda', "
+                "scaler=torchddp.optim.ShardedGradScaler()) instead of precision='16-mixed', or 'bf16-mixed'"
+            )
+
+    def setup_precision_plugin(self) -> None:
+        """Gives the plugin a clipping that sees all ranks' gradients, until teardown."""
+        super().setup_precision_plugin()
+        if isinstance(self.model, ShardedDataParallel):
+            self.precision_plugin.clip_gradients = _Clipping(self.precision_plugin)
+
+    def teardown(self) -> None:
+        """Parameters get memory of their own, and the wrapper is let go of. Optimizers can still be saved."""
+        self.precision_plugin.__dict__.pop("clip_gradients", None)
+        if isinstance(self.model, ShardedDataParallel):
+            try:
+                self.model.unwrap()
+            except RuntimeError as error:  # after a failure: the other ranks are gone
+                logger.debug("parameters that were on their way did not arrive: %s", error)
+        super().teardown()
+
+
+class _Clipping:
+    """``clip_gradients`` of a precision plugin, for gradients that are spread over ranks. Collective."""
+
+    def __init__(self, plugin: Precision) -> None:
+        self._plugin = plugin
+
+    def __call__(
+        self,
+        optimizer: Any,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        if clip_val is None or clip_val <= 0:
+            return
+        plain: Any = getattr(optimizer, "_optimizer", optimizer)  # a LightningOptimizer in manual optimization
+        scaler = getattr(self._plugin, "scaler", None) if isinstance(self._plugin, MixedPrecision) else None
+        if scaler is not None:
+            scaler.unscale_(plain)  # Lightning leaves it to an OSS, which would do it in its step
+        if gradient_clip_algorithm == GradClipAlgorithmType.NORM:
+            plain.clip_grad_norm(clip_val)
+        else:
+            self._plugin.clip_grad_by_value(plain, clip_val)

@@ -1,0 +1,158 @@
+"""The Trainer's strategy over torchddp.DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import _augment_message
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from torchddp.distributed import DistributedDataParallel
+from torchddp.integrations.lightning.options import check_options
+from torchddp.integrations.lightning.together import FailsTogether, TrainerProcesses, TrainerScripts
+
+__all__ = ["TorchDDPStrategy"]
+
+
+class TorchDDPStrategy(FailsTogether, DDPStrategy):
+    """Lightning's DDPStrategy with torchddp's DistributedDataParallel; all of its arguments, in its order.
+
+        trainer = Trainer(accelerator="cpu", devices=2, strategy=TorchDDPStrategy(find_nonfinite=True))
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
+            start_method: as there.
+        ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper: a communication hook of torch's interface, its state, and what
+            wraps it (``fp16_compress_wrapper``). Registered on every device; Lightning's own strategy registers them on
+            CUDA only, and says nothing elsewhere. For torchddp's hooks by name: ``comm_hook="..."``.
+        model_averaging_period: optimizer steps from one average of the parameters to the next. Needs a
+            ``PostLocalSGDState`` as ``ddp_comm_state``, whose ``start_localSGD_iter`` steps come before.
+        timeout: of the process group, and so of every reduction.
+        fail_together: an exception on one rank ends all ranks in seconds with that rank's message: see
+            :func:`torchddp.fail_together`, whose ``grace_s`` is ``fail_together_grace_s``. From the making of the
+            process group to the end of teardown, of each ``fit``, ``validate``, ``test`` and ``predict``.
+        kwargs: of `torchddp.DistributedDataParallel`: all of torch's, and ``transport``, ``comm_hook``, ``sync``,
+            ``stall_report_s``, ``find_nonfinite`` and so on.
+
+    Raises:
+        TypeError: an argument that nobody takes, here and not when the model is wrapped.
+        ValueError: a wrapper without a hook, two hooks, a ``model_averaging_period`` without its state, or a state
+            without the period.
+    """
+
+    _wrapper: type = DistributedDataParallel
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: str = "popen",
+        *,
+        fail_together: bool = True,
+        fail_together_grace_s: float | None = 3.0,
+        **kwargs: Any,
+    ) -> None:
+        check_options(type(self).__name__, self._wrapper, kwargs)
+        _check_hook(ddp_comm_hook, ddp_comm_wrapper, kwargs.get("comm_hook"))
+        _check_averaging(model_averaging_period, ddp_comm_state)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **kwargs,
+        )
+        self._choose_failing(fail_together, fail_together_grace_s)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: the names are those of `torchddp.integrations.lightning.register`."""
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            self._launcher = TrainerScripts(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = TrainerProcesses(self, start_method=self._start_method)
+        self._launcher.watched_by = self
+
+    def _setup_model(self, model: torch.nn.Module) -> TorchDDP:
+        """Wraps the model. Collective."""
+        # Of the wrapper before this one: in Lightning a second fit would not end its static graph's first step.
+        self._pl_static_graph_delay_done = False
+        with self._side_stream():
+            return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    def _side_stream(self) -> Any:
+        """Where torch wants a model wrapped whose step may be captured in a CUDA graph."""
+        return torch.cuda.stream(torch.cuda.Stream()) if self.root_device.type == "cuda" else nullcontext()
+
+    def _register_ddp_hooks(self) -> None:
+        _register_ddp_comm_hook(
+            model=self.model,
+            ddp_comm_state=self._ddp_comm_state,
+            ddp_comm_hook=self._ddp_comm_hook,
+            ddp_comm_wrapper=self._ddp_comm_wrapper,
+        )
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Adds to the error about parameters without gradients what to do about it."""
+        _augment_message(
+            exception,
+            pattern=".*Expected to have finished reduction in the prior iteration.*",
+            new_message=(
+                "Parameters of your LightningModule took no part in the loss that training_step returned. If that is "
+                "meant so: strategy='torchddp_find_unused_parameters_true', or "
+                "TorchDDPStrategy(find_unused_parameters=True)."
+            ),
+        )
+
+    def teardown(self) -> None:
+        """Lets go of the wrapper; the LightningModule is as it was, with the trained parameters."""
+        self._model_averager = None
+        super().teardown()
+
+
+def _check_hook(hook: Any, wrapper: Any, named: Any) -> None:
+    if hook is not None and named is not None:
+        raise ValueError("TorchDDPStrategy got two communication hooks, ddp_comm_hook and comm_hook: leave one out")
+    if hook is None and wrapper is not None:
+        raise ValueError(
+            "ddp_comm_wrapper wraps the hook that ddp_comm_hook names, which is None"
+            + ("; comm_hook is not wrapped" if named is not None else "")
+        )
+
+
+def _check_averaging(period: int | None, state: object) -> None:
+    if period is not None and (isinstance(period, bool) or not isinstance(period, int) or period < 1):
+        raise ValueError(f"model_averaging_period must be a number of steps, 1 or more, or None, got {period!r}")
+    if isinstance(state, PostLocalSGDState) != (period is not None):
+        raise ValueError(
+            "post-local SGD needs both ddp_comm_state=PostLocalSGDState(...) and model_averaging_period, got "
+            f"{type(state).__name__ if state is not None else None} and {period!r}"
+        )
