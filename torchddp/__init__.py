@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from torchddp._command import is_command
 
 if TYPE_CHECKING:
+    from torchddp.composable import replicate
     from torchddp.sharded import ShardedDataParallel
 
 import_error: Exception | None = None
@@ -53,12 +54,15 @@ __all__ = [
     "check_parameters",
     "fail_together",
     "finished_steps",
+    "replicate",
 ]
 
 
 def __getattr__(name: str) -> object:
     if name == "ShardedDataParallel":
         return importlib.import_module("torchddp.sharded").ShardedDataParallel
+    if name == "replicate":
+        return importlib.import_module("torchddp.composable").replicate
     # Importing them costs more than most programs want.
     if name in ("averaging", "comm_hooks", "optim", "profiler", "sync"):
         return importlib.import_module(f"torchddp.{name}")
