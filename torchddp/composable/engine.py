@@ -25,6 +25,7 @@ class ReplicateEngine(DistributedDataParallel):
         static_graph: bool,
     ) -> None:
         self._local = LocalParameters(parameters)
+        self._leaves = {id(pair.dtensor): pair.leaf for pair in self._local.pairs}
         super()._ddp_init_helper(self._local.for_reducer, expect_sparse_gradient, param_to_name_mapping, static_graph)
         self._reduced_ids |= {id(p) for p in parameters}
         self._local.connect(self.reducer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -78,8 +79,12 @@ class ReplicateModule:
         with plain(cast(torch.nn.Module, self)) as module:
             reduced = module.__reduce_ex__(protocol)
             if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-                return reduced
-            return (*reduced[:2], dict(reduced[2]), *reduced[3:])
+                return reduced  # by a __reduce__ of the user's own
+            make, made_of = reduced[:2]
+            if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+                # Which pickle refuses for another class than the object's; this does the same, by another name.
+                make, made_of = copyreg._reconstructor, (type(module), object, None)  # type: ignore[attr-defined]
+            return (make, made_of, dict(reduced[2]), *reduced[3:])
 
 
 def make_replicated(module: torch.nn.Module) -> None:
