@@ -385,3 +385,32 @@ def test_import_torchddp_imports_none_of_it():
     code += "assert 'torch.distributed.fsdp' not in sys.modules; from torchddp import replicate; print(replicate)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["compile(replicate)", "replicate(compile)", "module.compile"])
+def test_compiled(how):
+    def work(rank):
+        model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
+        compiled = model
+        if how == "replicate(compile)":
+            compiled = torchddp.replicate(torch.compile(model, backend="aot_eager"))
+            assert [n for n, _ in compiled.named_parameters()][0] == "_orig_mod.first.weight"  # as torch.compile names
+        else:
+            torchddp.replicate(model)
+            if how == "module.compile":
+                model.compile(backend="aot_eager")
+            else:
+                compiled = torch.compile(model, backend="aot_eager")
+        before = torchddp.finished_steps()
+        for step in range(4):
+            compiled.zero_grad()
+            loss_of(compiled(batch(rank, step))).backward()
+        assert torchddp.finished_steps() - before == 4
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        for step in range(4):
+            wrapped.zero_grad()
+            loss_of(wrapped(batch(rank, step))).backward()
+        assert_same(model, wrapped)
+
+    run_ranks(work, 2, timeout=SECONDS)

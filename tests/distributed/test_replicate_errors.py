@@ -112,8 +112,9 @@ def test_later_calls_that_can_not_be():
             engine_of(model.first)
         with pytest.raises(TypeError, match="this str is not replicated"):
             engine_of("model")
-        with pytest.raises(ValueError, match="replicate"):
-            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(RuntimeError, match=r"given to fully_shard\(\) after torchddp.replicate\(\)"):
+            model(batch(rank, 0))
 
     run_ranks(work, 1)
 

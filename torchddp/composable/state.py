@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed._composable_state import _State
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
@@ -65,6 +66,11 @@ class ReplicateState(_State):
                 self._recurses = True
                 return args, kwargs
             self._close()  # a KeyboardInterrupt, of which hooks don't hear, has ended the forward before
+        if "fully_shard" in module.__dict__[REGISTRY_KEY]:
+            raise RuntimeError(
+                "this module was given to fully_shard() after torchddp.replicate(), and both would reduce its gradients: "
+                "take one of them, or fully_shard() for modules inside, before replicate()"
+            )
         if in_backward():
             self._check_rerun()
             return self._cast_inputs(args, kwargs)
