@@ -414,3 +414,18 @@ def test_compiled(how):
         assert_same(model, wrapped)
 
     run_ranks(work, 2, timeout=SECONDS)
+
+
+def test_torchddp_sync_takes_the_engine():
+    def work(rank):
+        model, wrapped = torchddp.replicate(seeded(Mlp)), torchddp.DistributedDataParallel(seeded(Mlp))
+        engine = torchddp.composable.engine_of(model)
+        for strategy in ("single_auto_sync", "forced_sync"):
+            for i in torchddp.sync.accumulate(engine, 3, strategy):
+                loss_of(model(batch(rank, i))).backward()
+            for i in torchddp.sync.accumulate(wrapped, 3, strategy):
+                loss_of(wrapped(batch(rank, i))).backward()
+            assert engine.reducer._stats()["finished"] == wrapped.reducer._stats()["finished"]
+            assert_same(model, wrapped)
+
+    run_ranks(work, 2, timeout=SECONDS)

@@ -68,8 +68,8 @@ class ReplicateState(_State):
             self._close()  # a KeyboardInterrupt, of which hooks don't hear, has ended the forward before
         if "fully_shard" in module.__dict__[REGISTRY_KEY]:
             raise RuntimeError(
-                "this module was given to fully_shard() after torchddp.replicate(), and both would reduce its gradients: "
-                "take one of them, or fully_shard() for modules inside, before replicate()"
+                "this module was given to fully_shard() after torchddp.replicate(), and both would reduce its "
+                "gradients: take one of them, or fully_shard() for modules inside, before replicate()"
             )
         if in_backward():
             self._check_rerun()
