@@ -2,13 +2,16 @@
 
 import contextlib
 import copy
+import gc
 import pickle
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
@@ -284,6 +287,19 @@ def test_unreplicate():
         torchddp.replicate(model)
         loss_of(model(batch(rank, 0))).backward()
         assert torchddp.finished_steps() == before + 1
+
+    run_ranks(work, 2, timeout=SECONDS)
+
+
+def test_a_model_that_is_dropped_is_freed():
+    def work(rank):
+        model = torchddp.replicate(seeded(Mlp), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        loss_of(model(batch(rank, 0)).double()).backward()
+        engine = weakref.ref(torchddp.composable.engine_of(model))
+        module = weakref.ref(model)
+        del model
+        gc.collect()
+        assert module() is None and engine() is None
 
     run_ranks(work, 2, timeout=SECONDS)
 

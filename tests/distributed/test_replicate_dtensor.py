@@ -1,5 +1,8 @@
 """torchddp.replicate() over one dimension of a mesh, with parameters that are DTensors over the other."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -234,6 +237,20 @@ def test_mixed_precision_of_dtensors():
         assert_same(mine, theirs, EXACT)
 
     run_ranks(work, 4, timeout=SECONDS)
+
+
+def test_a_model_that_is_dropped_is_freed():
+    def work(rank):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        model = parallelize_module(block(), mesh["tp"], PLAN)
+        torchddp.replicate(model, mesh=mesh["dp"])
+        train(model, [rank], steps=2)
+        freed = [weakref.ref(model), weakref.ref(engine_of(model)), weakref.ref(engine_of(model)._local.pairs[0].leaf)]
+        del model
+        gc.collect()
+        assert [ref() for ref in freed] == [None] * 3
+
+    run_ranks(work, 2, timeout=SECONDS)
 
 
 def test_dtensors_over_the_ranks_that_average_are_refused():

@@ -79,7 +79,9 @@ class LocalParameters:
         """From now on the reducer hears of the DTensors' gradients."""
         weak = weakref.ref(reducer)
         for pair in self.pairs:
-            self._handles.append(pair.dtensor.register_post_accumulate_grad_hook(_ready_hook(pair, weak)))
+            self._handles.append(
+                pair.dtensor.register_post_accumulate_grad_hook(_ready_hook(pair.index, pair.leaf, weak))
+            )
 
     def disconnect(self) -> None:
         for handle in self._handles:
@@ -125,13 +127,16 @@ class LocalParameters:
         return reached
 
 
-def _ready_hook(pair: LocalParameter, reducer: Any) -> Callable[[torch.Tensor], None]:
+def _ready_hook(index: int, leaf: torch.nn.Parameter, reducer: Any) -> Callable[[torch.Tensor], None]:
+    """Knows the DTensor only when called: one that its own hook held would never be freed."""
+
     @torch.no_grad()
-    def ready(_dtensor: torch.Tensor) -> None:
+    def ready(dtensor: torch.Tensor) -> None:
+        pair = LocalParameter(index, dtensor, leaf)
         pair.take_gradient()
         engine = reducer()
         if engine is not None:
-            engine._autograd_hook(pair.index)
+            engine._autograd_hook(index)
             pair.give_gradient()
 
     return ready
