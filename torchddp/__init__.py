@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 from torchddp._command import is_command
 
 if TYPE_CHECKING:
+    from torchddp.composable import replicate
     from torchddp.integrations.install import install, installed, uninstall
+    from torchddp.parallel import ParallelConfig, parallel_group_info, parallelize
     from torchddp.sharded import ShardedDataParallel
 
 import_error: Exception | None = None
@@ -50,6 +52,7 @@ __all__ = [
     "DesyncError",
     "DistributedDataParallel",
     "InternalError",
+    "ParallelConfig",
     "PeerFailedError",
     "ShardedDataParallel",
     "TransportError",
@@ -59,17 +62,40 @@ __all__ = [
     "finished_steps",
     "install",
     "installed",
+    "parallel_group_info",
+    "parallelize",
+    "replicate",
     "uninstall",
 ]
 
+# Importing these costs more than most programs want.
+_MODULE_OF = {
+    "ParallelConfig": "parallel",
+    "ShardedDataParallel": "sharded",
+    "install": "integrations.install",
+    "installed": "integrations.install",
+    "parallel_group_info": "parallel",
+    "parallelize": "parallel",
+    "replicate": "composable",
+    "uninstall": "integrations.install",
+}
+_MODULES = (
+    "averaging",
+    "comm_hooks",
+    "composable",
+    "fault_tolerance",
+    "integrations",
+    "optim",
+    "parallel",
+    "profiler",
+    "sync",
+)
+
 
 def __getattr__(name: str) -> object:
-    if name == "ShardedDataParallel":
-        return importlib.import_module("torchddp.sharded").ShardedDataParallel
-    if name in ("install", "installed", "uninstall"):
-        return getattr(importlib.import_module("torchddp.integrations.install"), name)
-    # Importing them costs more than most programs want.
-    if name in ("averaging", "comm_hooks", "optim", "profiler", "sync"):
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"torchddp.{_MODULE_OF[name]}"), name)
+    if name in _MODULES:
         return importlib.import_module(f"torchddp.{name}")
     if name == "__version__":  # lazily: reading package metadata costs more than the rest of this import
         from torchddp import _C

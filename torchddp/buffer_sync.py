@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
+from torchddp.local_tensors import local_of
+
 
 def supports(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether these can travel as bytes: ordinary dense tensors of one device."""
@@ -27,7 +29,7 @@ def _collect(module: torch.nn.Module, seen: set[int], found: dict[int, torch.Ten
     seen.add(id(module))
     for buffer in module._buffers.values():
         if buffer is not None:
-            found.setdefault(id(buffer), buffer)
+            found.setdefault(id(buffer), local_of(buffer))
     for child in module._modules.values():
         if child is not None and id(child) not in seen:
             _collect(child, seen, found)
@@ -37,7 +39,7 @@ def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: boo
     """What all ranks of a wrapped module start from: parameters, and buffers if wanted."""
     for name, parameter in module.named_parameters():
         if name not in ignored:
-            yield parameter.detach()
+            yield local_of(parameter).detach()
     for name, buffer in module.named_buffers() if buffers else ():
         if name not in ignored:
-            yield buffer.detach()
+            yield local_of(buffer).detach()

@@ -314,7 +314,7 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.require_forward_param_sync = True
             search = self.find_unused_parameters and not self.static_graph
-            self.reducer.prepare_for_backward(list(_find_tensors(output)) if search else [])
+            self.reducer.prepare_for_backward(self._search_from(output) if search else [])
             # Only in steps that are reduced: under no_sync torch's sink would end the recording of a static graph too
             # early.
             if search or (self.static_graph and not self._static_graph_delay_allreduce_enqueued):
@@ -323,6 +323,10 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
             self.require_forward_param_sync = False
         self._clear_grad_buffer()
         return output
+
+    def _search_from(self, output: Any) -> list[torch.Tensor]:
+        """Where the search for parameters that a backward won't reach begins."""
+        return list(_find_tensors(output))
 
     def _attach_sink(self, output: Any) -> Any:
         """Route outputs through an autograd node of torch's DDP.

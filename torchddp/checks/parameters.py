@@ -12,6 +12,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torchddp import _C
 from torchddp.checks.desync import Amount, find_difference, make_error
 from torchddp.errors import DesyncError, TransportError
+from torchddp.local_tensors import local_of
 
 
 class ParameterCheck:
@@ -68,7 +69,7 @@ def check_parameters(model: TorchDDP) -> None:
         raise TypeError(f"check_parameters() wants a torchddp.DistributedDataParallel, got {type(model).__name__}")
     engine._updates.apply()
     ignored = engine.parameters_to_ignore
-    named = [(name, p) for name, p in engine.module.named_parameters() if name not in ignored]
+    named = [(name, local_of(p)) for name, p in engine.module.named_parameters() if name not in ignored]
     exchange = _Exchange(engine.reducer.transport, engine._wait_limit(), engine._reduced_params[0].device)
     steps = engine.reducer._finished_steps
     if exchange.size == 1:

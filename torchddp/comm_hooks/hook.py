@@ -306,7 +306,9 @@ class CommHook(abc.ABC):
 
 def _reduced_parameters(model: Any) -> dict[str, nn.Parameter]:
     ignored = {name.removeprefix(".") for name in model.parameters_to_ignore}
-    return {n: p for n, p in model.module.named_parameters() if p.requires_grad and n not in ignored}
+    leaves = getattr(model, "_leaves", {})  # what stands in a bucket for a parameter that is a DTensor
+    named = model.module.named_parameters()
+    return {n: leaves.get(id(p), p) for n, p in named if p.requires_grad and n not in ignored}
 
 
 def _check_parameters(parameters: dict[str, nn.Parameter], model: Any) -> None:

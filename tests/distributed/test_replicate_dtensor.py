@@ -1,0 +1,263 @@
+"""torchddp.replicate() over one dimension of a mesh, with parameters that are DTensors over the other."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+import torchddp
+from tests.harness import run_ranks
+from torchddp.composable import engine_of
+
+pytestmark = pytest.mark.beyond_torch("has no replicate() with our engine")
+SECONDS = 120.0
+slow = pytest.mark.slow
+EXACT = {"rtol": 0, "atol": 0}
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # a matrix product in parts has another order of summation
+
+
+class Block(nn.Module):
+    """Two layers to split, one that every rank holds whole, and one that only some ranks use."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 8, dtype=torch.float64)
+        self.down = nn.Linear(8, 4, dtype=torch.float64)
+        self.head = nn.Linear(4, 2, dtype=torch.float64)
+        self.extra = nn.Linear(4, 4, dtype=torch.float64)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x, extra=False):
+        self.calls += 1
+        x = self.down(torch.tanh(self.up(x)))
+        return self.head(self.extra(x) if extra else x)
+
+
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel(), "extra": ColwiseParallel(output_layouts=Replicate())}
+
+
+def block(frozen=True):
+    torch.manual_seed(7)
+    model = Block()
+    model.extra.requires_grad_(not frozen)
+    return model
+
+
+def mesh_2d():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def data(replica, step):
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    return torch.randn(3, 4, dtype=torch.float64, generator=generator)
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(model, reference, tolerance):
+    named = dict(reference.named_parameters())
+    assert list(named) == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(full(parameter.detach()), full(named[name].detach()), **tolerance, msg=name)
+        if parameter.grad is None or named[name].grad is None:
+            assert parameter.grad is named[name].grad, name
+            continue
+        torch.testing.assert_close(full(parameter.grad), full(named[name].grad), **tolerance, msg=name)
+
+
+def train(model, replicas, steps=4, set_to_none=True, accumulate=False, uses_extra=()):
+    """As `replicas` data-parallel ranks would, or one of them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for microbatch in range(2 if accumulate else 1):
+            if accumulate and isinstance(model, torchddp.composable.ReplicateModule):
+                model.set_requires_gradient_sync(microbatch == 1)
+            for replica in replicas:
+                out = model(data(replica, 10 * microbatch + step), replica in uses_extra)
+                (out.square().mean() / len(replicas)).backward()
+        optimizer.step()
+
+
+COPIES = {"gradient_as_bucket_view": False, "bucket_cap_mb": 0.0002}
+KEPT = {"set_to_none": False, "accumulate": True}
+
+
+@pytest.mark.parametrize(
+    "runs", [[({}, {}), (COPIES, KEPT)], pytest.param([({}, KEPT), (COPIES, {})], marks=slow)], ids=["some", "others"]
+)
+def test_as_one_process(runs):
+    def work(rank):
+        mesh = mesh_2d()
+        for options, how in runs:
+            one_run(mesh, options, how)
+
+    def one_run(mesh, options, how):
+        model = parallelize_module(block(), mesh["tp"], PLAN)
+        with torch.no_grad():  # replicate() sends the first replica's
+            for p in model.parameters():
+                p.mul_(1.0 if mesh["dp"].get_local_rank() == 0 else 3.0)
+        before = torchddp.finished_steps()
+        torchddp.replicate(model, mesh=mesh["dp"], **options)
+        train(model, [mesh["dp"].get_local_rank()], **how)
+        assert torchddp.finished_steps() - before == 4
+        reference = block()
+        train(reference, [0, 1], **how)
+        assert_same(model, reference, CLOSE)
+        weight = model.up.weight
+        assert isinstance(weight.grad, DTensor) and weight.grad.placements == weight.placements == (Shard(0),)
+        assert set(model.state_dict()) == set(reference.state_dict())
+        assert isinstance(model.state_dict()["up.weight"], DTensor)
+        torchddp.check_parameters(engine_of(model))
+        if options == {}:  # views: no copy of the gradients of DTensors either
+            assert engine_of(model)._local.pairs[0].leaf.grad.data_ptr() == weight.grad.to_local().data_ptr()
+
+    run_ranks(work, 4, timeout=SECONDS)
+
+
+def test_as_fully_shard_on_the_same_mesh():
+    def work(rank):
+        mesh = mesh_2d()
+        mine, theirs = (parallelize_module(block(), mesh["tp"], PLAN) for _ in range(2))
+        torchddp.replicate(mine, mesh=mesh["dp"])
+        fully_shard(theirs, mesh=mesh["dp"])
+        for model in (mine, theirs):
+            train(model, [mesh["dp"].get_local_rank()])
+        assert_same(mine, theirs, EXACT)
+
+    run_ranks(work, 4, timeout=SECONDS)
+
+
+@pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=slow)])
+def test_parameters_that_some_replicas_do_not_use(set_to_none):
+    def work(rank):
+        mesh = mesh_2d()
+        for uses_extra in [(0,), (1,), (0, 1), ()]:
+            one_run(mesh, uses_extra)
+
+    def one_run(mesh, uses_extra):
+        model = parallelize_module(block(frozen=False), mesh["tp"], PLAN)
+        torchddp.replicate(model, mesh=mesh["dp"], find_unused_parameters=True)
+        reference = block(frozen=False)
+        for used in (uses_extra, (0, 1), uses_extra):
+            how = {"set_to_none": set_to_none, "uses_extra": used}
+            train(model, [mesh["dp"].get_local_rank()], **how)
+            train(reference, [0, 1], **how)
+        assert_same(model, reference, CLOSE)
+
+    run_ranks(work, 4, timeout=SECONDS)
+
+
+@slow
+def test_static_graph_and_reduce_and_hooks():
+    def work(rank):
+        mesh = mesh_2d()
+        replica = mesh["dp"].get_local_rank()
+        model = parallelize_module(block(frozen=False), mesh["tp"], PLAN)
+        torchddp.replicate(model, mesh=mesh["dp"], static_graph=True)
+        reference = block(frozen=False)
+        train(model, [replica], uses_extra=(0, 1))
+        train(reference, [0, 1], uses_extra=(0, 1))
+        assert_same(model, reference, CLOSE)
+
+        model = parallelize_module(block().float(), mesh["tp"], PLAN)
+        torchddp.replicate(model, mesh=mesh["dp"], comm_hook="fp16")
+        with model.no_sync():
+            model(data(replica, 0).float()).sum().backward()
+        own = full(model.up.weight.grad).clone()
+        engine_of(model).reduce()
+        other = full(model.up.weight.grad)
+        assert not torch.equal(own, other)
+        assert isinstance(model.up.weight.grad, DTensor)
+
+    run_ranks(work, 4, timeout=SECONDS)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4, dtype=torch.float64)
+        self.up = nn.Linear(4, 8, dtype=torch.float64)
+        self.down = nn.Linear(8, 4, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def test_partial_gradients_of_sequence_parallel():
+    """The norm's weights are replicated, and each rank has seen only its part of the sequence."""
+
+    def work(rank):
+        mesh = mesh_2d()
+
+        def make():
+            torch.manual_seed(1)
+            return Normed()
+
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+
+        def inputs(replica):
+            return torch.randn(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(replica))
+
+        model = parallelize_module(make(), mesh["tp"], plan)
+        torchddp.replicate(model, mesh=mesh["dp"])
+        reference = make()
+        mine = inputs(mesh["dp"].get_local_rank()).chunk(2, dim=1)[mesh["tp"].get_local_rank()]
+        model(DTensor.from_local(mine, mesh["tp"], [Shard(1)])).square().sum().backward()
+        for replica in (0, 1):
+            (reference(inputs(replica)).square().sum() / 2).backward()
+        assert_same(model, reference, CLOSE)
+
+    run_ranks(work, 4, timeout=SECONDS)
+
+
+@slow
+def test_mixed_precision_of_dtensors():
+    def work(rank):
+        mesh = mesh_2d()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mine, theirs = (parallelize_module(block().float(), mesh["tp"], PLAN) for _ in range(2))
+        torchddp.replicate(mine, mesh=mesh["dp"], mp_policy=policy)
+        fully_shard(theirs, mesh=mesh["dp"], mp_policy=policy)
+        for model in (mine, theirs):
+            train(model, [mesh["dp"].get_local_rank()])
+        assert mine.up.weight.grad.dtype == torch.float32
+        assert_same(mine, theirs, EXACT)
+
+    run_ranks(work, 4, timeout=SECONDS)
+
+
+def test_a_model_that_is_dropped_is_freed():
+    def work(rank):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        model = parallelize_module(block(), mesh["tp"], PLAN)
+        torchddp.replicate(model, mesh=mesh["dp"])
+        train(model, [rank], steps=2)
+        freed = [weakref.ref(model), weakref.ref(engine_of(model)), weakref.ref(engine_of(model)._local.pairs[0].leaf)]
+        del model
+        gc.collect()
+        assert [ref() for ref in freed] == [None] * 3
+
+    run_ranks(work, 2, timeout=SECONDS)
+
+
+def test_dtensors_over_the_ranks_that_average_are_refused():
+    def work(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = parallelize_module(block(), mesh, PLAN)
+        with pytest.raises(ValueError, match=r"'up.weight' is a DTensor over ranks \[0, 1\].*mesh\['dp'\]"):
+            torchddp.replicate(model)
+
+    run_ranks(work, 2, timeout=SECONDS)

@@ -1,0 +1,152 @@
+"""torch's MixedPrecisionPolicy: forward and backward with parameters of fewer bits, made of the optimizer's own.
+
+For the length of forward, the modules hold low-precision copies in the place of their parameters. The copies are part
+of the graph, so that gradients come back through the cast to the parameters themselves, in their own dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.utils import _apply_to_tensors
+
+
+def cast_tensors(value: Any, dtype: torch.dtype | None) -> Any:
+    """``value`` with its floating-point tensors in ``dtype``; None: as they are."""
+    if dtype is None:
+        return value
+    return _apply_to_tensors(lambda t: t.to(dtype) if torch.is_floating_point(t) else t, value)
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class ParameterCast:
+    """The parameters of a model that are computed with in another dtype.
+
+    Modules that hold some get hooks too: activation checkpointing runs a part of forward again during backward, when
+    the model as a whole is not running.
+    """
+
+    def __init__(self, module: torch.nn.Module, parameters: Collection[torch.Tensor], dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        wanted = {id(p) for p in parameters if p.is_floating_point() and p.dtype != dtype}
+        self.owners: list[_Owner] = []
+        for owner in module.modules():
+            slots = {name: p for name, p in owner._parameters.items() if p is not None and id(p) in wanted}
+            if slots:
+                self.owners.append(_Owner(owner, slots))
+        for entry in self.owners:
+            again = _RunAgain(self, entry)
+            entry.handles.append(entry.module.register_forward_pre_hook(again.begin, prepend=True))
+            entry.handles.append(entry.module.register_forward_hook(again.end, always_call=True))
+        self.active = False
+
+    def enter(self) -> None:
+        """From now on the modules compute with copies, one of each parameter, also of one that several share."""
+        self.active = True
+        copies: dict[int, torch.Tensor] = {}
+        for owner in self.owners:
+            owner.put(copies, self._dtype)
+
+    def leave(self) -> None:
+        """The modules have their parameters again."""
+        for owner in self.owners:
+            owner.restore()
+        self.active = False
+
+    def remove(self) -> None:
+        for owner in self.owners:
+            for handle in owner.handles:
+                handle.remove()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+
+class _Owner:
+    """A module with the parameters that are registered on itself."""
+
+    def __init__(self, module: torch.nn.Module, slots: Mapping[str, torch.Tensor]) -> None:
+        self.module = module
+        self.handles: list[Any] = []
+        self._slots = slots
+
+    def put(self, copies: dict[int, torch.Tensor], dtype: torch.dtype) -> None:
+        registered: dict[str, Any] = self.module._parameters
+        for name, parameter in self._slots.items():
+            if registered.get(name) is parameter:  # else it was replaced, or is in place already
+                if id(parameter) not in copies:
+                    copies[id(parameter)] = parameter.to(dtype)
+                registered[name] = copies[id(parameter)]
+        self._tell_rnn()
+
+    def restore(self) -> None:
+        self.module._parameters.update(self._slots)  # type: ignore[arg-type]
+        self._tell_rnn()
+
+    def _tell_rnn(self) -> None:
+        names = getattr(self.module, "_flat_weights_names", None)  # of torch.nn.RNN and its kind: a list of its weights
+        if names is not None:
+            self.module.__dict__["_flat_weights"] = [getattr(self.module, name, None) for name in names]
+
+
+class _RunAgain:
+    """The hooks of one owner, for a forward that is not part of the model's."""
+
+    def __init__(self, cast: ParameterCast, owner: _Owner) -> None:
+        self._cast = cast
+        self._owner = owner
+        self._depth = 0
+
+    def begin(self, _module: torch.nn.Module, _args: Any) -> None:
+        if not self._cast.active and in_backward():
+            self._depth += 1
+            self._owner.put({}, self._cast.dtype)
+
+    def end(self, _module: torch.nn.Module, _args: Any, _output: Any) -> None:
+        if self._depth > 0:
+            self._depth -= 1
+            if self._depth == 0:
+                self._owner.restore()
+
+    def __reduce__(self) -> tuple[Callable[[], _NoHook], tuple[()]]:
+        return _NoHook, ()  # in a pickled copy of the module, which is not replicated
+
+
+class _NoHook:
+    """What is left of `_RunAgain` in a copy."""
+
+    def begin(self, _module: torch.nn.Module, _args: Any) -> None:
+        pass
+
+    def end(self, _module: torch.nn.Module, _args: Any, _output: Any) -> None:
+        pass
+
+
+def wire_dtype_of(policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    """What gradients are reduced in; None: in the dtype of their parameters."""
+    return policy.reduce_dtype or policy.param_dtype
+
+
+def reduce_in(dtype: torch.dtype) -> Callable[[dist.ProcessGroup, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+    """A communication hook: cast, divide, sum over the ranks in that dtype, cast back."""
+
+    def reduce_cast(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        flat = bucket.buffer()
+        sent = flat.to(dtype, copy=True).div_(group.size())
+        reduced = dist.all_reduce(sent, group=group, async_op=True).get_future()
+
+        def back(future: torch.futures.Future[Any]) -> torch.Tensor:
+            return flat.copy_(future.value()[0])
+
+        return reduced.then(back)
+
+    reduce_cast.__qualname__ = f"reduce_in_{str(dtype).removeprefix('torch.')}"
+    return reduce_cast
