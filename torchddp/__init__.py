@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from torchddp._command import is_command
 
 if TYPE_CHECKING:
+    from torchddp.parallel import ParallelConfig, parallel_group_info, parallelize
     from torchddp.sharded import ShardedDataParallel
 
 import_error: Exception | None = None
@@ -46,6 +47,7 @@ __all__ = [
     "DesyncError",
     "DistributedDataParallel",
     "InternalError",
+    "ParallelConfig",
     "PeerFailedError",
     "ShardedDataParallel",
     "TransportError",
@@ -53,14 +55,18 @@ __all__ = [
     "check_parameters",
     "fail_together",
     "finished_steps",
+    "parallel_group_info",
+    "parallelize",
 ]
 
 
 def __getattr__(name: str) -> object:
     if name == "ShardedDataParallel":
         return importlib.import_module("torchddp.sharded").ShardedDataParallel
+    if name in ("ParallelConfig", "parallel_group_info", "parallelize"):
+        return getattr(importlib.import_module("torchddp.parallel"), name)
     # Importing them costs more than most programs want.
-    if name in ("averaging", "comm_hooks", "optim", "profiler", "sync"):
+    if name in ("averaging", "comm_hooks", "optim", "parallel", "profiler", "sync"):
         return importlib.import_module(f"torchddp.{name}")
     if name == "__version__":  # lazily: reading package metadata costs more than the rest of this import
         from torchddp import _C
