@@ -86,7 +86,7 @@ def _apply(model: nn.Module, config: ParallelConfig, layout: Layout, mesh: Devic
     if layout.model_parallel > 1:
         # Parameters of a tensor parallel plan are DTensors, which a wrapper would have to take apart.
         replicate = importlib.import_module("torchddp.composable").replicate
-        module: nn.Module = replicate(model, mesh=mesh["dp"], **options)
+        module: nn.Module = replicate(model, mesh=mesh["dp"], init_sync=config.sync_module_states, **options)
         return module
     from torchddp.distributed import DistributedDataParallel
 
