@@ -54,6 +54,6 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 def report(ranks: Ranks, step: int, steps: int, loss: torch.Tensor) -> None:
     """Now and then prints the loss, averaged over the ranks. Collective."""
     if step % max(1, steps // REPORTS) == 0 or step == steps - 1:
-        mean = sum(ranks.sums([float(loss)])) / ranks.world_size
+        mean = sum(ranks.sums([loss.item()])) / ranks.world_size
         if ranks.rank == 0:
             print(f"step {step}: loss {mean:.4f}", flush=True)

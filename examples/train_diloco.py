@@ -18,6 +18,8 @@ from examples.gpt.ranks import Ranks, open_ranks
 from examples.small import loss_of, make_model, report
 from torchddp.averaging import DiLoCo
 
+WIRES = ("fp32", "bf16", "fp16", "int8", "int4")
+
 
 def train(ranks: Ranks, steps: int, lr: float, sync_every: int, wire: str) -> None:
     """Train on this rank: the bare model, for gradients are not averaged."""
@@ -44,9 +46,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="inner steps of each rank [%(default)s]")
     parser.add_argument("--lr", type=float, default=3e-3, help="the inner AdamW's learning rate [%(default)s]")
     parser.add_argument("--sync-every", type=int, default=20, help="inner steps between averages [%(default)s]")
-    parser.add_argument(
-        "--wire", choices=("fp32", "bf16", "fp16", "int8", "int4"), default="int8", help="[%(default)s]"
-    )
+    parser.add_argument("--wire", choices=WIRES, default="int8", help="[%(default)s]")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with open_ranks("torchddp", "cpu") as ranks:

@@ -2,7 +2,7 @@
 
 python -m examples.train_parallelize
 torchrun --nproc-per-node 2 -m examples.train_parallelize --use-fsdp --sharding-strategy=SHARD_GRAD_OP
-torchrun --nproc-per-node 2 -m examples.train_parallelize --config examples/parallelize.toml kind=ddp
+torchrun --nproc-per-node 2 -m examples.train_parallelize --config examples/parallelize.toml
 """
 
 from __future__ import annotations
