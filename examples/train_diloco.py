@@ -32,7 +32,7 @@ def train(ranks: Ranks, steps: int, lr: float, sync_every: int, wire: str) -> No
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % sync_every == 0:
-            sent_bytes += optimizer.traffic.wire_bytes
+            sent_bytes += optimizer.traffic.wire_bytes or 0  # None: the transport does not count
         report(ranks, step, steps, loss)
     if ranks.rank == 0:
         each_step = 4 * sum(p.numel() for p in model.parameters())
