@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -396,7 +397,8 @@ def test_what_is_refused():
             parallelize(net, optimizer=SGD(net.parameters()))
         with pytest.raises(TypeError, match="optimizer: got a float"):
             parallelize(net, optimizer=0.1)
-        for parallel in (parallelize(Net()), parallelize(Net(), ParallelConfig(use_fsdp=True))):
+        by_ddp, by_fsdp = parallelize(Net()), parallelize(Net(), ParallelConfig(use_fsdp=True))
+        for parallel in (by_ddp, by_fsdp, replicate(Net())):
             with pytest.raises(ValueError, match="the model is parallel already"):
                 parallelize(parallel)
         with pytest.raises(ValueError, match="its module '0' is parallel already"):

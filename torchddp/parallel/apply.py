@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, overload
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -151,7 +152,8 @@ def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got a {type(model).__name__}, allowed: a torch.nn.Module")
     for name, module in model.named_modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel | FSDPModule):
+        wrapped = isinstance(module, nn.parallel.DistributedDataParallel | FSDPModule)
+        if wrapped or "replicate" in (_get_registry(module) or {}):
             where = f"its module '{name}'" if name else "the model"
             raise ValueError(f"{where} is parallel already (a {type(module).__name__}): pass the bare model, once")
 
