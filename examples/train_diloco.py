@@ -1,0 +1,57 @@
+"""Training with few synchronisations: every rank by itself, models brought together every so many steps (DiLoCo).
+
+torchrun --nproc-per-node 2 -m examples.train_diloco --sync-every 20 --wire int8
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+if not __package__:  # started by path: make `examples` importable
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.gpt.ranks import Ranks, open_ranks
+from examples.small import loss_of, make_model, report
+from torchddp.averaging import DiLoCo
+
+WIRES = ("fp32", "bf16", "fp16", "int8", "int4")
+
+
+def train(ranks: Ranks, steps: int, lr: float, sync_every: int, wire: str) -> None:
+    """Train on this rank: the bare model, for gradients are not averaged."""
+    model = make_model()
+    optimizer = DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=lr), sync_every=sync_every, wire=wire)
+    sent_bytes = 0
+    for step in range(steps):
+        loss = loss_of(model, ranks.rank, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % sync_every == 0:
+            sent_bytes += optimizer.traffic.wire_bytes or 0  # None: the transport does not count
+        report(ranks, step, steps, loss)
+    if ranks.rank == 0:
+        each_step = 4 * sum(p.numel() for p in model.parameters())
+        print(f"bytes sent by this rank in {steps} steps: {sent_bytes} (gradients alone are {each_step} a step)")
+        print(f"synchronisations by torchddp: {steps // sync_every}")
+
+
+def main() -> None:
+    """Join the process group, train, leave it."""
+    parser = argparse.ArgumentParser(description="DiLoCo on a small model.")
+    parser.add_argument("--steps", type=int, default=100, help="inner steps of each rank [%(default)s]")
+    parser.add_argument("--lr", type=float, default=3e-3, help="the inner AdamW's learning rate [%(default)s]")
+    parser.add_argument("--sync-every", type=int, default=20, help="inner steps between averages [%(default)s]")
+    parser.add_argument("--wire", choices=WIRES, default="int8", help="[%(default)s]")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with open_ranks("torchddp", "cpu") as ranks:
+        train(ranks, arguments.steps, arguments.lr, arguments.sync_every, arguments.wire)
+
+
+if __name__ == "__main__":
+    main()

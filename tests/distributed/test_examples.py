@@ -1,0 +1,173 @@
+"""The small examples: they train on two ranks under torchrun and alone, and end cleanly; all are listed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples import train_diloco, train_parallelize, train_plain, train_sharded
+from examples.gpt.ranks import Ranks
+from tests.harness import run_ranks
+from torchddp import ParallelConfig
+
+pytestmark = pytest.mark.beyond_torch("is not what the examples train with")
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "examples.md"
+# Examples of clients: each is there when its integration is.
+CLIENT_ROOMS = {
+    "train_lightning": "lightning",
+    "train_accelerate": "accelerate",
+    "train_transformers": "accelerate",
+    "train_composer": "composer.py",
+}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def losses_in(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", output, re.MULTILINE)]
+
+
+def last_number(output: str, words: str) -> int:
+    found = re.search(rf"^{words}: (\d+)$", output, re.MULTILINE)
+    assert found, output
+    return int(found[1])
+
+
+def run(command: list[str], want: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == want, done.stdout + done.stderr
+    return done
+
+
+def assert_it_learnt(output: str) -> None:
+    losses = losses_in(output)
+    assert len(losses) >= 5 and losses[-1] < 0.4 * losses[0], output
+
+
+# --- under torchrun, by module and by path ---
+
+
+@pytest.mark.parametrize(
+    ("start", "words", "count"),
+    [
+        (["-m", "examples.train_plain"], "steps reduced by torchddp", 60),
+        (["examples/train_sharded.py"], "steps reduced by torchddp", 60),
+        (["-m", "examples.train_diloco", "--sync-every", "10"], "synchronisations by torchddp", 6),
+        (["examples/train_parallelize.py", "ddp.bucket_cap_mb=1"], "steps reduced by torchddp", 60),
+    ],
+    ids=lambda value: Path(value[-1]).stem if isinstance(value, list) else "",
+)
+def test_two_ranks_under_torchrun(start: list[str], words: str, count: int):
+    done = run([*TORCHRUN, *start, "--steps", "60"])
+    assert_it_learnt(done.stdout)
+    assert last_number(done.stdout, words) == count
+    assert "Traceback" not in done.stderr and "terminate called" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["train_plain", "train_parallelize"])
+def test_one_process(name: str):
+    done = run([sys.executable, "-m", f"examples.{name}", "--steps", "60"])
+    assert_it_learnt(done.stdout)
+    assert last_number(done.stdout, "steps reduced by torchddp") == (60 if name == "train_plain" else 0)
+
+
+# --- more of each, in forked ranks ---
+
+
+def output_of(work: Callable[[Ranks], None], world_size: int) -> str:
+    """What rank 0 prints."""
+
+    def on_rank(rank: int) -> str:
+        torch.set_num_threads(1)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            work(Ranks(rank, rank, world_size, torch.device("cpu"), has_group=True))
+        return printed.getvalue()
+
+    first, *others = run_ranks(on_rank, world_size)
+    assert others == [""] * len(others)
+    return first
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["kind=none"], "Regressor, 2 data parallel x 1 model parallel"),
+        (["--use-fsdp"], "FSDPRegressor, 2 data parallel x 1 model parallel"),
+        (["--kind=hsdp"], "FSDPRegressor, 1 data parallel x 2 model parallel"),
+    ],
+)
+def test_every_parallelism_learns(args: list[str], words: str):
+    config = ParallelConfig.from_cli(args)
+    output = output_of(lambda ranks: train_parallelize.train(ranks, config, 60, 3e-3), 2)
+    assert_it_learnt(output)
+    assert words in output and last_number(output, "steps reduced by torchddp") == 0
+
+
+def test_ddp_of_parallelize_is_the_plain_loop():
+    plain = output_of(lambda ranks: train_plain.train(ranks, 40, 3e-3), 2)
+    same = output_of(lambda ranks: train_parallelize.train(ranks, ParallelConfig(), 40, 3e-3), 2)
+    assert losses_in(same) == losses_in(plain) != []
+
+
+def test_the_file_of_the_example_shards(tmp_path: Path):
+    config = ParallelConfig.from_file(ROOT / "examples" / "parallelize.toml")
+    output = output_of(lambda ranks: train_parallelize.train(ranks, config, 60, 3e-3), 2)
+    assert "ShardedDataParallel" in output and last_number(output, "steps reduced by torchddp") == 60
+
+
+def test_the_sharded_checkpoint_is_plain_adamws(tmp_path: Path):
+    path = tmp_path / "new" / "sharded.pt"
+    output = output_of(lambda ranks: train_sharded.train(ranks, 60, 3e-3, path), 2)
+    assert_it_learnt(output)
+    owned, total = map(int, re.findall(r"state is of (\d+) of (\d+) parameters", output)[0])
+    assert 0.3 * total < owned < 0.7 * total
+    saved = torch.load(path)
+    model = train_sharded.make_model()
+    model.load_state_dict(saved["model"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(saved["optimizer"])
+    assert all(optimizer.state[p]["step"] == 60 for p in model.parameters())
+
+
+def test_diloco_sends_less_than_gradients_would():
+    output = output_of(lambda ranks: train_diloco.train(ranks, 60, 3e-3, 10, "int8"), 2)
+    sent, gradients = map(int, re.findall(r"60 steps: (\d+) .*alone are (\d+) a step", output)[0])
+    assert 0 < sent < 60 * gradients / 30
+
+
+def test_bad_arguments_are_one_line():
+    done = run([sys.executable, "-m", "examples.train_parallelize", "--use-fdsp=true"], want=2)
+    assert done.stderr.strip().startswith("error: command line: unknown option 'use_fdsp'; did you mean 'use_fsdp'?")
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("module", [train_plain, train_sharded, train_diloco, train_parallelize])
+def test_help(module, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", [module.__name__, "--help"])
+    with pytest.raises(SystemExit) as caught:
+        module.main()
+    assert caught.value.code == 0 and "--steps" in capsys.readouterr().out
+
+
+# --- the page that lists them ---
+
+
+def test_every_example_is_listed_and_every_one_listed_is_there():
+    listed = set(re.findall(r"examples[./](\w+)", PAGE.read_text()))
+    there = {path.stem for path in (ROOT / "examples").glob("train_*.py")}
+    assert there and there <= listed
+    integrations = ROOT / "torchddp" / "integrations"
+    absent = {name for name, room in CLIENT_ROOMS.items() if not (integrations / room).exists()}
+    files = {path.stem for path in (ROOT / "examples").iterdir()}
+    assert listed - files <= absent

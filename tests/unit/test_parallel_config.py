@@ -1,0 +1,398 @@
+"""ParallelConfig: what it takes, from where, what it refuses and with which words; layouts of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.unit.test_layers import ROOT, reachable_modules
+from torchddp.parallel.config import DTYPES, STRATEGIES, ParallelConfig
+from torchddp.parallel.fully import blocks_of
+from torchddp.parallel.layout import plan_layout
+
+pytestmark = pytest.mark.beyond_torch("has no ParallelConfig")
+
+
+def test_nothing_is_imported_before_it_is_asked_for():
+    code = (
+        "import sys, torchddp\n"
+        "assert not [name for name in sys.modules if name.startswith('torchddp.parallel')]\n"
+        "assert torchddp.parallelize is torchddp.parallel.parallelize\n"
+        "assert {'ParallelConfig', 'parallelize', 'parallel_group_info'} <= {*torchddp.__all__}\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_distributed_does_not_know_it():
+    assert not [
+        name for name in reachable_modules(ROOT, "torchddp.distributed") if name.startswith("torchddp.parallel")
+    ]
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"kind": "fdsp"}, ValueError, ["kind: got 'fdsp'", "did you mean 'fsdp'?", "hsdp"]),
+        ({"kind": None}, TypeError, ["kind: got None", "a string"]),
+        ({"use_fsdp": "yes"}, TypeError, ["use_fsdp: got 'yes' (str), allowed: true or false"]),
+        ({"use_fsdp": 1}, TypeError, ["use_fsdp: got 1 (int)"]),
+        ({"model_parallel": 0}, ValueError, ["model_parallel: got 0, allowed: 1 or more"]),
+        ({"model_parallel": True}, TypeError, ["model_parallel: got True (bool), allowed: a whole number"]),
+        ({"data_parallel": 2.0}, TypeError, ["data_parallel: got 2.0 (float)"]),
+        ({"use_fsdp": True, "forward_prefetch": -1}, ValueError, ["forward_prefetch: got -1"]),
+        ({"use_fsdp": True, "sharding_strategy": "FULL"}, ValueError, ["did you mean 'FULL_SHARD'?", "NO_SHARD"]),
+        ({"use_fsdp": True, "param_dtype": "bf16"}, ValueError, ["param_dtype: got 'bf16'", "bfloat16"]),
+        ({"use_fsdp": True, "wrap": "Block"}, TypeError, ["wrap: got 'Block'", "a list of classes"]),
+        ({"use_fsdp": True, "wrap": [3]}, TypeError, ["wrap: got 3"]),
+        ({"ddp": 3}, TypeError, ["ddp: got 3", "a table"]),
+        ({"ddp": {"bucket_cap_md": 4}}, ValueError, ["ddp.bucket_cap_md", "did you mean 'bucket_cap_mb'?"]),
+        ({"ddp": {"process_group": None}}, ValueError, ["ddp.process_group: use model_parallel"]),
+        ({"ddp": {"init_sync": False}}, ValueError, ["ddp.init_sync: use sync_module_states"]),
+        ({"kind": "sharded", "ddp": {"bucket_cap_mb": 4}}, ValueError, ["unknown option of ShardedDataParallel"]),
+        ({"kind": "none", "ddp": {"bucket_cap_mb": 4}}, ValueError, ["ddp.bucket_cap_mb with kind 'none'"]),
+        ({"sharding_strategy": "FULL_SHARD"}, ValueError, ["without use_fsdp"]),
+        ({"kind": "ddp", "use_fsdp": True}, ValueError, ["use_fsdp with kind 'ddp'"]),
+        ({"kind": "hsdp", "sharding_strategy": "FULL_SHARD"}, ValueError, ["allowed: HYBRID_SHARD"]),
+        ({"cpu_offload": True}, ValueError, ["cpu_offload with kind 'ddp'", "FSDP2", "DeepSpeed"]),
+        ({"kind": "sharded", "cpu_offload": True}, ValueError, ["cpu_offload with kind 'sharded'"]),
+        ({"param_dtype": "bfloat16"}, ValueError, ["param_dtype with kind 'ddp'"]),
+        ({"wrap": ()}, ValueError, ["wrap with kind 'ddp'"]),
+        ({"use_fsdp": True, "ddp": {"bucket_cap_mb": 4}}, ValueError, ["ddp.bucket_cap_mb with FSDP"]),
+        ({"kind": "sharded", "model_parallel": 2}, ValueError, ["model_parallel 2 with kind 'sharded'"]),
+    ],
+)
+def test_what_is_refused(options, error, words):
+    with pytest.raises(error) as caught:
+        ParallelConfig(**options)
+    assert type(caught.value) is error
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+def test_a_config_is_frozen_hashable_and_plain():
+    config = ParallelConfig(ddp={"timeout": datetime.timedelta(seconds=3), "wire_dtype": torch.bfloat16})
+    assert config.ddp == {"timeout": 3.0, "wire_dtype": "bfloat16"}
+    assert hash(config) == hash(ParallelConfig())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.kind = "ddp"
+    assert ParallelConfig(use_fsdp=True, param_dtype=torch.bfloat16).param_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, "ddp"),
+        ({"use_fsdp": True}, "fsdp"),
+        ({"use_fsdp": True, "sharding_strategy": "NO_SHARD"}, "fsdp"),
+        ({"use_fsdp": True, "sharding_strategy": "HYBRID_SHARD"}, "hsdp"),
+        ({"kind": "fsdp", "sharding_strategy": "HYBRID_SHARD_ZERO2"}, "hsdp"),
+        ({"kind": "hsdp"}, "hsdp"),
+        ({"kind": "sharded"}, "sharded"),
+        ({"kind": "none"}, "none"),
+    ],
+)
+def test_the_kind_that_is_chosen(options, kind):
+    assert ParallelConfig(**options).chosen_kind == kind
+
+
+# --- files ---
+
+TOML = """
+[model]
+width = 4
+[train.parallel]
+use_fsdp = true
+sharding_strategy = "SHARD_GRAD_OP"
+wrap = ["Block"]
+"""
+
+
+def test_a_section_of_a_file(tmp_path: Path):
+    path = tmp_path / "train.toml"
+    path.write_text(TOML)
+    expected = ParallelConfig(use_fsdp=True, sharding_strategy="SHARD_GRAD_OP", wrap=("Block",))
+    assert ParallelConfig.from_file(path, "train.parallel") == expected
+    with pytest.raises(ValueError, match=r"train\.toml: there is no section 'parallel' \(found: model, train\)"):
+        ParallelConfig.from_file(path, "parallel")
+    with pytest.raises(ValueError, match=r"train\.toml: unknown option 'model'"):
+        ParallelConfig.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error", "words"),
+    [
+        ("a.toml", "use_fsdp = 1", TypeError, "a.toml: use_fsdp: got 1 (int), allowed: true or false"),
+        ("a.toml", "use_fdsp = true", ValueError, "a.toml: unknown option 'use_fdsp'; did you mean 'use_fsdp'?"),
+        ("a.toml", "use_fsdp = ", ValueError, "a.toml: "),
+        ("a.json", "{", ValueError, "a.json: "),
+        ("a.json", "[]", TypeError, "a.json: the file is a list, allowed: a table of options"),
+        ("a.yaml", "kind: [", ValueError, "a.yaml: "),
+        ("a.yml", "3: 4", TypeError, "a.yml: option 3 is no string"),
+        ("a.yml", "ddp: {3: 4}", ValueError, "a.yml: ddp.3: unknown option"),
+        ("a.ini", "", ValueError, "got the suffix '.ini', allowed: .toml, .yaml, .yml, .json"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_option(tmp_path: Path, name: str, text: str, error: type, words: str):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(error) as caught:
+        ParallelConfig.from_file(path)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.yaml", "PyYAML"), ("a.toml", "tomli")])
+def test_a_missing_parser_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str):
+    path = tmp_path / name
+    path.write_text("")
+    for module in ("yaml", "tomllib", "tomli"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=package):
+        ParallelConfig.from_file(path)
+
+
+def test_an_empty_file_is_the_default(tmp_path: Path):
+    for name, text in (("a.toml", ""), ("a.yaml", ""), ("a.json", "{}")):
+        (tmp_path / name).write_text(text)
+        assert ParallelConfig.from_file(tmp_path / name) == ParallelConfig()
+
+
+# --- command lines ---
+
+
+def test_the_forms_of_arguments():
+    args = ["--use-fsdp", "--sharding-strategy=FULL_SHARD", "wrap=Block, Head", "--model-parallel", "2"]
+    config = ParallelConfig.from_cli([*args, "--no-sync-module-states", "--param-dtype", "bfloat16"])
+    assert config == ParallelConfig(
+        use_fsdp=True,
+        sharding_strategy="FULL_SHARD",
+        wrap=("Block", "Head"),
+        model_parallel=2,
+        sync_module_states=False,
+        param_dtype="bfloat16",
+    )
+    options = ["ddp.bucket_cap_mb=4", "ddp.static-graph=True", "--ddp.transport=c10d", "ddp.timeout=2.5"]
+    config = ParallelConfig.from_cli(options)
+    assert config.ddp == {"bucket_cap_mb": 4, "static_graph": True, "transport": "c10d", "timeout": 2.5}
+    more = ParallelConfig.from_cli(["ddp.bucket_cap_mb=none"], base=config)
+    assert more.ddp == {**config.ddp, "bucket_cap_mb": None}
+    assert ParallelConfig.from_cli(["use_fsdp=false", "wrap=none"], base=ParallelConfig(use_fsdp=True)).wrap is None
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "words"),
+    [
+        (["--use-fdsp"], ValueError, "--use-fdsp has no value"),
+        (["--use-fdsp=true"], ValueError, "command line: unknown option 'use_fdsp'; did you mean 'use_fsdp'?"),
+        (["fsdp"], ValueError, "command line: got 'fsdp', allowed: --option"),
+        (["--kind", "--use-fsdp"], ValueError, "--kind has no value"),
+        (["--model-parallel", "two"], TypeError, "model_parallel: got 'two' (str), allowed: a whole number"),
+        (["use_fsdp=maybe"], TypeError, "use_fsdp: got 'maybe'"),
+        (["ddp.bucket_cap=3"], ValueError, "command line: ddp.bucket_cap: unknown option"),
+        (["kind.x=3"], ValueError, "unknown option 'kind.x'"),
+    ],
+)
+def test_wrong_arguments(args, error, words):
+    with pytest.raises(error) as caught:
+        ParallelConfig.from_cli(args)
+    assert words in str(caught.value)
+
+
+# --- round trips ---
+
+_SIZES = st.none() | st.integers(1, 64)
+_COMMON = {
+    "sync_module_states": st.booleans(),
+    "model_parallel": _SIZES,
+    "data_parallel": _SIZES,
+    "parallel_backend": st.sampled_from([None, "gloo", "nccl", "cpu:gloo,cuda:nccl"]),
+    "device_type": st.sampled_from([None, "cpu", "cuda"]),
+}
+_VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+_DDP = st.dictionaries(
+    st.sampled_from(["bucket_cap_mb", "transport", "static_graph", "comm_hook", "timeout", "wire_dtype"]), _VALUES
+)
+_NAMES = st.lists(st.from_regex(r"[A-Za-z_][A-Za-z0-9_.]{0,9}", fullmatch=True), max_size=3)
+CONFIGS = st.builds(ParallelConfig, kind=st.sampled_from(["auto", "ddp"]), ddp=_DDP, **_COMMON) | st.builds(
+    ParallelConfig,
+    kind=st.sampled_from(["auto", "fsdp"]),
+    use_fsdp=st.just(True),
+    sharding_strategy=st.none() | st.sampled_from(STRATEGIES),
+    cpu_offload=st.booleans(),
+    param_dtype=st.none() | st.sampled_from(DTYPES),
+    reduce_dtype=st.none() | st.sampled_from(DTYPES),
+    wrap=st.none() | _NAMES.map(tuple),
+    forward_prefetch=st.integers(0, 3),
+    backward_prefetch=st.integers(0, 3),
+    **_COMMON,
+)
+
+
+@given(config=CONFIGS)
+def test_arguments_round_trip(config: ParallelConfig):
+    assert ParallelConfig.from_cli(config.to_cli()) == config
+
+
+@given(config=CONFIGS, suffix=st.sampled_from([".json", ".yaml", ".toml"]))
+def test_files_round_trip(tmp_path_factory: pytest.TempPathFactory, config: ParallelConfig, suffix: str):
+    import yaml
+
+    values = config.as_dict()
+    if suffix == ".toml":
+        ddp = {name: value for name, value in config.ddp.items() if value is not None}  # TOML has no null
+        config = dataclasses.replace(config, ddp=ddp)
+        text = "".join(f"{name} = {_toml(value)}\n" for name, value in values.items() if name != "ddp")
+        text += "[ddp]\n" + "".join(f"{name} = {_toml(value)}\n" for name, value in ddp.items())
+    else:
+        text = json.dumps(values) if suffix == ".json" else yaml.safe_dump(values)
+    path = tmp_path_factory.mktemp("config") / f"config{suffix}"
+    path.write_text(text, encoding="utf-8")
+    assert ParallelConfig.from_file(path) == config
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return "inf" if value > 0 else "-inf"
+    # JSON's strings are TOML's but for DEL, which TOML wants escaped too.
+    return json.dumps(value).replace("\x7f", "\\u007f")
+
+
+def test_what_no_file_can_hold_is_named():
+    with pytest.raises(TypeError, match=r"ddp\.comm_hook: a function can't be written"):
+        ParallelConfig(ddp={"comm_hook": test_what_no_file_can_hold_is_named}).as_dict()
+
+
+def test_classes_to_wrap_are_written_as_names():
+    config = ParallelConfig(use_fsdp=True, wrap=(nn.Linear,))
+    read = ParallelConfig.from_cli(config.to_cli())
+    assert read.wrap == ("torch.nn.modules.linear.Linear",)
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert blocks_of(model, read.wrap) == blocks_of(model, config.wrap) == [model[0]]
+
+
+# --- layouts ---
+
+
+def layout(world_size: int, host: int = 4, tensor_parallel: bool = False, **options):
+    return plan_layout(ParallelConfig(**options), world_size, host, tensor_parallel)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "expected"),
+    [
+        (1, {}, ("none", 1, 1)),
+        (1, {"kind": "hsdp"}, ("none", 1, 1)),
+        (1, {"kind": "sharded"}, ("none", 1, 1)),
+        (8, {}, ("ddp", 8, 1)),
+        (8, {"kind": "none"}, ("none", 8, 1)),
+        (8, {"kind": "sharded"}, ("sharded", 8, 1)),
+        (8, {"use_fsdp": True}, ("fsdp", 8, 1)),
+        (8, {"kind": "hsdp"}, ("hsdp", 2, 4)),
+        (6, {"kind": "hsdp"}, ("hsdp", 1, 6)),  # hosts of four and two ranks
+        (8, {"kind": "hsdp", "model_parallel": 2}, ("hsdp", 4, 2)),
+        (8, {"kind": "hsdp", "data_parallel": 8}, ("hsdp", 8, 1)),
+        (8, {"model_parallel": 4, "tensor_parallel": True}, ("ddp", 2, 4)),
+        (8, {"model_parallel": 8, "tensor_parallel": True}, ("none", 1, 8)),
+        (8, {"use_fsdp": True, "model_parallel": 2, "tensor_parallel": True}, ("fsdp", 4, 2)),
+    ],
+)
+def test_layouts(world_size, options, expected):
+    found = layout(world_size, **options)
+    assert (found.kind, found.data_parallel, found.model_parallel) == expected
+    assert found.world_size == world_size
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reshards", "replicates"),
+    [
+        (None, True, False),
+        ("FULL_SHARD", True, False),
+        ("SHARD_GRAD_OP", False, False),
+        ("NO_SHARD", False, True),
+        ("HYBRID_SHARD", True, False),
+        ("HYBRID_SHARD_ZERO2", False, False),
+    ],
+)
+def test_strategies(strategy, reshards, replicates):
+    found = layout(4, host=2, use_fsdp=True, sharding_strategy=strategy)
+    assert (found.reshard_after_forward, found.replicates) == (reshards, replicates)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"data_parallel": 3}, "data_parallel 3 x model_parallel 1 is 3, but there are 4 ranks"),
+        ({"kind": "hsdp", "model_parallel": 3}, "data_parallel 1 x model_parallel 3 is 3"),
+        ({"kind": "hsdp", "data_parallel": 3}, "is 3, but there are 4 ranks"),
+        ({"model_parallel": 2}, "without a tensor parallel plan"),
+        ({"use_fsdp": True, "model_parallel": 2}, "or take kind 'hsdp'"),
+        ({"tensor_parallel": True}, "DTensors, but model_parallel is 1"),
+        ({"kind": "hsdp", "model_parallel": 2, "tensor_parallel": True}, "DTensors already"),
+        ({"kind": "sharded", "tensor_parallel": True}, "DTensors already"),
+    ],
+)
+def test_impossible_layouts(options, words):
+    with pytest.raises(ValueError) as caught:
+        layout(4, **options)
+    assert words in str(caught.value)
+
+
+@given(
+    world_size=st.integers(1, 64),
+    host=st.integers(1, 8),
+    model_parallel=_SIZES,
+    data_parallel=_SIZES,
+    hybrid=st.booleans(),
+)
+def test_sizes_multiply_or_are_refused(world_size, host, model_parallel, data_parallel, hybrid):
+    options = {"model_parallel": model_parallel, "data_parallel": data_parallel}
+    try:
+        found = layout(
+            world_size, host, not hybrid and (model_parallel or 1) > 1, kind="hsdp" if hybrid else "ddp", **options
+        )
+    except ValueError:
+        given = (model_parallel or 1) * (data_parallel or 1)
+        assert given != world_size  # what fits is never refused
+        return
+    assert found.data_parallel * found.model_parallel == world_size
+    assert model_parallel in (None, found.model_parallel) and data_parallel in (None, found.data_parallel)
+
+
+# --- blocks ---
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(2, 2)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.LayerNorm(2), nn.ReLU())
+
+
+def test_repeated_blocks_are_found():
+    model = Blocks()
+    assert blocks_of(model, None) == list(model.blocks)  # not what is in them, not the head's one Linear
+    assert blocks_of(model, ()) == []
+    assert blocks_of(model, ("Block", nn.LayerNorm)) == [*model.blocks, model.head[2]]
+    assert blocks_of(model, (Blocks, Block)) == list(model.blocks)  # never the model itself
+    both = blocks_of(model, ("Linear", "Block"))
+    assert both.index(model.blocks[0]) < both.index(model.blocks[0].experts[0])  # outer ones first
+    with pytest.raises(ValueError, match=r"no module of class 'Blok'; did you mean 'Block'\? .*allowed: Blocks, "):
+        blocks_of(model, ("Blok",))

@@ -1,0 +1,168 @@
+"""parallelize: the parallelism that a config asks for, applied to a model."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeAlias, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from torchddp.parallel import fully, groups
+from torchddp.parallel.config import ParallelConfig
+from torchddp.parallel.layout import Layout, plan_layout
+
+OptimizerFactory: TypeAlias = "Callable[..., Optimizer]"
+
+
+@overload
+def parallelize(model: nn.Module, config: ParallelConfig | None = None, optimizer: None = None) -> nn.Module: ...
+
+
+@overload
+def parallelize(
+    model: nn.Module, config: ParallelConfig | None = None, *, optimizer: OptimizerFactory
+) -> tuple[nn.Module, Optimizer]: ...
+
+
+def parallelize(
+    model: nn.Module, config: ParallelConfig | None = None, optimizer: OptimizerFactory | None = None
+) -> nn.Module | tuple[nn.Module, Optimizer]:
+    """The model, made parallel as ``config`` says. Collective, with the same config on all ranks.
+
+        model, optimizer = torchddp.parallelize(model, config, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))
+
+    One process, or no process group: the module itself. Otherwise `DistributedDataParallel`, `ShardedDataParallel`
+    (ZeRO-2, Rajbhandari et al. 2020), or the same module with its parameters sharded by torch's ``fully_shard`` (FSDP2,
+    Zhao et al. 2023; with replicas: HSDP). Groups are then told by `parallel_group_info`.
+
+    Args:
+        model: on its device already. With tensor parallelism: after ``parallelize_module`` over
+            ``torchddp.parallel.device_mesh(config)["mp"]``.
+        config: None: DistributedDataParallel with its defaults.
+        optimizer: a class or ``functools.partial`` of one, called with the parameters once they are what is trained;
+            the result is then a pair. Kind "sharded" needs it, and makes an `torchddp.optim.OSS` of that class.
+
+    Raises:
+        ValueError: sizes that don't multiply to the world size, model parallelism on a model without a plan for it,
+            a model that is parallel already, a missing optimizer.
+        TypeError: a config or optimizer of another type. An optimizer that was made before is refused: sharding
+            replaces the parameters that it holds.
+        RuntimeError: a launcher has started several processes, and ``init_process_group`` was not called.
+    """
+    config = ParallelConfig() if config is None else config
+    if not isinstance(config, ParallelConfig):
+        raise TypeError(f"config: got a {type(config).__name__}, allowed: a ParallelConfig")
+    _check_optimizer(optimizer)
+    _check_model(model)
+    groups.require_process_group()
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    layout = plan_layout(config, world_size, groups.ranks_of_a_host(), _has_dtensors(model))
+    if layout.kind == "sharded" and optimizer is None:
+        raise ValueError("kind 'sharded' shards the optimizer's state: pass optimizer=functools.partial(AdamW, lr=...)")
+    mesh = groups.open_groups(layout, config, config.device_type or _device_type(model))
+    if layout.kind == "sharded":
+        assert optimizer is not None and mesh is not None
+        return _shard_states(model, config, optimizer, mesh)
+    if layout.kind != "none":
+        assert mesh is not None
+        model = _apply(model, config, layout, mesh)
+    return model if optimizer is None else (model, optimizer(model.parameters()))
+
+
+def _apply(model: nn.Module, config: ParallelConfig, layout: Layout, mesh: DeviceMesh) -> nn.Module:
+    if layout.kind in ("fsdp", "hsdp"):
+        fully.shard(model, config, layout, mesh)
+        return model
+    options = _wrapper_options(config)
+    if layout.model_parallel > 1:
+        # Parameters of a tensor parallel plan are DTensors, which a wrapper would have to take apart.
+        replicate = importlib.import_module("torchddp.composable").replicate
+        module: nn.Module = replicate(model, mesh=mesh["dp"], init_sync=config.sync_module_states, **options)
+        return module
+    from torchddp.distributed import DistributedDataParallel
+
+    return DistributedDataParallel(
+        model, process_group=mesh.get_group("dp"), init_sync=config.sync_module_states, **options
+    )
+
+
+def _shard_states(
+    model: nn.Module, config: ParallelConfig, optimizer: OptimizerFactory, mesh: DeviceMesh
+) -> tuple[nn.Module, Optimizer]:
+    from torchddp.optim import OSS
+    from torchddp.sharded import ShardedDataParallel
+
+    group = mesh.get_group("dp")
+    cls, given = (optimizer.func, optimizer) if isinstance(optimizer, functools.partial) else (optimizer, None)
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or (given is not None and given.args):
+        raise TypeError(
+            f"optimizer: got {optimizer!r}; kind 'sharded' needs a class of optimizers, or functools.partial of one "
+            "with keyword arguments"
+        )
+    options = {} if given is None else given.keywords
+    if not issubclass(cls, OSS):
+        options = {**options, "optim": cls}
+        cls = OSS
+    sharded = cls(model.parameters(), group=group, **options)
+    wrapper = ShardedDataParallel(
+        model,
+        sharded,
+        process_group=group,
+        sync_models_at_startup=config.sync_module_states,
+        **_wrapper_options(config),
+    )
+    return wrapper, sharded
+
+
+def _wrapper_options(config: ParallelConfig) -> dict[str, Any]:
+    """`ParallelConfig.ddp`, with what files can't hold made of what they do."""
+    options = dict(config.ddp)
+    timeout = options.get("timeout")
+    if isinstance(timeout, int | float) and not isinstance(timeout, bool):
+        options["timeout"] = datetime.timedelta(seconds=timeout)
+    dtype = options.get("wire_dtype")
+    if isinstance(dtype, str):
+        if dtype not in ("bfloat16", "float16"):
+            raise ValueError(f"ddp.wire_dtype: got '{dtype}', allowed: bfloat16, float16, none")
+        options["wire_dtype"] = getattr(torch, dtype)
+    return options
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer: got a {type(optimizer).__name__} that was made before; allowed: its class, or "
+            "functools.partial of it, because sharding replaces parameters"
+        )
+    if optimizer is not None and not callable(optimizer):
+        raise TypeError(f"optimizer: got a {type(optimizer).__name__}, allowed: a class, or functools.partial of one")
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got a {type(model).__name__}, allowed: a torch.nn.Module")
+    for name, module in model.named_modules():
+        wrapped = isinstance(module, nn.parallel.DistributedDataParallel | FSDPModule)
+        if wrapped or "replicate" in (_get_registry(module) or {}):
+            where = f"its module '{name}'" if name else "the model"
+            raise ValueError(f"{where} is parallel already (a {type(module).__name__}): pass the bare model, once")
+
+
+def _has_dtensors(model: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _device_type(model: nn.Module) -> str:
+    """Of the parameters; those on the meta device will be where this process computes."""
+    found = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if found == "meta" else found

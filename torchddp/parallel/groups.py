@@ -1,0 +1,140 @@
+"""Data- and model-parallel groups of ranks."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchddp.parallel.config import ParallelConfig
+from torchddp.parallel.layout import Layout, plan_layout
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """One group that this rank is in.
+
+    ``rank``: this rank's number in it, of ``world_size``. ``global_rank``: its number among all ranks, and
+    ``global_ranks`` those of all members in order. ``group``: its process group; None for a group of this rank alone.
+    """
+
+    rank: int
+    world_size: int
+    global_rank: int
+    global_ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class ParallelGroupInfo:
+    """``mp``: the ranks that hold one copy of the model together. ``dp``: those that hold the same part of a copy."""
+
+    mp: GroupInfo
+    dp: GroupInfo
+
+
+@dataclass
+class _Made:
+    """The groups of a layout. Holds no process group: those end when destroy_process_group is called."""
+
+    world: weakref.ref[dist.ProcessGroup] | None  # that they were made in
+    key: tuple[object, ...]
+    mesh: DeviceMesh | None
+
+    def is_of(self, world: dist.ProcessGroup | None) -> bool:
+        return (None if self.world is None else self.world()) is world
+
+
+_made: list[_Made] = []
+
+
+def device_mesh(config: ParallelConfig) -> DeviceMesh:
+    """The mesh of ``config``, for tensor parallel plans: "dp" and, with model parallelism, "mp", the inner one.
+
+    The first call for a layout is collective and makes its process groups; `parallelize` with the same config uses
+    them. ``config.device_type`` None: "cuda" if there is one, else "cpu". Raises RuntimeError without a process group,
+    ValueError for sizes that don't multiply to the world size.
+    """
+    require_process_group()
+    if not dist.is_initialized():
+        raise RuntimeError("a mesh needs a process group: call torch.distributed.init_process_group first")
+    wants_plan = config.chosen_kind in ("ddp", "fsdp") and (config.model_parallel or 1) > 1
+    layout = plan_layout(config, dist.get_world_size(), ranks_of_a_host(), wants_plan)
+    mesh = open_groups(layout, config, config.device_type or ("cuda" if torch.cuda.is_available() else "cpu"))
+    assert mesh is not None
+    return mesh
+
+
+def parallel_group_info() -> ParallelGroupInfo:
+    """The groups that the last `parallelize` or `device_mesh` of this process made or used. Not collective.
+
+    In one process both are of this rank alone. Raises RuntimeError before the first of these calls, and after the
+    process group they were made in is gone.
+    """
+    if _made and _made[-1].is_of(_world()):
+        return _info_of(_made[-1].mesh)
+    raise RuntimeError(
+        "there are no data- and model-parallel groups yet: call torchddp.parallelize or torchddp.parallel.device_mesh "
+        "first, after init_process_group"
+    )
+
+
+def open_groups(layout: Layout, config: ParallelConfig, device_type: str) -> DeviceMesh | None:
+    """The mesh of a layout; None without a process group. Collective, unless it is there already."""
+    world = _world()
+    two = layout.model_parallel > 1 or layout.kind == "hsdp" or layout.replicates
+    key = (layout.data_parallel, layout.model_parallel, two, device_type, config.parallel_backend)
+    made = next((made for made in _made if made.is_of(world) and made.key == key), None)
+    if made is None:
+        mesh = None if world is None else _new_mesh(layout, two, config.parallel_backend, device_type)
+        made = _Made(None if world is None else weakref.ref(world), key, mesh)
+    # The last is the one that is told about; groups of a process group that is gone are forgotten.
+    _made[:] = [other for other in _made if other.is_of(world) and other is not made] + [made]
+    return made.mesh
+
+
+def _new_mesh(layout: Layout, two: bool, backend: str | None, device_type: str) -> DeviceMesh:
+    names = ("dp", "mp") if two else ("dp",)
+    shape = (layout.data_parallel, layout.model_parallel)[: len(names)]
+    override = None if backend is None else dict.fromkeys(names, backend)
+    return init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=override)  # type: ignore[arg-type]
+
+
+def _info_of(mesh: DeviceMesh | None) -> ParallelGroupInfo:
+    global_rank = 0 if mesh is None else dist.get_rank()
+    alone = GroupInfo(0, 1, global_rank, (global_rank,), None)
+    if mesh is None:
+        return ParallelGroupInfo(mp=alone, dp=alone)
+    found = {name: _group_info(mesh.get_group(name), global_rank) for name in mesh.mesh_dim_names or ()}
+    return ParallelGroupInfo(mp=found.get("mp", alone), dp=found["dp"])
+
+
+def _group_info(group: dist.ProcessGroup, global_rank: int) -> GroupInfo:
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if len(ranks) == 1:
+        return GroupInfo(0, 1, global_rank, ranks, None)
+    return GroupInfo(ranks.index(global_rank), len(ranks), global_rank, ranks, group)
+
+
+def require_process_group() -> None:
+    """RuntimeError if a launcher has started several processes and there is no process group."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if not dist.is_initialized() and started.isdigit() and int(started) > 1:
+        raise RuntimeError(
+            f"WORLD_SIZE is {started}, but there is no process group: call torch.distributed.init_process_group first"
+        )
+
+
+def ranks_of_a_host() -> int:
+    """Number of ranks on this host as torchrun says (LOCAL_WORLD_SIZE), or of all."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    return min(int(local), world_size) if local.isdigit() and int(local) > 0 else world_size
+
+
+def _world() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
