@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import torchddp
 from tests.harness import run_ranks
 from tests.models import batch, grads_of, loss_of, seeded
+from tests.parity.compare import TorchDDP
 from tests.torch_features import Blocks, assert_same_program, plain_names
 
 WIDTH = 256  # a block has a quarter of a MiB, so that caps of one MiB split four blocks off
@@ -78,20 +79,23 @@ def test_as_many_graphs_as_torchs_class(ddp_class, place, mode, splits):
     assert graphs == [splits] * 2
 
 
-@pytest.mark.parametrize(("cap", "graphs"), [(None, 1), (2, 1), (0.5, 3)])
+@pytest.mark.parametrize(("cap", "graphs"), [(None, 2), (1, 5), (2, 3)])
 def test_ddp_optimizer_splits_at_the_cap(ddp_class, cap, graphs):
-    def count(rank):
-        if cap is not None and cap < 1:
-            return count_ours(ddp_class, cap)
-        return compare(rank, ddp_class, STEPS, "inside", "ddp_optimizer", "eager", {"bucket_cap_mb": cap})
-
-    assert run_ranks(count, 2, timeout=100) == [graphs] * 2
+    """Five blocks of 1 MiB: the first bucket of torch's compiler takes one, the others what the cap allows."""
+    args = (STEPS, "inside", "ddp_optimizer", "eager", {"bucket_cap_mb": cap}, 512)
+    assert run_ranks(compare, 2, ddp_class, *args, timeout=100) == [graphs] * 2
 
 
-def count_ours(ddp_class, cap):
-    run = Run("inside", "ddp_optimizer", bucket_cap_mb=cap)
-    run(ddp_class)
-    return run.graphs[ddp_class][-1]
+def test_ddp_optimizer_refuses_a_cap_below_one_mib(ddp_class):
+    """torch's compiler does, with either class; its other modes don't look at it."""
+
+    def work(rank):
+        for cls in (TorchDDP, ddp_class):
+            with pytest.raises(AssertionError, match="First bucket should be smaller"):
+                Run("inside", "ddp_optimizer", bucket_cap_mb=0.5)(cls)
+        compare(rank, ddp_class, STEPS, "inside", "no_optimization", "eager", {"bucket_cap_mb": 0.5}, 8)
+
+    run_ranks(work, 2, timeout=100)
 
 
 @pytest.mark.parametrize("place", ["in place", "submodules"])
