@@ -88,7 +88,8 @@ def test_the_state_of_rank_0_is_broadcast(ddp_class):
         ddp, optimizer = trained(ddp_class, steps=1, seed=3)
         want = get_model_state_dict(trained(ddp_class)[0])
         want = {name: value.clone() for name, value in want.items()} if rank == 0 else {}
-        set_model_state_dict(ddp, want, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        # torch puts its own names into the dictionary that it is given, so: a copy.
+        set_model_state_dict(ddp, dict(want), options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
         if rank == 0:
             assert_same_state(get_model_state_dict(ddp), want)
         assert same_on_all_ranks(get_model_state_dict(ddp).values())

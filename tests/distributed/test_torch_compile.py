@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import pytest
@@ -16,6 +17,13 @@ from tests.torch_features import Blocks, assert_same_program, plain_names
 
 WIDTH = 256  # a block has a quarter of a MiB, so that caps of one MiB split four blocks off
 STEPS = 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported_once():
+    """What the compiler imports when it first compiles: seconds, which each forked rank would take again."""
+    for name in ("torch._inductor.compile_fx", "torch._dynamo.repro.after_aot", "torch.export._trace"):
+        importlib.import_module(name)
 
 
 def compiled(place, backend, cls, options, width=WIDTH):
