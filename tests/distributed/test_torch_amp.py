@@ -1,4 +1,4 @@
-"""Mixed precision by torch: autocast and GradScaler, with steps that are skipped, unscaled and clipped alike on all ranks."""
+"""Mixed precision by torch: autocast, and GradScaler, whose steps are skipped, unscaled and clipped alike on all ranks."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(ddp_class, options):
     """The average of a gradient is infinite on all ranks if it is on one, so each scaler decides the same alone."""
 
     def work(rank):
-        assert_same_program(
-            ddp_class, scaled_program(rank, options, bad_rank=1, bad_steps=(1, 4)), reductions=STEPS
-        )
+        assert_same_program(ddp_class, scaled_program(rank, options, bad_rank=1, bad_steps=(1, 4)), reductions=STEPS)
 
     run_ranks(work, 2)
 

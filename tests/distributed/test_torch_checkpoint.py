@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint over our class: keys of the plain module, other numbers of ranks, torch's class and back."""
+"""torch.distributed.checkpoint over our class: the plain module's keys, other numbers of ranks, torch's class."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def profiled(cls, path: Path, rank: int):
 
 
 def test_profiler_with_a_schedule_stacks_and_a_trace(tmp_path):
-    """The trace is valid JSON; it has torch's range of forward, the user's own, and ours of each bucket, in that order."""
+    """Valid JSON, with torch's range of forward, the user's own, and ours of each bucket inside the step."""
     import torchddp
 
     def work(rank):

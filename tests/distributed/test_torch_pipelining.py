@@ -33,9 +33,18 @@ def stage_program(schedule, options, told=True):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
         place, data_rank = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
         model = seeded(lambda: Blocks(WIDTH, 4))
-        ddp = cls(nn.Sequential(*model.blocks[2 * place : 2 * place + 2]), process_group=mesh.get_group("dp"), **options)
+        ddp = cls(
+            nn.Sequential(*model.blocks[2 * place : 2 * place + 2]), process_group=mesh.get_group("dp"), **options
+        )
         example = torch.zeros(8 // MICROBATCHES, WIDTH)
-        shapes = {"input_args": (example.requires_grad_(place > 0),), "output_args": (torch.zeros_like(example, requires_grad=True),)} if told else {}
+        shapes = (
+            {
+                "input_args": (example.requires_grad_(place > 0),),
+                "output_args": (torch.zeros_like(example, requires_grad=True),),
+            }
+            if told
+            else {}
+        )
         stage = PipelineStage(ddp, place, 2, torch.device("cpu"), group=mesh.get_group("pp"), **shapes)
         runner = schedule(stage, MICROBATCHES, loss_fn=lambda output, target: loss_of(output - target))
         seen = []

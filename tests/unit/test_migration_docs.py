@@ -73,7 +73,7 @@ def test_arguments_that_are_said_to_be_the_same_are_ours():
 
 
 def test_keyword_arguments_exist():
-    """`name=value` in the column "here" is an argument of ours, or of the function of torch's that is written with it."""
+    """`name=value` in the column "here" is an argument of ours, or of torch's function beside it."""
     seen = set()
     for text in sections().values():
         for _, here in rows(text):
