@@ -1,4 +1,4 @@
-"""Mixed precision by torch: autocast, and GradScaler, whose steps are skipped, unscaled and clipped alike on all ranks."""
+"""Mixed precision by torch: autocast, and GradScaler, whose steps are skipped and clipped alike on all ranks."""
 
 from __future__ import annotations
 
