@@ -76,18 +76,23 @@ def compare(rank, ddp_class, reductions, place, mode, backend="eager", options=N
     return ours[0]
 
 
+SPLITS = {True: 2, "ddp_optimizer": 2, "no_optimization": 1, "python_reducer_without_compiled_forward": 1}
+PLACES = [("around", "ddp_optimizer"), ("inside", True), ("inside", "no_optimization")]
+EVERY_PLACE = [(place, mode) for place in ("around", "inside") for mode in SPLITS]
+
+
 @pytest.mark.parametrize(
-    ("mode", "splits"),
-    [(True, 2), ("ddp_optimizer", 2), ("no_optimization", 1), ("python_reducer_without_compiled_forward", 1)],
+    ("place", "mode"), [*PLACES, *(pytest.param(*p, marks=pytest.mark.slow) for p in EVERY_PLACE if p not in PLACES)]
 )
-@pytest.mark.parametrize("place", ["around", "inside"])
-def test_as_many_graphs_as_torchs_class(ddp_class, place, mode, splits):
+def test_as_many_graphs_as_torchs_class(ddp_class, place, mode):
     """DDPOptimizer cuts at `bucket_cap_mb`; the other modes don't cut."""
     graphs = run_ranks(compare, 2, ddp_class, STEPS, place, mode, "eager", {"bucket_cap_mb": 1}, timeout=100)
-    assert graphs == [splits] * 2
+    assert graphs == [SPLITS[mode]] * 2
 
 
-@pytest.mark.parametrize(("cap", "graphs"), [(None, 2), (1, 5), (2, 3)])
+@pytest.mark.parametrize(
+    ("cap", "graphs"), [(2, 3), *(pytest.param(*p, marks=pytest.mark.slow) for p in [(None, 2), (1, 5)])]
+)
 def test_ddp_optimizer_splits_at_the_cap(ddp_class, cap, graphs):
     """Five blocks of 1 MiB: the first bucket of torch's compiler takes one, the others what the cap allows."""
     args = (STEPS, "inside", "ddp_optimizer", "eager", {"bucket_cap_mb": cap}, 512)
