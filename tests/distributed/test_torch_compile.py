@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import torchddp
 from tests.harness import run_ranks
 from tests.models import batch, grads_of, loss_of, seeded
 from tests.parity.compare import TorchDDP
@@ -210,8 +208,3 @@ def test_the_comm_hook_runs_under_a_compiled_model(ddp_class):
         return [plain_names(grads_of(ddp))]
 
     run_ranks(lambda rank: assert_same_program(ddp_class, program, reductions=1), 2, timeout=100)
-
-
-def test_our_forward_is_not_traced():
-    """The wrapper's own Python is left alone, so nothing of a step (collectives, counts) is in a graph."""
-    assert torchddp.DDP.forward._torchdynamo_disable is True or os.environ.get("TORCHDYNAMO_DISABLE")
