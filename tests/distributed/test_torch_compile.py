@@ -119,14 +119,6 @@ def test_other_modes_of_the_reducer(ddp_class, options):
     run_ranks(compare, 2, ddp_class, STEPS, "inside", True, "aot_eager", {"bucket_cap_mb": 1, **options}, timeout=100)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["around", "inside", "submodules"])
-def test_inductor(ddp_class, place, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    run_ranks(compare, 2, ddp_class, STEPS, place, True, "inductor", {}, 8, timeout=300)
-
-
 @pytest.mark.parametrize("place", ["around", "inside"])
 def test_python_reducer(ddp_class, place):
     """torch reduces each gradient in Python then; our reducer stands aside."""
