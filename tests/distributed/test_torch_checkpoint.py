@@ -1,0 +1,161 @@
+"""torch.distributed.checkpoint over our class: the plain module's keys, other numbers of ranks, torch's class."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+
+from tests.harness import run_ranks
+from tests.models import Mlp, NormNet, batch, loss_of, same_on_all_ranks, seeded
+from tests.parity.compare import TorchDDP
+
+OPTIONS = [{}, {"full_state_dict": True}, {"full_state_dict": True, "cpu_offload": True}]
+
+
+def trained(cls, steps=2, seed=0):
+    """A wrapped model and its optimizer after some steps; the same on all ranks, and at any number of them."""
+    ddp = cls(seeded(NormNet, seed))
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(ddp(batch(0, step, 4, 3, 6, 6))).backward()
+        optimizer.step()
+    return ddp, optimizer
+
+
+def flat(state):
+    """Leaves by their path, in order."""
+    leaves = torch.utils._pytree.tree_flatten_with_path(state)[0]
+    return {torch.utils._pytree.keystr(path): leaf for path, leaf in leaves}
+
+
+def assert_same_state(got, want):
+    """The same paths in the same order, and the same bits."""
+    got, want = flat(got), flat(want)
+    assert list(got) == list(want)
+    for name, value in want.items():
+        equal = torch.equal(got[name], value) if torch.is_tensor(value) else got[name] == value
+        assert equal, name
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_state_is_that_of_torchs_class(ddp_class, options):
+    """Keys too: those of the plain module, without "module."."""
+
+    def work(rank):
+        chosen = StateDictOptions(**options)
+        states = [get_state_dict(*trained(cls), options=chosen) for cls in (ddp_class, TorchDDP)]
+        only_rank_0 = options.get("cpu_offload") and rank != 0
+        assert_same_state(*states)
+        names = [] if only_rank_0 else list(NormNet().state_dict())
+        assert list(states[0][0]) == names
+        if not only_rank_0:
+            NormNet().load_state_dict(states[0][0])
+
+    run_ranks(work, 2)
+
+
+def test_state_is_set_from_torchs_class_and_trains_on(ddp_class):
+    def work(rank):
+        theirs, their_optimizer = trained(TorchDDP)
+        ours, our_optimizer = trained(ddp_class, steps=0, seed=1)
+        # Copied: optimizers adopt the tensors that they load, and each of the two must have its own.
+        model_state, optimizer_state = copy.deepcopy(get_state_dict(theirs, their_optimizer))
+        set_state_dict(ours, our_optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        for ddp, optimizer in ((theirs, their_optimizer), (ours, our_optimizer)):
+            optimizer.zero_grad()
+            loss_of(ddp(batch(rank, 9, 4, 3, 6, 6))).backward()
+            optimizer.step()
+        assert_same_state(get_state_dict(ours, our_optimizer), get_state_dict(theirs, their_optimizer))
+
+    run_ranks(work, 2)
+
+
+def test_the_state_of_rank_0_is_broadcast(ddp_class):
+    def work(rank):
+        ddp, optimizer = trained(ddp_class, steps=1, seed=3)
+        want = get_model_state_dict(trained(ddp_class)[0])
+        want = {name: value.clone() for name, value in want.items()} if rank == 0 else {}
+        # torch puts its own names into the dictionary that it is given, so: a copy.
+        set_model_state_dict(ddp, dict(want), options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        if rank == 0:
+            assert_same_state(get_model_state_dict(ddp), want)
+        assert same_on_all_ranks(get_model_state_dict(ddp).values())
+        loss_of(ddp(batch(rank, 0, 4, 3, 6, 6))).backward()  # the parameters are still those that are reduced
+        assert same_on_all_ranks([p.grad for p in ddp.parameters()])
+
+    run_ranks(work, 2)
+
+
+def save_on_rank(rank, cls, folder, asynchronously):
+    ddp, optimizer = trained(cls)
+    model_state, optimizer_state = get_state_dict(ddp, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    if asynchronously:
+        dcp.async_save(state, checkpoint_id=folder).result()
+    else:
+        dcp.save(state, checkpoint_id=folder)
+    torch.save(state, f"{folder}.rank{rank}")
+
+
+def load_on_rank(rank, cls, folder):
+    ddp, optimizer = trained(cls, steps=0, seed=5)
+    model_state, optimizer_state = get_state_dict(ddp, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(ddp, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    want = torch.load(f"{folder}.rank0", weights_only=True)
+    assert_same_state(get_state_dict(ddp, optimizer), (want["model"], want["optimizer"]))
+    before = torch.nn.utils.parameters_to_vector(ddp.parameters()).detach().clone()
+    optimizer.zero_grad()
+    loss_of(ddp(batch(rank, 7, 4, 3, 6, 6))).backward()
+    optimizer.step()
+    assert same_on_all_ranks([p.detach() for p in ddp.parameters()])
+    assert not torch.equal(before, torch.nn.utils.parameters_to_vector(ddp.parameters()))
+
+
+@pytest.mark.parametrize("asynchronously", [False, True])
+def test_saved_on_two_ranks_and_loaded_on_one_and_three(ddp_class, asynchronously, tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    run_ranks(save_on_rank, 2, ddp_class, folder, asynchronously)
+    for cls, world_size in ((ddp_class, 1), (ddp_class, 3), (TorchDDP, 2)):
+        run_ranks(load_on_rank, world_size, cls, folder)
+
+
+def test_a_checkpoint_of_torchs_class_is_loaded(ddp_class, tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    run_ranks(save_on_rank, 2, TorchDDP, folder, False)
+    run_ranks(load_on_rank, 2, ddp_class, folder)
+
+
+def test_frozen_and_compiled_parts(ddp_class):
+    """torch leaves out frozen parameters when asked to, and the names that torch.compile adds."""
+
+    def states(cls):
+        model = seeded(Mlp)
+        model.first.weight.requires_grad_(False)
+        ddp = cls(torch.compile(model, backend="eager"))
+        optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        loss_of(ddp(batch(dist.get_rank()))).backward()
+        optimizer.step()
+        options = StateDictOptions(ignore_frozen_params=True)
+        return get_model_state_dict(ddp, options=options), get_optimizer_state_dict(ddp, optimizer, options=options)
+
+    def work(rank):
+        ours, theirs = states(ddp_class), states(TorchDDP)
+        assert_same_state(ours, theirs)
+        assert sorted(ours[0]) == ["first.bias", "last.weight", "middle.bias", "middle.weight"]
+
+    run_ranks(work, 2)

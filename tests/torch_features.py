@@ -1,0 +1,61 @@
+"""What the tests of torch's own features over our class share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import torchddp
+from tests.harness import is_own_class
+from tests.models import Grads, assert_grads
+from tests.parity.compare import TorchDDP
+
+Program = Callable[[type], list[Grads]]  # with this class of DDP; the gradients after each step
+
+
+def assert_same_program(ddp_class: type, program: Program, *, reductions: int | None) -> None:
+    """Runs the program with torch's class, then with the one under test: the same bits after every step.
+
+    `reductions`: how many backwards our reducer must have finished; None: at least one.
+    """
+    want = program(TorchDDP)
+    before = torchddp.finished_steps()
+    got = program(ddp_class)
+    finished = torchddp.finished_steps() - before
+    assert len(got) == len(want) > 0
+    for step, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        assert_grads(ours, theirs, rtol=0, what=f"step {step}:")
+    if is_own_class():
+        assert finished == reductions if reductions is not None else finished > 0, f"{finished} reductions"
+
+
+class Block(nn.Module):
+    """A module of the user's own: torch.compile leaves its calls of torch's own modules alone, but not this."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Blocks(nn.Module):
+    """Equal blocks, one after the other."""
+
+    def __init__(self, width: int = 256, count: int = 5) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def plain_names(grads: dict[str, Any]) -> dict[str, Any]:
+    """Without what `torch.compile` puts before names."""
+    return {name.replace("_orig_mod.", ""): grad for name, grad in grads.items()}

@@ -1,0 +1,130 @@
+"""docs/migration.md names nothing that is not there, and leaves out no argument of those that it is about."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+
+import pytest
+import torch
+
+import torchddp
+from tests.migration_page import PAGE, code, rows, sections, spans
+from tests.parity.compare import TorchDDP
+from torchddp.comm_hooks import NAMES
+from torchddp.optim import OSS
+from torchddp.sync import DDPSyncStrategy, accumulate, even_batches
+
+# The arguments in the sources of apex (master), fairscale 0.4.13 and horovod (master), which are not installed here.
+APEX = """module message_size delay_allreduce shared_param allreduce_trigger_params retain_allreduce_buffers
+    allreduce_always_fp32 num_allreduce_streams allreduce_communicators gradient_average gradient_predivide_factor
+    gradient_average_split_factor prof"""
+SHARDED = """module sharded_optimizer process_group broadcast_buffers sync_models_at_startup reduce_buffer_size
+    auto_refresh_trainable reduce_fp16 warn_on_trainable_params_changed"""
+OSS_ARGUMENTS = "params optim group broadcast_buffer_size broadcast_fp16 force_broadcast_object"
+HOROVOD = """optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor num_groups
+    groups sparse_as_dense process_set"""
+
+
+def arguments_of(*callables):
+    return {name for one in callables for name in inspect.signature(one).parameters}
+
+
+OURS = arguments_of(torchddp.DDP, torchddp.ShardedDataParallel, OSS, accumulate, even_batches)
+
+
+def named_in(section, heading):
+    """Arguments in the first column of the table with this head."""
+    table = sections()[section].split(heading)[1].split("\n\n")[0]
+    return {re.split(r"[=(]", span)[0] for first, _ in rows(table) for span in spans(first)}
+
+
+@pytest.mark.parametrize(
+    ("section", "heading", "arguments"),
+    [
+        ("From torch.nn.parallel.DistributedDataParallel", "| argument |", arguments_of(TorchDDP)),
+        ("From apex.parallel", "| argument of DistributedDataParallel |", set(APEX.split())),
+        ("From FairScale", "| argument of ShardedDataParallel |", set(SHARDED.split())),
+        ("From FairScale", "| argument of OSS |", set(OSS_ARGUMENTS.split())),
+        ("From Horovod", "| argument of DistributedOptimizer |", set(HOROVOD.split())),
+    ],
+)
+def test_every_argument_has_a_row(section, heading, arguments):
+    named = named_in(section, heading)
+    assert arguments <= named, f"missing: {arguments - named}"
+
+
+def test_arguments_that_are_said_to_be_the_same_are_ours():
+    found = 0
+    for section, ours in (
+        ("From torch.nn.parallel.DistributedDataParallel", arguments_of(torchddp.DDP) | set(dir(torchddp.DDP))),
+        ("From FairScale", arguments_of(torchddp.ShardedDataParallel, OSS) | set(dir(torchddp.ShardedDataParallel))),
+    ):
+        for first, here in rows(sections()[section]):
+            if not here.startswith(("the same", "a number means the same", "works")):
+                continue
+            for span in spans(first):
+                name = re.split(r"[=(]", span.removeprefix("OSS.").removeprefix("ShardedDataParallel."))[0]
+                if name.isidentifier() and name != "lr":
+                    found += 1
+                    assert name in ours or hasattr(OSS, name), f"{section}: {name}"
+    assert found > 25
+
+
+def test_keyword_arguments_exist():
+    """`name=value` in the column "here" is an argument of ours, or of torch's function beside it."""
+    seen = set()
+    for text in sections().values():
+        for _, here in rows(text):
+            for span in spans(here):
+                for name in re.findall(r"\b(\w+)=", span):
+                    seen.add(name)
+                    torchs = "torch.nn.Embedding" in span or span in ("use_reentrant=False", "async_op=True")
+                    assert torchs or name in OURS, f"{name} in `{span}`"
+    assert {"comm_hook", "sync", "bucket_cap_mb", "transport", "process_group"} <= seen
+
+
+def resolve(dotted):
+    """The object of a dotted name, modules imported as needed."""
+    parts = dotted.split(".")
+    value = importlib.import_module(parts[0])
+    for i, part in enumerate(parts[1:], 1):
+        if not hasattr(value, part):
+            importlib.import_module(".".join(parts[: i + 1]))
+        value = getattr(value, part)
+    return value
+
+
+def test_dotted_names_exist():
+    names = set()
+    for span in spans(PAGE.read_text()):
+        names.update(re.findall(r"\b(?:torchddp|torch)(?:\.\w+)+", span))
+        for method in re.findall(r"\bmodel\.(\w+)\(", span):
+            assert hasattr(torchddp.DDP, method), method
+    assert len(names) > 20
+    for name in sorted(names):
+        resolve(name)
+
+
+def test_values_that_are_named_exist():
+    text = PAGE.read_text()
+    assert set(re.findall(r'comm_hook="(\w+)"', text)) <= set(NAMES)
+    assert set(re.findall(r'sync="(\w+)"', text)) <= {strategy.value for strategy in DDPSyncStrategy}
+    assert set(re.findall(r'transport="(\w+)"', text)) <= {"auto", "c10d", "shm", "nccl"}
+    assert inspect.signature(OSS).parameters["optim"].default is torch.optim.AdamW
+    assert "filter_params_fn" not in inspect.signature(OSS.clip_grad_norm).parameters
+    for function in ("broadcast_object_list", "all_gather_object", "all_reduce", "all_gather_into_tensor"):
+        assert hasattr(torch.distributed, function)
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)", PAGE.read_text()):
+        assert (PAGE.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("section", sections())
+def test_code_compiles(section):
+    source = code(sections()[section])
+    assert "DDP(module)" in source or "ShardedDataParallel(module" in source
+    compile(source, f"{PAGE.name}: {section}", "exec")
