@@ -142,6 +142,7 @@ $(CLIENTS:%=.venv-%/.requirements): .venv-%/.requirements: requirements/%.txt $(
 	$(PYTHON) -m venv .venv-$*
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	.venv-$*/bin/python -m pip install -q -r requirements/$*.txt
+	if [ -e requirements/$*-nodeps.txt ]; then .venv-$*/bin/python -m pip install -q --no-deps -r requirements/$*-nodeps.txt; fi
 	@touch $@
 
 test-clients: build $(CLIENTS:%=.venv-%/.requirements)

@@ -146,7 +146,7 @@ def reachable_modules(package_parent: Path, module: str) -> set[str]:
     return seen
 
 
-FORBIDDEN = ("torchddp.integrations", "torchddp.cli", "torchddp.averaging")
+FORBIDDEN = ("torchddp.integrations", "torchddp.cli", "torchddp.averaging", "torchddp.composable", "torchddp.parallel")
 
 
 def forbidden_modules(package_parent: Path) -> set[str]:
