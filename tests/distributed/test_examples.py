@@ -68,6 +68,7 @@ def assert_it_learnt(output: str) -> None:
     ],
     ids=lambda value: Path(value[-1]).stem if isinstance(value, list) else "",
 )
+@pytest.mark.slow
 def test_two_ranks_under_torchrun(start: list[str], words: str, count: int):
     done = run([*TORCHRUN, *start, "--steps", "60"])
     assert_it_learnt(done.stdout)

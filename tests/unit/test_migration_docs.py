@@ -16,7 +16,7 @@ from torchddp.comm_hooks import NAMES
 from torchddp.optim import OSS
 from torchddp.sync import DDPSyncStrategy, accumulate, even_batches
 
-# The arguments in the sources of apex (master), fairscale 0.4.13 and horovod (master), which are not installed here.
+# The arguments in the sources of apex, fairscale and horovod, which are not installed here.
 APEX = """module message_size delay_allreduce shared_param allreduce_trigger_params retain_allreduce_buffers
     allreduce_always_fp32 num_allreduce_streams allreduce_communicators gradient_average gradient_predivide_factor
     gradient_average_split_factor prof"""
