@@ -20,6 +20,8 @@ BASELINES = {2: "baseline_torch.json", 3: "baseline_torch_ws3.json"}
 TRANSPORTS = ("auto", "c10d")
 # Times out with torch's own class on gloo.
 SKIP = "test_ddp_has_finalized"
+# Seconds a test. The longest takes about as long as the 60 that the harness allows by itself, at three ranks on a slow machine.
+TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def run_harness(harness_dir: Path, world_size: int, transport: str, args: argpar
     results_path.unlink(missing_ok=True)
     command = [sys.executable, str(harness_dir / "harness.py"), "--ddp", args.ddp, "--run-disabled", "--skip", SKIP]
     command += ["--world-size", str(world_size), "--jobs", str(args.jobs), "--out", str(results_path)]
+    command += ["--timeout", str(TIMEOUT_S)]
     command += ["--logs", str(out_dir / "logs"), "--tmp", str(out_dir / "tmp"), "--pythonpath", str(ROOT)]
     if args.only:
         command += ["--only", args.only]
