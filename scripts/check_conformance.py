@@ -20,7 +20,7 @@ BASELINES = {2: "baseline_torch.json", 3: "baseline_torch_ws3.json"}
 TRANSPORTS = ("auto", "c10d")
 # Times out with torch's own class on gloo.
 SKIP = "test_ddp_has_finalized"
-# Seconds a test. The longest takes about as long as the 60 that the harness allows by itself, at three ranks on a slow machine.
+# Seconds a test. At three ranks on a slow machine the longest takes the 60 that the harness allows by itself.
 TIMEOUT_S = 120
 
 
