@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import ModuleType, TracebackType
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,28 +24,7 @@ _originals: dict[tuple[str, str], Callable[..., Any]] = {}
 _options: dict[str, Any] = {}
 
 
-class _Enabled:
-    """What `enable` returns: in a ``with``, its end brings back what was before the call."""
-
-    def __init__(self, before: dict[str, Any] | None) -> None:
-        self._before = before
-
-    def __enter__(self) -> _Enabled:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        if self._before is None:
-            disable()
-        else:
-            enable(**self._before)
-
-
-def enable(**options: Any) -> _Enabled:
+def enable(**options: Any) -> ExitStack:
     """From now on Composer's trainers wrap models in torchddp's DistributedDataParallel.
 
         torchddp.integrations.composer.enable(transport="shm")
@@ -68,7 +48,9 @@ def enable(**options: Any) -> _Enabled:
         _replace({place: require(place, "composer") for place in _PLACES})
     _options.clear()
     _options.update(options)
-    return _Enabled(before)
+    at_end = ExitStack()
+    at_end.callback(disable if before is None else partial(enable, **before))
+    return at_end
 
 
 def disable() -> None:

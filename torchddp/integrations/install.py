@@ -22,7 +22,7 @@ import inspect
 import logging
 import os
 import threading
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -49,25 +49,7 @@ _defaults: dict[str, Any] | None = None  # None: not installed
 _announced = False
 
 
-class _Change:
-    """What `install` and `uninstall` return: in a ``with``, its end brings back what was before the call."""
-
-    def __init__(self, before: dict[str, Any] | None) -> None:
-        self._before = before
-
-    def __enter__(self) -> _Change:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        _switch(self._before)
-
-
-def install(**defaults: Any) -> _Change:
+def install(**defaults: Any) -> ExitStack:
     """Whoever calls ``torch.nn.parallel.DistributedDataParallel(...)`` in this process gets torchddp's class.
 
         torchddp.install()
@@ -95,21 +77,28 @@ def install(**defaults: Any) -> _Change:
     """
     _check_names(defaults)
     with _lock:
-        change = _Change(_defaults)
+        before = _back_to(_defaults)
         _switch({**(_defaults or {}), **defaults})
     _announce(int(os.environ.get("RANK") or 0))
-    return change
+    return before
 
 
-def uninstall() -> _Change:
+def uninstall() -> ExitStack:
     """Torch's class makes torch's objects again. Nothing happens if torchddp is not installed.
 
     In a ``with``, for a model that must be torch's, what was installed comes back at the end.
     """
     with _lock:
-        change = _Change(_defaults)
+        before = _back_to(_defaults)
         _switch(None)
-    return change
+    return before
+
+
+def _back_to(defaults: dict[str, Any] | None) -> ExitStack:
+    """In a ``with``, its end brings this state back; otherwise nothing does."""
+    stack = ExitStack()
+    stack.callback(_switch, defaults)
+    return stack
 
 
 def installed() -> bool:

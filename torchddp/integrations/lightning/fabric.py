@@ -37,6 +37,9 @@ class TorchDDPFabricStrategy(FailsTogether, DDPStrategy):
         TypeError: an argument that nobody takes.
     """
 
+    _scripts = FabricScripts
+    _processes = FabricProcesses
+
     def __init__(
         self,
         accelerator: Any = None,
@@ -65,18 +68,6 @@ class TorchDDPFabricStrategy(FailsTogether, DDPStrategy):
             **kwargs,
         )
         self._choose_failing(fail_together, fail_together_grace_s)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: the names are those of `torchddp.integrations.lightning.register`."""
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self._start_method == "popen":
-            self._launcher = FabricScripts(self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            self._launcher = FabricProcesses(self, start_method=self._start_method)
-        self._launcher.watched_by = self
 
     def setup_module(self, module: torch.nn.Module) -> TorchDDP:
         """Wraps the module. Collective."""

@@ -48,6 +48,8 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
             without the period.
     """
 
+    _scripts = TrainerScripts
+    _processes = TrainerProcesses
     _wrapper: type = DistributedDataParallel
 
     def __init__(
@@ -88,18 +90,6 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
             **kwargs,
         )
         self._choose_failing(fail_together, fail_together_grace_s)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: the names are those of `torchddp.integrations.lightning.register`."""
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self._start_method == "popen":
-            self._launcher = TrainerScripts(self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            self._launcher = TrainerProcesses(self, start_method=self._start_method)
-        self._launcher.watched_by = self
 
     def _setup_model(self, model: torch.nn.Module) -> TorchDDP:
         """Wraps the model. Collective."""

@@ -30,6 +30,8 @@ class FailsTogether:
     from setup to teardown, in the process of each rank, however that was started.
     """
 
+    _scripts: type[Any]  # the launchers: of further commands, of forked or spawned ranks
+    _processes: type[Any]
     _fails_together = True
     _grace_s: float | None = 3.0
     _watch: FailTogether | None = None
@@ -37,6 +39,20 @@ class FailsTogether:
     def _choose_failing(self, wanted: bool, grace_s: float | None) -> None:
         fail_together(grace_s=grace_s)  # checks the number
         self._fails_together, self._grace_s = wanted, grace_s
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: the names are those of `torchddp.integrations.lightning.register`."""
+
+    def _configure_launcher(self) -> None:
+        strategy: Any = self
+        assert strategy.cluster_environment is not None
+        if strategy._start_method == "popen":
+            launcher = self._scripts(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        else:
+            launcher = self._processes(strategy, start_method=strategy._start_method)
+        launcher.watched_by = self
+        strategy._launcher = launcher
 
     def setup_environment(self) -> None:
         """Makes the process group, and begins to look at what the other ranks say there."""
