@@ -18,8 +18,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 STARTUP_MODULE = "_torchddp_startup"
-# Python runs it at every start: one look at the environment, unless torchddp is wanted.
-STARTUP_LINE = f'import os; os.environ.get("TORCHDDP_INSTALL") and __import__("{STARTUP_MODULE}").start()'
+STARTUP_LINE = f"import {STARTUP_MODULE}; {STARTUP_MODULE}.start()"  # Python runs it at every start
 
 
 def tool(name: str) -> str:
@@ -77,7 +76,7 @@ class CMakeBuild(build_ext):
 
 
 class BuildStartup(Command):
-    """Puts beside the package what TORCHDDP_INSTALL=1 needs when Python starts: a .pth file, and the module it imports.
+    """Puts beside the package what is to happen when Python starts: a .pth file, and the module it imports.
 
     Beside the package is the root of the wheel: what lies there goes to site-packages.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the ranks share few cores
@@ -23,7 +24,29 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "beyond_torch(why): what torchddp does and torch's own class does not")
 
 
+def mark_thorough(items: list[pytest.Item]) -> None:
+    """What the marker rest_is_thorough says. An error if one of its patterns matches nothing of a whole test."""
+    unused: dict[str, set[str]] = {}
+    for item in items:
+        marker = item.get_closest_marker("rest_is_thorough")
+        if marker is None:
+            continue
+        assert isinstance(item, pytest.Function)
+        matching = {pattern for pattern in marker.args if fnmatch.fnmatchcase(item.callspec.id, pattern)}
+        if not matching:
+            item.add_marker(pytest.mark.thorough)
+        test = item.nodeid.partition("[")[0]
+        unused[test] = unused.get(test, set(marker.args)) - matching
+    unused = {test: patterns for test, patterns in unused.items() if patterns}
+    some = items and any("[" in argument for argument in items[0].config.args)  # these alone are collected
+    if unused and not some:
+        raise pytest.UsageError(f"rest_is_thorough: no parameters match {unused}")
+
+
+# First: what -m selects by is decided here.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_thorough(items)
     # Ranks are forked from this process, which must not have run a backward before, and must not have opened a GPU:
     # tests without ranks come last, and at the very end those that use a GPU in this process.
     items.sort(key=lambda item: ("/tests/unit/" in str(item.path)) + 2 * ("/tests/gpu/" in str(item.path)))

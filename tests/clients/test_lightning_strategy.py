@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 from tests.clients.lightning_matrix import QUIET
 from tests.clients.lightning_models import Plain, batches
+from tests.startup_site import make_site
 from torchddp.integrations import lightning as ours
 from torchddp.integrations.lightning.optimizers import follow, shard
 from torchddp.optim import OSS
@@ -60,6 +64,31 @@ def test_every_name_of_lightnings_ddp_has_one_of_ours() -> None:
     }
     assert of(STRATEGY_REGISTRY, "ddp") <= of(STRATEGY_REGISTRY, "torchddp")
     ours.register()  # a second time
+
+
+BY_NAME = """
+import sys
+import lightning.pytorch as pl
+from lightning.fabric import Fabric
+
+assert "torchddp" not in sys.modules
+quiet = {"accelerator": "cpu", "devices": 1}
+for name in ("torchddp_find_unused_parameters_true", "torchddp_sharded", "torchddp"):
+    strategy = pl.Trainer(strategy=name, logger=False, enable_checkpointing=False, **quiet).strategy
+    print(type(strategy).__module__, type(strategy).__name__, strategy._ddp_kwargs.get("find_unused_parameters"))
+print(type(Fabric(strategy="torchddp", **quiet).strategy).__name__)
+"""
+
+
+def test_an_installed_torchddp_is_known_without_an_import(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": make_site(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", BY_NAME], env=environment, capture_output=True, text=True, timeout=250)
+    assert done.stdout.splitlines() == [
+        "torchddp.integrations.lightning.strategy TorchDDPStrategy True",
+        "torchddp.integrations.lightning.sharded TorchDDPShardedStrategy None",
+        "torchddp.integrations.lightning.strategy TorchDDPStrategy None",
+        "TorchDDPFabricStrategy",
+    ], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,7 @@ def test_models_and_options_that_differ_between_ranks():
 SLOW_METHODS = [pytest.param(method, marks=pytest.mark.slow) for method in ("diloco", "int8")]
 
 
+@pytest.mark.rest_is_thorough("periodic", "int8")
 @pytest.mark.parametrize("method", ["periodic", "streaming", *SLOW_METHODS])
 def test_a_rank_that_takes_fewer_steps(method):
     """The others' wait ends with the process group's time limit, in an error that says what was waited for."""

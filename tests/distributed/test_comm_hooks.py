@@ -73,6 +73,7 @@ def test_first_average_is_rounded_only(world_size, hosts):
     run_ranks(work, world_size)
 
 
+@pytest.mark.rest_is_thorough("1-None", "2-None", "4-aabb")
 @pytest.mark.parametrize(("world_size", "hosts"), PLACES)
 def test_what_is_sent_and_what_is_held_back_add_up(world_size, hosts):
     """Also over the first step, after which buckets are rebuilt and residuals move."""
@@ -153,6 +154,7 @@ def test_one_rank_sends_nothing():
     run_ranks(work, 1)
 
 
+@pytest.mark.rest_is_thorough("2-None", "4-aabb")
 @pytest.mark.parametrize(
     ("world_size", "hosts"), [pytest.param(2, None, marks=SLOW), (3, None), pytest.param(4, "aabb", marks=SLOW)]
 )
@@ -185,6 +187,7 @@ def test_resume_is_exact_also_into_other_buckets(world_size, hosts):
     run_ranks(work, world_size, timeout=120)
 
 
+@pytest.mark.rest_is_thorough("2")
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=SLOW), 3])
 def test_a_bad_number_is_seen_everywhere_and_gone_in_the_next_step(world_size):
     def spoilt(rank, step):

@@ -62,6 +62,7 @@ def sum_over(group, tensors):
     return sums
 
 
+@pytest.mark.rest_is_thorough("aabb")
 @pytest.mark.parametrize("hosts", [None, "aabb"])
 def test_nothing_that_was_held_back_gets_lost(hosts):
     """In each group: what comes out of its steps is what went in, with what was held back before and after."""

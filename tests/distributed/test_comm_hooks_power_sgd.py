@@ -63,6 +63,7 @@ def test_bytes():
     run_ranks(work, 2)
 
 
+@pytest.mark.slow
 def test_repeated_gradients_arrive_in_the_end():
     """The same gradients again and again: what a step leaves out comes later, so that the mean comes near them."""
 

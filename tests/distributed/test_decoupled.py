@@ -29,6 +29,7 @@ def tolerance(transport, world_size):
     return TOLERANCE[transport] if world_size > 2 else {}
 
 
+@pytest.mark.rest_is_thorough("c10d-1-plain", "shm-2-deferred", "c10d-2-plain", "shm-4-deferred", "c10d-3-deferred")
 @pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "plain"])
 @pytest.mark.parametrize(("transport", "world_size"), RUNS + LONG_RUNS)
 def test_fifty_steps(world_size, transport, deferred):
@@ -94,6 +95,7 @@ def test_gradients_that_are_thrown_away():
     run_ranks(work, 2)
 
 
+@pytest.mark.rest_is_thorough("shm-2-True", "c10d-2-False", "shm-4-False")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize(
     ("transport", "world_size"),

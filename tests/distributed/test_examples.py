@@ -76,6 +76,7 @@ def test_two_ranks_under_torchrun(start: list[str], words: str, count: int):
     assert "Traceback" not in done.stderr and "terminate called" not in done.stderr
 
 
+@pytest.mark.rest_is_thorough("train_parallelize")
 @pytest.mark.parametrize("name", ["train_plain", "train_parallelize"])
 def test_one_process(name: str):
     done = run([sys.executable, "-m", f"examples.{name}", "--steps", "60"])
@@ -100,6 +101,7 @@ def output_of(work: Callable[[Ranks], None], world_size: int) -> str:
     return first
 
 
+@pytest.mark.rest_is_thorough("args[02]*")
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -34,6 +34,7 @@ def test_another_process_group():
     assert run_ranks(work, 3) == [[40.0, 40.0]] * 3
 
 
+@pytest.mark.rest_is_thorough("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True])
 def test_restart_with_torchrun(dies, tmp_path, monkeypatch):

@@ -121,6 +121,7 @@ def make_flat(optim, options, make=Deep, groups=lambda model: model.parameters()
     return Flat(wrapped, optimizers)
 
 
+@pytest.mark.rest_is_thorough("*-2", "SGD-*", "AdamW-*")
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("optim", "options"), OPTIMIZERS, ids=IDS)
 def test_the_same_bits_with_fewer_tensors(optim, options, world_size):

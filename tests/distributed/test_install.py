@@ -18,6 +18,7 @@ import torchddp
 from tests import framework
 from tests.harness import run_ranks
 from tests.models import Mlp, seeded
+from tests.startup_site import make_site
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,6 +146,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 from tests import framework
 from tests.models import Mlp, seeded
+from tests.startup_site import make_site
 assert sys.argv[1:2] == ["--out"], sys.argv
 model = DDP(seeded(Mlp))
 parameters = framework.train(model, dist.get_rank())
@@ -159,10 +161,7 @@ dist.destroy_process_group()
 def folder(tmp_path_factory):
     """A program, and a site-packages with what setup.py writes there."""
     made = tmp_path_factory.mktemp("install")
-    site = made / "site"
-    build = [sys.executable, "setup.py", "-q", "build_startup", "--build-lib", str(site)]
-    subprocess.run(build, cwd=ROOT, check=True, timeout=100)
-    (site / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(site)!r})\n")
+    make_site(made / "site")
     (made / "program.py").write_text(SCRIPT)
     return made
 

@@ -47,6 +47,7 @@ def test_own_mutant_is_caught(name, tmp_path):
     assert control not in failed, f"{name} fails for another reason than its bug"
 
 
+@pytest.mark.thorough
 def test_true_class_passes_all_checks_in_one_process(ddp_class, tmp_path):
     """The control: run exactly as the mutants are, the true class fails nothing."""
     names = [b.name for b in BEHAVIOURS.values() if is_own_class() or not b.beyond_torch]

@@ -23,6 +23,7 @@ OPTIMIZERS = [
 IDS = [f"{optim.__name__}{'-fused' if 'fused' in options else ''}" for optim, options in OPTIMIZERS]
 
 
+@pytest.mark.rest_is_thorough("*-2", "AdamW-1", "Adam-3", "SGD-4")
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("optim", "options"), OPTIMIZERS, ids=IDS)
 def test_twenty_steps_are_those_of_the_plain_optimizer(optim, options, world_size):

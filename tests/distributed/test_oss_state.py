@@ -40,6 +40,7 @@ def trained_on_two(optim, options, path):
     run_ranks(work, 2)
 
 
+@pytest.mark.rest_is_thorough("AdamW")
 @EACH_OPTIMIZER
 def test_resumed_on_any_world_size_as_if_never_stopped(optim, options, tmp_path):
     path = tmp_path / "state.pt"

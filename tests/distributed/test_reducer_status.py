@@ -76,6 +76,7 @@ def test_a_rank_that_waits_and_one_that_raised(transport):
         assert (idle["phase"], idle["step"], idle["bucket"]) == ("idle", 3, -1)
         assert {bucket["state"] for bucket in idle["buckets"]} == {"reduced"} and not idle["armed"]
         watched = Watched(ddp.reducer)
+        store = dist.distributed_c10d._get_default_store()
         if rank == 1:
             ddp.module.message = "no such number"
             with pytest.raises(ValueError, match="no such number"):
@@ -85,7 +86,7 @@ def test_a_rank_that_waits_and_one_that_raised(transport):
             assert "no such number" in mine["backward_error"]
             missing = {name for bucket in mine["buckets"] for name in bucket["missing"]}
             assert missing == {"first.weight", "first.bias", "middle.weight", "middle.bias"}
-            time.sleep(1.7)  # the other rank is to fail by itself
+            store.wait(["rank 0 has failed"])  # by itself
             watched.end()
             return
         ddp.reducer._note_failure("rank 1 was told to raise")
@@ -96,6 +97,7 @@ def test_a_rank_that_waits_and_one_that_raised(transport):
         assert waits[-1]["buckets"][waits[-1]["bucket"]] == {"state": "in flight", "missing": []}
         assert "rank 1 was told to raise" in ddp.reducer._status()["error"]
         assert ddp.reducer._with_failure_note("again") == "again"
+        store.set("rank 0 has failed", "")
 
     run_ranks(work, 2, timeout=SECONDS)
 

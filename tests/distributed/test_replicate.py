@@ -403,6 +403,7 @@ def test_import_torchddp_imports_none_of_it():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.rest_is_thorough("replicate*")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["compile(replicate)", "replicate(compile)", "module.compile"])
 def test_compiled(how):

@@ -136,6 +136,7 @@ def test_as_fully_shard_on_the_same_mesh():
     run_ranks(work, 4, timeout=SECONDS)
 
 
+@pytest.mark.rest_is_thorough("True")
 @pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=slow)])
 def test_parameters_that_some_replicas_do_not_use(set_to_none):
     def work(rank):

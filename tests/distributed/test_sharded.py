@@ -29,6 +29,9 @@ RUNS = [("c10d", 1), ("shm", 2), ("c10d", 2), ("shm", 4)]
 LONG_RUNS = [pytest.param(*run, marks=slow) for run in (("shm", 3), ("c10d", 3), ("c10d", 4))]
 
 
+@pytest.mark.rest_is_thorough(
+    "SGD-c10d-1", "Adam-shm-2", "AdamW-c10d-2", "Adafactor-shm-4", "Adagrad-shm-3", "Adam-c10d-3"
+)
 @pytest.mark.parametrize(("transport", "world_size"), RUNS + LONG_RUNS)
 @pytest.mark.parametrize(("optim", "options"), OPTIMIZERS, ids=IDS)
 def test_fifty_steps(optim, options, world_size, transport):
@@ -45,6 +48,7 @@ def test_fifty_steps(optim, options, world_size, transport):
     run_ranks(work, world_size, timeout=SECONDS)
 
 
+@pytest.mark.rest_is_thorough("2-True", "3-False")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=slow)])
 def test_zero_grad_either_way(world_size, set_to_none):
@@ -56,6 +60,7 @@ def test_zero_grad_either_way(world_size, set_to_none):
     run_ranks(work, world_size, timeout=SECONDS)
 
 
+@pytest.mark.rest_is_thorough("shm-2-True", "c10d-2-False", "c10d-4-True")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize(
     ("transport", "world_size"),
@@ -152,6 +157,7 @@ def test_reduce_by_hand(transport):
     run_ranks(work, 2)
 
 
+@pytest.mark.rest_is_thorough("0-shm", "1-c10d", "1000-c10d", "8388608-shm")
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("size", [0, 1, 1000, 2**23])
 def test_message_sizes(size, transport):

@@ -28,6 +28,7 @@ class Even(nn.Module):
         return x
 
 
+@pytest.mark.rest_is_thorough("2-*", "3-alone-c10d")
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("width", [128, 520], ids=["in-buckets", "alone"])
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4])

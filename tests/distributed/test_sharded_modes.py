@@ -41,6 +41,7 @@ def test_several_optimizers():
     run_ranks(work, 3)
 
 
+@pytest.mark.rest_is_thorough("1-AdamW", "3-AdamW", "4-Adafactor")
 @pytest.mark.parametrize("optim", [torch.optim.AdamW, torch.optim.Adafactor])
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_resume_on_another_number_of_ranks(world_size, optim, tmp_path):
@@ -295,6 +296,7 @@ def test_saved_parameters_do_not_drag_their_neighbours_along(tmp_path):
         assert size < wanted + 4096
 
 
+@pytest.mark.rest_is_thorough("True")
 @pytest.mark.parametrize("overlap", [True, False])
 def test_compiled(overlap):
     def work(rank):

@@ -41,6 +41,7 @@ def grads_with(ddp_class, world_size, cap_mb=None, dtype=torch.float64):
     return run_ranks(work, world_size, timeout=60)[0]
 
 
+@pytest.mark.rest_is_thorough("*float32-3", "*bfloat16-2", "*float64-2")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_bucket_plan_changes_no_bit(ddp_class, world_size, dtype):
@@ -49,6 +50,7 @@ def test_bucket_plan_changes_no_bit(ddp_class, world_size, dtype):
         assert_grads(grads_with(ddp_class, world_size, cap_mb, dtype), want, rtol=0, what=f"cap {cap_mb}:")
 
 
+@pytest.mark.rest_is_thorough("3")
 @pytest.mark.parametrize("world_size", [3, CROWD])
 def test_five_runs_agree(ddp_class, world_size):
     """Also with more ranks than processors, where others do a rank's work while it waits for one."""

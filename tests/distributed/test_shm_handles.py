@@ -78,6 +78,7 @@ def test_futures_asked_for_while_others_are_let_go_of():
     run_ranks(work, 2)
 
 
+@pytest.mark.rest_is_thorough("10")
 @pytest.mark.parametrize("numel", [10, 50_000])
 def test_nobody_hangs_on_a_rank_that_never_waits(numel):
     """Rank 0 drops its handles and computes on; the others need its part of the work."""

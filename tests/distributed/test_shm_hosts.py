@@ -48,6 +48,7 @@ def assert_same(ours, theirs, step):
     assert same_on_all_ranks(grads), f"step {step}: ranks differ"
 
 
+@pytest.mark.rest_is_thorough("{}-*", "*static_graph*-aabb", "*False*-abab")
 @at_all_places
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": False}], ids=str)
 def test_gradients_are_those_of_torch(ddp_class, places, options):

@@ -48,6 +48,7 @@ def check_usages(rank, ddp_class, strategy, **options):
         model.zero_grad()
 
 
+@pytest.mark.rest_is_thorough("[123]")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_different_parameters_in_different_microbatches(world_size):
     def work(rank):

@@ -79,6 +79,7 @@ PLACES = [("around", "ddp_optimizer"), ("inside", True), ("inside", "no_optimiza
 EVERY_PLACE = [(place, mode) for place in ("around", "inside") for mode in SPLITS]
 
 
+@pytest.mark.rest_is_thorough("around-ddp_optimizer", "inside-no_optimization", "around-True")
 @pytest.mark.parametrize(
     ("place", "mode"), [*PLACES, *(pytest.param(*p, marks=pytest.mark.slow) for p in EVERY_PLACE if p not in PLACES)]
 )
@@ -109,16 +110,19 @@ def test_ddp_optimizer_refuses_a_cap_below_one_mib(ddp_class):
     run_ranks(work, 2, timeout=100)
 
 
+@pytest.mark.rest_is_thorough("in place")
 @pytest.mark.parametrize("place", ["in place", "submodules"])
 def test_parts_of_a_model(ddp_class, place):
     run_ranks(compare, 2, ddp_class, STEPS, place, True, "aot_eager", {"bucket_cap_mb": 1}, timeout=100)
 
 
+@pytest.mark.rest_is_thorough("*find_unused*")
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 def test_other_modes_of_the_reducer(ddp_class, options):
     run_ranks(compare, 2, ddp_class, STEPS, "inside", True, "aot_eager", {"bucket_cap_mb": 1, **options}, timeout=100)
 
 
+@pytest.mark.rest_is_thorough("around")
 @pytest.mark.parametrize("place", ["around", "inside"])
 def test_python_reducer(ddp_class, place):
     """torch reduces each gradient in Python then; our reducer stands aside."""
@@ -143,6 +147,7 @@ def autograd_program(mode, backend):
     return program
 
 
+@pytest.mark.slow
 def test_python_reducer_with_compiled_autograd(ddp_class):
     def work(rank):
         assert_same_program(ddp_class, autograd_program("python_reducer", "aot_eager"), reductions=0)
@@ -160,6 +165,7 @@ def test_compiled_autograd_needs_the_python_reducer(ddp_class):
     run_ranks(work, 2, timeout=100)
 
 
+@pytest.mark.rest_is_thorough("around")
 @pytest.mark.parametrize("place", ["around", "inside"])
 def test_no_sync(ddp_class, place):
     """Two microbatches of three are accumulated, without a compilation of their own after the first step."""

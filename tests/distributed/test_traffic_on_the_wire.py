@@ -42,6 +42,7 @@ def run_on(hosts: Sequence[Host], ranks_per_host: int) -> list[str]:
     return [text.splitlines()[-1] for text in said]
 
 
+@pytest.mark.rest_is_thorough("2")
 @pytest.mark.slow
 @pytest.mark.beyond_torch("torch counts no bytes")
 @pytest.mark.parametrize("ranks_per_host", [1, 2])

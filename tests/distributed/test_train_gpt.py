@@ -176,6 +176,7 @@ def _command(*options: object, ranks: int | None = None) -> subprocess.Completed
     )
 
 
+@pytest.mark.slow
 def test_torchrun_trains_and_leaves_metrics(text: Path, tmp_path: Path) -> None:
     run = _command("--ddp", DDP, "--data", text, "--steps", 6, "--json", tmp_path / "new" / "m.json", ranks=2)
     assert run.returncode == 0, run.stderr
@@ -187,6 +188,7 @@ def test_torchrun_trains_and_leaves_metrics(text: Path, tmp_path: Path) -> None:
     assert run.stdout.count(f"{DDP}: step 6/6  train loss") == 1  # rank 0 alone speaks
 
 
+@pytest.mark.thorough
 def test_torchrun_with_bad_data_says_one_line(tmp_path: Path) -> None:
     run = _command("--ddp", "torch", "--data", tmp_path / "nowhere", ranks=2)
     assert run.returncode != 0

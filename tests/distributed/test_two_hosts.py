@@ -93,6 +93,7 @@ def long_run() -> Iterator[subprocess.Popen[str]]:
         command.communicate(timeout=10)
 
 
+@pytest.mark.rest_is_thorough("9")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_an_ended_command(long_run: subprocess.Popen[str], how: signal.Signals) -> None:
     ranks = ranks_of(long_run.pid)

@@ -30,6 +30,7 @@ def _train_one(ddp: nn.Module, rank: int, step: int) -> list[torch.Tensor]:
     return [p.grad for p in ddp.parameters()]
 
 
+@pytest.mark.rest_is_thorough("*bfloat16-[124]", "*float16-3")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_each_addend_is_rounded_once_and_the_sum_is_not(dtype, world_size):

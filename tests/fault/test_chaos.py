@@ -93,12 +93,14 @@ def test_trials_that_are_wrong_on_purpose_fail(tmp_path):
     assert f"--seed 1 --kinds {kinds} --over shm --world-sizes 2 --only 1" in again
 
 
+@pytest.mark.slow
 def test_three_trials_over_torchft(tmp_path):
     pytest.importorskip("torchft")
     rows = assert_passed(tmp_path, "--trials", "3", "--over", plan.TORCHFT)
     assert {row["kind"] for row in rows} == {plan.KILL, plan.EXCEPTION, plan.SLOW}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_every_kind_over_every_transport_twice(tmp_path):
     rows = assert_passed(tmp_path, "--trials", "22", "--seed", "2", "--over", "shm,gloo")

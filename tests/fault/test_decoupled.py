@@ -59,6 +59,7 @@ def test_a_rank_killed_between_backward_and_forward(world_size, transport, when)
         )
 
 
+@pytest.mark.rest_is_thorough("shm")
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_a_stopped_rank_holds_up_the_others_until_the_time_limit(transport):

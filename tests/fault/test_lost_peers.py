@@ -116,6 +116,7 @@ def test_killed_rank_is_noticed_by_all_of_three(ddp_class):
         assert seconds < GROUP_TIMEOUT_S + MARGIN_S, f"rank {rank} took {seconds:.1f} s"
 
 
+@pytest.mark.rest_is_thorough("{}")
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
 def test_stopped_rank_is_noticed_within_the_groups_timeout(ddp_class, options):
     for rank, types, text, seconds in _survivors(ddp_class, signal.SIGSTOP, 2, options):
@@ -171,6 +172,7 @@ def test_training_goes_on_alone_after_a_peer_has_died(ddp_class):
 
 
 # Before its second step a rank agrees with the others on new buckets: that is bounded too, and has no bucket to name.
+@pytest.mark.rest_is_thorough("3")
 @pytest.mark.parametrize("steps_before", [1, 3])
 def test_own_timeout_is_shorter_than_the_groups(ddp_class, steps_before):
     """`timeout=` bounds what DDP waits for; the group may wait for longer."""

@@ -1,7 +1,9 @@
 """Under a real torchft: a lighthouse, replicas as processes, SIGKILL at full speed."""
 
+import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -46,6 +48,7 @@ def test_the_example_trains_two_replicas_to_equal_weights(tmp_path):
     assert ends[0][-1] == ends[1][-1]
 
 
+@pytest.mark.slow
 def test_no_lighthouse_is_said_in_seconds():
     environment = {**os.environ, **QUIET, "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{free_port()}"}
     command = [sys.executable, "-m", "examples.train_torchft"]
@@ -65,6 +68,63 @@ def test_one_dies_in_backward_and_heals(tmp_path, kind):
     assert run.phase == "backward"
     assert run.ok, f"{run}\n{_tail(tmp_path / 'run1.log')}"
     assert run.discarded > 0  # a reduction did fail
+
+
+def _group(name, folder, address, log):
+    """A replica group of two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", "2", "-m", "tests.fault.group_replica", str(folder), name]
+    return Child(command, {**QUIET, "TORCHFT_LIGHTHOUSE": address, "OMP_NUM_THREADS": "1"}, log)
+
+
+def _step_together(child, count, deadline_s):
+    """Where rank 0 of a group is after ``count`` steps together with the other group, and the process of its rank 1."""
+    done, other = 0, None
+    while True:
+        rank, pid, what, step, *rest = child.next_line(deadline_s)
+        assert what == "step"
+        if rank == "1":
+            other = int(pid)
+        elif rest == ["2", "1"]:
+            done += 1
+            if done >= count and other is not None:
+                return int(step), other
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.timeout(240)
+def test_a_replica_group_of_two_ranks_loses_one_and_heals(tmp_path):
+    """Each rank of a group has a manager, whose peers are the same rank of the other groups."""
+    limit_s = time.monotonic() + 180
+    with (tmp_path / "log").open("w") as log, lighthouse(log) as address, contextlib.ExitStack() as stack:
+
+        def start(name):
+            child = _group(name, tmp_path, address, log)
+            stack.callback(child.kill)
+            return child
+
+        survivor, victim = start("group_0"), start("group_1")
+        killed_at, rank_1 = _step_together(victim, 10, limit_s)
+        os.kill(rank_1, signal.SIGKILL)
+        assert victim.process.wait(60) != 0, "a group ends with its ranks"
+        alone = 0
+        while alone < 4:  # two steps of two ranks
+            _, _, _, step, replicas, committed = survivor.next_line(limit_s)
+            alone += int(step) > killed_at and (replicas, committed) == ("1", "1")
+        reborn = start("group_1")
+        step, _ = _step_together(reborn, 10, limit_s)
+        (tmp_path / "stop").write_text(str(step + 300))
+        weights = []
+        for child in (survivor, reborn):
+            ends = {}
+            while len(ends) < 2:
+                rank, _, what, step_now, *rest = child.next_line(limit_s)
+                if what == "done":
+                    ends[rank] = (int(step_now), rest[0])
+            weights.append(ends)
+    assert weights[0] == weights[1] and {end[0] for end in weights[0].values()} == {step + 300}
+    assert weights[0]["0"][1] != weights[0]["1"][1], "the ranks of a group have batches of their own"
 
 
 @pytest.mark.slow

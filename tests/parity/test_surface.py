@@ -210,6 +210,7 @@ def test_sync_batch_norm_on_cpu_is_refused_as_torch_does(ddp_class):
     run_ranks(work, 2)
 
 
+@pytest.mark.rest_is_thorough("aot_eager")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compile_around_the_wrapped_model(ddp_class, backend):
     def work(rank):
@@ -224,6 +225,7 @@ def test_compile_around_the_wrapped_model(ddp_class, backend):
     run_ranks(work, 2, timeout=120)
 
 
+@pytest.mark.rest_is_thorough("{}")
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 def test_compile_inside_the_wrapped_model(ddp_class, options):
     def work(rank):

@@ -14,6 +14,7 @@ def _step(model, rank, step):
     loss_of(model(batch(rank, step))).backward()
 
 
+@pytest.mark.rest_is_thorough("{}-*", "*static_graph*-2", "*False*-3")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}, {"static_graph": True}], ids=str)
 def test_fifty_steps_of_adamw(ddp_class, world_size, options):

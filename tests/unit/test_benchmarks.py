@@ -208,6 +208,7 @@ def test_bars_carry_the_quartiles() -> None:
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest_is_thorough("[!g]*", "gpt")
 @pytest.mark.parametrize("name", MODELS)
 def test_models_give_every_parameter_a_gradient(name: str) -> None:
     model = make_model(name, seed=0)
@@ -392,6 +393,7 @@ def test_a_run_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(entry["step_ms"]["median"] > 0 for entry in result["variants"])
 
 
+@pytest.mark.thorough
 def test_a_run_of_collectives_writes_its_numbers_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
     arguments = ["--op", "all_reduce", "--quick", "--seconds", "0.1", "--json", str(path), "--out", str(tmp_path)]
@@ -408,6 +410,7 @@ def test_a_run_of_collectives_writes_its_numbers_and_a_plot(tmp_path: Path, caps
     assert len(list(tmp_path.glob("*-collective-*.png"))) == 1
 
 
+@pytest.mark.slow
 def test_wrong_gradients_end_the_run_and_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     peer = f"{__name__}.NotAveraging"
     assert cli.main([*BRIEF, *TORCH, "--world-size", "2", "--vs", peer]) == 1
@@ -450,6 +453,7 @@ def wait_until(condition: Any, timeout_s: float) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes through /proc")
 def test_no_rank_outlives_a_killed_command() -> None:
     arguments = ["--case", "per_param", "--world-size", "2", "--seconds", "60", *TORCH]

@@ -155,6 +155,7 @@ def without_progress(done: float, total: float) -> None:
     assert 0 <= done <= total
 
 
+@pytest.mark.rest_is_thorough("all_reduce")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_implementation_that_opens_is_timed(name: str) -> None:
     def work(rank: int) -> dict[str, Any]:

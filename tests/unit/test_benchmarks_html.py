@@ -113,6 +113,7 @@ def test_torchddp_bench_says_what_it_can_do() -> None:
         assert words in described.stdout
 
 
+@pytest.mark.thorough
 def test_a_mistake_at_torchddp_bench_is_one_sentence() -> None:
     done = command("bench", "--case", "nope")
     assert (done.returncode, done.stdout) == (2, "")
@@ -121,6 +122,7 @@ def test_a_mistake_at_torchddp_bench_is_one_sentence() -> None:
     assert unknown.returncode == 2 and unknown.stderr.endswith("see torchddp bench --help.\n")
 
 
+@pytest.mark.thorough
 def test_the_command_starts_where_numpy_is_missing() -> None:
     code = "import sys; sys.modules['numpy'] = None; sys.argv = ['torchddp', '--help']\n"
     code += "from torchddp.cli import main; main()"

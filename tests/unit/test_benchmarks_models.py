@@ -91,6 +91,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, captured.out, captured.err
 
 
+@pytest.mark.rest_is_thorough("no_such*", "*:missing*", "*-wants*", "*:raising*", "*:unused*")
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -132,6 +133,7 @@ def test_cases_run_the_users_own_model(
     assert name in out
 
 
+@pytest.mark.thorough
 def test_equal_batches_do_not_hide_a_wrapper_that_does_not_average(capsys: pytest.CaptureFixture[str]) -> None:
     model, peer = f"{OWN}:with_tuple", f"{OWN}.NotAveraging"
     code, _, err = run(capsys, "--case", "step_time", "--model", model, "--vs", peer)

@@ -48,6 +48,7 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "checks.json"

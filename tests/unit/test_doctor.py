@@ -49,6 +49,7 @@ def test_all_is_well_here() -> None:
     assert {t["name"]: t["works"] for t in found["transports"] if t["name"] != "nccl"} == {"c10d": True, "shm": True}
 
 
+@pytest.mark.thorough
 def test_another_torch_is_a_problem_that_is_told() -> None:
     done = doctor(before="import torch; torch.__version__ = '2.10.0'")
     assert done.returncode == 1
@@ -85,6 +86,7 @@ def test_without_the_extra_one_sentence_says_what_to_install() -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_only_the_command_survives_a_failing_import() -> None:
     code = "import sys; sys.argv = ['train.py']; import torch; torch.__version__ = '2.10.0'; import torchddp"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -186,6 +188,7 @@ def test_build_info_is_what_the_stub_promises() -> None:
 # --- transports and variables ---
 
 
+@pytest.mark.thorough
 def test_a_transport_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "nonsense")
     assert "TORCHDDP_SHM_LIMIT_MB must be a positive number of MiB" in probe.failures(["shm"])["shm"]

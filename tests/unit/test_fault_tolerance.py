@@ -22,6 +22,7 @@ def test_torchft_is_imported_only_by_who_asks_for_it():
     assert done.stdout.strip() == "[]", done.stderr
 
 
+@pytest.mark.rest_is_thorough("DistributedDataParallel")
 @pytest.mark.parametrize("name", ["DistributedDataParallel", "PureDistributedDataParallel", "state_dict"])
 def test_without_torchft_one_line_names_the_extra(name):
     done = _python(f"import sys\nsys.modules['torchft'] = None\nfrom torchddp.fault_tolerance import {name}")

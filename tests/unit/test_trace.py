@@ -50,6 +50,7 @@ def test_torchrun_has_the_say_about_ranks(monkeypatch: pytest.MonkeyPatch, capsy
     assert "torchrun started 1 rank; leave the option out" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_factory_that_fails_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert trace("--model", "json:x", "--out", str(tmp_path / "t.json")) == 2
     assert "error: --model json:x: module 'json' has no function" in capsys.readouterr().err
@@ -81,6 +82,7 @@ def test_a_plan_that_does_not_fit_is_one_sentence(
     assert line.startswith("error: --plan: ") and words in line
 
 
+@pytest.mark.thorough
 def test_a_kept_plan_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from torchddp.bench.models import make_model
     from torchddp.planner.plan_cache import PlanKey, fingerprint, save_plan
@@ -98,6 +100,7 @@ def test_a_kept_plan_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert len(json.loads(report.read_text())["results"][0]["buckets"]) == 2
 
 
+@pytest.mark.slow
 def test_a_run_writes_all_it_was_asked_for(tmp_path: Path) -> None:
     names = {"--out": "trace.json", "--json": "report.json", "--html": "page.html", "--plot": "step.png"}
     paths = {option: tmp_path / name for option, name in names.items()}

@@ -104,6 +104,7 @@ def run_tune(*arguments: str) -> int:
     return run_app(app, "torchddp", ["tune", *arguments])
 
 
+@pytest.mark.thorough
 def test_a_run_keeps_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +127,7 @@ def test_a_run_keeps_what_it_found(
     assert str(kept) in capsys.readouterr().out
 
 
+@pytest.mark.rest_is_thorough("arguments[015-9]*")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

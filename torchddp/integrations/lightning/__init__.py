@@ -1,10 +1,9 @@
 """Lightning over torchddp: `TorchDDPStrategy` and the names that `Trainer(strategy=...)` and `Fabric` know it by.
 
-    import torchddp.integrations.lightning  # registers the names
     trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="torchddp")
 
-Lightning has entry points for callbacks only, and reads them when the strategy is chosen already: strategies by name
-need this import. See ``docs/lightning.md``. Needs ``torchddp[lightning]``.
+An installed torchddp makes the names known by itself, by what it has Python do when it starts; importing this package
+does so too. See ``docs/lightning.md``. Needs ``torchddp[lightning]``.
 """
 
 from __future__ import annotations
