@@ -169,6 +169,7 @@ def test_unknown_faults_are_refused(tmp_path: Path) -> None:
     assert "unknown --how 'flood': choose one of kill, exception, stop" in done.output
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.slow
 def test_a_killed_rank_is_restarted_to_the_same_weights(tmp_path: Path) -> None:
     plan = demo_faults.Plan(steps=8, save_every=3, die_at=5)

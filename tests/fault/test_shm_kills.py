@@ -182,6 +182,7 @@ def test_survivors_of_a_sharded_run_name_the_dead():
     assert shared_files() == files
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.slow
 def test_survivors_of_200_kills_name_the_dead_and_leave_nothing(ddp_class):
     files = shared_files()

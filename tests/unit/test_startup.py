@@ -40,7 +40,7 @@ def make_lightning(folder: Path, **strategies: str) -> str:
         package.mkdir(parents=True)
         (package / "__init__.py").touch()
         (package / "strategies.py").write_text(strategies[name])
-    (folder / "lightning" / "__init__.py").write_text("IMPORTED = True\n")
+    (folder / "lightning" / "__init__.py").write_text("import lightning.fabric, lightning.pytorch\nIMPORTED = 1\n")
     return str(folder)
 
 
@@ -76,7 +76,7 @@ def test_lightning_knows_the_names_and_torchddp_is_not_imported(site: str, tmp_p
     )
     done = python(code, site + os.pathsep + lightning)
     assert done.stdout.splitlines() == [
-        "True False",
+        "1 False",
         "15 12 (\"torchddp, sharded: start_method='fork'\", {'start_method': 'fork'})",
         "False",
     ], done.stdout + done.stderr
@@ -85,7 +85,14 @@ def test_lightning_knows_the_names_and_torchddp_is_not_imported(site: str, tmp_p
 def test_a_lightning_that_has_no_such_registry_is_imported_all_the_same(site: str, tmp_path: Path) -> None:
     lightning = make_lightning(tmp_path, fabric="", pytorch="")
     done = python("import lightning; print(lightning.IMPORTED)", site + os.pathsep + lightning)
-    assert done.stdout == "True\n" and "cannot import name 'STRATEGY_REGISTRY'" in done.stderr
+    assert done.stdout == "1\n" and "cannot import name 'STRATEGY_REGISTRY'" in done.stderr
+
+
+def test_another_package_of_that_name_is_none_of_our_business(site: str, tmp_path: Path) -> None:
+    lightning = make_lightning(tmp_path, fabric="", pytorch="")
+    (tmp_path / "lightning" / "__init__.py").write_text("print('thunder')")
+    done = python("import lightning", site + os.pathsep + lightning)
+    assert done.stdout == "thunder\n" and done.stderr == ""
 
 
 def test_a_lightning_whose_import_fails_fails_as_without_us(site: str, tmp_path: Path) -> None:

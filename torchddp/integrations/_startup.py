@@ -130,6 +130,8 @@ def _strategies() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 def offer_strategies() -> None:
     """Has Lightning, which was imported, know the names; the strategies themselves are imported where one is used."""
+    if "lightning.pytorch" not in sys.modules:  # a package of that name that is not Lightning
+        return
     try:
         from lightning.fabric.strategies import STRATEGY_REGISTRY
         from lightning.pytorch.strategies import StrategyRegistry
