@@ -14,3 +14,12 @@ def make_site(folder: Path) -> str:
     subprocess.run(build, cwd=ROOT, check=True, timeout=100)
     (folder / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(folder)!r})\n")
     return os.pathsep.join([str(folder), str(ROOT)])
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python on the checkout, or on what PYTHONPATH says, with no other variable of ours or of Python's."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
+    path = {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=110, env=clean | path | environment
+    )

@@ -146,7 +146,6 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 from tests import framework
 from tests.models import Mlp, seeded
-from tests.startup_site import make_site
 assert sys.argv[1:2] == ["--out"], sys.argv
 model = DDP(seeded(Mlp))
 parameters = framework.train(model, dist.get_rank())

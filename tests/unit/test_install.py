@@ -2,10 +2,8 @@
 
 import inspect
 import logging
-import os
 import pickle
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.startup_site import make_site
+from tests.startup_site import make_site, python
 from torchddp import run
 from torchddp.integrations import install as install_module
 from torchddp.integrations.extras import require
@@ -28,14 +26,6 @@ def nothing_left() -> Iterator[None]:
     assert not torchddp.installed()
     yield
     torchddp.uninstall()
-
-
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
-    path = {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=110, env=clean | path | environment
-    )
 
 
 # --- on and off ---

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.startup_site import make_site
+from tests.startup_site import make_site, python
 
 REGISTRY = """
 class Registry(dict):
@@ -20,17 +20,6 @@ class Registry(dict):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_site(tmp_path_factory.mktemp("site"))
-
-
-def python(code: str, path: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env=clean | {"PYTHONPATH": path} | environment,
-    )
 
 
 def make_lightning(folder: Path, **strategies: str) -> str:
@@ -60,7 +49,7 @@ def test_a_program_that_looks_for_torch_before_it_imports_it(site: str) -> None:
         "from torch.nn.parallel import DistributedDataParallel as D; exec('class M(D): pass'); "
         "print(M.__mro__[1].__name__)"
     )
-    done = python(code, site, TORCHDDP_INSTALL="1")
+    done = python("-c", code, PYTHONPATH=site, TORCHDDP_INSTALL="1")
     assert done.stdout == "DerivedDDP\n", done.stdout + done.stderr
 
 
@@ -74,7 +63,7 @@ def test_lightning_knows_the_names_and_torchddp_is_not_imported(site: str, tmp_p
         "print(len(p.StrategyRegistry), len(f.STRATEGY_REGISTRY), p.StrategyRegistry['torchddp_sharded_fork'][1:]); "
         "print(any('torchddp' in type(finder).__module__ for finder in sys.meta_path))"
     )
-    done = python(code, site + os.pathsep + lightning)
+    done = python("-c", code, PYTHONPATH=site + os.pathsep + lightning)
     assert done.stdout.splitlines() == [
         "1 False",
         "15 12 (\"torchddp, sharded: start_method='fork'\", {'start_method': 'fork'})",
@@ -84,20 +73,20 @@ def test_lightning_knows_the_names_and_torchddp_is_not_imported(site: str, tmp_p
 
 def test_a_lightning_that_has_no_such_registry_is_imported_all_the_same(site: str, tmp_path: Path) -> None:
     lightning = make_lightning(tmp_path, fabric="", pytorch="")
-    done = python("import lightning; print(lightning.IMPORTED)", site + os.pathsep + lightning)
+    done = python("-c", "import lightning; print(lightning.IMPORTED)", PYTHONPATH=site + os.pathsep + lightning)
     assert done.stdout == "1\n" and "cannot import name 'STRATEGY_REGISTRY'" in done.stderr
 
 
 def test_another_package_of_that_name_is_none_of_our_business(site: str, tmp_path: Path) -> None:
     lightning = make_lightning(tmp_path, fabric="", pytorch="")
     (tmp_path / "lightning" / "__init__.py").write_text("print('thunder')")
-    done = python("import lightning", site + os.pathsep + lightning)
+    done = python("-c", "import lightning", PYTHONPATH=site + os.pathsep + lightning)
     assert done.stdout == "thunder\n" and done.stderr == ""
 
 
 def test_a_lightning_whose_import_fails_fails_as_without_us(site: str, tmp_path: Path) -> None:
     lightning = make_lightning(tmp_path, fabric="", pytorch="")
     (tmp_path / "lightning" / "__init__.py").write_text("raise ValueError('broken')")
-    code = "import contextlib\nfor _ in range(2):\n  try:\n    import lightning\n  except ValueError as e: print(e)"
-    done = python(code, site + os.pathsep + lightning)
+    code = "for _ in range(2):\n  try:\n    import lightning\n  except ValueError as e: print(e)"
+    done = python("-c", code, PYTHONPATH=site + os.pathsep + lightning)
     assert done.stdout == "broken\nbroken\n" and done.stderr == ""
