@@ -1,10 +1,8 @@
 #include "shm/mesh.h"
 
-#include <fcntl.h>
 #include <poll.h>
 #include <sys/random.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 
@@ -18,7 +16,9 @@
 #include <utility>
 
 #include "shm/errors.h"
+#include "shm/fd_passing.h"
 #include "shm/layout.h"
+#include "shm/sealed_file.h"
 
 namespace torchddp::shm {
 namespace {
@@ -99,19 +99,7 @@ bool listens(const std::string& name) {
 }
 
 void send_hello(int socket, const Hello& hello, int segment_fd) {
-  iovec data{const_cast<Hello*>(&hello), sizeof(hello)};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
-  auto* rights = CMSG_FIRSTHDR(&message);
-  rights->cmsg_level = SOL_SOCKET;
-  rights->cmsg_type = SCM_RIGHTS;
-  rights->cmsg_len = CMSG_LEN(sizeof(int));
-  std::memcpy(CMSG_DATA(rights), &segment_fd, sizeof(int));
-  if (sendmsg(socket, &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof(hello))) {
+  if (!send_with_fd(socket, std::as_bytes(std::span(&hello, 1)), segment_fd)) {
     throw_unavailable("could not give the shared segment to a peer");
   }
 }
@@ -119,31 +107,15 @@ void send_hello(int socket, const Hello& hello, int segment_fd) {
 // What is there to be read. Nothing if it is not a hello of ours.
 std::optional<Received> read_hello(int socket) {
   Received received;
-  iovec data{&received.hello, sizeof(received.hello)};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
-  const auto got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-  const auto* rights = got >= 0 ? CMSG_FIRSTHDR(&message) : nullptr;
-  size_t num_fds = 0;
-  if (rights != nullptr && rights->cmsg_level == SOL_SOCKET && rights->cmsg_type == SCM_RIGHTS) {
-    num_fds = (rights->cmsg_len - CMSG_LEN(0)) / sizeof(int);  // two fit, for alignment: whatever came is ours to close
-    for (size_t i = 0; i < num_fds; ++i) {
-      int fd = -1;
-      std::memcpy(&fd, CMSG_DATA(rights) + i * sizeof(int), sizeof(int));
-      received.segment = Fd(fd);
-    }
-  }
-  if (num_fds == 0 && (message.msg_flags & MSG_CTRUNC) != 0) {
+  auto message = receive_with_fd(socket, std::as_writable_bytes(std::span(&received.hello, 1)));
+  if (message.refused) {
     errno = EMFILE;
     throw_unavailable("could not take a local rank's segment");
   }
-  if (got != static_cast<ssize_t>(sizeof(Hello)) || num_fds != 1 || received.hello.magic != kMagic) {
+  if (!message.whole || received.hello.magic != kMagic) {
     return std::nullopt;
   }
+  received.segment = std::move(message.fd);
   return received;
 }
 
@@ -234,17 +206,14 @@ class Visitors {
 
 // Everything that is read before it is trusted.
 Mapping map_segment(const Received& received, int size, const std::string& from) {
-  const int fd = received.segment.get();
-  struct stat info{};
-  constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
-  const int seals = fcntl(fd, F_GET_SEALS);  // -1 for what can't be sealed
-  if (fstat(fd, &info) != 0 || info.st_size < kDataOffset || seals < 0 || (seals & kSeals) != kSeals) {
+  const auto bytes = sealed_bytes(received.segment);
+  if (bytes < kDataOffset) {
     throw Unavailable("the segment of " + from + " is no sealed segment of ours");
   }
-  Mapping mapping(fd, info.st_size);
+  Mapping mapping(received.segment.get(), bytes);
   const auto* header = reinterpret_cast<const Header*>(mapping.base());
   if (header->magic != kMagic || header->version != kVersion || header->header_bytes != sizeof(Header) ||
-      header->segment_bytes != info.st_size || header->rank != received.hello.rank || header->size != size) {
+      header->segment_bytes != bytes || header->rank != received.hello.rank || header->size != size) {
     throw Unavailable("the segment of " + from + " has a header that is not ours (version, size or rank differ)");
   }
   return mapping;

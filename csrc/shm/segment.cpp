@@ -10,6 +10,7 @@
 
 #include "shm/errors.h"
 #include "shm/layout.h"
+#include "shm/sealed_file.h"
 
 namespace torchddp::shm {
 namespace {
@@ -76,24 +77,14 @@ Mapping::~Mapping() {
   }
 }
 
-Segment::Segment(int rank, int size, int64_t limit_bytes)
-    : fd_(memfd_create("torchddp", MFD_CLOEXEC | MFD_ALLOW_SEALING)), pid_(getpid()) {
-  if (!fd_) {
-    throw_unavailable("memfd_create failed");
-  }
+Segment::Segment(int rank, int size, int64_t limit_bytes) : pid_(getpid()) {
   const auto bytes = virtual_bytes();
   if (bytes < kDataOffset + kHugePage) {
     throw Unavailable("the limit on file sizes (ulimit -f) leaves no room for a shared segment");
   }
-  if (ftruncate(fd_.get(), bytes) != 0) {
-    throw_unavailable("could not size a shared segment of " + std::to_string(bytes) + " bytes");
-  }
-  // A peer that could shrink the file could make us touch what is no longer there.
-  if (fcntl(fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
-    throw_unavailable("could not seal a shared segment");
-  }
+  fd_ = make_sealed_file(bytes);
   mapping_ = Mapping(fd_.get(), bytes);
-  if (!commit(0, kDataOffset)) {
+  if (!commit(fd_, 0, kDataOffset)) {
     throw_unavailable("no room for a shared segment");
   }
   write_header(base(), bytes, rank, size);
@@ -107,12 +98,13 @@ void Segment::introduce(int rank, int size) {
   header->size = size;
 }
 
-bool Segment::commit(int64_t offset, int64_t bytes) {
-  int status = 0;
-  do {
-    status = fallocate(fd_.get(), 0, offset, bytes);
-  } while (status != 0 && errno == EINTR);
-  return status == 0;
+bool Segment::charge(int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  if (taken_bytes_ + bytes > limit_bytes_) {
+    return false;
+  }
+  taken_bytes_ += bytes;
+  return true;
 }
 
 void* Segment::allocate(int64_t bytes) {
@@ -135,7 +127,7 @@ void* Segment::allocate(int64_t bytes) {
       continue;
     }
     const auto pages_begin = offset / kPage * kPage;
-    if (!commit(pages_begin, round_up(offset + bytes, kPage) - pages_begin)) {
+    if (!commit(fd_, pages_begin, round_up(offset + bytes, kPage) - pages_begin)) {
       return nullptr;
     }
     free_.erase(block);

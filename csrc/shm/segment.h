@@ -52,9 +52,10 @@ class Segment {
   bool contains(const void* memory, int64_t bytes) const;
   int64_t offset_of(const void* memory) const { return static_cast<const std::byte*>(memory) - base(); }
 
- private:
-  bool commit(int64_t offset, int64_t bytes);
+  // Counts shared memory outside of the segment (bytes < 0: not any more) towards the limit. False if that is reached.
+  bool charge(int64_t bytes);
 
+ private:
   Fd fd_;
   Mapping mapping_;
   int pid_ = 0;

@@ -8,8 +8,10 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "transport/interruption.h"
+#include "transport/replicated.h"
 #include "transport/traffic.h"
 #include "transport/work.h"
 
@@ -92,6 +94,13 @@ class Transport {
   virtual void expect_gradients(std::span<const int64_t> sizes) { static_cast<void>(sizes); }
   virtual void begin_backward() {}
   virtual void end_backward() {}
+
+  // Collective: memory in which each rank makes so many bytes (by rank; equal lists on all) of values for all, or null on all ranks:
+  // where that is not the same memory for all of them, or if any rank does not want it.
+  virtual std::shared_ptr<Replicated> replicate(const std::vector<int64_t>& /*bytes*/, bool /*wanted*/,
+                                                std::chrono::milliseconds /*timeout*/) {
+    return nullptr;
+  }
 
   // Whether allocate() may have to give memory that collectives reach only by copying. All ranks must then agree to go on with
   // fallback(): see agree_on_memory.

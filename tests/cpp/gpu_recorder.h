@@ -79,7 +79,11 @@ class RecordingDevice final : public gpu::Device {
     diary_.write(line_of("record e", event, " s", stream));
   }
   void wait(gpu::Stream stream, gpu::Event event) override { diary_.write(line_of("s", stream, " waits e", event)); }
-  bool finished(gpu::Event) override { return idle; }
+  bool finished(gpu::Event) override {
+    const bool is = idle;
+    seen_idle += is ? 1 : 0;
+    return is;
+  }
   // An event is over as many ms after the first as is the number between them.
   double elapsed_ms(gpu::Event begin, gpu::Event end) override {
     return static_cast<double>(reinterpret_cast<intptr_t>(end) - reinterpret_cast<intptr_t>(begin));
@@ -91,6 +95,7 @@ class RecordingDevice final : public gpu::Device {
 
   std::atomic<int> current{1};
   std::atomic<bool> idle{true};
+  std::atomic<int> seen_idle{0};  // times that somebody asked and was told so
   std::atomic<bool> captures{false};
   std::atomic<bool> broken{false};
   std::atomic<bool> spoilt_graph{false};

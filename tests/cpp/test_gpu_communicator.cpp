@@ -197,15 +197,16 @@ TEST(gpu_an_operation_that_does_not_end_breaks_the_communicator) {
 
 TEST(gpu_time_counts_from_the_end_of_the_operation_before) {
   Fixture f;
-  f.config.timeout = 300ms;
+  f.config.timeout = 1000ms;
   const auto comm = f.make();
   std::array<Ticket, 2> tickets;
-  for (int i = 0; i < 5; ++i) {  // 500 ms in all, none of it too long
+  for (int i = 0; i < 5; ++i) {  // 1.5 s in all, none of it too long
     f.device->idle = false;
     f.all_reduce(*comm, tickets[0]);
-    std::this_thread::sleep_for(100ms);
+    std::this_thread::sleep_for(300ms);
+    const int before = f.device->seen_idle;
     f.device->idle = true;
-    std::this_thread::sleep_for(5ms);
+    CHECK(soon([&] { return f.device->seen_idle > before; }));
   }
   CHECK_EQ(error_of([&] { comm->check(); }), "");
 }

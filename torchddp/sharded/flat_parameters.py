@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -12,6 +12,7 @@ from torchddp import _C
 
 # Views begin at multiples of this many bytes: what vectorised kernels like, and every dtype's alignment.
 ALIGNMENT_BYTES = 64
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -74,22 +75,12 @@ def _aligned(numel: int, itemsize: int) -> int:
 class Chunk:
     """The flat memory of a `ChunkPlan`. Parameters keep their identity; their memory moves."""
 
-    def __init__(self, plan: ChunkPlan, params: Sequence[torch.Tensor], transport: _C.Transport) -> None:
+    def __init__(self, plan: ChunkPlan, params: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
         self.owner = plan.owner
         self.params = [params[index] for index in plan.params]
-        first = self.params[0]
-        if plan.owner == transport.rank and not transport.reaches_any_memory:
-            self.flat = transport.allocate(plan.numel, first.detach())  # where the others can read it
-        else:
-            self.flat = torch.empty(plan.numel, dtype=first.dtype, device=first.device)
-        self.flat.zero_()  # gaps travel too
-        self._views = [
-            _C.make_flat_view(self.flat, offset, _dense(param))
-            for param, offset in zip(self.params, plan.offsets, strict=True)
-        ]
+        self.flat = flat
+        self._views = views_of(plan, params, flat)
         self._addresses = [view.data_ptr() for view in self._views]
-        self.wire = self.flat.view(torch.uint8)  # as bytes: no backend has all dtypes
-        self.take_in()
 
     @torch.no_grad()
     def take_in(self) -> None:
@@ -103,8 +94,31 @@ class Chunk:
                     f"is now {param.dtype}{list(param.shape)} on {param.device}: change it by the to() of the "
                     "ShardedDataParallel, or wrap again"
                 )
-            view.copy_(param.detach())
+            if not _same_bits(view, param.detach()):
+                view.copy_(param.detach())
             param.data = view
+
+    @torch.no_grad()
+    def let_go(self, params: Collection[torch.Tensor]) -> None:
+        """Those that lie here and are among these get memory of their own, so that nothing keeps the chunk's."""
+        for param, address in zip(self.params, self._addresses, strict=True):
+            if param in params and param.data_ptr() == address:
+                param.data = param.detach().clone()
+
+
+def views_of(plan: ChunkPlan, params: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """The places of the chunk's parameters in flat memory."""
+    return [
+        _C.make_flat_view(flat, offset, _dense(params[index]))
+        for index, offset in zip(plan.params, plan.offsets, strict=True)
+    ]
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether there is nothing to copy. In memory that is shared until it is written to, a copy is a page."""
+    if a.itemsize not in BITS:
+        return False
+    return torch.equal(a.view(BITS[a.itemsize]), b.view(BITS[b.itemsize]))
 
 
 def _dense(param: torch.Tensor) -> torch.Tensor:

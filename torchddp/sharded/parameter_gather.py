@@ -9,41 +9,44 @@ import torch
 
 from torchddp import _C
 from torchddp.errors import TransportError
-from torchddp.sharded.flat_parameters import Chunk
+from torchddp.optim.own_memory import OwnMemory
+from torchddp.sharded.flat_parameters import Chunk, ChunkPlan
+from torchddp.sharded.update import Update
 
 
-class ParameterGather:
+class ParameterGather(Update):
     """One message for each chunk, from its owner's memory straight into that of the others.
 
     All messages are started at once, in the same order on all ranks; each is waited for when its parameters are needed.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], transport: _C.Transport, timeout: datetime.timedelta) -> None:
-        self.chunks = list(chunks)
-        self._transport = transport
-        self._timeout = timeout
-        self._works = [transport.make_work() for _ in self.chunks]
+    def __init__(
+        self,
+        plans: Sequence[ChunkPlan],
+        params: Sequence[torch.Tensor],
+        transport: _C.Transport,
+        timeout: datetime.timedelta,
+    ) -> None:
+        chunks = [Chunk(plan, params, _flat_memory(plan, params, transport)) for plan in plans]
+        for chunk in chunks:
+            chunk.take_in()
+        mine = [OwnMemory(chunk.flat, chunk.flat) for chunk in chunks if chunk.owner == transport.rank]
+        super().__init__(chunks, mine, transport, timeout)
+        self._wires = [chunk.flat.view(torch.uint8) for chunk in chunks]  # as bytes: no backend has all dtypes
+        self._works = [transport.make_work() for _ in chunks]
         self._under_way: set[int] = set()
-        self._reducer: _C.Reducer | None = None
-        self.own_memory = [chunk.flat for chunk in self.chunks if chunk.owner == transport.rank]
-        self._received = [p for chunk in self.chunks if chunk.owner != transport.rank for p in chunk.params]
 
-    def tell(self, reducer: _C.Reducer) -> None:
-        """From now on this reducer's reports say when this rank waits here."""
-        self._reducer = reducer
+    def begin(self) -> None:
+        """This rank's own memory may be changed."""
+        self.finish()
 
     def start(self) -> None:
         """Collective, not blocking."""
-        if self._transport.size == 1:
-            return
         self.finish()
-        for chunk in self.chunks:
-            chunk.take_in()
-        # A graph that saved the old values must not be run backward: autograd then says so.
-        torch.autograd.graph.increment_version(self._received)
+        self._take_in()
         for index, chunk in enumerate(self.chunks):
             try:
-                self._transport.broadcast(chunk.wire, chunk.owner, self._works[index])
+                self._transport.broadcast(self._wires[index], chunk.owner, self._works[index])
             except TransportError as error:
                 raise self._failure(index, error) from error
             self._under_way.add(index)
@@ -51,31 +54,33 @@ class ParameterGather:
     def wait(self, indices: Iterable[int]) -> None:
         """Until the parameters of these chunks may be read (and this rank's own changed)."""
         for index in indices:
-            if index not in self._under_way:
-                continue
-            self._under_way.discard(index)
-            if self._reducer is not None:
-                self._reducer._begin_wait("updated parameters of other ranks")
-            try:
-                self._works[index].wait(self._timeout)
-            except TransportError as error:
-                raise self._failure(index, error) from error
-            finally:
-                if self._reducer is not None:
-                    self._reducer._end_wait()
+            if index in self._under_way:
+                self._under_way.discard(index)
+                try:
+                    self._wait_for(self._works[index], "updated parameters of other ranks")
+                except TransportError as error:
+                    raise self._failure(index, error) from error
 
     def finish(self) -> None:
         """Until all of them may."""
         self.wait(range(len(self.chunks)))
 
-    def _failure(self, index: int, error: Exception) -> TransportError:
+    def _failure(self, index: int, error: Exception) -> Exception:
         for work in self._works:
             work.abandon()
         self._under_way.clear()
         chunk = self.chunks[index]
-        return TransportError(
-            f"rank {self._transport.rank}: message {index} of {len(self.chunks)} with updated parameters "
-            f"({len(chunk.params)} of rank {chunk.owner}, {chunk.wire.numel()} bytes) failed: {error}\n"
-            "A peer has died, left, or did not reach this step in time. "
-            "Look at the other ranks' logs for the first error."
+        return self._error(
+            f"message {index} of {len(self.chunks)} with updated parameters ({len(chunk.params)} of rank "
+            f"{chunk.owner}, {self._wires[index].numel()} bytes)",
+            error,
         )
+
+
+def _flat_memory(plan: ChunkPlan, params: Sequence[torch.Tensor], transport: _C.Transport) -> torch.Tensor:
+    first = params[plan.params[0]].detach()
+    if plan.owner == transport.rank and not transport.reaches_any_memory:
+        flat = transport.allocate(plan.numel, first)  # where the others can read it
+    else:
+        flat = torch.empty(plan.numel, dtype=first.dtype, device=first.device)
+    return flat.zero_()  # gaps travel too
