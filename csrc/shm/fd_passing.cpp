@@ -7,31 +7,40 @@
 
 namespace torchddp::shm {
 
-bool send_with_fd(int socket, std::span<const std::byte> message, int fd) {
-  iovec data{const_cast<std::byte*>(message.data()), message.size()};
+namespace {
+
+// A message, and room for one file descriptor beside it.
+struct Envelope {
+  explicit Envelope(std::span<const std::byte> message) : data{const_cast<std::byte*>(message.data()), message.size()} {
+    header.msg_iov = &data;
+    header.msg_iovlen = 1;
+    header.msg_control = control.data();
+    header.msg_controllen = control.size();
+  }
+  Envelope(const Envelope&) = delete;  // header points into it
+  Envelope& operator=(const Envelope&) = delete;
+
+  iovec data;
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
   msghdr header{};
-  header.msg_iov = &data;
-  header.msg_iovlen = 1;
-  header.msg_control = control.data();
-  header.msg_controllen = control.size();
-  auto* rights = CMSG_FIRSTHDR(&header);
+};
+
+}  // namespace
+
+bool send_with_fd(int socket, std::span<const std::byte> message, int fd) {
+  Envelope envelope(message);
+  auto* rights = CMSG_FIRSTHDR(&envelope.header);
   rights->cmsg_level = SOL_SOCKET;
   rights->cmsg_type = SCM_RIGHTS;
   rights->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(rights), &fd, sizeof(int));
-  return sendmsg(socket, &header, MSG_NOSIGNAL) == static_cast<ssize_t>(message.size());
+  return sendmsg(socket, &envelope.header, MSG_NOSIGNAL) == static_cast<ssize_t>(message.size());
 }
 
 ReceivedFd receive_with_fd(int socket, std::span<std::byte> message) {
   ReceivedFd received;
-  iovec data{message.data(), message.size()};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-  msghdr header{};
-  header.msg_iov = &data;
-  header.msg_iovlen = 1;
-  header.msg_control = control.data();
-  header.msg_controllen = control.size();
+  Envelope envelope(message);
+  auto& header = envelope.header;
   const auto got = recvmsg(socket, &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
   const auto* rights = got >= 0 ? CMSG_FIRSTHDR(&header) : nullptr;
   size_t num_fds = 0;

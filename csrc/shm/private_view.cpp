@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <span>
-#include <string>
-#include <utility>
 
 #include "shm/errors.h"
 #include "shm/fd.h"
@@ -24,31 +22,14 @@ bool is_own(uint64_t entry) { return (entry & (kPresent | kSwapped)) != 0 && (en
 
 }  // namespace
 
-PrivateView::PrivateView(int fd, int64_t bytes) : bytes_(bytes) {
-  auto* base = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
-  if (base == MAP_FAILED) {
-    throw_unavailable("could not map " + std::to_string(bytes) + " bytes of shared memory");
-  }
-  base_ = static_cast<std::byte*>(base);
-}
-
-PrivateView::PrivateView(PrivateView&& other) noexcept
-    : base_(std::exchange(other.base_, nullptr)), bytes_(other.bytes_) {}
-
-PrivateView::~PrivateView() {
-  if (base_ != nullptr) {
-    munmap(base_, static_cast<size_t>(bytes_));
-  }
-}
-
 std::vector<PrivateView::Range> PrivateView::changed() const {
   const Fd pagemap(open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
   if (!pagemap) {
     throw_unavailable("could not open /proc/self/pagemap");
   }
   const auto page = static_cast<int64_t>(sysconf(_SC_PAGESIZE));
-  const auto pages = (bytes_ + page - 1) / page;
-  const auto first = static_cast<int64_t>(reinterpret_cast<uintptr_t>(base_)) / page;
+  const auto pages = (bytes() + page - 1) / page;
+  const auto first = static_cast<int64_t>(reinterpret_cast<uintptr_t>(base())) / page;
   std::vector<Range> ranges;
   std::array<uint64_t, 4096> entries{};
   for (int64_t at = 0; at < pages;) {
@@ -75,7 +56,7 @@ std::vector<PrivateView::Range> PrivateView::changed() const {
 }
 
 bool PrivateView::drop(Range range) {
-  return madvise(base_ + range.begin, static_cast<size_t>(range.end - range.begin), MADV_DONTNEED) == 0;
+  return madvise(base() + range.begin, static_cast<size_t>(range.end - range.begin), MADV_DONTNEED) == 0;
 }
 
 }  // namespace torchddp::shm

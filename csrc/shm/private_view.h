@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "shm/segment.h"
+
 namespace torchddp::shm {
 
 class PrivateView {
@@ -20,21 +22,17 @@ class PrivateView {
   };
 
   // Of the first `bytes` of the file, which may be closed after that. Throws Unavailable.
-  PrivateView(int fd, int64_t bytes);
-  PrivateView(PrivateView&& other) noexcept;
-  PrivateView& operator=(PrivateView&&) = delete;
-  ~PrivateView();
+  PrivateView(int fd, int64_t bytes) : mapping_(fd, bytes, Mapping::Writes::kPrivate) {}
 
-  std::byte* base() const { return base_; }
-  int64_t bytes() const { return bytes_; }
+  std::byte* base() const { return mapping_.base(); }
+  int64_t bytes() const { return mapping_.bytes(); }
   // Pages that this process has changed, ascending, neighbours as one. Throws Unavailable where the kernel doesn't say.
   std::vector<Range> changed() const;
   // Gives up this process's own pages of a range, where it can; a process may have locked them.
   bool drop(Range range);
 
  private:
-  std::byte* base_ = nullptr;
-  int64_t bytes_ = 0;
+  Mapping mapping_;
 };
 
 }  // namespace torchddp::shm

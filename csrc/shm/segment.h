@@ -15,8 +15,9 @@ namespace torchddp::shm {
 class Mapping {
  public:
   Mapping() = default;
-  // Throws Unavailable.
-  Mapping(int fd, int64_t bytes);
+  enum class Writes { kShared, kPrivate };
+  // Of the first `bytes` of the file, which may be closed after that. Throws Unavailable.
+  Mapping(int fd, int64_t bytes, Writes writes = Writes::kShared);
   Mapping(Mapping&& other) noexcept { *this = std::move(other); }
   Mapping& operator=(Mapping&& other) noexcept;
   ~Mapping();

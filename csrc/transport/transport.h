@@ -124,6 +124,9 @@ class Transport {
 // Of a sparse tensor: its indices and values.
 int64_t bytes_of(const at::Tensor& tensor);
 
+// Collective: whether any rank says so.
+bool any_rank(Transport& transport, bool says, std::chrono::milliseconds timeout);
+
 // Collective if the transport may lose memory, otherwise nothing. `transport`, or its fallback on all ranks if any rank has lost some.
 std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport, std::chrono::milliseconds timeout);
 

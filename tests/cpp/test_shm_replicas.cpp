@@ -56,7 +56,6 @@ TEST(shm_private_view_of_more_pages_than_are_asked_for_at_once) {
   const int64_t pages = 10'000;
   const auto file = make_sealed_file(pages * kPage);
   PrivateView view(file.get(), pages * kPage);
-  Ranges expected;
   for (const int64_t page : {0, 4095, 4096, 8191, 9999}) view.base()[page * kPage] = byte_of(1);
   CHECK(changed_pages(view) == (Ranges{{0, 1}, {4095, 4097}, {8191, 8192}, {9999, 10'000}}));
 }

@@ -164,11 +164,7 @@ def _kind(param: torch.Tensor, memory: OwnMemory, state: Mapping[torch.Tensor, A
     grad, entry = param.grad, state.get(param, {})
     # The last elements of a tensor of 16 bits are rounded more often than the others on the CPU.
     exact = param.is_floating_point() and (param.itemsize >= 4 or param.device.type != "cpu")
-    dense = param.is_contiguous() or param.is_contiguous(memory_format=torch.channels_last)
-    plain = type(param) in (torch.Tensor, torch.nn.Parameter) and param.numel() < SMALL_NUMEL
-    if not (plain and exact and dense and memory.holds(param)):
-        return None
-    if grad is not None and grad.dtype != param.dtype:
+    if not (fits(param) and exact and param.numel() < SMALL_NUMEL and memory.holds(param)):
         return None
     values = [_kind_of_state(key, value, param) for key, value in entry.items()]
     return None if None in values else (grad is not None, *values)

@@ -28,10 +28,9 @@ class ParameterGather(Update):
         timeout: datetime.timedelta,
     ) -> None:
         chunks = [Chunk(plan, params, _flat_memory(plan, params, transport)) for plan in plans]
-        for chunk in chunks:
-            chunk.take_in()
         mine = [OwnMemory(chunk.flat, chunk.flat) for chunk in chunks if chunk.owner == transport.rank]
         super().__init__(chunks, mine, transport, timeout)
+        self._take_in()
         self._wires = [chunk.flat.view(torch.uint8) for chunk in chunks]  # as bytes: no backend has all dtypes
         self._works = [transport.make_work() for _ in chunks]
         self._under_way: set[int] = set()
@@ -44,6 +43,7 @@ class ParameterGather(Update):
         """Collective, not blocking."""
         self.finish()
         self._take_in()
+        self._mark_received()
         for index, chunk in enumerate(self.chunks):
             try:
                 self._transport.broadcast(self._wires[index], chunk.owner, self._works[index])

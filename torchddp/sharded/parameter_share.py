@@ -48,14 +48,12 @@ class ParameterShare(Update):
         self._is_meeting = False
         self._meet()
         self._await_others("the parameters of other ranks")
-        for chunk in chunks:
-            chunk.take_in()
+        self._take_in()
 
     def begin(self) -> None:
         """Nobody reads the old values any more."""
         self.finish()
-        for chunk in self.chunks:
-            chunk.take_in()
+        self._take_in()
         self._meet()
         self._await_others("other ranks to begin the optimizer's step")
         self._replicated.publish()
@@ -63,6 +61,7 @@ class ParameterShare(Update):
     def start(self) -> None:
         """Collective, not blocking."""
         self._take_in()
+        self._mark_received()
         self._meet()
 
     def wait(self, indices: Iterable[int]) -> None:

@@ -55,6 +55,8 @@ class Update(ABC):
     def _take_in(self) -> None:
         for chunk in self.chunks:
             chunk.take_in()
+
+    def _mark_received(self) -> None:
         # A graph that saved the old values must not be run backward: autograd then says so.
         torch.autograd.graph.increment_version(self._received)
 

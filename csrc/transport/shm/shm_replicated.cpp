@@ -26,19 +26,6 @@ at::Tensor ShmReplicated::part(std::byte* base, int64_t bytes, int64_t offset, i
       base + offset, {numel}, [kept = replicas_, charged = charged_](void*) {}, at::TensorOptions().dtype(dtype));
 }
 
-namespace {
-
-// Collective: whether all ranks can go on.
-bool all_can(Transport& transport, bool can, std::chrono::milliseconds timeout) {
-  auto problems = at::full({1}, can ? 0 : 1, at::kInt);
-  auto work = transport.make_work();
-  transport.all_reduce(problems, *work);
-  work->wait(timeout);
-  return problems.item<int32_t>() == 0;
-}
-
-}  // namespace
-
 std::shared_ptr<Replicated> ShmTransport::replicate(const std::vector<int64_t>& bytes, bool wanted,
                                                     std::chrono::milliseconds timeout) {
   if (spans_) {
@@ -56,7 +43,7 @@ std::shared_ptr<Replicated> ShmTransport::replicate(const std::vector<int64_t>& 
       TORCH_WARN_ONCE("rank ", rank_, ": each rank of this host keeps its own copy of the parameters, because ",
                       problem.what());
     }
-    return all_can(*this, wanted, timeout);
+    return !any_rank(*this, !wanted, timeout);
   };
   const bool made = attempt([&] {
     if (!wanted) {
