@@ -257,7 +257,8 @@ class Engine {
   uint64_t cursor_ = 0;           // first whose own work is not done
   uint64_t outer_cursor_ = 0;     // first whose shard is not final
   uint64_t oldest_ = 0;           // first that is not known to be complete
-  std::vector<uint64_t> posted_;  // what peers had posted when last looked at
+  std::vector<uint64_t> posted_;  // what ranks had posted when last looked at
+  std::vector<uint64_t> done_;    // and what they had done
   std::atomic<uint64_t> under_way_{0};
   std::chrono::steady_clock::time_point next_poll_check_;
   std::string failed_;

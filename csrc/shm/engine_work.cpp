@@ -414,7 +414,8 @@ bool Engine::recyclable(uint64_t seq) {
     return false;
   }
   for (int rank = 0; rank < size(); ++rank) {
-    if (header(rank).done.load() <= seq) {
+    auto& done = done_[static_cast<size_t>(rank)];
+    if (done <= seq && (done = header(rank).done.load()) <= seq) {
       return false;
     }
   }
