@@ -104,11 +104,12 @@ def test_the_clock_is_looked_at_about_eight_times(rounds: int, elapsed_s: float,
 # --- rounds ----------------------------------------------------------------------------------------------------------
 
 
-def test_each_is_called_twice_in_its_turn_and_timed_once() -> None:
+@pytest.mark.parametrize("lead_in", [1, 4])
+def test_each_is_called_in_its_turn_and_timed_once(lead_in: int) -> None:
     calls: list[str] = []
     runs = [partial(calls.append, name) for name in "abc"]
-    times_us = measure.one_round(runs, [2, 0, 1])
-    assert calls == list("ccaabb")
+    times_us = measure.one_round(runs, [2, 0, 1], lead_in)
+    assert "".join(calls) == "".join(name * (lead_in + 1) for name in "cab")
     assert len(times_us) == 3 and all(time_us >= 0 for time_us in times_us)
 
 

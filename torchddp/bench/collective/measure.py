@@ -31,6 +31,9 @@ from torchddp.bench.timing import Report, enough
 WARMUP_ROUNDS = 3
 # Rank 0 looks at the clock about so often in the time of one size; in between ranks meet in nothing but what is timed.
 BATCHES = 8
+# Calls before the timed one. Small ones are over while threads of gloo still run, in the next two or three too.
+SMALL_BYTES = 64 * 1024
+LEAD_IN, LEAD_IN_SMALL = 1, 4
 
 Run = Callable[[], object]
 
@@ -62,35 +65,36 @@ def _no_collections() -> Iterator[None]:
         gc.enable()
 
 
-def one_round(runs: Sequence[Run], order: Sequence[int]) -> list[float]:
+def one_round(runs: Sequence[Run], order: Sequence[int], lead_in: int = LEAD_IN) -> list[float]:
     """One timed call of each in the given order; times in us, by index.
 
-    Each is called twice and the second call is timed: the first one takes the ranks out of step with whatever ran
-    before, and brings its own memory back into the caches.
+    Each is called `lead_in` times before: the first call takes the ranks out of step with whatever ran before, and
+    brings its own memory back into the caches.
     """
     times_us = [0.0] * len(runs)
     for index in order:
         run = runs[index]
-        run()
+        for _ in range(lead_in):
+            run()
         start_ns = time.perf_counter_ns()
         run()
         times_us[index] = (time.perf_counter_ns() - start_ns) / 1e3
     return times_us
 
 
-def timed_rounds(runs: Sequence[Run], seconds: float, seed: int, report: Report) -> np.ndarray:
+def timed_rounds(runs: Sequence[Run], seconds: float, seed: int, report: Report, lead_in: int = LEAD_IN) -> np.ndarray:
     """[run, round] of times in us on this rank. Every rank makes the same rounds in the same order."""
     shuffler = random.Random(seed)
     order = list(range(len(runs)))
     for _ in range(WARMUP_ROUNDS):
-        one_round(runs, order)
+        one_round(runs, order, lead_in)
     rounds: list[list[float]] = []
     with _no_collections():
         start_s = time.monotonic()
         while batch := _agreed(next_batch(len(rounds), time.monotonic() - start_s, seconds)):
             for _ in range(batch):
                 shuffler.shuffle(order)
-                rounds.append(one_round(runs, order))
+                rounds.append(one_round(runs, order, lead_in))
             report(min(time.monotonic() - start_s, seconds), seconds)
     return np.array(rounds).T
 
@@ -131,7 +135,8 @@ def _time_size(
     streams = has_roofline(operation, size_bytes, job.world_size)
     if streams:
         runs.append(_stream(numel))
-    times_us = timed_rounds(runs, job.seconds / len(job.sizes_bytes), job.seed, report)
+    lead_in = LEAD_IN_SMALL if size_bytes <= SMALL_BYTES else LEAD_IN
+    times_us = timed_rounds(runs, job.seconds / len(job.sizes_bytes), job.seed, report, lead_in)
     for check in checks:
         check()
     copy_us: list[Any] = [None] * job.world_size
