@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchddp import buffer_sync
+from torchddp import _C, buffer_sync
 from torchddp.ddp_construction import DDPConstruction
 from torchddp.errors import TransportError
 
@@ -12,17 +12,31 @@ from torchddp.errors import TransportError
 class DDPBuffers(DDPConstruction):
     """The part of the wrapper that broadcasts buffers, around forward."""
 
+    # As torch's, but for one thing: looking for an attribute that is not there makes nn.Module raise an error, which
+    # takes longer than the rest. It is looked for several times in each forward.
+
+    def _has_buffer_hook(self) -> bool:
+        return "buffer_hook" in self.__dict__
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        wanted = super()._check_sync_bufs_pre_fwd if self._has_buffer_hook() else self.will_sync_module_buffers
+        return bool(wanted())
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        return self._has_buffer_hook() and bool(super()._check_sync_bufs_post_fwd())
+
     def _sync_buffers(self) -> None:
         # The order of torch's own: under join() all ranks first agree on who is authoritative.
         root = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
-        if self.parameters_to_ignore or hasattr(self, "buffer_hook"):
+        if self.parameters_to_ignore or self._has_buffer_hook():
             self._assign_modules_buffers()  # with names, by torch's slower walk
         else:
-            self.modules_buffers = buffer_sync.buffers_of(self.module)  # buffers may have been reassigned
+            # Buffers may have been reassigned. Past nn.Module, which would ask whether the list is a parameter.
+            self.__dict__["modules_buffers"] = buffer_sync.buffers_of(self.module)
         self._sync_module_buffers(root)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        if hasattr(self, "buffer_hook"):
+        if self._has_buffer_hook():
             # In-place updates must not make autograd refuse a backward through an earlier forward (two forwards, one
             # backward). Our own broadcast moves no version counter.
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
@@ -36,7 +50,7 @@ class DDPBuffers(DDPConstruction):
         buffers = self.modules_buffers if bufs is None else bufs
         if self.process_group.size() == 1 or not buffers:
             return
-        if buffer_sync.supports(buffers):
+        if _C.can_travel_as_bytes(buffers):
             self._broadcast_buffers(buffers, authoritative_rank)
             return
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):

@@ -159,7 +159,7 @@ class DDPConstruction(TorchDDP):
         states = list(buffer_sync.states_of(self.module, self.parameters_to_ignore, buffers=buffers))
         if transport.size == 1 or not states:
             return transport
-        if buffer_sync.supports(states):
+        if _C.can_travel_as_bytes(states):
             broadcast = self._broadcast_over(transport)
             broadcast.reserve(states)
             agreed = _C.agree_on_memory(transport, self._wait_limit())
@@ -177,7 +177,7 @@ class DDPConstruction(TorchDDP):
 
     def _reserve_for_buffers(self, transport: _C.Transport) -> _C.TensorBroadcast:
         broadcast = self._broadcast_over(transport)
-        if transport.size > 1 and self.modules_buffers and buffer_sync.supports(self.modules_buffers):
+        if transport.size > 1 and self.modules_buffers and _C.can_travel_as_bytes(self.modules_buffers):
             broadcast.reserve(self.modules_buffers)
         return broadcast
 

@@ -309,18 +309,19 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
             return super()._post_forward(output)
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
-        if torch.is_grad_enabled():
+        graph = torch.is_grad_enabled()
+        if graph:
             self._updates.apply()  # of what forward did not come to
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.require_forward_param_sync = True
+        reduced = graph and self.require_backward_grad_sync
+        if reduced:
             search = self.find_unused_parameters and not self.static_graph
             self.reducer.prepare_for_backward(self._search_from(output) if search else [])
             # Only in steps that are reduced: under no_sync torch's sink would end the recording of a static graph too
             # early.
             if search or (self.static_graph and not self._static_graph_delay_allreduce_enqueued):
                 output = self._attach_sink(output)
-        else:
-            self.require_forward_param_sync = False
+        if self.require_forward_param_sync != reduced:  # nn.Module takes its time to set what is already so
+            self.require_forward_param_sync = reduced
         self._clear_grad_buffer()
         return output
 

@@ -49,6 +49,7 @@ PYBIND11_MODULE(_C, m) {
   bind_compress(m);
   bind_timeline(m);
   bind_transport(m);
+  bind_buffers(m);
   bind_watch(m);
   bind_cuda(m);
   bind_reducer(m);

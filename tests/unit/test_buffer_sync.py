@@ -1,0 +1,67 @@
+"""Which buffers a model has, and which of them can travel as bytes: the compiled walk against torch's own."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from torchddp import _C, buffer_sync
+
+# A module of the tree: its parent, the buffers that it is given, and a module that it has as a child besides.
+Node = tuple[int, list[int], int]
+NODES = st.lists(
+    st.tuples(st.integers(0, 20), st.lists(st.integers(0, 5), max_size=3), st.integers(0, 20)), max_size=12
+)
+
+
+def _tree(nodes: list[Node]) -> nn.Module:
+    # Buffer 0 is None; the others may be in many places, and so may modules, in cycles too.
+    buffers = [None, *(torch.full((2,), float(index)) for index in range(5))]
+    modules = [nn.Module()]
+    for parent, indices, extra in nodes:
+        module = nn.Module()
+        for place, index in enumerate(indices):
+            module.register_buffer(f"b{place}", buffers[index])
+        modules[parent % len(modules)].add_module(f"m{len(modules)}", module)
+        modules.append(module)
+        module.add_module("extra", modules[extra % len(modules)] if extra % 3 else None)
+    return modules[0]
+
+
+@given(NODES)
+def test_buffers_are_those_of_torch_in_its_order(nodes: list[Node]) -> None:
+    module = _tree(nodes)
+    assert [id(buffer) for buffer in buffer_sync.buffers_of(module)] == [id(buffer) for buffer in module.buffers()]
+
+
+def test_a_buffer_that_was_put_in_the_place_of_another_is_found() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3))
+    first = buffer_sync.buffers_of(module)
+    module[0].running_mean = torch.ones(3)
+    module[0]._buffers["running_var"] = torch.ones(3)
+    second = buffer_sync.buffers_of(module)
+    assert [a is b for a, b in zip(first, second, strict=True)] == [False, False, True]
+    assert second[0] is module[0].running_mean and second[1] is module[0].running_var
+
+
+def test_buffers_of_a_scripted_module() -> None:
+    module = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    found = buffer_sync.buffers_of(module)
+    assert [buffer.data_ptr() for buffer in found] == [buffer.data_ptr() for buffer in module.buffers()]
+    assert len(found) == 3
+
+
+class _Odd(torch.Tensor):
+    pass
+
+
+def test_what_can_travel_as_bytes() -> None:
+    dense = torch.zeros(3)
+    good = [dense, nn.Parameter(dense), dense.double(), torch.zeros(2, 3, dtype=torch.int64).t(), torch.zeros(0)]
+    assert _C.can_travel_as_bytes(good)
+    assert _C.can_travel_as_bytes([])
+    for odd in (dense.to_sparse(), dense.to("meta"), dense.as_subclass(_Odd)):
+        assert not _C.can_travel_as_bytes([dense, odd])
+        assert not _C.can_travel_as_bytes([odd])
