@@ -1,4 +1,4 @@
-// Starting operations, waiting for them, and what to say when it can't go on. The work itself: engine_work.cpp.
+// Starting operations, and what to say when it can't go on. The work itself: engine_work.cpp; waiting for it: engine_wait.cpp.
 #include "shm/engine.h"
 
 #include <pthread.h>
@@ -11,32 +11,10 @@
 #include "common/errors.h"
 #include "shm/futex.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 namespace torchddp::shm {
 namespace {
 
 using std::chrono::milliseconds;
-
-// Looking before sleeping, about a millisecond where each rank has a processor. A rank that comes last and has to wake the others is held
-// up by that for 20 to 70 us on a virtual machine, and they return 100 us after it.
-constexpr int kSpins = 25'000;
-constexpr int kCrowdedSpins = 20;
-// A sleeper looks whether its peers still live this often. The bound that users see is two seconds.
-constexpr int64_t kSleepNs = 20'000'000;
-// Nobody rings when the link between hosts has something.
-constexpr int64_t kOuterSleepNs = 100'000;
-constexpr milliseconds kPeerCheck{10};
-// How long a peer that gave up without saying because of whom is not held against it: see Engine::fail_after.
-constexpr milliseconds kReasonPatience{500};
-
-void pause_cpu() {
-#if defined(__x86_64__)
-  _mm_pause();
-#endif
-}
 
 // Whether the ranks have fewer processors between them than they are.
 bool too_few_processors(const std::vector<SegmentView>& segments) {
@@ -126,7 +104,7 @@ std::byte* Engine::eager_data(int rank, uint64_t seq) const {
 }
 
 uint64_t Engine::start(const Operation& operation) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = enter();
   ensure_usable();
   if (operation.numel < 0 || operation.root < 0 || operation.root >= size()) {
     throw InternalError(std::string(kind_name(operation.kind)) + " of " + std::to_string(operation.numel) +
@@ -136,7 +114,7 @@ uint64_t Engine::start(const Operation& operation) {
   auto& op = running(seq);
   if (seq >= kSlots) {
     // With the lock: nobody else may start this operation meanwhile.
-    wait_until([&] { return recyclable(seq - kSlots); }, op, patience(milliseconds(0), Clock::now()), nullptr);
+    wait_until(Goal::kRecyclable, op, patience(milliseconds(0), Clock::now()), nullptr);
     settle(op);
   }
   op.operation = operation;
@@ -200,7 +178,7 @@ void Engine::progress_slow() {
 }
 
 void Engine::give_up(const std::string& reason) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = enter();
   fail(reason, -1);
 }
 
@@ -223,37 +201,6 @@ void Engine::interrupt(const std::string& reason) {
   ring();
 }
 
-bool Engine::poll(uint64_t seq) {
-  const std::lock_guard lock(mutex_);
-  ensure_usable();
-  advance();
-  advance_outer();
-  update_under_way();
-  auto& op = running(seq);
-  if (op.seq != seq || complete(op)) {
-    return true;
-  }
-  if (const auto now = Clock::now(); now >= next_poll_check_) {
-    next_poll_check_ = now + kPeerCheck;
-    check_peers(op, Clock::time_point::max(), config_.timeout);
-  }
-  return false;
-}
-
-void Engine::wait(uint64_t seq, milliseconds timeout, Clock::time_point since) {
-  std::unique_lock lock(mutex_);
-  auto& op = running(seq);
-  if (op.seq != seq) {
-    return;  // its slot serves a later one: it was complete
-  }
-  ensure_usable();
-  wait_until([&] { return op.seq != seq || complete(op); }, op, patience(timeout, since), &lock);
-  if (op.seq == seq) {
-    settle(op);
-  }
-  update_under_way();
-}
-
 // The operation is complete, so nobody counts any more. What other hosts add to a sum nobody has looked at.
 void Engine::settle(Running& op) {
   if (const auto found = std::exchange(op.operation.non_finite, nullptr)) {
@@ -261,181 +208,6 @@ void Engine::settle(Running& op) {
     found->inputs.fetch_add(static_cast<int64_t>(mine.non_finite.load()));
     found->sums_finite.store(can_count(op) && !is_outer(op) && mine.sums_not_finite.load() == 0);
   }
-}
-
-bool Engine::wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin) {
-  std::unique_lock lock(mutex_);
-  auto& op = running(seq);
-  if (op.seq != seq) {
-    return true;
-  }
-  ensure_usable();
-  const Patience patience{.until = Clock::now() + longest, .limit = milliseconds(0), .fails = false, .spins = spin};
-  const bool finished = wait_until([&] { return op.seq != seq || complete(op); }, op, patience, &lock);
-  update_under_way();
-  return finished;
-}
-
-Engine::Patience Engine::patience(milliseconds timeout, Clock::time_point since) const {
-  const auto limit = timeout.count() > 0 ? timeout : config_.timeout;
-  return {.until = since + limit, .limit = limit};
-}
-
-// Gives `unlocked`, which holds the mutex, back while it sleeps, so that other threads can start operations and do their work.
-template <typename Predicate>
-bool Engine::wait_until(Predicate&& predicate, Running& op, const Patience& patience,
-                        std::unique_lock<std::mutex>* unlocked) {
-  auto next_check = Clock::now() + kPeerCheck;
-  const int spins = !patience.spins ? 0 : crowded_ ? kCrowdedSpins : kSpins;
-  auto& mine = header(config_.rank);
-  // Not short-circuited: each may have something to do.
-  const auto work = [&] { return static_cast<int>(advance()) + advance_outer() > 0 || steal(op); };
-  // A peer that hands out the same work over and over can't keep us here.
-  const auto check = [&](Clock::time_point now) {
-    check_peers(op, patience.fails ? patience.until : Clock::time_point::max(), patience.limit);
-    return patience.fails || now < patience.until;
-  };
-  for (int idle = 0; !predicate();) {
-    if (interrupted_.load(std::memory_order_relaxed)) {
-      ensure_usable();
-    }
-    if (work()) {
-      idle = 0;
-      if (const auto now = Clock::now(); now >= patience.until && !predicate() && !check(now)) {
-        return false;
-      }
-    } else if (++idle < spins) {
-      pause_cpu();
-    } else {
-      idle = 0;
-      mine.sleeping.fetch_add(1);
-      const auto bell = mine.doorbell.load();
-      // Whoever posted before it saw us asleep is seen here.
-      if (!predicate() && !work()) {
-        const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(patience.until - Clock::now()).count();
-        const auto longest = config_.outer != nullptr && outer_cursor_ < cursor_ ? kOuterSleepNs : kSleepNs;
-        sleep(bell, std::clamp<int64_t>(left, 1, longest), unlocked);
-      }
-      mine.sleeping.fetch_sub(1);
-      const auto now = Clock::now();
-      if (now < next_check && now < patience.until) {
-        continue;
-      }
-      // What another thread has seen meanwhile counts, but not against an operation that is complete.
-      if (predicate()) {
-        return true;
-      }
-      ensure_usable();
-      next_check = now + kPeerCheck;
-      if (!check(now)) {
-        return false;
-      }
-    }
-  }
-  return true;
-}
-
-void Engine::sleep(uint32_t bell, int64_t longest_ns, std::unique_lock<std::mutex>* unlocked) {
-  if (unlocked != nullptr) {
-    unlocked->unlock();
-  }
-  futex_wait(header(config_.rank).doorbell, bell, longest_ns);
-  if (unlocked != nullptr) {
-    unlocked->lock();
-  }
-}
-
-// Throws if it is no use to wait any longer.
-void Engine::check_peers(Running& waited_for, Clock::time_point deadline, milliseconds timeout) {
-  // Operations are worked on in order: the first that lacks an input holds up those after it.
-  auto& op = waited_for.seq >= cursor_ ? running(cursor_) : waited_for;
-  std::string names;
-  int first = -1;
-  for (int rank = 0; rank < size(); ++rank) {
-    if (rank == config_.rank) {
-      continue;
-    }
-    if (!blocks(op, rank)) {
-      check_helper(op, rank);
-      continue;
-    }
-    first = first < 0 ? rank : first;
-    names += (names.empty() ? "" : ", ") + name(rank);
-    check_peer(op, rank);
-  }
-  if (Clock::now() >= deadline) {
-    if (silent_ >= 0) {
-      fail_after(op, silent_, true);
-    }
-    fail("timed out after " + std::to_string(timeout.count()) + " ms in " + describe(op) + ", waiting for " +
-             (!names.empty()             ? names
-              : config_.outer != nullptr ? "the other hosts"
-                                         : "a rank that helps with it") +
-             ". A peer is stopped, or does not reach this operation",
-         first);
-  }
-}
-
-void Engine::check_peer(const Running& op, int rank) {
-  const auto& peer = header(rank);
-  // In this order: a rank that finished the operation may have closed its end, and exited, since it was last looked at.
-  const bool exited = config_.gone(rank);
-  const auto state = static_cast<RankState>(peer.state.load());
-  if (!blocks(op, rank)) {
-    return;
-  }
-  if (state == RankState::kFailed) {
-    fail_after(op, rank, false);
-    return;
-  }
-  if (state == RankState::kClosed) {
-    fail(name(rank) + " has left: it closed its end before " + describe(op) + " was complete", rank);
-  }
-  if (exited) {
-    fail_died(op, rank);
-  }
-}
-
-// A rank that the operation does not wait for. If it gave up, no other will go on for long. If it died, it may have had a chunk of
-// another's shard in its hands; one that closed its end had none.
-void Engine::check_helper(Running& op, int rank) {
-  const bool exited = config_.gone(rank);
-  const auto state = static_cast<RankState>(header(rank).state.load());
-  if (state == RankState::kClosed || complete(op)) {
-    return;
-  }
-  if (state == RankState::kFailed) {
-    fail_after(op, rank, false);
-    return;
-  }
-  if (exited && op.seq < cursor_ && is_push(op) && !is_outer(op)) {
-    fail_died(op, rank);
-  }
-}
-
-// Because `rank` did. One that names no culprit was probably interrupted from outside, by who is about to interrupt this rank too, with a
-// reason that says more: unless it is `late`, there is some time for that first, in which whoever waits goes on.
-void Engine::fail_after(const Running& op, int rank, bool late) {
-  const auto culprit = header(rank).culprit.load();
-  const bool known = culprit >= 0 && culprit < size() && culprit != config_.rank;
-  if (!known && !late) {
-    const auto now = Clock::now();
-    if (silent_ < 0) {
-      silent_ = rank;
-      silent_since_ = now;
-    }
-    if (now < silent_since_ + kReasonPatience) {
-      return;
-    }
-  }
-  fail(name(rank) + " gave up" + (known ? " because of " + name(culprit) : "") + " before " + describe(op) +
-           " was complete",
-       known ? culprit : rank);
-}
-
-void Engine::fail_died(const Running& op, int rank) {
-  fail(name(rank) + " died: its process ended, or let go of its connection, before " + describe(op) + " was complete",
-       rank);
 }
 
 void Engine::ring() {

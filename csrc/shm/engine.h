@@ -227,9 +227,10 @@ class Engine {
   bool blocks(const Running& op, int rank) const;
   void update_under_way();
 
+  std::unique_lock<std::mutex> enter();
   Patience patience(std::chrono::milliseconds timeout, Clock::time_point since) const;
-  template <typename Predicate>
-  bool wait_until(Predicate&& predicate, Running& op, const Patience& patience, std::unique_lock<std::mutex>* unlocked);
+  enum class Goal { kComplete, kRecyclable };
+  bool wait_until(Goal goal, Running& op, const Patience& patience, std::unique_lock<std::mutex>* unlocked);
   void sleep(uint32_t bell, int64_t longest_ns, std::unique_lock<std::mutex>* unlocked);
   void check_peers(Running& waited_for, std::chrono::steady_clock::time_point deadline,
                    std::chrono::milliseconds timeout);
@@ -249,8 +250,10 @@ class Engine {
 
   const EngineConfig config_;
   std::mutex mutex_;
-  const int forks_;       // of this process when the engine was made: a forked child must not act for the rank
-  bool crowded_ = false;  // fewer processors than ranks: spinning would keep a peer from its work
+  std::atomic<int> wanting_{0};  // threads that wait for it
+  const int forks_;              // of this process when the engine was made: a forked child must not act for the rank
+  bool crowded_ = false;         // fewer processors than ranks: spinning would keep a peer from its work
+  int short_waits_ = 0;          // so many more waits sleep soon: somebody else needs the processor
 
   std::array<Running, kSlots> running_;
   uint64_t next_ = 0;             // number of the next operation
