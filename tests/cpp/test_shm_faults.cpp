@@ -79,12 +79,15 @@ TEST(shm_a_timeout_names_those_that_are_missing) {
   for (const int64_t numel : {int64_t{10}, kLarge}) {
     Host host(4);
     std::array<std::string, 4> messages;
+    std::atomic<int> started{0};
     const auto since = Clock::now();
     check_ranks(4, [&](int rank) {
       if (rank == 1 || rank == 3) return;
       const auto engine = host.engine(rank);
       Exchange exchange(host, rank, {.numel = numel});
       exchange.start(*engine);
+      // A rank whose processor is taken from it for 100 ms would be missing too.
+      for (++started; started < 2;) std::this_thread::yield();
       messages[static_cast<size_t>(rank)] =
           error_of([&] { exchange.finish(*engine, rank == 0 ? milliseconds(100) : kPatience); });
     });
