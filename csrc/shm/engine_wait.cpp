@@ -131,7 +131,7 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, std::u
   const auto reached = [&] { return op.seq != seq || (goal == Goal::kRecyclable ? recyclable(seq) : complete(op)); };
   auto next_check = Clock::now() + kPeerCheck;
   const int spins = !patience.spins ? 0 : crowded_ ? kCrowdedSpins : kSpins;
-  // The other hosts are further away than a millisecond, and to look for them takes locks that their link needs.
+  // The other hosts are further away than that, and to look for them takes locks that their link needs.
   const bool shortly =
       !patience.spins || crowded_ || config_.outer != nullptr || short_waits_ > 0 || unlocked == nullptr;
   int looks = shortly ? spins : spins + kYields;
