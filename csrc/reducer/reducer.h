@@ -196,6 +196,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void pack(int64_t param, bool unused, const at::Tensor* incoming);
   void pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming);
   void leave_to_holders(const Place& place);
+  void leave_to_holders(bucket::Bucket& bucket);
   void add_late(int64_t param, at::Tensor saved = {});
   void copy_into(int64_t param, bucket::GradSlot& slot, const at::Tensor& grad);
   void pack_sparse(int64_t param);

@@ -16,6 +16,17 @@ void Reducer::note_stream(bucket::Bucket& bucket) {
   }
 }
 
+void Reducer::leave_to_holders(bucket::Bucket& bucket) {
+  for (int64_t i = 0; i < bucket.num_slots(); ++i) {
+    const auto param = bucket.params()[static_cast<size_t>(i)];
+    with_grad(param, [&](const at::Tensor& grad) {
+      if (!grad.defined() || !bucket.slot(i).holds(grad)) {
+        leave_to_holders(places_[static_cast<size_t>(param)]);
+      }
+    });
+  }
+}
+
 // Under launch_mutex_. See Note [Streams and lifetimes] in gpu/stream_set.h.
 void Reducer::pack_whole_bucket(bucket::Bucket& bucket, int64_t last, const at::Tensor* incoming) {
   const c10::NoGradGuard no_grad;
@@ -25,8 +36,11 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket, int64_t last, const at::
     bucket.streams.join_into(*device_, stream, fork_);
   }
   lend_memory(bucket);
-  bucket::Gather gather(scale_);        // holds the gradients until they are packed
-  const bool captured = is_captured();  // a replay would copy again, to whoever held gradients then
+  bucket::Gather gather(scale_);  // holds the gradients until they are packed
+  const bool captured = is_captured();
+  if (!captured) {  // a replay would copy again, to whoever held gradients then
+    leave_to_holders(bucket);
+  }
   std::vector<int64_t> looked_at;
   std::vector<at::Tensor> own;
   for (int64_t i = 0; i < bucket.num_slots(); ++i) {
@@ -34,9 +48,6 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket, int64_t last, const at::
     const bool unused = marked_[static_cast<size_t>(param)].load(std::memory_order_relaxed) == kMarkedUnused;
     auto& slot = bucket.slot(i);
     with_grad(param, [&](at::Tensor& grad) {
-      if (!captured && !slot.holds(grad)) {
-        leave_to_holders(places_[static_cast<size_t>(param)]);
-      }
       if (!grad.defined()) {
         slot.zero();
         if (gives_away(bucket)) {

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from tests.harness import run_ranks
 from tests.models import batch, loss_of, seeded
 from tests.parity.compare import TorchDDP
+from tests.whole_buckets import WholeBuckets
 
 WIDTH = 600  # a weight of 1.4 MB, which lies alone in its bucket and is not copied
 
@@ -124,7 +126,7 @@ ACTIONS: dict[str, Callable[[Params, Kept], None]] = {
     "project": _project,
 }
 
-OPTIONS = [
+OPTIONS: list[dict[str, Any]] = [
     {"transport": "shm"},
     {"transport": "c10d"},
     {"transport": "shm", "bucket_cap_mb": 0.001},
@@ -132,6 +134,8 @@ OPTIONS = [
     {"transport": "shm", "find_unused_parameters": True},
     {"transport": "c10d", "find_unused_parameters": True},
     {"gradient_as_bucket_view": False},
+    {"transport": "c10d", "whole_buckets": True},
+    {"transport": "shm", "whole_buckets": True, "bucket_cap_mb": 0.001},
 ]
 
 programs = st.lists(st.lists(st.sampled_from(sorted(ACTIONS)), max_size=4), min_size=3, max_size=5)
@@ -164,8 +168,10 @@ def test_whatever_a_program_does_with_grad(ddp_class, world_size, program, optio
         if hooks:
             for model, mine in zip(inner, kept, strict=True):
                 _keep_in_hooks(model, mine)
-        search = {k: v for k, v in options.items() if k not in ("transport", "gradient_as_bucket_view")}
-        ddps = (ddp_class(inner[0], **options), TorchDDP(inner[1], **search))
+        search = {k: v for k, v in options.items() if k in ("bucket_cap_mb", "find_unused_parameters")}
+        cls = WholeBuckets if options.get("whole_buckets") else ddp_class
+        own = {k: v for k, v in options.items() if k != "whole_buckets"}
+        ddps = (cls(inner[0], **own), TorchDDP(inner[1], **search))
         exact = world_size < 3
         for step, actions in enumerate(program):
             for ddp in ddps:
