@@ -146,7 +146,8 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, std::u
     return patience.fails || now < patience.until;
   };
   for (int idle = 0; !reached();) {
-    if (interrupted_.load(std::memory_order_relaxed)) {
+    // Before any work: what another thread gave up, with its memory, must not be written to any more.
+    if (is_broken()) {
       ensure_usable();
     }
     if (work()) {
