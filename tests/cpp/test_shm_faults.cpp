@@ -115,6 +115,24 @@ TEST(shm_the_configured_timeout_holds_where_none_is_given) {
   CHECK_THROWS(TransportError, second.wait(second.start({}), milliseconds(0)), "timed out after 40 ms", "rank 11");
 }
 
+TEST(shm_the_longest_of_timeouts_is_waited_for) {
+  for (const auto limit : {milliseconds::max(), milliseconds(86'399'999'999'999'999)}) {
+    Host host(2);
+    check_ranks(2, [&](int rank) {
+      auto config = host.config(rank);
+      config.timeout = limit;
+      Engine engine(std::move(config));
+      std::this_thread::sleep_for(milliseconds(30 * rank));  // the other one waits
+      run_one(host, engine, rank, {.numel = kLarge});
+      engine.wait(engine.start({}), milliseconds(0));
+      Exchange exchange(host, rank, {.numel = 10});
+      exchange.start(engine);
+      require(engine.wait_for(exchange.seq(), std::chrono::nanoseconds::max(), true), "it was not complete");
+      exchange.finish(engine, limit);
+    });
+  }
+}
+
 TEST(shm_after_a_failure_every_call_throws_at_once) {
   Host host(2);
   const auto engine = host.engine(0);
