@@ -169,7 +169,7 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
         # Set before Module.__init__: torch's constructor builds the reducer, which reads them. Plain attributes only.
         self._transport_choice = transport
         self._wire_dtype = wire_dtype
-        self._timeout = timeout
+        self._timeout = None if timeout is None else min(timeout, transports.LONGEST_TIMEOUT)
         self._stall_report_s = stall_report_s
         self._measures_gradients = gradient_stats
         self._parameter_check = None if check_parameters_every is None else ParameterCheck(check_parameters_every)

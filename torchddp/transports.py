@@ -30,6 +30,8 @@ BACKEND_NAME = "torchddp_shm"
 _KNOWN_BACKENDS = {"cpu": ("gloo", BACKEND_NAME), "cuda": ("nccl",)}
 # Ranks reach this point within milliseconds of each other: it follows a collective.
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=20)
+# timedelta.max in microseconds, by which C++ is told, does not fit in 64 bits.
+LONGEST_TIMEOUT = datetime.timedelta(days=100 * 365)
 _MIB = 1024 * 1024
 _outer_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 

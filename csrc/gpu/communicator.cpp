@@ -4,6 +4,7 @@
 #include <atomic>
 #include <utility>
 
+#include "common/deadline.h"
 #include "common/errors.h"
 
 namespace torchddp::gpu {
@@ -101,14 +102,15 @@ struct Communicator::State {
   // Until a call of a non-blocking communicator has taken effect: no other may be made before that.
   void settle(int result, const std::string& what) {
     const auto since = Clock::now();
+    const auto deadline = deadline_after(config.connect_timeout, since);
     while (result == kNcclInProgress) {
       throw_if_broken();
-      const auto passed = Clock::now() - since;
-      if (passed >= config.connect_timeout) {
+      const auto now = Clock::now();
+      if (now >= deadline) {
         fail(what + " did not get under way within " + in_ms(config.connect_timeout) +
              ". Some rank has not reached it, or can't be reached");
       }
-      if (passed < kBusyPolling) {
+      if (now - since < kBusyPolling) {
         std::this_thread::yield();
       } else {
         std::this_thread::sleep_for(kPollInterval);
@@ -160,7 +162,7 @@ struct Communicator::State {
         return;
       }
       const auto& oldest = in_flight.front();
-      if (Clock::now() - std::max(oldest.queued, last_end) >= config.timeout) {
+      if (Clock::now() >= deadline_after(config.timeout, std::max(oldest.queued, last_end))) {
         mark_broken(describe(oldest.label) + " did not finish within " + in_ms(config.timeout) +
                     ". Some rank did not start it, is gone, or can't be reached; the communicator was aborted");
       }
@@ -285,7 +287,8 @@ Communicator::Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> d
     if (state.life == State::Life::kRunning) {
       state.mark_broken("making a NCCL communicator failed");
     }
-    state.changed.wait_for(lock, config.leave_timeout, [&] { return state.life != State::Life::kBroken; });
+    state.changed.wait_until(lock, deadline_after(config.leave_timeout),
+                             [&] { return state.life != State::Life::kBroken; });
     const bool ended = state.life != State::Life::kBroken;
     lock.unlock();
     if (ended) {
@@ -300,7 +303,7 @@ Communicator::Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> d
 
 Communicator::~Communicator() {
   auto& state = *state_;
-  const auto deadline = Clock::now() + state.config.leave_timeout;
+  const auto deadline = deadline_after(state.config.leave_timeout);
   std::unique_lock lock(state.mutex);
   while (state.life == State::Life::kRunning && !state.in_flight.empty() && Clock::now() < deadline) {
     state.look();

@@ -156,7 +156,8 @@ uint64_t Engine::start(const Operation& operation) {
     slot.non_finite.store(0, kRelaxed);
     slot.sums_not_finite.store(0, kRelaxed);
     slot.claimed.store(Tally::pack(seq, 0), kRelaxed);
-    slot.completed.store(Tally::pack(seq, 0), kRelaxed);
+    // Not this one: to a rank that still looks for the slot's last operation it says that all was written.
+    slot.completed.store(Tally::pack(seq, 0), std::memory_order_release);
   }
   ++next_;
   under_way_.store(next_ - oldest_, std::memory_order_relaxed);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "common/deadline.h"
 #include "shm/engine.h"
 #include "shm/futex.h"
 
@@ -114,7 +115,7 @@ bool Engine::wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin)
     return true;
   }
   ensure_usable();
-  const Patience patience{.until = Clock::now() + longest, .limit = milliseconds(0), .fails = false, .spins = spin};
+  const Patience patience{.until = deadline_after(longest), .limit = milliseconds(0), .fails = false, .spins = spin};
   const bool finished = wait_until(Goal::kComplete, op, patience, &lock);
   update_under_way();
   return finished;
@@ -122,7 +123,7 @@ bool Engine::wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin)
 
 Engine::Patience Engine::patience(milliseconds timeout, Clock::time_point since) const {
   const auto limit = timeout.count() > 0 ? timeout : config_.timeout;
-  return {.until = since + limit, .limit = limit};
+  return {.until = deadline_after(limit, since), .limit = limit};
 }
 
 // Gives `unlocked`, which holds the mutex, back while it sleeps, so that other threads can start operations and do their work.
@@ -146,7 +147,8 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, std::u
     return patience.fails || now < patience.until;
   };
   for (int idle = 0; !reached();) {
-    if (interrupted_.load(std::memory_order_relaxed)) {
+    // Before any work: what another thread gave up, with its memory, must not be written to any more.
+    if (is_broken()) {
       ensure_usable();
     }
     if (work()) {

@@ -1,6 +1,8 @@
 // Why shared memory can't be used here.
 #pragma once
 
+#include <sys/resource.h>
+
 #include <cerrno>
 #include <stdexcept>
 #include <string>
@@ -15,7 +17,13 @@ class Unavailable : public std::runtime_error {
 };
 
 [[noreturn]] inline void throw_unavailable(const std::string& what) {
-  throw Unavailable(what + ": " + std::generic_category().message(errno));
+  auto reason = std::generic_category().message(errno);
+  if (errno == EMFILE) {  // nobody else's fault
+    rlimit limit{};
+    getrlimit(RLIMIT_NOFILE, &limit);
+    reason += " in this process, which may have " + std::to_string(limit.rlim_cur) + " (ulimit -n)";
+  }
+  throw Unavailable(what + ": " + reason);
 }
 
 }  // namespace torchddp::shm

@@ -15,6 +15,7 @@
 #include <span>
 #include <utility>
 
+#include "common/deadline.h"
 #include "shm/errors.h"
 #include "shm/fd_passing.h"
 #include "shm/layout.h"
@@ -28,6 +29,10 @@ using Clock = std::chrono::steady_clock;
 constexpr size_t kAddressLength = 32;
 // How often to see whether those that are waited for are still there.
 constexpr std::chrono::milliseconds kLookAround{100};
+// And to try again what was held up.
+constexpr std::chrono::milliseconds kRetry{5};
+// More than there can be ranks to come.
+constexpr size_t kMaxSilent = kMaxRanks;
 
 // First words on a connection; the segment's file descriptor travels with them.
 struct Hello {
@@ -64,31 +69,6 @@ socklen_t fill_address(sockaddr_un& address, const std::string& name) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
 }
 
-// Until one of `entries` has something; says in them which.
-// False when the time is over.
-bool is_readable(std::span<pollfd> entries, Clock::time_point deadline) {
-  while (true) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-    const int ready =
-        poll(entries.data(), entries.size(), static_cast<int>(std::clamp<int64_t>(left.count(), 0, 1 << 30)));
-    if (ready < 0 && errno != EINTR) {
-      throw_unavailable("waiting for local ranks");
-    }
-    if (ready > 0) {
-      return true;
-    }
-    if (ready == 0 || left.count() <= 0) {
-      return false;
-    }
-  }
-}
-
-void wait_readable(std::span<pollfd> entries, Clock::time_point deadline, const std::string& for_what) {
-  if (!is_readable(entries, deadline)) {
-    throw Unavailable("timed out waiting for " + for_what);
-  }
-}
-
 // Whether somebody listens there. To ask is to visit, without a word.
 bool listens(const std::string& name) {
   sockaddr_un address;
@@ -96,12 +76,6 @@ bool listens(const std::string& name) {
   const Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   return !socket || ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0 ||
          errno != ECONNREFUSED;
-}
-
-void send_hello(int socket, const Hello& hello, int segment_fd) {
-  if (!send_with_fd(socket, std::as_bytes(std::span(&hello, 1)), segment_fd)) {
-    throw_unavailable("could not give the shared segment to a peer");
-  }
 }
 
 // What is there to be read. Nothing if it is not a hello of ours.
@@ -126,83 +100,12 @@ void check_version(const Hello& hello, const std::string& from) {
   }
 }
 
-// Of the rank that this one has connected to.
-Received receive_hello(int socket, int rank, Clock::time_point deadline) {
-  const auto from = "local rank " + std::to_string(rank);
-  pollfd entry{socket, POLLIN, 0};
-  wait_readable({&entry, 1}, deadline, "the segment of " + from);
-  auto received = read_hello(socket);
-  if (!received) {
-    throw Unavailable("something that is no peer of ours answered in the place of " + from);
-  }
-  check_version(received->hello, from);
-  if (received->hello.rank != rank) {
-    throw Unavailable("something that is no peer of ours answered in the place of " + from);
-  }
-  return *std::move(received);
-}
-
 ucred credentials_of(int socket) {
   ucred credentials{0, static_cast<uid_t>(-1), static_cast<gid_t>(-1)};
   socklen_t length = sizeof(credentials);
   getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length);
   return credentials;
 }
-
-bool same_user(int socket) { return credentials_of(socket).uid == geteuid(); }
-
-// Who connects to a listener, until each has said who it is. One that never does holds up nobody.
-class Visitors {
- public:
-  explicit Visitors(int listener) : listener_(listener) {}
-
-  // The next that says something of ours. While nobody does, `look_around` is called now and then.
-  template <typename LookAround>
-  std::pair<Fd, Received> next(Clock::time_point deadline, const std::string& for_what, LookAround&& look_around) {
-    while (true) {
-      std::vector<pollfd> entries{{listener_, POLLIN, 0}};
-      for (const auto& socket : silent_) {
-        entries.push_back({socket.get(), POLLIN, 0});
-      }
-      if (const auto soon = Clock::now() + kLookAround; soon < deadline) {
-        if (!is_readable(entries, soon)) {
-          look_around();
-          continue;
-        }
-      } else {
-        wait_readable(entries, deadline, for_what);
-      }
-      for (size_t i = silent_.size(); i-- > 0;) {
-        if (entries[i + 1].revents == 0) {
-          continue;
-        }
-        Fd socket = std::move(silent_[i]);
-        silent_.erase(silent_.begin() + static_cast<std::ptrdiff_t>(i));
-        if (auto received = read_hello(socket.get())) {
-          return {std::move(socket), *std::move(received)};
-        }
-      }
-      if (entries[0].revents != 0) {
-        greet();
-      }
-    }
-  }
-
- private:
-  void greet() {
-    Fd socket(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC));
-    if (!socket) {
-      if (errno != EINTR && errno != ECONNABORTED) {
-        throw_unavailable("could not accept a local rank");
-      }
-    } else if (same_user(socket.get())) {  // abstract sockets are open to every user of the machine
-      silent_.push_back(std::move(socket));
-    }
-  }
-
-  const int listener_;
-  std::vector<Fd> silent_;
-};
 
 // Everything that is read before it is trusted.
 Mapping map_segment(const Received& received, int size, const std::string& from) {
@@ -219,21 +122,254 @@ Mapping map_segment(const Received& received, int size, const std::string& from)
   return mapping;
 }
 
-Peer make_peer(Fd socket, const Received& received, int size, const std::string& from) {
-  const auto credentials = credentials_of(socket.get());
-  if (credentials.uid != geteuid()) {
-    throw Unavailable(from + " runs as user " + std::to_string(credentials.uid) + ", this rank as " +
-                      std::to_string(geteuid()));
+std::string local_rank(size_t rank) { return "local rank " + std::to_string(rank); }
+
+// Note [How ranks meet]
+// Each rank connects to those before it, and is connected to by those after it. Who has connected gives its segment, and gets the other's
+// for it; neither before it knows that the other is the same user's. Nothing here waits but poll(): a listener whose queue is full, and a
+// segment that can't be sent because too many descriptors are under way that nobody has read yet (RLIMIT_NOFILE limits those of a user),
+// are tried again, and what has come is read meanwhile, so that others can go on. Nobody else at the listener holds up anybody: who says
+// nothing of ours is let go of, and the oldest of those who say nothing at all when they are too many.
+class Meeting {
+ public:
+  Meeting(int listener, const std::vector<std::string>& addresses, const Hello& hello, const Segment& own,
+          Clock::time_point deadline)
+      : listener_(listener),
+        addresses_(addresses),
+        hello_(hello),
+        own_(own),
+        rank_(static_cast<size_t>(hello.rank)),
+        deadline_(deadline),
+        others_(addresses.size()) {
+    others_[rank_].knows_us = others_[rank_].is_known = true;
   }
-  Peer peer;
-  peer.pid = credentials.pid;
-  peer.segment = map_segment(received, size, from);
-  if (peer.pid > 0) {
-    peer.pidfd = Fd(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
+
+  std::vector<Peer> run() {
+    for (auto next_look = Clock::now() + kLookAround; true;) {
+      bool is_held_up = false;
+      for (size_t rank = 0; rank < others_.size(); ++rank) {
+        is_held_up |= !reach(rank);
+      }
+      if (is_complete()) {
+        break;
+      }
+      const auto now = Clock::now();
+      if (now >= deadline_) {
+        fail_late();
+      }
+      if (now >= next_look) {
+        look_around();
+        next_look = now + kLookAround;
+      }
+      read(std::min({deadline_, next_look, is_held_up ? now + kRetry : deadline_}));
+    }
+    std::vector<Peer> peers(others_.size());
+    for (size_t rank = 0; rank < others_.size(); ++rank) {
+      peers[rank] = std::move(others_[rank].peer);
+    }
+    return peers;
   }
-  peer.socket = std::move(socket);
-  return peer;
-}
+
+ private:
+  struct Other {
+    Peer peer;
+    bool knows_us = false;  // has this rank's segment
+    bool is_known = false;  // we have its segment
+    std::string obstacle;   // why something is to be tried again
+  };
+
+  bool is_before(size_t rank) const { return rank < rank_; }
+  int num_to_come() const {
+    const auto first = others_.begin() + static_cast<std::ptrdiff_t>(rank_) + 1;
+    return static_cast<int>(std::count_if(first, others_.end(), [](const Other& other) { return !other.is_known; }));
+  }
+  bool is_complete() const {
+    return std::all_of(others_.begin(), others_.end(),
+                       [](const Other& other) { return other.knows_us && other.is_known; });
+  }
+
+  // Connects and gives the segment, as far as that goes now. False if it is to be tried again soon.
+  bool reach(size_t rank) {
+    auto& other = others_[rank];
+    if (!other.peer.socket && (!is_before(rank) || !connect(rank))) {
+      return !is_before(rank);  // that one has to come
+    }
+    return other.knows_us || introduce(rank);
+  }
+
+  bool connect(size_t rank) {
+    sockaddr_un address;
+    const auto length = fill_address(address, addresses_[rank]);
+    Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (!socket || ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+      if (socket && errno == EAGAIN) {
+        others_[rank].obstacle = "too many others are waiting to be heard there";
+        return false;
+      }
+      throw_unavailable("could not connect to " + local_rank(rank));
+    }
+    // Whoever listens there may have taken the name of a rank that has gone.
+    if (const auto user = credentials_of(socket.get()).uid; user != geteuid()) {
+      throw Unavailable(local_rank(rank) + " runs as user " + std::to_string(user) + ", this rank as " +
+                        std::to_string(geteuid()));
+    }
+    others_[rank].peer.socket = std::move(socket);
+    return true;
+  }
+
+  bool introduce(size_t rank) {
+    auto& other = others_[rank];
+    if (send_with_fd(other.peer.socket.get(), std::as_bytes(std::span(&hello_, 1)), own_.fd())) {
+      other.knows_us = true;
+      return true;
+    }
+    const int reason = errno;
+    if (reason == ETOOMANYREFS) {
+      other.obstacle = "this user has more descriptors under way between processes than ulimit -n allows";
+      return false;
+    }
+    if (reason == EAGAIN || reason == EINTR) {
+      other.obstacle = "its socket takes no more";
+      return false;
+    }
+    if (is_before(rank) && (reason == EPIPE || reason == ECONNRESET)) {
+      other.obstacle = "it hung up";  // we were silent for too long; or it has gone: connecting says so
+      other.peer.socket = Fd();
+      return false;
+    }
+    throw_unavailable("could not give the shared segment to " + local_rank(rank));
+  }
+
+  // Everything that has come, or comes until `until`.
+  void read(Clock::time_point until) {
+    std::vector<pollfd> entries;
+    std::vector<size_t> asked;  // whose answers are awaited
+    for (size_t rank = 0; rank < rank_; ++rank) {
+      if (others_[rank].knows_us && !others_[rank].is_known) {
+        entries.push_back({others_[rank].peer.socket.get(), POLLIN, 0});
+        asked.push_back(rank);
+      }
+    }
+    const auto first_silent = entries.size();
+    for (const auto& socket : silent_) {
+      entries.push_back({socket.get(), POLLIN, 0});
+    }
+    entries.push_back({num_to_come() > 0 ? listener_ : -1, POLLIN, 0});
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
+    if (poll(entries.data(), entries.size(), static_cast<int>(std::clamp<int64_t>(left, 0, 1000))) < 0) {
+      if (errno != EINTR) {
+        throw_unavailable("waiting for local ranks");
+      }
+      return;
+    }
+    for (size_t i = 0; i < asked.size(); ++i) {
+      if (entries[i].revents != 0) {
+        hear_answer(asked[i]);
+      }
+    }
+    std::vector<Fd> still_silent;
+    for (size_t i = 0; i < silent_.size(); ++i) {
+      if (entries[first_silent + i].revents == 0) {
+        still_silent.push_back(std::move(silent_[i]));
+      } else if (auto received = read_hello(silent_[i].get())) {
+        hear_visitor(std::move(silent_[i]), *received);
+      }
+    }
+    silent_ = std::move(still_silent);
+    if (entries.back().revents != 0) {
+      let_in();
+    }
+  }
+
+  // Of the rank that this one has connected to.
+  void hear_answer(size_t rank) {
+    const auto received = read_hello(others_[rank].peer.socket.get());
+    if (received) {
+      check_version(received->hello, local_rank(rank));
+    }
+    if (!received || received->hello.rank != static_cast<int>(rank)) {
+      throw Unavailable(local_rank(rank) +
+                        " has given up, or died, or something that is no peer of ours answered in its place");
+    }
+    know(rank, *received);
+  }
+
+  void hear_visitor(Fd socket, const Received& received) {
+    check_version(received.hello, "a local rank");
+    const auto rank = static_cast<size_t>(received.hello.rank);
+    if (received.hello.rank <= hello_.rank || rank >= others_.size() || others_[rank].peer.socket ||
+        !std::equal(received.hello.address.begin(), received.hello.address.end(), addresses_[rank].begin(),
+                    addresses_[rank].end())) {
+      return;  // a stranger
+    }
+    others_[rank].peer.socket = std::move(socket);
+    know(rank, received);
+  }
+
+  void know(size_t rank, const Received& received) {
+    auto& other = others_[rank];
+    other.peer.pid = credentials_of(other.peer.socket.get()).pid;
+    other.peer.segment = map_segment(received, static_cast<int>(others_.size()), local_rank(rank));
+    if (other.peer.pid > 0) {
+      other.peer.pidfd = Fd(static_cast<int>(syscall(SYS_pidfd_open, other.peer.pid, 0)));
+    }
+    other.is_known = true;
+  }
+
+  void let_in() {
+    for (int i = 0; i < kMaxRanks; ++i) {
+      Fd socket(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (!socket) {
+        if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
+          throw_unavailable("could not accept a local rank");
+        }
+        return;
+      }
+      // Abstract sockets are open to every user of the machine.
+      if (credentials_of(socket.get()).uid == geteuid()) {
+        silent_.push_back(std::move(socket));
+      }
+      if (silent_.size() > kMaxSilent) {
+        silent_.erase(silent_.begin());
+        return;  // what they may have said comes first
+      }
+    }
+  }
+
+  // A rank that has given up will not come.
+  void look_around() const {
+    for (auto rank = rank_ + 1; rank < others_.size(); ++rank) {
+      if (!others_[rank].is_known && !listens(addresses_[rank])) {
+        throw Unavailable(local_rank(rank) + " has given up, or died");
+      }
+    }
+  }
+
+  [[noreturn]] void fail_late() const {
+    for (size_t rank = 0; rank < others_.size(); ++rank) {
+      const auto& other = others_[rank];
+      if (!other.knows_us && !other.obstacle.empty()) {
+        throw Unavailable("timed out reaching " + local_rank(rank) + ": " + other.obstacle);
+      }
+    }
+    if (const auto missing = num_to_come()) {
+      throw Unavailable("timed out waiting for " + std::to_string(missing) + " local ranks to connect");
+    }
+    const auto silent =
+        std::find_if(others_.begin(), others_.end(), [](const Other& other) { return !other.is_known; });
+    throw Unavailable("timed out waiting for the segment of " +
+                      local_rank(static_cast<size_t>(silent - others_.begin())));
+  }
+
+  const int listener_;
+  const std::vector<std::string>& addresses_;
+  const Hello& hello_;
+  const Segment& own_;
+  const size_t rank_;
+  const Clock::time_point deadline_;
+  std::vector<Other> others_;  // by rank; nothing is to be done for this one's
+  std::vector<Fd> silent_;     // who has come and said nothing yet, the oldest first
+};
 
 std::string read_line(const char* path) {
   std::ifstream file(path);
@@ -264,7 +400,8 @@ bool Peer::gone() const {
          ((entries[0].revents & (POLLHUP | POLLRDHUP | POLLERR)) != 0 || (pidfd && entries[1].revents != 0));
 }
 
-Listener::Listener() : socket_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)), address_(random_name()) {
+Listener::Listener()
+    : socket_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)), address_(random_name()) {
   sockaddr_un address;
   const auto length = fill_address(address, address_);
   if (!socket_ || bind(socket_.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
@@ -276,7 +413,6 @@ Listener::Listener() : socket_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 
 std::vector<Peer> Listener::connect(const std::vector<std::string>& addresses, int rank, const Segment& own,
                                     std::chrono::milliseconds timeout) {
   const Fd listener = std::move(socket_);
-  const auto deadline = Clock::now() + timeout;
   const int size = static_cast<int>(addresses.size());
   if (size > kMaxRanks) {
     throw Unavailable(std::to_string(size) + " ranks on one host; at most " + std::to_string(kMaxRanks) +
@@ -286,47 +422,7 @@ std::vector<Peer> Listener::connect(const std::vector<std::string>& addresses, i
   hello.rank = rank;
   hello.size = size;
   std::copy_n(address_.begin(), kAddressLength, hello.address.begin());
-  std::vector<Peer> peers(addresses.size());
-  std::vector<Fd> outgoing;
-  // Each connects to those before it, and is connected to by those after it: connecting never waits.
-  for (int peer = 0; peer < rank; ++peer) {
-    sockaddr_un address;
-    const auto length = fill_address(address, addresses[static_cast<size_t>(peer)]);
-    Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-    if (!socket || ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
-      throw_unavailable("could not connect to local rank " + std::to_string(peer));
-    }
-    send_hello(socket.get(), hello, own.fd());
-    outgoing.push_back(std::move(socket));
-  }
-  Visitors visitors(listener.get());
-  for (int missing = size - 1 - rank; missing > 0;) {
-    auto [socket, received] = visitors.next(deadline, std::to_string(missing) + " local ranks to connect", [&] {
-      for (int peer = rank + 1; peer < size; ++peer) {
-        if (!peers[static_cast<size_t>(peer)].socket && !listens(addresses[static_cast<size_t>(peer)])) {
-          throw Unavailable("local rank " + std::to_string(peer) + " has given up, or died");
-        }
-      }
-    });
-    check_version(received.hello, "a local rank");
-    const auto from = "local rank " + std::to_string(received.hello.rank);
-    const auto peer = static_cast<size_t>(received.hello.rank);
-    if (received.hello.rank <= rank || received.hello.rank >= size || peers[peer].socket ||
-        !std::equal(received.hello.address.begin(), received.hello.address.end(), addresses[peer].begin(),
-                    addresses[peer].end())) {
-      continue;  // a stranger
-    }
-    send_hello(socket.get(), hello, own.fd());
-    peers[peer] = make_peer(std::move(socket), received, size, from);
-    --missing;
-  }
-  for (int peer = 0; peer < rank; ++peer) {
-    const auto from = "local rank " + std::to_string(peer);
-    auto& socket = outgoing[static_cast<size_t>(peer)];
-    const auto received = receive_hello(socket.get(), peer, deadline);
-    peers[static_cast<size_t>(peer)] = make_peer(std::move(socket), received, size, from);
-  }
-  return peers;
+  return Meeting(listener.get(), addresses, hello, own, deadline_after(timeout)).run();
 }
 
 }  // namespace torchddp::shm

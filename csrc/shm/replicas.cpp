@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 
+#include "common/deadline.h"
 #include "shm/errors.h"
 #include "shm/fd_passing.h"
 #include "shm/sealed_file.h"
@@ -67,7 +68,7 @@ void Replicas::probe(PrivateView view, std::byte* shared) {
 
 void Replicas::exchange(const std::vector<Peer>& peers, int rank, const std::vector<int64_t>& bytes, int64_t serial,
                         std::chrono::milliseconds timeout, const std::function<void()>& keep_waiting) {
-  const auto deadline = Clock::now() + timeout;
+  const auto deadline = deadline_after(timeout);
   rank_ = rank;
   const Parcel parcel{.serial = serial};
   for (size_t peer = 0; peer < peers.size(); ++peer) {

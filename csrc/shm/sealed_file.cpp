@@ -4,11 +4,17 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <string>
 
 #include "shm/errors.h"
 
 namespace torchddp::shm {
+namespace {
+
+constexpr int64_t kPage = 4096;
+
+}  // namespace
 
 Fd make_sealed_file(int64_t bytes) {
   Fd file(memfd_create("torchddp", MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -26,11 +32,26 @@ Fd make_sealed_file(int64_t bytes) {
 }
 
 bool commit(const Fd& file, int64_t offset, int64_t bytes) {
-  int status = 0;
-  do {
-    status = fallocate(file.get(), 0, offset, bytes);
-  } while (status != 0 && errno == EINTR);
-  return status == 0;
+  const auto end = offset + bytes;
+  auto step = bytes;
+  for (auto at = offset; at < end;) {
+    const auto part = std::min(step, end - at);
+    if (fallocate(file.get(), 0, at, part) == 0) {
+      at += part;
+    } else if (errno == EINTR) {
+      // Before Linux 6.10 a signal undoes all of a call, and with a profiler the next one comes soon: less at a time, down to a page.
+      step = std::max(part / 2, kPage);
+    } else {
+      const auto reason = errno;
+      const auto first = (offset + kPage - 1) / kPage * kPage;
+      if (const auto last = at / kPage * kPage; last > first) {
+        fallocate(file.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, first, last - first);
+      }
+      errno = reason;
+      return false;
+    }
+  }
+  return true;
 }
 
 int64_t sealed_bytes(const Fd& file) {

@@ -23,9 +23,12 @@ int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit
 // Blocks share no page unless they are small, so that a page can be given back with its block.
 int64_t alignment_for(int64_t bytes) { return bytes >= kHugePage ? kHugePage : bytes >= kPage ? kPage : 64; }
 
-// As much as the machine could ever hold, unless a limit on file sizes (whose breach is a deadly signal) is lower.
-int64_t virtual_bytes() {
+// As much as the machine could ever hold, but no more than kFairShares of an even division: each rank maps the segments of all, and 128
+// times the memory of a large machine is all of its address space. No more than a limit on file sizes, whose breach is a deadly signal.
+int64_t virtual_bytes(int size) {
+  constexpr int kFairShares = 4;
   int64_t bytes = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+  bytes = bytes / std::max(size, kFairShares) * kFairShares;
   rlimit limit{};
   if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
     bytes = std::min(bytes, static_cast<int64_t>(std::min<rlim_t>(limit.rlim_cur, INT64_MAX)));
@@ -63,7 +66,8 @@ Mapping::Mapping(int fd, int64_t bytes, Writes writes) : bytes_(bytes) {
     throw_unavailable("could not map " + std::to_string(bytes) + " bytes of shared memory");
   }
   base_ = static_cast<std::byte*>(base);
-  if (writes == Writes::kShared) {  // a private page that is written to should be a small one
+  madvise(base_, static_cast<size_t>(bytes), MADV_DONTDUMP);  // the peers' memory, and holes that a dump would fill
+  if (writes == Writes::kShared) {                            // a private page that is written to should be a small one
     madvise(base_, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // where the machine allows it; no matter if it doesn't
   }
 }
@@ -81,7 +85,7 @@ Mapping::~Mapping() {
 }
 
 Segment::Segment(int rank, int size, int64_t limit_bytes) : pid_(getpid()) {
-  const auto bytes = virtual_bytes();
+  const auto bytes = virtual_bytes(size);
   if (bytes < kDataOffset + kHugePage) {
     throw Unavailable("the limit on file sizes (ulimit -f) leaves no room for a shared segment");
   }
@@ -93,12 +97,6 @@ Segment::Segment(int rank, int size, int64_t limit_bytes) : pid_(getpid()) {
   write_header(base(), bytes, rank, size);
   limit_bytes_ = limit_bytes > 0 ? limit_bytes : bytes;
   free_.emplace(kDataOffset, bytes - kDataOffset);
-}
-
-void Segment::introduce(int rank, int size) {
-  auto* header = reinterpret_cast<Header*>(base());
-  header->rank = rank;
-  header->size = size;
 }
 
 bool Segment::charge(int64_t bytes) {
@@ -129,8 +127,7 @@ void* Segment::allocate(int64_t bytes) {
     if (offset + bytes > begin + size) {
       continue;
     }
-    const auto pages_begin = offset / kPage * kPage;
-    if (!commit(fd_, pages_begin, round_up(offset + bytes, kPage) - pages_begin)) {
+    if (!commit(fd_, offset, bytes)) {
       return nullptr;
     }
     free_.erase(block);

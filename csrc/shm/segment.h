@@ -31,16 +31,14 @@ class Mapping {
 };
 
 // This rank's segment: the header of layout.h, then memory for buckets. It has no name, belongs to this user alone, can't be
-// resized by anybody (sealed), and is gone when the last process that maps it is. Virtual size is that of the machine's memory;
-// pages are there from allocate() to release() only, and are allocated by the kernel before they are touched, so that a machine
+// resized by anybody (sealed), and is gone when the last process that maps it is. Virtual size is that of the machine's memory, or
+// several times this rank's share of it; pages are there from allocate() to release() only, and are allocated by the kernel before they are touched, so that a machine
 // without room says no instead of sending SIGBUS. Thread-safe.
 class Segment {
  public:
   // `limit_bytes`: how much allocate() may hand out; 0 for no limit but the machine's. Throws Unavailable.
   Segment(int rank, int size, int64_t limit_bytes);
 
-  // Changes who the header says it is; before any peer has seen it.
-  void introduce(int rank, int size);
   int fd() const { return fd_.get(); }
   std::byte* base() const { return mapping_.base(); }
   int64_t bytes() const { return mapping_.bytes(); }

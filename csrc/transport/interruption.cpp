@@ -1,5 +1,6 @@
 #include "transport/interruption.h"
 
+#include "common/deadline.h"
 #include "common/errors.h"
 
 namespace torchddp::transport {
@@ -29,7 +30,7 @@ bool Interruption::wait_for(c10::ivalue::Future& future, std::chrono::millisecon
     std::unique_lock lock(state_->mutex);
     const auto over = [&] { return state_->raised.load(std::memory_order_relaxed) || future.completed(); };
     if (limit.count() > 0) {
-      state_->changed.wait_for(lock, limit, over);
+      state_->changed.wait_until(lock, deadline_after(limit), over);
     } else {
       state_->changed.wait(lock, over);
     }

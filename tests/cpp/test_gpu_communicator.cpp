@@ -195,6 +195,20 @@ TEST(gpu_an_operation_that_does_not_end_breaks_the_communicator) {
   CHECK_EQ(f.device->alive.load(), 0);
 }
 
+TEST(gpu_the_longest_of_timeouts_is_waited_for) {
+  Fixture f;
+  f.config.timeout = f.config.connect_timeout = f.config.leave_timeout = std::chrono::milliseconds::max();
+  f.nccl->init_result = kNcclInProgress;
+  f.nccl->in_progress = 3;
+  const auto comm = f.make();
+  f.device->idle = false;
+  Ticket ticket;
+  f.all_reduce(*comm, ticket);
+  std::this_thread::sleep_for(30ms);  // the watchdog looks
+  CHECK_EQ(error_of([&] { comm->check(); }), "");
+  f.device->idle = true;
+}
+
 TEST(gpu_time_counts_from_the_end_of_the_operation_before) {
   Fixture f;
   f.config.timeout = 1000ms;

@@ -115,6 +115,24 @@ TEST(shm_the_configured_timeout_holds_where_none_is_given) {
   CHECK_THROWS(TransportError, second.wait(second.start({}), milliseconds(0)), "timed out after 40 ms", "rank 11");
 }
 
+TEST(shm_the_longest_of_timeouts_is_waited_for) {
+  for (const auto limit : {milliseconds::max(), milliseconds(86'399'999'999'999'999)}) {
+    Host host(2);
+    check_ranks(2, [&](int rank) {
+      auto config = host.config(rank);
+      config.timeout = limit;
+      Engine engine(std::move(config));
+      std::this_thread::sleep_for(milliseconds(30 * rank));  // the other one waits
+      run_one(host, engine, rank, {.numel = kLarge});
+      engine.wait(engine.start({}), milliseconds(0));
+      Exchange exchange(host, rank, {.numel = 10});
+      exchange.start(engine);
+      require(engine.wait_for(exchange.seq(), std::chrono::nanoseconds::max(), true), "it was not complete");
+      exchange.finish(engine, limit);
+    });
+  }
+}
+
 TEST(shm_after_a_failure_every_call_throws_at_once) {
   Host host(2);
   const auto engine = host.engine(0);
@@ -126,6 +144,41 @@ TEST(shm_after_a_failure_every_call_throws_at_once) {
   CHECK_THROWS(TransportError, engine->wait(seq, kPatience), "out of order since");
   engine->progress();
   CHECK(ms_since(since) < 1000);
+}
+
+// Two threads of a rank wait, and the time of one is up: it lets go of its memory. What the peer then posts is not for the other thread
+// to carry out, which wakes a moment before it hears of the failure.
+TEST(shm_after_a_failure_a_thread_that_waits_does_no_work_of_others) {
+  constexpr int kRounds = 25;
+  constexpr int64_t kNumel = 1000;
+  int num_touched = 0;
+  for (int round = 0; round < kRounds; ++round) {
+    Host host(2);
+    const auto engine = host.engine(0);
+    const auto peer = host.engine(1);
+    std::vector<float> input(kNumel, 1);
+    std::vector<float> output(2 * kNumel, -1);
+    const Operation mine{.kind = OpKind::kAllGather, .numel = kNumel, .input = input.data(), .output = output.data()};
+    const auto seq = engine->start(mine);
+    const auto later = engine->start({});
+    std::string message;
+    std::thread other([&] { message = error_of([&] { engine->wait(later, kPatience); }); });
+    CHECK_THROWS(TransportError, engine->wait(seq, milliseconds(2 + round % 7)), "timed out");
+    std::fill(output.begin(), output.end(), -2.0f);  // as whoever has this memory now would
+    std::vector<float> gathered(2 * kNumel);
+    CHECK(error_of([&] {
+            peer->start(
+                {.kind = OpKind::kAllGather, .numel = kNumel, .input = input.data(), .output = gathered.data()});
+            for (int i = 0; i < 5; ++i) {
+              std::this_thread::sleep_for(milliseconds(1));
+              peer->progress();
+            }
+          }).empty());
+    other.join();
+    CHECK(contains_all(message, {"out of order since timed out"}));
+    num_touched += std::all_of(output.begin(), output.end(), [](float value) { return value == -2; }) ? 0 : 1;
+  }
+  CHECK_EQ(num_touched, 0);
 }
 
 TEST(shm_a_rank_that_leaves_is_missed_by_those_that_wait) {

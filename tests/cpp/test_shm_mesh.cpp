@@ -1,6 +1,7 @@
 // How ranks find each other: as threads, among strangers, and as processes that die.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -8,6 +9,7 @@
 #include <csignal>
 
 #include "shm/errors.h"
+#include "shm/fd_passing.h"
 #include "shm_mesh_ranks.h"
 
 namespace torchddp::shm {
@@ -22,16 +24,31 @@ struct Hello {
   std::array<char, 32> address{};
 };
 
+socklen_t address_of(const std::string& name, sockaddr_un& address) {
+  address.sun_family = AF_UNIX;
+  const std::string path = "torchddp-" + name;
+  std::copy(path.begin(), path.end(), address.sun_path + 1);
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
+}
+
+// In the place of a rank's.
+Fd listen_at(const std::string& name, int backlog) {
+  Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  const auto length = address_of(name, address);
+  require(bind(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0 &&
+              listen(socket.get(), backlog) == 0,
+          "could not listen");
+  return socket;
+}
+
 // Somebody who knows the name of a listener.
 class Stranger {
  public:
   explicit Stranger(const std::string& address) : socket_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
     sockaddr_un name{};
-    name.sun_family = AF_UNIX;
-    const std::string path = "torchddp-" + address;
-    std::copy(path.begin(), path.end(), name.sun_path + 1);
-    require(::connect(socket_.get(), reinterpret_cast<const sockaddr*>(&name),
-                      static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size())) == 0,
+    const auto length = address_of(address, name);
+    require(::connect(socket_.get(), reinterpret_cast<const sockaddr*>(&name), length) == 0,
             "the stranger could not connect");
   }
 
@@ -242,6 +259,71 @@ TEST(shm_mesh_a_rank_that_gave_up_is_not_waited_for) {
   CHECK(ms_since(since) < kQuickly.count());
 }
 
+// Somebody is always at the door: that is no reason not to look for those who will not come.
+TEST(shm_mesh_a_rank_that_gave_up_is_noticed_among_many_strangers) {
+  Ranks ranks(3);
+  ranks.listeners.pop_back();
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> crowd;
+  for (int i = 0; i < 3; ++i) {
+    crowd.emplace_back([&] {
+      try {
+        while (!stop.load()) const Stranger passes_by(ranks.addresses[0]);
+      } catch (const std::runtime_error&) {  // nobody listens any more
+      }
+    });
+  }
+  const auto since = Clock::now();
+  CHECK_THROWS(Unavailable, ranks.connect(0, 2 * kQuickly), "local rank 2 has given up, or died");
+  CHECK(ms_since(since) < kQuickly.count());
+  stop.store(true);
+  for (auto& thread : crowd) thread.join();
+}
+
+// More than are let in at a time, and none of them ever speaks.
+TEST(shm_mesh_connects_ranks_among_strangers_that_stay) {
+  Ranks ranks(2);
+  std::vector<std::unique_ptr<Stranger>> strangers;
+  std::atomic<bool> stop{false};
+  std::thread crowd([&] {
+    try {
+      while (!stop.load() && strangers.size() < 3 * kMaxRanks) {
+        strangers.push_back(std::make_unique<Stranger>(ranks.addresses[0]));
+      }
+    } catch (const std::runtime_error&) {
+    }
+  });
+  const auto since = Clock::now();
+  check_ranks(2, [&](int rank) {
+    if (rank == 1) std::this_thread::sleep_for(milliseconds(50));
+    ranks.connect(rank, kPatience);
+  });
+  CHECK(ms_since(since) < kQuickly.count());
+  stop.store(true);
+  crowd.join();
+}
+
+// The queue of a listener is full, and nobody takes anything from it.
+TEST(shm_mesh_a_rank_that_takes_nobody_is_waited_for_no_longer_than_agreed) {
+  Listener own;
+  const std::string name(32, 'f');
+  const auto listener = listen_at(name, 0);
+  std::vector<Fd> queue;
+  while (true) {
+    Fd next(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    sockaddr_un address{};
+    const auto length = address_of(name, address);
+    if (::connect(next.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) break;
+    queue.push_back(std::move(next));
+  }
+  CHECK_EQ(errno, EAGAIN);
+  const Segment segment(1, 2, 0);
+  const auto since = Clock::now();
+  CHECK_THROWS(Unavailable, own.connect({name, own.address()}, 1, segment, milliseconds(100)),
+               "timed out reaching local rank 0", "too many others");
+  CHECK(ms_since(since) < kQuickly.count());
+}
+
 TEST(shm_mesh_more_ranks_than_can_share_memory) {
   Listener listener;
   const Segment segment(0, 1, 0);
@@ -323,6 +405,115 @@ bool reduce_some(Engine& engine, Segment& segment, int rounds, int64_t numel) {
   }
   segment.release(block);
   return good;
+}
+
+// Runs `body` in a child; its exit status is what that returns, 99 if it throws.
+class Process {
+ public:
+  template <class Body>
+  explicit Process(const Body& body) : pid_(fork()) {
+    if (pid_ == 0) {
+      int status = 99;
+      try {
+        status = body();
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "child: %s\n", error.what());
+      }
+      _exit(status);
+    }
+  }
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+  int end() const {
+    int status = 0;
+    waitpid(pid_, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  }
+
+ private:
+  pid_t pid_;
+};
+
+constexpr uid_t kNobody = 65534;
+
+// It has taken the name of a rank that has gone: it gets neither memory nor a word.
+TEST(shm_mesh_another_user_in_the_place_of_a_rank_gets_nothing) {
+  const std::string name(32, 'u');
+  if (geteuid() != 0) {
+    CHECK(true);  // nobody can be somebody else
+    return;
+  }
+  std::array<int, 2> ends{};
+  require(pipe2(ends.data(), O_CLOEXEC) == 0, "no pipe");
+  const Fd read_end(ends[0]);
+  const Fd write_end(ends[1]);
+  const Process other([&] {
+    if (setuid(kNobody) != 0) return 1;
+    const auto listener = listen_at(name, 5);
+    if (write(write_end.get(), "x", 1) != 1) return 2;
+    const Fd visitor(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    std::array<char, 1000> data{};
+    return recv(visitor.get(), data.data(), data.size(), 0) == 0 ? 0 : 3;
+  });
+  char ready = 0;
+  require(read(read_end.get(), &ready, 1) == 1, "nobody listens");
+  Listener own;
+  const Segment segment(1, 2, 0);
+  CHECK_THROWS(Unavailable, own.connect({name, own.address()}, 1, segment, kQuickly),
+               "local rank 0 runs as user 65534, this rank as 0");
+  CHECK_EQ(other.end(), 0);
+}
+
+TEST(shm_mesh_without_descriptors_a_rank_blames_itself) {
+  const auto message = [](int rank) {
+    Ranks ranks(2);
+    const Stranger waiting(ranks.addresses[0]);
+    const int next = dup(0);
+    close(next);
+    const rlimit limit{static_cast<rlim_t>(next), static_cast<rlim_t>(next)};
+    require(setrlimit(RLIMIT_NOFILE, &limit) == 0, "no limit");
+    try {
+      ranks.connect(rank, kQuickly);
+    } catch (const Unavailable& error) {
+      const auto said = "Too many open files in this process, which may have " + std::to_string(next) + " (ulimit -n)";
+      return contains_all(error.what(), {said}) ? 0 : 1;
+    }
+    return 2;
+  };
+  for (const int rank : {0, 1}) CHECK_EQ(Process([&] { return message(rank); }).end(), 0);
+}
+
+// As if many ranks had sent theirs and nobody had read them yet.
+TEST(shm_mesh_too_many_descriptors_under_way_are_waited_for) {
+  const Process process([] {
+    if (geteuid() == 0 && setuid(kNobody) != 0) return 1;  // root has no such limit
+    constexpr int kLimit = 100;
+    const rlimit limit{kLimit, kLimit};
+    if (setrlimit(RLIMIT_NOFILE, &limit) != 0) return 2;
+    std::array<int, 2> ends{};
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends.data()) != 0) return 3;
+    std::array<Fd, 2> pair{Fd(ends[0]), Fd(ends[1])};
+    const auto say = [&] {
+      const std::byte word{};
+      return send_with_fd(pair[0].get(), {&word, 1}, pair[0].get());
+    };
+    for (int i = 0; i < 2 * kLimit && say(); ++i) {
+    }
+    if (say() || errno != ETOOMANYREFS) return 4;
+    Ranks ranks(3);
+    std::thread reader([&] {
+      std::this_thread::sleep_for(milliseconds(100));
+      for (auto& end : pair) end = Fd();
+    });
+    const auto since = Clock::now();
+    const auto errors = run_ranks(3, [&](int rank) { ranks.connect(rank, kPatience); });
+    reader.join();
+    for (const auto& error : errors) {
+      if (!error.empty()) throw std::runtime_error(error);
+    }
+    return ms_since(since) < kQuickly.count() ? 0 : 5;
+  });
+  CHECK_EQ(process.end(), 0);
 }
 
 TEST(shm_mesh_two_processes_reduce) {

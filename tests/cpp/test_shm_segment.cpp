@@ -3,10 +3,12 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 
 #include <cerrno>
 #include <csignal>
+#include <fstream>
 #include <map>
 #include <random>
 
@@ -18,6 +20,29 @@ namespace {
 
 constexpr int64_t kPage = 4096;
 constexpr int64_t kHuge = 2 << 20;
+
+// While there is one: a kernel before 6.10, where a signal undoes all that a call of fallocate() has allocated, and a profiler that sends
+// one for every so many bytes.
+struct OldKernel {
+  explicit OldKernel(int64_t bytes_between_signals, int64_t room = INT64_MAX) {
+    between = bytes_between_signals;
+    left = room;
+    num_interrupted = 0;
+  }
+  ~OldKernel() { between = left = INT64_MAX; }
+  OldKernel(const OldKernel&) = delete;
+  OldKernel& operator=(const OldKernel&) = delete;
+
+  static inline int64_t between = INT64_MAX;
+  static inline int64_t left = INT64_MAX;  // room
+  static inline int num_interrupted = 0;
+
+  // What such a kernel says: an error, or 0 to go on.
+  static int fate(int64_t bytes) {
+    if (bytes > between) return ++num_interrupted < 1000 ? EINTR : EIO;  // it would never end
+    return left != INT64_MAX && (left -= bytes) < 0 ? ENOSPC : 0;
+  }
+};
 
 int64_t pages_held(const Segment& segment) {
   struct stat info{};
@@ -154,6 +179,69 @@ TEST(shm_segment_is_the_same_memory_in_another_mapping) {
   CHECK_THROWS(Unavailable, Mapping(-1, 4096), "could not map 4096 bytes");
 }
 
+// Each rank maps the segments of all.
+TEST(shm_segments_of_many_ranks_fit_in_the_address_space) {
+  const auto machine = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+  for (const int size : {1, 2, 4, 5, 8, 128, kMaxRanks}) {
+    const Segment segment(0, size, 0);
+    CHECK(segment.bytes() <= machine && segment.bytes() * size <= 4 * machine);
+    CHECK(segment.bytes() >= std::min(machine, 4 * (machine / size)) - kHuge);
+    CHECK_EQ(reinterpret_cast<const Header*>(segment.base())->segment_bytes, segment.bytes());
+    CHECK_EQ(reinterpret_cast<const Header*>(segment.base())->size, size);
+  }
+}
+
+// Neither what ranks share nor the holes in it, which the kernel would fill with zeros to write them.
+TEST(shm_segments_are_not_in_core_dumps) {
+  Segment segment(0, 1, 0);
+  const Mapping of_peer(segment.fd(), segment.bytes());
+  const Mapping view(segment.fd(), segment.bytes(), Mapping::Writes::kPrivate);
+  segment.release(segment.allocate(10 * kPage));  // a hole
+  std::ifstream maps("/proc/self/smaps");
+  int num_seen = 0;
+  bool is_ours = false;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find("memfd:torchddp") != std::string::npos) {
+      is_ours = true;
+    } else if (is_ours && line.starts_with("VmFlags:")) {
+      CHECK(line.find(" dd") != std::string::npos);
+      ++num_seen;
+      is_ours = false;
+    }
+  }
+  CHECK(num_seen >= 3);
+}
+
+TEST(shm_segment_allocates_while_signals_come) {
+  constexpr int64_t kBytes = (8 << 20) + 5 * kPage;
+  for (const int64_t between_signals : {kPage, 3 * kPage, kBytes - 1, kBytes}) {
+    Segment segment(0, 1, 0);
+    const auto before = pages_held(segment);
+    const OldKernel kernel(between_signals);
+    auto* block = segment.allocate(kBytes);
+    CHECK(block != nullptr);
+    CHECK(pages_held(segment) >= before + kBytes / kPage);
+    CHECK_EQ(OldKernel::num_interrupted == 0, between_signals == kBytes);
+  }
+}
+
+// What did not fit is not kept, and its neighbours are.
+TEST(shm_segment_that_runs_out_of_room_between_signals_gives_back_what_it_got) {
+  Segment segment(0, 1, 0);
+  auto* small = segment.allocate(64);
+  fill(small, 64, 9);
+  const auto before = pages_held(segment);
+  {
+    const OldKernel kernel(16 * kPage, 100 * kPage);
+    CHECK(segment.allocate(300 * kPage) == nullptr);
+    CHECK_EQ(errno, ENOSPC);
+  }
+  CHECK(OldKernel::num_interrupted > 0);
+  CHECK(pages_held(segment) <= before + 1);
+  CHECK(is_filled(small, 64, 9));
+  CHECK(segment.allocate(300 * kPage) != nullptr);
+}
+
 // Against a list of blocks: none overlaps another, contents stay, and at the end all is free again.
 TEST(shm_segment_random_allocations_agree_with_a_model) {
   constexpr int64_t kLimit = 24 << 20;
@@ -288,3 +376,14 @@ TEST(shm_segment_an_engine_is_not_closed_by_a_forked_child) {
 
 }  // namespace
 }  // namespace torchddp::shm
+
+// In the place of the C library's.
+extern "C" int fallocate(int fd, int mode, off_t offset, off_t bytes) {
+  if (mode == 0) {
+    if (const int error = torchddp::shm::OldKernel::fate(bytes)) {
+      errno = error;
+      return -1;
+    }
+  }
+  return static_cast<int>(syscall(SYS_fallocate, fd, mode, offset, bytes));
+}

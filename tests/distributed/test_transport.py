@@ -3,14 +3,16 @@
 A new transport joins by adding its name to TRANSPORTS.
 """
 
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.harness import run_outcomes, run_ranks
-from torchddp import _C, TransportError
+from torchddp import _C, DistributedDataParallel, TransportError
 from torchddp.transports import open_transport
 
 TRANSPORTS = ["c10d", "shm"]
@@ -181,6 +183,25 @@ def test_a_peer_that_never_comes_is_an_error_within_the_timeout(choice):
 
     outcomes = run_outcomes(work, 2, timeout=30)
     assert outcomes[0].value is True, outcomes[0].error
+
+
+@on_each_transport
+@pytest.mark.parametrize("limit", [timedelta(days=5_000_000), timedelta.max], ids=["large", "max"])
+def test_the_longest_of_timeouts_is_waited_for(choice, limit):
+    """Added to the time of day, it would overflow: the rank that waits would be told that its time is up."""
+
+    def work(rank):
+        ddp = DistributedDataParallel(nn.Linear(100, 100), transport=choice, timeout=limit)
+        transport, handle = opened(choice)
+        for _ in range(2):
+            time.sleep(0.05 * rank)
+            ddp(torch.ones(2, 100)).sum().backward()
+            tensor = torch.full((5,), float(rank))
+            transport.all_reduce(tensor, handle)
+            handle.wait(min(limit, timedelta(days=5_000_000)))
+            assert tensor[0] == 1
+
+    run_ranks(work, 2, timeout=30)
 
 
 def test_unknown_transport_is_refused():

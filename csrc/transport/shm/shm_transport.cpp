@@ -161,9 +161,9 @@ std::shared_ptr<ShmTransport> ShmEndpoint::connect(c10::intrusive_ptr<c10d::Proc
                 "this rank is not among those of its host");
   const auto rank = static_cast<int>(found - placement.addresses.begin());
   const auto size = static_cast<int>(placement.addresses.size());
-  segment_->introduce(rank, size);
-  auto peers = listener_.connect(placement.addresses, rank, *segment_, connect_timeout);
-  return std::make_shared<ShmTransport>(std::move(group), placement, segment_, std::move(peers), timeout);
+  auto segment = std::make_shared<shm::Segment>(rank, size, limit_bytes_);
+  auto peers = listener_.connect(placement.addresses, rank, *segment, connect_timeout);
+  return std::make_shared<ShmTransport>(std::move(group), placement, std::move(segment), std::move(peers), timeout);
 }
 
 ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const ShmPlacement& placement,

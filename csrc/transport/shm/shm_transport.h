@@ -32,15 +32,15 @@ class ShmTransport;
 // The first half of opening the transport: what a rank tells the others before they connect.
 class ShmEndpoint {
  public:
-  // `limit_bytes`: of the segment; 0 for as much as the machine has. Throws shm::Unavailable.
-  explicit ShmEndpoint(int64_t limit_bytes) : segment_(std::make_shared<shm::Segment>(0, 1, limit_bytes)) {}
+  // `limit_bytes`: of the segment; 0 for as much as the machine has. Throws shm::Unavailable if there can't even be an empty one.
+  explicit ShmEndpoint(int64_t limit_bytes) : limit_bytes_(limit_bytes) { shm::Segment(0, 1, limit_bytes); }
   const std::string& address() const { return listener_.address(); }
   // Every rank of the host must call it at about the same time. Throws shm::Unavailable.
   std::shared_ptr<ShmTransport> connect(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
                                         std::chrono::milliseconds connect_timeout, std::chrono::milliseconds timeout);
 
  private:
-  std::shared_ptr<shm::Segment> segment_;
+  int64_t limit_bytes_;
   shm::Listener listener_;
 };
 

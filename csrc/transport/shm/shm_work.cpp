@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "common/deadline.h"
 #include "transport/shm/shm_transport.h"
 
 namespace torchddp::transport {
@@ -71,7 +72,7 @@ bool ShmC10dWork::wait(milliseconds timeout) {
 // False if the caller's own time is up.
 bool ShmC10dWork::await(ShmTransport& transport, milliseconds timeout) {
   auto& engine = transport.engine();
-  const auto deadline = Clock::now() + timeout;
+  const auto deadline = deadline_after(timeout);
   try {
     for (const auto seq : seqs_) {
       if (timeout <= kNoTimeout) {
@@ -303,7 +304,7 @@ bool ShmOperations::look(ShmTransport& transport, const Works& works) {
   try {
     for (const auto seq : awaited->seqs_) {
       if (!engine.wait_for(seq, kLook, false)) {
-        if (Clock::now() - awaited->started_ >= awaited->timeout_) {
+        if (Clock::now() >= deadline_after(awaited->timeout_, awaited->started_)) {
           engine.wait(seq, awaited->timeout_, awaited->started_);
         }
         break;
