@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import signal
+import stat
 import time
 from datetime import timedelta
 
@@ -229,6 +230,30 @@ def test_no_report_without_a_stall(tmp_path):
 
     assert run_ranks(work, 2) == [[], []]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("in_the_way", ["file", "link"])
+def test_reports_are_this_users_alone(in_the_way, tmp_path, monkeypatch):
+    """In a folder that others write to as well: nothing there is followed, written to or readable for them."""
+    theirs, target = tmp_path / "tmp", tmp_path / "of_the_user"
+    theirs.mkdir()
+    target.write_text("precious")
+    monkeypatch.setenv(report.FOLDER_ENV, str(theirs))
+    monkeypatch.setattr(report.secrets, "token_hex", lambda _: "guessed")
+    content = {"written_by": 0, "step": 4, "headline": "x"}
+    first = report.write(content)
+    assert first is not None and stat.S_IMODE(first.stat().st_mode) == 0o600
+    first.unlink()
+    # The same names again, this time taken.
+    monkeypatch.setattr(report.time, "strftime", lambda _: first.name.removeprefix("torchddp-hang-")[:15])
+    for name in (first, first.with_name(f"{first.name}.guessed.part")):
+        name.symlink_to(target) if in_the_way == "link" else name.write_text("theirs")
+    assert report.write(content) is None
+    assert target.read_text() == "precious" and first.read_text() in ("precious", "theirs")
+    monkeypatch.undo()
+    monkeypatch.setenv(report.FOLDER_ENV, str(theirs))
+    assert report.write(content) is not None
+    assert target.read_text() == "precious"
 
 
 def test_a_stall_that_ends_while_ranks_are_asked(tmp_path):
