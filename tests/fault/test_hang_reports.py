@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import stat
+import threading
 import time
 from datetime import timedelta
 
@@ -230,6 +231,38 @@ def test_no_report_without_a_stall(tmp_path):
 
     assert run_ranks(work, 2) == [[], []]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_training_loop_in_another_thread(tmp_path):
+    """As trainers run it: what the main thread handles meanwhile is nobody's reason, and the thread's place is told."""
+
+    def work(rank):
+        os.environ[report.FOLDER_ENV] = str(tmp_path)
+        reports = Reports()
+        ddp = torchddp.DistributedDataParallel(
+            seeded(Mlp), transport="c10d", timeout=timedelta(seconds=TIMEOUT_S), stall_report_s=STALL_S
+        )
+
+        def loop_of_a_trainer():
+            for step in range(3):
+                step_on(ddp, rank, step)
+            if rank == 1:
+                time.sleep(RAISED_S)
+                return
+            with pytest.raises(torchddp.TransportError):
+                step_on(ddp, rank, 3)
+
+        try:
+            raise KeyError("of the main thread")
+        except KeyError:
+            loop = threading.Thread(target=loop_of_a_trainer)
+            loop.start()
+            loop.join()
+        return reports.texts
+
+    texts = [text for texts in run_ranks(work, 2, timeout=SECONDS) for text in texts]
+    assert len(texts) == 1 and "rank 1 is at step 3" in texts[0], texts
+    assert "of the main thread" not in texts[0] and "in loop_of_a_trainer" in texts[0], texts[0]
 
 
 @pytest.mark.parametrize("in_the_way", ["file", "link"])
