@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torchddp.own_process import OwnProcess
 from torchddp.watch import last_exception, processes, report, stacks
 from torchddp.watch.board import Board
 from torchddp.watch.diagnosis import diagnose
@@ -85,6 +86,8 @@ class _Round:
 class HangMonitor:
     """The task of one model on the watcher. Nothing here is collective, raises into training, or keeps the model.
 
+    A forked child is no rank: there its copy neither looks nor tells anything.
+
     Keys on the board: ``who/R`` (a rank's process), ``left/R`` (why it takes part no more), ``request`` (the last
     question), ``answer/N/R`` (a `RankState`) and ``report/N`` (the finding) of question N.
 
@@ -103,6 +106,7 @@ class HangMonitor:
         self._last_number = 0
         self._known: dict[int, dict[str, Any]] = {}
         self._knows_all, self._meetings = False, 0
+        self._home = OwnProcess()
         last_exception.install()
         # Not later than the watcher's own end, which is registered before.
         self._at_exit = lambda: self.close("" if subject.is_over() else "its program has ended")
@@ -114,7 +118,7 @@ class HangMonitor:
     def close(self, why: str = "") -> None:
         """Ends the task; ``why`` is told to the other ranks, if their store still answers."""
         atexit.unregister(self._at_exit)
-        if self._task.closed:
+        if self._task.closed or not self._home.is_here:
             return
         self._task.close()
         if why:
