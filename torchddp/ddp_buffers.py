@@ -7,6 +7,7 @@ import torch
 from torchddp import _C, buffer_sync
 from torchddp.ddp_construction import DDPConstruction
 from torchddp.errors import TransportError
+from torchddp.rank_problems import ADVICE_FOR_A_LOST_PEER
 
 
 class DDPBuffers(DDPConstruction):
@@ -63,9 +64,7 @@ class DDPBuffers(DDPConstruction):
         except TransportError as error:
             text = (
                 f"rank {self._own_rank}: the broadcast of {len(buffers)} buffers "
-                f"({sum(b.nbytes for b in buffers)} bytes) from rank {root} failed: {error}\n"
-                "A peer has died, left, or did not reach this step in time. "
-                "Look at the other ranks' logs for the first error."
+                f"({sum(b.nbytes for b in buffers)} bytes) from rank {root} failed: {error}\n{ADVICE_FOR_A_LOST_PEER}"
             )
             raise TransportError(self.reducer._with_failure_note(text)) from error
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import threading
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class DDPConstruction(TorchDDP):
     _caps_asked_for: list[float]
     _hang_monitor: HangMonitor | None = None
     # Changed by what comes after.
+    training_thread: int  # whose forward was the last with gradients
     _group_without_rank: bool = False
     _has_builtin_hook: bool = False
     # What buckets of one owner travel as, if they are float32.
@@ -111,6 +113,7 @@ class DDPConstruction(TorchDDP):
         # Groups that torch does not know (torchft's) can't be seen to have been destroyed.
         self._group_is_registered = self.process_group in _world.pg_map
         self._own_rank = self.process_group.rank()
+        self.training_thread = threading.get_ident()
         self._buffer_broadcast = buffer_broadcast or self._broadcast_over(self.reducer.transport)
         self._watch_for_hangs()
         self._nonfinite_finder = self._watch_gradients()

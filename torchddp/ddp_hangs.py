@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import logging
-import threading
 from typing import Any
 
 from torch.distributed.distributed_c10d import _world
@@ -42,7 +41,7 @@ def start(model: Any, stall_s: float) -> HangMonitor | None:
     except RuntimeError as error:
         logger.debug("no hang reports: %s", error)
         return None
-    return HangMonitor(board, Subject(model, is_over, _describe), stall_s, threading.get_ident())
+    return HangMonitor(board, Subject(model, is_over, _describe), stall_s)
 
 
 def _describe(model: Any) -> tuple[str, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import torch
 from torch.distributed.algorithms.join import Join
@@ -30,6 +31,7 @@ class DDPSteps(DDPConstruction):
                 f"The process group of this DistributedDataParallel (rank {self._own_rank}) is gone: it was destroyed "
                 "by destroy_process_group(). Make a new one and pass it to _update_process_group(), or wrap again."
             )
+        self.__dict__["training_thread"] = threading.get_ident()  # past nn.Module, which would look for a parameter
         if self._nonfinite_finder is not None:
             self._nonfinite_finder.look_here()
         if self._parameter_check is not None and self.require_backward_grad_sync:

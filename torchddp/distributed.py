@@ -34,6 +34,7 @@ from torchddp.ddp_steps import DDPSteps
 from torchddp.planner import model_plan
 from torchddp.sync_strategy import DDPSyncStrategy
 from torchddp.traffic import Traffic, of_model
+from torchddp.user_warning import warn_user
 from torchddp.watch import last_exception, stall_limit
 
 __all__ = ["DistributedDataParallel"]
@@ -41,6 +42,7 @@ __all__ = ["DistributedDataParallel"]
 logger = logging.getLogger(__name__)
 
 TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
+BUFFERS_RENAMED = "forward_sync_buffers" in TORCH_ARGUMENTS  # torch 2.13 deprecates broadcast_buffers
 
 
 class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
@@ -184,6 +186,16 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
         self._plans_itself = bucket_cap_mb == bucket_sizes.AUTO
         cap_mb = None if isinstance(bucket_cap_mb, str) else bucket_cap_mb
         self._caps_asked_for: list[float] = list(bucket_cap_mb_list or ()) or ([] if cap_mb is None else [cap_mb])
+        if BUFFERS_RENAMED:
+            # Here, not in torch's constructor, for which this line would be the user's.
+            forward_sync_buffers = _forward_sync_buffers(forward_sync_buffers, broadcast_buffers)
+            broadcast_buffers = None
+        if check_reduction:
+            warn_user(
+                "The `check_reduction` argument in `DistributedDataParallel` module is deprecated: it does nothing. "
+                "Leave it out.",
+                FutureWarning,
+            )
         arguments = _only_torch_arguments(
             device_ids=device_ids,
             output_device=output_device,
@@ -193,7 +205,6 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
             process_group=process_group,
             bucket_cap_mb=cap_mb,
             find_unused_parameters=find_unused_parameters,
-            check_reduction=check_reduction,
             gradient_as_bucket_view=views,
             static_graph=static_graph,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
@@ -385,6 +396,26 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
     def traffic(self) -> dict[str, Traffic]:
         """What gradients sent in the last synchronised step, by transport: see :func:`torchddp.traffic.of_model`."""
         return of_model(self)
+
+
+def _forward_sync_buffers(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool | None:
+    """What the two arguments together mean, and a warning about the one that is deprecated."""
+    if broadcast_buffers is None:
+        return forward_sync_buffers
+    if forward_sync_buffers is not None:
+        warn_user(
+            "Both `broadcast_buffers` and `forward_sync_buffers` were given: `broadcast_buffers` is deprecated, and "
+            "ignored here. Leave it out.",
+            FutureWarning,
+        )
+        return forward_sync_buffers
+    warn_user(
+        "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; but forward_sync_buffers=False still "
+        "brings rank 0's buffers to all ranks when the model is wrapped, which broadcast_buffers=False does not: keep "
+        "that if each rank's buffers are to stay its own.",
+        FutureWarning,
+    )
+    return broadcast_buffers
 
 
 def _only_torch_arguments(**arguments: Any) -> dict[str, Any]:

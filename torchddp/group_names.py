@@ -7,6 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from torchddp.object_exchange import gather_objects
+
 __all__ = ["even_out"]
 
 
@@ -17,7 +19,6 @@ def even_out(process_group: Any) -> None:
     that have come from elsewhere have made fewer or more than the others, would wait under another name, and time out.
     Those with fewer make groups of their own rank alone.
     """
-    counts: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(counts, len(_world.pg_names), group=process_group)
+    counts = gather_objects(len(_world.pg_names), process_group)
     for _ in range(max(counts) - counts[process_group.rank()]):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchddp.object_exchange import gather_objects
+
 MAX_DIFFERENCES = 8
 
 
@@ -117,8 +119,7 @@ def verify_same_model(
     dist.all_gather(gathered, local, group=process_group)
     if all(torch.equal(other, gathered[0]) for other in gathered):
         return
-    by_rank: list[Any] = [None] * world_size
-    dist.all_gather_object(by_rank, (mine, transport), group=process_group)
+    by_rank = gather_objects((mine, transport), process_group)
     transports = [choice for _, choice in by_rank]
     if len(set(transports)) > 1:
         listed = ", ".join(f"rank {rank}: {choice!r}" for rank, choice in enumerate(transports))

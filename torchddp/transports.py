@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from torchddp import _C, nccl_setup
+from torchddp.object_exchange import gather_objects
 from torchddp.rank_problems import listed
 
 __all__ = ["CHOICES", "CHOICE_ENV", "LIMIT_ENV", "check_choice", "intended_transport", "limit_bytes", "open_transport"]
@@ -233,9 +234,7 @@ def _share_memory(process_group: Any, timeout: datetime.timedelta) -> _C.ShmTran
     """Collective. A transport on every rank, or on every rank the same reason why not."""
 
     def exchange(value: Any) -> list[Any]:
-        by_rank: list[Any] = [None] * process_group.size()
-        dist.all_gather_object(by_rank, value, group=process_group)
-        return by_rank
+        return gather_objects(value, process_group)
 
     meeting = Meeting.of(process_group.rank(), exchange)
     if reason := meeting.reason_against():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C
+from torchddp.user_warning import warn_user
 
 
 def describe_changes(ddp: TorchDDP, reduced_ids: Collection[int]) -> str:
@@ -52,11 +52,9 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
                 "memory of one of them. Wrap once: give this class the model itself (its .module)."
             )
     if inner:
-        warnings.warn(
+        warn_user(
             "DistributedDataParallel wraps a model that is already wrapped: its gradients are reduced twice, at twice "
-            "the cost, and kept outside of buckets. Wrap once (trainers such as Accelerate wrap in prepare()).",
-            UserWarning,
-            stacklevel=3,
+            "the cost, and kept outside of buckets. Wrap once (trainers such as Accelerate wrap in prepare())."
         )
     return inner
 
@@ -83,7 +81,7 @@ def check_outer(ddp: TorchDDP, outer: TorchDDP | None) -> None:
     once = "Wrap once (trainers such as Accelerate wrap in prepare(): give it the model itself)."
     if ddp.gradient_as_bucket_view:
         raise RuntimeError(f"{what}, in the same memory, with wrong results. {once}")
-    warnings.warn(f"{what}, at twice the cost. {once}", UserWarning, stacklevel=4)
+    warn_user(f"{what}, at twice the cost. {once}")
 
 
 def param_specs(

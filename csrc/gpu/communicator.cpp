@@ -1,5 +1,7 @@
 #include "gpu/communicator.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <utility>
@@ -40,6 +42,7 @@ struct Communicator::State {
   std::shared_ptr<Nccl> nccl;
   std::shared_ptr<Device> device;
   CommunicatorConfig config;
+  const pid_t pid = getpid();
 
   std::mutex mutex;
   std::condition_variable changed;
@@ -203,6 +206,9 @@ struct Communicator::State {
 
   // A block has no owner any more; the device may still use it.
   void release(const Block& block) noexcept {
+    if (getpid() != pid) {
+      return;  // a forked child: it is the parent's
+    }
     try {
       bool closed_already = false;
       {
@@ -302,6 +308,13 @@ Communicator::Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> d
 }
 
 Communicator::~Communicator() {
+  if (getpid() != state_->pid) {
+    // A forked child: the rank is still there, and here are neither its watchdog nor its device. What the watchdog waits on must not
+    // be destroyed, for that would wait for the watchdog.
+    watchdog_.detach();
+    new std::shared_ptr<State>(std::move(state_));
+    return;
+  }
   auto& state = *state_;
   const auto deadline = deadline_after(state.config.leave_timeout);
   std::unique_lock lock(state.mutex);

@@ -98,9 +98,11 @@ std::string transport_failure_message(int rank, int64_t step, int64_t bucket, in
   return c10::str(
       "rank ", rank, ", step ", step, ": the reduction of bucket ", bucket, " of ", num_buckets, " (parameters ",
       list_names(params, specs), ") failed: ", reason,
-      "\nA peer has died, left, or did not reach this step before the process group's timeout. Look at the other "
-      "ranks' logs for the first error; gradients of this step are not averaged on this rank. To go on, make a new "
-      "process group and pass it to _update_process_group().");
+      "\nIf ranks have different numbers of batches, train under `with model.join():`, or give all of them as many "
+      "(torchddp.sync.even_batches, a sampler with drop_last=True). Otherwise a peer has died, left, or did not reach "
+      "this step before the process group's timeout: look at the other ranks' logs for the first error. Gradients of "
+      "this step are not averaged on this rank. To go on without the ranks that are lost, make a new process group and "
+      "pass it to _update_process_group().");
 }
 
 std::string non_finite_message(int rank, int64_t step, std::span<const int64_t> averages, std::span<const int64_t> own,

@@ -1,4 +1,7 @@
 // The NCCL communicator against a table that writes down its calls: order, streams, lifetimes, and every way to fail.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <memory>
 
 #include "check.h"
@@ -335,6 +338,26 @@ TEST(gpu_a_peer_that_does_not_leave_is_not_waited_for) {
   CHECK_EQ(f.diary.count("finalize"), 1);
   CHECK_EQ(f.diary.count("destroy"), 0);
   CHECK_EQ(f.diary.count("abort"), 1);
+}
+
+TEST(gpu_a_forked_child_drops_its_copy_and_nothing_else) {
+  Fixture f;
+  auto comm = f.make();
+  auto memory = comm->allocate(64);
+  Ticket ticket;
+  f.all_reduce(*comm, ticket);
+  f.diary.take();
+  const auto child = fork();
+  if (child == 0) {
+    alarm(20);  // the watchdog, which is to be told and waited for, is not here
+    memory.reset();
+    comm.reset();
+    _exit(f.diary.take().empty() ? 0 : 1);
+  }
+  int status = -1;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK_EQ(status, 0);
+  comm->check();
 }
 
 TEST(gpu_a_communicator_that_can_not_be_made_says_why_and_leaves_nothing) {

@@ -1,5 +1,9 @@
 """join() with each of its options, alone and with other joinables, over shared memory and the process group."""
 
+import re
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 from torch.distributed.algorithms.join import Join
@@ -81,5 +85,30 @@ def test_a_rank_without_any_input(transport):
         ours, theirs = wrappers(transport)
         for a, b in zip(trained(ours, rank, 2 * rank), trained(theirs, rank, 2 * rank), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.beyond_torch("its error is that of the process group")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("buffers", [False, True])
+def test_uneven_batches_without_join_name_it_first(transport, buffers):
+    """Before what is for ranks that died."""
+
+    def work(rank):
+        layers = [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)] if buffers else [torch.nn.Linear(4, 4)]
+        model = torchddp.DDP(torch.nn.Sequential(*layers), transport=transport, timeout=timedelta(seconds=1.5))
+        for _ in range(2):
+            model(torch.randn(4, 4)).sum().backward()
+        if rank == 1:
+            time.sleep(3)
+            return
+        with pytest.raises(torchddp.TransportError) as caught:
+            model(torch.randn(4, 4)).sum().backward()
+            model(torch.randn(4, 4)).sum().backward()
+        advice = re.findall(r"join\(\)|even_batches|drop_last=True|has died|_update_process_group", str(caught.value))
+        first, rest = advice[:3], advice[3:]
+        assert sorted(first) == ["drop_last=True", "even_batches", "join()"], caught.value
+        assert rest in (["has died"], ["has died", "_update_process_group"]), caught.value
 
     run_ranks(work, 2)

@@ -5,6 +5,8 @@ import logging
 import os
 import re
 import signal
+import stat
+import threading
 import time
 from datetime import timedelta
 
@@ -229,6 +231,62 @@ def test_no_report_without_a_stall(tmp_path):
 
     assert run_ranks(work, 2) == [[], []]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_training_loop_in_another_thread(tmp_path):
+    """As trainers run it: what the main thread handles meanwhile is nobody's reason, and the thread's place is told."""
+
+    def work(rank):
+        os.environ[report.FOLDER_ENV] = str(tmp_path)
+        reports = Reports()
+        ddp = torchddp.DistributedDataParallel(
+            seeded(Mlp), transport="c10d", timeout=timedelta(seconds=TIMEOUT_S), stall_report_s=STALL_S
+        )
+
+        def loop_of_a_trainer():
+            for step in range(3):
+                step_on(ddp, rank, step)
+            if rank == 1:
+                time.sleep(RAISED_S)
+                return
+            with pytest.raises(torchddp.TransportError):
+                step_on(ddp, rank, 3)
+
+        try:
+            raise KeyError("of the main thread")
+        except KeyError:
+            loop = threading.Thread(target=loop_of_a_trainer)
+            loop.start()
+            loop.join()
+        return reports.texts
+
+    texts = [text for texts in run_ranks(work, 2, timeout=SECONDS) for text in texts]
+    assert len(texts) == 1 and "rank 1 is at step 3" in texts[0], texts
+    assert "of the main thread" not in texts[0] and "in loop_of_a_trainer" in texts[0], texts[0]
+
+
+@pytest.mark.parametrize("in_the_way", ["file", "link"])
+def test_reports_are_this_users_alone(in_the_way, tmp_path, monkeypatch):
+    """In a folder that others write to as well: nothing there is followed, written to or readable for them."""
+    theirs, target = tmp_path / "tmp", tmp_path / "of_the_user"
+    theirs.mkdir()
+    target.write_text("precious")
+    monkeypatch.setenv(report.FOLDER_ENV, str(theirs))
+    monkeypatch.setattr(report.secrets, "token_hex", lambda _: "guessed")
+    content = {"written_by": 0, "step": 4, "headline": "x"}
+    first = report.write(content)
+    assert first is not None and stat.S_IMODE(first.stat().st_mode) == 0o600
+    first.unlink()
+    # The same names again, this time taken.
+    monkeypatch.setattr(report.time, "strftime", lambda _: first.name.removeprefix("torchddp-hang-")[:15])
+    for name in (first, first.with_name(f"{first.name}.guessed.part")):
+        name.symlink_to(target) if in_the_way == "link" else name.write_text("theirs")
+    assert report.write(content) is None
+    assert target.read_text() == "precious" and first.read_text() in ("precious", "theirs")
+    monkeypatch.undo()
+    monkeypatch.setenv(report.FOLDER_ENV, str(theirs))
+    assert report.write(content) is not None
+    assert target.read_text() == "precious"
 
 
 def test_a_stall_that_ends_while_ranks_are_asked(tmp_path):

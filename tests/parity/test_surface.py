@@ -30,6 +30,57 @@ def test_constructor_has_torchs_arguments_in_torchs_order(ddp_class):
     assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in extra), extra
 
 
+def place_of_warnings(make):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make()
+    return [(w.category, w.filename, w.lineno) for w in caught]
+
+
+def derived(base):
+    class Derived(base):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    return Derived
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"broadcast_buffers": True},
+        {"broadcast_buffers": False},
+        {"check_reduction": True},
+        {"broadcast_buffers": True, "forward_sync_buffers": True},
+    ],
+    ids=str,
+)
+def test_warnings_of_the_constructor_point_at_the_line_that_torchs_do(ddp_class, options):
+    def work(rank):
+        for make_class in (lambda base: base, derived, lambda base: type("Inherits", (derived(base),), {})):
+            ours, theirs = (
+                place_of_warnings(lambda made=made: made(seeded(Mlp), **options))
+                for made in (make_class(ddp_class), make_class(TorchDDP))
+            )
+            assert ours == theirs
+            assert {file for _, file, _ in ours} <= {__file__}
+        plain = ddp_class(seeded(NormNet), **options)
+        assert plain.forward_sync_buffers == TorchDDP(seeded(NormNet), **options).forward_sync_buffers
+
+    run_ranks(work, 1)
+
+
+@pytest.mark.beyond_torch("wraps without a word")
+def test_a_warning_about_two_wrappers_points_at_the_users_line(ddp_class):
+    def work(rank):
+        inner = ddp_class(seeded(Mlp))
+        for made in (ddp_class, derived(ddp_class)):
+            ((category, file, _),) = place_of_warnings(lambda made=made: made(inner))
+            assert (category, file) == (UserWarning, __file__)
+
+    run_ranks(work, 1)
+
+
 def test_is_a_subclass_of_torchs(ddp_class):
     assert issubclass(ddp_class, TorchDDP)
 

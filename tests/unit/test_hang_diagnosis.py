@@ -212,21 +212,49 @@ def test_exceptions_are_remembered_as_text():
     def fails():
         raise KeyError("lost")
 
+    here = threading.get_ident()
     try:
         fails()
     except KeyError as error:
-        handled = last_exception.last()
+        handled = last_exception.last(here)
         last_exception.note(error, "forward")
     assert handled is not None and (handled["type"], handled["where"]) == ("KeyError", "handled")
-    told = last_exception.last()
+    told = last_exception.last(here)
     assert told is not None and (told["type"], told["message"], told["where"]) == ("KeyError", "'lost'", "forward")
     assert told["stack"][-1][2] == "fails" and 0 <= told["age_s"] < 60
+
+
+def test_an_exception_is_one_of_its_thread():
+    handles, goes_on = threading.Event(), threading.Event()
+
+    def handle() -> None:
+        try:
+            raise KeyError("of another thread")
+        except KeyError as error:
+            handles.set()
+            goes_on.wait()
+            last_exception.note(error, "forward")
+
+    thread = threading.Thread(target=handle)
+    thread.start()
+    handles.wait()
+    here, there = threading.get_ident(), thread.ident or 0
+    try:
+        raise ValueError("of this one")
+    except ValueError as error:
+        last_exception.note(error, "forward")
+    assert (last_exception.last(there) or {})["message"] == "'of another thread'"
+    goes_on.set()
+    thread.join()
+    told = last_exception.last(there)
+    assert told is not None and (told["type"], told["where"]) == ("KeyError", "forward")
+    assert (last_exception.last(here) or {})["message"] == "of this one"
 
 
 def test_uncaught_exceptions_are_noted_and_shown():
     code = (  # alone: the package imports torch
         "import atexit, last_exception as e; e.install(); e.install()\n"
-        "atexit.register(lambda: print(e.last()['type'], e.last()['where']))\nraise ValueError('seen')"
+        "atexit.register(lambda: print(e.last(1)['type'], e.last(1)['where']))\nraise ValueError('seen')"
     )
     folder = Path(last_exception.__file__).parent
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)

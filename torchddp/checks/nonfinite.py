@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchddp.own_process import OwnProcess
 from torchddp.watch.board import Board
 from torchddp.watch.watcher import Task, watch
 
@@ -57,6 +58,7 @@ class NonFiniteFinder:
         self._names = list(names)
         self._rank = rank
         self._lock = threading.Lock()
+        self._home = OwnProcess()
         self._version = 0
         self._own: list[NonFinite] = []
         self._warned_step = 0
@@ -77,7 +79,7 @@ class NonFiniteFinder:
         if model is None:
             return
         version = model.reducer._nonfinite_version()
-        if version == self._version:
+        if version == self._version or not self._home.is_here:
             return
         with self._lock:
             if version == self._version:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from torchddp import _C, group_names, transports
+from torchddp.object_exchange import gather_objects
 
 __all__ = ["Groups", "make_groups", "new_group"]
 
@@ -82,8 +83,7 @@ def _hosts_to_sum_in(group: Any, hierarchical: bool | str) -> list[list[int]]:
         raise ValueError(f"hierarchical must be True, False or 'auto', got {hierarchical!r}")
     if hierarchical is False:
         return []
-    identities: list[Any] = [None] * group.size()
-    dist.all_gather_object(identities, _C.host_identity(), group=group)
+    identities = gather_objects(_C.host_identity(), group)
     by_host: dict[str, list[int]] = {}
     for rank, identity in enumerate(identities):
         by_host.setdefault(identity, []).append(rank)

@@ -10,7 +10,6 @@ process groups that nobody else uses. Backward goes on meanwhile.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import weakref
@@ -19,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchddp.own_process import OwnProcess
 
 __all__ = ["Worker"]
 
@@ -33,14 +34,14 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._process = 0
+        self._home: OwnProcess | None = None  # of the thread
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._end: Any = None
 
     def submit(self, job: Callable[[], Tensor], label: str, device: torch.device) -> torch.futures.Future[Tensor]:
         """A future with the tensor that ``job()`` returns, or with its error, which begins with ``label``."""
-        if self._process != os.getpid():  # not started, or in the child of a fork, where threads don't live on
+        if not self._is_here():
             self._start()
         on_cuda = device.type == "cuda"
         future: Any = _Future(devices=[device]) if on_cuda else _Future()
@@ -53,7 +54,7 @@ class Worker:
 
     def _start(self) -> None:
         self._queue = queue.SimpleQueue()
-        self._process = os.getpid()
+        self._home = OwnProcess()
         self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, self._queue.put, None)
@@ -61,18 +62,22 @@ class Worker:
 
     def close(self) -> None:
         """Ends the thread once its jobs are done. A later submit() starts a new one."""
-        if self._end is not None and self._process == os.getpid():
+        if self._end is not None and self._is_here():
             self._end()
-        self._process = 0
+        self._home = None
 
     def finish(self, limit_s: float) -> bool:
         """As `close`, and waits for the end: whether it came in time."""
-        is_here = self._process == os.getpid()
+        is_here = self._is_here()
         self.close()
         if is_here and self._thread is not None:
             self._thread.join(limit_s)
             return not self._thread.is_alive()
         return True
+
+    def _is_here(self) -> bool:
+        """Whether there is a thread: it was started, and in this process."""
+        return self._home is not None and self._home.is_here
 
 
 class _Failure:

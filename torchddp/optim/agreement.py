@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from torchddp.object_exchange import gather_objects
 from torchddp.rank_problems import listed
 
 
@@ -45,8 +45,7 @@ def _raise_difference(
     lines: Sequence[str], error: Exception | None, process_group: dist.ProcessGroup, who: str
 ) -> None:
     problem = "" if error is None else f"{type(error).__name__}: {error}"
-    by_rank: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(by_rank, (problem, list(lines)), group=process_group)
+    by_rank = gather_objects((problem, list(lines)), process_group)
     if error is not None:
         raise error
     problems = [problem for problem, _ in by_rank]

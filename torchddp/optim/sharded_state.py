@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from torchddp.object_exchange import object_of, tensor_of
 
 MESSAGE_NUMEL = 4 * 2**20  # elements of parameters whose state travels in one message
 
@@ -69,11 +70,11 @@ def _pass_on(value: Any, source: int, target: int, group: dist.ProcessGroup, dev
     """
     payload = torch.empty(0, dtype=torch.uint8, device=device)
     if group.rank() == source:
-        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+        payload = tensor_of(value).to(device)
     size = torch.tensor([payload.numel()] if group.rank() == source else [], dtype=torch.int64, device=device)
     length = int(_to_target(size, 1, source, target, group)[:1].sum())
     received = _to_target(payload, length, source, target, group)
-    return pickle.loads(received.cpu().numpy().tobytes()) if group.rank() == target else None
+    return object_of(received) if group.rank() == target else None
 
 
 def _to_target(data: torch.Tensor, numel: int, source: int, target: int, group: dist.ProcessGroup) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torchddp import _C
 from torchddp.planner.plan import Buckets, plan_of
+from torchddp.whole_file import write_whole
 
 logger = logging.getLogger("torchddp.distributed")
 
@@ -70,10 +71,7 @@ def save_plan(path: Path, buckets: Buckets, key: PlanKey, measured: Any) -> None
         "measured": measured,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In one piece: another process may read it at the same time.
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")  # another process may be reading it
 
 
 def load_plan(path: Path, key: PlanKey) -> Buckets | None:

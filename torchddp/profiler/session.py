@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchddp.distributed import DistributedDataParallel
+from torchddp.object_exchange import gather_objects
 from torchddp.profiler import clocks
 from torchddp.profiler.chrome import chrome_trace, write_chrome_trace
 from torchddp.profiler.merge import MergedProfile, RankRecord, merge, traffic_dicts
@@ -164,13 +165,12 @@ class Profile:
         Raises ValueError, on all ranks, if no step was recorded from begin to end on every rank.
         """
         group = self._model.process_group
-        records: list[Any] = [None] * group.size()
-        dist.all_gather_object(records, self.record(), group=group)
+        records = gather_objects(self.record(), group)
         identities = [record.clock_identity for record in records]
         readings: list[Any] = [()] * group.size()
         if len(set(identities)) > 1:
             device = self._model.device if dist.get_backend(group) == "nccl" else "cpu"
-            dist.all_gather_object(readings, clocks.take_readings(group, device), group=group)
+            readings = gather_objects(clocks.take_readings(group, device), group)
         return merge(records, clocks.align(identities, readings))
 
     def report(self, merged: bool = False) -> str:

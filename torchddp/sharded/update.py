@@ -11,6 +11,7 @@ import torch
 from torchddp import _C
 from torchddp.errors import TransportError
 from torchddp.optim.own_memory import OwnMemory
+from torchddp.rank_problems import ADVICE_FOR_A_LOST_PEER
 from torchddp.sharded.flat_parameters import Chunk
 
 
@@ -70,8 +71,4 @@ class Update(ABC):
                 self._reducer._end_wait()
 
     def _error(self, what: str, error: Exception) -> TransportError:
-        return TransportError(
-            f"rank {self._transport.rank}: {what} failed: {error}\n"
-            "A peer has died, left, or did not reach this step in time. "
-            "Look at the other ranks' logs for the first error."
-        )
+        return TransportError(f"rank {self._transport.rank}: {what} failed: {error}\n{ADVICE_FOR_A_LOST_PEER}")

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torchddp.own_process import OwnProcess
+
 __all__ = ["BoundedCalls"]
 
 
@@ -30,10 +32,12 @@ class BoundedCalls:
     """Makes calls one after the other on a thread of its own, there from the first call on; thread-safe.
 
     A client of torch's TCPStore waits without a limit for a server whose process is stopped, whatever timeout it has.
+    In a forked child every call raises RuntimeError: the thread is the parent's, and so is what it talks over.
     """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
+        self._home = OwnProcess()
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -41,6 +45,8 @@ class BoundedCalls:
 
     def call(self, function: Callable[[], Any]) -> Any:
         """What ``function()`` gives or raises; RuntimeError if it takes too long, or an earlier one still does."""
+        if not self._home.is_here:
+            raise RuntimeError("this is the forked child of the process that makes these calls")
         with self._lock:
             if self._late is not None and not self._late.done.is_set():
                 raise RuntimeError(f"a call has not returned after {self._limit_s:g} s")

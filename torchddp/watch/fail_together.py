@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchddp import _C
+from torchddp.own_process import OwnProcess
 from torchddp.watch import last_exception
 from torchddp.watch.board import Board
 from torchddp.watch.interruptible import interrupt_all, members_of
@@ -97,7 +98,7 @@ class FailTogether(_C.AsyncGate):
         self._warned = False
         self._board: Board | None = None
         self._task: Task | None = None
-        self._pid = os.getpid()
+        self._home = OwnProcess()
         self._thread = 0
 
     # --- the thread of the body; called by AsyncGate, while nothing can be raised from outside ---
@@ -122,7 +123,7 @@ class FailTogether(_C.AsyncGate):
             self._task = watch(self._look, every_s)
 
     def _leave(self, error_type: Any, error: BaseException | None, trace: Any) -> bool:
-        if self._board is None or os.getpid() != self._pid:
+        if self._board is None or not self._home.is_here:
             return False
         with self._lock:  # after this the watcher interrupts nothing any more
             self._left = True

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torchddp.own_process import OwnProcess
 from torchddp.watch import last_exception, processes, report, stacks
 from torchddp.watch.board import Board
 from torchddp.watch.diagnosis import diagnose
@@ -33,7 +34,7 @@ class Subject:
     """What is watched: held weakly, so that a model can go.
 
     Args:
-        model: the wrapper; its attribute ``reducer`` is read at each look.
+        model: the wrapper; its attributes ``reducer`` and ``training_thread``, an id, are read at each look.
         is_over: whether its process group has been destroyed.
         describe: the names, shapes and dtypes of its parameters, and their digest; called while a stall lasts.
     """
@@ -47,6 +48,11 @@ class Subject:
         """The reducer's, or None if the model is gone."""
         model = self._model()
         return None if model is None else model.reducer._status()
+
+    def thread_id(self) -> int:
+        """Of the thread that trains; 0 if the model is gone."""
+        model = self._model()
+        return 0 if model is None else model.training_thread
 
     def note_failure(self, text: str) -> None:
         model = self._model()
@@ -80,6 +86,8 @@ class _Round:
 class HangMonitor:
     """The task of one model on the watcher. Nothing here is collective, raises into training, or keeps the model.
 
+    A forked child is no rank: there its copy neither looks nor tells anything.
+
     Keys on the board: ``who/R`` (a rank's process), ``left/R`` (why it takes part no more), ``request`` (the last
     question), ``answer/N/R`` (a `RankState`) and ``report/N`` (the finding) of question N.
 
@@ -87,11 +95,10 @@ class HangMonitor:
         board: over the model's process group.
         subject: the model.
         stall_s: seconds of waiting after which ranks are asked.
-        thread_id: the thread that trains.
     """
 
-    def __init__(self, board: Board, subject: Subject, stall_s: float, thread_id: int) -> None:
-        self._board, self._subject, self._stall_s, self._thread_id = board, subject, stall_s, thread_id
+    def __init__(self, board: Board, subject: Subject, stall_s: float) -> None:
+        self._board, self._subject, self._stall_s = board, subject, stall_s
         self._poll_s = min(_MAX_POLL_S, stall_s / 4) * max(1.0, board.size / _RANKS_A_POLL_S)
         self._collect_s = 2 * self._poll_s + 0.2
         self._report_at_s = stall_s
@@ -99,6 +106,7 @@ class HangMonitor:
         self._last_number = 0
         self._known: dict[int, dict[str, Any]] = {}
         self._knows_all, self._meetings = False, 0
+        self._home = OwnProcess()
         last_exception.install()
         # Not later than the watcher's own end, which is registered before.
         self._at_exit = lambda: self.close("" if subject.is_over() else "its program has ended")
@@ -110,11 +118,11 @@ class HangMonitor:
     def close(self, why: str = "") -> None:
         """Ends the task; ``why`` is told to the other ranks, if their store still answers."""
         atexit.unregister(self._at_exit)
-        if self._task.closed:
+        if self._task.closed or not self._home.is_here:
             return
         self._task.close()
         if why:
-            told = last_exception.last()
+            told = last_exception.last(self._subject.thread_id())
             after = f" after {told['type']}: {told['message']}" if told and told["where"] == "the program" else ""
             with contextlib.suppress(Exception):
                 self._board.post_own("left", why + after)
@@ -189,8 +197,9 @@ class HangMonitor:
     def _own_state(self, status: dict[str, Any]) -> RankState:
         state = from_status(self._board.rank, status)
         state.who = processes.identity()
-        state.exception = last_exception.last()
-        state.stack = stacks.of_thread(self._thread_id)
+        thread_id = self._subject.thread_id()
+        state.exception = last_exception.last(thread_id)
+        state.stack = stacks.of_thread(thread_id)
         state.digest, state.parameters = self._subject.describe()
         return state
 

@@ -25,7 +25,7 @@ class RankState:
         missing: by bucket index, the parameters without a gradient in this step.
         backward: 'none', 'running', 'ended' or 'failed'.
         error: what its reducer's last failed step said.
-        exception: `last_exception.last()`.
+        exception: `last_exception.last()` of the thread that trains; stack: of that thread.
         digest, parameters: of the names, shapes and dtypes of its parameters; the list only where ranks may differ.
     """
 

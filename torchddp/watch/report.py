@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import tempfile
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from torchddp.watch import stacks
 from torchddp.watch.diagnosis import Finding
 from torchddp.watch.rank_state import RankState
+from torchddp.whole_file import write_whole
 
 FOLDER_ENV = "TORCHDDP_HANG_REPORT_DIR"
 _SHOWN_RANKS = 4
@@ -49,16 +51,17 @@ def as_json(finding: Finding, states: list[RankState], by: int) -> dict[str, Any
 
 
 def write(content: dict[str, Any]) -> Path | None:
-    """Into TORCHDDP_HANG_REPORT_DIR, or else the system's temporary folder; None where that can't be written."""
+    """Into TORCHDDP_HANG_REPORT_DIR, or else the system's temporary folder; None where that can't be written.
+
+    For this user alone, and under a name that nobody can know before: it tells of the program and its exceptions.
+    """
     folder = Path(os.environ.get(FOLDER_ENV) or tempfile.gettempdir())
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    path = folder / f"torchddp-hang-{stamp}-rank{content['written_by']}-{os.getpid()}-step{content['step']}.json"
+    where = f"rank{content['written_by']}-{os.getpid()}-step{content['step']}"
+    path = folder / f"torchddp-hang-{stamp}-{where}-{secrets.token_hex(4)}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all: this process may be ended meanwhile.
-        unfinished = path.with_suffix(".part")
-        unfinished.write_text(json.dumps(content, indent=1))
-        unfinished.replace(path)
+        write_whole(path, json.dumps(content, indent=1), mode=0o600)  # this process may be ended meanwhile
     except OSError:
         return None
     return path

@@ -47,7 +47,6 @@ class _Watcher:
         self._changed = threading.Condition(self._lock)
         self._tasks: list[Task] = []
         self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
         self._ends = False
 
     def add(self, task: Task) -> None:
@@ -81,7 +80,7 @@ class _Watcher:
             self._ends = True
             thread = self._thread
             self._changed.notify()
-        if thread is not None and self._pid == os.getpid():
+        if thread is not None:
             thread.join(_END_S)
 
 

@@ -1,0 +1,126 @@
+"""A rank, run as a program, that forks children while it trains; prints how each has ended."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import torchddp
+from tests.models import Mlp, batch, seeded, step_on
+
+LIMIT_S = 30.0
+MODELS = 4
+
+
+def exits(models) -> None:
+    sys.exit()
+
+
+def predicts(models) -> None:
+    with torch.no_grad():
+        for model in models:
+            model.eval()(batch(0, 0))
+    sys.exit()
+
+
+def drops_the_models(models) -> None:
+    models.clear()
+    gc.collect()
+    sys.exit()
+
+
+def how_it_ends(child, models) -> tuple[float, int]:
+    """Seconds until a forked child that calls this has ended, and its exit code; -9 if it had to be killed."""
+    begun_s = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        child(models)
+    while time.monotonic() - begun_s < LIMIT_S:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return time.monotonic() - begun_s, os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return LIMIT_S, -9
+
+
+def locks_of(model) -> list[threading.Lock]:
+    monitor = model._hang_monitor
+    return [monitor._board._calls._lock, torchddp.watch.interruptible._lock, torchddp.watch.watcher._watcher._lock]
+
+
+def with_locks_held(child, models) -> tuple[float, int]:
+    """The same, while another thread of the parent holds every lock there is."""
+    held, ended = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        locks = {id(lock): lock for model in models for lock in locks_of(model)}
+        for lock in locks.values():
+            lock.acquire()
+        held.set()
+        ended.wait()
+        for lock in locks.values():
+            lock.release()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    result = how_it_ends(child, models)
+    ended.set()
+    thread.join()
+    return result
+
+
+def by_multiprocessing(models) -> tuple[float, int]:
+    begun_s = time.monotonic()
+    process = multiprocessing.get_context("fork").Process(target=exits, args=(models,))
+    process.start()
+    process.join(LIMIT_S)
+    return time.monotonic() - begun_s, process.exitcode if process.exitcode is not None else -9
+
+
+def by_a_loader(models) -> tuple[float, int]:
+    begun_s = time.monotonic()
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 2))
+    batches = list(torch.utils.data.DataLoader(data, num_workers=2, multiprocessing_context="fork"))
+    return time.monotonic() - begun_s, 0 if len(batches) == 8 else 1
+
+
+def main(transport: str, store_path: str, rank: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_path, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    models = [torchddp.DistributedDataParallel(seeded(Mlp), transport=transport) for _ in range(MODELS)]
+
+    def train() -> None:
+        for model in models:
+            step_on(model, rank)
+
+    train()
+    told = {
+        "predicts": how_it_ends(predicts, models),
+        "with locks held": with_locks_held(exits, models),
+        "drops the models": with_locks_held(drops_the_models, models),
+        "multiprocessing": by_multiprocessing(models),
+        "a loader": by_a_loader(models),
+    }
+    train()
+    dist.barrier()
+    print(json.dumps(told), flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,27 @@
+"""Files that others may look for, or lie in wait for."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+__all__ = ["write_whole"]
+
+
+def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
+    """Puts a new file there, whole or not at all, in place of one that is there already; OSError if that can't be.
+
+    Nothing that exists is written to, and no link is followed: in a folder that others can write to as well, such as
+    ``/tmp``, a name may lead to any file of the user's. ``mode``, less the umask: who may read it.
+    """
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(unfinished, flags, mode)
+    try:
+        with open(descriptor, "w") as file:
+            file.write(text)
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
