@@ -104,8 +104,6 @@ pytest=("$python" -m pytest -q -p no:cacheprovider -o timeout_method=thread --ti
 build_extension() {
   local options=()
   if command -v ninja >/dev/null; then options+=(-G Ninja); else options+=(-G "Unix Makefiles"); fi
-  # As one, the sources of a folder take the least work; one by one, they keep many cores busy and are sooner done.
-  if [ "$(nproc)" -ge 8 ]; then options+=(-DTORCHDDP_UNITY=OFF); fi
   if $dry_run; then
     options+=(-DTORCHDDP_CUDA=OFF)
   else
