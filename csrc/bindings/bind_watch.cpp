@@ -1,5 +1,3 @@
-#include <pythread.h>
-
 #include <utility>
 
 #include "bindings/bindings.h"

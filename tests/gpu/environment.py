@@ -1,7 +1,7 @@
 """What this machine has of what tests/gpu/run.sh needs.
 
 `environment.py` prints a report and fails if something is missing; `environment.py --tool-path` prints the folders in
-which build tools lie that are not on the PATH.
+which build tools lie that are not on the PATH, `environment.py --architecture` what CMake calls the GPU that is there.
 """
 
 from __future__ import annotations
@@ -30,6 +30,14 @@ def tool_path() -> list[str]:
     folders += [os.path.join(os.environ[name], "bin") for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     folders += CUDA_FOLDERS
     return list(dict.fromkeys(folder for folder in folders if Path(folder).is_dir()))
+
+
+def architecture() -> str:
+    """The first GPU's, for CMAKE_CUDA_ARCHITECTURES: machine code for it and nothing else."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}{minor}-real"
 
 
 def missing(found: dict[str, bool], *, on_gpu: bool, builds: bool) -> list[str]:
@@ -102,6 +110,9 @@ def report() -> None:
 def main(arguments: list[str]) -> int:
     if arguments == ["--tool-path"]:
         print(os.pathsep.join(tool_path()))
+        return 0
+    if arguments == ["--architecture"]:
+        print(architecture())
         return 0
     report()
     lacking = missing(look(), on_gpu="--cpu" not in arguments, builds="--no-build" not in arguments)

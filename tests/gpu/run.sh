@@ -42,9 +42,32 @@ if $dry_run; then export TORCHDDP_TEST_DEVICE=cpu; fi
 table=()
 any_failed=0
 
-row() { table+=("$(printf '%-26s %-8s %5s s  %s' "$1" "$2" "$3" "$4")"); }
+row() {
+  table+=("$(printf '%-26s %-8s %5s s  %s' "$1" "$2" "$3" "$4")")
+  write_results # as far as they are: what ends this script from outside takes nothing away
+}
 skip() { row "$1" skipped 0 "$2"; }
 log_of() { echo "$work/$1.log"; }
+
+write_results() {
+  local log name
+  for log in "$work"/*.log; do
+    printf '=== %s\n' "$(basename "$log" .log)"
+    cat "$log"
+  done >"$out/logs.txt"
+  {
+    for name in benchmarks_two_ranks benchmarks; do
+      # The tables, without what the profiler says of itself.
+      if [ -e "$(log_of "$name")" ]; then grep -v '^USDT:' "$(log_of "$name")"; fi
+    done
+    printf '\n'
+    "$python" tests/gpu/summary.py merge "$work/xml" "$out/tests.xml"
+    printf '\n'
+    cat "$(log_of environment)"
+    if $dry_run; then printf '\nDry run on the CPU: nothing here was shown on a GPU.\n'; else printf '\n'; fi
+    printf '%s\n' "${table[@]}"
+  } >"$out/summary.txt"
+}
 
 # The time that a step has, which ends at this many hundredths of the whole run: what a step leaves, the next ones have.
 left_s() { echo $((limit_s * $1 / 100 - SECONDS)); }
@@ -79,39 +102,38 @@ step() {
 pytest=("$python" -m pytest -q -p no:cacheprovider -o timeout_method=thread --timeout=100)
 
 build_extension() {
-  local generator=Ninja cuda=ON
-  command -v ninja >/dev/null || generator="Unix Makefiles"
-  if $dry_run; then cuda=OFF; fi
-  step configure 32 cmake -S . -B build/gpu -G "$generator" -DTORCHDDP_PYTHON="$python" -DTORCHDDP_CUDA="$cuda" &&
-    step build 32 cmake --build build/gpu --parallel
+  local options=()
+  if command -v ninja >/dev/null; then options+=(-G Ninja); else options+=(-G "Unix Makefiles"); fi
+  if $dry_run; then
+    options+=(-DTORCHDDP_CUDA=OFF)
+  else
+    # For the GPU that is there only.
+    options+=(-DTORCHDDP_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$("$python" tests/gpu/environment.py --architecture)")
+  fi
+  step configure 20 cmake -S . -B build/gpu -DTORCHDDP_PYTHON="$python" "${options[@]}" &&
+    step build 45 cmake --build build/gpu --parallel "$(nproc)"
 }
 
+# run_tests SHARE NAME...: a process each, for what one of them leaves broken on the device, the others do not see.
 run_tests() {
-  local file name
-  for file in tests/gpu/test_*.py; do
-    name=$(basename "$file" .py)
-    # A process each: what one of them leaves broken on the device, the others do not see.
-    step "$name" 70 "${pytest[@]}" --junitxml="$work/xml/$name.xml" "$file"
+  local share=$1 name
+  shift
+  for name in "$@"; do
+    step "$name" "$share" "${pytest[@]}" --junitxml="$work/xml/$name.xml" "tests/gpu/$name.py"
   done
 }
 
 # Without torch's cache of memory each tensor is an allocation of its own, and a write beside it is seen.
 check_memory() {
-  local tests=tests/gpu/test_pack_gpu.py tool share
-  for tool in memcheck:78 racecheck:85; do
-    share=${tool#*:}
-    tool=${tool%:*}
-    if $dry_run; then
-      skip "$tool" "dry run"
-    elif [ ! -e "$tests" ]; then
-      skip "$tool" "there is no $tests"
-    elif ! command -v compute-sanitizer >/dev/null; then
-      skip "$tool" "compute-sanitizer is not installed"
-    else
-      step "$tool" "$share" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-        compute-sanitizer --tool "$tool" --error-exitcode 9 "${pytest[@]}" "$tests"
-    fi
-  done
+  local tool=$1 share=$2
+  if $dry_run; then
+    skip "$tool" "dry run"
+  elif ! command -v compute-sanitizer >/dev/null; then
+    skip "$tool" "compute-sanitizer is not installed"
+  else
+    step "$tool" "$share" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+      compute-sanitizer --tool "$tool" --error-exitcode 9 "${pytest[@]}" tests/gpu/test_pack_gpu.py
+  fi
 }
 
 run_benchmarks() {
@@ -121,15 +143,19 @@ run_benchmarks() {
     seconds=1
   else
     # Starting, building models and counting kernels come on top.
-    seconds=$(($(left_s 93) - 45))
+    seconds=$(($(left_s 75) - 45))
     if [ "$seconds" -gt 120 ]; then seconds=120; elif [ "$seconds" -lt 10 ]; then seconds=10; fi
   fi
-  step benchmarks 93 "$python" -m benchmarks.gpu "${where[@]}" --seconds "$seconds" \
+  step benchmarks 75 "$python" -m benchmarks.gpu "${where[@]}" --seconds "$seconds" \
     --json "$out/bench.json" --out "$work/plots"
   cp "$work"/plots/*.png "$out" 2>/dev/null
-  if ! $dry_run; then
-    where=(--backend gloo)
-    seconds=8
+}
+
+run_benchmarks_of_two_ranks() {
+  local seconds=8 where=(--backend gloo)
+  if $dry_run; then
+    where=(--device cpu --backend gloo --quick)
+    seconds=1
   fi
   step benchmarks_two_ranks 100 "$python" -m benchmarks.gpu "${where[@]}" --world-size 2 --part models \
     --model resnet50 --seconds "$seconds" --json "$out/bench_two_ranks.json"
@@ -144,27 +170,16 @@ if ! step environment 10 "$python" tests/gpu/environment.py "${checks[@]}"; then
 fi
 cp "$(log_of environment)" "$out/environment.txt"
 
+# In the order of what is worth most.
 if ! $build || build_extension; then
-  run_tests
-  check_memory
+  run_tests 60 test_pack_gpu test_parity test_streams test_graph test_profile
   run_benchmarks
+  run_tests 90 test_two_ranks_gloo test_two_ranks_nccl test_sharded
+  check_memory memcheck 95
+  check_memory racecheck 97
+  run_benchmarks_of_two_ranks
 fi
 
-for log in "$work"/*.log; do
-  printf '=== %s\n' "$(basename "$log" .log)"
-  cat "$log"
-done >"$out/logs.txt"
-{
-  for name in benchmarks_two_ranks benchmarks; do
-    # The tables, without what the profiler says of itself.
-    if [ -e "$(log_of "$name")" ]; then grep -v '^USDT:' "$(log_of "$name")"; fi
-  done
-  printf '\n'
-  "$python" tests/gpu/summary.py merge "$work/xml" "$out/tests.xml"
-  printf '\n'
-  cat "$out/environment.txt"
-  if $dry_run; then printf '\nDry run on the CPU: nothing here was shown on a GPU.\n'; else printf '\n'; fi
-  printf '%s\n' "${table[@]}"
-} | tee "$out/summary.txt"
+cat "$out/summary.txt"
 if [ "$any_failed" -eq 0 ]; then echo "all ok, results in $out"; else echo "something FAILED, results in $out"; fi
 exit "$any_failed"

@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.gpu import environment, summary
 from tests.gpu.device import DEVICE_ENV, chosen_device
@@ -72,7 +73,9 @@ def test_a_dry_run_runs_everything_that_needs_no_gpu(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_a_failed_step_is_shown_and_does_not_stop_the_next(tmp_path: Path) -> None:
     python = fake_python(
-        tmp_path, '*pytest*test_parity*) echo "a broken pipe"; exit 3 ;; *pytest*|*benchmarks*) exit 0 ;;'
+        tmp_path,
+        '*pytest*test_parity*) cp "$OUT/summary.txt" "$OUT/before.txt"; echo "a broken pipe"; exit 3 ;; '
+        "*pytest*|*benchmarks*) exit 0 ;;",
     )
     done = run_script(tmp_path / "results", *DRY, python=python)
     table = rows(done.stdout)
@@ -82,6 +85,8 @@ def test_a_failed_step_is_shown_and_does_not_stop_the_next(tmp_path: Path) -> No
     assert "a broken pipe" in done.stdout
     assert "something FAILED" in done.stdout.splitlines()[-1]
     assert "a broken pipe" in (tmp_path / "results" / "logs.txt").read_text()
+    # Results are there as soon as they are known, whatever becomes of the rest of the run.
+    assert rows((tmp_path / "results" / "before.txt").read_text()).keys() == {"environment", "test_pack_gpu"}
 
 
 @pytest.mark.thorough
@@ -144,6 +149,14 @@ def test_tools_are_looked_for_beside_the_interpreter() -> None:
     folders = environment.tool_path()
     assert str(Path(sys.executable).parent) in folders
     assert all(Path(folder).is_dir() for folder in folders)
+
+
+def test_the_build_is_for_the_gpu_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
+    assert environment.main(["--architecture"]) == 0
+    assert capsys.readouterr().out == "103-real\n"
 
 
 REPORT = """<testsuites><testsuite tests="4" failures="1" errors="1" skipped="1">
