@@ -243,24 +243,26 @@ def check_sparse_embedding_gradients(ddp_class: type, rank: int) -> None:
 
 
 def check_bucket_view_gradients_share_their_bucket(ddp_class: type, rank: int) -> None:
-    _check_shared(ddp_class, rank, gradient_as_bucket_view=True)
-
-
-def check_default_gradients_share_their_bucket(ddp_class: type, rank: int) -> None:
-    _check_shared(ddp_class, rank)
-
-
-check_default_gradients_share_their_bucket.beyond_torch = "copies gradients unless asked for views"  # type: ignore[attr-defined]
-
-
-def _check_shared(ddp_class: type, rank: int, **options: Any) -> None:
-    ddp = ddp_class(seeded(Mlp), **options)
+    ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=True)
     storages = []
     for step in range(3):
         ddp.zero_grad()
         step_on(ddp, rank, step)
         storages.append({storage_of(p.grad) for p in ddp.parameters()})
     assert len(storages[1]) == 1 and len(storages[2]) == 1, f"gradients of one bucket in {storages} storages"
+
+
+def check_kept_gradients_do_not_change(ddp_class: type, rank: int) -> None:
+    """What is kept of .grad, and views of it, are of their step; .grad is made anew once it was set to None."""
+    ddp = ddp_class(seeded(Mlp))
+    kept, before = [], []
+    for step in range(4):
+        ddp.zero_grad()
+        step_on(ddp, rank, step)
+        kept += [g for p in ddp.parameters() for g in (p.grad, p.grad.view(-1), p.grad.detach())]
+        before += [g.clone() for g in kept[len(before) :]]
+    changed = sum(not torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+    assert not changed, f"{changed} of {len(kept)} kept gradients have changed"
 
 
 def check_bucket_view_alias_survives_in_place_zeroing(ddp_class: type, rank: int) -> None:

@@ -220,6 +220,15 @@ class NoBucketView(Base):
         super().__init__(*args, **{**kwargs, "gradient_as_bucket_view": False})
 
 
+class AlwaysBucketView(Base):
+    """Gradients share their bucket whether this was asked for or not: what is kept of them changes."""
+
+    broken = {"kept_gradients_do_not_change", "bucket_view_option_is_shown"}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "gradient_as_bucket_view": True})
+
+
 class HookIgnored(Base):
     """Communication hooks are accepted and never called."""
 

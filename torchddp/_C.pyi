@@ -257,6 +257,7 @@ class Reducer:
         solo_bytes: int = ...,
         find_unused_parameters: bool = ...,
         gradient_as_bucket_view: bool = ...,
+        gradients_share_storage: bool = ...,
         skip_all_reduce_unused_params: bool = ...,
         compiled_autograd_takes_over: bool = ...,
         wire_dtype: torch.dtype | None = ...,

@@ -78,6 +78,7 @@ class DDPConstruction(TorchDDP):
             solo_bytes=solo_bytes,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
+            gradients_share_storage=self._views_asked_for,
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             compiled_autograd_takes_over=self._use_python_reducer,
             wire_dtype=self._wire_dtype,

@@ -54,9 +54,10 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
 
     What differs from torch's class:
 
-    * ``gradient_as_bucket_view`` defaults to None, which means views: ``param.grad`` is bucket memory, there is no
-      second copy of the gradients, and nothing is copied back. The values of a ``.grad`` kept over a step change with
-      the next one, as with torch's ``True``. ``False`` given explicitly is honoured.
+    * ``gradient_as_bucket_view`` defaults to None: ``param.grad`` is bucket memory, there is no second copy of the
+      gradients, and nothing is copied back; yet a program sees what it sees with torch's default. What it keeps of a
+      ``.grad`` set to None stays as it was (the next step copies it), and a tensor that it assigned to ``.grad`` and
+      holds gets the averages. ``True``: views that change with the next step, as torch's do. ``False``: copies.
     * ``find_unused_parameters=True`` and ``static_graph=True`` rebuild buckets by the measured order too.
     * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB (models on CPU: 8 MiB, and a gradient of 1 MiB or
       more has a bucket of its own and is reduced where it lies; over shared memory: 1 MiB, and 256 KiB;

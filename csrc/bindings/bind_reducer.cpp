@@ -24,14 +24,16 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       c10::intrusive_ptr<c10d::ProcessGroup> group,
                                       std::shared_ptr<transport::Transport> transport, std::vector<int64_t> caps_bytes,
                                       int64_t alignment_bytes, int64_t solo_bytes, bool find_unused_parameters,
-                                      bool gradient_as_bucket_view, bool skip_all_reduce_unused_params,
-                                      bool compiled_autograd_takes_over, py::object wire_dtype, py::object reduce_dtype,
-                                      bool gradient_stats, bool find_nonfinite, bool raise_nonfinite, bool decoupled,
+                                      bool gradient_as_bucket_view, bool gradients_share_storage,
+                                      bool skip_all_reduce_unused_params, bool compiled_autograd_takes_over,
+                                      py::object wire_dtype, py::object reduce_dtype, bool gradient_stats,
+                                      bool find_nonfinite, bool raise_nonfinite, bool decoupled,
                                       bool pack_whole_buckets, std::chrono::milliseconds timeout) {
   reducer::ReducerConfig config;
   config.limits = {std::move(caps_bytes), alignment_bytes, solo_bytes};
   config.find_unused_parameters = find_unused_parameters;
   config.gradient_as_bucket_view = gradient_as_bucket_view;
+  config.view_storage = gradients_share_storage ? bucket::ViewStorage::kBucket : bucket::ViewStorage::kOwn;
   config.skip_all_reduce_unused_params = skip_all_reduce_unused_params;
   config.compiled_autograd_takes_over = compiled_autograd_takes_over;
   if (!wire_dtype.is_none()) {
@@ -309,10 +311,11 @@ void bind_reducer(py::module_& m) {
   c.def(py::init(&make_reducer), py::arg("params"), py::arg("specs"), py::arg("process_group"),
         py::arg("transport").none(false), py::kw_only(), py::arg("caps_bytes"), py::arg("alignment_bytes") = 1,
         py::arg("solo_bytes") = 0, py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
-        py::arg("skip_all_reduce_unused_params") = false, py::arg("compiled_autograd_takes_over") = false,
-        py::arg("wire_dtype") = py::none(), py::arg("reduce_dtype") = py::none(), py::arg("gradient_stats") = false,
-        py::arg("find_nonfinite") = false, py::arg("raise_nonfinite") = false, py::arg("decoupled") = false,
-        py::arg("pack_whole_buckets") = false, py::arg("timeout") = transport::kTransportTimeout);
+        py::arg("gradients_share_storage") = false, py::arg("skip_all_reduce_unused_params") = false,
+        py::arg("compiled_autograd_takes_over") = false, py::arg("wire_dtype") = py::none(),
+        py::arg("reduce_dtype") = py::none(), py::arg("gradient_stats") = false, py::arg("find_nonfinite") = false,
+        py::arg("raise_nonfinite") = false, py::arg("decoupled") = false, py::arg("pack_whole_buckets") = false,
+        py::arg("timeout") = transport::kTransportTimeout);
   m.def(
       "finished_steps", [] { return reducer::all_finished_steps.load(std::memory_order_relaxed); },
       "Synchronised backwards that the reducers of this process have finished, those that are gone included.");

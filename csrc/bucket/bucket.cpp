@@ -12,7 +12,7 @@
 namespace torchddp::bucket {
 
 Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
-               bool adopts)
+               bool adopts, ViewStorage view_storage)
     : work_(transport.make_work()), owner_(spec.owner), sparse_(spec.sparse) {
   TDDP_INTERNAL(!spec.slots.empty(), "a bucket plan has an empty bucket");
   for (const auto& slot : spec.slots) {
@@ -43,7 +43,7 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
   }
   slots_.reserve(spec.slots.size());
   for (const auto& slot : spec.slots) {
-    slots_.emplace_back(flat_, slot.offset, params[static_cast<size_t>(slot.param)]);
+    slots_.emplace_back(flat_, slot.offset, params[static_cast<size_t>(slot.param)], view_storage);
   }
   if (given_away) {
     let_go();
@@ -54,8 +54,7 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
   }
 }
 
-void Bucket::take_memory(const at::Tensor& memory) {
-  TDDP_INTERNAL(static_cast<int64_t>(memory.nbytes()) >= bytes(), "a bucket was given too little memory");
+void Bucket::point_at(const at::Tensor& memory) {
   auto* flat = flat_.unsafeGetTensorImpl();
   flat->set_storage_keep_dtype(memory.storage());
   flat->set_storage_offset(0);
@@ -63,6 +62,11 @@ void Bucket::take_memory(const at::Tensor& memory) {
     c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
     wire_ = at::view_as_real(flat_).view({-1});
   }
+}
+
+void Bucket::take_memory(const at::Tensor& memory) {
+  TDDP_INTERNAL(static_cast<int64_t>(memory.nbytes()) >= bytes(), "a bucket was given too little memory");
+  point_at(memory);
   if (has_padding_) {
     const c10::NoGradGuard no_grad;
     flat_.zero_();  // summed too: keep it finite
@@ -71,6 +75,20 @@ void Bucket::take_memory(const at::Tensor& memory) {
     slot.rebind();
   }
   lent_ = memory;
+}
+
+std::vector<int64_t> Bucket::move(transport::Transport& transport) {
+  const c10::NoGradGuard no_grad;
+  const auto memory = transport.allocate(flat_.numel(), flat_.scalar_type(), flat_.device());
+  memory.copy_(flat_);
+  point_at(memory);
+  std::vector<int64_t> stay;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (!slots_[i].follow()) {
+      stay.push_back(params_[i]);
+    }
+  }
+  return stay;
 }
 
 at::Tensor Bucket::let_go() {

@@ -44,8 +44,8 @@ class Bucket {
  public:
   // `params`: all parameters of the reducer, indexed by the plan's slots. A bucket that belongs to another rank has no memory yet.
   // `adopts`: its memory may change from step to step, see Note [Adopted gradients].
-  Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
-         bool adopts);
+  Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport, bool adopts,
+         ViewStorage view_storage);
 
   int64_t num_slots() const { return static_cast<int64_t>(params_.size()); }
   bool is_sparse() const { return sparse_; }
@@ -69,6 +69,8 @@ class Bucket {
   bool has_memory() const { return !slots_.empty() && slots_[0].has_memory(); }
   // `memory`: bytes, at least bytes() of them.
   void take_memory(const at::Tensor& memory);
+  // Other memory with the same values. Returns the parameters whose views stay where they were.
+  std::vector<int64_t> move(transport::Transport& transport);
   // Returns what take_memory() was given, or an undefined tensor.
   at::Tensor let_go();
   // What travels in the place of the wire, if that is to be narrower: see ReducerConfig::reduce_dtype.
@@ -109,6 +111,8 @@ class Bucket {
   bool arrive() { return pending_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
 
  private:
+  void point_at(const at::Tensor& memory);
+
   std::vector<int64_t> params_;
   std::vector<int64_t> offsets_;
   std::vector<GradSlot> slots_;

@@ -44,24 +44,56 @@ int64_t scale_cast_counting_parallel(void* dst, const void* src, kernels::DType 
   return count;
 }
 
-// Memory that a tensor elsewhere in the graph shares must not be scaled or reduced in place: with `param[None] + x` the other
-// branch may still have to read it. Known to share it are the gradient, the tensor that autograd handed to AccumulateGrad and
-// keeps until the hooks have run, and the tensor which that one is a view of (a linear layer's weight gradient is transposed).
-bool owns_memory(const at::Tensor& grad, const at::Tensor* incoming) {
-  size_t known = 1;
-  if (incoming != nullptr && !incoming->is_same(grad) && incoming->is_alias_of(grad)) {
-    ++known;
-    if (incoming->is_view() && incoming->_base().use_count() == 1) {
-      ++known;
-    }
-  }
-  return grad.storage().use_count() <= known;
+// Whether more than `known` references exist. The one that the object's Python wrapper has does not count while nobody refers to the
+// wrapper: it lives as long as the object, for the next who asks.
+template <typename Impl>
+bool has_others(const Impl* impl, size_t count, size_t known) {
+  return count > known && (count > known + 1 || !impl->pyobj_slot()->has_unique_reference());
+}
+
+// What keeps the memory of a slot's view.
+struct MemoryOwners {
+  c10::Storage flat;
+  c10::DataPtr more;
+};
+
+c10::DataPtr with_owners(void* data, c10::Storage flat, c10::DataPtr more, c10::Device device) {
+  auto owners = std::make_unique<MemoryOwners>(MemoryOwners{std::move(flat), std::move(more)});
+  return {data, owners.release(), [](void* context) { delete static_cast<MemoryOwners*>(context); }, device};
+}
+
+c10::Storage make_storage(size_t bytes, c10::DataPtr data) {
+  auto* const allocator = c10::GetAllocator(data.device().type());
+  return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, std::move(data), allocator,
+                                               /*resizable=*/true);
 }
 
 }  // namespace
 
-GradSlot::GradSlot(const at::Tensor& flat, int64_t offset, const at::Tensor& param)
-    : numel_(param.numel()),
+// Memory that a tensor elsewhere in the graph shares must not be scaled or reduced in place: with `param[None] + x` the other
+// branch may still have to read it. Known to share it are the gradient, the tensor that autograd handed to AccumulateGrad and
+// keeps until the hooks have run, and the tensor which that one is a view of (a linear layer's weight gradient is transposed).
+bool is_unshared(const at::Tensor& grad, const at::Tensor* incoming) {
+  size_t tensors = 1;
+  size_t storages = 1;
+  if (incoming != nullptr) {
+    if (incoming->is_same(grad)) {
+      ++tensors;
+    } else if (incoming->is_alias_of(grad)) {
+      ++storages;
+      if (incoming->is_view() && incoming->_base().use_count() == 1) {
+        ++storages;
+      }
+    }
+  }
+  const auto& storage = grad.storage();
+  return !has_others(grad.unsafeGetTensorImpl(), grad.use_count(), tensors) &&
+         !has_others(storage.unsafeGetStorageImpl(), storage.use_count(), storages);
+}
+
+GradSlot::GradSlot(const at::Tensor& flat, int64_t offset, const at::Tensor& param, ViewStorage view_storage)
+    : view_storage_(view_storage),
+      numel_(param.numel()),
       dtype_(flat.scalar_type()),
       on_cpu_(flat.device().is_cpu()),
       sizes_(param.sizes().vec()),
@@ -85,32 +117,105 @@ GradSlot::GradSlot(const at::Tensor& flat, int64_t offset, const at::Tensor& par
   data_ = view_.mutable_data_ptr();
 }
 
-at::Tensor GradSlot::make_view() const {
+c10::DataPtr GradSlot::memory(c10::DataPtr keeps) const {
+  return with_owners(address(), flat_.storage(), std::move(keeps), flat_.device());
+}
+
+at::Tensor GradSlot::in_bucket() const {
   // Below autograd on purpose: see view() in the header.
   c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   return flat_.as_strided(sizes_, strides_, flat_.storage_offset() + offset_);
 }
 
-bool GradSlot::adopt(const at::Tensor& grad, const at::Tensor* incoming) {
-  if (adopter_ == nullptr || !is_plain(grad) || !owns_memory(grad, incoming) || !adopter_->reaches(grad)) {
+at::Tensor GradSlot::make_view() {
+  if (view_storage_ == ViewStorage::kBucket) {
+    return in_bucket();
+  }
+  storage_ = make_storage(bytes(), memory());
+  adopted_ = false;
+  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage_), flat_.key_set(), flat_.dtype());
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes_, strides_);
+  return view;
+}
+
+bool GradSlot::adopt(const at::Tensor& grad) {
+  if (adopter_ == nullptr || !is_plain(grad) || !adopter_->reaches(grad)) {
     return false;
   }
   auto* flat = flat_.unsafeGetTensorImpl();
   flat->set_storage_keep_dtype(grad.storage());
   flat->set_storage_offset(grad.storage_offset());
   view_ = grad;
+  storage_ = grad.storage();
+  adopted_ = true;
   data_ = flat_.mutable_data_ptr();
   return true;
 }
 
-void GradSlot::rebind() {
+bool GradSlot::is_held() const {
+  if (!storage_) {
+    return false;
+  }
+  const auto* const impl = storage_.unsafeGetStorageImpl();
+  // User code may have given the view another one (`grad.data = x`).
+  const bool viewed = view_.defined() && view_.storage().unsafeGetStorageImpl() == impl;
+  const size_t known = 1 + (viewed ? 1 : 0) + (adopted_ ? 1 : 0);
+  return has_others(impl, storage_.use_count(), known) ||
+         (viewed && has_others(view_.unsafeGetTensorImpl(), view_.use_count(), 1));
+}
+
+bool GradSlot::part_from_holders() {
+  if (!storage_.resizable()) {
+    return false;
+  }
+  const c10::NoGradGuard no_grad;
+  const auto kept = std::exchange(storage_, c10::Storage());
   view_.reset();
-  data_ = static_cast<std::byte*>(flat_.mutable_data_ptr()) + offset_ * static_cast<int64_t>(c10::elementSize(dtype_));
+  auto* const impl = kept.unsafeGetStorageImpl();
+  const auto bytes = impl->nbytes();
+  const auto as_bytes = flat_.options().dtype(at::kByte);
+  const auto copy = at::empty({static_cast<int64_t>(bytes)}, as_bytes);
+  copy.copy_(at::from_blob(impl->mutable_data(), copy.sizes(), as_bytes));
+  if (std::exchange(adopted_, false)) {
+    auto memory = impl->set_data_ptr({nullptr, copy.device()});
+    flat_.unsafeGetTensorImpl()->set_storage_keep_dtype(make_storage(bytes, std::move(memory)));
+  }
+  // A bare pointer that somebody has (DLPack) must find memory there for as long as the gradient is kept.
+  impl->set_data_ptr(with_owners(copy.mutable_data_ptr(), copy.storage(), memory(), copy.device()));
+  return true;
+}
+
+bool GradSlot::follow() {
+  data_ = numel_ != 0 ? address() : nullptr;
+  if (!storage_) {
+    return true;
+  }
+  if (adopted_ || !storage_.resizable()) {
+    storage_ = {};
+    adopted_ = false;
+    view_.reset();
+    return false;
+  }
+  auto* const impl = storage_.unsafeGetStorageImpl();
+  auto before = impl->set_data_ptr(memory());
+  impl->set_data_ptr(memory(std::move(before)));  // for bare pointers
+  return true;
+}
+
+void GradSlot::rebind() {
+  forget_view();
+  data_ = address();
 }
 
 void GradSlot::let_go() {
-  view_.reset();
+  forget_view();
   data_ = nullptr;
+}
+
+void GradSlot::forget_view() {
+  view_.reset();
+  storage_ = {};
+  adopted_ = false;
 }
 
 void GradSlot::restore_view() {
@@ -121,8 +226,16 @@ void GradSlot::restore_view() {
 
 bool GradSlot::holds_slow(const at::Tensor& grad) const {
   return numel_ != 0 && grad.layout() == at::kStrided && grad.has_storage() && grad.scalar_type() == dtype_ &&
-         grad.storage().data() == flat_.storage().data() && grad.const_data_ptr() == data_ && grad.sizes() == sizes_ &&
-         grad.strides() == strides_;
+         grad.const_data_ptr() == data_ && grad.sizes() == sizes_ && grad.strides() == strides_;
+}
+
+bool GradSlot::overlaps(const at::Tensor& grad) const {
+  if (grad.layout() != at::kStrided || !grad.has_storage() || grad.numel() == 0) {
+    return false;
+  }
+  const auto* const begin = static_cast<const std::byte*>(flat_.const_data_ptr());
+  const auto* const data = static_cast<const std::byte*>(grad.const_data_ptr());
+  return data >= begin && data < begin + flat_.nbytes();
 }
 
 bool GradSlot::is_plain(const at::Tensor& grad) const {
@@ -144,8 +257,7 @@ void GradSlot::pack(const at::Tensor& grad, double scale) {
   TDDP_CHECK(grad.sizes() == c10::IntArrayRef(sizes_), "the gradient has shape ", grad.sizes(), ", its bucket slot ",
              c10::IntArrayRef(sizes_));
   // A gradient that overlaps this bucket's memory in another layout would be overwritten while it is read.
-  const bool overlaps = grad.layout() == at::kStrided && grad.has_storage() && grad.is_alias_of(flat_);
-  const auto source = overlaps ? grad.clone() : grad;
+  const auto source = overlaps(grad) ? grad.clone() : grad;
   const bool strided_cpu = on_cpu_ && source.device().is_cpu() && source.layout() == at::kStrided &&
                            source.key_set() == plain_keys_ && !source.is_complex() && !at::isComplexType(dtype_) &&
                            !is_opaque(kernel_dtype_) && at::isFloatingType(source.scalar_type());
@@ -154,7 +266,7 @@ void GradSlot::pack(const at::Tensor& grad, double scale) {
                                 kernel_type(source.scalar_type()).dtype, source.strides(), source.sizes(), scale);
     return;
   }
-  auto target = make_view();
+  auto target = in_bucket();
   if (scale == 1.0) {
     target.copy_(source);
   } else if (source.scalar_type() == dtype_ && source.layout() == at::kStrided) {
@@ -176,7 +288,7 @@ void GradSlot::scale_in_place(double scale) {
     return;
   }
   c10::NoGradGuard no_grad;
-  make_view().mul_(scale);
+  in_bucket().mul_(scale);
 }
 
 void GradSlot::zero() {
@@ -185,7 +297,7 @@ void GradSlot::zero() {
     return;
   }
   c10::NoGradGuard no_grad;
-  make_view().zero_();
+  in_bucket().zero_();
 }
 
 void GradSlot::unpack(const at::Tensor& grad) const {
@@ -194,7 +306,7 @@ void GradSlot::unpack(const at::Tensor& grad) const {
     return;
   }
   c10::NoGradGuard no_grad;
-  grad.copy_(make_view());
+  grad.copy_(in_bucket());
 }
 
 // A stride means nothing where there is one element.
@@ -222,7 +334,7 @@ std::optional<GradSlot::Piece> GradSlot::piece_of(const at::Tensor& grad) const 
 
 at::Tensor GradSlot::clone() const {
   c10::NoGradGuard no_grad;
-  return make_view().clone(at::MemoryFormat::Preserve);
+  return in_bucket().clone(at::MemoryFormat::Preserve);
 }
 
 }  // namespace torchddp::bucket

@@ -195,7 +195,7 @@ void Reducer::mark_ready(int64_t param, bool unused, const at::Tensor* incoming)
   }
   pack(param, unused, incoming);
   const auto& place = places_[static_cast<size_t>(param)];
-  if (place.bucket->arrive() && bucket_ready(place.bucket_index)) {
+  if (place.bucket->arrive() && bucket_ready(place.bucket_index, param, incoming)) {
     all_launched();
   }
 }
@@ -218,42 +218,55 @@ void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::
     pack_given_away(param, grad, incoming);
     return;
   }
-  const auto add_late = [&](at::Tensor saved) {
-    const std::lock_guard lock(late_mutex_);
-    late_.push_back({param, std::move(saved)});
-  };
   if (!grad.defined()) [[unlikely]] {
+    leave_to_holders(place);
     slot.zero();
-    add_late({});
+    add_late(param);
     return;
   }
   if (slot.holds(grad)) {
     look_in_flight(param, grad);
     if (unused) {
-      add_late(slot.clone());
+      add_late(param, slot.clone());
     }
     scale_slot(place);
     return;
   }
-  const bool becomes_view = views_ && !unused && !grad.requires_grad() && rpc_context_ == nullptr;
-  if (becomes_view && slot.adopt(grad, incoming)) {
+  const bool replaced = becomes_view(grad, unused, incoming);
+  if (replaced && (keeps_apart() || bucket::is_unshared(grad, incoming)) && slot.adopt(grad)) {
     look_in_flight(param, grad);
     scale_slot(place);
     return;
   }
+  leave_to_holders(place);
   copy_into(param, slot, grad);
   if (!views_) {
     return;  // finish_bucket copies the average back
   }
-  if (!becomes_view) [[unlikely]] {
+  if (!replaced) [[unlikely]] {
     if (grad.requires_grad()) {
       warn_create_graph();
     }
-    add_late({});
+    add_late(param);
     return;
   }
   slot.restore_view();
   grad = slot.view();
+}
+
+void Reducer::add_late(int64_t param, at::Tensor saved) {
+  const std::lock_guard lock(late_mutex_);
+  late_.push_back({param, std::move(saved)});
+}
+
+// Before a slot is overwritten: see Note [Gradients that the program keeps] in bucket/grad_slot.h.
+void Reducer::leave_to_holders(const Place& place) {
+  if (place.slot->leave_to_holders()) [[likely]] {
+    return;
+  }
+  for (const auto param : place.bucket->move(*transport_)) {
+    add_late(param);
+  }
 }
 
 void Reducer::copy_into(int64_t param, bucket::GradSlot& slot, const at::Tensor& grad) {
@@ -313,11 +326,17 @@ void Reducer::pack_sparse(int64_t param) {
   });
 }
 
-bool Reducer::bucket_ready(int64_t index) {
+// Whether the slot's view takes the place of a gradient that is not in its slot yet; otherwise the average is copied back.
+bool Reducer::becomes_view(const at::Tensor& grad, bool unused, const at::Tensor* incoming) const {
+  return views_ && !unused && !grad.requires_grad() && rpc_context_ == nullptr &&
+         (!keeps_apart() || bucket::is_unshared(grad, incoming));
+}
+
+bool Reducer::bucket_ready(int64_t index, int64_t last, const at::Tensor* incoming) {
   const std::lock_guard lock(launch_mutex_);
   auto& bucket = *buckets_[static_cast<size_t>(index)];
   if (!bucket.is_sparse() && packs_whole_buckets()) {
-    pack_whole_bucket(bucket);
+    pack_whole_bucket(bucket, last, incoming);
   }
   bucket.state = BucketState::kReady;
   timeline_.record(EventKind::kPacked, index);

@@ -32,6 +32,8 @@ struct ReducerConfig {
   plan::BucketLimits limits;
   bool find_unused_parameters = false;
   bool gradient_as_bucket_view = true;
+  // Whose storage views have: see Note [Gradients that the program keeps] in bucket/grad_slot.h.
+  bucket::ViewStorage view_storage = bucket::ViewStorage::kOwn;
   bool skip_all_reduce_unused_params = false;
   bool compiled_autograd_takes_over = false;  // torch's "python_reducer" mode
   std::optional<at::ScalarType> wire_dtype;   // fp32 buckets travel in it
@@ -182,6 +184,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   };
 
   bool dynamic_find_unused() const { return config_.find_unused_parameters && !static_graph_.enabled(); }
+  bool keeps_apart() const { return config_.view_storage == bucket::ViewStorage::kOwn; }
   bool should_rebuild() const { return !has_rebuilt_ && !is_in_graph_; }
 
   void clear_step();
@@ -192,6 +195,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void mark_ready(int64_t param, bool unused, const at::Tensor* incoming);
   void pack(int64_t param, bool unused, const at::Tensor* incoming);
   void pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming);
+  void leave_to_holders(const Place& place);
+  void add_late(int64_t param, at::Tensor saved = {});
   void copy_into(int64_t param, bucket::GradSlot& slot, const at::Tensor& grad);
   void pack_sparse(int64_t param);
   void launch_all();
@@ -228,14 +233,16 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   bool packs_whole_buckets() const;
   void note_stream(bucket::Bucket& bucket);
   void follow_packing(const bucket::Bucket& bucket);
-  void pack_whole_bucket(bucket::Bucket& bucket);
+  // `incoming`: of the gradient `last`, whose hook it is.
+  void pack_whole_bucket(bucket::Bucket& bucket, int64_t last = -1, const at::Tensor* incoming = nullptr);
+  bool becomes_view(const at::Tensor& grad, bool unused, const at::Tensor* incoming) const;
   bool is_captured();
   void note_capture() { is_in_graph_ = is_in_graph_ || is_captured(); }
   void scale_slot(const Place& place);
   static void warn_create_graph();
   void check_grad(int64_t param, const at::Tensor& grad) const;
   // Whether all buckets are launched now.
-  bool bucket_ready(int64_t index);
+  bool bucket_ready(int64_t index, int64_t last = -1, const at::Tensor* incoming = nullptr);
   void launch(int64_t index);
   void start_reduction(int64_t index);
   bool can_skip(const bucket::Bucket& bucket) const;

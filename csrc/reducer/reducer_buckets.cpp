@@ -10,11 +10,17 @@ namespace torchddp::reducer {
 void Reducer::apply_plan(plan::BucketPlan plan) {
   const auto limits = this->limits();
   plan::check_plan(plan, specs_, limits.alignment_bytes, limits.multiple_numel);
-  // Gradients that live in old buckets move along; the old memory goes bucket by bucket, as soon as its last gradient has moved.
+  // Gradients that live in old buckets move along; the old memory goes bucket by bucket, as soon as its last gradient has moved. One
+  // that the program holds stays: averages are copied back to it.
   std::vector<bool> is_view(params_.size(), false);
   for (size_t i = 0; i < places_.size(); ++i) {
     const auto& grad = params_[i].grad();
-    is_view[i] = places_[i].slot != nullptr && grad.defined() && places_[i].slot->holds(grad);
+    auto* const slot = places_[i].slot;
+    is_view[i] = slot != nullptr && grad.defined() && slot->holds(grad);
+    if (is_view[i] && keeps_apart() && !needs_fresh_memory_) {
+      slot->let_go();
+      is_view[i] = bucket::is_unshared(grad, nullptr);
+    }
   }
   const std::lock_guard lock(layout_mutex_);
   needs_fresh_memory_ = true;  // until this is through: a transport that is broken throws in the middle
@@ -26,7 +32,8 @@ void Reducer::apply_plan(plan::BucketPlan plan) {
   const c10::NoGradGuard no_grad;
   for (const auto& spec : plan.buckets) {
     const auto index = static_cast<int64_t>(buckets_.size());
-    buckets_.push_back(std::make_unique<bucket::Bucket>(spec, params_, *transport_, !config_.decoupled));
+    buckets_.push_back(
+        std::make_unique<bucket::Bucket>(spec, params_, *transport_, !config_.decoupled, config_.view_storage));
     auto& bucket = *buckets_.back();
     if (config_.decoupled) {
       shards_.push_back(make_shard(bucket));

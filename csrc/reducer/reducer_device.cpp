@@ -17,7 +17,7 @@ void Reducer::note_stream(bucket::Bucket& bucket) {
 }
 
 // Under launch_mutex_. See Note [Streams and lifetimes] in gpu/stream_set.h.
-void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
+void Reducer::pack_whole_bucket(bucket::Bucket& bucket, int64_t last, const at::Tensor* incoming) {
   const c10::NoGradGuard no_grad;
   auto* const stream = device_ != nullptr ? device_->current_stream() : nullptr;
   if (device_ != nullptr) {
@@ -25,24 +25,24 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
     bucket.streams.join_into(*device_, stream, fork_);
   }
   lend_memory(bucket);
-  bucket::Gather gather(scale_);  // holds the gradients until they are packed
+  bucket::Gather gather(scale_);        // holds the gradients until they are packed
+  const bool captured = is_captured();  // a replay would copy again, to whoever held gradients then
   std::vector<int64_t> looked_at;
   std::vector<at::Tensor> own;
   for (int64_t i = 0; i < bucket.num_slots(); ++i) {
     const auto param = bucket.params()[static_cast<size_t>(i)];
     const bool unused = marked_[static_cast<size_t>(param)].load(std::memory_order_relaxed) == kMarkedUnused;
     auto& slot = bucket.slot(i);
-    const auto add_late = [&](at::Tensor saved) {
-      const std::lock_guard lock(late_mutex_);
-      late_.push_back({param, std::move(saved)});
-    };
     with_grad(param, [&](at::Tensor& grad) {
+      if (!captured && !slot.holds(grad)) {
+        leave_to_holders(places_[static_cast<size_t>(param)]);
+      }
       if (!grad.defined()) {
         slot.zero();
         if (gives_away(bucket)) {
           return;
         }
-        add_late({});
+        add_late(param);
         return;
       }
       if (non_finite_ != nullptr) {
@@ -51,7 +51,7 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
       }
       if (slot.holds(grad)) {
         if (unused) {
-          add_late(slot.clone());
+          add_late(param, slot.clone());
         }
         if (scale_ != 1.0) {
           gather.add_in_place(slot);
@@ -68,17 +68,17 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
       if (!views_) {
         return;  // finish_bucket copies the average back
       }
-      if (!unused && !grad.requires_grad() && rpc_context_ == nullptr) {
+      if (becomes_view(grad, unused, param == last ? incoming : nullptr)) {
         grad = slot.view();
         return;
       }
       if (grad.requires_grad()) {
         warn_create_graph();
       }
-      add_late({});
+      add_late(param);
     });
   }
-  if (!own.empty() && !is_captured()) {
+  if (!own.empty() && !captured) {
     non_finite_->look(stats_.steps, looked_at, own);
   }
   gather.run();

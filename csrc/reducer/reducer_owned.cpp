@@ -62,7 +62,7 @@ void Reducer::pack_given_away(int64_t param, at::Tensor& grad, const at::Tensor*
     slot.zero();
     return;
   }
-  if (!grad.requires_grad() && !slot.has_memory() && slot.adopt(grad, incoming)) {
+  if (!grad.requires_grad() && !slot.has_memory() && bucket::is_unshared(grad, incoming) && slot.adopt(grad)) {
     look_at(param, grad);
     scale_slot(place);
   } else {

@@ -10,10 +10,8 @@ from torch import nn
 from tests.harness import is_own_class, run_ranks
 from tests.models import Mlp, assert_grads, expected_grads, grads_of, seeded, step_on, storage_of
 
-VIEWS = [
-    pytest.param({}, id="default", marks=pytest.mark.beyond_torch("copies gradients unless asked for views")),
-    pytest.param({"gradient_as_bucket_view": True}, id="views"),
-]
+DEFAULT = pytest.param({}, id="default", marks=pytest.mark.beyond_torch("copies gradients unless asked for views"))
+VIEWS = [DEFAULT, pytest.param({"gradient_as_bucket_view": True}, id="views")]
 MIB = 1024 * 1024
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
@@ -23,15 +21,34 @@ def _want(step):
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
-@pytest.mark.parametrize("options", VIEWS)
-def test_gradients_of_a_bucket_share_its_storage_in_every_step(ddp_class, options, set_to_none):
+def test_gradients_of_a_bucket_share_its_storage_in_every_step(ddp_class, set_to_none):
     def work(rank):
-        ddp = ddp_class(seeded(Mlp), **options)
+        ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=True)
         for step in range(5):
             ddp.zero_grad(set_to_none=set_to_none)
             step_on(ddp, rank, step)
             if step > 0:  # torch's own class rebuilds its buckets after the first step
                 assert len({storage_of(p.grad) for p in ddp.parameters()}) == 1, f"step {step}"
+            assert_grads(grads_of(ddp), _want(step), what=f"step {step}:")
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.beyond_torch("copies gradients unless asked for views")
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_default_gradients_lie_side_by_side_in_storages_of_their_own(ddp_class, set_to_none):
+    """In the bucket's memory, step by step; saving one, or asking for its storage, gives no other."""
+
+    def work(rank):
+        ddp = ddp_class(seeded(Mlp))
+        for step in range(5):
+            ddp.zero_grad(set_to_none=set_to_none)
+            step_on(ddp, rank, step)
+            grads = [p.grad for p in ddp.parameters()]
+            assert all(grad.untyped_storage().nbytes() == grad.nbytes for grad in grads), f"step {step}"
+            begin = min(grad.data_ptr() for grad in grads)
+            end = max(grad.data_ptr() + grad.nbytes for grad in grads)
+            assert end - begin == sum(grad.nbytes for grad in grads), f"step {step}"
             assert_grads(grads_of(ddp), _want(step), what=f"step {step}:")
 
     run_ranks(work, 2)
@@ -49,10 +66,9 @@ def test_gradients_do_not_overlap_within_the_storage(ddp_class, options):
     run_ranks(work, 2)
 
 
-@pytest.mark.parametrize("options", VIEWS)
-def test_small_caps_give_several_storages(ddp_class, options):
+def test_small_caps_give_several_storages(ddp_class):
     def work(rank):
-        ddp = ddp_class(seeded(Mlp), bucket_cap_mb=0.001, **options)
+        ddp = ddp_class(seeded(Mlp), bucket_cap_mb=0.001, gradient_as_bucket_view=True)
         for step in range(3):
             step_on(ddp, rank, step)
         assert 1 < len({storage_of(p.grad) for p in ddp.parameters()}) <= len(list(ddp.parameters()))
@@ -84,7 +100,7 @@ def test_alias_survives_a_step_within_no_sync(ddp_class, options):
             with ddp.no_sync():
                 step_on(ddp, rank, 0)
             step_on(ddp, rank, 1)
-        assert len({storage_of(p.grad) for p in ddp.parameters()}) == 1
+        assert (len({storage_of(p.grad) for p in ddp.parameters()}) == 1) == bool(options)
         want = expected_grads(seeded(Mlp), lambda m, r: (step_on(m, r, 0), step_on(m, r, 1)))
         assert_grads(grads_of(ddp), want)
 
@@ -106,11 +122,10 @@ def test_copies_asked_for_have_memory_of_their_own(ddp_class):
     run_ranks(work, 2)
 
 
-def test_copies_asked_for_do_not_change_with_the_next_step(ddp_class):
-    """Whoever keeps gradients over steps asks for copies, and gets what they kept."""
-
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}], ids=str)
+def test_kept_gradients_do_not_change_with_the_next_step(ddp_class, options):
     def work(rank):
-        ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=False)
+        ddp = ddp_class(seeded(Mlp), **options)
         step_on(ddp, rank, 0)
         kept = {name.removeprefix("module."): p.grad for name, p in ddp.named_parameters()}
         ddp.zero_grad(set_to_none=True)

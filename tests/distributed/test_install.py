@@ -95,6 +95,19 @@ def test_defaults_reach_the_class_and_the_callers_words_win():
     run_ranks(work, 2)
 
 
+def test_torchs_arguments_have_defaults_too():
+    def work(rank):
+        with torchddp.install(gradient_as_bucket_view=True, bucket_cap_mb=3, device_ids=None, dim=0):
+            model = framework.wrap(net())
+            assert model._views_asked_for
+            assert model.bucket_bytes_cap == 3 * 2**20
+            assert framework.wrap(net(), bucket_cap_mb=7).bucket_bytes_cap == 7 * 2**20
+            by_place = torch.nn.parallel.DistributedDataParallel(net(), None, None, 0)
+            assert by_place._views_asked_for and not framework.wrap(net(), gradient_as_bucket_view=False)._views_asked_for
+
+    run_ranks(work, 2)
+
+
 def test_classes_derived_from_torchs():
     def work(rank):
         expected = framework.train(TorchDDP(net()), rank)

@@ -74,7 +74,7 @@ def test_an_exception_inside_changes_nothing_of_that() -> None:
     ("options", "words"),
     [
         ({"transprot": "shm"}, r"install\(\) got 'transprot'; allowed are .*transport.*comm_hook.*sync"),
-        ({"bucket_cap_mb": 5}, "Torch's are given where the model is wrapped"),
+        ({"module": None}, "'module'; allowed are the arguments of DistributedDataParallel: device_ids"),
     ],
 )
 def test_wrong_defaults_are_refused_at_once(options: dict[str, object], words: str) -> None:

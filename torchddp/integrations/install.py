@@ -30,7 +30,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C
 from torchddp._command import is_command
-from torchddp.distributed import TORCH_ARGUMENTS, DistributedDataParallel
+from torchddp.distributed import DistributedDataParallel
 from torchddp.integrations._startup import ENV, OFF
 
 __all__ = ["install", "installed", "uninstall"]
@@ -38,11 +38,8 @@ __all__ = ["install", "installed", "uninstall"]
 logger = logging.getLogger("torchddp")
 
 _PlainMeta: Any = type(TorchDDP)
-_OWN_ARGUMENTS = tuple(
-    name
-    for name, parameter in inspect.signature(DistributedDataParallel.__init__).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in TORCH_ARGUMENTS
-)
+_ARGUMENTS = tuple(inspect.signature(DistributedDataParallel.__init__).parameters)[1:]  # in the order of places
+_DEFAULTABLE = _ARGUMENTS[1:]  # all but the module
 
 _lock = threading.RLock()
 _defaults: dict[str, Any] | None = None  # None: not installed
@@ -68,12 +65,13 @@ def install(**defaults: Any) -> ExitStack:
     installed, others have not (the environment variable TORCHDDP_INSTALL=1 is for those).
 
     Args:
-        defaults: for torchddp's own keyword arguments (``transport``, ``comm_hook``, ...), which frameworks don't pass;
-            what the caller of the class gives wins. Installing again adds to them. Objects serve all models: give a
-            ``comm_hook`` by name, so that each model has one of its own.
+        defaults: for any argument of :class:`torchddp.DistributedDataParallel` but ``module``: torchddp's own
+            (``transport``, ``comm_hook``, ...), which frameworks don't pass, and torch's (``gradient_as_bucket_view``,
+            ``bucket_cap_mb``, ...). What the caller of the class gives wins. Installing again adds to them. Objects
+            serve all models: give a ``comm_hook`` by name, so that each model has one of its own.
 
     Raises:
-        TypeError: a default that is none of torchddp's own keyword arguments.
+        TypeError: a default that is no such argument.
     """
     _check_names(defaults)
     with _lock:
@@ -129,7 +127,7 @@ class DerivedDDP(DistributedDataParallel):
     """torchddp's class, as base of classes that are derived from torch's while torchddp is installed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**(_defaults or {}), **kwargs})
+        super().__init__(*args, **_with_defaults(args, kwargs))
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
         if "_transport_choice" not in self.__dict__:
@@ -147,7 +145,7 @@ class _InstalledMeta(_PlainMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is not TorchDDP or _defaults is None:
             return super().__call__(*args, **kwargs)
-        model = DistributedDataParallel(*args, **{**_defaults, **kwargs})
+        model = DistributedDataParallel(*args, **_with_defaults(args, kwargs))
         if not _announced:
             _announce(dist.get_rank() if dist.is_initialized() else 0)
         return model
@@ -174,14 +172,17 @@ def _switch(defaults: dict[str, Any] | None) -> None:
 
 
 def _check_names(defaults: dict[str, Any]) -> None:
-    unknown = sorted(set(defaults) - set(_OWN_ARGUMENTS))
-    if not unknown:
-        return
-    message = f"install() got {', '.join(map(repr, unknown))}; allowed are torchddp's own keyword arguments: "
-    message += ", ".join(_OWN_ARGUMENTS)
-    if any(name in TORCH_ARGUMENTS for name in unknown):
-        message += ". Torch's are given where the model is wrapped"
-    raise TypeError(message)
+    unknown = sorted(set(defaults) - set(_DEFAULTABLE))
+    if unknown:
+        raise TypeError(
+            f"install() got {', '.join(map(repr, unknown))}; allowed are the arguments of DistributedDataParallel: "
+            f"{', '.join(_DEFAULTABLE)}"
+        )
+
+
+def _with_defaults(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    by_place = _ARGUMENTS[: len(args)]
+    return {**{name: value for name, value in (_defaults or {}).items() if name not in by_place}, **kwargs}
 
 
 def _announce(rank: int) -> None:
