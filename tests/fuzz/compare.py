@@ -1,0 +1,108 @@
+"""What is visible of two sides after the same operation, and the first thing in which they differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Named = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where ours first went another way."""
+
+    rank: int
+    step: int
+    op: str
+    kind: str  # "gradient", "parameter", ..., "exception", "end"
+    name: str
+    want: str
+    got: str
+
+    def text(self) -> str:
+        where = f"rank {self.rank}, step {self.step}, after {self.op}"
+        return f"{where}: {self.kind} {self.name}: torch's class {self.want}; ours {self.got}"
+
+
+@dataclass(frozen=True)
+class Strictness:
+    """What is compared, and how closely."""
+
+    tolerance: float = 0.0  # relative to the largest element, or to one; 0: bit for bit
+    strides: bool = True
+    kept: bool = True  # the gradients that a program keeps
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception, without the frames that hold what it met."""
+
+    types: tuple[str, ...]  # its own first, then those that it is an instance of
+    message: str
+    traceback: str
+
+    def __str__(self) -> str:
+        return f"raises {self.types[0]}: {self.message[:300]}"
+
+
+def exceptions_differ(theirs: Raised | None, ours: Raised | None) -> bool:
+    """Who catches torch's exception must catch ours."""
+    if theirs is None or ours is None:
+        return theirs is not ours
+    return theirs.types[0] not in ours.types
+
+
+def first_difference(
+    theirs: dict[str, Named], ours: dict[str, Named], strictness: Strictness
+) -> tuple[str, str, str, str] | None:
+    """(kind, name, what torch's class has, what ours has), or None."""
+    for kind, want in theirs.items():
+        got = ours[kind]
+        if kind == "kept gradient" and not strictness.kept:
+            continue
+        if want.keys() != got.keys():
+            only_theirs, only_ours = sorted(want.keys() - got.keys()), sorted(got.keys() - want.keys())
+            return kind, "names", f"also has {only_theirs}", f"also has {only_ours}"
+        for name, value in want.items():
+            words = tensors_differ(value, got[name], strictness)
+            if words is not None:
+                return kind, name, *words
+    return None
+
+
+def tensors_differ(want: Tensor | None, got: Tensor | None, strictness: Strictness) -> tuple[str, str] | None:
+    """In words: how both look, where they differ."""
+    looks = _look(want, strictness.strides), _look(got, strictness.strides)
+    if want is None or got is None or looks[0] != looks[1]:
+        return looks if looks[0] != looks[1] else None
+    want, got = want.detach(), got.detach()
+    if want.is_sparse:
+        want, got = want.to_dense(), got.to_dense()
+    if torch.equal(want, got):
+        return None
+    if want.is_complex():
+        want, got = torch.view_as_real(want), torch.view_as_real(got)
+    wrong = (want != got) & ~(want.isnan() & got.isnan())
+    if strictness.tolerance and want.is_floating_point():
+        largest = want[want.isfinite()].abs().max().item() if want.isfinite().any() else 0.0
+        wrong &= ~((want.double() - got.double()).abs() <= strictness.tolerance * max(1.0, largest))
+    if not wrong.any():
+        return None
+    at = tuple(wrong.nonzero()[0].tolist())
+    count = f"{int(wrong.sum())} of {want.numel()} elements, first {list(at)}"
+    return f"{want[at].item()!r} ({count})", f"{got[at].item()!r}"
+
+
+def _look(value: Tensor | None, strides: bool) -> str:
+    """Everything about a tensor but its values."""
+    if value is None:
+        return "None"
+    words = f"{str(value.dtype)[6:]} {tuple(value.shape)}"
+    if value.is_sparse:
+        return f"{words} sparse"
+    if strides and value.numel() > 1 and not value.is_contiguous():
+        words += f" strides {tuple(s for s, size in zip(value.stride(), value.shape, strict=True) if size > 1)}"
+    return words + (" requires_grad" if value.requires_grad else "")

@@ -1,0 +1,257 @@
+"""A program from a seed and the number of its trial."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from tests.fuzz.model import SAME_ON_ALL_RANKS
+from tests.fuzz.program import Do, Op, Optimizer, Part, Program, Train
+
+T = TypeVar("T")
+TRANSPORTS = ("shm", "c10d")
+WORLD_SIZES = (1, 2, 2, 2, 2, 3, 3, 4)
+
+SMALL_SHAPES = ((), (1,), (7,), (3, 5), (5, 1, 3), (2, 3, 2, 2), (0,), (3, 0), (129,))
+BIG_SHAPES = ((300, 1000), (131_200,), (260, 520), (70_000,), (512, 1024), (64, 16, 9, 33))
+REAL = ("float32", "float32", "float32", "float64", "bfloat16", "float16")
+RAW_DTYPES = (*REAL, "complex64", "complex128")
+WAYS = ("two_forwards", "two_forwards", "two_of_each", "retain", "forward_only", "bypass", "no_sync_around_forward",
+        "no_sync_around_backward", "autograd_grad", "forward_raises")  # fmt: skip
+ZEROING = ("model_none", "model_none", "model_none", "optimizer_none", "by_hand", "model_zeros", "optimizer_zeros",
+           "in_place", "data", "new", "some", "")  # fmt: skip
+KEEPING = ("clone",)
+FAULTS = ("twice_without_retain", "hook_raises", "unused", "failing", "mixed_unused")
+
+
+def draw(seed: int, trial: int, world_size: int | None = None, transport: str | None = None) -> Program:
+    """The program of this trial; `world_size` and `transport` replace what it would have, nothing else changes."""
+    source = random.Random(f"{seed}:{trial}")
+    drawn_size, drawn_transport = source.choice(WORLD_SIZES), source.choice(TRANSPORTS)
+    size = world_size or drawn_size
+    choice = "auto" if size == 1 else transport or drawn_transport
+    program = _Drawing(source).program(f"{seed}:{trial}")
+    return replace(program, world_size=size, transport="auto" if "init_sync" in program.options else choice)
+
+
+class _Drawing:
+    def __init__(self, source: random.Random) -> None:
+        self.source = source
+        self.static = self.chance(0.12)
+        self.search = self.chance(0.4)
+        self.fault = self.of(FAULTS) if self.chance(0.08) else ""
+        # What may differ per rank and step; else there is one graph for ever.
+        self.varies = self.search and not self.static
+
+    def chance(self, probability: float) -> bool:
+        return self.source.random() < probability
+
+    def of(self, choices: Sequence[T]) -> T:
+        return self.source.choice(choices)
+
+    def program(self, key: str) -> Program:
+        parts = self.parts()
+        sparse = any(part.sparse for part in parts)
+        comm_hook = self.comm_hook(parts)
+        options = self.options(parts, comm_hook)
+        self.views = options.get("gradient_as_bucket_view") is True
+        if comm_hook == "power_sgd":
+            options["bucket_cap_mb"] = 100
+        return Program(
+            key=key,
+            world_size=1,
+            transport="auto",
+            parts=parts,
+            options=options,
+            comm_hook=comm_hook,
+            tensor_hooks=self.tensor_hooks(sparse),
+            output=self.of(("tensor", "list", "nested", "dict", "dataclass")),
+            seeds_differ="init_sync" not in options and self.chance(0.7),
+            optimizer=self.optimizer(sparse),
+            steps=self.steps(),
+        )
+
+    # --- model ---
+
+    def parts(self) -> tuple[Part, ...]:
+        parts = [Part("dense", self.of(("float32", "float32", "float64", "bfloat16")), (self.of((3, 8)), 4))]
+        parts += [self.part() for _ in range(self.source.randint(1, 7))]
+        if self.chance(0.45):
+            parts += [self.big_part() for _ in range(self.source.randint(1, 2))]
+        raw = [i for i, part in enumerate(parts) if part.kind == "raw" and not part.frozen]
+        if raw and self.chance(0.3):
+            i = self.of(raw)
+            parts.append(Part("raw", parts[i].dtype, parts[i].shape, parts[i].layout, tied_to=i))
+        self.source.shuffle(parts)
+        parts = _with_true_ties(parts)
+        if self.fault in ("unused", "mixed_unused") and not self.search and not self.static:
+            parts[-1] = replace(parts[-1], used="never" if self.fault == "unused" else "later_steps")
+        return tuple(parts)
+
+    def part(self) -> Part:
+        kind = self.of(("dense", "raw", "raw", "raw", "raw", "norm", "convolution", "embedding", "bag", "buffered",
+                        "checkpointed"))  # fmt: skip
+        if kind == "checkpointed" and self.chance(0.3) and not self.search:
+            kind = "checkpointed_reentrant"
+        dtype, layout, sparse = self.of(REAL), "contiguous", False
+        shape: tuple[int, ...] = ()
+        if kind == "raw":
+            dtype, shape = self.of(RAW_DTYPES), self.of(SMALL_SHAPES)
+            layout = self.of(("contiguous", "contiguous", "transposed", "channels_last", "gaps"))
+        elif kind in ("dense", "checkpointed", "checkpointed_reentrant"):
+            dtype, shape = self.of(REAL[:5]), (self.of((3, 16)), self.of((2, 9)))
+            layout = self.of(("contiguous", "contiguous", "gaps"))
+        elif kind in ("embedding", "bag"):
+            dtype, shape, sparse = self.of(("float32", "float64")), (11, 4), self.chance(0.4)
+        elif kind == "convolution":
+            layout = self.of(("contiguous", "channels_last"))
+        elif kind == "norm":
+            dtype = self.of(("float32", "float64"))
+        else:
+            dtype = self.of(("float32", "float64", "bfloat16"))
+        part = Part(kind, dtype, shape, layout, sparse)
+        if self.chance(0.06) and kind != "buffered":
+            return replace(part, frozen=True)
+        if self.chance(0.04):
+            return replace(part, ignored=True)
+        part = replace(part, calls=self.of((1, 1, 1, 1, 2)))
+        # Sparse ones that are unused end torch's class: not too many of those.
+        return part if sparse else self.with_use(part)
+
+    def big_part(self) -> Part:
+        layout = self.of(("contiguous", "contiguous", "contiguous", "transposed", "gaps"))
+        part = Part("raw", self.of(("float32", "float32", "float64", "bfloat16")), self.of(BIG_SHAPES), layout)
+        return self.with_use(part)
+
+    def with_use(self, part: Part) -> Part:
+        if self.varies and self.chance(0.5):
+            uses = ("never", "one_rank", "all_but_one_rank", "even_steps", "later_steps", "one_micro", "mixed")
+            return replace(part, used=self.of(uses), in_loss=self.chance(0.8))
+        if (self.static or self.search) and self.chance(0.25):
+            return replace(part, used=self.of(("never", "always")), in_loss=self.chance(0.5))
+        return part
+
+    # --- options ---
+
+    def options(self, parts: Sequence[Part], comm_hook: str) -> dict[str, Any]:
+        options: dict[str, Any] = {}
+        if self.search:
+            options["find_unused_parameters"] = True
+        if self.static:
+            options["static_graph"] = True
+        views = self.of((None, None, None, True, False))
+        if views is not None:
+            options["gradient_as_bucket_view"] = views
+        cap = self.of((None, None, None, 0.00001, 0.0002, 0.002, 0.3, 1, 25))
+        if cap is not None:
+            options["bucket_cap_mb"] = cap
+        elif self.chance(0.1):
+            options["bucket_cap_mb_list"] = [1, 2]
+        if self.chance(0.15):
+            options["batched_grad_copy"] = True
+        for name in ("broadcast_buffers", "forward_sync_buffers"):
+            if self.chance(0.15):
+                options[name] = self.chance(0.4)
+        if self.chance(0.05):
+            options["init_sync"] = False
+        same = all(part.used in ("always", "never") for part in parts)
+        if self.search and same and self.chance(0.4):
+            options["skip_all_reduce_unused_params"] = True
+        return options
+
+    def comm_hook(self, parts: Sequence[Part]) -> str:
+        if self.fault in ("failing", "wrong"):
+            return self.fault
+        if self.chance(0.75):
+            return "none"
+        if any(part.dtype.startswith("complex") for part in parts):
+            return "none"
+        plain = all(part.dtype == "float32" and not part.sparse for part in parts)
+        names = ["allreduce", "sum", "copying", "local", "builtin_allreduce", "fp16", "builtin_fp16"]
+        return self.of([*names, "power_sgd"] if plain and not self.search and not self.static else names)
+
+    def tensor_hooks(self, sparse: bool) -> str:
+        if self.chance(0.7):
+            return "none"
+        return self.of(("look", "double", "accumulated", "halve_accumulated", "replace_accumulated"))
+
+    def optimizer(self, sparse: bool) -> Optimizer:
+        foreach = self.of((None, True, False))
+        if sparse:
+            return Optimizer("SGD", 0.0, foreach)
+        return self.of((Optimizer("SGD", 0.9, foreach), Optimizer("Adam", 0.0, foreach), Optimizer("SGD")))
+
+    # --- steps ---
+
+    def steps(self) -> tuple[tuple[Op, ...], ...]:
+        zero = self.zeroing()
+        keep = self.keeping()
+        count = self.source.randint(3, 8)
+        fault_at = self.source.randint(1, count - 1)
+        return tuple(
+            self.step(zero if self.chance(0.75) else self.zeroing(), keep, self.fault if i == fault_at else "")
+            for i in range(count)
+        )
+
+    def zeroing(self) -> str:
+        how = self.of(ZEROING)
+        return "in_place" if how == "data" and self.views else how
+
+    def keeping(self) -> str:
+        return "" if self.chance(0.4) else self.of(KEEPING)
+
+    def step(self, zero: str, keep: str, fault: str) -> tuple[Op, ...]:
+        ops: list[Op] = []
+        if zero:
+            ops.append(Do("zero", zero))
+        if self.chance(0.08):
+            ops.append(Do(self.of(("evaluate", "evaluate_inside", "reload"))))
+        ops += self.training(fault)
+        if keep and self.chance(0.8):
+            ops.append(Do("keep", keep))
+        elif self.chance(0.1):
+            ops.append(Do("keep", "forget"))
+        if self.chance(0.3):
+            edits = ("mul", "add", "foreach", "clip_norm", "clip_value", "assign", "assign_some", "data", "assign_kept")
+            ops.append(Do("edit", self.of(edits)))
+        if self.chance(0.7):
+            ops.append(Do("step"))
+        return tuple(ops)
+
+    def training(self, fault: str) -> list[Op]:
+        if fault in ("twice_without_retain", "hook_raises"):
+            return [Train(how=fault)]
+        if self.static:  # the same in each step: that is its contract
+            return [Train()]
+        autocast = self.chance(0.06)
+        micros = self.of((1, 1, 1, 1, 2, 3))
+        ops: list[Op] = [Train(i, sync=False, how=self.way(0.1), autocast=autocast) for i in range(micros - 1)]
+        ops.append(Train(micros - 1, how=self.way(0.2), autocast=autocast))
+        if self.chance(0.04):
+            ops.append(Train(micros, sync=False))  # and no reduction after it
+        return ops
+
+    def way(self, unusual: float) -> str:
+        if not self.chance(unusual):
+            return "plain"
+        return self.of(WAYS)
+
+
+def _with_true_ties(parts: list[Part]) -> list[Part]:
+    """Ties point to a part that comes before: the shuffle may have moved it."""
+    tied = next((part for part in parts if part.tied_to is not None), None)
+    if tied is None:
+        return parts
+    twin = replace(tied, tied_to=None)
+    others = [part for part in parts if part is not tied]
+    first = next(
+        (i for i, part in enumerate(others) if replace(part, used="always", in_loss=True, calls=1) == twin), None
+    )
+    if first is None or others[first].ignored:
+        return others
+    return [*others, replace(tied, tied_to=first)]
+
+
+assert {"always", "never"} <= SAME_ON_ALL_RANKS

@@ -1,0 +1,99 @@
+"""A random training program, as plain data: what is trained, with which options, and what is done in each step.
+
+Two programs that print the same are the same: everything random in a run comes from `Program.key`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+class _Short:
+    """Prints only what differs from the defaults."""
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)  # type: ignore[arg-type]
+            if getattr(self, f.name) != f.default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Part(_Short):
+    """A piece of the model with parameters of its own, and an output of its own."""
+
+    kind: str  # a key of tests.fuzz.model.KINDS
+    dtype: str = "float32"
+    shape: tuple[int, ...] = ()
+    layout: str = "contiguous"  # or transposed, channels_last, gaps
+    sparse: bool = False
+    frozen: bool = False
+    ignored: bool = False  # _ddp_params_and_buffers_to_ignore
+    tied_to: int | None = None  # index of an earlier part whose parameter this one uses
+    calls: int = 1  # how often a forward uses it
+    used: str = "always"  # a key of tests.fuzz.model.USES
+    in_loss: bool = True  # False: it is computed, and left out of the loss
+
+
+@dataclass(frozen=True, repr=False)
+class Train(_Short):
+    """Forward and backward."""
+
+    micro: int = 0
+    sync: bool = True  # False: under no_sync()
+    how: str = "plain"  # a method of tests.fuzz.side.Side, less its leading train_
+    autocast: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Do(_Short):
+    """Anything else: `Do("zero", "model_none")` is `Side.zero_model_none()`."""
+
+    what: str
+    how: str = ""
+
+    def __repr__(self) -> str:
+        return f"{self.what}({self.how})"
+
+
+Op = Train | Do
+
+
+@dataclass(frozen=True, repr=False)
+class Optimizer(_Short):
+    """Which optimizer, and how."""
+
+    kind: str = "SGD"
+    momentum: float = 0.0
+    foreach: bool | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Program(_Short):
+    """All of it."""
+
+    key: str
+    world_size: int
+    transport: str
+    parts: tuple[Part, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    comm_hook: str = "none"
+    tensor_hooks: str = "none"
+    output: str = "tensor"
+    seeds_differ: bool = True  # ranks begin with their own parameters
+    optimizer: Optimizer = Optimizer()
+    steps: tuple[tuple[Op, ...], ...] = ()
+
+    def text(self) -> str:
+        """Several lines, for people."""
+        lines = [f"world_size={self.world_size} transport={self.transport} options={self.options}"]
+        rest = {f.name: getattr(self, f.name) for f in fields(self)[6:-1] if getattr(self, f.name) != f.default}
+        lines += [f"  {name}: {value}" for name, value in rest.items()]
+        if self.comm_hook != "none":
+            lines.append(f"  comm_hook: {self.comm_hook}")
+        lines += [f"  part {i}: {part!r}" for i, part in enumerate(self.parts)]
+        lines += [f"  step {i}: " + ", ".join(map(repr, ops)) for i, ops in enumerate(self.steps)]
+        return "\n".join(lines)

@@ -1,0 +1,117 @@
+"""Runs programs on one rank: each operation with torch's class, then with the other, then the comparison."""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from tests.fuzz.compare import Difference, Raised, exceptions_differ, first_difference
+from tests.fuzz.model import hash_of
+from tests.fuzz.program import Do, Op, Program, Train
+from tests.fuzz.side import Side
+from tests.fuzz.wanted import strictness_for
+
+# Where an error ends one rank alone, the others wait for it this long, twice; and whoever is done for those.
+GROUP_TIMEOUT_S = 10.0
+AGREEMENT_TIMEOUT_S = 80.0
+SIDES = ("torch's class", "ours")
+Mark = Callable[[int, int], None]  # (operation, side): where this rank is
+
+
+def run_batch(rank: int, programs: Sequence[Program], ddp_class: type, marks: Tensor) -> list[Difference | None]:
+    """The first difference of each program, in order; ends after the first that has one."""
+    gc.freeze()  # what came with the fork is not looked through again after each program
+    os.environ["TORCHDDP_STALL_REPORT_S"] = "0"  # where torch's class has left some ranks waiting
+    outcomes = []
+    for trial, program in enumerate(programs):
+
+        def mark(operation: int, side: int, trial: int = trial) -> None:
+            marks[rank] = torch.tensor([trial, operation, side])
+
+        outcomes.append(run_program(rank, program, ddp_class, mark))
+        if agree(outcomes[-1] is not None):
+            break
+    return outcomes
+
+
+def run_program(rank: int, program: Program, ddp_class: type, mark: Mark) -> Difference | None:
+    """This rank's first difference."""
+    groups = [dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S)) for _ in SIDES]
+    sides = [Side(program, c, rank, group) for c, group in zip((TorchDDP, ddp_class), groups, strict=True)]
+    try:
+        return _compare_all(rank, program, sides, mark)
+    finally:
+        # Models first: torch's reducer would otherwise end its group's threads from its own destructor.
+        sides.clear()
+        gc.collect()
+        while groups:
+            dist.destroy_process_group(groups.pop())
+
+
+def _compare_all(rank: int, program: Program, sides: list[Side], mark: Mark) -> Difference | None:
+    number = 0
+    for step, ops in enumerate(((Do("make"),), *program.steps), -1):
+        for op in ops:
+            raised, ends = [], []
+            for i, side in enumerate(sides):
+                mark(number, i)
+                torch.manual_seed(hash_of(program.key, rank, number))
+                raised.append(attempt(side, op, step))
+                ends.append(torch.get_rng_state())
+            difference = _compare(rank, step, op, sides, raised, ends, program)
+            number += 1
+            ended = difference is not None or raised[0] is not None
+            # Ranks go through the other operations without waiting for each other, as they do in life.
+            together = isinstance(op, Train) or op is ops[-1]
+            if (together and agree(ended)) or (ended and agree(True)):
+                return difference
+    return None
+
+
+def _compare(
+    rank: int, step: int, op: Op, sides: list[Side], raised: list[Raised | None], ends: list[Tensor], program: Program
+) -> Difference | None:
+    def at(*words: str) -> Difference:
+        return Difference(rank, step, repr(op), *words)
+
+    if exceptions_differ(*raised):
+        ours = f"{raised[1]}\n{raised[1].traceback}" if raised[1] is not None else "goes on"
+        return at("exception", "", str(raised[0] or "goes on"), ours)
+    if raised[0] is not None:
+        return None
+    found = first_difference(sides[0].visible(), sides[1].visible(), strictness_for(program))
+    for side in sides:
+        side.seen.clear()
+    if found is not None:
+        return at(*found)
+    if not torch.equal(*ends):
+        return at("random state", "of the CPU's generator", "has drawn other numbers", "has not drawn the same")
+    return None
+
+
+def attempt(side: Side, op: Op, step: int) -> Raised | None:
+    """How the operation ended."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            side.do(op, step)
+            return None
+        except Exception as error:
+            types = tuple(f"{t.__module__}.{t.__qualname__}" for t in type(error).__mro__ if t is not object)
+            return Raised(types, str(error), traceback.format_exc())
+
+
+def agree(here: bool) -> bool:
+    """Whether it is so on any rank."""
+    flag = torch.tensor([float(here)])
+    dist.all_reduce(flag)
+    return bool(flag.item())

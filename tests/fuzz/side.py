@@ -1,0 +1,391 @@
+"""One class of DistributedDataParallel at work on a program: it does what it is told, and shows what can be seen."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from tests.fuzz.compare import Named
+from tests.fuzz.model import When, Zoo, hash_of, inputs, loss_of
+from tests.fuzz.program import Do, Op, Program, Train
+
+KEPT_STEPS = 4  # how many steps' gradients a program keeps at a time
+
+
+class Side:
+    """A wrapped model, its optimizer, and the gradients that the program keeps."""
+
+    def __init__(self, program: Program, ddp_class: type, rank: int, group: dist.ProcessGroup) -> None:
+        self.program = program
+        self.rank = rank
+        self.group = group
+        self.ddp_class = ddp_class
+        self.kept: list[tuple[str, Tensor]] = []
+        self.seen: list[tuple[str, Tensor]] = []  # what hooks and forwards gave; emptied by whoever compares it
+        self.ever_kept = 0
+
+    # --- what can be seen ---
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.ddp.module.named_parameters())
+
+    def visible(self) -> dict[str, Named]:
+        """Everything a program can see, by kind and name."""
+        parameters = self.parameters()
+        return {
+            "parameter": {name: p.detach() for name, p in parameters.items()},
+            "gradient": {name: p.grad for name, p in parameters.items()},
+            "buffer": dict(self.ddp.module.named_buffers()),
+            "kept gradient": dict(self.kept),
+            "seen": {f"{i} {name}": value for i, (name, value) in enumerate(self.seen)},
+        }
+
+    # --- construction ---
+
+    def make(self, when: When) -> None:
+        program = self.program
+        torch.manual_seed(hash_of(program.key, self.rank if program.seeds_differ else 0))
+        module = Zoo(program.parts, program.output)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.ddp = self.ddp_class(module, process_group=self.group, **self._options())
+        register_comm_hook(self.ddp, program.comm_hook, self.group)
+        register_tensor_hooks(self.ddp.module, program.tensor_hooks, self.seen)
+        self.optimizer = self._make_optimizer()
+
+    def _options(self) -> dict[str, Any]:
+        accepted = inspect.signature(self.ddp_class.__init__).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+        options = {name: value for name, value in self.program.options.items() if takes_all or name in accepted}
+        if self.program.transport != "auto" and self.ddp_class.__module__.split(".")[0] != "torch":
+            options["transport"] = self.program.transport
+        return options
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        wanted = self.program.optimizer
+        parameters = [p for p in self.ddp.parameters() if p.requires_grad]
+        if wanted.kind == "SGD":
+            return torch.optim.SGD(parameters, lr=0.05, momentum=wanted.momentum, foreach=wanted.foreach)
+        # A large epsilon: where a sum over three ranks may end in other bits, Adam is not to make them the first.
+        return torch.optim.Adam(parameters, lr=0.01, eps=1e-3, foreach=wanted.foreach)
+
+    # --- operations ---
+
+    def do(self, op: Op, step: int) -> None:
+        when = When(self.rank, self.program.world_size, step, op.micro if isinstance(op, Train) else 0)
+        if isinstance(op, Do):
+            getattr(self, f"{op.what}_{op.how}" if op.how else op.what)(when)
+            return
+        with contextlib.ExitStack() as stack:
+            if not op.sync:
+                stack.enter_context(self.ddp.no_sync())
+            if op.autocast:
+                stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+            getattr(self, f"train_{op.how}")(when)
+
+    def _loss(self, when: When, offset: int = 0) -> Tensor:
+        x = inputs(self.program.key, when) + offset
+        loss = loss_of(self.ddp(x, when))
+        self.seen.append(("loss", loss.detach().clone()))
+        return loss
+
+    def train_plain(self, when: When) -> None:
+        self._loss(when).backward()
+
+    def train_two_forwards(self, when: When) -> None:
+        (self._loss(when) + self._loss(when, 1)).backward()
+
+    def train_two_of_each(self, when: When) -> None:
+        first, second = self._loss(when), self._loss(when, 1)
+        first.backward()
+        second.backward()
+
+    def train_retain(self, when: When) -> None:
+        loss = self._loss(when)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def train_twice_without_retain(self, when: When) -> None:
+        loss = self._loss(when)
+        loss.backward()
+        loss.backward()
+
+    def train_forward_only(self, when: When) -> None:
+        self._loss(when)
+
+    def train_bypass(self, when: When) -> None:
+        """Through the module inside, as generate() and the like are called."""
+        loss = loss_of(self.ddp.module(inputs(self.program.key, when), when))
+        self.seen.append(("loss", loss.detach().clone()))
+        loss.backward()
+
+    def train_no_sync_around_forward(self, when: When) -> None:
+        with self.ddp.no_sync():
+            loss = self._loss(when)
+        loss.backward()
+
+    def train_no_sync_around_backward(self, when: When) -> None:
+        loss = self._loss(when)
+        with self.ddp.no_sync():
+            loss.backward()
+
+    def train_autograd_grad(self, when: When) -> None:
+        wanted = [p for p in self.ddp.parameters() if p.requires_grad and p.numel() < 1000]
+        for grad in torch.autograd.grad(self._loss(when), wanted, allow_unused=True):
+            if grad is not None:
+                self.seen.append(("autograd.grad", grad.detach().clone()))
+
+    def train_forward_raises(self, when: When) -> None:
+        self.ddp.module.fails = True
+        try:
+            with contextlib.suppress(KeyError):
+                self._loss(when)
+        finally:
+            self.ddp.module.fails = False
+
+    def train_hook_raises(self, when: When) -> None:
+        def fail(grad: Tensor) -> None:
+            raise KeyError("a hook's own fault")
+
+        parameter = next(p for p in self.ddp.parameters() if p.requires_grad)
+        handle = parameter.register_hook(fail)
+        try:
+            self._loss(when).backward()
+        finally:
+            handle.remove()
+
+    def evaluate(self, when: When) -> None:
+        self.ddp.eval()
+        with torch.no_grad():
+            self._loss(when, 3)
+        self.ddp.train()
+
+    def evaluate_inside(self, when: When) -> None:
+        """Through the module inside, on one rank alone."""
+        if self.rank == 0:
+            self.ddp.module.eval()
+            with torch.inference_mode():
+                self.ddp.module(inputs(self.program.key, when), when)
+            self.ddp.module.train()
+
+    def step(self, when: When) -> None:
+        self.optimizer.step()
+
+    def reload(self, when: When) -> None:
+        self.ddp.load_state_dict({name: value.clone() for name, value in self.ddp.state_dict().items()})
+
+    # --- zeroing ---
+
+    def zero_model_none(self, when: When) -> None:
+        self.ddp.zero_grad(set_to_none=True)
+
+    def zero_model_zeros(self, when: When) -> None:
+        self.ddp.zero_grad(set_to_none=False)
+
+    def zero_optimizer_none(self, when: When) -> None:
+        self.optimizer.zero_grad()
+
+    def zero_optimizer_zeros(self, when: When) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def zero_by_hand(self, when: When) -> None:
+        for p in self.ddp.parameters():
+            p.grad = None
+
+    def zero_some(self, when: When) -> None:
+        for i, p in enumerate(self.ddp.parameters()):
+            if i % 2 == when.step % 2:
+                p.grad = None
+
+    def zero_in_place(self, when: When) -> None:
+        for _, p in self._with_grad():
+            p.grad.zero_()
+
+    def zero_data(self, when: When) -> None:
+        for _, p in self._with_grad(dense=True):
+            p.grad.data = torch.zeros_like(p.grad)
+
+    def zero_new(self, when: When) -> None:
+        for p in self.ddp.parameters():
+            p.grad = torch.zeros_like(p)
+
+    def _with_grad(self, dense: bool = False) -> Iterator[tuple[str, Any]]:
+        for name, p in self.parameters().items():
+            if p.grad is not None and not (dense and p.grad.is_sparse):
+                yield name, p
+
+    # --- gradients that are kept ---
+
+    def _keep(self, how: str, when: When, values: Iterator[tuple[str, Tensor]]) -> None:
+        self.kept += [
+            (f"{name} of step {when.step} ({how}, {self.ever_kept + i})", v) for i, (name, v) in enumerate(values)
+        ]
+        self.ever_kept += len(self.parameters())
+        del self.kept[: -KEPT_STEPS * len(self.parameters())]
+
+    def keep_grad(self, when: When) -> None:
+        self._keep("grad", when, ((n, p.grad) for n, p in self._with_grad()))
+
+    def keep_some(self, when: When) -> None:
+        self._keep("grad", when, ((n, p.grad) for i, (n, p) in enumerate(self._with_grad()) if i % 3 == 0))
+
+    def keep_clone(self, when: When) -> None:
+        self._keep("clone", when, ((n, p.grad.clone()) for n, p in self._with_grad()))
+
+    def keep_detach(self, when: When) -> None:
+        self._keep("detach", when, ((n, p.grad.detach()) for n, p in self._with_grad()))
+
+    def keep_data(self, when: When) -> None:
+        self._keep("data", when, ((n, p.grad.data) for n, p in self._with_grad()))
+
+    def keep_view(self, when: When) -> None:
+        self._keep("view", when, ((n, p.grad[...]) for n, p in self._with_grad(dense=True)))
+
+    def keep_piece(self, when: When) -> None:
+        with_rows = ((n, p) for n, p in self._with_grad(dense=True) if p.dim() and p.shape[0] > 1)
+        self._keep("piece", when, ((n, p.grad.select(0, -1)) for n, p in with_rows))
+
+    def keep_numpy(self, when: When) -> None:
+        """An array of numpy's over the same memory."""
+        of_numpy = ((n, p) for n, p in self._with_grad(dense=True) if p.dtype is not torch.bfloat16)
+        self._keep("numpy", when, ((n, torch.from_numpy(p.grad.numpy())) for n, p in of_numpy))
+
+    def keep_forget(self, when: When) -> None:
+        self.kept.clear()
+
+    # --- gradients that are changed ---
+
+    def edit_mul(self, when: When) -> None:
+        for _, p in self._with_grad():
+            p.grad.mul_(0.5)
+
+    def edit_add(self, when: When) -> None:
+        for _, p in self._with_grad(dense=True):
+            p.grad.add_(0.125)
+
+    def edit_foreach(self, when: When) -> None:
+        torch._foreach_mul_([p.grad for _, p in self._with_grad(dense=True)], 0.75)
+
+    def edit_clip_norm(self, when: When) -> None:
+        norm = nn.utils.clip_grad_norm_([p for _, p in self._with_grad(dense=True)], 0.5)
+        self.seen.append(("norm", norm.detach().clone()))
+
+    def edit_clip_value(self, when: When) -> None:
+        nn.utils.clip_grad_value_([p for _, p in self._with_grad(dense=True) if not p.is_complex()], 0.25)
+
+    def edit_assign(self, when: When) -> None:
+        for _, p in self._with_grad():
+            p.grad = p.grad * 2
+
+    def edit_assign_some(self, when: When) -> None:
+        for i, (_, p) in enumerate(self._with_grad(dense=True)):
+            if i % 2:
+                p.grad = torch.ones_like(p, memory_format=torch.contiguous_format)
+
+    def edit_data(self, when: When) -> None:
+        for _, p in self._with_grad(dense=True):
+            p.grad.data.add_(0.25)
+
+    def edit_assign_kept(self, when: When) -> None:
+        """Puts gradients of before in the place of today's."""
+        kept = {name.partition(" ")[0]: value for name, value in self.kept}
+        for name, p in self.parameters().items():
+            value = kept.get(name)
+            if value is not None and value.shape == p.shape and value.dtype == p.dtype and not value.is_sparse:
+                p.grad = value
+
+
+def register_comm_hook(ddp: Any, name: str, group: dist.ProcessGroup) -> None:
+    """The hook of this name; none for "none"."""
+    if name == "builtin_allreduce":
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    elif name == "builtin_fp16":
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    elif name == "power_sgd":
+        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif name != "none":
+        ddp.register_comm_hook(group, COMM_HOOKS[name])
+
+
+def sum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The sum, not the average, through torch's own collective."""
+    return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(lambda f: f.value()[0])
+
+
+def copying_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Averages in memory of its own."""
+    summed = bucket.buffer().clone()
+    work = dist.all_reduce(summed, group=group, async_op=True)
+    return work.get_future().then(lambda f: f.value()[0] / group.size())
+
+
+def local_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Each rank keeps its own."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def failing_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Raises."""
+    raise KeyError("a communication hook's own fault")
+
+
+def wrong_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Gives a tensor where a future is due."""
+    return bucket.buffer()  # type: ignore[return-value]
+
+
+COMM_HOOKS = {
+    "allreduce": default_hooks.allreduce_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "sum": sum_hook,
+    "copying": copying_hook,
+    "local": local_hook,
+    "failing": failing_hook,
+    "wrong": wrong_hook,
+}
+for hook in (sum_hook, copying_hook, local_hook, failing_hook, wrong_hook):
+    hook.__annotations__.clear()  # torch's class looks at them, and takes texts for wrong types
+
+
+def register_tensor_hooks(module: nn.Module, how: str, seen: list[tuple[str, Tensor]]) -> None:
+    """Hooks on every parameter, which look at gradients or change them."""
+
+    # With find_unused_parameters torch's class lets hooks run for outputs that the loss leaves out, without a gradient.
+    def look(name: str, grad: Tensor | None) -> None:
+        if grad is not None and not grad.is_sparse and grad.numel() < 1000:
+            seen.append((f"{how} {name}", grad.detach().clone()))
+
+    for name, p in module.named_parameters():
+        if not p.requires_grad or how == "none":
+            continue
+        if how == "look":
+            p.register_hook(lambda grad, name=name: look(name, grad))
+        elif how == "double":
+            p.register_hook(lambda grad: grad * 2)
+        elif how == "accumulated":
+            p.register_post_accumulate_grad_hook(lambda p, name=name: look(name, p.grad))
+        elif how == "halve_accumulated":
+            p.register_post_accumulate_grad_hook(halve)
+        elif how == "replace_accumulated":
+            p.register_post_accumulate_grad_hook(replace_by_clone)
+
+
+def halve(p: Tensor) -> None:
+    if p.grad is not None:
+        p.grad.mul_(0.5)
+
+
+def replace_by_clone(p: Tensor) -> None:
+    if p.grad is not None:
+        p.grad = p.grad.clone()

@@ -1,0 +1,93 @@
+"""Where ours is to differ from torch's class, one by one and with reasons. Everything else is a failure.
+
+Two kinds: what torch's class does is undefined or wrong, and the difference is accepted (`ACCEPTED`), or the program
+could not be judged at all (`NOT_DRAWN`: told here, seen to in tests/fuzz/draw.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.fuzz.compare import Difference, Strictness
+from tests.fuzz.program import Do, Program, Train
+
+# From three ranks on gloo's ring adds in an order that depends on where in its bucket an element lies, and the two
+# classes lay out their buckets differently; what a program computes goes on with that. By the coarsest numbers in it,
+# relative to the largest element or to one: parts' gradients are of that size before they are averaged.
+TOLERANCE = {"float64": 1e-9, "complex128": 1e-9, "float32": 2e-4, "complex64": 2e-4, "float16": 3e-2, "bfloat16": 2e-1}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A difference by intent."""
+
+    name: str
+    reason: str
+    applies: Callable[[Program, Difference], bool]
+
+
+ENDED_ITSELF = "end of torch's class"  # the kind of such a difference
+
+ACCEPTED: tuple[Wanted, ...] = (
+    Wanted(
+        "torch's class ends",
+        "torch's class itself ends the process, or does not come back: there is nothing to compare with",
+        lambda program, difference: difference.kind == ENDED_ITSELF,
+    ),
+    Wanted(
+        "sparse gradients of parameters that a rank has not used",
+        "torch's class has no sparse zeros to send for it and raises; ours trains on",
+        lambda program, difference: (
+            "Expected sparse gradient to be defined" in difference.want and difference.got == "goes on"
+        ),
+    ),
+    Wanted(
+        "a retained graph with unused parameters",
+        "torch's class calls what it meets there a bug of its own; ours trains on",
+        lambda program, difference: (
+            "This indicates a bug in DDP implementation" in difference.want and difference.got == "goes on"
+        ),
+    ),
+)
+
+NOT_DRAWN = {
+    "no_sync with static_graph": "torch's class may crash or stop reducing; ours works in any step",
+    "bucket caps that are not positive": "ours raises ValueError",
+    "PowerSGD with several buckets": "its random matrices are drawn for each bucket, and layouts differ",
+    "p.grad.data = ... with gradient_as_bucket_view=True": "in torch's class p.grad is the tensor through which it "
+    "looks at its bucket: it then reduces the old gradients again, and loses the new ones",
+    "torch's bf16_compress_hook": "torch's class refuses it on CPU models, ours does not",
+}
+
+
+def reason_for(program: Program, difference: Difference) -> str | None:
+    """Why this difference is as it should be; None: it should not be."""
+    return next((wanted.reason for wanted in ACCEPTED if wanted.applies(program, difference)), None)
+
+
+def strictness_for(program: Program) -> Strictness:
+    """How closely the two classes are compared in this program."""
+    return Strictness(
+        tolerance=_tolerance(program),
+        # Ours makes gradients views of their buckets unless told not to: what a program puts into p.grad itself is then
+        # replaced, as by torch's class with views, by a gradient that lies in memory as its parameter does.
+        strides=not any(op == Do("edit", "assign_some") for ops in program.steps for op in ops),
+        # With gradient_as_bucket_view=True kept gradients share the bucket in torch's class as well: which bytes they
+        # show later is a matter of its layout.
+        kept=program.options.get("gradient_as_bucket_view") is not True,
+    )
+
+
+def _tolerance(program: Program) -> float:
+    """Zero up to two ranks: the sum of two numbers has one value, and half of it is exact."""
+    if program.world_size <= 2:
+        return 0.0
+    dtypes = {part.dtype for part in program.parts}
+    if any(isinstance(op, Train) and op.autocast for ops in program.steps for op in ops):
+        dtypes.add("bfloat16")
+    if program.comm_hook in ("fp16", "builtin_fp16"):
+        dtypes.add("float16")
+    if any(part.kind in ("convolution", "buffered") for part in program.parts):
+        dtypes.add("float32")
+    return max(TOLERANCE[dtype] for dtype in dtypes)
