@@ -154,7 +154,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::string last_error() const { return live_->error(); }
   // From any thread, at any time; waits for nothing.
   Status status() const;
-  // For the training thread's own waits that this reducer does not see; begin and end by turns.
+  // For the training thread's own waits that this reducer does not see.
   LiveStatus& live_status() { return *live_; }
   const std::vector<plan::ParamSpec>& specs() const { return specs_; }
   std::vector<int64_t> grad_ready_order() const;
