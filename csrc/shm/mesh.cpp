@@ -15,6 +15,7 @@
 #include <span>
 #include <utility>
 
+#include "common/signals.h"
 #include "shm/errors.h"
 #include "shm/fd_passing.h"
 #include "shm/layout.h"
@@ -69,15 +70,16 @@ socklen_t fill_address(sockaddr_un& address, const std::string& name) {
 bool is_readable(std::span<pollfd> entries, Clock::time_point deadline) {
   while (true) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-    const int ready =
-        poll(entries.data(), entries.size(), static_cast<int>(std::clamp<int64_t>(left.count(), 0, 1 << 30)));
+    const int ready = poll(entries.data(), entries.size(),
+                           static_cast<int>(std::clamp<int64_t>(left.count(), 0, kSignalInterval.count())));
     if (ready < 0 && errno != EINTR) {
       throw_unavailable("waiting for local ranks");
     }
     if (ready > 0) {
       return true;
     }
-    if (ready == 0 || left.count() <= 0) {
+    check_signals();
+    if (left.count() <= 0) {
       return false;
     }
   }
