@@ -243,6 +243,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void finalize();
   void finish_rest();
   void finish_used_map();
+  void wait_for_future(c10::ivalue::Future& future, const char* what);
   void wait_bucket(int64_t index);
   void hand_back(int64_t index);
   void finish_bucket(int64_t index);

@@ -131,6 +131,32 @@ def test_an_interrupt_ends_the_wait_for_a_hook():
     run(work, 1)
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["its own timeout", "the group's"])
+def test_a_hook_that_never_completes_its_future_is_waited_for_no_longer_than_the_timeout(own):
+    def work(rank):
+        options = {"timeout": timedelta(seconds=0.5)} if own else {}
+        ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d", **options)
+        ddp.register_comm_hook(None, Promised())
+        error = raises_soon(TransportError, lambda: step_on(ddp, rank))
+        for part in ("rank 0, step 1", "bucket 0 of 1", "'first.weight'", "hook's future was not completed within"):
+            assert part in str(error), error
+        limit = "500 ms, the timeout of this DistributedDataParallel" if own else "1000 ms, the timeout of the process"
+        assert limit in str(error), error
+        assert ddp.reducer._status()["phase"] == "idle"
+
+    run_ranks(work, 1, timeout=90, group_timeout_s=LIMIT_S if own else 1.0)
+
+
+def test_futures_queued_after_backward_are_waited_for_no_longer_than_the_timeout():
+    def work(rank):
+        ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d", timeout=timedelta(seconds=0.5))
+        ddp.reducer._install_post_backward_futures([torch.futures.Future()])
+        error = raises_soon(TransportError, lambda: step_on(ddp, rank))
+        assert "rank 0, step 1: what was queued after backward (1 of 1) failed" in str(error), error
+
+    run(work, 1)
+
+
 def test_an_interrupt_ends_a_collective_of_the_shared_memory_backend():
     def work(rank):
         dist.all_reduce(torch.ones(3))
