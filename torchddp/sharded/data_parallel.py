@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchddp import _C, model_check, transports, wrapped_model
-from torchddp.distributed import TORCH_ARGUMENTS, DistributedDataParallel
+from torchddp.distributed import DistributedDataParallel
 from torchddp.optim import flat_step
 from torchddp.optim.agreement import message_device, verify_agreement
 from torchddp.optim.oss import OSS
@@ -22,7 +22,6 @@ from torchddp.sharded.parameter_gather import ParameterGather
 from torchddp.sharded.parameter_share import ParameterShare, place_chunks
 from torchddp.sharded.update import Update
 
-_BUFFERS_RENAMED = "forward_sync_buffers" in TORCH_ARGUMENTS  # torch 2.13
 # Of a message with updated parameters: small enough that the first layers need not wait for the last ones.
 CHUNK_BYTES = 8 * 1024 * 1024
 
@@ -118,8 +117,7 @@ class ShardedDataParallel(DistributedDataParallel):
             transport=transport,
             timeout=timeout,
             stall_report_s=stall_report_s,
-            broadcast_buffers=None if _BUFFERS_RENAMED else broadcast_buffers,
-            forward_sync_buffers=broadcast_buffers if _BUFFERS_RENAMED else None,
+            forward_sync_buffers=broadcast_buffers,
         )
         self._trainable = self._trainable_now()
         for number, optimizer in enumerate(optimizers):
