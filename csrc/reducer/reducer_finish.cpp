@@ -121,7 +121,7 @@ void Reducer::wait_bucket(int64_t index) {
     if (bucket.is_sparse()) {
       sparse_[static_cast<size_t>(index)].finish(bucket, result);
     } else {
-      const auto& flat = bucket.buffer();
+      const auto& flat = bucket.wire();
       TDDP_CHECK(result.numel() == flat.numel(), "the communication hook returned ", result.numel(),
                  " elements for bucket ", index, " on rank ", transport_->rank(), ", which has ", flat.numel(),
                  " (parameters ", list_names(bucket.params(), specs_), ")");
