@@ -203,7 +203,7 @@ void Reducer::mark_ready(int64_t param, bool unused, const at::Tensor* incoming)
 void Reducer::pack(int64_t param, bool unused, const at::Tensor* incoming) {
   const auto& place = places_[static_cast<size_t>(param)];
   if (place.slot == nullptr) {
-    pack_sparse(param);
+    pack_sparse(param, unused);
   } else if (!packs_whole_buckets()) {
     with_grad(param, [&](at::Tensor& grad) { pack_grad(param, grad, unused, incoming); });
   } else {
@@ -218,19 +218,15 @@ void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::
     pack_given_away(param, grad, incoming);
     return;
   }
-  const auto add_late = [&](at::Tensor saved) {
-    const std::lock_guard lock(late_mutex_);
-    late_.push_back({param, std::move(saved)});
-  };
   if (!grad.defined()) [[unlikely]] {
     slot.zero();
-    add_late({});
+    add_late(param, {});
     return;
   }
   if (slot.holds(grad)) {
     look_in_flight(param, grad);
     if (unused) {
-      add_late(slot.clone());
+      add_late(param, slot.clone());
     }
     scale_slot(place);
     return;
@@ -249,7 +245,7 @@ void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::
     if (grad.requires_grad()) {
       warn_create_graph();
     }
-    add_late({});
+    add_late(param, {});
     return;
   }
   slot.restore_view();
@@ -265,6 +261,11 @@ void Reducer::copy_into(int64_t param, bucket::GradSlot& slot, const at::Tensor&
   } else if (non_finite > 0) [[unlikely]] {
     non_finite_->note(stats_.steps, param, non_finite);
   }
+void Reducer::add_late(int64_t param, at::Tensor saved) {
+  const std::lock_guard lock(late_mutex_);
+  late_.push_back({param, std::move(saved)});
+}
+
 }
 
 void Reducer::warn_create_graph() {
@@ -296,14 +297,16 @@ void Reducer::check_grad(int64_t param, const at::Tensor& grad) const {
              ". The model was changed after it was wrapped; wrap it again.");
 }
 
-void Reducer::pack_sparse(int64_t param) {
+void Reducer::pack_sparse(int64_t param, bool unused) {
   const auto& place = places_[static_cast<size_t>(param)];
   auto& sparse = sparse_[static_cast<size_t>(place.bucket_index)];
   with_grad(param, [&](at::Tensor& grad) {
     c10::NoGradGuard no_grad;
-    if (!grad.defined()) {  // unused here: contribute no rows
-      const auto& variable = params_[static_cast<size_t>(param)];
-      grad = at::sparse_coo_tensor(variable.sizes(), variable.options().layout(at::kSparse));
+    if (unused || !grad.defined()) {
+      add_late(param, grad.defined() ? grad.clone() : grad);
+    }
+    if (!grad.defined()) {
+      grad = no_rows(params_[static_cast<size_t>(param)]);
     }
     if (grad.layout() == at::kSparse) {
       look_at(param, grad._values());
@@ -315,6 +318,9 @@ void Reducer::pack_sparse(int64_t param) {
 
 bool Reducer::bucket_ready(int64_t index) {
   const std::lock_guard lock(launch_mutex_);
+      TDDP_CHECK(used_map_ == nullptr || grad.sparse_dim() == 1, "parameter '", specs_[static_cast<size_t>(param)].name,
+                 "' on rank ", transport_->rank(), ": its sparse gradient has sparse_dim ", grad.sparse_dim(),
+                 ", and where ranks may leave a parameter out it must have rows (sparse_dim 1), as embeddings give it");
   auto& bucket = *buckets_[static_cast<size_t>(index)];
   if (!bucket.is_sparse() && packs_whole_buckets()) {
     pack_whole_bucket(bucket);

@@ -173,7 +173,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   };
   struct Late {  // gradients that finalize must look at
     int64_t param;
-    at::Tensor saved;  // the values to go back to if nobody used the parameter
+    at::Tensor saved;  // what to go back to if nobody used the parameter
   };
   struct Shard {  // of a bucket, between the halves of its reduction
     at::Tensor averages;
@@ -193,7 +193,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void pack(int64_t param, bool unused, const at::Tensor* incoming);
   void pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::Tensor* incoming);
   void copy_into(int64_t param, bucket::GradSlot& slot, const at::Tensor& grad);
-  void pack_sparse(int64_t param);
+  void pack_sparse(int64_t param, bool unused);
+  void add_late(int64_t param, at::Tensor saved);
   void launch_all();
   // reducer_owned.cpp
   void check_owners() const;

@@ -32,17 +32,13 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
     const auto param = bucket.params()[static_cast<size_t>(i)];
     const bool unused = marked_[static_cast<size_t>(param)].load(std::memory_order_relaxed) == kMarkedUnused;
     auto& slot = bucket.slot(i);
-    const auto add_late = [&](at::Tensor saved) {
-      const std::lock_guard lock(late_mutex_);
-      late_.push_back({param, std::move(saved)});
-    };
     with_grad(param, [&](at::Tensor& grad) {
       if (!grad.defined()) {
         slot.zero();
         if (gives_away(bucket)) {
           return;
         }
-        add_late({});
+        add_late(param, {});
         return;
       }
       if (non_finite_ != nullptr) {
@@ -51,7 +47,7 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
       }
       if (slot.holds(grad)) {
         if (unused) {
-          add_late(slot.clone());
+          add_late(param, slot.clone());
         }
         if (scale_ != 1.0) {
           gather.add_in_place(slot);
@@ -75,7 +71,7 @@ void Reducer::pack_whole_bucket(bucket::Bucket& bucket) {
       if (grad.requires_grad()) {
         warn_create_graph();
       }
-      add_late({});
+      add_late(param, {});
     });
   }
   if (!own.empty() && !is_captured()) {

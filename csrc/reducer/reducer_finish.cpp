@@ -186,18 +186,21 @@ void Reducer::finish_grad(int64_t param, at::Tensor& grad, bucket::Scatter* scat
 
 void Reducer::finish_late(const Late& late) {
   const auto& place = places_[static_cast<size_t>(late.param)];
-  if (place.bucket->state == BucketState::kSkipped) {
-    return;
-  }
-  if (optimizer_in_backward_) {
+  const bool sparse = place.slot == nullptr;
+  const bool skipped = place.bucket->state == BucketState::kSkipped;
+  if (optimizer_in_backward_ && !skipped) {
     return;
   }
   with_grad(late.param, [&](at::Tensor& grad) {
-    if (late.saved.defined() && keeps_grad(late.param)) {
+    if (!skipped && !keeps_grad(late.param)) {
+      if (!sparse) {
+        finish_grad(late.param, grad, nullptr);
+      }
+    } else if (sparse) {
+      grad = late.saved;
+    } else if (late.saved.defined()) {
       grad.copy_(late.saved);
-      return;
     }
-    finish_grad(late.param, grad, nullptr);
   });
 }
 

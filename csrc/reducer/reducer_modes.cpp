@@ -71,10 +71,8 @@ std::vector<c10d::GradBucket> Reducer::zero_grad_buckets() {
   std::vector<c10d::GradBucket> result;
   for (size_t i = 0; i < buckets_.size(); ++i) {
     auto& bucket = *buckets_[i];
-    const auto& like = bucket.is_sparse() ? params_[static_cast<size_t>(bucket.params().front())] : bucket.buffer();
-    const auto zeros = bucket.is_sparse() ? at::sparse_coo_tensor(
-                                                like.sizes(), like.options().layout(at::kSparse).requires_grad(false))
-                                          : at::zeros_like(like);
+    const auto zeros = bucket.is_sparse() ? no_rows(params_[static_cast<size_t>(bucket.params().front())])
+                                          : at::zeros_like(bucket.wire());
     result.push_back(
         make_grad_bucket(static_cast<int64_t>(i), static_cast<int64_t>(buckets_.size()), bucket, params_, zeros));
   }

@@ -86,6 +86,19 @@ def test_skip_all_reduce_of_unused_parameters(ddp_class, static_graph):
 
 
 def test_frozen_parameters(ddp_class):
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_skipped_gradients_of_earlier_steps_stay(ddp_class, dtype, transport, monkeypatch):
+    monkeypatch.setenv("TORCHDDP_TRANSPORT", transport)
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.0001}
+
+    def run(model, rank, step):
+        for i, branch in enumerate(["left", "right", "right", "left", "never"]):
+            loss_of(model(batch(rank, 10 * step + i, 3, 4, dtype=dtype), branch)).backward()
+
+    assert_same_as_torch(ddp_class, lambda: Branches(dtype), run, 2, dtype=dtype, options=options)
+
+
     def make():
         model = Mlp()
         model.middle.requires_grad_(False)
