@@ -392,9 +392,7 @@ void Reducer::start_reduction(int64_t index) {
     start_reduce_scatter(index);
   } else {
     bucket.checks_in_flight = config_.raise_non_finite && sums_tell(bucket);
-    transport_->all_reduce(bucket.wire(), bucket.work(),
-                           {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index,
-                            bucket.counts_in_flight || bucket.checks_in_flight});
+    transport_->all_reduce(bucket.wire(), bucket.work(), sum_options(index));
   }
 }
 
@@ -410,6 +408,12 @@ void Reducer::delay_all_reduce() {
   if (!armed_.load(std::memory_order_acquire) || !static_graph_.recording()) {
     return;
   }
+transport::SumOptions Reducer::sum_options(int64_t index) const {
+  const auto& bucket = *buckets_[static_cast<size_t>(index)];
+  return {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index,
+          bucket.counts_in_flight || bucket.checks_in_flight};
+}
+
   guarded([&] {
     begin_backward();
     used_map_->start_reduction(*transport_);

@@ -243,6 +243,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void all_launched();
   void finalize();
   void finish_rest();
+  // Of a bucket's all-reduce, also by a rank that takes part without inputs: on the wire it must be the same on all.
+  transport::SumOptions sum_options(int64_t index) const;
   void finish_used_map();
   void wait_bucket(int64_t index);
   void hand_back(int64_t index);

@@ -118,7 +118,9 @@ c10::intrusive_ptr<c10::ivalue::Future> Reducer::run_allreduce_hook(c10d::GradBu
   const auto& buffer = bucket.getBufferRef();
   auto work = transport_->make_work();
   const WaitScope waits(*live_, "a bucket that ranks with inputs reduce");
-  transport_->all_reduce(buffer.is_complex() ? at::view_as_real(buffer).view({-1}) : buffer, *work);
+  auto options = sum_options(static_cast<int64_t>(bucket.getIndex()));
+  options.scale = 1.0;  // zeros, or what a hook of torch's has scaled
+  transport_->all_reduce(buffer, *work, options);
   work->wait(config_.timeout);
   // With the device, so that who waits for it on another stream waits for this one.
   std::vector<c10::Device> devices;
