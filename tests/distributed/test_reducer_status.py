@@ -139,3 +139,19 @@ def test_while_buckets_are_rebuilt_and_models_go():
             dist.barrier()  # a rank that had ended would be a note of its own
 
     run_ranks(work, 2, timeout=SECONDS)
+
+
+def test_plans_outlive_the_buckets_they_describe():
+    def work(rank):
+        # Registered in another order than they are used in, so that buckets change.
+        ddp = torchddp.DistributedDataParallel(Branching(), bucket_cap_mb=0.0001)
+        ddp.reducer._push_all_rebuilt_params()
+        plan, buckets = ddp.reducer.plan, ddp.reducer.plan.buckets
+        before = [(b.params, b.offsets, b.numel) for b in buckets]
+        one = torchddp._C.make_bucket_plan(ddp._specs, list(range(len(ddp._specs))), [1 << 30])
+        assert ddp.reducer._adopt_plan(one)
+        assert len(ddp.reducer.plan) == 1 < len(before)
+        assert [(b.params, b.offsets, b.numel) for b in plan.buckets] == before
+        assert [(b.params, b.offsets, b.numel) for b in buckets] == before
+
+    run_ranks(work, 1)
