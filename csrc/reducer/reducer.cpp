@@ -43,7 +43,7 @@ void Reducer::guarded(Body&& body) {
 }
 
 void Reducer::begin_forward() {
-  if (incomplete_.load(std::memory_order_acquire)) {
+  if (is_unfinished()) {
     raise_unfinished();
   }
   try {
@@ -55,6 +55,7 @@ void Reducer::begin_forward() {
   }
   ++stats_.steps;
   live_->begin_forward(stats_.steps);
+  forward_work_.reset();  // of a step that failed
   stats_.current = StepTimes{};
   stats_.current.forward_begin_ns = wall_clock_ns();
   note_capture();
@@ -80,6 +81,14 @@ void Reducer::clear_step() {
   live_->num_ready.store(0, std::memory_order_relaxed);
   late_.clear();
   bad_averages_.clear();
+  // What abandon_step leaves.
+  if (owned_) {
+    kept_.assign(kept_.size(), at::Tensor());
+  }
+  rpc_context_.reset();
+  if (static_graph_.recording()) {
+    static_graph_.restart_recording();
+  }
   begun_.store(false, std::memory_order_relaxed);
   incomplete_.store(false, std::memory_order_relaxed);
 }
@@ -252,6 +261,11 @@ void Reducer::pack_grad(int64_t param, at::Tensor& grad, bool unused, const at::
   grad = slot.view();
 }
 
+void Reducer::add_late(int64_t param, at::Tensor saved) {
+  const std::lock_guard lock(late_mutex_);
+  late_.push_back({param, std::move(saved)});
+}
+
 void Reducer::copy_into(int64_t param, bucket::GradSlot& slot, const at::Tensor& grad) {
   int64_t non_finite = 0;
   if (!slot.try_pack(grad, scale_, non_finite_ != nullptr ? &non_finite : nullptr)) [[unlikely]] {
@@ -261,11 +275,6 @@ void Reducer::copy_into(int64_t param, bucket::GradSlot& slot, const at::Tensor&
   } else if (non_finite > 0) [[unlikely]] {
     non_finite_->note(stats_.steps, param, non_finite);
   }
-void Reducer::add_late(int64_t param, at::Tensor saved) {
-  const std::lock_guard lock(late_mutex_);
-  late_.push_back({param, std::move(saved)});
-}
-
 }
 
 void Reducer::warn_create_graph() {
@@ -309,6 +318,9 @@ void Reducer::pack_sparse(int64_t param, bool unused) {
       grad = no_rows(params_[static_cast<size_t>(param)]);
     }
     if (grad.layout() == at::kSparse) {
+      TDDP_CHECK(used_map_ == nullptr || grad.sparse_dim() == 1, "parameter '", specs_[static_cast<size_t>(param)].name,
+                 "' on rank ", transport_->rank(), ": its sparse gradient has sparse_dim ", grad.sparse_dim(),
+                 ", and where ranks may leave a parameter out it must have rows (sparse_dim 1), as embeddings give it");
       look_at(param, grad._values());
     }
     grad = sparse.take(*place.bucket, grad, scale_, specs_[static_cast<size_t>(param)].name,
@@ -318,9 +330,9 @@ void Reducer::pack_sparse(int64_t param, bool unused) {
 
 bool Reducer::bucket_ready(int64_t index) {
   const std::lock_guard lock(launch_mutex_);
-      TDDP_CHECK(used_map_ == nullptr || grad.sparse_dim() == 1, "parameter '", specs_[static_cast<size_t>(param)].name,
-                 "' on rank ", transport_->rank(), ": its sparse gradient has sparse_dim ", grad.sparse_dim(),
-                 ", and where ranks may leave a parameter out it must have rows (sparse_dim 1), as embeddings give it");
+  if (!armed_.load(std::memory_order_relaxed)) [[unlikely]] {
+    return false;  // the step was abandoned meanwhile
+  }
   auto& bucket = *buckets_[static_cast<size_t>(index)];
   if (!bucket.is_sparse() && packs_whole_buckets()) {
     pack_whole_bucket(bucket);
@@ -396,8 +408,18 @@ void Reducer::start_reduction(int64_t index) {
   }
 }
 
+transport::SumOptions Reducer::sum_options(int64_t index) const {
+  const auto& bucket = *buckets_[static_cast<size_t>(index)];
+  return {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index,
+          bucket.counts_in_flight || bucket.checks_in_flight};
+}
+
 void Reducer::all_launched() {
   if (dynamic_find_unused()) {
+    const std::lock_guard lock(launch_mutex_);
+    if (!armed_.load(std::memory_order_relaxed)) [[unlikely]] {
+      return;  // the step was abandoned meanwhile
+    }
     used_map_->start_reduction(*transport_);
   }
   torch::autograd::Engine::get_default_engine().queue_callback(
@@ -408,12 +430,6 @@ void Reducer::delay_all_reduce() {
   if (!armed_.load(std::memory_order_acquire) || !static_graph_.recording()) {
     return;
   }
-transport::SumOptions Reducer::sum_options(int64_t index) const {
-  const auto& bucket = *buckets_[static_cast<size_t>(index)];
-  return {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index,
-          bucket.counts_in_flight || bucket.checks_in_flight};
-}
-
   guarded([&] {
     begin_backward();
     used_map_->start_reduction(*transport_);
@@ -471,6 +487,8 @@ void Reducer::fail(const TransportError& error, int64_t index) {
                                                  buckets_[static_cast<size_t>(index)]->params(), specs_, error.what()));
 }
 
+// Hooks of other devices may still be running: they launch nothing after this, and what they use without a lock stays as it is until
+// the next step begins (clear_step).
 void Reducer::abandon_step() {
   armed_.store(false, std::memory_order_release);
   if (non_finite_ != nullptr) {
@@ -478,7 +496,7 @@ void Reducer::abandon_step() {
   }
   live_->abandon_step();
   transport_->end_backward();
-  begun_.store(false, std::memory_order_relaxed);
+  const std::lock_guard lock(launch_mutex_);
   incomplete_.store(false, std::memory_order_relaxed);
   for (auto& bucket : buckets_) {
     bucket->work().abandon();
@@ -489,15 +507,10 @@ void Reducer::abandon_step() {
   if (used_map_ != nullptr) {
     used_map_->abandon();
   }
-  if (static_graph_.recording()) {
-    static_graph_.restart_recording();
-  }
-  late_.clear();
-  kept_.assign(kept_.size(), at::Tensor());
-  futures_.reset();
-  forward_work_.reset();
-  rpc_context_.reset();
   needs_fresh_memory_ = true;
+  const std::lock_guard late_lock(late_mutex_);
+  late_.clear();
+  futures_.reset();
 }
 
 double Reducer::gradient_scale() {

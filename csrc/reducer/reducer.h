@@ -182,6 +182,10 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   };
 
   bool dynamic_find_unused() const { return config_.find_unused_parameters && !static_graph_.enabled(); }
+  // Some gradients have arrived, others have not.
+  bool is_unfinished() const {
+    return incomplete_.load(std::memory_order_acquire) && armed_.load(std::memory_order_acquire);
+  }
   bool should_rebuild() const { return !has_rebuilt_ && !is_in_graph_; }
 
   void clear_step();
@@ -239,12 +243,12 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   bool bucket_ready(int64_t index);
   void launch(int64_t index);
   void start_reduction(int64_t index);
+  // Of a bucket's all-reduce, also by a rank that takes part without inputs: on the wire it must be the same on all.
+  transport::SumOptions sum_options(int64_t index) const;
   bool can_skip(const bucket::Bucket& bucket) const;
   void all_launched();
   void finalize();
   void finish_rest();
-  // Of a bucket's all-reduce, also by a rank that takes part without inputs: on the wire it must be the same on all.
-  transport::SumOptions sum_options(int64_t index) const;
   void finish_used_map();
   void wait_bucket(int64_t index);
   void hand_back(int64_t index);

@@ -134,6 +134,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Reducer::run_allreduce_hook(c10d::GradBu
 }
 
 void Reducer::install_futures(const c10::List<c10::intrusive_ptr<c10::ivalue::Future>>& futures) {
+  const std::lock_guard lock(late_mutex_);
   if (futures_) {
     futures_->append(futures);
   } else {
@@ -226,7 +227,7 @@ int64_t Reducer::bucket_memory_bytes() const {
 }
 
 void Reducer::check_finalized() {
-  if (incomplete_.load(std::memory_order_acquire)) {
+  if (is_unfinished()) {
     raise_unfinished();
   }
   TDDP_CHECK(!armed_.load(std::memory_order_acquire),
