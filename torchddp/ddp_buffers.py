@@ -58,7 +58,7 @@ class DDPBuffers(DDPConstruction):
             super()._default_broadcast_coalesced(buffers, bucket_size, authoritative_rank)
 
     def _broadcast_buffers(self, buffers: list[torch.Tensor], root: int) -> None:
-        self.reducer._begin_wait("the broadcast of buffers")
+        wait = self.reducer._begin_wait("the broadcast of buffers")
         try:
             self._buffer_broadcast.run(buffers, root)
         except TransportError as error:
@@ -68,4 +68,4 @@ class DDPBuffers(DDPConstruction):
             )
             raise TransportError(self.reducer._with_failure_note(text)) from error
         finally:
-            self.reducer._end_wait()
+            self.reducer._end_wait(wait)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchddp import _C
 from torchddp.object_exchange import gather_objects
 
 MAX_DIFFERENCES = 8
@@ -116,7 +117,8 @@ def verify_same_model(
     mine = describe(parameters, names)
     local = torch.tensor([len(mine), _digest(mine), _number(transport)], dtype=torch.int64, device=device)
     gathered = [torch.empty_like(local) for _ in range(world_size)]
-    dist.all_gather(gathered, local, group=process_group)
+    # Here ranks wait for those that are late.
+    _C.wait_for_work(dist.all_gather(gathered, local, group=process_group, async_op=True), process_group)
     if all(torch.equal(other, gathered[0]) for other in gathered):
         return
     by_rank = gather_objects((mine, transport), process_group)

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from torchddp import _C
 from torchddp.errors import TransportError
 from torchddp.rank_problems import listed
+from torchddp.store_wait import wait_for_keys
 from torchddp.watch.board import prefix_of_attempt
 
 __all__ = ["connect"]
@@ -125,7 +126,7 @@ def over_store(process_group: Any) -> Exchange:
         store.set(f"{prefix}/{rank}", json.dumps(value))
         keys = [f"{prefix}/{other}" for other in range(size)]
         # What a rank has to say may have taken it as long as connecting may.
-        store.wait(keys, 2 * _MEETING_TIMEOUT)
+        wait_for_keys(store, keys, 2 * _MEETING_TIMEOUT)
         return [json.loads(store.get(key)) for key in keys]
 
     return exchange

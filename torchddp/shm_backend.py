@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchddp import _C
+from torchddp.store_wait import wait_for_keys
 from torchddp.transports import BACKEND_NAME, Meeting
 
 __all__ = ["register"]
@@ -83,7 +84,7 @@ class _Rounds:
     def _get(self, key: str, rank: int) -> bytes:
         left_s = max(0.001, self._deadline_s - time.monotonic())
         try:
-            self._store.wait([key], datetime.timedelta(seconds=left_s))
+            wait_for_keys(self._store, [key], datetime.timedelta(seconds=left_s))
         except RuntimeError as error:  # as torch's stores say it, without saying whose
             raise RuntimeError(
                 f"rank {self._rank}: the {BACKEND_NAME} backend heard nothing of rank {rank} within {self._timeout}: "

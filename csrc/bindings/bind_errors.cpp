@@ -1,7 +1,9 @@
 #include <torch/csrc/Exceptions.h>
+#include <unistd.h>
 
 #include "bindings/bindings.h"
 #include "common/errors.h"
+#include "common/signals.h"
 
 namespace torchddp::bindings {
 namespace {
@@ -26,6 +28,21 @@ void throw_python_non_finite_error(const NonFiniteError& error) {
   throw AcrossAutograd(error.what(), PyExc_FloatingPointError);
 }
 
+// What a handler of a signal raised: restored as it was by whoever knows the first base, torch's engine and pybind11 among them.
+struct RaisedByHandler final : py::error_already_set, SignalInterrupt {};
+
+// See Note [Signals in a wait] in common/signals.h.
+void check_python_signals() {
+  // Python's main thread is the process's, also in a forked child.
+  if (gettid() != getpid() || Py_IsInitialized() == 0) {
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  if (PyErr_Occurred() == nullptr && PyErr_CheckSignals() != 0) {
+    throw RaisedByHandler();
+  }
+}
+
 PyObject* make_type(py::module_& m, const char* name, const char* doc) {
   const auto qualified = std::string("torchddp.") + name;
   auto* type = PyErr_NewExceptionWithDoc(qualified.c_str(), doc, PyExc_RuntimeError, nullptr);
@@ -44,6 +61,7 @@ void bind_errors(py::module_& m) {
                 "A collective failed: a peer is gone or did not answer in time. Names rank, step, bucket and "
                 "parameters. The reducer is idle again when this is raised.");
   internal_error_type = make_type(m, "InternalError", "A broken invariant of torchddp. Please report it.");
+  set_signal_check(&check_python_signals);
   set_error_throwers(&throw_python_transport_error, &throw_python_non_finite_error);
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {

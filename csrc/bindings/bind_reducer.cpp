@@ -177,11 +177,14 @@ void bind_status(PyReducer& c) {
       .def(
           "_with_failure_note",
           [](Reducer& self, std::string text) { return self.live_status().with_note(std::move(text)); },
-          py::arg("text"), "The text, and what was noted, which is forgotten.")
+          py::arg("text"), NoGil(),
+          "The text, and what was noted, which is forgotten. Looks for a while which ranks are gone.")
       .def(
-          "_begin_wait", [](Reducer& self, const char* what) { self.live_status().begin_wait(what, -1); },
-          py::arg("what"), "The training thread waits from now on, for something that is no bucket.")
-      .def("_end_wait", [](Reducer& self) { self.live_status().end_wait(); });
+          "_begin_wait",
+          [](Reducer& self, std::string what) { return self.live_status().begin_wait(std::move(what), -1); },
+          py::arg("what"),
+          "The training thread waits from now on, for something that is no bucket: the number of this wait.")
+      .def("_end_wait", [](Reducer& self, int64_t number) { self.live_status().end_wait(number); }, py::arg("number"));
 }
 
 void bind_step(PyReducer& c) {

@@ -78,12 +78,20 @@ void bind_interface(py::module_& m) {
            "From any thread, not collective: waits under way and all later operations raise TransportError(reason).")
       .def(
           "wait_for",
-          [](Transport& self, const c10::intrusive_ptr<c10d::Work>& work) {
-            return wait_interruptibly(*work, self.interruption());
+          [](Transport& self, const c10::intrusive_ptr<c10d::Work>& work, const ProcessGroupPtr& group) {
+            return wait_interruptibly(*work, group, self.interruption());
           },
-          py::arg("work"), NoGil(),
-          "As work.wait(), for an operation of gloo, ended by interrupt() of this transport.");
+          py::arg("work"), py::arg("process_group"), NoGil(),
+          "As work.wait(), for an operation of this group of gloo, ended by interrupt() of this transport and by what "
+          "handlers of signals raise.");
 
+  m.def(
+      "wait_for_work",
+      [](const c10::intrusive_ptr<c10d::Work>& work, const ProcessGroupPtr& group) {
+        return is_gloo(*group) ? wait_interruptibly(*work, group, Interruption()) : work->wait();
+      },
+      py::arg("work"), py::arg("process_group"), NoGil(),
+      "As work.wait(), for an operation of this group. Over gloo handlers of signals run meanwhile.");
   m.def(
       "agree_on_memory",
       [](const std::shared_ptr<Transport>& transport, std::chrono::milliseconds timeout) {

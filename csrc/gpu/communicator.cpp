@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <utility>
 
 #include "common/deadline.h"
 #include "common/errors.h"
+#include "common/signals.h"
 
 namespace torchddp::gpu {
 namespace {
@@ -61,6 +63,7 @@ struct Communicator::State {
   std::deque<Window> windows;                    // NCCL writes them whenever it gets to it: they stay where they are
   bool closed = false;                           // the communicator is gone, its memory may not be
   bool captured = false;                         // some operation became part of a graph
+  bool runs_handlers = false;                    // of signals, by a thread whose call is in progress
 
   std::string who() const { return "rank " + std::to_string(config.rank) + " of " + std::to_string(config.size); }
   std::string describe(const OperationLabel& label) const {
@@ -102,13 +105,45 @@ struct Communicator::State {
     throw TransportError(problem);
   }
 
-  // Until a call of a non-blocking communicator has taken effect: no other may be made before that.
-  void settle(int result, const std::string& what) {
+  // For calls of NCCL.
+  std::unique_lock<std::mutex> enter() {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return !runs_handlers; });
+    return lock;
+  }
+
+  // While a call is in progress. The peers hear of a handler that raises by the end of the communicator.
+  void run_handlers(SignalWatch& signals, const std::string& what, std::unique_lock<std::mutex>& lock) {
+    std::exception_ptr raised;
+    runs_handlers = true;
+    lock.unlock();
+    try {
+      signals.look();
+    } catch (...) {
+      raised = std::current_exception();
+    }
+    lock.lock();
+    runs_handlers = false;
+    changed.notify_all();
+    if (raised != nullptr) {
+      mark_broken("gave up, for the handler of a signal raised an exception in " + what);
+      std::rethrow_exception(raised);
+    }
+  }
+
+  // Until a call of a non-blocking communicator has taken effect: no other may be made before that. `lock`, on the mutex, is given back
+  // while the handlers of signals run; null: they don't.
+  void settle(int result, const std::string& what, std::unique_lock<std::mutex>* lock) {
     const auto since = Clock::now();
     const auto deadline = deadline_after(config.connect_timeout, since);
+    SignalWatch signals(since);
     while (result == kNcclInProgress) {
       throw_if_broken();
       const auto now = Clock::now();
+      if (lock != nullptr && signals.is_due(now)) {
+        run_handlers(signals, what, *lock);
+        throw_if_broken();
+      }
       if (now >= deadline) {
         fail(what + " did not get under way within " + in_ms(config.connect_timeout) +
              ". Some rank has not reached it, or can't be reached");
@@ -278,7 +313,7 @@ Communicator::Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> d
   state.fork = state.device->make_event();
   watchdog_ = std::thread([state = state_] { state->watch(); });
   try {
-    const std::lock_guard lock(state.mutex);
+    auto lock = state.enter();
     const auto result = state.nccl->init_rank(&state.comm, config.size, id, config.rank);
     if (state.comm == nullptr) {
       // Nothing to abort.
@@ -287,7 +322,7 @@ Communicator::Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> d
       throw TransportError(state.who() +
                            ": could not make a NCCL communicator: " + state.nccl->describe(result, nullptr));
     }
-    state.settle(result, "making a NCCL communicator");
+    state.settle(result, "making a NCCL communicator", &lock);
   } catch (...) {
     std::unique_lock lock(state.mutex);
     if (state.life == State::Life::kRunning) {
@@ -331,7 +366,7 @@ Communicator::~Communicator() {
     // Flushes what NCCL's own threads still have to send to peers.
     try {
       state.config.connect_timeout = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-      state.settle(state.nccl->finalize(state.comm), "leaving a NCCL communicator");
+      state.settle(state.nccl->finalize(state.comm), "leaving a NCCL communicator", nullptr);
       state.nccl->destroy(state.comm);
       state.life = State::Life::kLeft;
     } catch (const TransportError&) {
@@ -378,7 +413,7 @@ Nccl& Communicator::nccl() { return *state_->nccl; }
 void Communicator::start(Ticket& ticket, const OperationLabel& label, const Call& call, std::shared_ptr<void> keep) {
   auto& state = *state_;
   std::vector<std::shared_ptr<void>> keeps;  // let go of without the lock
-  const std::lock_guard lock(state.mutex);
+  auto lock = state.enter();
   state.throw_if_broken();
   try {
     auto& device = *state.device;
@@ -388,7 +423,7 @@ void Communicator::start(Ticket& ticket, const OperationLabel& label, const Call
     const bool captured = device.capturing(compute);
     device.record(state.fork, compute);
     device.wait(state.stream, state.fork);
-    state.settle(call(state.comm, state.stream), state.describe(label));
+    state.settle(call(state.comm, state.stream), state.describe(label), &lock);
     ticket.captured = captured;
     if (captured) {
       state.captured = true;
@@ -473,7 +508,7 @@ bool Communicator::uses_windows() const {
 
 std::shared_ptr<void> Communicator::allocate(int64_t bytes) {
   auto& state = *state_;
-  std::unique_lock lock(state.mutex);
+  auto lock = state.enter();
   state.throw_if_broken();
   state.reclaim(lock);
   State::Block block{nullptr, nullptr};
@@ -487,7 +522,7 @@ std::shared_ptr<void> Communicator::allocate(int64_t bytes) {
     const auto registered = state.nccl->window_register(state.comm, block.memory, bytes, &window);
     // Whatever it returns, the window is there only when the communicator says that nothing is in progress.
     state.settle(registered == kNcclSuccess ? kNcclInProgress : registered,
-                 "registering " + std::to_string(bytes) + " bytes with NCCL");
+                 "registering " + std::to_string(bytes) + " bytes with NCCL", &lock);
     block.window = &window;
   }
   return {block.memory, [state = state_, block](void*) { state->release(block); }};

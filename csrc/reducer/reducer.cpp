@@ -516,7 +516,7 @@ double Reducer::gradient_scale() {
     // Under join(): how many ranks still have inputs.
     const WaitScope waits(*live_, "how many ranks still have inputs (join)");
     if (transport::is_gloo(*group_)) {
-      transport::wait_interruptibly(*forward_work_, transport_->interruption());
+      transport::wait_interruptibly(*forward_work_, group_, transport_->interruption());
     } else {
       forward_work_->wait();
     }

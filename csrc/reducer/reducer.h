@@ -156,7 +156,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::string last_error() const { return live_->error(); }
   // From any thread, at any time; waits for nothing.
   Status status() const;
-  // For the training thread's own waits that this reducer does not see; begin and end by turns.
+  // For the training thread's own waits that this reducer does not see.
   LiveStatus& live_status() { return *live_; }
   const std::vector<plan::ParamSpec>& specs() const { return specs_; }
   std::vector<int64_t> grad_ready_order() const;
@@ -251,6 +251,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void finalize();
   void finish_rest();
   void finish_used_map();
+  void wait_for_future(c10::ivalue::Future& future, const char* what);
   void wait_bucket(int64_t index);
   void hand_back(int64_t index);
   void finish_bucket(int64_t index);

@@ -3,6 +3,7 @@
 #include "reducer/bucket_range.h"
 #include "reducer/messages.h"
 #include "reducer/reducer_inl.h"
+#include "transport/c10d/group_work.h"
 
 namespace torchddp::reducer {
 
@@ -35,7 +36,13 @@ void Reducer::finalize() {
     for (const auto index : c10::irange(futures_->size())) {
       c10::intrusive_ptr<c10::ivalue::Future> future = futures_->get(index);
       const WaitScope waits(*live_, "what was queued after backward");
-      transport_->interruption().wait_for(*future);
+      try {
+        wait_for_future(*future, "its future");
+      } catch (const TransportError& error) {
+        throw TransportError(c10::str("rank ", transport_->rank(), ", step ", stats_.steps,
+                                      ": what was queued after backward (", index + 1, " of ", futures_->size(),
+                                      ") failed: ", error.what()));
+      }
       future->wait();
       if (future->hasError()) {
         std::rethrow_exception(future->exception_ptr());
@@ -102,6 +109,21 @@ void Reducer::finish_used_map() {
   }
 }
 
+// Of somebody else, who may never complete it.
+void Reducer::wait_for_future(c10::ivalue::Future& future, const char* what) {
+  const auto& interruption = transport_->interruption();
+  if (future.completed()) {
+    interruption.check();
+    return;
+  }
+  const bool own_limit = config_.timeout != transport::kTransportTimeout;
+  const auto limit = own_limit ? config_.timeout : transport::timeout_of(*group_, params_.front().device());
+  if (!transport::wait_or_keep(group_, [&] { return interruption.wait_for(future, limit); })) {
+    throw TransportError(c10::str(what, " was not completed within ", limit.count(), " ms, the timeout of ",
+                                  own_limit ? "this DistributedDataParallel" : "the process group"));
+  }
+}
+
 void Reducer::wait_bucket(int64_t index) {
   auto& bucket = *buckets_[static_cast<size_t>(index)];
   const BucketRange range("wait", index, bucket, specs_);
@@ -113,7 +135,7 @@ void Reducer::wait_bucket(int64_t index) {
                transport_->rank(), ": it must return a torch.futures.Future that holds one tensor");
     at::Tensor result;
     try {
-      transport_->interruption().wait_for(*future);
+      wait_for_future(*future, "the communication hook's future");
       result = comm_hook_.wait(*future);
     } catch (const TransportError& error) {
       fail(error, index);

@@ -38,17 +38,15 @@ void LiveStatus::end_step() {
   }
 }
 
-void LiveStatus::begin_wait(const char* what, int64_t bucket) {
+int64_t LiveStatus::begin_wait(std::string what, int64_t bucket) {
   const std::lock_guard lock(mutex_);
-  waits_ = true;
-  waits_for_ = what;
-  bucket_ = bucket;
-  waits_since_ns_ = timeline::now_ns();
+  waits_.push_back({++wait_number_, std::move(what), bucket, timeline::now_ns()});
+  return wait_number_;
 }
 
-void LiveStatus::end_wait() {
+void LiveStatus::end_wait(int64_t number) {
   const std::lock_guard lock(mutex_);
-  waits_ = false;
+  std::erase_if(waits_, [&](const Wait& wait) { return wait.number == number; });
 }
 
 void LiveStatus::set_error(std::string text) {
@@ -82,7 +80,7 @@ std::string LiveStatus::with_note(std::string text) {
   }
   lock.lock();
   if (!note_.empty()) {
-    text += "\n" + std::exchange(note_, {});
+    text.append("\n").append(std::exchange(note_, {}));
   }
   has_note_.store(false, std::memory_order_relaxed);
   return text;
@@ -93,11 +91,12 @@ Status LiveStatus::read() const {
   Status status;
   status.step = step_;
   status.phase = phase_.load(std::memory_order_relaxed);
-  status.waits = waits_;
-  if (waits_) {
-    status.waits_for = waits_for_;
-    status.bucket = bucket_;
-    status.waited_ns = timeline::now_ns() - waits_since_ns_;
+  status.waits = !waits_.empty();
+  if (status.waits) {
+    const auto& wait = waits_.back();
+    status.waits_for = wait.what;
+    status.bucket = wait.bucket;
+    status.waited_ns = timeline::now_ns() - wait.since_ns;
   }
   status.backward = backward_;
   if (backward_ == BackwardEnd::kDone && num_ready.load(std::memory_order_relaxed) != ready_at_end_) {

@@ -49,8 +49,9 @@ class LiveStatus {
   void end_step();
   void abandon_step() { phase_.store(Phase::kIdle, std::memory_order_relaxed); }
 
-  void begin_wait(const char* what, int64_t bucket);
-  void end_wait();
+  // The number of this wait, for end_wait(). Waits may lie within each other: the innermost is told.
+  int64_t begin_wait(std::string what, int64_t bucket);
+  void end_wait(int64_t number);
 
   void set_error(std::string text);
   std::string error() const;
@@ -69,14 +70,19 @@ class LiveStatus {
   std::atomic<int64_t> num_ready{0};
 
  private:
+  struct Wait {
+    int64_t number;
+    std::string what;
+    int64_t bucket;
+    int64_t since_ns;
+  };
+
   std::atomic<Phase> phase_{Phase::kIdle};
   std::atomic<bool> has_note_{false};
   mutable std::mutex mutex_;
   int64_t step_ = 0;
-  bool waits_ = false;
-  std::string waits_for_;
-  int64_t bucket_ = -1;
-  int64_t waits_since_ns_ = 0;
+  std::vector<Wait> waits_;  // the innermost is the last
+  int64_t wait_number_ = 0;
   int64_t backward_number_ = 0;
   int64_t ready_at_end_ = 0;
   BackwardEnd backward_ = BackwardEnd::kNone;
@@ -86,18 +92,18 @@ class LiveStatus {
   std::vector<PeerProcess> peers_;
 };
 
-// While it lives, the training thread waits. Not to be nested.
+// While it lives, the training thread waits.
 class WaitScope {
  public:
-  WaitScope(LiveStatus& status, const char* what, int64_t bucket = -1) : status_(status) {
-    status_.begin_wait(what, bucket);
-  }
-  ~WaitScope() { status_.end_wait(); }
+  WaitScope(LiveStatus& status, const char* what, int64_t bucket = -1)
+      : status_(status), number_(status.begin_wait(what, bucket)) {}
+  ~WaitScope() { status_.end_wait(number_); }
   WaitScope(const WaitScope&) = delete;
   WaitScope& operator=(const WaitScope&) = delete;
 
  private:
   LiveStatus& status_;
+  const int64_t number_;
 };
 
 }  // namespace torchddp::reducer

@@ -103,20 +103,29 @@ std::byte* Engine::eager_data(int rank, uint64_t seq) const {
          static_cast<int64_t>(seq % kSlots) * kEagerBytes;
 }
 
+// The number of the next operation, whose slot is free.
+uint64_t Engine::wait_for_slot(std::unique_lock<std::mutex>& lock) {
+  while (next_ >= kSlots) {
+    const auto seq = next_;
+    auto& op = running(seq);
+    wait_until(Goal::kRecyclable, op, patience(milliseconds(0), Clock::now()), lock);
+    if (seq == next_) {  // no other thread has taken it meanwhile
+      settle(op);
+      break;
+    }
+  }
+  return next_;
+}
+
 uint64_t Engine::start(const Operation& operation) {
-  const auto lock = enter();
+  auto lock = enter();
   ensure_usable();
   if (operation.numel < 0 || operation.root < 0 || operation.root >= size()) {
     throw InternalError(std::string(kind_name(operation.kind)) + " of " + std::to_string(operation.numel) +
                         " elements with root " + std::to_string(operation.root));
   }
-  const auto seq = next_;
+  const auto seq = wait_for_slot(lock);
   auto& op = running(seq);
-  if (seq >= kSlots) {
-    // With the lock: nobody else may start this operation meanwhile.
-    wait_until(Goal::kRecyclable, op, patience(milliseconds(0), Clock::now()), nullptr);
-    settle(op);
-  }
   op.operation = operation;
   op.seq = seq;
   op.eager = is_eager(operation);
@@ -183,7 +192,7 @@ void Engine::give_up(const std::string& reason) {
   fail(reason, -1);
 }
 
-// Without the mutex, which a thread that waits for a slot keeps while it sleeps.
+// Without the mutex, which a thread that sums may keep for long.
 void Engine::interrupt(const std::string& reason) {
   if (forks.load() != forks_) {
     return;

@@ -37,6 +37,7 @@
 #include <vector>
 
 #include "common/errors.h"
+#include "common/signals.h"
 #include "kernels/pack.h"
 #include "kernels/sum.h"
 #include "shm/layout.h"
@@ -146,7 +147,8 @@ class Engine {
       progress_slow();
     }
   }
-  // Always throws, and so does every later call here, and soon those of the peers.
+  // Always throws, and so does every later call here, and soon those of the peers. A handler of a signal that ends a wait with an
+  // exception has the same effect, see Note [Signals in a wait].
   [[noreturn]] void give_up(const std::string& reason);
   // From any thread, without waiting for those in here: their calls, and all later ones, throw TransportError(reason); the peers give up
   // as above.
@@ -154,7 +156,8 @@ class Engine {
   bool poll(uint64_t seq);
   // Several threads may wait, and start other operations meanwhile. The time limit is counted from `since`.
   void wait(uint64_t seq, std::chrono::milliseconds timeout, Clock::time_point since = Clock::now());
-  // False if the operation is not complete after `longest`; it goes on then. `spin`: whether to look for a while before sleeping.
+  // False if the operation is not complete after `longest`; it goes on then. `spin`: somebody waits for the return: look for a while
+  // before sleeping, and run the handlers of signals.
   bool wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin);
 
  private:
@@ -230,8 +233,10 @@ class Engine {
   std::unique_lock<std::mutex> enter();
   Patience patience(std::chrono::milliseconds timeout, Clock::time_point since) const;
   enum class Goal { kComplete, kRecyclable };
-  bool wait_until(Goal goal, Running& op, const Patience& patience, std::unique_lock<std::mutex>* unlocked);
-  void sleep(uint32_t bell, int64_t longest_ns, std::unique_lock<std::mutex>* unlocked);
+  bool wait_until(Goal goal, Running& op, const Patience& patience, std::unique_lock<std::mutex>& lock);
+  uint64_t wait_for_slot(std::unique_lock<std::mutex>& lock);
+  void sleep(uint32_t bell, int64_t longest_ns, std::unique_lock<std::mutex>& lock);
+  void run_handlers(SignalWatch& signals, const std::string& waited_for, std::unique_lock<std::mutex>& lock);
   void check_peers(Running& waited_for, std::chrono::steady_clock::time_point deadline,
                    std::chrono::milliseconds timeout);
   void check_peer(const Running& op, int rank);

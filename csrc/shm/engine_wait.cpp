@@ -101,7 +101,7 @@ void Engine::wait(uint64_t seq, milliseconds timeout, Clock::time_point since) {
     return;  // its slot serves a later one: it was complete
   }
   ensure_usable();
-  wait_until(Goal::kComplete, op, patience(timeout, since), &lock);
+  wait_until(Goal::kComplete, op, patience(timeout, since), lock);
   if (op.seq == seq) {
     settle(op);
   }
@@ -116,7 +116,7 @@ bool Engine::wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin)
   }
   ensure_usable();
   const Patience patience{.until = deadline_after(longest), .limit = milliseconds(0), .fails = false, .spins = spin};
-  const bool finished = wait_until(Goal::kComplete, op, patience, &lock);
+  const bool finished = wait_until(Goal::kComplete, op, patience, lock);
   update_under_way();
   return finished;
 }
@@ -126,15 +126,16 @@ Engine::Patience Engine::patience(milliseconds timeout, Clock::time_point since)
   return {.until = deadline_after(limit, since), .limit = limit};
 }
 
-// Gives `unlocked`, which holds the mutex, back while it sleeps, so that other threads can start operations and do their work.
-bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, std::unique_lock<std::mutex>* unlocked) {
+// Gives `lock`, which holds the mutex, back while it sleeps, so that other threads can start operations and do their work.
+bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, std::unique_lock<std::mutex>& lock) {
   const auto seq = op.seq;  // while this thread sleeps, another may give the slot to a later operation
   const auto reached = [&] { return op.seq != seq || (goal == Goal::kRecyclable ? recyclable(seq) : complete(op)); };
-  auto next_check = Clock::now() + kPeerCheck;
+  const auto begin = Clock::now();
+  auto next_check = begin + kPeerCheck;
+  SignalWatch signals(begin);
   const int spins = !patience.spins ? 0 : crowded_ ? kCrowdedSpins : kSpins;
   // The other hosts are further away than that, and to look for them takes locks that their link needs.
-  const bool shortly =
-      !patience.spins || crowded_ || config_.outer != nullptr || short_waits_ > 0 || unlocked == nullptr;
+  const bool shortly = !patience.spins || crowded_ || config_.outer != nullptr || short_waits_ > 0;
   int looks = shortly ? spins : spins + kYields;
   short_waits_ -= short_waits_ > 0 ? 1 : 0;
   Courtesy courtesy;
@@ -174,7 +175,7 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, std::u
       if (!reached() && !work()) {
         const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(patience.until - Clock::now()).count();
         const auto longest = config_.outer != nullptr && outer_cursor_ < cursor_ ? kOuterSleepNs : kSleepNs;
-        sleep(bell, std::clamp<int64_t>(left, 1, longest), unlocked);
+        sleep(bell, std::clamp<int64_t>(left, 1, longest), lock);
       }
       mine.sleeping.fetch_sub(1);
       const auto now = Clock::now();
@@ -190,19 +191,30 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, std::u
       if (!check(now)) {
         return false;
       }
+      if (patience.spins && signals.is_due(now)) {
+        run_handlers(signals, describe(op), lock);
+      }
     }
   }
   return true;
 }
 
-void Engine::sleep(uint32_t bell, int64_t longest_ns, std::unique_lock<std::mutex>* unlocked) {
-  if (unlocked != nullptr) {
-    unlocked->unlock();
-  }
+void Engine::sleep(uint32_t bell, int64_t longest_ns, std::unique_lock<std::mutex>& lock) {
+  lock.unlock();
   futex_wait(header(config_.rank).doorbell, bell, longest_ns);
-  if (unlocked != nullptr) {
-    unlocked->lock();
+  lock.lock();
+}
+
+// Who is called away will not come back to the operation, and the peers must not wait for that.
+void Engine::run_handlers(SignalWatch& signals, const std::string& waited_for, std::unique_lock<std::mutex>& lock) {
+  lock.unlock();
+  try {
+    signals.look();
+  } catch (...) {
+    interrupt(name(config_.rank) + " gave up: the handler of a signal raised an exception in " + waited_for);
+    throw;  // without the mutex, which the caller's lock does not mind
   }
+  lock.lock();
 }
 
 // Throws if it is no use to wait any longer.

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "common/deadline.h"
+#include "common/signals.h"
 #include "shm/errors.h"
 #include "shm/fd_passing.h"
 #include "shm/layout.h"
@@ -159,6 +160,7 @@ class Meeting {
       }
       if (now >= next_look) {
         look_around();
+        check_signals();
         next_look = now + kLookAround;
       }
       read(std::min({deadline_, next_look, is_held_up ? now + kRetry : deadline_}));

@@ -1,9 +1,14 @@
 #include "transport/interruption.h"
 
+#include <algorithm>
+
 #include "common/deadline.h"
 #include "common/errors.h"
+#include "common/signals.h"
 
 namespace torchddp::transport {
+
+using std::chrono::milliseconds;
 
 void Interruption::raise(const std::string& reason) {
   const std::lock_guard lock(state_->mutex);
@@ -14,7 +19,7 @@ void Interruption::raise(const std::string& reason) {
   }
 }
 
-bool Interruption::wait_for(c10::ivalue::Future& future, std::chrono::milliseconds limit) const {
+bool Interruption::wait_for(c10::ivalue::Future& future, milliseconds limit) const {
   check();
   if (future.completed()) {
     return true;
@@ -26,14 +31,21 @@ bool Interruption::wait_for(c10::ivalue::Future& future, std::chrono::millisecon
         state->changed.notify_all();
       },
       /*uses_future=*/false);
-  {
-    std::unique_lock lock(state_->mutex);
-    const auto over = [&] { return state_->raised.load(std::memory_order_relaxed) || future.completed(); };
+  const auto begin = std::chrono::steady_clock::now();
+  const auto over = [&] { return state_->raised.load(std::memory_order_relaxed) || future.completed(); };
+  while (true) {
+    auto longest = kSignalInterval;
     if (limit.count() > 0) {
-      state_->changed.wait_until(lock, deadline_after(limit), over);
-    } else {
-      state_->changed.wait(lock, over);
+      const auto passed = std::chrono::duration_cast<milliseconds>(std::chrono::steady_clock::now() - begin);
+      longest = std::clamp(limit - passed, milliseconds(0), longest);
     }
+    {
+      std::unique_lock lock(state_->mutex);
+      if (state_->changed.wait_for(lock, longest, over) || longest.count() == 0) {
+        break;
+      }
+    }
+    check_signals();
   }
   check();
   return future.completed();

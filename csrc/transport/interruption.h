@@ -22,8 +22,8 @@ class Interruption {
       fail();
     }
   }
-  // Until the future is complete, well or not, or it is raised: then as check(). False if `limit` has passed (0: there is none). Not for
-  // futures that complete only when somebody waits for them.
+  // Until the future is complete, well or not, or it is raised: then as check(). False if `limit` has passed (0: there is none). Runs
+  // the handlers of signals meanwhile. Not for futures that complete only when somebody waits for them.
   bool wait_for(c10::ivalue::Future& future, std::chrono::milliseconds limit = std::chrono::milliseconds(0)) const;
 
  private:

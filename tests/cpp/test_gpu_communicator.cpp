@@ -6,6 +6,7 @@
 
 #include "check.h"
 #include "common/errors.h"
+#include "common/signals.h"
 #include "gpu/communicator.h"
 #include "gpu_recorder.h"
 
@@ -459,6 +460,41 @@ TEST(gpu_a_communicator_in_a_graph_is_left_behind) {
   CHECK_EQ(f.device->alive.load(), 0);
   memory.reset();
   CHECK_EQ(f.nccl->blocks.load(), 0);
+}
+
+struct Raised final : std::runtime_error, SignalInterrupt {
+  using std::runtime_error::runtime_error;
+};
+
+// A handler that returns lets the call go on, one that raises ends it. No lock is held meanwhile: tensors may be let go of.
+TEST(gpu_handlers_of_signals_run_while_a_call_is_in_progress) {
+  static std::shared_ptr<void> block;
+  static int calls = 0;
+  Fixture f;
+  const auto comm = f.make();
+  block = comm->allocate(64);
+  calls = 0;
+  f.nccl->call_result = kNcclInProgress;
+  f.nccl->async = kNcclInProgress;
+  f.config.connect_timeout = 30s;
+  const auto patient = f.make();
+  set_signal_check([] {
+    std::thread([] { block.reset(); }).join();
+    if (++calls == 2) throw Raised("KeyboardInterrupt");
+  });
+  Ticket ticket;
+  std::string raised;
+  try {
+    f.all_reduce(*patient, ticket, 8, 2);
+  } catch (const Raised& error) {
+    raised = error.what();
+  }
+  set_signal_check(nullptr);
+  CHECK_EQ(raised, "KeyboardInterrupt");
+  CHECK_EQ(calls, 2);
+  CHECK(has(error_of([&] { patient->check(); }), {"handler of a signal", "all_reduce of 8 elements (bucket 2)"}));
+  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+  f.nccl->async = kNcclSuccess;
 }
 
 TEST(gpu_a_spoilt_graph_does_not_break_the_communicator) {

@@ -43,7 +43,7 @@ TEST(shm_an_interrupt_ends_a_wait_and_all_later_calls) {
   }
 }
 
-// It sleeps with the engine's mutex in its hands, which the interrupt must not want.
+// Nobody waits for that operation yet: it is the start itself that must be told.
 TEST(shm_an_interrupt_ends_a_start_that_waits_for_a_slot) {
   Host host(2);
   const auto engine = host.engine(0);
@@ -135,6 +135,96 @@ TEST(shm_a_peer_that_gave_up_is_named_when_the_time_is_up) {
   exchange.start(*engine);
   peer->interrupt(kReason);
   CHECK(contains_all(error_of([&] { exchange.finish(*engine, milliseconds(50)); }), {"rank 10 gave up"}));
+}
+
+// What a handler of a signal raises, in Python's place.
+struct Raised final : std::runtime_error, SignalInterrupt {
+  using std::runtime_error::runtime_error;
+};
+
+// Handlers for as long as it lives: they return, and the one that comes third raises.
+class Handlers {
+ public:
+  explicit Handlers(Engine& engine) {
+    engine_ = &engine;
+    calls_ = 0;
+    set_signal_check([] {
+      // Whatever Python does elsewhere while the GIL is waited for: the engine's mutex is free.
+      std::thread([] { engine_->wait_for(0, milliseconds(0), false); }).join();
+      if (++calls_ == 3) throw Raised("KeyboardInterrupt");
+    });
+  }
+  ~Handlers() { set_signal_check(nullptr); }
+  int calls() const { return calls_; }
+
+ private:
+  static inline Engine* engine_ = nullptr;
+  static inline int calls_ = 0;
+};
+
+template <class Call>
+std::string raised_by(const Call& call) {
+  try {
+    call();
+  } catch (const Raised& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(shm_a_handler_that_raises_ends_a_wait_and_the_peers_hear_of_it) {
+  for (const int64_t numel : {int64_t{10}, kLarge}) {
+    Host host(3);
+    const auto engine = host.engine(0);
+    const auto peer = host.engine(2);
+    Exchange exchange(host, 0, {.numel = numel});
+    Exchange others(host, 2, {.numel = numel});
+    exchange.start(*engine);
+    others.start(*peer);
+    {
+      const Handlers handlers(*engine);
+      CHECK_EQ(raised_by([&] { exchange.finish(*engine); }), "KeyboardInterrupt");
+      CHECK_EQ(handlers.calls(), 3);
+    }
+    CHECK(contains_all(error_of([&] { engine->start({}); }), {"rank 10 gave up", "handler of a signal", "all_reduce"}));
+    CHECK(contains_all(error_of([&] { others.finish(*peer); }), {"rank 10 gave up before all_reduce"}));
+  }
+}
+
+TEST(shm_a_handler_that_raises_ends_a_start_that_waits_for_a_slot) {
+  Host host(2);
+  const auto engine = host.engine(0);
+  for (uint64_t i = 0; i < kSlots; ++i) engine->start({});
+  const Handlers handlers(*engine);
+  CHECK_EQ(raised_by([&] { engine->start({}); }), "KeyboardInterrupt");
+}
+
+// A short wait never asks for the GIL, and one of a thread in the background has no business with it.
+TEST(shm_handlers_run_in_long_waits_alone) {
+  Host host(2);
+  const auto engine = host.engine(0);
+  const auto seq = engine->start({});
+  const Handlers handlers(*engine);
+  CHECK(!engine->wait_for(seq, milliseconds(20), true));
+  CHECK(!engine->wait_for(seq, milliseconds(250), false));
+  CHECK_EQ(handlers.calls(), 0);
+  CHECK_EQ(raised_by([&] { engine->wait_for(seq, kPatience, true); }), "KeyboardInterrupt");
+}
+
+// Threads that wait for the same slot get one each, in some order.
+TEST(shm_threads_that_wait_for_a_slot_get_one_each) {
+  Host host(2);
+  const auto engine = host.engine(0);
+  const auto peer = host.engine(1);
+  for (uint64_t i = 0; i < kSlots; ++i) engine->start({});
+  std::array<uint64_t, 3> seqs{};
+  std::vector<std::thread> threads;
+  for (auto& seq : seqs) threads.emplace_back([&] { seq = engine->start({}); });
+  std::this_thread::sleep_for(milliseconds(30));
+  for (uint64_t i = 0; i < kSlots + seqs.size(); ++i) peer->wait(peer->start({}), kPatience);
+  for (auto& thread : threads) thread.join();
+  std::sort(seqs.begin(), seqs.end());
+  CHECK(seqs == (std::array<uint64_t, 3>{kSlots, kSlots + 1, kSlots + 2}));
 }
 
 // At any instant of operations that go well: it ends with the reason, or with the result.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torchddp
 from tests.harness import run_ranks
 from tests.models import Mlp, batch, seeded, step_on
+from torchddp.watch import processes
 
 TRANSPORTS = ["shm", "c10d"]
 SECONDS = 60.0
@@ -116,6 +117,48 @@ def test_a_backward_that_ends_without_a_parameter():
         assert "middle.weight" in ddp.reducer._status()["error"]
 
     run_ranks(work, 2, timeout=SECONDS)
+
+
+def test_waits_within_each_other():
+    def work(rank):
+        reducer = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d").reducer
+        told = lambda: (reducer._status()["phase"], reducer._status()["waits_for"])  # noqa: E731
+        outer = reducer._begin_wait("the first")
+        inner = reducer._begin_wait("the second")
+        assert told() == ("waiting", "the second")
+        reducer._end_wait(inner)
+        assert told() == ("waiting", "the first")
+        later = reducer._begin_wait("the third")
+        reducer._end_wait(outer)  # by another thread
+        assert told() == ("waiting", "the third")
+        reducer._end_wait(later)
+        assert told() == ("idle", "")
+
+    run_ranks(work, 1)
+
+
+def test_other_threads_run_while_an_error_waits_to_see_who_is_gone():
+    def work(rank):
+        reducer = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d").reducer
+        here = processes.identity()
+        reducer._set_peers([(1, here["pid"], here["started"])])  # which stays: it looks for as long as it does
+        turns, over = [0], threading.Event()
+
+        def count():
+            while not over.is_set():
+                turns[0] += 1
+                time.sleep(0.001)
+
+        thread = threading.Thread(target=count)
+        thread.start()
+        before = turns[0]
+        assert reducer._with_failure_note("text") == "text"
+        passed = turns[0] - before  # 300 ms; with the GIL taken away from the thread, one or two
+        over.set()
+        thread.join()
+        assert passed >= 5
+
+    run_ranks(work, 1)
 
 
 def test_while_buckets_are_rebuilt_and_models_go():

@@ -20,6 +20,7 @@ from torchddp.wrapped_model import param_specs
 DEFAULT_CAP_MB = 25.0
 WIRES = ("fp32", "bf16", "fp16", "int8", "int4")
 _MIB = 1024 * 1024
+_MOST_MESSAGES = 4  # one after the other, for a mean: two inside of a host, two between hosts
 _OWN_WIRE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -112,6 +113,11 @@ class FlatMean:
     def sent_bytes(self) -> int:
         """What this rank has sent so far."""
         return self._exchange.sent_bytes
+
+    @property
+    def limit_s(self) -> float:
+        """How long `run` may take: each of its messages ends within the time limit of the process group."""
+        return _MOST_MESSAGES * (self._exchange.time_limit or dist.default_pg_timeout).total_seconds()
 
     def run(self, flat: torch.Tensor, wire: str) -> None:
         """Collective, in place; all ranks hold the same bits afterwards. RuntimeError if a peer does not take part.

@@ -14,10 +14,12 @@ from torchddp.averaging.flat import FlatBucket, FlatMean, lost_peer, plan_bucket
 from torchddp.averaging.fragments import fragment_starts, plan_fragments
 from torchddp.averaging.global_weights import OuterFactory, make_outer_factory
 from torchddp.averaging.parameters import ParamSource
-from torchddp.comm_hooks.worker import Worker
+from torchddp.comm_hooks.worker import Worker, wait_until_done
 from torchddp.traffic import Traffic
 
 __all__ = ["StreamingDiLoCo"]
+
+_GRACE_S = 10.0
 
 
 @dataclass
@@ -136,7 +138,10 @@ class StreamingDiLoCo(OuterLoop):
         if pending.job is None:
             return
         job, future = pending.job
+        limit_s = self._mean.limit_s * len(pending.flats) + _GRACE_S
         try:
+            if not wait_until_done(future, limit_s):
+                raise RuntimeError(f"it did not end within {limit_s:.0f} s")
             future.wait()
         except RuntimeError as error:
             names = [name for bucket in self.fragments[pending.fragment] for name in bucket.named]

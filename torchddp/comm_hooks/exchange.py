@@ -80,7 +80,7 @@ class Exchange:
 
     def _wait(self, work: dist.Work) -> None:
         if self._is_gloo:
-            self._everyone.wait_for(work)  # which interrupt() ends
+            self._everyone.wait_for(work, self._outer)  # which interrupt() ends
         else:
             work.wait()
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchddp import _C
+
 
 @dataclass
 class Bucket:
@@ -57,7 +59,7 @@ class ParameterBroadcast:
             return
         sent = [self._start(bucket) for bucket in self.buckets]
         for bucket, (flat, work) in zip(self.buckets, sent, strict=True):
-            work.wait()
+            _C.wait_for_work(work, self._group)
             self._finish(bucket, flat)
 
     def _start(self, bucket: Bucket) -> tuple[torch.Tensor, Any]:

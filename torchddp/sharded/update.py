@@ -62,13 +62,14 @@ class Update(ABC):
         torch.autograd.graph.increment_version(self._received)
 
     def _wait_for(self, work: _C.Work, what: str) -> None:
-        if self._reducer is not None:
-            self._reducer._begin_wait(what)
+        if self._reducer is None:
+            work.wait(self._timeout)
+            return
+        number = self._reducer._begin_wait(what)
         try:
             work.wait(self._timeout)
         finally:
-            if self._reducer is not None:
-                self._reducer._end_wait()
+            self._reducer._end_wait(number)
 
     def _error(self, what: str, error: Exception) -> TransportError:
         return TransportError(f"rank {self._transport.rank}: {what} failed: {error}\n{ADVICE_FOR_A_LOST_PEER}")

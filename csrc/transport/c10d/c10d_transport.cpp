@@ -13,7 +13,8 @@ namespace {
 class C10dWork final : public Work {
  public:
   // Other backends than gloo may have works that complete only when they are waited for (torchft's), or end when they are aborted.
-  C10dWork(const Interruption& interruption, bool is_gloo) : interruption_(interruption), is_gloo_(is_gloo) {}
+  C10dWork(GroupPtr group, const Interruption& interruption, bool is_gloo)
+      : group_(std::move(group)), interruption_(interruption), is_gloo_(is_gloo) {}
 
   bool poll() override { return work_ == nullptr || work_->isCompleted(); }
 
@@ -26,7 +27,9 @@ class C10dWork final : public Work {
       // With a time limit, torch's NCCL would make the host wait instead of the stream.
       const bool queued = tensors.front().defined() && !tensors.front().device().is_cpu();
       const auto limit = timeout == kTransportTimeout || queued ? kNoTimeout : timeout;
-      ok = is_gloo_ && !queued ? wait_interruptibly(*work_, interruption_, limit) : work_->wait(limit);
+      ok = is_gloo_ && !queued ? wait_interruptibly(*work_, group_, interruption_, limit) : work_->wait(limit);
+    } catch (const SignalInterrupt&) {
+      throw;
     } catch (const std::exception& error) {
       interruption_.check();  // which may have been why
       throw TransportError(error.what());
@@ -64,6 +67,7 @@ class C10dWork final : public Work {
   std::vector<at::Tensor> tensors{1};
 
  private:
+  const GroupPtr group_;
   const Interruption interruption_;
   const bool is_gloo_;
   c10::intrusive_ptr<c10d::Work> work_;
@@ -124,7 +128,9 @@ at::Tensor C10dTransport::allocate(int64_t numel, at::ScalarType dtype, at::Devi
   return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device));
 }
 
-std::unique_ptr<Work> C10dTransport::make_work() { return std::make_unique<C10dWork>(interruption(), is_gloo_); }
+std::unique_ptr<Work> C10dTransport::make_work() {
+  return std::make_unique<C10dWork>(group_, interruption(), is_gloo_);
+}
 
 void C10dTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) {
   TDDP_INTERNAL(options.scale == 1.0 && !options.wire, "a process group neither scales nor narrows");

@@ -22,13 +22,23 @@ bool is_gloo(c10d::ProcessGroup& group) {
   }
 }
 
-bool wait_interruptibly(c10d::Work& work, const Interruption& interruption, std::chrono::milliseconds timeout) {
+bool wait_interruptibly(c10d::Work& work, const GroupPtr& group, const Interruption& interruption,
+                        std::chrono::milliseconds timeout) {
   if (work.isCompleted()) {
     interruption.check();
-  } else if (const auto future = future_of(work); future != nullptr && !interruption.wait_for(*future, timeout)) {
+  } else if (const auto future = future_of(work);
+             future != nullptr && !wait_or_keep(group, [&] { return interruption.wait_for(*future, timeout); })) {
     timeout = std::chrono::milliseconds(1);  // it is over: let torch say so in its own words
   }
   return work.wait(timeout);
+}
+
+std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group, at::Device device) {
+  try {
+    return group.getBackend(device.type())->getBackendOptions()->timeout;
+  } catch (const std::exception&) {
+    return kProcessGroupDefaultTimeout;  // a backend of somebody else, which does not tell
+  }
 }
 
 }  // namespace torchddp::transport

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include "common/check.h"
+#include "common/signals.h"
 #include "shm/errors.h"
 #include "transport/shm/shm_transport.h"
 
@@ -57,7 +58,10 @@ std::shared_ptr<Replicated> ShmTransport::replicate(const std::vector<int64_t>& 
   });
   ++exchanges_;
   if (!made || !attempt([&] {
-        replicas->exchange(peers_, rank_, bytes, exchanges_, timeout, [this] { interruption().check(); });
+        replicas->exchange(peers_, rank_, bytes, exchanges_, timeout, [this] {
+          interruption().check();
+          check_signals();
+        });
       })) {
     return nullptr;
   }

@@ -42,7 +42,7 @@ class ShmWork final : public Work {
       }
       return;
     }
-    engine_.wait(seq_, timeout);
+    wait_or_keep(transport_->outer_group_, [&] { engine_.wait(seq_, timeout); });
     active_ = false;
     if (copy_back.defined()) {
       const c10::NoGradGuard no_grad;
@@ -285,7 +285,7 @@ void ShmTransport::start(Work& work, shm::Operation operation, const at::Tensor&
     }
   }
   mine.record(titles_[static_cast<size_t>(operation.kind)], input.defined() ? input : output);
-  mine.begin(engine_->start(operation));
+  mine.begin(wait_or_keep(outer_group_, [&] { return engine_->start(operation); }));
   count_operation(operation);
 }
 
@@ -409,11 +409,15 @@ void ShmTransport::broadcast_between_hosts(const at::Tensor& tensor, int root) {
   std::string problem = "the process group reported that the operation failed";
   try {
     const auto work = outer_group_->broadcast(tensors, options);
-    if (is_gloo(*outer_group_) ? wait_interruptibly(*work, interruption()) : work->wait()) {
+    if (is_gloo(*outer_group_) ? wait_interruptibly(*work, outer_group_, interruption()) : work->wait()) {
       const auto bytes = bytes_of(tensor);
       count(Route::kOuter, bytes, one_way_bytes(bytes, outer_group_->getSize()));
       return;
     }
+  } catch (const SignalInterrupt&) {
+    engine_->interrupt(
+        c10::str("rank ", rank_, " gave up: the handler of a signal raised an exception in a broadcast"));
+    throw;
   } catch (const std::exception& error) {
     problem = error.what();
   }

@@ -1,0 +1,253 @@
+"""Handlers of signals run while a rank waits: what they raise ends the wait, and otherwise it goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchddp
+from benchmarks.chaos.leaks import holders_of, segments_of
+from tests.harness import run_ranks
+from tests.models import Mlp, assert_grads, batch, grads_of, loss_of, seeded, step_on
+from torchddp import _C, TransportError
+from torchddp.averaging import StreamingDiLoCo
+from torchddp.comm_hooks.worker import wait_until_done
+from torchddp.store_wait import wait_for_keys
+
+LIMIT_S = 120.0  # of every operation: nothing here comes near it
+SOON_S = 20.0  # a fraction of a second, on a machine that does other things
+TRANSPORTS = ["shm", "c10d"]
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.beyond_torch("torch's class runs handlers when the wait is over")
+
+
+def hit(number: int = signal.SIGINT, after_s: float = 0.3) -> None:
+    """This process, from another thread, when the main one waits."""
+    threading.Timer(after_s, os.kill, (os.getpid(), number)).start()
+
+
+def raises_soon(kind: type[BaseException], call) -> BaseException:
+    since_s = time.monotonic()
+    with pytest.raises(kind) as caught:
+        call()
+    assert time.monotonic() - since_s < SOON_S
+    return caught.value
+
+
+def again(call) -> None:
+    """Rank 0 has begun the first, which may still end well."""
+    for _ in range(2):
+        call()
+
+
+def tell(what: str) -> None:
+    dist.distributed_c10d._get_default_store().set(what, "")
+
+
+def hear(what: str) -> None:
+    dist.distributed_c10d._get_default_store().wait([what])
+
+
+def run(work, world_size=2, **options):
+    return run_ranks(work, world_size, timeout=90, group_timeout_s=LIMIT_S, **options)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_interrupt_ends_a_backward_and_leaves_the_reducer_idle(transport):
+    def work(rank):
+        ddp = torchddp.DistributedDataParallel(seeded(Mlp), bucket_cap_mb=0.001, transport=transport)
+        for step in range(2):
+            step_on(ddp, rank, step)
+        ddp.zero_grad()
+        if rank == 0:
+            hit()
+            raises_soon(KeyboardInterrupt, lambda: step_on(ddp, rank, 2))
+            status = ddp.reducer._status()
+            assert status["phase"] == "idle" and not status["armed"], status
+            ddp.zero_grad()
+            with ddp.no_sync():
+                step_on(ddp, rank, 3)
+            plain = seeded(Mlp)
+            loss_of(plain(batch(rank, 3))).backward()
+            assert_grads(grads_of(ddp), grads_of(plain))
+            tell("rank 0 was interrupted")
+        else:
+            hear("rank 0 was interrupted")
+            if transport == "shm":
+                error = raises_soon(TransportError, lambda: again(lambda: step_on(ddp, rank, 2)))
+                assert "rank 0 gave up" in str(error), error
+            tell("rank 1 is done")
+        if rank == 0:
+            hear("rank 1 is done")
+
+    run(work)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_handler_that_returns_lets_the_wait_go_on(transport):
+    def work(rank):
+        ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport=transport)
+        if rank == 0:
+            signal.signal(signal.SIGTERM, lambda *_: tell("the handler has run"))
+            hit(signal.SIGTERM)
+        else:
+            hear("the handler has run")  # before this rank takes part
+        step_on(ddp, rank)
+        return grads_of(ddp)
+
+    first, second = run(work)
+    assert_grads(first, second, rtol=0)
+
+
+class Promised:
+    """A hook whose future nobody completes."""
+
+    def __init__(self):
+        self.futures = []
+
+    def __call__(self, _state, _bucket):
+        self.futures.append(torch.futures.Future())
+        return self.futures[-1]
+
+
+def test_an_interrupt_ends_the_wait_for_a_hook():
+    def work(rank):
+        ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d")
+        ddp.register_comm_hook(None, Promised())
+        hit()
+        raises_soon(KeyboardInterrupt, lambda: step_on(ddp, rank))
+        assert ddp.reducer._status()["phase"] == "idle"
+
+    run(work, 1)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["its own timeout", "the group's"])
+def test_a_hook_that_never_completes_its_future_is_waited_for_no_longer_than_the_timeout(own):
+    def work(rank):
+        options = {"timeout": timedelta(seconds=0.5)} if own else {}
+        ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d", **options)
+        ddp.register_comm_hook(None, Promised())
+        error = raises_soon(TransportError, lambda: step_on(ddp, rank))
+        for part in ("rank 0, step 1", "bucket 0 of 1", "'first.weight'", "hook's future was not completed within"):
+            assert part in str(error), error
+        limit = "500 ms, the timeout of this DistributedDataParallel" if own else "1000 ms, the timeout of the process"
+        assert limit in str(error), error
+        assert ddp.reducer._status()["phase"] == "idle"
+
+    run_ranks(work, 1, timeout=90, group_timeout_s=LIMIT_S if own else 1.0)
+
+
+def test_futures_queued_after_backward_are_waited_for_no_longer_than_the_timeout():
+    def work(rank):
+        ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d", timeout=timedelta(seconds=0.5))
+        ddp.reducer._install_post_backward_futures([torch.futures.Future()])
+        error = raises_soon(TransportError, lambda: step_on(ddp, rank))
+        assert "rank 0, step 1: what was queued after backward (1 of 1) failed" in str(error), error
+
+    run(work, 1)
+
+
+def test_an_interrupt_ends_a_collective_of_the_shared_memory_backend():
+    def work(rank):
+        dist.all_reduce(torch.ones(3))
+        if rank == 0:
+            hit()
+            raises_soon(KeyboardInterrupt, lambda: dist.all_reduce(torch.ones(100_000)))
+            tell("rank 0 was interrupted")
+            hear("rank 1 is done")
+        else:
+            hear("rank 0 was interrupted")
+            error = raises_soon(TransportError, lambda: again(lambda: dist.all_reduce(torch.ones(100_000))))
+            assert "rank 0 gave up" in str(error), error
+            tell("rank 1 is done")
+
+    run(work, backend="torchddp_shm")
+
+
+def test_an_interrupt_ends_the_wait_for_ranks_to_connect():
+    def work(rank):
+        own, other = _C.ShmEndpoint(0), _C.ShmEndpoint(0)  # the other listens, and never connects
+        hit()
+        raises_soon(
+            KeyboardInterrupt,
+            lambda: own.connect(
+                None, local_ranks=[0, 1], addresses=[own.address, other.address], outer_group=None, places=[0, 1],
+                outer_ranks=[], owners=2, spans=False, connect_timeout=timedelta(seconds=LIMIT_S),
+                timeout=timedelta(seconds=LIMIT_S),
+            ),
+        )  # fmt: skip
+
+    run(work, 1)
+
+
+def test_an_interrupt_ends_waits_for_the_store_and_for_jobs_of_a_thread():
+    def work(rank):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        hit(after_s=0.6)  # it has begun to wait anew
+        raises_soon(KeyboardInterrupt, lambda: wait_for_keys(store, ["never"], timedelta(seconds=LIMIT_S)))
+        raises_soon(RuntimeError, lambda: wait_for_keys(store, ["never"], timedelta(seconds=0.6)))
+        store.set("there", "x")
+        wait_for_keys(store, ["there"], timedelta(seconds=LIMIT_S))
+        future = torch.futures.Future()
+        hit()
+        raises_soon(KeyboardInterrupt, lambda: wait_until_done(future, LIMIT_S))
+        assert not wait_until_done(future, 0.01)
+        future.set_result(1)
+        assert wait_until_done(future, LIMIT_S)
+
+    run(work, 1)
+
+
+def test_an_interrupt_ends_the_wait_for_an_average():
+    def work(rank):
+        model = seeded(Mlp).float()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = StreamingDiLoCo(model, sgd, sync_every=1, fragments=1)
+        loss_of(model(batch(rank, dtype=torch.float32))).backward()
+        if rank == 0:
+            hit()
+            raises_soon(KeyboardInterrupt, optimizer.step)
+            tell("rank 0 was interrupted")
+        else:
+            hear("rank 0 was interrupted")
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("transport", "number", "code"), [("c10d", signal.SIGTERM, 3), ("shm", signal.SIGINT, -signal.SIGINT)]
+)
+def test_the_process_ends_and_its_peers_hear_of_it(transport, number, code):
+    """Through the interpreter's own end, after destroy_process_group(): gloo's operation is still under way."""
+    with tempfile.TemporaryDirectory(prefix="torchddp_test_") as folder:
+        ranks = [_start(rank, transport, folder) for rank in range(2)]
+        try:
+            for rank in ranks:
+                assert rank.stdout.readline() == "ready\n"
+            segments = segments_of(ranks[0].pid)
+            assert bool(segments) == (transport == "shm")
+            time.sleep(0.3)
+            ranks[0].send_signal(number)
+            assert ranks[0].wait(SOON_S) == code
+            told, _ = ranks[1].communicate("go\n", timeout=SOON_S)
+            assert told.startswith("TransportError"), told
+            assert not holders_of(segments)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+
+
+def _start(rank, transport, folder):
+    command = [sys.executable, "-m", "tests.fault.interrupted_rank", str(rank), transport, f"{folder}/store"]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
