@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,19 +26,21 @@ _SHARED_SOLO_BYTES = 256 * 1024
 
 
 def check_caps(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> None:
-    """TypeError for what is neither a number nor "auto", ValueError for what is not positive, or both kinds of caps."""
+    """ValueError for another text than "auto", what is not positive, or both kinds of caps; TypeError for no number."""
     if isinstance(bucket_cap_mb, str):
         if bucket_cap_mb != AUTO:
-            raise TypeError(f"bucket_cap_mb must be a number of MiB, None or {AUTO!r}, got {bucket_cap_mb!r}")
+            raise ValueError(f"bucket_cap_mb must be a number of MiB, None or {AUTO!r}, got {bucket_cap_mb!r}")
         if bucket_cap_mb_list:
             raise ValueError(f"bucket_cap_mb={AUTO!r} chooses the buckets itself: leave bucket_cap_mb_list out")
         bucket_cap_mb = None
-    for name, cap in [("bucket_cap_mb", bucket_cap_mb), *(("bucket_cap_mb_list", c) for c in bucket_cap_mb_list or [])]:
+    caps: list[tuple[str, Any]] = [("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list or []]
+    for name, cap in [("bucket_cap_mb", bucket_cap_mb), *caps]:
         if cap is None:
             continue
-        if isinstance(cap, bool) or not isinstance(cap, (int, float)):
-            raise TypeError(f"{name} must be a number of MiB, got {cap!r}")
-        if not cap > 0:
+        if not isinstance(cap, numbers.Real):  # numpy's are as well
+            error = ValueError if isinstance(cap, str) else TypeError
+            raise error(f"{name} must be a number of MiB, got {cap!r}")
+        if not float(cap) > 0:
             raise ValueError(f"{name} must be a positive number of MiB, got {cap!r}")
 
 

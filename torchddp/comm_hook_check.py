@@ -43,7 +43,7 @@ def checked(hook: Hook, rank: int) -> Hook:
     def call(state: Any, bucket: Any) -> Any:
         future = hook(state, bucket)
         if not isinstance(future, torch._C.Future):  # the base of torch.futures.Future: what Work.get_future() gives
-            raise TypeError(
+            raise RuntimeError(  # torch's type
                 f"Communication hook {getattr(hook, '__qualname__', hook)!r} returned {type(future).__name__} for "
                 f"bucket {bucket.index()} on rank {rank}: it must return a torch.futures.Future that holds one tensor."
             )

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
@@ -60,6 +61,11 @@ class DDPConstruction(TorchDDP):
         static_graph: bool,
     ) -> None:
         """Called by torch's constructor and by unpickling: builds ``self.reducer`` and ``self.logger``."""
+        if not isinstance(self.process_group, dist.ProcessGroup):
+            raise TypeError(
+                f"process_group must be a process group that this rank is in, got {type(self.process_group).__name__} "
+                f"{self.process_group!r}; new_group() gives no group to ranks that it leaves out"
+            )
         names = [param_to_name_mapping[i].removeprefix(".") for i in range(len(parameters))]
         together = self._sync_at_init
         self._stall_limit_s()  # before anything is sent

@@ -114,10 +114,10 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
     ranks, every gradient is copied to its bucket, and with a DeferredOptimizer it lives until its update is applied.
 
     Raises:
-        TypeError: a ``comm_hook`` that is none.
-        ValueError: a bucket cap that is not positive, a ``stall_report_s`` that is negative or not below the timeout,
-            an unknown transport or ``sync``, mixed device types, options that don't go with ``decoupled``, a wrong
-            ``check_parameters_every`` or ``find_nonfinite``.
+        TypeError: a ``comm_hook`` or ``process_group`` that is none.
+        ValueError: a bucket cap that is text or not positive, a ``stall_report_s`` that is negative or not below the
+            timeout, an unknown transport or ``sync``, mixed device types, options that don't go with ``decoupled``, a
+            wrong ``check_parameters_every`` or ``find_nonfinite``.
         RuntimeError: no parameter requires grad; ranks whose models differ (names the parameters and ranks).
     """
 

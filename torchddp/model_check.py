@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchddp import _C
 from torchddp.object_exchange import gather_objects
+from torchddp.waits import wait_for_work
 
 MAX_DIFFERENCES = 8
 
@@ -118,7 +118,7 @@ def verify_same_model(
     local = torch.tensor([len(mine), _digest(mine), _number(transport)], dtype=torch.int64, device=device)
     gathered = [torch.empty_like(local) for _ in range(world_size)]
     # Here ranks wait for those that are late.
-    _C.wait_for_work(dist.all_gather(gathered, local, group=process_group, async_op=True), process_group)
+    wait_for_work(dist.all_gather(gathered, local, group=process_group, async_op=True), process_group)
     if all(torch.equal(other, gathered[0]) for other in gathered):
         return
     by_rank = gather_objects((mine, transport), process_group)

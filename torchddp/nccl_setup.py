@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from torchddp import _C
 from torchddp.errors import TransportError
 from torchddp.rank_problems import listed
-from torchddp.store_wait import wait_for_keys
+from torchddp.waits import wait_for_keys
 from torchddp.watch.board import prefix_of_attempt
 
 __all__ = ["connect"]

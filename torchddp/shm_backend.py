@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from torchddp import _C
-from torchddp.store_wait import wait_for_keys
 from torchddp.transports import BACKEND_NAME, Meeting
+from torchddp.waits import wait_for_keys
 
 __all__ = ["register"]
 

@@ -20,8 +20,7 @@ from tests.harness import run_ranks
 from tests.models import Mlp, assert_grads, batch, grads_of, loss_of, seeded, step_on
 from torchddp import _C, TransportError
 from torchddp.averaging import StreamingDiLoCo
-from torchddp.comm_hooks.worker import wait_until_done
-from torchddp.store_wait import wait_for_keys
+from torchddp.waits import wait_for_future, wait_for_keys
 
 LIMIT_S = 120.0  # of every operation: nothing here comes near it
 SOON_S = 20.0  # a fraction of a second, on a machine that does other things
@@ -200,10 +199,10 @@ def test_an_interrupt_ends_waits_for_the_store_and_for_jobs_of_a_thread():
         wait_for_keys(store, ["there"], timedelta(seconds=LIMIT_S))
         future = torch.futures.Future()
         hit()
-        raises_soon(KeyboardInterrupt, lambda: wait_until_done(future, LIMIT_S))
-        assert not wait_until_done(future, 0.01)
+        raises_soon(KeyboardInterrupt, lambda: wait_for_future(future, LIMIT_S))
+        assert not wait_for_future(future, 0.01)
         future.set_result(1)
-        assert wait_until_done(future, LIMIT_S)
+        assert wait_for_future(future, LIMIT_S)
 
     run(work, 1)
 

@@ -14,8 +14,9 @@ from torchddp.averaging.flat import FlatBucket, FlatMean, lost_peer, plan_bucket
 from torchddp.averaging.fragments import fragment_starts, plan_fragments
 from torchddp.averaging.global_weights import OuterFactory, make_outer_factory
 from torchddp.averaging.parameters import ParamSource
-from torchddp.comm_hooks.worker import Worker, wait_until_done
+from torchddp.comm_hooks.worker import Worker
 from torchddp.traffic import Traffic
+from torchddp.waits import wait_for_future
 
 __all__ = ["StreamingDiLoCo"]
 
@@ -140,7 +141,7 @@ class StreamingDiLoCo(OuterLoop):
         job, future = pending.job
         limit_s = self._mean.limit_s * len(pending.flats) + _GRACE_S
         try:
-            if not wait_until_done(future, limit_s):
+            if not wait_for_future(future, limit_s):
                 raise RuntimeError(f"it did not end within {limit_s:.0f} s")
             future.wait()
         except RuntimeError as error:

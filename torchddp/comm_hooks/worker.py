@@ -21,19 +21,9 @@ from torch import Tensor
 
 from torchddp.own_process import OwnProcess
 
-__all__ = ["Worker", "wait_until_done"]
+__all__ = ["Worker"]
 
 _Future = torch.futures.Future
-
-
-def wait_until_done(future: torch.futures.Future[Any], limit_s: float) -> bool:
-    """Until the future is complete, well or not; False if that takes longer.
-
-    Handlers of signals run meanwhile, which torch's own wait holds up.
-    """
-    done = threading.Event()
-    future.add_done_callback(lambda _: done.set())
-    return done.wait(min(limit_s, threading.TIMEOUT_MAX))
 
 
 class Worker:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchddp import _C
+from torchddp.waits import wait_for_work
 
 
 @dataclass
@@ -59,7 +59,7 @@ class ParameterBroadcast:
             return
         sent = [self._start(bucket) for bucket in self.buckets]
         for bucket, (flat, work) in zip(self.buckets, sent, strict=True):
-            _C.wait_for_work(work, self._group)
+            wait_for_work(work, self._group)
             self._finish(bucket, flat)
 
     def _start(self, bucket: Bucket) -> tuple[torch.Tensor, Any]:

@@ -1,0 +1,560 @@
+"""Everything that can be done wrong with a DistributedDataParallel: each case raises what its class raises for it."""
+
+import copy
+import functools
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+Case = Callable[[Any, int], Any]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 4)
+
+
+class Heads(nn.Module):
+    """Two layers, of which a forward uses those that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = linear(), linear()
+
+    def forward(self, x: torch.Tensor, *used: str) -> tuple[torch.Tensor, ...]:
+        return tuple(getattr(self, name)(x) for name in used or ("left", "right"))
+
+
+def step(model: nn.Module, *used: str) -> None:
+    sum(out.sum() for out in model(torch.ones(2, 4), *used)).backward()
+
+
+def trained(model: Any, steps: int = 3) -> Any:
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+    return model
+
+
+# --- arguments of the constructor ---
+
+
+@case
+def a_delay_without_its_hook(cls, rank):
+    module = linear()
+    cls(module, delay_all_reduce_named_params=list(module.named_parameters()))
+
+
+@case
+def a_hook_for_a_delay_without_one(cls, rank):
+    module = linear()
+    cls(module, param_to_hook_all_reduce=module.weight)
+
+
+@case
+def a_group_and_a_mesh(cls, rank):
+    cls(linear(), process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (2,)))
+
+
+@case
+def a_mesh_of_two_dimensions(cls, rank):
+    cls(linear(), device_mesh=init_device_mesh("cpu", (2, 1)))
+
+
+@case
+def a_mesh_that_is_none(cls, rank):
+    cls(linear(), device_mesh="cpu")
+
+
+@case
+def no_parameter_that_requires_grad(cls, rank):
+    cls(linear().requires_grad_(False))
+
+
+@case
+def no_parameter(cls, rank):
+    cls(nn.ReLU())
+
+
+@case
+def all_parameters_ignored(cls, rank):
+    module = linear()
+    cls._set_params_and_buffers_to_ignore_for_model(module, ["weight", "bias"])
+    cls(module)
+
+
+@case
+def two_device_ids(cls, rank):
+    cls(linear(), device_ids=[0, 1])
+
+
+@case
+def a_device_id_for_a_module_on_the_cpu(cls, rank):
+    cls(linear(), device_ids=[0])
+
+
+@case
+def an_output_device_for_a_module_on_the_cpu(cls, rank):
+    cls(linear(), output_device=1)
+
+
+@case
+def devices_of_two_types(cls, rank):
+    cls(nn.Sequential(linear(), nn.Linear(4, 4, device="meta")))
+
+
+@case
+def a_lazy_module(cls, rank):
+    cls(nn.Sequential(linear(), nn.LazyLinear(4)))
+
+
+@case
+def no_process_group(cls, rank):
+    dist.destroy_process_group()
+    cls(linear())
+
+
+@case
+def a_group_without_this_rank(cls, rank):
+    cls(linear(), process_group=dist.new_group([0]))
+
+
+@case
+def a_group_that_is_none(cls, rank):
+    cls(linear(), process_group="gloo")
+
+
+@case
+def a_module_that_is_none(cls, rank):
+    cls(torch.ones(2))
+
+
+@case
+def no_module(cls, rank):
+    cls(None)
+
+
+@case
+def an_argument_that_is_not_known(cls, rank):
+    cls(linear(), bucket_size=3)
+
+
+@case
+def too_many_arguments(cls, rank):
+    cls(linear(), *[None] * 30)
+
+
+@case
+def a_cap_as_text(cls, rank):
+    cls(linear(), bucket_cap_mb="large")
+
+
+@case
+def a_cap_in_a_list_as_text(cls, rank):
+    cls(linear(), bucket_cap_mb_list=["large"])
+
+
+@case
+def a_cap_of_numpys(cls, rank):
+    cls(linear(), bucket_cap_mb=numpy.int64(1), bucket_cap_mb_list=[numpy.float32(1)])
+
+
+@case
+def a_cap_that_is_negative(cls, rank):
+    cls(linear(), bucket_cap_mb=-1)
+
+
+@case
+def a_cap_of_zero(cls, rank):
+    cls(linear(), bucket_cap_mb=0)
+
+
+@case
+def a_cap_and_a_list_of_caps(cls, rank):
+    cls(linear(), bucket_cap_mb=1, bucket_cap_mb_list=[1])
+
+
+@case
+def a_list_of_caps_that_is_a_number(cls, rank):
+    cls(linear(), bucket_cap_mb_list=3)
+
+
+@case
+def synchronised_batch_norm_on_the_cpu(cls, rank):
+    cls(nn.Sequential(linear(), nn.SyncBatchNorm(4)))
+
+
+@case
+def mixed_precision_that_is_none(cls, rank):
+    cls(linear(), mixed_precision="bf16")
+
+
+@case
+def models_of_other_shapes(cls, rank):
+    cls(nn.Linear(4, 4 + rank))
+
+
+@case
+def models_of_other_lengths(cls, rank):
+    cls(nn.Sequential(*(linear() for _ in range(1 + rank))))
+
+
+@case
+def python_reducer_with_a_list_of_caps(cls, rank):
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        cls(linear(), bucket_cap_mb_list=[1])
+
+
+# --- communication hooks ---
+
+
+def all_reduced(state, bucket):
+    return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+
+def future_of(value: Any) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def failed_future(error: Exception) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_exception(error)
+    return future
+
+
+def raises(error: Exception) -> Any:
+    raise error
+
+
+def registering(name: str, hook: Any, *more: Any) -> None:
+    def register(cls: Any, rank: int) -> None:
+        model = cls(linear())
+        for one in (hook, *more):
+            if isinstance(one, dist.BuiltinCommHookType):
+                model._register_builtin_comm_hook(one)
+            else:
+                model.register_comm_hook(None, one)
+        trained(model, 2)
+
+    CASES[f"registers_{name}"] = register
+
+
+def wrong_bucket(state, bucket: int):
+    pass
+
+
+def wrong_return(state, bucket) -> int:
+    pass
+
+
+def right_text(state: "Any", bucket: "dist.GradBucket") -> "torch.futures.Future[torch.Tensor]":
+    return all_reduced(state, bucket)
+
+
+def wrong_text(state: "Any", bucket: "int") -> "int":
+    pass
+
+
+registering("what_is_no_hook", 3)
+registering("none", None)
+registering("a_wrong_bucket_annotation", wrong_bucket)
+registering("a_wrong_return_annotation", wrong_return)
+registering("right_annotations_as_text", right_text)
+registering("wrong_annotations_as_text", wrong_text)
+registering("another_name_for_the_bucket", lambda state, b: all_reduced(state, b))
+registering("a_hook_without_arguments", lambda: None)
+registering("a_hook_of_three", lambda state, bucket, more: None)
+registering("a_partial", functools.partial(all_reduced))
+registering("a_class", dict)
+registering("a_builtin_function", max)
+registering("two_hooks", all_reduced, all_reduced)
+registering("a_hook_after_a_builtin", dist.BuiltinCommHookType.ALLREDUCE, all_reduced)
+registering("a_builtin_after_a_hook", all_reduced, dist.BuiltinCommHookType.ALLREDUCE)
+registering("two_builtins", dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS)
+registering("bf16_on_the_cpu", default_hooks.bf16_compress_hook)
+
+
+@case
+def registers_a_builtin_that_is_none(cls, rank):
+    cls(linear())._register_builtin_comm_hook("allreduce")
+
+
+@case
+def registers_a_hook_after_steps(cls, rank):
+    trained(cls(linear())).register_comm_hook(None, all_reduced)
+
+
+@case
+def registers_a_buffer_hook_that_is_none(cls, rank):
+    cls(linear())._register_buffer_comm_hook(None, 3)
+
+
+def returning(name: str, make: Callable[[dist.GradBucket], Any]) -> None:
+    def run(cls: Any, rank: int) -> None:
+        model = cls(linear())
+        model.register_comm_hook(None, lambda state, bucket: make(bucket))
+        trained(model, 2)
+
+    CASES[f"a_hook_returns_{name}"] = run
+
+
+class OfTwoArguments(Exception):
+    def __init__(self, one: Any, two: Any) -> None:
+        super().__init__(one, two)
+
+
+returning("nothing", lambda bucket: None)
+returning("a_tensor", lambda bucket: bucket.buffer())
+returning("a_number", lambda bucket: 3)
+returning("the_work", lambda bucket: dist.all_reduce(bucket.buffer(), async_op=True))
+returning("a_future_of_nothing", lambda bucket: future_of(None))
+returning("a_future_of_a_number", lambda bucket: future_of(3))
+returning("a_future_of_no_tensor", lambda bucket: future_of([]))
+returning("a_future_of_a_list", lambda bucket: future_of([bucket.buffer()]))
+returning("a_future_of_two", lambda bucket: future_of([bucket.buffer(), bucket.buffer()]))
+returning("a_future_of_a_tuple", lambda bucket: future_of((bucket.buffer(),)))
+returning("a_shorter_tensor", lambda bucket: future_of(bucket.buffer()[:-1]))
+returning("a_longer_tensor", lambda bucket: future_of(torch.cat([bucket.buffer(), bucket.buffer()])))
+returning("an_empty_tensor", lambda bucket: future_of(torch.empty(0)))
+returning("another_shape", lambda bucket: future_of(bucket.buffer().view(2, -1)))
+returning("another_dtype", lambda bucket: future_of(bucket.buffer().double()))
+returning("another_device", lambda bucket: future_of(bucket.buffer().to("meta")))
+returning("a_future_with_an_error", lambda bucket: failed_future(ValueError("of the hook")))
+returning("a_future_with_an_odd_error", lambda bucket: failed_future(OfTwoArguments(1, 2)))
+returning("an_error_in_then", lambda bucket: future_of(1).then(lambda f: raises(ValueError("of the hook"))))
+for _error in (KeyError, RuntimeError, StopIteration):
+    returning(f"never_but_raises_{_error.__name__}", lambda bucket, error=_error: raises(error("of the hook")))
+returning("never_but_exits", lambda bucket: raises(SystemExit(3)))  # type: ignore[arg-type]
+returning("never_but_is_interrupted", lambda bucket: raises(KeyboardInterrupt()))  # type: ignore[arg-type]
+
+
+# --- steps ---
+
+
+@case
+def a_parameter_left_out(cls, rank):
+    model = cls(Heads())
+    for _ in range(3):
+        step(model, "left")
+
+
+@case
+def an_output_left_out(cls, rank):
+    model = cls(Heads(), find_unused_parameters=True)
+    for _ in range(3):
+        model(torch.ones(2, 4))[0].sum().backward()
+
+
+@case
+def a_parameter_left_out_is_asked_for(cls, rank):
+    model = cls(Heads())
+    step(model, "left")
+    model._check_reducer_finalized()
+
+
+@case
+def a_static_graph_uses_less(cls, rank):
+    model = cls(Heads(), static_graph=True)
+    step(model)
+    for _ in range(3):
+        step(model, "left")
+
+
+@case
+def a_static_graph_uses_more(cls, rank):
+    model = cls(Heads(), static_graph=True)
+    step(model, "left")
+    for _ in range(3):
+        step(model)
+
+
+@case
+def a_static_graph_set_late(cls, rank):
+    trained(cls(linear()))._set_static_graph()
+
+
+@case
+def checkpoints_that_share_a_layer(cls, rank):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = linear()
+
+        def forward(self, x):
+            return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True)
+
+    cls(Twice())(torch.ones(2, 4, requires_grad=True)).sum().backward()
+
+
+@case
+def two_forwards_and_a_backward(cls, rank):
+    model = cls(linear())
+    for _ in range(2):
+        (model(torch.ones(2, 4)) + model(torch.ones(2, 4))).sum().backward()
+
+
+@case
+def a_backward_twice(cls, rank):
+    model = cls(linear())
+    loss = model(torch.ones(2, 4)).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    trained(model)
+
+
+@case
+def a_graph_that_is_gone(cls, rank):
+    loss = cls(linear())(torch.ones(2, 4)).square().sum()
+    loss.backward()
+    loss.backward()
+
+
+@case
+def torch_autograd_grad(cls, rank):
+    model = cls(linear())
+    torch.autograd.grad(model(torch.ones(2, 4)).sum(), list(model.parameters()))
+    trained(model)
+
+
+@case
+def a_backward_with_inputs(cls, rank):
+    model = cls(linear())
+    model(torch.ones(2, 4)).sum().backward(inputs=[model.module.weight])
+    trained(model)
+
+
+@case
+def frozen_after_wrapping(cls, rank):
+    model = cls(Heads())
+    model.module.left.requires_grad_(False)
+    for _ in range(3):
+        step(model)
+
+
+@case
+def an_error_in_forward(cls, rank):
+    model = cls(linear())
+    model(torch.ones(2, 3))
+
+
+@case
+def a_forward_without_its_arguments(cls, rank):
+    cls(linear())()
+
+
+@case
+def an_error_in_backward(cls, rank):
+    model = cls(linear())
+    model.module.weight.register_hook(lambda grad: raises(LookupError("of a tensor's hook")))
+    trained(model)
+
+
+@case
+def a_sparse_gradient_as_a_view(cls, rank):
+    model = cls(nn.Embedding(4, 4, sparse=True), gradient_as_bucket_view=True)
+    for _ in range(2):
+        model(torch.tensor([0, 1])).sum().backward()
+
+
+@case
+def a_sampling_rate_of_zero(cls, rank):
+    cls(linear())._set_ddp_runtime_logging_sample_rate(0)
+
+
+@case
+def a_sampling_rate_that_is_text(cls, rank):
+    cls(linear())._set_ddp_runtime_logging_sample_rate("often")
+
+
+@case
+def keys_that_do_not_fit(cls, rank):
+    cls(linear()).load_state_dict({"weight": torch.ones(4, 4)})
+
+
+# --- other calls ---
+
+
+@case
+def a_pickle_with_another_group(cls, rank):
+    group = dist.new_group([0, 1])
+    pickle.dump(cls(linear(), process_group=group), io.BytesIO())
+
+
+@case
+def a_copy_with_another_group(cls, rank):
+    group = dist.new_group([0, 1])
+    copy.deepcopy(cls(linear(), process_group=group))
+
+
+@case
+def a_fused_optimizer_that_is_not_known(cls, rank):
+    cls(linear())._register_fused_optim(torch.optim.LBFGS)
+
+
+@case
+def parameters_that_have_no_name(cls, rank):
+    model = cls(linear())
+    model._build_debug_param_to_name_mapping([*model.parameters(), nn.Parameter(torch.ones(1))])
+
+
+@case
+def names_that_have_no_parameter(cls, rank):
+    model = cls(linear())
+    model._build_debug_param_to_name_mapping(list(model.parameters())[:-1])
+
+
+@case
+def a_join_that_ends_early(cls, rank):
+    model = cls(linear())
+    with model.join(throw_on_early_termination=True):
+        trained(model, 1 + rank)
+
+
+@case
+def a_join_of_nothing(cls, rank):
+    Join([])
+
+
+@case
+def a_join_of_what_is_none(cls, rank):
+    Join([linear()])
+
+
+@case
+def a_join_of_two_groups(cls, rank):
+    models = [cls(linear()), cls(linear(), process_group=dist.new_group([0, 1]))]
+    with Join(models):
+        pass
+
+
+@case
+def a_join_with_an_argument_that_is_not_known(cls, rank):
+    with cls(linear()).join(divide=True):
+        pass
+
+
+@case
+def another_group_that_is_none(cls, rank):
+    cls(linear())._update_process_group("gloo")
+
+
+@case
+def an_attribute_that_is_not_there(cls, rank):
+    cls(linear()).no_such_thing  # noqa: B018
