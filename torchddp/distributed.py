@@ -325,13 +325,13 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
         if graph:
             self._updates.apply()  # of what forward did not come to
         reduced = graph and self.require_backward_grad_sync
+        search = graph and self.find_unused_parameters and not self.static_graph
         if reduced:
-            search = self.find_unused_parameters and not self.static_graph
             self.reducer.prepare_for_backward(self._search_from(output) if search else [])
-            # Only in steps that are reduced: under no_sync torch's sink would end the recording of a static graph too
-            # early.
-            if search or (self.static_graph and not self._static_graph_delay_allreduce_enqueued):
-                output = self._attach_sink(output)
+        # A static graph's only in steps that are reduced: under no_sync it would end the recording too early.
+        recording = reduced and self.static_graph and not self._static_graph_delay_allreduce_enqueued
+        if search or recording:
+            output = self._attach_sink(output)
         if self.require_forward_param_sync != reduced:  # nn.Module takes its time to set what is already so
             self.require_forward_param_sync = reduced
         self._clear_grad_buffer()

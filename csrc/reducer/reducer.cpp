@@ -145,6 +145,14 @@ void Reducer::fire(int64_t param, const at::Tensor* incoming) {
     begin_backward();
   }
   if (static_graph_.enabled()) {
+    if (incoming == nullptr && !static_graph_.expects(param)) {
+      // Of an output that the loss leaves out: torch's sink, which is there in the recorded step only, leads here.
+      bool lacking = false;
+      with_grad(param, [&](at::Tensor& grad) { lacking = !grad.defined(); });
+      if (lacking) {
+        return;
+      }
+    }
     if (static_graph_.recording()) {
       static_graph_.count(param);
       return;

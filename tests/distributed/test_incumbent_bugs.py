@@ -13,7 +13,19 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.harness import CLASS_ENV, OWN_CLASS, is_own_class, run_ranks
-from tests.models import Branches, Mlp, NormNet, assert_grads, batch, expected_grads, grads_of, loss_of, seeded, step_on
+from tests.models import (
+    Branches,
+    Mlp,
+    NormNet,
+    TwoHeads,
+    assert_grads,
+    batch,
+    expected_grads,
+    grads_of,
+    loss_of,
+    seeded,
+    step_on,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1024 * 1024
@@ -64,6 +76,26 @@ def test_static_graph_with_accumulation_and_unused_parameters(ddp_class):
             run(ddp, rank, step)
             want = expected_grads(seeded(Branches), lambda m, r, step=step: run(m, r, step))
             assert_grads({"trunk.weight": grads_of(ddp)["trunk.weight"]}, {"trunk.weight": want["trunk.weight"]})
+
+    run_ranks(work, 2)
+
+
+# --- static_graph with an output that the loss leaves out: reduced nothing after the first step
+
+
+@pytest.mark.beyond_torch("waits for parameters that only the first step's sink leads to")
+def test_static_graph_with_an_output_that_the_loss_leaves_out(ddp_class):
+    def run(model, rank, step):
+        left, _ = model(batch(rank, step, 3, 4))
+        loss_of(left).backward()
+
+    def work(rank):
+        ddp = ddp_class(seeded(TwoHeads), static_graph=True, bucket_cap_mb=0.0001)
+        for step in range(4):
+            ddp.zero_grad()
+            run(ddp, rank, step)
+            want = expected_grads(seeded(TwoHeads), lambda m, r, step=step: run(m, r, step))
+            assert_grads(grads_of(ddp), want, what=f"step {step}:")
 
     run_ranks(work, 2)
 

@@ -34,6 +34,7 @@ class Strictness:
     tolerance: float = 0.0  # relative to the largest element, or to one; 0: bit for bit
     strides: bool = True
     kept: bool = True  # the gradients that a program keeps
+    values: bool = True  # anything but exceptions
 
 
 @dataclass(frozen=True)

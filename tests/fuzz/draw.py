@@ -19,11 +19,14 @@ BIG_SHAPES = ((300, 1000), (131_200,), (260, 520), (70_000,), (512, 1024), (64, 
 REAL = ("float32", "float32", "float32", "float64", "bfloat16", "float16")
 RAW_DTYPES = (*REAL, "complex64", "complex128")
 WAYS = ("two_forwards", "two_forwards", "two_of_each", "retain", "forward_only", "bypass", "no_sync_around_forward",
-        "no_sync_around_backward", "autograd_grad", "forward_raises")  # fmt: skip
+        "no_sync_around_backward", "autograd_grad", "forward_raises", "regularised", "flag_off")  # fmt: skip
+WITHOUT_BACKWARD = ("forward_only", "autograd_grad")
 ZEROING = ("model_none", "model_none", "model_none", "optimizer_none", "by_hand", "model_zeros", "optimizer_zeros",
            "in_place", "data", "new", "some", "")  # fmt: skip
-KEEPING = ("clone",)
-FAULTS = ("twice_without_retain", "hook_raises", "unused", "failing", "mixed_unused")
+KEEPING = ("grad", "grad", "some", "clone", "detach", "data", "view", "piece", "numpy")
+EDITS = ("mul", "add", "foreach", "clip_norm", "clip_value", "assign", "assign_some", "assign_kept", "assign_flat",
+         "data", "poison")  # fmt: skip
+FAULTS = ("twice_without_retain", "hook_raises", "unused", "failing", "wrong", "mixed_unused")
 
 
 def draw(seed: int, trial: int, world_size: int | None = None, transport: str | None = None) -> Program:
@@ -118,7 +121,7 @@ class _Drawing:
             return replace(part, ignored=True)
         part = replace(part, calls=self.of((1, 1, 1, 1, 2)))
         # Sparse ones that are unused end torch's class: not too many of those.
-        return part if sparse else self.with_use(part)
+        return part if sparse and self.chance(0.8) else self.with_use(part)
 
     def big_part(self) -> Part:
         layout = self.of(("contiguous", "contiguous", "contiguous", "transposed", "gaps"))
@@ -130,7 +133,8 @@ class _Drawing:
             uses = ("never", "one_rank", "all_but_one_rank", "even_steps", "later_steps", "one_micro", "mixed")
             return replace(part, used=self.of(uses), in_loss=self.chance(0.8))
         if (self.static or self.search) and self.chance(0.25):
-            return replace(part, used=self.of(("never", "always")), in_loss=self.chance(0.5))
+            used = self.of(("never", "always"))
+            return replace(part, used=used, in_loss=self.static or used == "always" and self.chance(0.5))
         return part
 
     # --- options ---
@@ -165,8 +169,6 @@ class _Drawing:
         if self.fault in ("failing", "wrong"):
             return self.fault
         if self.chance(0.75):
-            return "none"
-        if any(part.dtype.startswith("complex") for part in parts):
             return "none"
         plain = all(part.dtype == "float32" and not part.sparse for part in parts)
         names = ["allreduce", "sum", "copying", "local", "builtin_allreduce", "fp16", "builtin_fp16"]
@@ -207,15 +209,16 @@ class _Drawing:
         if zero:
             ops.append(Do("zero", zero))
         if self.chance(0.08):
-            ops.append(Do(self.of(("evaluate", "evaluate_inside", "reload"))))
+            ops.append(Do(self.of(("evaluate", "evaluate_inside", "evaluate_training", "reload"))))
+        if self.varies and self.chance(0.05):
+            ops.append(Do("freeze"))
         ops += self.training(fault)
         if keep and self.chance(0.8):
             ops.append(Do("keep", keep))
         elif self.chance(0.1):
             ops.append(Do("keep", "forget"))
         if self.chance(0.3):
-            edits = ("mul", "add", "foreach", "clip_norm", "clip_value", "assign", "assign_some", "data", "assign_kept")
-            ops.append(Do("edit", self.of(edits)))
+            ops.append(Do("edit", self.of(EDITS)))
         if self.chance(0.7):
             ops.append(Do("step"))
         return tuple(ops)
@@ -236,7 +239,8 @@ class _Drawing:
     def way(self, unusual: float) -> str:
         if not self.chance(unusual):
             return "plain"
-        return self.of(WAYS)
+        how = self.of(WAYS)
+        return "plain" if how in WITHOUT_BACKWARD and self.varies else how
 
 
 def _with_true_ties(parts: list[Part]) -> list[Part]:

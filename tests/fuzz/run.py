@@ -86,9 +86,10 @@ def _compare(
     if exceptions_differ(*raised):
         ours = f"{raised[1]}\n{raised[1].traceback}" if raised[1] is not None else "goes on"
         return at("exception", "", str(raised[0] or "goes on"), ours)
-    if raised[0] is not None:
+    strictness = strictness_for(program)
+    if raised[0] is not None or not strictness.values:
         return None
-    found = first_difference(sides[0].visible(), sides[1].visible(), strictness_for(program))
+    found = first_difference(sides[0].visible(), sides[1].visible(), strictness)
     for side in sides:
         side.seen.clear()
     if found is not None:

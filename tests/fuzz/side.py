@@ -31,6 +31,7 @@ class Side:
         self.kept: list[tuple[str, Tensor]] = []
         self.seen: list[tuple[str, Tensor]] = []  # what hooks and forwards gave; emptied by whoever compares it
         self.ever_kept = 0
+        self.frozen: set[int] = set()
 
     # --- what can be seen ---
 
@@ -127,6 +128,20 @@ class Side:
         self.seen.append(("loss", loss.detach().clone()))
         loss.backward()
 
+    def train_regularised(self, when: When) -> None:
+        """Parameters in the loss that the forward knows nothing of."""
+        loss = self._loss(when)
+        dense = [p for p in self.ddp.parameters() if p.requires_grad and p.dtype is torch.float32]
+        (loss + 0.01 * sum(p.pow(2).sum() for p in dense)).backward()
+
+    def train_flag_off(self, when: When) -> None:
+        """What some trainers do in the place of no_sync()."""
+        self.ddp.require_backward_grad_sync = False
+        try:
+            self._loss(when).backward()
+        finally:
+            self.ddp.require_backward_grad_sync = True
+
     def train_no_sync_around_forward(self, when: When) -> None:
         with self.ddp.no_sync():
             loss = self._loss(when)
@@ -167,6 +182,22 @@ class Side:
         with torch.no_grad():
             self._loss(when, 3)
         self.ddp.train()
+
+    def evaluate_training(self, when: When) -> None:
+        """As for the statistics of a batch norm: in training, without gradients."""
+        with torch.no_grad():
+            self._loss(when, 3)
+
+    def freeze(self, when: When) -> None:
+        """Some parameters need no gradient for now, those of before do again."""
+        for i, p in enumerate(self.ddp.parameters()):
+            if i in self.frozen:
+                p.requires_grad_(True)
+        trained = [i for i, p in enumerate(self.ddp.parameters()) if p.requires_grad]
+        self.frozen = set(trained[:: when.step + 2])
+        for i, p in enumerate(self.ddp.parameters()):
+            if i in self.frozen:
+                p.requires_grad_(False)
 
     def evaluate_inside(self, when: When) -> None:
         """Through the module inside, on one rank alone."""
@@ -293,6 +324,22 @@ class Side:
     def edit_data(self, when: When) -> None:
         for _, p in self._with_grad(dense=True):
             p.grad.data.add_(0.25)
+
+    def edit_assign_flat(self, when: When) -> None:
+        """Gradients in one memory of the program's own for each dtype, as programs with flat gradients have them."""
+        flat: dict[torch.dtype, Tensor] = {}
+        for dtype in {p.dtype for _, p in self._with_grad(dense=True)}:
+            mine = [p for _, p in self._with_grad(dense=True) if p.dtype is dtype]
+            flat[dtype] = torch.cat([p.grad.reshape(-1) for p in mine])
+            for p, piece in zip(mine, flat[dtype].split([p.numel() for p in mine]), strict=True):
+                p.grad = piece.view(p.shape)
+        self._keep("flat", when, ((str(dtype), flat[dtype]) for dtype in sorted(flat, key=str)))
+
+    def edit_poison(self, when: When) -> None:
+        """Not numbers, in one gradient of one rank."""
+        for i, (_, p) in enumerate(self._with_grad(dense=True)):
+            if i == self.rank:
+                p.grad.fill_(float("nan"))
 
     def edit_assign_kept(self, when: When) -> None:
         """Puts gradients of before in the place of today's."""

@@ -53,10 +53,19 @@ ACCEPTED: tuple[Wanted, ...] = (
 
 NOT_DRAWN = {
     "no_sync with static_graph": "torch's class may crash or stop reducing; ours works in any step",
+    "static_graph with outputs that the loss leaves out": (
+        "torch's class counts their parameters as used in the first step, waits for them in later ones, and reduces "
+        "nothing; the next forward raises"
+    ),
+    "a forward without a backward, then no_sync, with unused parameters": (
+        "torch's class then reduces under no_sync, and takes the unused parameters of the other forward for this one's"
+    ),
     "bucket caps that are not positive": "ours raises ValueError",
     "PowerSGD with several buckets": "its random matrices are drawn for each bucket, and layouts differ",
-    "p.grad.data = ... with gradient_as_bucket_view=True": "in torch's class p.grad is the tensor through which it "
-    "looks at its bucket: it then reduces the old gradients again, and loses the new ones",
+    "p.grad.data = ... with gradient_as_bucket_view=True": (
+        "in torch's class p.grad is the tensor through which it looks at its bucket: it then reduces the old gradients "
+        "again, and loses the new ones"
+    ),
     "torch's bf16_compress_hook": "torch's class refuses it on CPU models, ours does not",
 }
 
@@ -66,17 +75,27 @@ def reason_for(program: Program, difference: Difference) -> str | None:
     return next((wanted.reason for wanted in ACCEPTED if wanted.applies(program, difference)), None)
 
 
+OTHER_LAYOUT = (Do("edit", "assign_some"), Do("edit", "assign_flat"))
+
+
 def strictness_for(program: Program) -> Strictness:
     """How closely the two classes are compared in this program."""
     return Strictness(
         tolerance=_tolerance(program),
         # Ours makes gradients views of their buckets unless told not to: what a program puts into p.grad itself is then
         # replaced, as by torch's class with views, by a gradient that lies in memory as its parameter does.
-        strides=not any(op == Do("edit", "assign_some") for ops in program.steps for op in ops),
+        strides=not any(op in OTHER_LAYOUT for ops in program.steps for op in ops),
         # With gradient_as_bucket_view=True kept gradients share the bucket in torch's class as well: which bytes they
         # show later is a matter of its layout.
         kept=program.options.get("gradient_as_bucket_view") is not True,
+        # Gradients of a step that lacks some are half reduced, until the next forward raises.
+        values=not _lacks_gradients(program),
     )
+
+
+def _lacks_gradients(program: Program) -> bool:
+    copes = {"find_unused_parameters", "static_graph"} & program.options.keys()
+    return not copes and any(part.used != "always" or not part.in_loss for part in program.parts)
 
 
 def _tolerance(program: Program) -> float:

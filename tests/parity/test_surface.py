@@ -1,5 +1,6 @@
 """The drop-in surface: constructor, subclass, state_dict, pickling, copies, DeviceMesh, nesting, torch.compile."""
 
+import contextlib
 import copy
 import inspect
 import io
@@ -330,6 +331,28 @@ def test_hooks_on_the_module_and_on_tensors_still_fire(ddp_class):
         ddp.module.last.weight.register_post_accumulate_grad_hook(lambda p: fired.append("accumulated"))
         step_on(ddp, rank)
         assert sorted(fired) == ["accumulated", "backward", "forward", "grad"]
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_hooks_of_outputs_that_the_loss_leaves_out_fire_as_with_torch(ddp_class, sync):
+    """With the search for unused parameters they fire, without a gradient: .grad is what it was before."""
+
+    def fired(cls, rank):
+        ddp = cls(seeded(TwoHeads), find_unused_parameters=True)
+        names = []
+        for name, p in ddp.module.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda p, name=name: names.append((name, p.grad is None)))
+        with contextlib.nullcontext() if sync else ddp.no_sync():
+            left, _ = ddp(batch(rank, 0, 3, 4))
+            loss_of(left).backward()
+        return sorted(names)
+
+    def work(rank):
+        want = fired(TorchDDP, rank)
+        assert ("right.weight", True) in want
+        assert fired(ddp_class, rank) == want
 
     run_ranks(work, 2)
 
