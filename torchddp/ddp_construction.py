@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
@@ -116,8 +115,6 @@ class DDPConstruction(TorchDDP):
         return bucket_sizes.choose(self._caps_asked_for, parameters, transport)
 
     def _adopt_group(self, buffer_broadcast: _C.TensorBroadcast | None = None) -> None:
-        # Groups that torch does not know (torchft's) can't be seen to have been destroyed.
-        self._group_is_registered = self.process_group in _world.pg_map
         self._own_rank = self.process_group.rank()
         self.training_thread = threading.get_ident()
         self._buffer_broadcast = buffer_broadcast or self._broadcast_over(self.reducer.transport)

@@ -7,7 +7,6 @@ import threading
 
 import torch
 from torch.distributed.algorithms.join import Join
-from torch.distributed.distributed_c10d import _world
 
 from torchddp import wrapped_model
 from torchddp.ddp_construction import DDPConstruction
@@ -25,11 +24,6 @@ class DDPSteps(DDPConstruction):
                 f"This DistributedDataParallel (rank {self._own_rank} of its old process group) was given a process "
                 "group that this rank is not in: it has nobody to reduce gradients with. Pass a group with this rank "
                 "to _update_process_group(), or train under no_sync()."
-            )
-        if self._group_is_registered and self.process_group not in _world.pg_map:
-            raise RuntimeError(
-                f"The process group of this DistributedDataParallel (rank {self._own_rank}) is gone: it was destroyed "
-                "by destroy_process_group(). Make a new one and pass it to _update_process_group(), or wrap again."
             )
         self.__dict__["training_thread"] = threading.get_ident()  # past nn.Module, which would look for a parameter
         if self._nonfinite_finder is not None:

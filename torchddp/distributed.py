@@ -420,6 +420,10 @@ def _forward_sync_buffers(forward_sync_buffers: bool | None, broadcast_buffers: 
 
 def _only_torch_arguments(**arguments: Any) -> dict[str, Any]:
     """Drop what the running torch does not know yet, unless the user asked for it."""
+    if "forward_sync_buffers" not in TORCH_ARGUMENTS:
+        # Before torch 2.13 that is what broadcast_buffers says, which then has no None.
+        asked_for = (arguments.pop("forward_sync_buffers"), arguments["broadcast_buffers"])
+        arguments["broadcast_buffers"] = next((value for value in asked_for if value is not None), True)
     unknown = {name: value for name, value in arguments.items() if name not in TORCH_ARGUMENTS}
     asked = [name for name, value in unknown.items() if value and name not in ("batched_grad_copy",)]
     if asked:

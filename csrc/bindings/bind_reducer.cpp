@@ -297,7 +297,7 @@ void bind_reports(PyReducer& c) {
           "_timeline", [](Reducer& self) { return self.timeline().snapshot(); },
           "Events of the last steps, oldest first.")
       .def("_timeline_dropped", [](Reducer& self) { return self.timeline().dropped(); })
-      .def_property_readonly("plan", &Reducer::plan)
+      .def_property_readonly("plan", [](const Reducer& self) { return plan::BucketPlan(self.plan()); })
       .def_property_readonly("_num_layouts", &Reducer::num_layouts)
       .def_property_readonly("transport", [](Reducer& self) { return no_gil(self.transport()); })
       .def_property_readonly("transport_name", [](Reducer& self) { return self.transport()->name(); })

@@ -57,9 +57,9 @@ class Bucket {
   const std::vector<int64_t>& offsets() const { return offsets_; }
   GradSlot& slot(int64_t i) { return slots_[static_cast<size_t>(i)]; }
 
-  // What the wire sees: 1-d, real (complex memory as pairs). A sparse bucket has none until a gradient was set.
+  // What the wire and hooks see: 1-d, real (complex memory as pairs). A sparse bucket has none until a gradient was set.
   const at::Tensor& wire() const { return wire_; }
-  // What a communication hook sees: 1-d, of the parameters' dtype, or the sparse gradient.
+  // The same memory in the parameters' dtype, or the sparse gradient.
   const at::Tensor& buffer() const { return flat_; }
   void set_sparse_gradient(at::Tensor gradient) { flat_ = wire_ = std::move(gradient); }
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <mutex>
+#include <set>
 #include <string_view>
 
 #include "common/check.h"
@@ -73,6 +75,16 @@ bool tells_of_lost_peer(std::string_view text) {
   return std::any_of(kWords.begin(), kWords.end(), [&](auto word) { return text.find(word) != text.npos; });
 }
 
+// A GradBucket holds shapes by reference, and a hook may keep it for longer than any bucket lives.
+c10::IntArrayRef shape_of_pairs(c10::IntArrayRef shape) {
+  static std::mutex mutex;
+  static std::set<std::vector<int64_t>> shapes;
+  auto pairs = shape.vec();
+  pairs.push_back(2);
+  const std::lock_guard lock(mutex);
+  return *shapes.insert(std::move(pairs)).first;
+}
+
 }  // namespace
 
 at::Tensor CommHook::wait(c10::ivalue::Future& future) const {
@@ -101,14 +113,15 @@ c10d::GradBucket make_grad_bucket(int64_t index, int64_t bucket_count, bucket::B
     const auto& param = params[static_cast<size_t>(bucket.params()[static_cast<size_t>(i)])];
     variables.push_back(param);
     if (!bucket.is_sparse()) {
-      offsets.push_back(static_cast<size_t>(bucket.offsets()[static_cast<size_t>(i)]));
-      lengths.push_back(static_cast<size_t>(param.numel()));
-      sizes.push_back(param.sizes());
+      const size_t reals = param.is_complex() ? 2 : 1;
+      offsets.push_back(reals * static_cast<size_t>(bucket.offsets()[static_cast<size_t>(i)]));
+      lengths.push_back(reals * static_cast<size_t>(param.numel()));
+      sizes.push_back(param.is_complex() ? shape_of_pairs(param.sizes()) : param.sizes());
     }
   }
-  return c10d::GradBucket(static_cast<size_t>(index), static_cast<size_t>(bucket_count),
-                          buffer.value_or(bucket.buffer()), std::move(offsets), std::move(lengths), std::move(sizes),
-                          std::move(variables), sparse_indices);
+  return c10d::GradBucket(static_cast<size_t>(index), static_cast<size_t>(bucket_count), buffer.value_or(bucket.wire()),
+                          std::move(offsets), std::move(lengths), std::move(sizes), std::move(variables),
+                          sparse_indices);
 }
 
 }  // namespace torchddp::reducer

@@ -43,7 +43,7 @@ void Reducer::guarded(Body&& body) {
 }
 
 void Reducer::begin_forward() {
-  if (incomplete_.load(std::memory_order_acquire)) {
+  if (is_unfinished()) {
     raise_unfinished();
   }
   try {
@@ -55,6 +55,7 @@ void Reducer::begin_forward() {
   }
   ++stats_.steps;
   live_->begin_forward(stats_.steps);
+  forward_work_.reset();  // of a step that failed
   stats_.current = StepTimes{};
   stats_.current.forward_begin_ns = wall_clock_ns();
   note_capture();
@@ -80,6 +81,14 @@ void Reducer::clear_step() {
   live_->num_ready.store(0, std::memory_order_relaxed);
   late_.clear();
   bad_averages_.clear();
+  // What abandon_step leaves.
+  if (owned_) {
+    kept_.assign(kept_.size(), at::Tensor());
+  }
+  rpc_context_.reset();
+  if (static_graph_.recording()) {
+    static_graph_.restart_recording();
+  }
   begun_.store(false, std::memory_order_relaxed);
   incomplete_.store(false, std::memory_order_relaxed);
 }
@@ -211,7 +220,7 @@ void Reducer::mark_ready(int64_t param, bool unused, const at::Tensor* incoming)
 void Reducer::pack(int64_t param, bool unused, const at::Tensor* incoming) {
   const auto& place = places_[static_cast<size_t>(param)];
   if (place.slot == nullptr) {
-    pack_sparse(param);
+    pack_sparse(param, unused);
   } else if (!packs_whole_buckets()) {
     with_grad(param, [&](at::Tensor& grad) { pack_grad(param, grad, unused, incoming); });
   } else {
@@ -317,16 +326,21 @@ void Reducer::check_grad(int64_t param, const at::Tensor& grad) const {
              ". The model was changed after it was wrapped; wrap it again.");
 }
 
-void Reducer::pack_sparse(int64_t param) {
+void Reducer::pack_sparse(int64_t param, bool unused) {
   const auto& place = places_[static_cast<size_t>(param)];
   auto& sparse = sparse_[static_cast<size_t>(place.bucket_index)];
   with_grad(param, [&](at::Tensor& grad) {
     c10::NoGradGuard no_grad;
-    if (!grad.defined()) {  // unused here: contribute no rows
-      const auto& variable = params_[static_cast<size_t>(param)];
-      grad = at::sparse_coo_tensor(variable.sizes(), variable.options().layout(at::kSparse));
+    if (unused || !grad.defined()) {
+      add_late(param, grad.defined() ? grad.clone() : grad);
+    }
+    if (!grad.defined()) {
+      grad = no_rows(params_[static_cast<size_t>(param)]);
     }
     if (grad.layout() == at::kSparse) {
+      TDDP_CHECK(used_map_ == nullptr || grad.sparse_dim() == 1, "parameter '", specs_[static_cast<size_t>(param)].name,
+                 "' on rank ", transport_->rank(), ": its sparse gradient has sparse_dim ", grad.sparse_dim(),
+                 ", and where ranks may leave a parameter out it must have rows (sparse_dim 1), as embeddings give it");
       look_at(param, grad._values());
     }
     grad = sparse.take(*place.bucket, grad, scale_, specs_[static_cast<size_t>(param)].name,
@@ -342,6 +356,9 @@ bool Reducer::becomes_view(const at::Tensor& grad, bool unused, const at::Tensor
 
 bool Reducer::bucket_ready(int64_t index, int64_t last, const at::Tensor* incoming) {
   const std::lock_guard lock(launch_mutex_);
+  if (!armed_.load(std::memory_order_relaxed)) [[unlikely]] {
+    return false;  // the step was abandoned meanwhile
+  }
   auto& bucket = *buckets_[static_cast<size_t>(index)];
   if (!bucket.is_sparse() && packs_whole_buckets()) {
     pack_whole_bucket(bucket, last, incoming);
@@ -413,14 +430,22 @@ void Reducer::start_reduction(int64_t index) {
     start_reduce_scatter(index);
   } else {
     bucket.checks_in_flight = config_.raise_non_finite && sums_tell(bucket);
-    transport_->all_reduce(bucket.wire(), bucket.work(),
-                           {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index,
-                            bucket.counts_in_flight || bucket.checks_in_flight});
+    transport_->all_reduce(bucket.wire(), bucket.work(), sum_options(index));
   }
+}
+
+transport::SumOptions Reducer::sum_options(int64_t index) const {
+  const auto& bucket = *buckets_[static_cast<size_t>(index)];
+  return {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index,
+          bucket.counts_in_flight || bucket.checks_in_flight};
 }
 
 void Reducer::all_launched() {
   if (dynamic_find_unused()) {
+    const std::lock_guard lock(launch_mutex_);
+    if (!armed_.load(std::memory_order_relaxed)) [[unlikely]] {
+      return;  // the step was abandoned meanwhile
+    }
     used_map_->start_reduction(*transport_);
   }
   torch::autograd::Engine::get_default_engine().queue_callback(
@@ -488,6 +513,8 @@ void Reducer::fail(const TransportError& error, int64_t index) {
                                                  buckets_[static_cast<size_t>(index)]->params(), specs_, error.what()));
 }
 
+// Hooks of other devices may still be running: they launch nothing after this, and what they use without a lock stays as it is until
+// the next step begins (clear_step).
 void Reducer::abandon_step() {
   armed_.store(false, std::memory_order_release);
   if (non_finite_ != nullptr) {
@@ -495,7 +522,7 @@ void Reducer::abandon_step() {
   }
   live_->abandon_step();
   transport_->end_backward();
-  begun_.store(false, std::memory_order_relaxed);
+  const std::lock_guard lock(launch_mutex_);
   incomplete_.store(false, std::memory_order_relaxed);
   for (auto& bucket : buckets_) {
     bucket->work().abandon();
@@ -506,15 +533,10 @@ void Reducer::abandon_step() {
   if (used_map_ != nullptr) {
     used_map_->abandon();
   }
-  if (static_graph_.recording()) {
-    static_graph_.restart_recording();
-  }
-  late_.clear();
-  kept_.assign(kept_.size(), at::Tensor());
-  futures_.reset();
-  forward_work_.reset();
-  rpc_context_.reset();
   needs_fresh_memory_ = true;
+  const std::lock_guard late_lock(late_mutex_);
+  late_.clear();
+  futures_.reset();
 }
 
 double Reducer::gradient_scale() {

@@ -175,7 +175,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   };
   struct Late {  // gradients that finalize must look at
     int64_t param;
-    at::Tensor saved;  // the values to go back to if nobody used the parameter
+    at::Tensor saved;  // what to go back to if nobody used the parameter
   };
   struct Shard {  // of a bucket, between the halves of its reduction
     at::Tensor averages;
@@ -185,6 +185,10 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
 
   bool dynamic_find_unused() const { return config_.find_unused_parameters && !static_graph_.enabled(); }
   bool keeps_apart() const { return config_.view_storage == bucket::ViewStorage::kOwn; }
+  // Some gradients have arrived, others have not.
+  bool is_unfinished() const {
+    return incomplete_.load(std::memory_order_acquire) && armed_.load(std::memory_order_acquire);
+  }
   bool should_rebuild() const { return !has_rebuilt_ && !is_in_graph_; }
 
   void clear_step();
@@ -199,7 +203,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void leave_to_holders(bucket::Bucket& bucket);
   void add_late(int64_t param, at::Tensor saved = {});
   void copy_into(int64_t param, bucket::GradSlot& slot, const at::Tensor& grad);
-  void pack_sparse(int64_t param);
+  void pack_sparse(int64_t param, bool unused);
   void launch_all();
   // reducer_owned.cpp
   void check_owners() const;
@@ -246,6 +250,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   bool bucket_ready(int64_t index, int64_t last = -1, const at::Tensor* incoming = nullptr);
   void launch(int64_t index);
   void start_reduction(int64_t index);
+  // Of a bucket's all-reduce, also by a rank that takes part without inputs: on the wire it must be the same on all.
+  transport::SumOptions sum_options(int64_t index) const;
   bool can_skip(const bucket::Bucket& bucket) const;
   void all_launched();
   void finalize();

@@ -71,7 +71,7 @@ void Reducer::expect_gradients() {
 }
 
 bool Reducer::rebuild_buckets() {
-  if (incomplete_.load(std::memory_order_acquire)) {
+  if (is_unfinished()) {
     raise_unfinished();
   }
   note_capture();
@@ -84,7 +84,7 @@ bool Reducer::rebuild_buckets() {
 }
 
 bool Reducer::adopt_plan(const std::optional<plan::BucketPlan>& wanted) {
-  if (incomplete_.load(std::memory_order_acquire)) {
+  if (is_unfinished()) {
     raise_unfinished();
   }
   note_capture();

@@ -143,7 +143,7 @@ void Reducer::wait_bucket(int64_t index) {
     if (bucket.is_sparse()) {
       sparse_[static_cast<size_t>(index)].finish(bucket, result);
     } else {
-      const auto& flat = bucket.buffer();
+      const auto& flat = bucket.wire();
       TDDP_CHECK(result.numel() == flat.numel(), "the communication hook returned ", result.numel(),
                  " elements for bucket ", index, " on rank ", transport_->rank(), ", which has ", flat.numel(),
                  " (parameters ", list_names(bucket.params(), specs_), ")");
@@ -208,18 +208,21 @@ void Reducer::finish_grad(int64_t param, at::Tensor& grad, bucket::Scatter* scat
 
 void Reducer::finish_late(const Late& late) {
   const auto& place = places_[static_cast<size_t>(late.param)];
-  if (place.bucket->state == BucketState::kSkipped) {
-    return;
-  }
-  if (optimizer_in_backward_) {
+  const bool sparse = place.slot == nullptr;
+  const bool skipped = place.bucket->state == BucketState::kSkipped;
+  if (optimizer_in_backward_ && !skipped) {
     return;
   }
   with_grad(late.param, [&](at::Tensor& grad) {
-    if (late.saved.defined() && keeps_grad(late.param)) {
+    if (!skipped && !keeps_grad(late.param)) {
+      if (!sparse) {
+        finish_grad(late.param, grad, nullptr);
+      }
+    } else if (sparse) {
+      grad = late.saved;
+    } else if (late.saved.defined()) {
       grad.copy_(late.saved);
-      return;
     }
-    finish_grad(late.param, grad, nullptr);
   });
 }
 

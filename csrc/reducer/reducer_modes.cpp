@@ -71,10 +71,8 @@ std::vector<c10d::GradBucket> Reducer::zero_grad_buckets() {
   std::vector<c10d::GradBucket> result;
   for (size_t i = 0; i < buckets_.size(); ++i) {
     auto& bucket = *buckets_[i];
-    const auto& like = bucket.is_sparse() ? params_[static_cast<size_t>(bucket.params().front())] : bucket.buffer();
-    const auto zeros = bucket.is_sparse() ? at::sparse_coo_tensor(
-                                                like.sizes(), like.options().layout(at::kSparse).requires_grad(false))
-                                          : at::zeros_like(like);
+    const auto zeros = bucket.is_sparse() ? no_rows(params_[static_cast<size_t>(bucket.params().front())])
+                                          : at::zeros_like(bucket.wire());
     result.push_back(
         make_grad_bucket(static_cast<int64_t>(i), static_cast<int64_t>(buckets_.size()), bucket, params_, zeros));
   }
@@ -120,7 +118,9 @@ c10::intrusive_ptr<c10::ivalue::Future> Reducer::run_allreduce_hook(c10d::GradBu
   const auto& buffer = bucket.getBufferRef();
   auto work = transport_->make_work();
   const WaitScope waits(*live_, "a bucket that ranks with inputs reduce");
-  transport_->all_reduce(buffer.is_complex() ? at::view_as_real(buffer).view({-1}) : buffer, *work);
+  auto options = sum_options(static_cast<int64_t>(bucket.getIndex()));
+  options.scale = 1.0;  // zeros, or what a hook of torch's has scaled
+  transport_->all_reduce(buffer, *work, options);
   work->wait(config_.timeout);
   // With the device, so that who waits for it on another stream waits for this one.
   std::vector<c10::Device> devices;
@@ -134,6 +134,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Reducer::run_allreduce_hook(c10d::GradBu
 }
 
 void Reducer::install_futures(const c10::List<c10::intrusive_ptr<c10::ivalue::Future>>& futures) {
+  const std::lock_guard lock(late_mutex_);
   if (futures_) {
     futures_->append(futures);
   } else {
@@ -226,7 +227,7 @@ int64_t Reducer::bucket_memory_bytes() const {
 }
 
 void Reducer::check_finalized() {
-  if (incomplete_.load(std::memory_order_acquire)) {
+  if (is_unfinished()) {
     raise_unfinished();
   }
   TDDP_CHECK(!armed_.load(std::memory_order_acquire),

@@ -7,6 +7,10 @@
 
 namespace torchddp::reducer {
 
+at::Tensor no_rows(const at::Tensor& param) {
+  return at::_sparse_coo_tensor_with_dims(1, param.dim() - 1, param.sizes(), param.options().layout(at::kSparse));
+}
+
 at::Tensor SparseGrad::take(bucket::Bucket& bucket, const at::Tensor& grad, double scale, const std::string& name,
                             const SparseMetadata* metadata) {
   c10::NoGradGuard no_grad;

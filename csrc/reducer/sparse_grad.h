@@ -16,6 +16,10 @@ namespace torchddp::reducer {
 // values travel: ranks hold rows for the same ids, so the values are dense memory of equal shape.
 using SparseMetadata = std::map<std::string, at::Tensor>;
 
+// The gradient of a parameter that was not used. Of the dimensions that gradients of embeddings have, as the ranks' must match: gloo ends
+// the process where they don't.
+at::Tensor no_rows(const at::Tensor& param);
+
 class SparseGrad {
  public:
   // Takes a parameter's sparse gradient into its bucket, scaled. Returns what `param.grad` should become.

@@ -103,7 +103,8 @@ def test_torchs_arguments_have_defaults_too():
             assert model.bucket_bytes_cap == 3 * 2**20
             assert framework.wrap(net(), bucket_cap_mb=7).bucket_bytes_cap == 7 * 2**20
             by_place = torch.nn.parallel.DistributedDataParallel(net(), None, None, 0)
-            assert by_place._views_asked_for and not framework.wrap(net(), gradient_as_bucket_view=False)._views_asked_for
+            assert by_place._views_asked_for
+            assert not framework.wrap(net(), gradient_as_bucket_view=False)._views_asked_for
 
     run_ranks(work, 2)
 

@@ -182,3 +182,68 @@ def test_while_buckets_are_rebuilt_and_models_go():
             dist.barrier()  # a rank that had ended would be a note of its own
 
     run_ranks(work, 2, timeout=SECONDS)
+
+
+def test_plans_outlive_the_buckets_they_describe():
+    def work(rank):
+        # Registered in another order than they are used in, so that buckets change.
+        ddp = torchddp.DistributedDataParallel(Branching(), bucket_cap_mb=0.0001)
+        ddp.reducer._push_all_rebuilt_params()
+        plan, buckets = ddp.reducer.plan, ddp.reducer.plan.buckets
+        before = [(b.params, b.offsets, b.numel) for b in buckets]
+        one = torchddp._C.make_bucket_plan(ddp._specs, list(range(len(ddp._specs))), [1 << 30])
+        assert ddp.reducer._adopt_plan(one)
+        assert len(ddp.reducer.plan) == 1 < len(before)
+        assert [(b.params, b.offsets, b.numel) for b in plan.buckets] == before
+        assert [(b.params, b.offsets, b.numel) for b in buckets] == before
+
+    run_ranks(work, 1)
+
+
+def test_a_step_that_fails_while_a_bucket_is_launched():
+    """As hooks of two devices can: what one launches is no bucket in flight after the other has given up."""
+
+    def work(rank):
+        ddp = torchddp.DistributedDataParallel(Mlp(), bucket_cap_mb=0.0001)
+        launched, go_on = threading.Event(), threading.Event()
+
+        def hook(state, bucket):
+            launched.set()
+            assert go_on.wait(SECONDS)
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        ddp.register_comm_hook(None, hook)
+        ddp(batch(rank))
+        last = len(ddp._specs) - 1  # a bucket of its own, and the first
+        assert ddp.reducer.plan.buckets[0].params == [last]
+        parameters = list(ddp.parameters())
+        parameters[last].grad = torch.zeros_like(parameters[last])
+        parameters[0].grad = torch.zeros_like(parameters[0]).to_sparse()
+        errors = []
+
+        def fails():
+            try:
+                ddp.reducer._autograd_hook(0)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        launches = threading.Thread(target=ddp.reducer._autograd_hook, args=(last,))
+        gives_up = threading.Thread(target=fails)
+        launches.start()
+        assert launched.wait(SECONDS)
+        gives_up.start()
+        gives_up.join(0.5)  # it may wait for the launch
+        go_on.set()
+        for thread in (launches, gives_up):
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+        assert "got a Sparse gradient" in errors[0]
+        status = ddp.reducer._status()
+        assert {bucket["state"] for bucket in status["buckets"]} == {"idle"} and not status["armed"]
+        # The next step is as any other.
+        ddp.zero_grad()
+        step_on(ddp, rank)
+
+    run_ranks(work, 1)

@@ -204,6 +204,43 @@ def test_the_longest_of_timeouts_is_waited_for(choice, limit):
     run_ranks(work, 2, timeout=30)
 
 
+class Recorder(dist.ProcessGroup):
+    """A group of one rank that does nothing, and tells with which time limit it is waited for."""
+
+    def __init__(self):
+        super().__init__(0, 1)
+        self.limits = []
+
+    def _start(self, *_):
+        group = self
+
+        class Started(dist._Work):
+            def wait(self, timeout=timedelta(0)):
+                group.limits.append(timeout)
+                return True
+
+        return Started()
+
+    allreduce = broadcast = barrier = _start
+
+
+def test_operations_of_a_device_are_waited_for_by_its_stream():
+    """With a time limit the host would wait for them. A Work that is used again goes by its last operation."""
+    group = Recorder()
+    transport = _C.C10dTransport(group)
+    limit = timedelta(seconds=7)
+    handle = transport.make_work()
+    for device in ("meta", "cpu", "meta"):
+        transport.all_reduce(torch.zeros(4, device=device), handle)
+        handle.wait(limit)
+        transport.barrier(handle)  # of no tensor
+        handle.wait(limit)
+        transport.broadcast(torch.zeros(4, device=device), 0, handle)
+        handle.wait(limit)
+    none = timedelta(0)
+    assert group.limits == [none, limit, none, limit, limit, limit, none, limit, none]
+
+
 def test_unknown_transport_is_refused():
     def work(rank):
         with pytest.raises(ValueError, match="'auto', 'c10d', 'shm' or 'nccl', got 'carrier pigeon'"):

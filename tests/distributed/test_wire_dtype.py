@@ -71,6 +71,26 @@ def test_between_hosts(owners, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_ranks_without_inputs(dtype, world_size):
+    """They send zeros as the others send their gradients."""
+
+    def work(rank):
+        ddp = DistributedDataParallel(_model(), transport="shm", wire_dtype=dtype)
+        grads = []
+        with ddp.join():
+            for step in range(1 + rank):
+                grads = [g.clone() for g in _train_one(ddp, rank, step)]
+        last = world_size - 1
+        if rank == last:
+            for got, local in zip(grads, _local_grads(rank, last), strict=True):
+                exact = local / world_size
+                torch.testing.assert_close(got, exact, rtol=0.01, atol=0.01 * exact.abs().max().item())
+
+    run_ranks(work, world_size)
+
+
 def test_other_dtypes_travel_as_they_are():
     def work(rank):
         ddp = DistributedDataParallel(seeded(Mlp), transport="shm", wire_dtype=torch.bfloat16)

@@ -403,31 +403,6 @@ def test_model_changed_after_wrapping(ddp_class, change, steps_before):
     _assert_refused(build, "RuntimeError", re.escape(name), "changed", "wrap", world_size=2)
 
 
-# --- a group that is gone
-
-
-@pytest.mark.beyond_torch("goes on with the destroyed group")
-@pytest.mark.parametrize("within_a_step", [False, True])
-def test_group_destroyed_between_steps(ddp_class, within_a_step):
-    """The next forward says so. A backward under way may still end well: it holds the group."""
-
-    def build(rank):
-        ddp = ddp_class(seeded(Mlp))
-        step_on(ddp, rank)
-        if within_a_step:
-            loss = loss_of(ddp(batch(rank, 1)))
-            dist.barrier()
-            dist.destroy_process_group()
-            loss.backward()
-        else:
-            dist.destroy_process_group()
-        ddp(batch(rank, 2))
-
-    for got, text in _refused(build, 2):
-        assert got in ("RuntimeError", "TransportError", "ValueError"), f"{got}: {text}"
-        assert re.search("process group", text, re.IGNORECASE) and re.search("destroyed|gone", text), text
-
-
 def test_harness_tells_a_rank_that_dies():
     """What the tests of faults rest on: a death is seen at once and told with its signal."""
     import os

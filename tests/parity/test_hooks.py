@@ -60,6 +60,42 @@ def test_hook(ddp_class, name, world_size):
     )
 
 
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@pytest.mark.parametrize("name", [name for name in REGISTER if "power_sgd" not in name])
+def test_hook_on_complex_parameters(ddp_class, name, transport, monkeypatch):
+    """Hooks see pairs of real numbers, and what they return is either the bucket's own memory or not."""
+    monkeypatch.setenv("TORCHDDP_TRANSPORT", transport)
+
+    def run(model, rank, step):
+        # Small: tanh has poles in the complex plane, and fp16 ends at 65,504.
+        loss_of(model(0.1 * batch(rank, step, 5, 16, dtype=torch.complex64))).backward()
+
+    assert_same_as_torch(
+        ddp_class, lambda: Mlp(16, torch.complex64), run, 2, rtol=1e-6, prepare=REGISTER[name], dtype=torch.complex64
+    )
+
+
+@pytest.mark.beyond_torch("gives the gradients of complex parameters as real tensors of the parameters' shapes")
+def test_gradients_of_a_complex_bucket_are_pairs(ddp_class):
+    def work(rank):
+        ddp = ddp_class(Mlp(4, torch.complex64))
+        buckets = []
+
+        def keep(state, bucket):
+            buckets.append(bucket)
+            return default_hooks.allreduce_hook(None, bucket)
+
+        ddp.register_comm_hook(None, keep)
+        for step in range(2):
+            ddp.zero_grad()
+            loss_of(ddp(batch(rank, step, 5, 4, dtype=torch.complex64))).backward()
+        (bucket,) = buckets[1:]
+        for grad, param in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            assert torch.equal(torch.view_as_complex(grad), param.grad)
+
+    run_ranks(work, 2)
+
+
 @pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
 @pytest.mark.parametrize("name", ["allreduce", "fp16", "builtin_fp16"])
 def test_hook_with_many_buckets_on_three_ranks(ddp_class, name, gradient_as_bucket_view):

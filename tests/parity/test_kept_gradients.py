@@ -1,4 +1,4 @@
-"""What a program keeps of its gradients, and what it makes of ``.grad``: the same values as with torch DDP, bit for bit."""
+"""What a program keeps of its gradients, and does with ``.grad``: the same values as with torch DDP, bit for bit."""
 
 import copy
 from collections.abc import Callable
@@ -146,7 +146,8 @@ def _check(kept: tuple[Kept, Kept], models: tuple[nn.Module, nn.Module], what: s
         assert torch.equal(got, want), f"{what}: parameter {name}"
         assert (got.grad is None) == (want.grad is None), f"{what}: {name}.grad is {got.grad}, not {want.grad}"
         if got.grad is not None:
-            assert torch.equal(got.grad, want.grad), f"{what}: {name}.grad is off by {(got.grad - want.grad).abs().max()}"
+            off = (got.grad - want.grad).abs().max()
+            assert torch.equal(got.grad, want.grad), f"{what}: {name}.grad is off by {off}"
     for index, (mine, theirs) in enumerate(zip(*kept, strict=True)):
         assert torch.equal(mine, theirs), f"{what}: kept tensor {index} of shape {tuple(mine.shape)} has changed"
 

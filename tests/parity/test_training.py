@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import run_ranks
-from tests.models import Branches, Mlp, NormNet, assert_grads, batch, loss_of, seeded
+from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded
 from tests.parity.compare import TorchDDP, assert_same_as_torch
 
 
@@ -83,6 +84,19 @@ def test_skip_all_reduce_of_unused_parameters(ddp_class, static_graph):
         loss_of(model(batch(rank, step, 3, 4), "left")).backward()
 
     assert_same_as_torch(ddp_class, Branches, run, 2, steps=4, options=options)
+
+
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_skipped_gradients_of_earlier_steps_stay(ddp_class, dtype, transport, monkeypatch):
+    monkeypatch.setenv("TORCHDDP_TRANSPORT", transport)
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 0.0001}
+
+    def run(model, rank, step):
+        for i, branch in enumerate(["left", "right", "right", "left", "never"]):
+            loss_of(model(batch(rank, 10 * step + i, 3, 4, dtype=dtype), branch)).backward()
+
+    assert_same_as_torch(ddp_class, lambda: Branches(dtype), run, 2, dtype=dtype, options=options)
 
 
 def test_frozen_parameters(ddp_class):
@@ -229,6 +243,36 @@ def test_gradient_clipping_and_scaling_between_steps(ddp_class):
     assert_same_as_torch(
         ddp_class, Mlp, run, 2, steps=5, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), rtol=0.0
     )
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 3])
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+def test_training_goes_on_after_the_group_was_destroyed(ddp_class, transport, steps_before, monkeypatch):
+    """Buffers, buckets that are rebuilt, no_sync and the search for unused parameters: over the group that is held."""
+    monkeypatch.setenv("TORCHDDP_TRANSPORT", transport)
+
+    def step_on(model, rank, step):
+        model.zero_grad()
+        with model.no_sync():
+            loss_of(model(batch(rank, step, 4, 3, 6, 6))).backward()
+        loss_of(model(batch(rank, step + 10, 4, 3, 6, 6))).backward()
+        return grads_of(model), {name: value.clone() for name, value in model.named_buffers()}
+
+    def work(rank):
+        models = [c(seeded(NormNet), find_unused_parameters=True) for c in (ddp_class, TorchDDP)]
+        for step in range(steps_before):
+            for model in models:
+                step_on(model, rank, step)
+        within = [loss_of(model(batch(rank, 9, 4, 3, 6, 6))) for model in models]
+        dist.destroy_process_group()
+        for loss in within:
+            loss.backward()
+        for step in range(steps_before, steps_before + 4):
+            (ours, our_buffers), (theirs, their_buffers) = [step_on(model, rank, step) for model in models]
+            assert_grads(ours, theirs, 0.0, what=f"rank {rank}, step {step}:")
+            assert_grads(our_buffers, their_buffers, 0.0, what=f"rank {rank}, step {step}:")
+
+    run_ranks(work, 2)
 
 
 def test_subgroup(ddp_class):

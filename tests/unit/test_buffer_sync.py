@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchddp import _C, buffer_sync
+from torchddp import _C, buffer_sync, distributed
 
 # A module of the tree: its parent, the buffers that it is given, and a module that it has as a child besides.
 Node = tuple[int, list[int], int]
@@ -65,3 +66,16 @@ def test_what_can_travel_as_bytes() -> None:
     for odd in (dense.to_sparse(), dense.to("meta"), dense.as_subclass(_Odd)):
         assert not _C.can_travel_as_bytes([dense, odd])
         assert not _C.can_travel_as_bytes([odd])
+
+
+@pytest.mark.parametrize(
+    ("forward", "both", "said"),
+    [(None, None, True), (None, False, False), (None, True, True), (False, None, False), (True, False, True)],
+)
+def test_a_torch_that_has_one_word_for_both_is_told_in_that(
+    monkeypatch: pytest.MonkeyPatch, forward: bool | None, both: bool | None, said: bool
+) -> None:
+    older = distributed.TORCH_ARGUMENTS - {"forward_sync_buffers"}
+    monkeypatch.setattr(distributed, "TORCH_ARGUMENTS", older)
+    given = distributed._only_torch_arguments(broadcast_buffers=both, forward_sync_buffers=forward)
+    assert given == {"broadcast_buffers": said}

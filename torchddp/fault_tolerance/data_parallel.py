@@ -63,9 +63,7 @@ class DistributedDataParallel(distributed.DistributedDataParallel):
         check_manager(manager, "DistributedDataParallel")
         check_options(kwargs, module)
         group = ManagerGroup(manager)
-        knows = "forward_sync_buffers" in distributed.TORCH_ARGUMENTS  # torch 2.13 deprecates the other
-        options = {**kwargs, "broadcast_buffers": None}
-        options["forward_sync_buffers" if knows else "broadcast_buffers"] = False
+        options = {**kwargs, "broadcast_buffers": None, "forward_sync_buffers": False}
         super().__init__(module, **{**options, "process_group": group, "init_sync": False, "transport": "c10d"})
         self._manager_group = group
         self._has_rebuilt_buckets = True  # never: a replica that heals would keep the first ones

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchddp import _C, model_check, transports, wrapped_model
-from torchddp.distributed import BUFFERS_RENAMED, DistributedDataParallel
+from torchddp.distributed import DistributedDataParallel
 from torchddp.optim import flat_step
 from torchddp.optim.agreement import message_device, verify_agreement
 from torchddp.optim.oss import OSS
@@ -117,8 +117,7 @@ class ShardedDataParallel(DistributedDataParallel):
             transport=transport,
             timeout=timeout,
             stall_report_s=stall_report_s,
-            broadcast_buffers=None if BUFFERS_RENAMED else broadcast_buffers,
-            forward_sync_buffers=broadcast_buffers if BUFFERS_RENAMED else None,
+            forward_sync_buffers=broadcast_buffers,
         )
         self._trainable = self._trainable_now()
         for number, optimizer in enumerate(optimizers):

@@ -25,9 +25,8 @@ class C10dWork final : public Work {
     bool ok = false;
     try {
       // With a time limit, torch's NCCL would make the host wait instead of the stream.
-      const bool queued = tensors.front().defined() && !tensors.front().device().is_cpu();
-      const auto limit = timeout == kTransportTimeout || queued ? kNoTimeout : timeout;
-      ok = is_gloo_ && !queued ? wait_interruptibly(*work_, group_, interruption_, limit) : work_->wait(limit);
+      const auto limit = timeout == kTransportTimeout || is_queued_ ? kNoTimeout : timeout;
+      ok = is_gloo_ && !is_queued_ ? wait_interruptibly(*work_, group_, interruption_, limit) : work_->wait(limit);
     } catch (const SignalInterrupt&) {
       throw;
     } catch (const std::exception& error) {
@@ -52,10 +51,12 @@ class C10dWork final : public Work {
   // What is left to do with the result, by the thread that waits for it.
   void then(std::function<void()> finish) { finish_ = std::move(finish); }
 
+  // `device`: of the operation's tensors.
   template <typename Start>
-  void start(const char* operation, Start&& launch) {
+  void start(const char* operation, at::Device device, Start&& launch) {
     TDDP_INTERNAL(work_ == nullptr, operation, " on a Work whose last operation was not waited for");
     interruption_.check();
+    is_queued_ = !device.is_cpu();
     try {
       work_ = launch();
     } catch (const std::exception& error) {
@@ -70,6 +71,7 @@ class C10dWork final : public Work {
   const GroupPtr group_;
   const Interruption interruption_;
   const bool is_gloo_;
+  bool is_queued_ = false;  // on a stream of the device
   c10::intrusive_ptr<c10d::Work> work_;
   std::function<void()> finish_;
 };
@@ -109,7 +111,8 @@ void C10dTransport::exchange_and_sum(const char* operation, const at::Tensor& ou
   auto received = at::empty({numel * size()}, input.options());
   auto sent = input;
   auto& mine = own(work);
-  mine.start(operation, [&] { return all_to_all_flat(*group_, received, sent, out_splits, in_splits); });
+  mine.start(operation, input.device(),
+             [&] { return all_to_all_flat(*group_, received, sent, out_splits, in_splits); });
   if (numel == 0) {
     return;
   }
@@ -137,7 +140,7 @@ void C10dTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOp
   check_flat("all_reduce", tensor);
   auto& mine = own(work);
   mine.tensors[0] = tensor;
-  mine.start("all_reduce", [&] { return group_->allreduce(mine.tensors, c10d::AllreduceOptions()); });
+  mine.start("all_reduce", tensor.device(), [&] { return group_->allreduce(mine.tensors, c10d::AllreduceOptions()); });
   const auto bytes = bytes_of(tensor);
   count(Route::kC10d, bytes, tensor.is_sparse() ? (size() - 1) * bytes : all_reduce_bytes(bytes, size()));
 }
@@ -163,7 +166,7 @@ void C10dTransport::start_reduce(const at::Tensor& tensor, int root, Work& work)
   mine.tensors[0] = tensor;
   c10d::ReduceOptions reduce_options;
   reduce_options.rootRank = root;
-  mine.start("reduce", [&] { return group_->reduce(mine.tensors, reduce_options); });
+  mine.start("reduce", tensor.device(), [&] { return group_->reduce(mine.tensors, reduce_options); });
 }
 
 void C10dTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
@@ -181,14 +184,14 @@ void C10dTransport::start_reduce_scatter(const at::Tensor& output, const at::Ten
   }
   auto out = output;
   auto in = input;
-  own(work).start("reduce_scatter", [&] { return reduce_scatter_flat(*group_, out, in); });
+  own(work).start("reduce_scatter", in.device(), [&] { return reduce_scatter_flat(*group_, out, in); });
 }
 
 void C10dTransport::all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) {
   check_all_gather(output, input);
   auto out = output;
   auto in = input;
-  own(work).start("all_gather", [&] { return all_gather_flat(*group_, out, in); });
+  own(work).start("all_gather", in.device(), [&] { return all_gather_flat(*group_, out, in); });
   const auto bytes = bytes_of(output);
   count(Route::kC10d, bytes, one_way_bytes(bytes, size()));
 }
@@ -199,13 +202,13 @@ void C10dTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
   mine.tensors[0] = tensor;
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  mine.start("broadcast", [&] { return group_->broadcast(mine.tensors, options); });
+  mine.start("broadcast", tensor.device(), [&] { return group_->broadcast(mine.tensors, options); });
   const auto bytes = bytes_of(tensor);
   count(Route::kC10d, bytes, one_way_bytes(bytes, size()));
 }
 
 void C10dTransport::barrier(Work& work) {
-  own(work).start("barrier", [&] { return group_->barrier(c10d::BarrierOptions()); });
+  own(work).start("barrier", at::kCPU, [&] { return group_->barrier(c10d::BarrierOptions()); });
 }
 
 }  // namespace torchddp::transport
