@@ -35,7 +35,7 @@ def gather_objects(value: Any, process_group: Any = None) -> list[Any]:
 
 def _all_gather(received: list[torch.Tensor], own: torch.Tensor, process_group: Any) -> None:
     work = dist.all_gather(received, own, group=process_group, async_op=True)
-    wait_for_work(work, process_group or dist.group.WORLD)
+    wait_for_work(work, process_group)
 
 
 def tensor_of(value: Any) -> torch.Tensor:

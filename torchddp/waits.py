@@ -22,7 +22,11 @@ _SLICE_S = 0.25
 
 
 def wait_for_work(work: Any, process_group: Any) -> None:
-    """As ``work.wait()``, for an operation of this group. Handlers run meanwhile if the group is gloo's."""
+    """As ``work.wait()``, for an operation of this group (None: the default one).
+
+    Handlers run meanwhile if the group is gloo's.
+    """
+    process_group = process_group if process_group is not None else dist.group.WORLD
     if isinstance(work, dist.Work) and isinstance(process_group, dist.ProcessGroup):
         _C.wait_for_work(work, process_group)
     else:

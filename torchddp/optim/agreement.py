@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from torchddp.object_exchange import gather_objects
 from torchddp.rank_problems import listed
+from torchddp.waits import wait_for_work
 
 
 def message_device(process_group: dist.ProcessGroup) -> torch.device:
@@ -34,7 +35,7 @@ def verify_agreement(
         digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "big") >> 2
         mine = torch.tensor([digest, error is not None], dtype=torch.int64, device=device)
         gathered = [torch.empty_like(mine) for _ in range(process_group.size())]
-        dist.all_gather(gathered, mine, group=process_group)
+        wait_for_work(dist.all_gather(gathered, mine, group=process_group, async_op=True), process_group)
         if any(bool(other[1]) or not torch.equal(other, gathered[0]) for other in gathered):
             _raise_difference(lines, error, process_group, who)
     if error is not None:

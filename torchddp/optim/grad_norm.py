@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from torchddp.waits import wait_for_work
+
 
 @torch.no_grad()
 def sharded_norm(
@@ -31,8 +33,8 @@ def sharded_norm(
     if math.isinf(norm_type):
         # A maximum may lose a NaN, depending on the order of ranks: whether there is one travels beside it.
         both = torch.stack([local.nan_to_num(nan=0.0, posinf=math.inf), local.isnan().to(wide)])
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        wait_for_work(dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True), group)
         return torch.where(both[1] > 0, math.nan, both[0]).to(dtype)
     total = local.pow(norm_type)
-    dist.all_reduce(total, group=group)
+    wait_for_work(dist.all_reduce(total, group=group, async_op=True), group)
     return total.pow(1.0 / norm_type).to(dtype)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchddp.waits import wait_for_work
+
 
 class ShardedGradScaler(torch.amp.GradScaler):
     """torch's GradScaler for optimizers whose gradients are sharded over ranks (`torchddp.ShardedDataParallel`).
@@ -27,7 +29,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
             return found
         # A rank that owns nothing has no entry.
         anywhere = sum((flag.to(found_inf.device) for flag in found.values()), torch.zeros_like(found_inf))
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
+        wait_for_work(dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group, async_op=True), group)
         return {found_inf.device: anywhere}
 
 
@@ -43,7 +45,7 @@ def agree_on_inf(
         return mine
     flags = torch.zeros(group.size(), device=device)
     flags[group.rank()] = float(mine)
-    dist.all_reduce(flags, group=group)
+    wait_for_work(dist.all_reduce(flags, group=group, async_op=True), group)
     ranks = [rank for rank, flag in enumerate(flags.tolist()) if flag]
     if 0 < len(ranks) < group.size():
         why = (

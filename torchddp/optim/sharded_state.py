@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchddp.object_exchange import object_of, tensor_of
+from torchddp.waits import wait_for_work
 
 MESSAGE_NUMEL = 4 * 2**20  # elements of parameters whose state travels in one message
 
@@ -85,7 +86,7 @@ def _to_target(data: torch.Tensor, numel: int, source: int, target: int, group: 
     if group.rank() == target:
         receives[source] = numel
     received = torch.empty(sum(receives), dtype=data.dtype, device=data.device)
-    dist.all_to_all_single(received, data, receives, sends, group=group)
+    wait_for_work(dist.all_to_all_single(received, data, receives, sends, group=group, async_op=True), group)
     return received
 
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from torchddp.parallel import checks
+from torchddp.waits import wait_for_work
 
 if TYPE_CHECKING:
     from torchddp.parallel.config import ParallelConfig
@@ -114,7 +115,7 @@ def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         return
     values = tensor.detach()
     dense = values.contiguous()
-    dist.broadcast(dense, group=group, group_src=0)
+    wait_for_work(dist.broadcast(dense, group=group, group_src=0, async_op=True), group)
     if dense is not values:
         values.copy_(dense)
 
