@@ -16,6 +16,7 @@ from torchddp import decoupled as decoupling
 from torchddp.checks import nonfinite
 from torchddp.checks.parameters import ParameterCheck
 from torchddp.ddp_logger import DDPLogger
+from torchddp.parameter_watch import ParameterWatch
 from torchddp.planner import model_plan
 from torchddp.planner.auto_plan import AutoPlan
 from torchddp.watch import interruptible
@@ -98,6 +99,9 @@ class DDPConstruction(TorchDDP):
         )
         self._reduced_params = parameters
         self._reduced_ids = {id(p) for p in parameters}
+        # torch's mixed precision puts other tensors in the place of parameters, in every step.
+        watched = parameters if self.mixed_precision is None else []
+        self._parameter_watch = ParameterWatch(self.module, watched, names[: len(watched)])
         self._auto_plan: AutoPlan | None = None
         if self._plans_itself:
             model_plan.start(self, look_for_kept=together)

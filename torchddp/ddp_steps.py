@@ -31,8 +31,10 @@ class DDPSteps(DDPConstruction):
         if self._parameter_check is not None and self.require_backward_grad_sync:
             self._parameter_check.before_step(self)
         try:
-            if self.require_backward_grad_sync:
-                self.reducer.prepare_for_forward()
+            if self.require_backward_grad_sync and self.reducer.prepare_for_forward():
+                self._parameter_watch.step_without_gradients()
+            if self._parameter_watch.in_doubt:
+                self._parameter_watch.look(self.module, self._own_rank)
             if self._join_config.enable and (work := Join.notify_join_context(self)):
                 self.reducer._set_forward_pass_work_handle(work, self._divide_by_initial_world_size)
             # Before forward, where memory use is lowest. Once in a training run.

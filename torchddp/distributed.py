@@ -253,7 +253,7 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         del state["_buffer_broadcast"], state["_auto_plan"], state["_specs"], state["_updates"]
-        del state["_hang_monitor"], state["_nonfinite_finder"]
+        del state["_hang_monitor"], state["_nonfinite_finder"], state["_parameter_watch"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

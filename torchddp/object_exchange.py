@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
+from torchddp.waits import wait_for_work
+
 __all__ = ["gather_objects", "object_of", "tensor_of"]
 
 
@@ -22,13 +24,18 @@ def gather_objects(value: Any, process_group: Any = None) -> list[Any]:
     own = tensor_of(value).to(device)
     size = dist.get_world_size(process_group)
     lengths = list(torch.empty(size, dtype=torch.int64, device=device).split(1))
-    dist.all_gather(lengths, torch.tensor([own.numel()], device=device), group=process_group)
+    _all_gather(lengths, torch.tensor([own.numel()], device=device), process_group)
     numels = [int(length) for length in lengths]
     padded = torch.zeros(max(numels), dtype=torch.uint8, device=device)
     padded[: own.numel()] = own
     received = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(received, padded, group=process_group)
+    _all_gather(received, padded, process_group)
     return [object_of(data[:numel]) for data, numel in zip(received, numels, strict=True)]
+
+
+def _all_gather(received: list[torch.Tensor], own: torch.Tensor, process_group: Any) -> None:
+    work = dist.all_gather(received, own, group=process_group, async_op=True)
+    wait_for_work(work, process_group or dist.group.WORLD)
 
 
 def tensor_of(value: Any) -> torch.Tensor:

@@ -42,7 +42,7 @@ void Reducer::guarded(Body&& body) {
   }
 }
 
-void Reducer::begin_forward() {
+bool Reducer::begin_forward() {
   if (is_unfinished()) {
     raise_unfinished();
   }
@@ -63,6 +63,7 @@ void Reducer::begin_forward() {
     ready_clock_->begin_forward();
   }
   timeline_.record(EventKind::kForwardBegin, stats_.steps);
+  return armed_.load(std::memory_order_relaxed) && !begun_.load(std::memory_order_relaxed);
 }
 
 void Reducer::clear_step() {

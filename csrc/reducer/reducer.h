@@ -67,7 +67,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   ~Reducer();
 
   // --- a step ---
-  void begin_forward();
+  // True if a step was begun before this one, and no gradient has come in it.
+  bool begin_forward();
   void prepare_for_backward(std::span<const at::Tensor> outputs);
   void on_grad_coming(int64_t param) override;
   void on_grad_ready(int64_t param, const at::Tensor* incoming) override;

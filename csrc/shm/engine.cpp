@@ -1,14 +1,13 @@
 // Starting operations, and what to say when it can't go on. The work itself: engine_work.cpp; waiting for it: engine_wait.cpp.
 #include "shm/engine.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
 #include <utility>
 
 #include "common/errors.h"
+#include "common/forks.h"
 #include "shm/futex.h"
 
 namespace torchddp::shm {
@@ -54,21 +53,9 @@ const char* kind_name(OpKind kind) {
   return "an unknown operation";
 }
 
-namespace {
-
-// How often this process was forked from another one, counted in the child.
-std::atomic<int> forks{0};
-
-void count_forks() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
-  static_cast<void>(registered);
-}
-
-}  // namespace
-
 Engine::Engine(EngineConfig config)
     : config_(std::move(config)),
-      forks_((count_forks(), forks.load())),
+      forks_(forks()),
       crowded_(too_few_processors(config_.segments)),
       posted_(config_.segments.size(), 0),
       done_(config_.segments.size(), 0) {
@@ -86,7 +73,7 @@ Engine::Engine(EngineConfig config)
 }
 
 Engine::~Engine() {
-  if (forks.load() != forks_) {
+  if (forks() != forks_) {
     return;  // a forked child drops its copy; the rank is still there
   }
   auto open = static_cast<uint32_t>(RankState::kOpen);
@@ -179,7 +166,7 @@ uint64_t Engine::start(const Operation& operation) {
 
 void Engine::progress_slow() {
   const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock || is_broken() || forks.load() != forks_) {
+  if (!lock || is_broken() || forks() != forks_) {
     return;
   }
   advance();
@@ -194,7 +181,7 @@ void Engine::give_up(const std::string& reason) {
 
 // Without the mutex, which a thread that sums may keep for long.
 void Engine::interrupt(const std::string& reason) {
-  if (forks.load() != forks_) {
+  if (forks() != forks_) {
     return;
   }
   {
@@ -238,7 +225,7 @@ void Engine::update_under_way() {
 }
 
 void Engine::ensure_usable() {
-  if (forks.load() != forks_) {
+  if (forks() != forks_) {
     throw TransportError(
         "this process is a fork of the rank that opened the shared-memory transport; it can't take its place");
   }

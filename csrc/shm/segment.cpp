@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <new>
 
+#include "common/forks.h"
 #include "shm/errors.h"
 #include "shm/layout.h"
 #include "shm/sealed_file.h"
@@ -84,7 +85,7 @@ Mapping::~Mapping() {
   }
 }
 
-Segment::Segment(int rank, int size, int64_t limit_bytes) : pid_(getpid()) {
+Segment::Segment(int rank, int size, int64_t limit_bytes) : forks_(forks()) {
   const auto bytes = virtual_bytes(size);
   if (bytes < kDataOffset + kHugePage) {
     throw Unavailable("the limit on file sizes (ulimit -f) leaves no room for a shared segment");
@@ -109,7 +110,7 @@ bool Segment::charge(int64_t bytes) {
 }
 
 void* Segment::allocate(int64_t bytes) {
-  if (bytes > this->bytes() || getpid() != pid_) {
+  if (bytes > this->bytes() || forks() != forks_) {
     errno = ENOSPC;
     return nullptr;
   }
@@ -146,7 +147,7 @@ void* Segment::allocate(int64_t bytes) {
 }
 
 void Segment::release(void* memory) {
-  if (getpid() != pid_) {
+  if (forks() != forks_) {
     return;  // a forked child drops its copy of a tensor; the pages are the parent's
   }
   const std::lock_guard lock(mutex_);

@@ -57,7 +57,7 @@ class Segment {
  private:
   Fd fd_;
   Mapping mapping_;
-  int pid_ = 0;
+  int forks_ = 0;
   mutable std::mutex mutex_;
   std::map<int64_t, int64_t> free_;             // offset -> bytes, neighbours merged
   std::unordered_map<int64_t, int64_t> taken_;  // offset -> bytes

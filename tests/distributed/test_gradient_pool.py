@@ -1,5 +1,8 @@
 """Memory of the shared segment that autograd allocates gradients in, and what else may land in it."""
 
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -119,6 +122,58 @@ def test_gradients_outlive_the_model_and_the_peer():
         assert all(torch.equal(g, c) for g, c in zip(grads, copies, strict=True))
         grads[0].add_(1)  # still ordinary memory
         assert torch.equal(grads[0], copies[0] + 1)
+
+    run_ranks(work, 2)
+
+
+def _status_of_child(body: Callable[[], bool]) -> int:
+    """Of a process that is forked here and now: 0 if `body` is true in it."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)  # kills one that hangs
+            status = 0 if body() else 1
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _at_first_gradient(ddp: nn.Module, call: Callable[[], None]) -> None:
+    """Runs `call` once, in the middle of a backward."""
+    pending = [call]
+    for p in ddp.parameters():
+        p.register_hook(lambda _grad: pending.pop()() if pending else None)
+    ddp.zero_grad()
+    ddp(torch.randn(3, WIDTH)).sum().backward()
+    assert not pending
+
+
+def test_a_child_forked_in_backward_gets_none_of_it():
+    """It would write to memory that its parent, and the parent's peers, hold for free."""
+
+    def work(rank):
+        ddp = DistributedDataParallel(_layers(), transport="shm")
+        ddp(torch.randn(3, WIDTH)).sum().backward()
+        statuses: list[int] = []
+
+        def fork() -> None:
+            lent = torch.empty(WIDTH, WIDTH)
+            assert _in_segment(lent)  # the pool is active
+
+            def in_child() -> bool:
+                nonlocal lent
+                fresh = [torch.empty(WIDTH, WIDTH) for _ in range(4)]
+                del lent  # the parent's: nobody gets it
+                fresh.append(torch.empty(WIDTH, WIDTH))
+                return not any(map(_in_segment, fresh))
+
+            statuses.append(_status_of_child(in_child))
+
+        _at_first_gradient(ddp, fork)
+        assert statuses == [0]
+        assert all(_in_segment(p.grad) for p in ddp.parameters())
 
     run_ranks(work, 2)
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -169,3 +171,54 @@ def test_same_results_in_each_run(ddp_class):
     first, *others = [run_ranks(work, 4)[0] for _ in range(3)]
     for other in others:
         assert_grads(other, first, rtol=0)
+
+
+# Alone on its host; the other host never answers, and its process group writes when the transport has long gone.
+LATE_WRITER = """
+import gc
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torchddp import _C, TransportError
+
+class Pending(dist.Work):
+    def is_completed(self):
+        return False
+
+class Silent(dist.ProcessGroup):
+    def __init__(self):
+        super().__init__(0, 2)
+        self.writes_to = []
+    def allreduce(self, tensors, options=None):
+        self.writes_to += tensors
+        self.work = Pending()
+        return self.work
+
+endpoint = _C.ShmEndpoint(0)
+outer = Silent()
+transport = endpoint.connect(
+    outer, local_ranks=[0], addresses=[endpoint.address], outer_group=outer, places=[0, 0], outer_ranks=[0, 1],
+    owners=1, spans=True, connect_timeout=timedelta(seconds=20), timeout=timedelta(seconds=20),
+)
+tensor = transport.allocate(100_000, torch.ones(1))
+work = transport.make_work()
+transport.all_reduce(tensor, work)
+try:
+    work.wait(timedelta(milliseconds=50))
+except TransportError as error:
+    print(error)
+del work, tensor, transport, endpoint
+gc.collect()
+maps = open("/proc/self/maps").read()
+outer.writes_to.pop().fill_(7)
+gc.collect()
+print("memory is", "mapped" if "memfd:torchddp" in maps else "gone")
+print("memory is then", "mapped" if "memfd:torchddp" in open("/proc/self/maps").read() else "gone")
+"""
+
+
+def test_memory_stays_for_as_long_as_the_process_group_may_write_to_it():
+    done = subprocess.run([sys.executable, "-c", LATE_WRITER], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
+    assert "timed out after 50 ms" in done.stdout
+    assert done.stdout.splitlines()[1:] == ["memory is mapped", "memory is then gone"]

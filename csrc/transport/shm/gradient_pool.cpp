@@ -1,6 +1,7 @@
 #include "transport/shm/gradient_pool.h"
 
 #include <c10/core/CPUAllocator.h>
+#include <pthread.h>
 
 #include <algorithm>
 
@@ -49,6 +50,13 @@ class PoolAllocator final : public c10::Allocator {
     static auto* const allocator = [] {
       auto* made = new PoolAllocator(c10::GetCPUAllocator());
       c10::SetCPUAllocator(made);
+      // No other thread is in the middle of something when a process is forked. The child begins without pools.
+      pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                     [] {
+                       instance().pools_.clear();
+                       instance().active_.store(0, std::memory_order_relaxed);
+                       instance().mutex_.unlock();
+                     });
       return made;
     }();
     return *allocator;
@@ -105,6 +113,9 @@ std::shared_ptr<GradientPool> GradientPool::make(std::shared_ptr<shm::Segment> s
 }
 
 GradientPool::~GradientPool() {
+  if (is_inherited()) {
+    return;
+  }
   for (auto& [bytes, shelf] : shelves_) {
     for (auto* block : shelf.free) {
       segment_->release(block);
@@ -113,6 +124,9 @@ GradientPool::~GradientPool() {
 }
 
 void GradientPool::expect(std::span<const int64_t> sizes) {
+  if (is_inherited()) {
+    return;
+  }
   const std::lock_guard lock(mutex_);
   for (auto& [bytes, shelf] : shelves_) {
     shelf.expected = 0;
@@ -135,6 +149,9 @@ void GradientPool::expect(std::span<const int64_t> sizes) {
 }
 
 void GradientPool::set_active(bool active) {
+  if (is_inherited()) {
+    return;
+  }
   const std::lock_guard lock(mutex_);
   if (active == active_ || (active && shelves_.empty())) {
     return;
@@ -168,6 +185,9 @@ void* GradientPool::take(int64_t bytes) {
 }
 
 void GradientPool::give_back(void* block, int64_t bytes) {
+  if (is_inherited()) {
+    return;
+  }
   const std::lock_guard lock(mutex_);
   const auto found = shelves_.find(bytes);
   if (found != shelves_.end() && found->second.blocks <= found->second.expected + kSpare) {

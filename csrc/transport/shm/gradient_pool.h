@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "common/forks.h"
 #include "shm/segment.h"
 
 namespace torchddp::transport {
@@ -26,6 +27,9 @@ namespace torchddp::transport {
 //
 // torch has one CPU allocator per process; ours is put before it when the first pool expects a gradient, and stays there, since
 // tensors carry pointers to it. With no pool active it costs one relaxed load.
+//
+// The blocks are shared memory: a child that is forked while a pool is active has copies of its parent's tensors in them, which it may drop,
+// and gets no others.
 class GradientPool : public std::enable_shared_from_this<GradientPool> {
  public:
   static std::shared_ptr<GradientPool> make(std::shared_ptr<shm::Segment> segment);
@@ -44,7 +48,9 @@ class GradientPool : public std::enable_shared_from_this<GradientPool> {
   static constexpr int64_t kSpare = 2;
 
  private:
-  explicit GradientPool(std::shared_ptr<shm::Segment> segment) : segment_(std::move(segment)) {}
+  explicit GradientPool(std::shared_ptr<shm::Segment> segment) : segment_(std::move(segment)), forks_(forks()) {}
+  // In a child all of it is the parent's, and locks may be held by threads that are not there.
+  bool is_inherited() const { return forks() != forks_; }
 
   struct Shelf {
     int64_t expected = 0;
@@ -53,6 +59,7 @@ class GradientPool : public std::enable_shared_from_this<GradientPool> {
   };
 
   std::shared_ptr<shm::Segment> segment_;
+  const int forks_;
   std::mutex mutex_;
   std::unordered_map<int64_t, Shelf> shelves_;  // by bytes
   bool active_ = false;

@@ -12,7 +12,8 @@ namespace torchddp::transport {
 void C10dOuterLink::start(void* data, kernels::SumType type, int64_t numel, std::optional<kernels::SumType> wire) {
   const c10::NoGradGuard no_grad;
   Running running;
-  running.data = at::from_blob(data, {numel}, at::TensorOptions().dtype(scalar_type(type)));
+  running.data =
+      at::from_blob(data, {numel}, [segment = segment_](void*) {}, at::TensorOptions().dtype(scalar_type(type)));
   try {
     if (wire) {
       // Process groups sum 16-bit floats in 16 bits. Here each host gets the others' addends and sums them itself.

@@ -5,19 +5,24 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <deque>
+#include <memory>
 
 #include "shm/engine.h"
+#include "shm/segment.h"
 
 namespace torchddp::transport {
 
 class C10dOuterLink final : public shm::OuterLink {
  public:
-  explicit C10dOuterLink(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}
+  // `segment`: where the data lies. The process group may still write there when an operation has failed, and the transport is gone.
+  C10dOuterLink(c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<shm::Segment> segment)
+      : group_(std::move(group)), segment_(std::move(segment)) {}
   void start(void* data, kernels::SumType type, int64_t numel, std::optional<kernels::SumType> wire) override;
   bool finish_oldest() override;
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::shared_ptr<shm::Segment> segment_;
   struct Running {
     c10::intrusive_ptr<c10d::Work> work;
     at::Tensor data;

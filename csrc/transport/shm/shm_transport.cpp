@@ -190,7 +190,7 @@ ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const S
     config.timeout = timeout;
   }
   if (spans_) {
-    outer_ = std::make_unique<C10dOuterLink>(placement.outer_group);
+    outer_ = std::make_unique<C10dOuterLink>(placement.outer_group, segment_);
     outer_group_ = placement.outer_group;
     places_ = placement.places;
     outer_ranks_ = placement.outer_ranks;

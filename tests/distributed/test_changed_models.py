@@ -1,0 +1,243 @@
+"""A model that was changed after it was wrapped, so that its reducer hears of no gradient: said once, and only then."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, prune
+
+import torchddp
+from tests.harness import run_ranks
+from tests.models import Mlp, batch, loss_of, seeded
+
+pytestmark = pytest.mark.beyond_torch("goes on in silence")
+
+OLD_STEPS = 3
+
+
+def net():
+    return seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+
+
+def train(model, steps=4, dtype=torch.float32):
+    for step in range(steps):
+        model.zero_grad()
+        model(torch.full((2, 4), 1.0 + step, dtype=dtype)).sum().backward()
+
+
+def converted(model):
+    model.double()
+    return torch.float64
+
+
+def converted_inside(model):
+    model.module.bfloat16()
+    return torch.bfloat16
+
+
+def converted_and_back(model):
+    model.double()
+    model.float()
+    return torch.float32
+
+
+def loaded(model):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return torch.float32
+
+
+def loaded_inside(model):
+    state = {name: value.clone() for name, value in model.module.state_dict().items()}
+    model.module.load_state_dict(state, assign=True)
+    return torch.float32
+
+
+WORDS = {
+    converted: r"0\.weight \(torch\.float32 to torch\.float64\), .* were converted to another dtype or device",
+    converted_inside: r"\(torch\.float32 to torch\.bfloat16\), .* were converted to another dtype or device",
+    converted_and_back: r"0\.weight, 0\.bias, .* were converted to another dtype or device",
+    loaded: r"0\.weight, 0\.bias, .* were replaced by other parameters \(load_state_dict with assign=True",
+    loaded_inside: r"were replaced by other parameters",
+}
+
+
+@pytest.mark.parametrize("change", WORDS)
+@pytest.mark.parametrize("old_steps", [0, OLD_STEPS])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
+def test_lost_parameters_are_named_once(change, old_steps, options):
+    def work(rank):
+        model = torchddp.DDP(net(), **options)
+        train(model, old_steps)
+        dtype = change(model)
+        with pytest.warns(UserWarning, match=WORDS[change]) as caught:
+            train(model, dtype=dtype)
+        (told,) = [w for w in caught if "was changed after it was wrapped" in str(w.message)]
+        assert f"rank {rank}" in str(told.message) and told.filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(model, 8, dtype)
+
+    run_ranks(work, 2)
+
+
+def test_a_static_graph_that_was_recorded_loses_its_parameters():
+    def work(rank):
+        model = torchddp.DDP(net(), static_graph=True)
+        train(model, OLD_STEPS)
+        loaded_inside(model)
+        with pytest.warns(UserWarning, match=WORDS[loaded_inside]):
+            train(model)
+
+    run_ranks(work, 2)
+
+
+def test_one_layer_is_named_by_itself():
+    def work(rank):
+        model = torchddp.DDP(seeded(Mlp), find_unused_parameters=True)
+        model.module.last.load_state_dict(copy.deepcopy(model.module.last.state_dict()), assign=True)
+        with pytest.warns(UserWarning, match=r": last\.weight was replaced by other parameters"):
+            loss_of(model(batch(rank))).backward()
+
+    run_ranks(work, 2)
+
+
+# --- nothing is lost ---
+
+
+def plain(model):
+    train(model, 10)
+
+
+def without_backward(model):
+    for _ in range(9):
+        model(torch.ones(2, 4))
+    train(model)
+
+
+def two_forwards_a_backward(model):
+    for _ in range(9):
+        (model(torch.ones(2, 4)) + model(torch.zeros(2, 4))).sum().backward()
+
+
+def with_other_tensors(model):
+    own = dict(model.named_parameters())
+    for kind in (
+        lambda p: p.detach().clone().requires_grad_(),
+        lambda p: nn.Parameter(p.detach().clone()),
+        lambda p: p,
+    ):
+        for _ in range(5):
+            functional_call(model, {name: kind(p) for name, p in own.items()}, (torch.ones(2, 4),)).sum().backward()
+    train(model)
+
+
+def frozen_for_a_while(model):
+    model.requires_grad_(False)
+    model(torch.ones(2, 4))
+    model.requires_grad_(True)
+    train(model)
+
+
+def loaded_in_place(model):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    train(model)
+
+
+def moved_to_the_same(model):
+    model.float().to("cpu")
+    train(model)
+
+
+def new_data(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    train(model)
+
+
+def pruned(model):
+    prune.l1_unstructured(model.module[0], "weight", 0.5)
+    train(model)
+
+
+def under_no_sync(model):
+    with model.no_sync():
+        train(model)
+    train(model)
+
+
+def as_a_copy(model):
+    train(copy.deepcopy(model))
+    train(pickle.loads(pickle.dumps(model)))
+
+
+def in_evaluation(model):
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    model.train()
+    train(model)
+
+
+SILENT = [
+    plain, without_backward, two_forwards_a_backward, with_other_tensors, frozen_for_a_while, loaded_in_place,
+    moved_to_the_same, new_data, pruned, under_no_sync, as_a_copy, in_evaluation,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", SILENT)
+def test_no_word_where_nothing_is_lost(use):
+    def work(rank):
+        model = torchddp.DDP(net())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            use(model)
+
+    run_ranks(work, 2)
+
+
+def test_no_word_about_parameters_that_are_elsewhere():
+    """Parametrised, left out, averaged late, sharded by FSDP2, replicated, and cast for the forward."""
+
+    def parametrised():
+        module = net()
+        parametrizations.weight_norm(module[0])
+        return torchddp.DDP(module)
+
+    def left_out():
+        module = net()
+        torchddp.DDP._set_params_and_buffers_to_ignore_for_model(module, ["0.weight"])
+        model, bias = torchddp.DDP(module), module[0].bias
+        module[0].load_state_dict(copy.deepcopy(module[0].state_dict()), assign=True)
+        module[0].bias = bias
+        return model
+
+    def averaged_late():
+        module = net()
+        late = [("0.weight", module[0].weight)]
+        return torchddp.DDP(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module[2].weight)
+
+    def in_parts():
+        module = net()
+        dist.fsdp.fully_shard(module[0])
+        torchddp.DDP._set_params_and_buffers_to_ignore_for_model(module, ["0.weight", "0.bias"])
+        return torchddp.DDP(module)
+
+    def replicated():
+        return torchddp.replicate(net())
+
+    def replicated_and_cast():
+        policy = dist.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        return torchddp.replicate(net(), mp_policy=policy)
+
+    def work(rank):
+        for make in (parametrised, left_out, averaged_late, in_parts, replicated, replicated_and_cast):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*changed after it was wrapped")
+                train(make(), 5)
+
+    run_ranks(work, 2)
