@@ -243,10 +243,10 @@ class Zoo(nn.Module):
         numbers: list[Tensor] = []
         unused: list[Tensor] = []
         for i, (part, module) in enumerate(zip(self.described, self.parts, strict=True)):
-            if not USES[part.used](when):
-                continue
             if self.fails and i == len(self.described) // 2:
                 raise KeyError(FAULT)
+            if not USES[part.used](when):
+                continue
             for call in range(part.calls):
                 number = module(x + call).double().sum()
                 (numbers if part.in_loss else unused).append(number)

@@ -43,10 +43,18 @@ ACCEPTED: tuple[Wanted, ...] = (
         ),
     ),
     Wanted(
-        "a retained graph with unused parameters",
-        "torch's class calls what it meets there a bug of its own; ours trains on",
+        "what torch's class calls a bug of its own",
+        "with unused parameters, over accumulation or a retained graph; ours trains on",
         lambda program, difference: (
             "This indicates a bug in DDP implementation" in difference.want and difference.got == "goes on"
+        ),
+    ),
+    Wanted(
+        "torch's class waits in vain",
+        "another of its ranks has met one of its own errors; ours trains on",
+        lambda program, difference: (
+            any(words in difference.want for words in ("Timed out waiting", "pair closure"))
+            and difference.got == "goes on"
         ),
     ),
 )
