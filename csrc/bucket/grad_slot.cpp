@@ -74,6 +74,9 @@ c10::Storage make_storage(size_t bytes, c10::DataPtr data) {
 // branch may still have to read it. Known to share it are the gradient, the tensor that autograd handed to AccumulateGrad and
 // keeps until the hooks have run, and the tensor which that one is a view of (a linear layer's weight gradient is transposed).
 bool is_unshared(const at::Tensor& grad, const at::Tensor* incoming) {
+  if (!grad.has_storage()) {
+    return false;
+  }
   size_t tensors = 1;
   size_t storages = 1;
   if (incoming != nullptr) {
