@@ -1,0 +1,269 @@
+// How ranks find each other as processes: of other users, without descriptors, and when they die.
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+
+#include <csignal>
+
+#include "shm/errors.h"
+#include "shm/fd_passing.h"
+#include "shm_mesh_ranks.h"
+
+namespace torchddp::shm {
+namespace {
+
+#ifndef __SANITIZE_THREAD__  // it does not know fork()
+
+// Rank 1 of two in a process of its own. It runs `body` with an engine, then waits to be killed.
+class Child {
+ public:
+  template <class Body>
+  explicit Child(const Listener& parent, const Body& body) {
+    std::array<int, 2> ends{};
+    require(pipe2(ends.data(), O_CLOEXEC) == 0, "no pipe");
+    const Fd read_end(ends[0]);
+    Fd write_end(ends[1]);
+    pid_ = fork();
+    if (pid_ == 0) {
+      int status = 1;
+      try {
+        Listener listener;
+        const Segment segment(1, 2, 0);
+        const std::vector<std::string> addresses{parent.address(), listener.address()};
+        if (write(write_end.get(), listener.address().data(), 32) == 32) {
+          const auto peers = listener.connect(addresses, 1, segment, kPatience);
+          status = body(peers, segment) ? 0 : 1;
+        }
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "child: %s\n", error.what());
+      }
+      _exit(status);
+    }
+    std::array<char, 32> name{};
+    require(read(read_end.get(), name.data(), name.size()) == 32, "the child has no address");
+    addresses = {parent.address(), std::string(name.data(), name.size())};
+  }
+  ~Child() { end(); }
+
+  void kill() const { ::kill(pid_, SIGKILL); }
+  // Its exit status; -1 if it was killed.
+  int end() {
+    if (pid_ <= 0) return -1;
+    int status = 0;
+    waitpid(pid_, &status, 0);
+    pid_ = 0;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  }
+
+  std::vector<std::string> addresses;
+
+ private:
+  pid_t pid_ = 0;
+};
+
+EngineConfig config_of(int rank, const Segment& own, const std::vector<Peer>& peers) {
+  EngineConfig config;
+  config.rank = rank;
+  for (const Peer& peer : peers) {
+    config.segments.push_back(peer.socket ? SegmentView{peer.segment.base(), peer.segment.bytes()}
+                                          : SegmentView{own.base(), own.bytes()});
+  }
+  config.group_ranks = {10, 11};
+  config.gone = [&peers](int rank) { return peers[static_cast<size_t>(rank)].gone(); };
+  config.timeout = kPatience;
+  config.owners = 2;
+  return config;
+}
+
+// All-reduces of `numel` ones and twos; whether all came out as threes.
+bool reduce_some(Engine& engine, Segment& segment, int rounds, int64_t numel) {
+  auto* block = static_cast<float*>(segment.allocate(numel * 4));
+  bool good = true;
+  for (int round = 0; round < rounds; ++round) {
+    std::fill_n(block, numel, static_cast<float>(engine.rank() + 1));
+    engine.wait(engine.start({.numel = numel, .input = block, .output = block}), kPatience);
+    good = good && std::all_of(block, block + numel, [](float value) { return value == 3; });
+  }
+  segment.release(block);
+  return good;
+}
+
+// Runs `body` in a child; its exit status is what that returns, 99 if it throws.
+class Process {
+ public:
+  template <class Body>
+  explicit Process(const Body& body) : pid_(fork()) {
+    if (pid_ == 0) {
+      int status = 99;
+      try {
+        status = body();
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "child: %s\n", error.what());
+      }
+      _exit(status);
+    }
+  }
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+  int end() const {
+    int status = 0;
+    waitpid(pid_, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  }
+
+ private:
+  pid_t pid_;
+};
+
+constexpr uid_t kNobody = 65534;
+
+// It has taken the name of a rank that has gone: it gets neither memory nor a word.
+TEST(shm_mesh_another_user_in_the_place_of_a_rank_gets_nothing) {
+  const std::string name(32, 'u');
+  if (geteuid() != 0) {
+    CHECK(true);  // nobody can be somebody else
+    return;
+  }
+  std::array<int, 2> ends{};
+  require(pipe2(ends.data(), O_CLOEXEC) == 0, "no pipe");
+  const Fd read_end(ends[0]);
+  const Fd write_end(ends[1]);
+  const Process other([&] {
+    if (setuid(kNobody) != 0) return 1;
+    const auto listener = listen_at(name, 5);
+    if (write(write_end.get(), "x", 1) != 1) return 2;
+    const Fd visitor(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    std::array<char, 1000> data{};
+    return recv(visitor.get(), data.data(), data.size(), 0) == 0 ? 0 : 3;
+  });
+  char ready = 0;
+  require(read(read_end.get(), &ready, 1) == 1, "nobody listens");
+  Listener own;
+  const Segment segment(1, 2, 0);
+  CHECK_THROWS(Unavailable, own.connect({name, own.address()}, 1, segment, kQuickly),
+               "local rank 0 runs as user 65534, this rank as 0");
+  CHECK_EQ(other.end(), 0);
+}
+
+TEST(shm_mesh_without_descriptors_a_rank_blames_itself) {
+  const auto message = [](int rank) {
+    Ranks ranks(2);
+    const Stranger waiting(ranks.addresses[0]);
+    const int next = dup(0);
+    close(next);
+    const rlimit limit{static_cast<rlim_t>(next), static_cast<rlim_t>(next)};
+    require(setrlimit(RLIMIT_NOFILE, &limit) == 0, "no limit");
+    try {
+      ranks.connect(rank, kQuickly);
+    } catch (const Unavailable& error) {
+      const auto said = "Too many open files in this process, which may have " + std::to_string(next) + " (ulimit -n)";
+      return contains_all(error.what(), {said}) ? 0 : 1;
+    }
+    return 2;
+  };
+  for (const int rank : {0, 1}) CHECK_EQ(Process([&] { return message(rank); }).end(), 0);
+}
+
+// As if many ranks had sent theirs and nobody had read them yet.
+TEST(shm_mesh_too_many_descriptors_under_way_are_waited_for) {
+  const Process process([] {
+    if (geteuid() == 0 && setuid(kNobody) != 0) return 1;  // root has no such limit
+    constexpr int kLimit = 100;
+    const rlimit limit{kLimit, kLimit};
+    if (setrlimit(RLIMIT_NOFILE, &limit) != 0) return 2;
+    std::array<int, 2> ends{};
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends.data()) != 0) return 3;
+    std::array<Fd, 2> pair{Fd(ends[0]), Fd(ends[1])};
+    const auto say = [&] {
+      const std::byte word{};
+      return send_with_fd(pair[0].get(), {&word, 1}, pair[0].get());
+    };
+    for (int i = 0; i < 2 * kLimit && say(); ++i) {
+    }
+    if (say() || errno != ETOOMANYREFS) return 4;
+    Ranks ranks(3);
+    std::thread reader([&] {
+      std::this_thread::sleep_for(milliseconds(100));
+      for (auto& end : pair) end = Fd();
+    });
+    const auto since = Clock::now();
+    const auto errors = run_ranks(3, [&](int rank) { ranks.connect(rank, kPatience); });
+    reader.join();
+    for (const auto& error : errors) {
+      if (!error.empty()) throw std::runtime_error(error);
+    }
+    return ms_since(since) < kQuickly.count() ? 0 : 5;
+  });
+  CHECK_EQ(process.end(), 0);
+}
+
+TEST(shm_mesh_two_processes_reduce) {
+  Listener listener;
+  Child child(listener, [](const std::vector<Peer>& peers, const Segment& segment) {
+    Engine engine(config_of(1, segment, peers));
+    auto& own = const_cast<Segment&>(segment);
+    return reduce_some(engine, own, 20, 100) && reduce_some(engine, own, 20, 100'003);
+  });
+  Segment segment(0, 2, 0);
+  const auto peers = listener.connect(child.addresses, 0, segment, kPatience);
+  Engine engine(config_of(0, segment, peers));
+  CHECK(reduce_some(engine, segment, 20, 100));
+  CHECK(reduce_some(engine, segment, 20, 100'003));
+  CHECK_EQ(child.end(), 0);
+}
+
+TEST(shm_mesh_a_process_that_exits_is_gone_at_once) {
+  for (const bool is_killed : {false, true}) {
+    Listener listener;
+    Child child(listener, [&](const std::vector<Peer>&, const Segment&) {
+      if (is_killed) pause();
+      usleep(50'000);
+      return true;
+    });
+    const Segment segment(0, 2, 0);
+    const auto peers = listener.connect(child.addresses, 0, segment, kPatience);
+    CHECK(!peers[1].gone());
+    if (is_killed) {
+      child.kill();
+    } else {
+      usleep(60'000);
+    }
+    const auto since = Clock::now();
+    while (!peers[1].gone() && ms_since(since) < 2 * kQuickly.count()) usleep(1000);
+    CHECK(ms_since(since) < kQuickly.count());
+    child.end();
+  }
+}
+
+TEST(shm_mesh_a_process_that_is_killed_is_named) {
+  for (const bool in_the_middle : {true, false}) {
+    Listener listener;
+    Child child(listener, [&](const std::vector<Peer>& peers, const Segment& segment) {
+      Engine engine(config_of(1, segment, peers));
+      auto& own = const_cast<Segment&>(segment);
+      reduce_some(engine, own, 5, 100'003);
+      while (in_the_middle) reduce_some(engine, own, 5, 100'003);
+      pause();
+      return true;
+    });
+    Segment segment(0, 2, 0);
+    const auto peers = listener.connect(child.addresses, 0, segment, kPatience);
+    Engine engine(config_of(0, segment, peers));
+    CHECK(reduce_some(engine, segment, 5, 100'003));
+    std::thread killer([&] {
+      usleep(50'000);
+      child.kill();
+    });
+    const auto since = Clock::now();
+    const std::string message = error_of([&] { reduce_some(engine, segment, INT32_MAX, 100'003); });
+    CHECK(ms_since(since) < kQuickly.count());
+    CHECK(contains_all(message, {"rank 11 died", "all_reduce of 400012 bytes"}));
+    killer.join();
+    child.end();
+  }
+}
+
+#endif
+
+}  // namespace
+}  // namespace torchddp::shm
