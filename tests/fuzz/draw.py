@@ -204,6 +204,10 @@ class _Drawing:
     def keeping(self) -> str:
         return "" if self.chance(0.4) else self.of(KEEPING)
 
+    def editing(self) -> str:
+        how = self.of(EDITS)
+        return "assign" if how == "assign_kept" and self.views else how
+
     def step(self, zero: str, keep: str, fault: str) -> tuple[Op, ...]:
         ops: list[Op] = []
         if zero:
@@ -218,7 +222,7 @@ class _Drawing:
         elif self.chance(0.1):
             ops.append(Do("keep", "forget"))
         if self.chance(0.3):
-            ops.append(Do("edit", self.of(EDITS)))
+            ops.append(Do("edit", self.editing()))
         if self.chance(0.7):
             ops.append(Do("step"))
         return tuple(ops)
