@@ -16,17 +16,6 @@ void Reducer::note_stream(bucket::Bucket& bucket) {
   }
 }
 
-void Reducer::leave_to_holders(bucket::Bucket& bucket) {
-  for (int64_t i = 0; i < bucket.num_slots(); ++i) {
-    const auto param = bucket.params()[static_cast<size_t>(i)];
-    with_grad(param, [&](const at::Tensor& grad) {
-      if (!grad.defined() || !bucket.slot(i).holds(grad)) {
-        leave_to_holders(places_[static_cast<size_t>(param)]);
-      }
-    });
-  }
-}
-
 // Under launch_mutex_. See Note [Streams and lifetimes] in gpu/stream_set.h.
 void Reducer::pack_whole_bucket(bucket::Bucket& bucket, int64_t last, const at::Tensor* incoming) {
   const c10::NoGradGuard no_grad;
