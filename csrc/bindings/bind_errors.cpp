@@ -1,3 +1,4 @@
+#include <sys/syscall.h>
 #include <torch/csrc/Exceptions.h>
 #include <unistd.h>
 
@@ -34,7 +35,7 @@ struct RaisedByHandler final : py::error_already_set, SignalInterrupt {};
 // See Note [Signals in a wait] in common/signals.h.
 void check_python_signals() {
   // Python's main thread is the process's, also in a forked child.
-  if (gettid() != getpid() || Py_IsInitialized() == 0) {
+  if (syscall(SYS_gettid) != getpid() || Py_IsInitialized() == 0) {
     return;
   }
   const py::gil_scoped_acquire gil;

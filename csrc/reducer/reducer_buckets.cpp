@@ -79,7 +79,9 @@ bool Reducer::rebuild_buckets() {
     return false;
   }
   finish_gathers();
-  switch_to(plan::make_bucket_plan(specs_, measured_order_, limits()));
+  // If that fails there is no second attempt: the next order is that of another step.
+  const auto order = std::exchange(measured_order_, {});
+  switch_to(plan::make_bucket_plan(specs_, order, limits()));
   return true;  // also if the order makes the same buckets
 }
 

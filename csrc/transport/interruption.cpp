@@ -10,7 +10,7 @@ namespace torchddp::transport {
 
 using std::chrono::milliseconds;
 
-void Interruption::raise(const std::string& reason) {
+void Interruption::raise(const std::string& reason) const {
   const std::lock_guard lock(state_->mutex);
   if (!state_->raised.load(std::memory_order_relaxed)) {
     state_->reason = reason;
@@ -45,7 +45,13 @@ bool Interruption::wait_for(c10::ivalue::Future& future, milliseconds limit) con
         break;
       }
     }
-    check_signals();
+    try {
+      check_signals();
+    } catch (const SignalInterrupt&) {
+      // The operation goes on without this rank: who starts another would wait for peers that are at this one.
+      raise("this rank gave up: the handler of a signal raised an exception while it waited for the others");
+      throw;
+    }
   }
   check();
   return future.completed();

@@ -15,7 +15,7 @@ namespace torchddp::transport {
 // Thread-safe. Once raised it stays so, with the first reason.
 class Interruption {
  public:
-  void raise(const std::string& reason);
+  void raise(const std::string& reason) const;
   // Throws TransportError with the reason if it was raised.
   void check() const {
     if (state_->raised.load(std::memory_order_acquire)) {
@@ -23,7 +23,7 @@ class Interruption {
     }
   }
   // Until the future is complete, well or not, or it is raised: then as check(). False if `limit` has passed (0: there is none). Runs
-  // the handlers of signals meanwhile. Not for futures that complete only when somebody waits for them.
+  // the handlers of signals meanwhile; what one raises raises this too. Not for futures that complete only when somebody waits for them.
   bool wait_for(c10::ivalue::Future& future, std::chrono::milliseconds limit = std::chrono::milliseconds(0)) const;
 
  private:

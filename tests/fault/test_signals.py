@@ -93,6 +93,27 @@ def test_an_interrupt_ends_a_backward_and_leaves_the_reducer_idle(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_follows_an_interrupt_is_an_error_at_once(transport):
+    """In the forward that rebuilds buckets. Another collective would meet one that the peers have not come to yet."""
+
+    def work(rank):
+        ddp = torchddp.DistributedDataParallel(seeded(Mlp), bucket_cap_mb=0.001, transport=transport)
+        step_on(ddp, rank, 0)
+        if rank == 0:
+            hit()
+            raises_soon(KeyboardInterrupt, lambda: step_on(ddp, rank, 1))
+            with ddp.no_sync():
+                step_on(ddp, rank, 2)
+            error = raises_soon(TransportError, lambda: step_on(ddp, rank, 3))
+            assert "gave up" in str(error), error
+            tell("rank 0 was interrupted")
+        else:
+            hear("rank 0 was interrupted")
+
+    run(work)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_handler_that_returns_lets_the_wait_go_on(transport):
     def work(rank):
         ddp = torchddp.DistributedDataParallel(seeded(Mlp), transport=transport)
