@@ -265,6 +265,22 @@ def check_kept_gradients_do_not_change(ddp_class: type, rank: int) -> None:
     assert not changed, f"{changed} of {len(kept)} kept gradients have changed"
 
 
+def check_assigned_gradients_get_the_averages(ddp_class: type, rank: int) -> None:
+    """Memory of the program's own, of which it made .grad, holds the averages after each step."""
+    ddp = ddp_class(seeded(Mlp))
+    parameters = list(ddp.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+    for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad = part.view_as(p)
+    for step in range(3):
+        want = expected_grads(seeded(Mlp), lambda m, r, step=step: step_on(m, r, step))
+        flat.zero_()
+        step_on(ddp, rank, step)
+        parts = flat.split([p.numel() for p in parameters])
+        got = {n: part.view_as(p) for (n, p), part in zip(ddp.module.named_parameters(), parts, strict=True)}
+        assert_grads(got, want, what=f"step {step}:")
+
+
 def check_bucket_view_alias_survives_in_place_zeroing(ddp_class: type, rank: int) -> None:
     """zero_grad(set_to_none=False) between steps: the gradient stays the very same memory, and right."""
     ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=True)
