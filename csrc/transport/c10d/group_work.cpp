@@ -26,9 +26,10 @@ bool wait_interruptibly(c10d::Work& work, const GroupPtr& group, const Interrupt
                         std::chrono::milliseconds timeout) {
   if (work.isCompleted()) {
     interruption.check();
-  } else if (const auto future = future_of(work);
-             future != nullptr && !wait_or_keep(group, [&] { return interruption.wait_for(*future, timeout); })) {
-    timeout = std::chrono::milliseconds(1);  // it is over: let torch say so in its own words
+  } else if (const auto future = future_of(work); future != nullptr) {
+    const bool ended = wait_or_keep(group, [&] { return interruption.wait_for(*future, timeout); });
+    // If the time is over let torch say so in its own words. Otherwise this is the moment between the future and the work.
+    timeout = ended ? kNoTimeout : std::chrono::milliseconds(1);
   }
   return work.wait(timeout);
 }
