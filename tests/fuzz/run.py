@@ -19,6 +19,7 @@ from tests.fuzz.model import hash_of
 from tests.fuzz.program import Do, Op, Program, Train
 from tests.fuzz.side import Side
 from tests.fuzz.wanted import strictness_for
+from tests.harness import keep_until_exit
 
 # Where an error ends one rank alone, the others wait for it this long, twice; and whoever is done for those.
 GROUP_TIMEOUT_S = 10.0
@@ -53,8 +54,11 @@ def run_program(rank: int, program: Program, ddp_class: type, mark: Mark) -> Dif
         # Models first: torch's reducer would otherwise end its group's threads from its own destructor.
         sides.clear()
         gc.collect()
-        while groups:
-            dist.destroy_process_group(groups.pop())
+        for group in groups:
+            # A hook's function holds the group until what it sent has come, also after a step that failed. To be the last
+            # who does, in a thread of the group itself, would end the process.
+            keep_until_exit(group)
+            dist.destroy_process_group(group)
 
 
 def _compare_all(rank: int, program: Program, sides: list[Side], mark: Mark) -> Difference | None:
