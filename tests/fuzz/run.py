@@ -55,8 +55,8 @@ def run_program(rank: int, program: Program, ddp_class: type, mark: Mark) -> Dif
         sides.clear()
         gc.collect()
         for group in groups:
-            # A hook's function holds the group until what it sent has come, also after a step that failed. To be the last
-            # who does, in a thread of the group itself, would end the process.
+            # A hook's function holds the group until what it sent has come, also after a step that failed. To be the
+            # last who does, in a thread of the group itself, would end the process.
             keep_until_exit(group)
             dist.destroy_process_group(group)
 
