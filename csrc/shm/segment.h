@@ -32,8 +32,8 @@ class Mapping {
 
 // This rank's segment: the header of layout.h, then memory for buckets. It has no name, belongs to this user alone, can't be
 // resized by anybody (sealed), and is gone when the last process that maps it is. Virtual size is that of the machine's memory, or
-// several times this rank's share of it; pages are there from allocate() to release() only, and are allocated by the kernel before they are touched, so that a machine
-// without room says no instead of sending SIGBUS. Thread-safe.
+// several times this rank's share of it; pages are there from allocate() to release() only, and are allocated by the kernel
+// before they are touched, so that a machine without room says no instead of sending SIGBUS. Thread-safe.
 class Segment {
  public:
   // `limit_bytes`: how much allocate() may hand out; 0 for no limit but the machine's. Throws Unavailable.
