@@ -39,7 +39,7 @@ def main(rank: int, world_size: int, init_method: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
     if world_size == 2:
-        found = {"c10d": measure("c10d", transport="c10d"), "halves": measure("c10d", transport="c10d", decoupled=True)}
+        found = {"c10d": measure("c10d", transport="c10d")}
     else:  # ranks of a host share memory
         narrow = measure("outer", transport="shm", wire_dtype=torch.bfloat16)
         found = {"outer": measure("outer", transport="shm"), "narrow": narrow}

@@ -12,7 +12,6 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C, bucket_sizes, buffer_sync, ddp_hangs, model_check, transports, wrapped_model
-from torchddp import decoupled as decoupling
 from torchddp.checks import nonfinite
 from torchddp.checks.parameters import ParameterCheck
 from torchddp.ddp_logger import DDPLogger
@@ -37,8 +36,6 @@ class DDPConstruction(TorchDDP):
     _measures_gradients: bool
     _parameter_check: ParameterCheck | None
     _find_nonfinite: bool | str
-    _decoupled: bool
-    _updates: decoupling.Updates
     _views_asked_for: bool
     _sync_at_init: bool
     _is_copy: bool
@@ -94,7 +91,6 @@ class DDPConstruction(TorchDDP):
             gradient_stats=self._measures_gradients,
             find_nonfinite=bool(self._find_nonfinite),
             raise_nonfinite=self._find_nonfinite == nonfinite.RAISE,
-            decoupled=self._decoupled,
             timeout=self._wait_limit(),
         )
         self._reduced_params = parameters

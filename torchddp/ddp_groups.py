@@ -65,7 +65,6 @@ class DDPGroups(DDPConstruction):
     def _reset_for(self, new_process_group: Any) -> None:
         # As torch's own does, whose reducer would not know the new transport.
         self._has_rebuilt_buckets = False
-        self._updates.settle()
         model_plan.end(self)
         self.reducer._reset_state()
         if self.static_graph:
@@ -105,7 +104,6 @@ class DDPGroups(DDPConstruction):
         size = self.process_group.size()
         if not 0 <= src < size:
             raise ValueError(f"src must be a rank of the model's process group, 0 to {size - 1}, got {src}")
-        self._updates.apply()
         self._sync_module(self.reducer.transport, src, buffers=True)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchddp import decoupled as decoupling
 from torchddp.checks import nonfinite
 from torchddp.comm_hook_check import check_hook_signature, checked
 from torchddp.comm_hooks import CommHook
@@ -31,8 +30,6 @@ class DDPModes(DDPConstruction):
         torch's class works. Every rank must register a hook that sends the same collectives; collective if it is one of
         ``torchddp.comm_hooks``.
         """
-        if self._decoupled:
-            self._log_and_throw(RuntimeError, decoupling.NO_HOOKS)
         self._check_comm_hook(hook)
         if isinstance(hook, CommHook):
             hook.attach(self)
@@ -41,9 +38,7 @@ class DDPModes(DDPConstruction):
         self.reducer._register_comm_hook(state, checked(hook, self.process_group.rank()))
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """As torch's, for `join()`. RuntimeError with ``decoupled=True`` and ``find_nonfinite="raise"``."""
-        if self._decoupled:
-            raise RuntimeError(decoupling.NO_JOIN)
+        """As torch's, for `join()`. RuntimeError with ``find_nonfinite="raise"``."""
         if self._find_nonfinite == nonfinite.RAISE:
             raise RuntimeError(
                 'find_nonfinite="raise" can\'t be used with join(): ranks that have run out of inputs would not raise. '

@@ -66,7 +66,6 @@ class DDPSteps(DDPConstruction):
             TransportError: a peer has died, or did not come in time.
         """
         self.check_can_reduce()
-        self._updates.apply()
         if self._auto_plan is not None:
             # Nobody waits for gradients here, so no order of buckets is better than another.
             logger.warning(

@@ -6,7 +6,7 @@ import datetime
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch.nn.parallel.distributed import (
 )
 
 from torchddp import bucket_sizes, comm_hooks, sync_strategy, transports, wrapped_model
-from torchddp import decoupled as decoupling
 from torchddp.checks import nonfinite
 from torchddp.checks.parameters import ParameterCheck
 from torchddp.ddp_buffers import DDPBuffers
@@ -95,14 +94,7 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
             entered. None: never. See :func:`torchddp.check_parameters`.
         find_nonfinite: look for infinities and NaNs in this rank's own gradients while they are packed; see
             :meth:`nonfinite`. ``"raise"``: also raise FloatingPointError on all ranks at the end of a backward whose
-            averages are not all finite (not with ``decoupled`` or ``join()``; on a CUDA device backward then waits).
-        decoupled: reduce in two halves (DeAR, Zhang et al. 2023): each bucket is reduce-scattered while backward runs,
-            and gathered after it, in the order of the next forward. By itself that gains nothing: ``backward()`` waits
-            for both. With :class:`torchddp.optim.DeferredOptimizer` the gathers run while the next forward does.
-            That pays where the network is slow and forward is long enough to hide half of the communication; over the
-            shared memory of one host, where ranks do the copying themselves, backward waits for both halves always.
-            Gradients and parameters are those of the ordinary class. No communication
-            hooks, ``wire_dtype``, sparse gradients, ``join()`` or ``bucket_cap_mb="auto"``.
+            averages are not all finite (not with ``join()``; on a CUDA device backward then waits).
         comm_hook: as :meth:`register_comm_hook` with it: a hook ``hook(state, bucket)`` whose state is None, a tuple
             ``(state, hook)``, or the name of one of ``torchddp.comm_hooks``.
         sync: how ``torchddp.sync`` reduces accumulated microbatches, a ``DDPSyncStrategy`` or its name. None:
@@ -110,14 +102,13 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
 
     Memory per rank: the gradients (as buckets); with ``wire_dtype`` half as much again; over shared memory also up to
     three more gradients of each size from 256 KiB on (those are allocated there by autograd, and not copied); one int32
-    a parameter with ``find_unused_parameters`` or ``static_graph``; with ``decoupled`` 1/W of the gradients more for W
-    ranks, every gradient is copied to its bucket, and with a DeferredOptimizer it lives until its update is applied.
+    a parameter with ``find_unused_parameters`` or ``static_graph``.
 
     Raises:
         TypeError: a ``comm_hook`` or ``process_group`` that is none.
         ValueError: a bucket cap that is text or not positive, a ``stall_report_s`` that is negative or not below the
-            timeout, an unknown transport or ``sync``, mixed device types, options that don't go with ``decoupled``, a
-            wrong ``check_parameters_every`` or ``find_nonfinite``.
+            timeout, an unknown transport or ``sync``, mixed device types, a wrong ``check_parameters_every`` or
+            ``find_nonfinite``.
         RuntimeError: no parameter requires grad; ranks whose models differ (names the parameters and ranks).
     """
 
@@ -151,14 +142,11 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
         gradient_stats: bool = False,
         check_parameters_every: int | None = None,
         find_nonfinite: bool | str = False,
-        decoupled: bool = False,
         comm_hook: object = None,
         sync: DDPSyncStrategy | str | None = None,
     ) -> None:
         bucket_sizes.check_caps(bucket_cap_mb, bucket_cap_mb_list)
         hook = None if comm_hook is None else comm_hooks.resolve(comm_hook)
-        if decoupled:
-            decoupling.check_options(bucket_cap_mb, wire_dtype, find_nonfinite)
         nonfinite.check_choice(find_nonfinite)
         transports.check_choice(transport)
         stall_limit.check(stall_report_s)
@@ -176,9 +164,7 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
         self._measures_gradients = gradient_stats
         self._parameter_check = None if check_parameters_every is None else ParameterCheck(check_parameters_every)
         self._find_nonfinite = find_nonfinite
-        self._decoupled = decoupled
         self.sync_strategy = sync_strategy.choose(sync, find_unused_parameters)
-        self._updates = decoupling.Updates()
         self._views_asked_for = bool(gradient_as_bucket_view)
         self._sync_at_init = init_sync
         self._is_copy = False
@@ -231,33 +217,16 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
         not, unless without gradients. A model under ``join()`` or with a communication hook keeps its buckets, and so
         does one of which a step was captured in a CUDA graph.
         """
-        if self._decoupled:
-            raise RuntimeError(decoupling.NO_PLANNING)
         model_plan.start(self, look_for_kept=False)
-
-    # --- decoupled reductions ---
-
-    def defer_updates(self, updates: decoupling.DeferredUpdates, gathers_started: Callable[[], None]) -> None:
-        """Called by the optimizer that updates this model later; it takes the place of one before.
-
-        ``gathers_started`` is called at the end of each synchronised backward, before its averages are there.
-
-        Raises:
-            RuntimeError: the module was not made with ``decoupled=True``.
-        """
-        self._updates.apply()
-        self.reducer._finish_gathers()
-        self.reducer._defer_gathers(gathers_started)
-        self._updates.hand_to(updates)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        del state["_buffer_broadcast"], state["_auto_plan"], state["_specs"], state["_updates"]
+        del state["_buffer_broadcast"], state["_auto_plan"], state["_specs"]
         del state["_hang_monitor"], state["_nonfinite_finder"], state["_parameter_watch"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_is_copy": True, "_updates": decoupling.Updates()})
+        super().__setstate__({**state, "_is_copy": True})
         # The new reducer has neither measured an order nor recorded a static graph.
         self._has_rebuilt_buckets = False
         self._static_graph_delay_allreduce_enqueued = False
@@ -300,7 +269,6 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
         if not self._lazy_init_ran and not torch.compiler.is_compiling():
             wrapped_model.check_outer(self, TorchDDP._active_ddp_module)
             self._lazy_init()
-        self._updates.before_forward()
         if torch.is_grad_enabled():
             self._begin_step()
         if self._check_sync_bufs_pre_fwd():
@@ -322,8 +290,6 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         graph = torch.is_grad_enabled()
-        if graph:
-            self._updates.apply()  # of what forward did not come to
         reduced = graph and self.require_backward_grad_sync
         search = graph and self.find_unused_parameters and not self.static_graph
         if reduced:
@@ -375,7 +341,6 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
         Raises:
             RuntimeError: the module was not made with ``gradient_stats=True``.
         """
-        self.reducer._finish_gathers()
         return self.reducer._gradient_stats()
 
     def nonfinite(self) -> list[nonfinite.NonFinite]:

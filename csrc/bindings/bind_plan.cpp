@@ -55,11 +55,11 @@ void bind_plan(py::module_& m) {
   m.def(
       "make_bucket_plan",
       [](const std::vector<ParamSpec>& params, const std::vector<int64_t>& order, std::vector<int64_t> caps_bytes,
-         int64_t alignment_bytes, int64_t solo_bytes, int64_t multiple_numel) {
-        return make_bucket_plan(params, order, {std::move(caps_bytes), alignment_bytes, solo_bytes, multiple_numel});
+         int64_t alignment_bytes, int64_t solo_bytes) {
+        return make_bucket_plan(params, order, {std::move(caps_bytes), alignment_bytes, solo_bytes});
       },
       py::arg("params"), py::arg("order"), py::arg("caps_bytes"), py::arg("alignment_bytes") = 1,
-      py::arg("solo_bytes") = 0, py::arg("multiple_numel") = 1,
+      py::arg("solo_bytes") = 0,
       "Buckets for parameters whose gradients become ready in `order` (a permutation of the parameter indices). "
       "ValueError for bad input.");
   m.def(
@@ -90,9 +90,10 @@ void bind_plan(py::module_& m) {
   m.def("encode_plan", &encode_plan, py::arg("plan"), py::arg("num_params"));
   m.def(
       "decode_plan",
-      [](const std::vector<int64_t>& words, const std::vector<ParamSpec>& params, int64_t alignment_bytes,
-         int64_t multiple_numel) { return decode_plan(words, params, alignment_bytes, multiple_numel); },
-      py::arg("words"), py::arg("params"), py::arg("alignment_bytes") = 1, py::arg("multiple_numel") = 1);
+      [](const std::vector<int64_t>& words, const std::vector<ParamSpec>& params, int64_t alignment_bytes) {
+        return decode_plan(words, params, alignment_bytes);
+      },
+      py::arg("words"), py::arg("params"), py::arg("alignment_bytes") = 1);
 }
 
 }  // namespace torchddp::bindings

@@ -27,8 +27,7 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       bool gradient_as_bucket_view, bool gradients_share_storage,
                                       bool skip_all_reduce_unused_params, bool compiled_autograd_takes_over,
                                       py::object wire_dtype, py::object reduce_dtype, bool gradient_stats,
-                                      bool find_nonfinite, bool raise_nonfinite, bool decoupled,
-                                      bool pack_whole_buckets, std::chrono::milliseconds timeout) {
+                                      bool find_nonfinite, bool raise_nonfinite, bool pack_whole_buckets, std::chrono::milliseconds timeout) {
   reducer::ReducerConfig config;
   config.limits = {std::move(caps_bytes), alignment_bytes, solo_bytes};
   config.find_unused_parameters = find_unused_parameters;
@@ -45,7 +44,6 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
   config.gradient_stats = gradient_stats;
   config.find_non_finite = find_nonfinite;
   config.raise_non_finite = raise_nonfinite;
-  config.decoupled = decoupled;
   config.pack_whole_buckets = pack_whole_buckets;
   config.timeout = timeout;
   const py::gil_scoped_release release;
@@ -206,11 +204,6 @@ void bind_step(PyReducer& c) {
            "Per parameter: whether its gradient is an average that this rank alone has.")
       .def("_set_averages", &Reducer::set_averages, py::arg("averages"))
       .def("_check_reducer_finalized", &Reducer::check_finalized, NoGil())
-      .def("_defer_gathers", &Reducer::defer_gathers, py::arg("started").none(true))
-      .def("_wait_gather", &Reducer::wait_gather, py::arg("bucket"), NoGil())
-      .def("_finish_gathers", &Reducer::finish_gathers, NoGil())
-      .def_property_readonly("_gathers_are_under_way", &Reducer::gathers_are_under_way)
-      .def("_gradient_shards", &Reducer::gradient_shards)
       .def("_rebuild_buckets", &Reducer::rebuild_buckets, NoGil())
       .def("_adopt_plan", &Reducer::adopt_plan, py::arg("plan"), NoGil())
       .def("_push_all_rebuilt_params", &Reducer::push_rebuilt_params_for_all_indices, NoGil())
@@ -317,7 +310,7 @@ void bind_reducer(py::module_& m) {
         py::arg("gradients_share_storage") = false, py::arg("skip_all_reduce_unused_params") = false,
         py::arg("compiled_autograd_takes_over") = false, py::arg("wire_dtype") = py::none(),
         py::arg("reduce_dtype") = py::none(), py::arg("gradient_stats") = false, py::arg("find_nonfinite") = false,
-        py::arg("raise_nonfinite") = false, py::arg("decoupled") = false, py::arg("pack_whole_buckets") = false,
+        py::arg("raise_nonfinite") = false, py::arg("pack_whole_buckets") = false,
         py::arg("timeout") = transport::kTransportTimeout);
   m.def(
       "finished_steps", [] { return reducer::all_finished_steps.load(std::memory_order_relaxed); },

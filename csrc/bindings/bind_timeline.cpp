@@ -25,10 +25,6 @@ const char* kind_name(timeline::EventKind kind) {
       return "done";
     case EventKind::kBackwardEnd:
       return "backward_end";
-    case EventKind::kGatherWait:
-      return "gather_wait";
-    case EventKind::kGatherDone:
-      return "gather_done";
   }
   return "unknown";
 }

@@ -12,7 +12,7 @@
 namespace torchddp::bucket {
 
 Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
-               bool adopts, ViewStorage view_storage)
+               ViewStorage view_storage)
     : work_(transport.make_work()), owner_(spec.owner), sparse_(spec.sparse) {
   TDDP_INTERNAL(!spec.slots.empty(), "a bucket plan has an empty bucket");
   for (const auto& slot : spec.slots) {
@@ -48,7 +48,7 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
   if (given_away) {
     let_go();
   }
-  if (adopts && slots_.size() == 1 && slots_[0].numel() == spec.numel && slots_[0].on_cpu() && !flat_.is_complex()) {
+  if (slots_.size() == 1 && slots_[0].numel() == spec.numel && slots_[0].on_cpu() && !flat_.is_complex()) {
     slots_[0].allow_adoption(transport);
     scales_ = transport.scales(flat_.scalar_type());
   }

@@ -43,8 +43,7 @@ class SharedState {
 class Bucket {
  public:
   // `params`: all parameters of the reducer, indexed by the plan's slots. A bucket that belongs to another rank has no memory yet.
-  // `adopts`: its memory may change from step to step, see Note [Adopted gradients].
-  Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport, bool adopts,
+  Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
          ViewStorage view_storage);
 
   int64_t num_slots() const { return static_cast<int64_t>(params_.size()); }

@@ -43,7 +43,7 @@ int64_t cap_bytes(const BucketLimits& limits, int64_t bucket_index) {
 BucketPlan make_bucket_plan(std::span<const ParamSpec> params, std::span<const int64_t> order,
                             const BucketLimits& limits) {
   check_caps(limits);
-  detail::check_params(params, limits.alignment_bytes, limits.multiple_numel);
+  detail::check_params(params, limits.alignment_bytes);
   check_order(order, std::ssize(params));
 
   BucketPlan plan;
@@ -72,7 +72,6 @@ BucketPlan make_bucket_plan(std::span<const ParamSpec> params, std::span<const i
   for (auto& [key, open] : open_buckets) {
     if (!open.spec.slots.empty()) plan.buckets.push_back(std::move(open.spec));
   }
-  for (BucketSpec& bucket : plan.buckets) detail::pad(bucket, limits.multiple_numel);
 
   std::vector<int64_t> position(params.size());
   for (size_t i = 0; i < order.size(); ++i) position[static_cast<size_t>(order[i])] = static_cast<int64_t>(i);

@@ -18,8 +18,6 @@ struct BucketLimits {
   // Gradients at least this large get a bucket each, which needs no packing (Note [Adopted gradients] in bucket/grad_slot.h);
   // 0: none do.
   int64_t solo_bytes = 0;
-  // Each bucket's flat memory has a multiple of this many elements, so that as many ranks may each take an equal part of it.
-  int64_t multiple_numel = 1;
 };
 
 struct Slot {
@@ -48,7 +46,7 @@ struct BucketPlan {
 // `order` is the expected order in which gradients become ready: each parameter index exactly once. Buckets come out
 // sorted by the position in `order` of their last gradient: that is when each can start. Throws std::invalid_argument
 // with what was got and what is allowed (no caps, a cap <= 0, an order that is no permutation, numel < 0, itemsize <=
-// 0, alignment that is not a power of two, multiple_numel < 1).
+// 0, alignment that is not a power of two).
 BucketPlan make_bucket_plan(std::span<const ParamSpec> params, std::span<const int64_t> order,
                             const BucketLimits& limits);
 
@@ -65,13 +63,11 @@ std::vector<int64_t> complete_order(std::span<const int64_t> seen, int64_t num_p
 // (encoded_size(num_params)), because receivers must allocate before they know the plan; unused words are zero.
 int64_t encoded_size(int64_t num_params);
 std::vector<int64_t> encode_plan(const BucketPlan& plan, int64_t num_params);
-// Rebuilds offsets and sizes from `params`; throws std::invalid_argument if the words are no plan for them.
-BucketPlan decode_plan(std::span<const int64_t> words, std::span<const ParamSpec> params, int64_t alignment_bytes,
-                       int64_t multiple_numel = 1);
+// Rebuilds offsets from `params`; throws std::invalid_argument if the words are no plan for them.
+BucketPlan decode_plan(std::span<const int64_t> words, std::span<const ParamSpec> params, int64_t alignment_bytes);
 
 // Throws std::invalid_argument naming parameter and bucket unless every parameter lies in exactly one bucket, with
-// matching dtype, device and owner, without overlap, aligned, sparse ones alone, and all flat sizes are multiples.
-void check_plan(const BucketPlan& plan, std::span<const ParamSpec> params, int64_t alignment_bytes,
-                int64_t multiple_numel = 1);
+// matching dtype, device and owner, without overlap, aligned, sparse ones alone.
+void check_plan(const BucketPlan& plan, std::span<const ParamSpec> params, int64_t alignment_bytes);
 
 }  // namespace torchddp::plan

@@ -11,18 +11,11 @@ using detail::fail;
 
 class PlanChecker {
  public:
-  PlanChecker(std::span<const ParamSpec> params, int64_t alignment_bytes, int64_t multiple_numel)
-      : params_(params),
-        alignment_bytes_(alignment_bytes),
-        multiple_numel_(multiple_numel),
-        bucket_of_(params.size(), kNone) {}
+  PlanChecker(std::span<const ParamSpec> params, int64_t alignment_bytes)
+      : params_(params), alignment_bytes_(alignment_bytes), bucket_of_(params.size(), kNone) {}
 
   void bucket(const BucketSpec& bucket, int64_t index) {
     if (bucket.slots.empty()) fail("bucket ", index, " has no slots");
-    if (bucket.numel % multiple_numel_ != 0) {
-      fail("bucket ", index, " has flat memory of ", bucket.numel, " elements: allowed are multiples of ",
-           multiple_numel_);
-    }
     for (const Slot& slot : bucket.slots) {
       claim(slot.param, index);
       kind(bucket, slot, index);
@@ -108,16 +101,14 @@ class PlanChecker {
 
   std::span<const ParamSpec> params_;
   int64_t alignment_bytes_;
-  int64_t multiple_numel_;
   std::vector<int64_t> bucket_of_;
 };
 
 }  // namespace
 
-void check_plan(const BucketPlan& plan, std::span<const ParamSpec> params, int64_t alignment_bytes,
-                int64_t multiple_numel) {
-  detail::check_params(params, alignment_bytes, multiple_numel);
-  PlanChecker checker(params, alignment_bytes, multiple_numel);
+void check_plan(const BucketPlan& plan, std::span<const ParamSpec> params, int64_t alignment_bytes) {
+  detail::check_params(params, alignment_bytes);
+  PlanChecker checker(params, alignment_bytes);
   for (int64_t i = 0; i < std::ssize(plan.buckets); ++i) checker.bucket(plan.buckets[static_cast<size_t>(i)], i);
   checker.all_claimed();
 }

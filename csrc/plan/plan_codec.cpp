@@ -83,9 +83,8 @@ std::vector<int64_t> encode_plan(const BucketPlan& plan, int64_t num_params) {
   return words;
 }
 
-BucketPlan decode_plan(std::span<const int64_t> words, std::span<const ParamSpec> params, int64_t alignment_bytes,
-                       int64_t multiple_numel) {
-  detail::check_params(params, alignment_bytes, multiple_numel);
+BucketPlan decode_plan(std::span<const int64_t> words, std::span<const ParamSpec> params, int64_t alignment_bytes) {
+  detail::check_params(params, alignment_bytes);
   const int64_t num_params = std::ssize(params);
   if (std::ssize(words) != encoded_size(num_params)) {
     detail::fail("encoded plan: ", words.size(), " words, expected ", encoded_size(num_params), " for ", num_params,
@@ -97,9 +96,8 @@ BucketPlan decode_plan(std::span<const int64_t> words, std::span<const ParamSpec
     for (const int64_t param : indices) {
       detail::append_slot(bucket, params[static_cast<size_t>(param)], param, alignment_bytes);
     }
-    detail::pad(bucket, multiple_numel);
   }
-  check_plan(plan, params, alignment_bytes, multiple_numel);
+  check_plan(plan, params, alignment_bytes);
   return plan;
 }
 

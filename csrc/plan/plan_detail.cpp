@@ -6,27 +6,23 @@
 
 namespace torchddp::plan::detail {
 
-void check_params(std::span<const ParamSpec> params, int64_t alignment_bytes, int64_t multiple_numel) {
+void check_params(std::span<const ParamSpec> params, int64_t alignment_bytes) {
   if (alignment_bytes <= 0 || (alignment_bytes & (alignment_bytes - 1)) != 0) {
     fail("alignment_bytes must be a power of two, got ", alignment_bytes);
   }
-  if (multiple_numel < 1) fail("multiple_numel must be at least 1, got ", multiple_numel);
   int64_t total_bytes = 0;
   for (int64_t i = 0; i < std::ssize(params); ++i) {
     const ParamSpec& spec = params[static_cast<size_t>(i)];
     if (spec.numel < 0) fail(describe(params, i), ": numel must be at least 0, got ", spec.numel);
     if (spec.itemsize <= 0) fail(describe(params, i), ": itemsize must be at least 1, got ", spec.itemsize);
     int64_t bytes = 0;
-    // Upper bound: offsets are multiples of at most alignment_bytes elements, sizes of multiple_numel.
-    int64_t padding_bytes = 0;
+    int64_t padding_bytes = 0;  // upper bound: offsets are multiples of at most alignment_bytes elements
     if (__builtin_mul_overflow(spec.numel, spec.itemsize, &bytes) ||
-        __builtin_add_overflow(alignment_bytes, multiple_numel - 1, &padding_bytes) ||
-        __builtin_mul_overflow(padding_bytes, spec.itemsize, &padding_bytes) ||
+        __builtin_mul_overflow(alignment_bytes, spec.itemsize, &padding_bytes) ||
         __builtin_add_overflow(total_bytes, bytes, &total_bytes) ||
         __builtin_add_overflow(total_bytes, padding_bytes, &total_bytes)) {
-      fail(describe(params, i), ": numel ", spec.numel, " with itemsize ", spec.itemsize, ", alignment_bytes ",
-           alignment_bytes, " and multiple_numel ", multiple_numel, " takes the plan past ",
-           std::numeric_limits<int64_t>::max(), " bytes");
+      fail(describe(params, i), ": numel ", spec.numel, " with itemsize ", spec.itemsize, " and alignment_bytes ",
+           alignment_bytes, " takes the plan past ", std::numeric_limits<int64_t>::max(), " bytes");
     }
   }
 }
@@ -64,10 +60,6 @@ void append_slot(BucketSpec& bucket, const ParamSpec& spec, int64_t param, int64
   const int64_t offset = bucket.sparse ? 0 : (bucket.numel + step - 1) / step * step;
   bucket.slots.push_back({param, offset, spec.numel});
   if (!bucket.sparse) bucket.numel = offset + spec.numel;
-}
-
-void pad(BucketSpec& bucket, int64_t multiple_numel) {
-  bucket.numel = (bucket.numel + multiple_numel - 1) / multiple_numel * multiple_numel;
 }
 
 }  // namespace torchddp::plan::detail

@@ -24,8 +24,8 @@ inline std::string describe(std::span<const ParamSpec> params, int64_t param) {
   return "parameter '" + params[static_cast<size_t>(param)].name + "' (index " + std::to_string(param) + ")";
 }
 
-// Every parameter in itself: sizes that are possible, and small enough in sum that no offset and no flat size can overflow.
-void check_params(std::span<const ParamSpec> params, int64_t alignment_bytes, int64_t multiple_numel = 1);
+// Every parameter in itself: sizes that are possible, and small enough in sum that no offset can overflow.
+void check_params(std::span<const ParamSpec> params, int64_t alignment_bytes);
 
 // Each index in [0, num_params) at most once; `what` names the list in the message.
 void check_distinct(std::span<const int64_t> indices, int64_t num_params, const char* what);
@@ -38,8 +38,5 @@ BucketSpec make_bucket(const ParamSpec& spec);
 
 // Adds the parameter at the next aligned offset. It must be of the bucket's kind.
 void append_slot(BucketSpec& bucket, const ParamSpec& spec, int64_t param, int64_t alignment_bytes);
-
-// Rounds the flat size up to a multiple, when all slots are there.
-void pad(BucketSpec& bucket, int64_t multiple_numel);
 
 }  // namespace torchddp::plan::detail

@@ -19,7 +19,7 @@ plan::BucketPlan agree_on_plan(const plan::BucketPlan& mine, std::span<const pla
   work->wait(timeout);
   host = wire.cpu();
   const std::span<const int64_t> agreed(host.const_data_ptr<int64_t>(), words.size());
-  return plan::decode_plan(agreed, params, limits.alignment_bytes, limits.multiple_numel);
+  return plan::decode_plan(agreed, params, limits.alignment_bytes);
 }
 
 }  // namespace torchddp::reducer

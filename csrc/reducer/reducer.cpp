@@ -67,7 +67,6 @@ bool Reducer::begin_forward() {
 }
 
 void Reducer::clear_step() {
-  finish_gathers();
   if (needs_fresh_memory_) {
     apply_plan(plan_);
   }
@@ -290,8 +289,6 @@ void Reducer::start_reduction(int64_t index) {
     sparse.start(bucket, *transport_);
   } else if (owned_) {
     start_reduce(index);
-  } else if (config_.decoupled) {
-    start_reduce_scatter(index);
   } else {
     bucket.checks_in_flight = config_.raise_non_finite && sums_tell(bucket);
     transport_->all_reduce(bucket.wire(), bucket.work(), sum_options(index));
@@ -393,7 +390,6 @@ void Reducer::abandon_step() {
     bucket->future.reset();
     bucket->state = BucketState::kIdle;
   }
-  abandon_gathers();
   if (used_map_ != nullptr) {
     used_map_->abandon();
   }

@@ -42,7 +42,6 @@ struct ReducerConfig {
   bool gradient_stats = false;      // measure every bucket once it is reduced
   bool find_non_finite = false;     // look at this rank's own gradients before they are averaged
   bool raise_non_finite = false;    // ... and at the averages: see Note [Non-finite averages] in reducer_non_finite.cpp
-  bool decoupled = false;           // see Note [Decoupled reductions] in reducer_decoupled.cpp
   bool pack_whole_buckets = false;  // pack a bucket when it is complete, on the CPU too, as on other devices
   std::chrono::milliseconds timeout = transport::kTransportTimeout;
 };
@@ -94,16 +93,6 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   bool is_in_graph() const { return is_in_graph_; }
   bool has_rebuilt_buckets() const { return has_rebuilt_; }
   std::vector<c10d::GradBucket> zero_grad_buckets();
-
-  // --- decoupled reductions ---
-  // From now on backward ends before the averages are gathered, and calls `started` then; with an empty function it gathers them.
-  void defer_gathers(std::function<void()> started);
-  bool gathers_are_under_way() const { return gathers_left_ > 0; }
-  // Until the gradients of a bucket are final; of all buckets. Not collective. After an error the step is abandoned.
-  void wait_gather(int64_t index);
-  void finish_gathers();
-  // By bucket: this rank's part of the averages of the last synchronised backward, padding (zeros) included; real, 1-d.
-  std::vector<at::Tensor> gradient_shards() const;
 
   // --- measuring ---
   // Off: no bucket is launched before the last gradient is there, so that ready times are those of the computation alone,
@@ -178,11 +167,6 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
     int64_t param;
     at::Tensor saved;  // what to go back to if nobody used the parameter
   };
-  struct Shard {  // of a bucket, between the halves of its reduction
-    at::Tensor averages;
-    std::unique_ptr<transport::Work> gather;
-    bool under_way = false;
-  };
 
   bool dynamic_find_unused() const { return config_.find_unused_parameters && !static_graph_.enabled(); }
   bool keeps_apart() const { return config_.view_storage == bucket::ViewStorage::kOwn; }
@@ -218,16 +202,6 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void let_go_of_finished();
   void keep_average(int64_t param, at::Tensor& grad);
   void finish_averages();
-  // reducer_decoupled.cpp
-  void check_decoupled() const;
-  plan::BucketLimits limits() const;
-  Shard make_shard(const bucket::Bucket& bucket) const;
-  void start_reduce_scatter(int64_t index);
-  void start_gathers();
-  bool defers_gathers();
-  void finish_gather(int64_t index);
-  void finish_all_gathers();
-  void abandon_gathers();
   // reducer_non_finite.cpp
   void look_at(int64_t param, const at::Tensor& grad);
   void look_in_flight(int64_t param, const at::Tensor& grad);
@@ -256,7 +230,6 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   bool can_skip(const bucket::Bucket& bucket) const;
   void all_launched();
   void finalize();
-  void finish_rest();
   void finish_used_map();
   void wait_for_future(c10::ivalue::Future& future, const char* what);
   void wait_bucket(int64_t index);
@@ -270,7 +243,6 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   [[noreturn]] void fail(const TransportError& error, int64_t bucket);
   void apply_plan(plan::BucketPlan plan);
   bool switch_to(const plan::BucketPlan& mine);
-  void check_takes_hooks() const;
   void use_transport(std::shared_ptr<transport::Transport> transport);
   void agree_on_memory();
   void expect_gradients();
@@ -294,9 +266,6 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   std::vector<std::unique_ptr<bucket::Bucket>> buckets_;
   std::vector<Place> places_;
   std::vector<SparseGrad> sparse_;  // by bucket
-  std::vector<Shard> shards_;       // by bucket; none unless reductions are decoupled
-  int64_t gathers_left_ = 0;
-  std::function<void()> on_gathers_;
   int64_t num_layouts_ = 0;
   const bool owned_;         // buckets have owners
   bucket::LentMemory lent_;  // for those of other ranks

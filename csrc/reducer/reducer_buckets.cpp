@@ -8,8 +8,7 @@
 namespace torchddp::reducer {
 
 void Reducer::apply_plan(plan::BucketPlan plan) {
-  const auto limits = this->limits();
-  plan::check_plan(plan, specs_, limits.alignment_bytes, limits.multiple_numel);
+  plan::check_plan(plan, specs_, config_.limits.alignment_bytes);
   // Gradients that live in old buckets move along; the old memory goes bucket by bucket, as soon as its last gradient has moved. One
   // that the program holds stays: averages are copied back to it.
   std::vector<bool> is_view(params_.size(), false);
@@ -26,18 +25,13 @@ void Reducer::apply_plan(plan::BucketPlan plan) {
   needs_fresh_memory_ = true;  // until this is through: a transport that is broken throws in the middle
   places_.assign(params_.size(), Place{});
   buckets_.clear();
-  shards_.clear();
   lent_.clear();
   sparse_.assign(plan.buckets.size(), SparseGrad{});
   const c10::NoGradGuard no_grad;
   for (const auto& spec : plan.buckets) {
     const auto index = static_cast<int64_t>(buckets_.size());
-    buckets_.push_back(
-        std::make_unique<bucket::Bucket>(spec, params_, *transport_, !config_.decoupled, config_.view_storage));
+    buckets_.push_back(std::make_unique<bucket::Bucket>(spec, params_, *transport_, config_.view_storage));
     auto& bucket = *buckets_.back();
-    if (config_.decoupled) {
-      shards_.push_back(make_shard(bucket));
-    }
     for (int64_t i = 0; i < bucket.num_slots(); ++i) {
       const auto param = static_cast<size_t>(bucket.params()[static_cast<size_t>(i)]);
       auto* slot = bucket.is_sparse() ? nullptr : &bucket.slot(i);
@@ -63,7 +57,7 @@ void Reducer::apply_plan(plan::BucketPlan plan) {
 void Reducer::expect_gradients() {
   std::vector<int64_t> sizes;
   for (const auto& bucket : buckets_) {
-    if (views_ && !config_.decoupled && !bucket->is_sparse() && bucket->num_slots() == 1) {
+    if (views_ && !bucket->is_sparse() && bucket->num_slots() == 1) {
       sizes.push_back(bucket->bytes());
     }
   }
@@ -78,10 +72,9 @@ bool Reducer::rebuild_buckets() {
   if (!should_rebuild() || measured_order_.empty()) {
     return false;
   }
-  finish_gathers();
   // If that fails there is no second attempt: the next order is that of another step.
   const auto order = std::exchange(measured_order_, {});
-  switch_to(plan::make_bucket_plan(specs_, order, limits()));
+  switch_to(plan::make_bucket_plan(specs_, order, config_.limits));
   return true;  // also if the order makes the same buckets
 }
 
@@ -93,10 +86,8 @@ bool Reducer::adopt_plan(const std::optional<plan::BucketPlan>& wanted) {
   TDDP_CHECK(!is_in_graph_, "buckets on rank ", transport_->rank(),
              " can't change: a captured CUDA graph holds their addresses. Plan before the capture.");
   if (wanted) {
-    const auto limits = this->limits();
-    plan::check_plan(*wanted, specs_, limits.alignment_bytes, limits.multiple_numel);
+    plan::check_plan(*wanted, specs_, config_.limits.alignment_bytes);
   }
-  finish_gathers();
   const bool differs = switch_to(wanted.value_or(plan_));
   if (!differs) {
     agree_on_memory();  // for a rank that has joined with other buckets did
@@ -108,7 +99,7 @@ bool Reducer::switch_to(const plan::BucketPlan& mine) {
   plan::BucketPlan agreed;
   const WaitScope waits(*live_, "the other ranks, to agree on new buckets");
   try {
-    agreed = agree_on_plan(mine, specs_, limits(), *transport_, params_.front().device(), config_.timeout);
+    agreed = agree_on_plan(mine, specs_, config_.limits, *transport_, params_.front().device(), config_.timeout);
   } catch (const TransportError& error) {
     throw TransportError(
         live_->with_note(c10::str("rank ", transport_->rank(), ": agreeing on new buckets before step ", stats_.steps,
@@ -137,10 +128,6 @@ void Reducer::use_transport(std::shared_ptr<transport::Transport> transport) {
   const auto old = std::exchange(transport_, std::move(transport));
   if (used_map_ != nullptr) {
     used_map_->rebind(*transport_);
-  }
-  if (config_.decoupled) {  // another number of ranks, other sizes
-    const auto words = plan::encode_plan(plan_, static_cast<int64_t>(params_.size()));
-    plan_ = plan::decode_plan(words, specs_, config_.limits.alignment_bytes, transport_->size());
   }
   apply_plan(plan_);
 }

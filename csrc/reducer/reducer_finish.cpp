@@ -15,23 +15,19 @@ void Reducer::finalize() {
   transport_->end_backward();
   stats_.current.backward_compute_end_ns = wall_clock_ns();
   const c10::NoGradGuard no_grad;
-  if (config_.decoupled) {
-    start_gathers();
-    if (!defers_gathers()) {
-      finish_all_gathers();
-    }
-  } else {
-    for (int64_t i = 0; i < static_cast<int64_t>(buckets_.size()); ++i) {
-      if (buckets_[static_cast<size_t>(i)]->state == BucketState::kInFlight) {
-        wait_bucket(i);
-        hand_back(i);
-      }
+  for (int64_t i = 0; i < static_cast<int64_t>(buckets_.size()); ++i) {
+    if (buckets_[static_cast<size_t>(i)]->state == BucketState::kInFlight) {
+      wait_bucket(i);
+      hand_back(i);
     }
   }
   stats_.current.comm_end_ns = wall_clock_ns();
-  if (gathers_left_ == 0) {
-    finish_rest();
+  for (const auto& late : late_) {
+    finish_late(late);
   }
+  late_.clear();
+  finish_averages();
+  finish_used_map();
   if (futures_) {
     for (const auto index : c10::irange(futures_->size())) {
       c10::intrusive_ptr<c10::ivalue::Future> future = futures_->get(index);
@@ -59,9 +55,6 @@ void Reducer::finalize() {
   timeline_.record(EventKind::kBackwardEnd, stats_.steps);
   stats_.finish_step();
   live_->end_step();
-  if (gathers_left_ > 0) {
-    on_gathers_();
-  }
   if (non_finite_ != nullptr) {
     non_finite_->publish();
     raise_non_finite();
@@ -75,16 +68,6 @@ void Reducer::hand_back(int64_t index) {
   }
   look_at_average(index);
   finish_bucket(index);
-}
-
-// All averages are in their buckets.
-void Reducer::finish_rest() {
-  for (const auto& late : late_) {
-    finish_late(late);
-  }
-  late_.clear();
-  finish_averages();
-  finish_used_map();
 }
 
 const at::Tensor& Reducer::gradient_stats() const {

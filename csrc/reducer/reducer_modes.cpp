@@ -28,7 +28,6 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> sp
   TDDP_CHECK(params_.size() == specs_.size(), "got ", params_.size(), " parameters but ", specs_.size(),
              " descriptions of them");
   check_owners();
-  check_decoupled();
   const auto count = static_cast<int64_t>(params_.size());
   const auto device = params_.front().device();
   const bool on_one =
@@ -46,7 +45,7 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> sp
   if (config_.find_non_finite || config_.raise_non_finite) {
     non_finite_ = std::make_unique<NonFiniteLog>(count);
   }
-  apply_plan(plan::make_bucket_plan(specs_, plan::reverse_registration_order(count), limits()));
+  apply_plan(plan::make_bucket_plan(specs_, plan::reverse_registration_order(count), config_.limits));
   agree_on_memory();
   if (config_.find_unused_parameters) {
     used_map_ = std::make_unique<UsedMap>(count, params_.front().device(), *transport_);
@@ -94,19 +93,11 @@ void Reducer::set_static_graph() {
 }
 
 void Reducer::register_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
-  check_takes_hooks();
   comm_hook_.install(std::move(hook));
 }
 
 void Reducer::register_builtin_comm_hook(c10d::BuiltinCommHookType type) {
-  check_takes_hooks();
   comm_hook_.install_builtin(type, group_);
-}
-
-void Reducer::check_takes_hooks() const {
-  TDDP_CHECK(
-      !config_.decoupled,
-      "a DistributedDataParallel with decoupled=True takes no communication hook: hooks reduce a bucket as a whole");
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Reducer::run_comm_hook(c10d::GradBucket& bucket) {
@@ -150,7 +141,6 @@ void Reducer::set_forward_pass_work_handle(c10::intrusive_ptr<c10d::Work> work, 
 void Reducer::update_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                    std::shared_ptr<transport::Transport> transport) {
   group_ = std::move(group);
-  abandon_gathers();
   use_transport(std::move(transport));
   agree_on_memory();
 }
@@ -219,9 +209,6 @@ int64_t Reducer::bucket_memory_bytes() const {
   int64_t bytes = 0;
   for (const auto& bucket : buckets_) {
     bytes += bucket->has_memory() ? bucket->bytes() : 0;
-  }
-  for (const auto& shard : shards_) {
-    bytes += static_cast<int64_t>(shard.averages.nbytes());
   }
   return bytes + lent_.bytes();
 }

@@ -23,7 +23,7 @@ void Reducer::look_at(int64_t param, const at::Tensor& grad) {
 
 // Whether the reduction of a bucket can look for what is not finite.
 bool Reducer::sums_tell(const bucket::Bucket& bucket) const {
-  return !comm_hook_ && !owned_ && !config_.decoupled && !config_.wire_dtype &&
+  return !comm_hook_ && !owned_ && !config_.wire_dtype &&
          transport_->counts_non_finite(bucket.wire());
 }
 

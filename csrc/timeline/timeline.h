@@ -18,9 +18,7 @@ enum class EventKind : uint8_t {
   kLaunched,       // id: bucket; its reduction was handed to the transport
   kWaitBegin,      // id: bucket; backward has nothing left to do but wait for it
   kDone,           // id: bucket; reduced, as seen by the wait
-  kBackwardEnd,    // id: step; gradients are final, but for those whose gathers are deferred
-  kGatherWait,     // id: bucket; of a decoupled reduction: its gradients are needed from here on
-  kGatherDone,     // id: bucket; they are final
+  kBackwardEnd,    // id: step; gradients are final
 };
 
 struct Event {

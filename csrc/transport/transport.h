@@ -64,8 +64,6 @@ class Transport {
   virtual void reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) = 0;
   // output[numel * size()] = every rank's input[numel], in rank order.
   virtual void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) = 0;
-  // Whether an all_gather that every rank has started ends on all of them, also while some wait for something else.
-  virtual bool gathers_unattended() const { return true; }
   // In place: rank `root`'s values.
   virtual void broadcast(const at::Tensor& tensor, int root, Work& work) = 0;
   // Complete when every rank has started it.

@@ -292,33 +292,6 @@ TEST(large_gradients_get_a_bucket_each_and_leave_the_others_grouped) {
   CHECK_THROWS(Error, make_bucket_plan(params, Longs{0, 1, 2, 3, 4}, limits), "solo_bytes must be at least 0, got -1");
 }
 
-TEST(flat_memory_is_padded_to_a_multiple) {
-  auto params = four_params();
-  params.push_back(spec("e", 7));
-  params.back().sparse = true;
-  const Longs order = reverse_registration_order(5);
-  BucketLimits limits{{160}, 1};
-  const BucketPlan plain = make_bucket_plan(params, order, limits);
-  limits.multiple_numel = 3;
-  const BucketPlan padded = make_bucket_plan(params, order, limits);
-  CHECK_EQ(padded.buckets.size(), 4u);
-  // e is sparse; d has 40 elements, c and b together 50, a has 10.
-  const Longs sizes = {0, 42, 51, 12};
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    CHECK_EQ(padded.buckets.at(i).numel, sizes[i]);
-    CHECK(padded.buckets.at(i).slots == plain.buckets.at(i).slots);  // padding is at the end, and moves nothing
-  }
-  check_plan(padded, params, 1, 3);
-  CHECK_THROWS(Error, check_plan(plain, params, 1, 3), "bucket 1 has flat memory of 40 elements",
-               "allowed are multiples of 3");
-  CHECK(decode_plan(encode_plan(padded, 5), params, 1, 3) == padded);
-  CHECK(decode_plan(encode_plan(padded, 5), params, 1) == plain);
-  limits.multiple_numel = 0;
-  CHECK_THROWS(Error, make_bucket_plan(params, order, limits), "multiple_numel must be at least 1, got 0");
-  limits.multiple_numel = INT64_MAX;
-  CHECK_THROWS(Error, make_bucket_plan(params, order, limits), "parameter 'a' (index 0)", "multiple_numel");
-}
-
 struct Case {
   std::vector<ParamSpec> params;
   Longs order;
@@ -341,7 +314,6 @@ Case random_case(std::mt19937& random) {
   if (below(3) > 0) std::shuffle(result.order.begin(), result.order.end(), random);
   for (int64_t i = 0; i <= below(3); ++i) result.limits.caps_bytes.push_back(1 + below(4000));
   result.limits.alignment_bytes = int64_t{1} << below(9);
-  result.limits.multiple_numel = 1 + below(9);
   return result;
 }
 
@@ -376,7 +348,7 @@ TEST(random_plans_keep_every_promise) {
   for (int round = 0; round < 2000; ++round) {
     const Case c = random_case(random);
     const BucketPlan plan = make_bucket_plan(c.params, c.order, c.limits);
-    check_plan(plan, c.params, c.limits.alignment_bytes, c.limits.multiple_numel);
+    check_plan(plan, c.params, c.limits.alignment_bytes);
     check_grouping(plan, c);
     // Independent of check_plan: which bytes belong to whom.
     std::set<int64_t> placed;
@@ -388,12 +360,7 @@ TEST(random_plans_keep_every_promise) {
         CHECK_EQ(slot.offset * bucket.itemsize % c.limits.alignment_bytes, 0);
         end = slot.offset + slot.numel;
       }
-      if (bucket.sparse) {
-        CHECK_EQ(bucket.numel, 0);
-        continue;
-      }
-      CHECK_EQ(bucket.numel % c.limits.multiple_numel, 0);
-      CHECK(bucket.numel >= end && bucket.numel - end < c.limits.multiple_numel);
+      CHECK_EQ(bucket.numel, bucket.sparse ? 0 : end);
     }
     CHECK_EQ(placed.size(), c.params.size());
     CHECK(make_bucket_plan(c.params, c.order, c.limits) == plan);
@@ -408,7 +375,7 @@ TEST(random_plans_survive_the_broadcast) {
     const auto num_params = std::ssize(c.params);
     const Longs words = encode_plan(plan, num_params);
     CHECK_EQ(std::ssize(words), encoded_size(num_params));
-    CHECK(decode_plan(words, c.params, c.limits.alignment_bytes, c.limits.multiple_numel) == plan);
+    CHECK(decode_plan(words, c.params, c.limits.alignment_bytes) == plan);
   }
 }
 
@@ -429,8 +396,8 @@ TEST(randomly_corrupt_words_never_give_a_broken_plan) {
     }
     if (words == before) continue;
     try {
-      const BucketPlan plan = decode_plan(words, c.params, c.limits.alignment_bytes, c.limits.multiple_numel);
-      check_plan(plan, c.params, c.limits.alignment_bytes, c.limits.multiple_numel);
+      const BucketPlan plan = decode_plan(words, c.params, c.limits.alignment_bytes);
+      check_plan(plan, c.params, c.limits.alignment_bytes);
       CHECK(encode_plan(plan, std::ssize(c.params)) == words);
       ++num_accepted;
     } catch (const Error&) {

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import torchddp
 from tests.averaging import make_net, train
 from tests.harness import run_outcomes, run_ranks
 from torchddp.averaging import DiLoCo, HierarchicalAverager, PeriodicAverager, PostLocalSGD, SlowMo, StreamingDiLoCo
-from torchddp.optim import OSS, DeferredOptimizer
+from torchddp.optim import OSS
 
 
 def sgd(params):
@@ -82,8 +81,6 @@ def test_optimizers():
         net = make_net()
         inner = sgd(net.parameters())
         oss = OSS(weights(2, 3), torch.optim.SGD, lr=0.1)
-        decoupled = torchddp.DistributedDataParallel(make_net(), decoupled=True)
-        deferred = DeferredOptimizer(sgd(decoupled.parameters()), decoupled)
         no_lr = sgd(net.parameters())
         del no_lr.param_groups[0]["lr"]
         done = DiLoCo(net, inner, 2)
@@ -93,7 +90,6 @@ def test_optimizers():
             error_of(lambda: SlowMo(inner, 2, slow_lr=0.0)),
             error_of(lambda: SlowMo(inner, PeriodicAverager(net, 2), process_group=dist.group.WORLD)),
             error_of(lambda: SlowMo(oss, 2)),
-            error_of(lambda: SlowMo(deferred, 2)),
             error_of(lambda: SlowMo(no_lr, 2)),
             error_of(lambda: DiLoCo(net, inner, 0)),
             error_of(lambda: DiLoCo(net, inner, 2, outer_lr=0.0)),
@@ -113,7 +109,6 @@ def test_optimizers():
         ("ValueError", "slow_lr must be above 0, got 0.0"),
         ("ValueError", "leave out process_group"),
         ("ValueError", "SlowMo can't wrap OSS, whose steps are collective"),
-        ("ValueError", "SlowMo can't wrap a DeferredOptimizer"),
         ("ValueError", "SGD has a group without 'lr'"),
         ("ValueError", "sync_every must be at least 1 step, got 0"),
         ("ValueError", "outer_lr must be above 0, got 0.0"),

@@ -188,15 +188,10 @@ def test_updates_that_are_under_way_are_waited_for(transport):
         sharded_net = seeded(small_net)
         optimizer = torchddp.optim.OSS(sharded_net.parameters(), torch.optim.SGD, lr=0.1)
         sharded = torchddp.ShardedDataParallel(sharded_net, optimizer, transport=transport)
-        decoupled = torchddp.DistributedDataParallel(
-            seeded(small_net), decoupled=True, check_parameters_every=1, transport=transport
-        )
-        deferred = torchddp.optim.DeferredOptimizer(torch.optim.SGD(decoupled.parameters(), 0.1), decoupled)
         for step in range(4):
-            for model, optim in ((sharded, optimizer), (decoupled, deferred)):
-                sharded_loss(model(batch_of(rank, step))).backward()
-                optim.step()
-                optim.zero_grad()
+            sharded_loss(sharded(batch_of(rank, step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
             torchddp.check_parameters(sharded)
         flip(next(iter(sharded.module.parameters())), bit=rank)
         assert caught(lambda: torchddp.check_parameters(sharded)).ranks == (1,)

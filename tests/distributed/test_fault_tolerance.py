@@ -278,7 +278,6 @@ REFUSED = {
     "broadcast_buffers": True,
     "transport": "shm",
     "wire_dtype": torch.bfloat16,
-    "decoupled": True,
     "bucket_cap_mb": "auto",
     "skip_all_reduce_unused_params": True,
     "delay_all_reduce_named_params": [],

@@ -187,7 +187,6 @@ def test_whole_buckets_and_other_modes():
             (WholeBuckets, {}),
             (WholeBuckets, {"gradient_as_bucket_view": False}),
             (torchddp.DistributedDataParallel, {"static_graph": True}),
-            (torchddp.DistributedDataParallel, {"decoupled": True}),
         ):
             ddp = cls(seeded(Mlp), find_nonfinite=True, **options)
             if rank == 1:
@@ -384,8 +383,6 @@ def test_what_is_refused():
 
         with pytest.raises(ValueError, match='must be False, True or "raise"'):
             wrap(find_nonfinite="all")
-        with pytest.raises(ValueError, match="does not go with decoupled=True"):
-            wrap(find_nonfinite="raise", decoupled=True)
         with pytest.raises(RuntimeError, match="with find_nonfinite=True"):
             wrap().nonfinite()
         with pytest.raises(RuntimeError, match=r"can't be used with join\(\)"), wrap(find_nonfinite="raise").join():

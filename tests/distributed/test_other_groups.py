@@ -1,6 +1,5 @@
 """A model goes on over another process group: ranks leave, die or join, and gradients are those of a fresh wrapper."""
 
-import copy
 import os
 import re
 import signal
@@ -17,7 +16,6 @@ from tests.harness import run_outcomes, run_ranks
 from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded, step_on
 from torchddp import DistributedDataParallel
 from torchddp.errors import TransportError
-from torchddp.optim import DeferredOptimizer
 
 pytestmark = pytest.mark.beyond_torch("torch's reducer has no agreement between ranks that come from elsewhere")
 
@@ -27,7 +25,6 @@ MODES = {
     "find_unused": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},
     "auto": {"bucket_cap_mb": "auto"},
-    "decoupled": {"decoupled": True},
 }
 
 
@@ -113,17 +110,13 @@ def test_who_joins_takes_the_buckets_that_the_others_have_measured():
     run_ranks(work, 3)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"transport": "shm"}, {"transport": "c10d"}, {"transport": "shm", "decoupled": True}],
-    ids=["shm", "c10d", "decoupled"],
-)
-def test_ranks_die(options):
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_ranks_die(transport):
     """Four, three, two, one: those that are left raise, and go on in a group of theirs."""
 
     def work(rank):
         alive = [0, 1, 2, 3]
-        model = wrap(dist.group.WORLD, timeout=timedelta(seconds=2), **options)
+        model = wrap(dist.group.WORLD, timeout=timedelta(seconds=2), transport=transport)
         step_on(model, rank)
         while len(alive) > 1:
             dead = alive.pop(len(alive) // 2)
@@ -195,38 +188,6 @@ def test_unused_parameters_after_a_rank_has_joined():
                 each.zero_grad()
                 loss_of(each(batch(rank, step, 5, 4), ("left", "right")[(rank + step) % 2])).backward()
             assert_grads(grads_of(model), grads_of(reference), what=f"step {step}:")
-
-    run_ranks(work, 3)
-
-
-def test_deferred_updates_go_on_with_more_ranks():
-    """What waits for its gradients is applied before the group changes; then all ranks hold the same parameters."""
-
-    def work(rank):
-        start = among([0, 1]) if rank < 2 else alone(rank)
-        model = wrap(start, decoupled=True, transport="c10d")
-        optimizer = DeferredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
-        for step in range(3):
-            optimizer.zero_grad()
-            step_on(model, rank, step)
-            optimizer.step()
-        model._update_process_group(dist.group.WORLD)
-        model.sync_module_states(src=0)
-        reference = seeded(Mlp)
-        reference.load_state_dict(model.module.state_dict())
-        state = [optimizer.state_dict()]
-        dist.broadcast_object_list(state, src=0)
-        optimizer.load_state_dict(state[0])
-        reference = TorchDDP(reference)
-        plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-        plain.load_state_dict(copy.deepcopy(state[0]))
-        for step in range(3):
-            for each, by in ((model, optimizer), (reference, plain)):
-                by.zero_grad()
-                step_on(each, rank, step)
-                by.step()
-        for name, value in reference.module.state_dict().items():
-            torch.testing.assert_close(model.module.state_dict()[name], value, msg=name)
 
     run_ranks(work, 3)
 

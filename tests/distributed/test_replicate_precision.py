@@ -208,7 +208,7 @@ def test_copies_compute_in_full_precision():
 def test_what_does_not_go_together():
     def work(rank):
         policy = MixedPrecisionPolicy(param_dtype=BF16)
-        for options in ({"comm_hook": "fp16"}, {"decoupled": True}, {"wire_dtype": BF16}):
+        for options in ({"comm_hook": "fp16"}, {"wire_dtype": BF16}):
             model = net()
             with pytest.raises(ValueError, match=f"does not go with {next(iter(options))}="):
                 torchddp.replicate(model, mp_policy=policy, **options)

@@ -32,7 +32,6 @@ from tests.sharded import batch_of, small_net
 from tests.sharded import loss_of as sharded_loss_of
 from tests.sharded import make_pair as make_sharded_pair
 from tests.whole_buckets import WholeBuckets
-from torchddp.optim import DeferredOptimizer
 from torchddp.sync import accumulate
 
 EVERYTHING_IN_SMALL_BUCKETS = {"bucket_cap_mb": 1e-4}
@@ -58,7 +57,6 @@ def test_different_parameters_in_different_microbatches(world_size):
             check_usages(rank, torchddp.DDP, strategy, gradient_as_bucket_view=False)
             check_usages(rank, WholeBuckets, strategy, **EVERYTHING_IN_SMALL_BUCKETS)
         check_usages(rank, torchddp.DDP, FORCED, comm_hook=(None, allreduce_hook))
-        check_usages(rank, torchddp.DDP, FORCED, decoupled=True)
 
     run_ranks(work, world_size)
 
@@ -251,25 +249,6 @@ def test_sparse_gradients():
         for name, parameter in total.named_parameters():
             mine = model.module.get_parameter(name).grad.to_dense()
             torch.testing.assert_close(mine, parameter.grad.to_dense() / 2)
-
-    run_ranks(work, 2)
-
-
-def test_decoupled_with_an_optimizer_that_updates_later():
-    def work(rank):
-        trained = []
-        for decoupled in (True, False):
-            model = torchddp.DDP(seeded(Mlp), decoupled=decoupled, transport="c10d", sync=FORCED)
-            optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-            optimizer = DeferredOptimizer(optimizer, model) if decoupled else optimizer
-            for step in range(4):
-                for micro in accumulate(model, 2):
-                    step_on(model, rank, 2 * step + micro)
-                optimizer.step()
-                optimizer.zero_grad()
-            trained.append(model.state_dict())
-        for name, value in trained[0].items():
-            assert torch.equal(value, trained[1][name]), name
 
     run_ranks(work, 2)
 

@@ -67,7 +67,6 @@ def with_options(rank: int) -> None:
         {"check_parameters_every": 2, "gradient_stats": True, "find_nonfinite": True},
         {"transport": "shm", "wire_dtype": torch.bfloat16},
         {"transport": "c10d"},
-        {"decoupled": True},
     ):
         model = torchddp.DDP(net(), **options)
         train(model, rank, torch.optim.SGD(model.parameters(), 0.1))

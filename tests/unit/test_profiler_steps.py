@@ -44,15 +44,6 @@ def test_nothing_sent_is_all_hidden() -> None:
     assert (step.comm_ns, step.overlap_ratio) == (0, 1.0)
 
 
-def test_gathers_that_end_in_the_next_forward_belong_to_no_step() -> None:
-    gathers = [FakeEvent("gather_wait", 0, 21 * MS), FakeEvent("gather_done", 0, 22 * MS)]
-    within = [FakeEvent("gather_wait", 1, 31 * MS), FakeEvent("gather_done", 1, 32 * MS)]
-    events = [*step_events(1), *gathers, *within, *step_events(2, begin_ms=30)]
-    read = read_steps(events, lambda _: LAYOUT)
-    assert [step.index for step in read.complete] == [1, 2] and read.incomplete == 0
-    assert read.complete[1].duration_ns == 20 * MS
-
-
 def test_parameters_without_gradients() -> None:
     events = [e for e in step_events() if not (e.kind == "grad_ready" and e.id in (0, 2, 3))]
     (step,) = read_steps(events, lambda _: LAYOUT).complete

@@ -8,8 +8,6 @@ from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
-from torchddp.optim import DeferredOptimizer
-
 
 class OptimizerWrapper(Optimizer, abc.ABC):
     """Steps the inner optimizer, then does what the averaging method asks for after a step.
@@ -77,8 +75,6 @@ class OptimizerWrapper(Optimizer, abc.ABC):
 def _check(optimizer: Any, who: str) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{who} needs a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(optimizer, DeferredOptimizer):
-        raise ValueError(f"{who} can't wrap a DeferredOptimizer, whose updates come after its step. Wrap its .optim")
     if hasattr(optimizer, "process_group"):
         raise ValueError(
             f"{who} can't wrap {type(optimizer).__name__}, whose steps are collective: ranks step by themselves here"

@@ -67,7 +67,6 @@ def check_parameters(model: TorchDDP) -> None:
     engine: Any = model
     if not hasattr(getattr(model, "reducer", None), "_finished_steps"):
         raise TypeError(f"check_parameters() wants a torchddp.DistributedDataParallel, got {type(model).__name__}")
-    engine._updates.apply()
     ignored = engine.parameters_to_ignore
     named = [(name, local_of(p)) for name, p in engine.module.named_parameters() if name not in ignored]
     exchange = _Exchange(engine.reducer.transport, engine._wait_limit(), engine._reduced_params[0].device)

@@ -56,7 +56,7 @@ def replicate(
         **options: those of :class:`torchddp.DistributedDataParallel`: ``bucket_cap_mb``, ``find_unused_parameters``,
             ``static_graph``, ``gradient_as_bucket_view``, ``init_sync``, ``forward_sync_buffers``, ``transport``,
             ``wire_dtype``, ``timeout``, ``stall_report_s``, ``gradient_stats``, ``check_parameters_every``,
-            ``find_nonfinite``, ``decoupled``, ``comm_hook``, ``sync``, ...
+            ``find_nonfinite``, ``comm_hook``, ``sync``, ...
 
     Raises:
         TypeError: an unknown option (names it), or one that has another name here; no module.

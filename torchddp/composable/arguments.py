@@ -143,7 +143,7 @@ def _check_dtensors(parameters: Mapping[str, torch.nn.Parameter], mesh: DeviceMe
 
 def check_wire_dtype(wire_dtype: torch.dtype | None, options: Mapping[str, Any]) -> None:
     """``wire_dtype``: what a policy wants gradients to be cast to on their way; None: nothing."""
-    for name in ("comm_hook", "decoupled", "wire_dtype") if wire_dtype is not None else ():
+    for name in ("comm_hook", "wire_dtype") if wire_dtype is not None else ():
         if options.get(name):
             raise ValueError(
                 f"mp_policy reduces gradients in {wire_dtype} by a communication hook, which does not go with {name}=. "

@@ -19,7 +19,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "transport": (("auto", "c10d"), "the manager's process group moves the gradients"),
     "timeout": ((None,), "the manager's timeout holds: torchft.Manager(timeout=...)"),
     "wire_dtype": ((None,), "the manager's process group sends gradients as they are"),
-    "decoupled": ((False,), "the manager knows all-reduces only"),
     "mixed_precision": ((None,), "its communication hook averages over a fixed group; use torch.autocast"),
     "delay_all_reduce_named_params": ((None,), "it reduces over a fixed group"),
     "param_to_hook_all_reduce": ((None,), "it reduces over a fixed group"),

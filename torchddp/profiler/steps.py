@@ -156,12 +156,10 @@ def read_steps(events: Iterable[Event], layout_of: Callable[[int], Layout]) -> S
 
 
 def _split(events: Sequence[Event]) -> list[list[Event]]:
-    """One list a step: a forward begins one, the end of its backward ends it. Deferred gathers are in none."""
+    """One list a step: a forward begins one, the end of its backward ends it."""
     groups: list[list[Event]] = []
     ended = True
     for event in events:
-        if event.kind in ("gather_wait", "gather_done"):
-            continue
         if ended or event.kind == "forward_begin":
             groups.append([])
         groups[-1].append(event)

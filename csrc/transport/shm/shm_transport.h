@@ -60,7 +60,6 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   std::unique_ptr<Work> make_work() override;
   // Any other memory is copied in and out.
   bool reaches_any_memory() const override { return false; }
-  bool gathers_unattended() const override { return spans_; }  // between hosts the process group gathers
   bool reaches(const at::Tensor& tensor) const override;
   bool scales(at::ScalarType dtype) const override;
   bool narrows() const override { return true; }

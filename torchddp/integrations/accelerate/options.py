@@ -50,7 +50,6 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
     gradient_stats: bool = False
     check_parameters_every: int | None = None
     find_nonfinite: bool | str = False
-    decoupled: bool = False
     sync: DDPSyncStrategy | str | None = None
 
     def __new__(cls, *args: Any, **options: Any) -> TorchDDPKwargs:
