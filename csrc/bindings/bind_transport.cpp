@@ -23,25 +23,6 @@ void bind_interface(py::module_& m) {
            "Blocks until the result may be used; TransportError when a peer is gone or `timeout` has passed.")
       .def("abandon", &Work::abandon, NoGil(), "Forgets an operation that failed.");
 
-  py::class_<Replicated, std::shared_ptr<Replicated>>(
-      m, "Replicated", "Memory of values that one rank of a host makes and all see; see Transport.replicate.")
-      .def(
-          "seen",
-          [](const Replicated& self, int owner, int64_t offset, int64_t numel, const at::Tensor& like) {
-            return self.seen(owner, offset, numel, like.scalar_type());
-          },
-          py::arg("owner"), py::arg("offset"), py::arg("numel"), py::arg("like"),
-          "1-d, of the dtype of `like`, from byte `offset` of what `owner` makes. This rank may change it for itself.")
-      .def(
-          "masters",
-          [](const Replicated& self, int64_t offset, int64_t numel, const at::Tensor& like) {
-            return self.masters(offset, numel, like.scalar_type());
-          },
-          py::arg("offset"), py::arg("numel"), py::arg("like"),
-          "This rank's own part, to be written to while no other rank needs what is there.")
-      .def("publish", &Replicated::publish, NoGil(), "What this rank has changed of its own part, to the masters.")
-      .def("refresh", &Replicated::refresh, NoGil(), "This rank sees the masters again, whatever it has changed.");
-
   py::class_<Transport, std::shared_ptr<Transport>>(
       m, "Transport",
       "Collectives on flat memory; all methods but the properties, allocate, make_work and progress are collective.")
@@ -61,8 +42,6 @@ void bind_interface(py::module_& m) {
           },
           py::arg("numel"), py::arg("like"), NoGil(),
           "1-d memory with `numel` elements of the dtype and device of `like`.")
-      .def("replicate", &Transport::replicate, py::arg("bytes"), py::arg("wanted"), py::arg("timeout"), NoGil(),
-           "Collective: memory in which each rank makes so many bytes for all, or None on all ranks.")
       .def("make_work", [](Transport& transport) { return no_gil(std::shared_ptr<Work>(transport.make_work())); })
       .def("all_reduce", py::overload_cast<const at::Tensor&, Work&>(&Transport::all_reduce), py::arg("tensor"),
            py::arg("work"), NoGil())

@@ -60,17 +60,14 @@ void write_header(std::byte* base, int64_t bytes, int rank, int size) {
 
 }  // namespace
 
-Mapping::Mapping(int fd, int64_t bytes, Writes writes) : bytes_(bytes) {
-  const int flags = MAP_NORESERVE | (writes == Writes::kShared ? MAP_SHARED : MAP_PRIVATE);
-  auto* base = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, flags, fd, 0);
+Mapping::Mapping(int fd, int64_t bytes) : bytes_(bytes) {
+  auto* base = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (base == MAP_FAILED) {
     throw_unavailable("could not map " + std::to_string(bytes) + " bytes of shared memory");
   }
   base_ = static_cast<std::byte*>(base);
   madvise(base_, static_cast<size_t>(bytes), MADV_DONTDUMP);  // the peers' memory, and holes that a dump would fill
-  if (writes == Writes::kShared) {                            // a private page that is written to should be a small one
-    madvise(base_, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // where the machine allows it; no matter if it doesn't
-  }
+  madvise(base_, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // where the machine allows it; no matter if it doesn't
 }
 
 Mapping& Mapping::operator=(Mapping&& other) noexcept {
@@ -98,15 +95,6 @@ Segment::Segment(int rank, int size, int64_t limit_bytes) : forks_(forks()) {
   write_header(base(), bytes, rank, size);
   limit_bytes_ = limit_bytes > 0 ? limit_bytes : bytes;
   free_.emplace(kDataOffset, bytes - kDataOffset);
-}
-
-bool Segment::charge(int64_t bytes) {
-  const std::lock_guard lock(mutex_);
-  if (taken_bytes_ + bytes > limit_bytes_) {
-    return false;
-  }
-  taken_bytes_ += bytes;
-  return true;
 }
 
 void* Segment::allocate(int64_t bytes) {

@@ -15,9 +15,8 @@ namespace torchddp::shm {
 class Mapping {
  public:
   Mapping() = default;
-  enum class Writes { kShared, kPrivate };
   // Of the first `bytes` of the file, which may be closed after that. Throws Unavailable.
-  Mapping(int fd, int64_t bytes, Writes writes = Writes::kShared);
+  Mapping(int fd, int64_t bytes);
   Mapping(Mapping&& other) noexcept { *this = std::move(other); }
   Mapping& operator=(Mapping&& other) noexcept;
   ~Mapping();
@@ -50,9 +49,6 @@ class Segment {
   // Whether all of [memory, memory + bytes) is in what allocate() hands out.
   bool contains(const void* memory, int64_t bytes) const;
   int64_t offset_of(const void* memory) const { return static_cast<const std::byte*>(memory) - base(); }
-
-  // Counts shared memory outside of the segment (bytes < 0: not any more) towards the limit. False if that is reached.
-  bool charge(int64_t bytes);
 
  private:
   Fd fd_;

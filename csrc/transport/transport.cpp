@@ -40,19 +40,15 @@ int64_t bytes_of(const at::Tensor& tensor) {
                                                  : tensor.nbytes());
 }
 
-bool any_rank(Transport& transport, bool says, std::chrono::milliseconds timeout) {
-  auto count = at::full({1}, says ? 1 : 0, at::kInt);
-  auto work = transport.make_work();
-  transport.all_reduce(count, *work);
-  work->wait(timeout);
-  return count.item<int32_t>() != 0;
-}
-
 std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport, std::chrono::milliseconds timeout) {
   if (!transport->may_lose_memory()) {
     return transport;
   }
-  return any_rank(*transport, transport->lost_memory(), timeout) ? transport->fallback() : transport;
+  auto lost = at::full({1}, transport->lost_memory() ? 1 : 0, at::kInt);
+  auto work = transport->make_work();
+  transport->all_reduce(lost, *work);
+  work->wait(timeout);
+  return lost.item<int32_t>() == 0 ? transport : transport->fallback();
 }
 
 }  // namespace torchddp::transport

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "transport/interruption.h"
-#include "transport/replicated.h"
 #include "transport/traffic.h"
 #include "transport/work.h"
 
@@ -93,13 +92,6 @@ class Transport {
   virtual void begin_backward() {}
   virtual void end_backward() {}
 
-  // Collective: memory in which each rank makes so many bytes (by rank; equal lists on all) of values for all, or null on all ranks:
-  // where that is not the same memory for all of them, or if any rank does not want it.
-  virtual std::shared_ptr<Replicated> replicate(const std::vector<int64_t>& /*bytes*/, bool /*wanted*/,
-                                                std::chrono::milliseconds /*timeout*/) {
-    return nullptr;
-  }
-
   // Whether allocate() may have to give memory that collectives reach only by copying. All ranks must then agree to go on with
   // fallback(): see agree_on_memory.
   virtual bool may_lose_memory() const { return false; }
@@ -121,9 +113,6 @@ class Transport {
 
 // Of a sparse tensor: its indices and values.
 int64_t bytes_of(const at::Tensor& tensor);
-
-// Collective: whether any rank says so.
-bool any_rank(Transport& transport, bool says, std::chrono::milliseconds timeout);
 
 // Collective if the transport may lose memory, otherwise nothing. `transport`, or its fallback on all ranks if any rank has lost some.
 std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport, std::chrono::milliseconds timeout);

@@ -195,7 +195,6 @@ TEST(shm_segments_of_many_ranks_fit_in_the_address_space) {
 TEST(shm_segments_are_not_in_core_dumps) {
   Segment segment(0, 1, 0);
   const Mapping of_peer(segment.fd(), segment.bytes());
-  const Mapping view(segment.fd(), segment.bytes(), Mapping::Writes::kPrivate);
   segment.release(segment.allocate(10 * kPage));  // a hole
   std::ifstream maps("/proc/self/smaps");
   int num_seen = 0;
@@ -209,7 +208,7 @@ TEST(shm_segments_are_not_in_core_dumps) {
       is_ours = false;
     }
   }
-  CHECK(num_seen >= 3);
+  CHECK(num_seen >= 2);
 }
 
 TEST(shm_segment_allocates_while_signals_come) {

@@ -7,8 +7,6 @@ from typing import Protocol
 
 import torch
 
-from torchddp.optim.own_memory import OwnMemory
-
 
 class Delivery(Protocol):
     """How updated parameters get from their owners to all ranks, if not by OSS's own messages."""
@@ -16,14 +14,14 @@ class Delivery(Protocol):
     def check_new(self, params: list[torch.Tensor]) -> None:
         """ValueError for parameters that can't be delivered."""
 
-    def own_memory(self) -> Sequence[OwnMemory]:
-        """Where this rank's parameters lie, and are to be stepped: the same objects until they get other memory.
+    def own_memory(self) -> Sequence[torch.Tensor]:
+        """Flat tensors, the same ones until parameters get other memory, in which this rank's parameters lie.
 
         What is between the optimizer's parameters there is nobody's, and may be written to.
         """
 
     def before_step(self) -> None:
-        """Collective: this rank is about to change its parameters."""
+        """Parameters are about to be changed."""
 
     def after_step(self) -> None:
         """Collective: this rank has updated its own."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from torchddp import _C
-from torchddp.optim.own_memory import OwnMemory
 
 # State that torch's optimizers keep once for a whole parameter; all else they keep for each element.
 SCALARS = frozenset({"step", "mu_product"})
@@ -25,14 +24,14 @@ class FlatRun:
     are views of the flat state, and scalars of its own, which are kept equal to the flat one's.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], memory: OwnMemory, state: State) -> None:
+    def __init__(self, params: Sequence[torch.Tensor], memory: torch.Tensor, state: State) -> None:
         self.params = list(params)
         self.memory = memory
-        self._dtype = memory.seen.dtype
+        self._dtype = memory.dtype
         self._addresses = [param.data_ptr() for param in params]
-        begin = memory.offset_of(params[0])
-        self._offsets = [memory.offset_of(param) - begin for param in params]
-        self.flat = memory.stepped[begin : begin + self._offsets[-1] + self.params[-1].numel()]
+        self._offsets = [(address - self._addresses[0]) // memory.itemsize for address in self._addresses]
+        begin = (self._addresses[0] - memory.data_ptr()) // memory.itemsize
+        self.flat = memory[begin : begin + self._offsets[-1] + self.params[-1].numel()]
         self._grad = torch.zeros_like(self.flat)
         self._grads = self._views(self._grad)
         self._state: dict[str, torch.Tensor] = {}

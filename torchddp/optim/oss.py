@@ -119,11 +119,6 @@ class OSS(Optimizer):
         """Whether a ShardedDataParallel sends its parameters."""
         return self._delivery is not None
 
-    @property
-    def steps_substitutes(self) -> bool:
-        """Whether ``optim`` may step other tensors in the place of parameters."""
-        return self._flat_step.possible and not self._half
-
     def deliver_through(self, delivery: Delivery | None) -> None:
         """Called by the data parallel module that reduces gradients to their owners alone, and gathers parameters.
 

@@ -14,13 +14,10 @@ from torchddp.distributed import DistributedDataParallel
 from torchddp.optim import flat_step
 from torchddp.optim.agreement import message_device, verify_agreement
 from torchddp.optim.oss import OSS
-from torchddp.optim.own_memory import OwnMemory
 from torchddp.pending import PendingModules, is_compiling
 from torchddp.sharded import ownership
-from torchddp.sharded.flat_parameters import ChunkPlan, plan_chunks
+from torchddp.sharded.flat_parameters import plan_chunks
 from torchddp.sharded.parameter_gather import ParameterGather
-from torchddp.sharded.parameter_share import ParameterShare, place_chunks
-from torchddp.sharded.update import Update
 
 # Of a message with updated parameters: small enough that the first layers need not wait for the last ones.
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -35,9 +32,9 @@ class ShardedDataParallel(DistributedDataParallel):
 
     Buckets hold the gradients of one owner each and are reduced to it while backward goes on; the other ranks let go of
     theirs at once, so that after backward ``.grad`` is None but on the owner. ``optimizer.step()`` updates the owner's
-    parameters and sends them to all, from flat memory into flat memory (parameters become views of it) while the next
-    forward runs, each module waiting for its own (DeAR, Zhang et al. 2023). Over shared memory nothing is sent: owners
-    write where all ranks read. Results are those of DistributedDataParallel.
+    parameters and sends them to all, from flat memory into flat memory (parameters become views of it): while the next
+    forward runs, each module waiting for its own (DeAR, Zhang et al. 2023), or within the step over shared memory,
+    where this rank's own processor would do the copying anyhow. Results are those of DistributedDataParallel.
 
     Args:
         module: the model. Its parameters keep their identity, and get other memory.
@@ -54,9 +51,6 @@ class ShardedDataParallel(DistributedDataParallel):
             DistributedDataParallel.
         overlap_gather: False: the step ends when all ranks have the updated parameters. Otherwise they travel while the
             next forward runs, unless memory is shared.
-        share_parameters: over shared memory, ranks that don't change parameters but by the optimizer's step have one
-            copy of them together. False: each has its own, and copies what the others have updated. Programs that fork
-            and read the parameters in the child, while training goes on in the parent, need that.
 
     With ``overlap_gather`` a parameter is waited for when it is read through its module (or this class):
     ``module.weight``, ``parameters()``, ``state_dict()``, forward. A tensor kept from before is not: `synchronize`.
@@ -89,7 +83,6 @@ class ShardedDataParallel(DistributedDataParallel):
         static_graph: bool = False,
         device_ids: list[Any] | None = None,
         overlap_gather: bool = True,
-        share_parameters: bool = True,
     ) -> None:
         if isinstance(reduce_buffer_size, bool) or not isinstance(reduce_buffer_size, int) or reduce_buffer_size < 0:
             raise ValueError(f"reduce_buffer_size must be a number of elements, 0 or more, got {reduce_buffer_size!r}")
@@ -101,10 +94,9 @@ class ShardedDataParallel(DistributedDataParallel):
         self._buffer_numel = reduce_buffer_size
         self._auto_refresh = auto_refresh_trainable
         self._overlap_wanted = overlap_gather
-        self._share_parameters = share_parameters
         self._reduce_dtype = torch.float16 if reduce_fp16 else None
         self._open: _C.Transport | None = None
-        self._param_updates: list[Update] = []
+        self._gathers: list[ParameterGather] = []
         self._pending: list[PendingModules] = []
         self._sync_at_startup = sync_models_at_startup
         self._refreshing = False
@@ -145,8 +137,8 @@ class ShardedDataParallel(DistributedDataParallel):
         if self.reducer.transport is not self._open:  # some rank had no room in shared memory
             self._open = self.reducer.transport
             self._lay_out(self._open)
-        for update in self._param_updates:
-            update.tell(self.reducer)
+        for gather in self._gathers:
+            gather.tell(self.reducer)
         for pending in self._pending if self.overlap_gather else []:
             pending.install_hooks()
 
@@ -161,10 +153,10 @@ class ShardedDataParallel(DistributedDataParallel):
     def _lay_out(self, transport: _C.Transport) -> None:
         """Moves each optimizer's parameters to flat memory of their owner's."""
         frozen = {p for optimizer in self._optimizers for p in optimizer.param_to_rank if not p.requires_grad}
-        for update in self._param_updates:
-            for chunk in update.chunks:
+        for gather in self._gathers:
+            for chunk in gather.chunks:
                 chunk.let_go(frozen)
-        self._param_updates, self._pending = [], []
+        self._gathers, self._pending = [], []
         for optimizer in self._optimizers:
             owned = [(p, rank) for p, rank in optimizer.param_to_rank.items() if p.requires_grad]
             params = [p for p, _ in owned]
@@ -176,22 +168,9 @@ class ShardedDataParallel(DistributedDataParallel):
                 CHUNK_BYTES,
                 flat_step.SMALL_NUMEL,
             )
-            update = self._make_update(plans if transport.size > 1 else [], params, transport, optimizer)
-            self._param_updates.append(update)
-            self._pending.append(PendingModules(self.module, [chunk.params for chunk in update.chunks]))
-
-    def _make_update(
-        self, plans: list[ChunkPlan], params: list[torch.Tensor], transport: _C.Transport, optimizer: OSS
-    ) -> Update:
-        """Collective."""
-        timeout = self._wait_limit()
-        if plans:
-            _, num_bytes = place_chunks(plans, params, transport.size)
-            wanted = self._share_parameters and optimizer.steps_substitutes
-            replicated = transport.replicate(num_bytes, wanted, timeout)
-            if replicated is not None:
-                return ParameterShare(plans, params, replicated, transport, timeout)
-        return ParameterGather(plans, params, transport, timeout)
+            gather = ParameterGather(plans if transport.size > 1 else [], params, transport, self._wait_limit())
+            self._gathers.append(gather)
+            self._pending.append(PendingModules(self.module, [chunk.params for chunk in gather.chunks]))
 
     # --- parameters on their way ---
 
@@ -202,17 +181,17 @@ class ShardedDataParallel(DistributedDataParallel):
         return self._overlap_wanted and self.reducer.transport.reaches_any_memory
 
     def _send_updated(self, number: int) -> None:
-        update, pending = self._param_updates[number], self._pending[number]
-        update.start()
+        gather, pending = self._gathers[number], self._pending[number]
+        gather.start()
         if self.overlap_gather:
-            pending.hold(update.wait)
+            pending.hold(gather.wait)
         else:
-            update.finish()
+            gather.finish()
 
     def synchronize(self) -> None:
         """Until all updated parameters are there. Needed before reading a tensor that was not got from a module."""
-        for update, pending in zip(self._param_updates, self._pending, strict=True):
-            update.finish()
+        for gather, pending in zip(self._gathers, self._pending, strict=True):
+            gather.finish()
             pending.settle()
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -238,7 +217,7 @@ class ShardedDataParallel(DistributedDataParallel):
             for param in self._module_parameters:
                 param.grad = None
                 param.data = param.data.clone()
-            self._param_updates, self._pending = [], []
+            self._gathers, self._pending = [], []
         return self.module
 
     # --- frozen and thawed ---
@@ -369,15 +348,14 @@ class _Delivery:
                 f"{strangers} of {len(params)} new parameters are not those of the ShardedDataParallel's module"
             )
 
-    def own_memory(self) -> list[OwnMemory]:
-        return self._model._param_updates[self._number].own_memory
+    def own_memory(self) -> list[torch.Tensor]:
+        return self._model._gathers[self._number].own_memory
 
     def owners_changed(self) -> None:
         self._model._owners_changed()
 
     def before_step(self) -> None:
         self._model.synchronize()
-        self._model._param_updates[self._number].begin()
 
     def after_step(self) -> None:
         self._model._send_updated(self._number)

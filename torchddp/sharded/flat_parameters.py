@@ -12,7 +12,6 @@ from torchddp import _C
 
 # Views begin at multiples of this many bytes: what vectorised kernels like, and every dtype's alignment.
 ALIGNMENT_BYTES = 64
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,10 @@ class Chunk:
         self.owner = plan.owner
         self.params = [params[index] for index in plan.params]
         self.flat = flat
-        self._views = views_of(plan, params, flat)
+        self._views = [
+            _C.make_flat_view(flat, offset, _dense(param))
+            for param, offset in zip(self.params, plan.offsets, strict=True)
+        ]
         self._addresses = [view.data_ptr() for view in self._views]
 
     @torch.no_grad()
@@ -94,8 +96,7 @@ class Chunk:
                     f"is now {param.dtype}{list(param.shape)} on {param.device}: change it by the to() of the "
                     "ShardedDataParallel, or wrap again"
                 )
-            if not _same_bits(view, param.detach()):
-                view.copy_(param.detach())
+            view.copy_(param.detach())
             param.data = view
 
     @torch.no_grad()
@@ -104,21 +105,6 @@ class Chunk:
         for param, address in zip(self.params, self._addresses, strict=True):
             if param in params and param.data_ptr() == address:
                 param.data = param.detach().clone()
-
-
-def views_of(plan: ChunkPlan, params: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
-    """The places of the chunk's parameters in flat memory."""
-    return [
-        _C.make_flat_view(flat, offset, _dense(params[index]))
-        for index, offset in zip(plan.params, plan.offsets, strict=True)
-    ]
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether there is nothing to copy. In memory that is shared until it is written to, a copy is a page."""
-    if a.itemsize not in BITS:
-        return False
-    return torch.equal(a.view(BITS[a.itemsize]), b.view(BITS[b.itemsize]))
 
 
 def _dense(param: torch.Tensor) -> torch.Tensor:

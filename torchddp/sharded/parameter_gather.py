@@ -9,13 +9,12 @@ import torch
 
 from torchddp import _C
 from torchddp.errors import TransportError
-from torchddp.optim.own_memory import OwnMemory
+from torchddp.rank_problems import ADVICE_FOR_A_LOST_PEER
 from torchddp.sharded.flat_parameters import Chunk, ChunkPlan
-from torchddp.sharded.update import Update
 
 
-class ParameterGather(Update):
-    """One message for each chunk, from its owner's memory straight into that of the others.
+class ParameterGather:
+    """One message for each chunk of an optimizer's parameters, from its owner's memory straight into the others'.
 
     All messages are started at once, in the same order on all ranks; each is waited for when its parameters are needed.
     """
@@ -27,23 +26,27 @@ class ParameterGather(Update):
         transport: _C.Transport,
         timeout: datetime.timedelta,
     ) -> None:
-        chunks = [Chunk(plan, params, _flat_memory(plan, params, transport)) for plan in plans]
-        mine = [OwnMemory(chunk.flat, chunk.flat) for chunk in chunks if chunk.owner == transport.rank]
-        super().__init__(chunks, mine, transport, timeout)
+        self.chunks = [Chunk(plan, params, _flat_memory(plan, params, transport)) for plan in plans]
+        self.own_memory = [chunk.flat for chunk in self.chunks if chunk.owner == transport.rank]
+        self._transport = transport
+        self._timeout = timeout
+        self._reducer: _C.Reducer | None = None
+        self._received = [p for chunk in self.chunks if chunk.owner != transport.rank for p in chunk.params]
         self._take_in()
-        self._wires = [chunk.flat.view(torch.uint8) for chunk in chunks]  # as bytes: no backend has all dtypes
-        self._works = [transport.make_work() for _ in chunks]
+        self._wires = [chunk.flat.view(torch.uint8) for chunk in self.chunks]  # as bytes: no backend has all dtypes
+        self._works = [transport.make_work() for _ in self.chunks]
         self._under_way: set[int] = set()
 
-    def begin(self) -> None:
-        """This rank's own memory may be changed."""
-        self.finish()
+    def tell(self, reducer: _C.Reducer) -> None:
+        """From now on this reducer's reports say when this rank waits here."""
+        self._reducer = reducer
 
     def start(self) -> None:
         """Collective, not blocking."""
         self.finish()
         self._take_in()
-        self._mark_received()
+        # A graph that saved the old values must not be run backward: autograd then says so.
+        torch.autograd.graph.increment_version(self._received)
         for index, chunk in enumerate(self.chunks):
             try:
                 self._transport.broadcast(self._wires[index], chunk.owner, self._works[index])
@@ -57,7 +60,7 @@ class ParameterGather(Update):
             if index in self._under_way:
                 self._under_way.discard(index)
                 try:
-                    self._wait_for(self._works[index], "updated parameters of other ranks")
+                    self._wait_for(self._works[index])
                 except TransportError as error:
                     raise self._failure(index, error) from error
 
@@ -65,15 +68,29 @@ class ParameterGather(Update):
         """Until all of them may."""
         self.wait(range(len(self.chunks)))
 
-    def _failure(self, index: int, error: Exception) -> Exception:
+    def _take_in(self) -> None:
+        for chunk in self.chunks:
+            chunk.take_in()
+
+    def _wait_for(self, work: _C.Work) -> None:
+        if self._reducer is None:
+            work.wait(self._timeout)
+            return
+        number = self._reducer._begin_wait("updated parameters of other ranks")
+        try:
+            work.wait(self._timeout)
+        finally:
+            self._reducer._end_wait(number)
+
+    def _failure(self, index: int, error: Exception) -> TransportError:
         for work in self._works:
             work.abandon()
         self._under_way.clear()
         chunk = self.chunks[index]
-        return self._error(
-            f"message {index} of {len(self.chunks)} with updated parameters ({len(chunk.params)} of rank "
-            f"{chunk.owner}, {self._wires[index].numel()} bytes)",
-            error,
+        return TransportError(
+            f"rank {self._transport.rank}: message {index} of {len(self.chunks)} with updated parameters "
+            f"({len(chunk.params)} of rank {chunk.owner}, {self._wires[index].numel()} bytes) failed: {error}\n"
+            f"{ADVICE_FOR_A_LOST_PEER}"
         )
 
 

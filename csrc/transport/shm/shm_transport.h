@@ -82,9 +82,6 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   void begin_backward() override { pool_->set_active(true); }
   void end_backward() override { pool_->set_active(false); }
 
-  std::shared_ptr<Replicated> replicate(const std::vector<int64_t>& bytes, bool wanted,
-                                        std::chrono::milliseconds timeout) override;
-
   bool may_lose_memory() const override { return true; }
   bool lost_memory() const override { return lost_memory_; }
   std::shared_ptr<Transport> fallback() const override { return c10d_; }
@@ -114,7 +111,6 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   c10::intrusive_ptr<c10d::ProcessGroup> outer_group_;
   std::vector<int> places_, outer_ranks_;
   bool lost_memory_ = false;
-  int64_t exchanges_ = 0;                             // by replicate()
   std::array<std::string, shm::kNumOpKinds> titles_;  // by OpKind
   struct Abandoned {
     uint64_t seq;
