@@ -6,6 +6,14 @@
 
 namespace torchddp::transport {
 
+at::Tensor Transport::lend(int64_t bytes, at::Device device) {
+  return cache_.take(bytes, device, [&](int64_t rounded_up) { return allocate_scratch(rounded_up, device); });
+}
+
+at::Tensor Transport::allocate_scratch(int64_t bytes, at::Device device) {
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+}
+
 void Transport::check_flat(const char* operation, const at::Tensor& tensor) const {
   TDDP_CHECK(tensor.defined() && (tensor.is_sparse() || tensor.is_contiguous()), operation, " on rank ", rank(),
              " needs a contiguous tensor");

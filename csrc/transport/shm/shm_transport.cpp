@@ -255,6 +255,10 @@ at::Tensor ShmTransport::shared_bytes(int64_t bytes) {
       memory, {bytes}, [segment](void* block) { segment->release(block); }, at::TensorOptions().dtype(at::kByte));
 }
 
+at::Tensor ShmTransport::allocate_scratch(int64_t bytes, at::Device device) {
+  return device.is_cpu() ? shared_bytes(bytes) : Transport::allocate_scratch(bytes, device);
+}
+
 // Shared memory of the tensor's size; contents are unspecified.
 at::Tensor ShmTransport::stage(const at::Tensor& tensor, at::ScalarType dtype, at::Tensor& cache) {
   const auto bytes = tensor.numel() * static_cast<int64_t>(c10::elementSize(dtype));
