@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/errors.h"
+#include "common/forks.h"
 
 namespace torchddp::transport {
 namespace {
@@ -23,6 +24,7 @@ int64_t size_of(const at::Tensor& memory) { return static_cast<int64_t>(memory.n
 }  // namespace
 
 struct MemoryCache::Shelf {
+  const int made_in = forks();
   std::mutex mutex;
   std::vector<at::Tensor> free;  // oldest first
   int64_t bytes = 0;             // lent and free
@@ -91,7 +93,8 @@ at::Tensor MemoryCache::take(int64_t bytes, at::Device device, const Allocate& a
   return at::from_blob(
       data, {bytes_taken}, {1}, 0,
       [shelf = std::weak_ptr<Shelf>(shelf_), memory = std::move(memory)](void*) mutable {
-        if (const auto alive = shelf.lock()) {
+        // A forked child has copies of its parent's loans, and its lock as it was.
+        if (const auto alive = shelf.lock(); alive != nullptr && alive->made_in == forks()) {
           alive->give_back(std::move(memory));
         }
       },

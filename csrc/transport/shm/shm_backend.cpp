@@ -151,7 +151,7 @@ at::Tensor ShmBackend::bring(ShmPart& part, const Tensors& tensors, int64_t lead
     part.input = at::empty({std::max<int64_t>(bytes, 1)}, at::kByte);
   } else {
     try {
-      part.input = part.staging = operations_->pool().take(*transport, bytes);
+      part.input = part.staging = transport->lend(bytes, at::kCPU);
     } catch (const TransportError& error) {
       operations_->abort(error.what());  // or the others would wait until their time is up
       throw;

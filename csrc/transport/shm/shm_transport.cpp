@@ -86,6 +86,14 @@ class ShmWork final : public Work {
   int64_t non_finite() const override { return non_finite_ == nullptr ? 0 : non_finite_->inputs.load(); }
   bool sums_finite() const override { return non_finite_ != nullptr && non_finite_->sums_finite.load(); }
 
+  void* wire_memory(int64_t bytes) {
+    if (!wire.defined() || bytes_of(wire) < bytes) {
+      wire.reset();
+      wire = transport_->lend(bytes, at::kCPU);
+    }
+    return wire.mutable_data_ptr();
+  }
+
   void check_idle() const { TDDP_INTERNAL(!active_, "an operation on a Work whose last one was not waited for"); }
   Work& group_work() { return *group_work_; }
 
@@ -93,15 +101,14 @@ class ShmWork final : public Work {
   at::Tensor input, output;
   // Private memory that the result is copied to, and the shared memory that it is copied from.
   at::Tensor copy_back, staged;
-  // Shared memory for tensors that lie elsewhere; kept for the next operation.
-  at::Tensor staging, wire;
+  // Shared memory in which the input travels in 16 bits; kept for the next operation, as large as the last as a rule.
+  at::Tensor wire;
 
  private:
   void give_up() {
     if (active_) {
       transport_->abandoned_.push_back({seq_, {input, output, staged, wire}});
-      staging.reset();  // they may be in use
-      wire.reset();
+      wire.reset();  // it may be in use
       active_ = false;
     }
     forget();
@@ -259,16 +266,6 @@ at::Tensor ShmTransport::allocate_scratch(int64_t bytes, at::Device device) {
   return device.is_cpu() ? shared_bytes(bytes) : Transport::allocate_scratch(bytes, device);
 }
 
-// Shared memory of the tensor's size; contents are unspecified.
-at::Tensor ShmTransport::stage(const at::Tensor& tensor, at::ScalarType dtype, at::Tensor& cache) {
-  const auto bytes = tensor.numel() * static_cast<int64_t>(c10::elementSize(dtype));
-  if (!cache.defined() || static_cast<int64_t>(cache.nbytes()) < bytes) {
-    cache.reset();
-    cache = shared_bytes(bytes);
-  }
-  return cache.narrow(0, 0, bytes).view(dtype).view(tensor.sizes());
-}
-
 // `input` and `output` may be undefined where the operation has none on this rank.
 void ShmTransport::start(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output) {
   auto& mine = own(work);
@@ -280,7 +277,8 @@ void ShmTransport::start(Work& work, shm::Operation operation, const at::Tensor&
   operation.input = input.defined() ? input.const_data_ptr() : nullptr;
   operation.output = output.defined() ? output.mutable_data_ptr() : nullptr;
   if (input.defined() && !engine_->is_eager(operation) && !reaches(input)) {
-    mine.staged = stage(input, input.scalar_type(), mine.staging);
+    const auto bytes = bytes_of(input);
+    mine.staged = lend(bytes, at::kCPU).narrow(0, 0, bytes).view(input.scalar_type()).view(input.sizes());
     mine.staged.copy_(input);
     operation.input = mine.staged.const_data_ptr();
     if (operation.kind == shm::OpKind::kAllReduce || (operation.kind == shm::OpKind::kReduce && output.defined())) {
@@ -338,7 +336,7 @@ void ShmTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOpt
       .kind = shm::OpKind::kAllReduce, .type = *type, .numel = tensor.numel(), .scale = options.scale};
   if (options.wire && *type == kernels::SumType::kF32 && !engine_->is_eager(operation)) {
     operation.wire = *sum_type(*options.wire);
-    operation.wire_memory = stage(tensor, *options.wire, own(work).wire).mutable_data_ptr();
+    operation.wire_memory = own(work).wire_memory(tensor.numel() * kernels::item_size(operation.wire));
   }
   if (options.count_non_finite) {
     operation.non_finite = own(work).count_anew();

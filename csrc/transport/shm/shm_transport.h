@@ -101,7 +101,6 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   void broadcast_between_hosts(const at::Tensor& tensor, int root);
   void count_operation(const shm::Operation& operation);
   at::Tensor allocate_scratch(int64_t bytes, at::Device device) override;
-  at::Tensor stage(const at::Tensor& tensor, at::ScalarType dtype, at::Tensor& cache);
   void drop_finished();
 
   std::shared_ptr<Transport> c10d_;  // null without a process group

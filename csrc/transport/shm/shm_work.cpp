@@ -141,9 +141,7 @@ bool ShmC10dWork::try_finish(ShmTransport& transport, bool wait_for_others) {
 
 void ShmC10dWork::conclude(std::exception_ptr error, std::unique_lock<std::mutex> lock) {
   for (auto& part : parts_) {
-    if (part.staging.defined() && error == nullptr) {
-      operations_->pool().give_back(std::move(part.staging));
-    } else if (part.staging.defined()) {
+    if (error != nullptr) {
       operations_->keep(std::move(part.staging));
     }
   }
@@ -353,7 +351,6 @@ void ShmOperations::drain_and_drop() {
     lost.swap(lost_);
     last.swap(transport_);
   }
-  pool_.clear();
 }
 
 void ShmOperations::close() {

@@ -25,7 +25,6 @@
 #include <vector>
 
 #include "shm/engine.h"
-#include "transport/shm/staging_pool.h"
 
 namespace torchddp::transport {
 
@@ -36,7 +35,7 @@ class ShmTransport;
 struct ShmPart {
   shm::Operation operation;
   at::Tensor input, output;       // what keeps that memory
-  at::Tensor staging;             // goes back to the pool
+  at::Tensor staging;             // lent by the transport
   std::function<void()> deliver;  // to where the user wants the result; may be empty
 };
 
@@ -99,7 +98,6 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
   std::shared_ptr<ShmTransport> transport() const;
   // The same, or an error that says so.
   std::shared_ptr<ShmTransport> open_transport() const;
-  StagingPool& pool() { return pool_; }
   std::chrono::milliseconds timeout() const { return timeout_.load(); }
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
 
@@ -128,7 +126,6 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
   std::shared_ptr<ShmTransport> transport_;
   std::list<c10::intrusive_ptr<ShmC10dWork>> works_;
   std::vector<at::Tensor> lost_;  // staging that a peer may still write to, after a failure
-  StagingPool pool_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::thread watcher_;
   bool watching_ = false, dozing_ = false, stop_ = false;
