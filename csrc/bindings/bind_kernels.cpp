@@ -15,7 +15,7 @@ std::pair<double, int64_t> measure(const at::Tensor& tensor) {
   TDDP_CHECK(tensor.is_cpu() && tensor.is_contiguous(), "measure wants a contiguous CPU tensor, got sizes ",
              tensor.sizes(), " with strides ", tensor.strides(), " on ", tensor.device());
   const auto type = bucket::kernel_type(tensor.scalar_type());
-  TDDP_CHECK(!bucket::is_opaque(type.dtype), "measure wants floating point or complex elements, got ",
+  TDDP_CHECK(kernels::is_float(type.dtype), "measure wants floating point or complex elements, got ",
              tensor.scalar_type());
   const auto stats = kernels::measure(tensor.const_data_ptr(), type.dtype, tensor.numel() * type.words);
   return {stats.sum_squares, stats.non_finite};

@@ -40,7 +40,7 @@ void check_types(at::ScalarType flat, at::ScalarType outside, double scale, bool
   const auto outside_type = kernel_type(outside);
   TDDP_CHECK(flat_type.words == outside_type.words, "complex and real numbers can't be cast into each other, got ",
              outside, " tensors and ", flat, " flat memory");
-  if (!is_opaque(flat_type.dtype) && !is_opaque(outside_type.dtype)) return;
+  if (kernels::is_float(flat_type.dtype) && kernels::is_float(outside_type.dtype)) return;
   TDDP_CHECK(flat == outside && scale == 1.0 && !stats,
              "only floating point tensors can be scaled, cast or measured, got ", outside, " tensors, ", flat,
              " flat memory, scale ", scale, stats ? " and stats" : "");

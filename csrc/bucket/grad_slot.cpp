@@ -263,8 +263,8 @@ void GradSlot::pack(const at::Tensor& grad, double scale) {
   const auto source = overlaps(grad) ? grad.clone() : grad;
   const bool strided_cpu = on_cpu_ && source.device().is_cpu() && source.layout() == at::kStrided &&
                            source.key_set() == plain_keys_ && !source.is_complex() && !at::isComplexType(dtype_) &&
-                           !is_opaque(kernel_dtype_) && at::isFloatingType(source.scalar_type());
-  if (strided_cpu && !is_opaque(kernel_type(source.scalar_type()).dtype)) {
+                           kernels::is_float(kernel_dtype_) && at::isFloatingType(source.scalar_type());
+  if (strided_cpu && kernels::is_float(kernel_type(source.scalar_type()).dtype)) {
     kernels::scale_cast_strided(data_, kernel_dtype_, strides_, source.const_data_ptr(),
                                 kernel_type(source.scalar_type()).dtype, source.strides(), source.sizes(), scale);
     return;
@@ -286,7 +286,7 @@ void GradSlot::scale_in_place(double scale) {
   if (scale == 1.0) {
     return;
   }
-  if (on_cpu_ && !is_opaque(kernel_dtype_)) {
+  if (on_cpu_ && kernels::is_float(kernel_dtype_)) {
     pack_plain(data_, scale);
     return;
   }
@@ -329,7 +329,7 @@ std::optional<GradSlot::Piece> GradSlot::piece_of(const at::Tensor& grad) const 
     return std::nullopt;
   }
   const auto theirs = kernel_type(grad.scalar_type());
-  if (theirs.dtype != kernel_dtype_ && (is_opaque(theirs.dtype) || is_opaque(kernel_dtype_))) {
+  if (theirs.dtype != kernel_dtype_ && (!kernels::is_float(theirs.dtype) || !kernels::is_float(kernel_dtype_))) {
     return std::nullopt;
   }
   return Piece{grad.mutable_data_ptr(), offset_ * theirs.words, numel_ * theirs.words, theirs.dtype};

@@ -78,7 +78,7 @@ int64_t count_non_finite(const at::Tensor& tensor) {
   }
   auto values = plain_values(tensor);
   const auto dtype = kernel_type(values.scalar_type()).dtype;
-  if (!values.device().is_cpu() || is_opaque(dtype)) {  // opaque: a float type that the kernels don't know
+  if (!values.device().is_cpu() || !kernels::is_float(dtype)) {  // opaque: a float type that the kernels don't know
     return values.isfinite().logical_not().sum().item<int64_t>();
   }
   if (!values.is_non_overlapping_and_dense()) {

@@ -147,8 +147,7 @@ void Engine::fail_out_of_step(const Running& op, int rank, const Post& post) {
   theirs.operation.op =
       static_cast<kernels::ReduceOp>(std::min(post.op, static_cast<uint32_t>(kernels::ReduceOp::kMax)));
   theirs.operation.numel = std::clamp<int64_t>(post.numel, 0, INT64_MAX / 8);  // of any type: bytes() can't overflow
-  theirs.operation.type =
-      static_cast<kernels::SumType>(std::min(post.type, static_cast<uint32_t>(kernels::SumType::kI64)));
+  theirs.operation.type = static_cast<kernels::DType>(std::min(post.type, static_cast<uint32_t>(kernels::DType::kI64)));
   theirs.seq = op.seq;
   fail("the ranks are out of step: " + name(config_.rank) + " is in " + describe(op) + details(op.operation) + ", " +
            name(rank) + " in " + describe(theirs) + details(theirs.operation) +

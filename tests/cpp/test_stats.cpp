@@ -155,8 +155,8 @@ TEST(statistics_merge) {
 
 TEST(opaque_elements_have_no_statistics) {
   int64_t word = 1;
-  CHECK_THROWS(std::invalid_argument, measure(&word, DType::kBytes8, 1), "only floating point", "type 7");
-  CHECK_THROWS(std::invalid_argument, scale_cast_stats(&word, DType::kBytes4, &word, DType::kBytes4, 1, 1.0), "type 6");
+  CHECK_THROWS(std::invalid_argument, measure(&word, DType::kI64, 1), "only floating point", "type 8");
+  CHECK_THROWS(std::invalid_argument, scale_cast_stats(&word, DType::kI32, &word, DType::kI32, 1, 1.0), "type 7");
 }
 
 TEST(no_elements_have_empty_statistics) {

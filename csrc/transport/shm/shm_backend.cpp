@@ -87,7 +87,7 @@ std::byte* data_of(const at::Tensor& tensor) { return static_cast<std::byte*>(te
 
 shm::Operation moving(shm::OpKind kind, int64_t bytes, int root = 0) {
   return {.kind = kind,
-          .type = kernels::SumType::kU8,
+          .type = kernels::DType::kU8,
           .op = kernels::ReduceOp::kSum,
           .root = root,
           .numel = bytes,

@@ -13,7 +13,7 @@
 #include "transport/c10d/c10d_transport.h"
 #include "transport/c10d/group_work.h"
 #include "transport/shm/outer_link.h"
-#include "transport/shm/sum_types.h"
+#include "transport/sum_types.h"
 
 namespace torchddp::transport {
 
@@ -147,7 +147,7 @@ bool is_dense_cpu(const at::Tensor& tensor) {
 }
 
 shm::Operation as_bytes(shm::OpKind kind, const at::Tensor& tensor, int root) {
-  return {.kind = kind, .type = kernels::SumType::kU8, .root = root, .numel = static_cast<int64_t>(tensor.nbytes())};
+  return {.kind = kind, .type = kernels::DType::kU8, .root = root, .numel = static_cast<int64_t>(tensor.nbytes())};
 }
 
 void run_parallel(int threads, const std::function<void()>& body) {
@@ -334,7 +334,7 @@ void ShmTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOpt
   check_flat("all_reduce", tensor);
   shm::Operation operation{
       .kind = shm::OpKind::kAllReduce, .type = *type, .numel = tensor.numel(), .scale = options.scale};
-  if (options.wire && *type == kernels::SumType::kF32 && !engine_->is_eager(operation)) {
+  if (options.wire && *type == kernels::DType::kF32 && !engine_->is_eager(operation)) {
     operation.wire = *sum_type(*options.wire);
     operation.wire_memory = own(work).wire_memory(tensor.numel() * kernels::item_size(operation.wire));
   }
