@@ -1,47 +1,32 @@
 #include "bucket/grad_slot.h"
 
 #include <ATen/Functions.h>
-#include <ATen/Parallel.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <atomic>
 #include <cstring>
 
 #include "bucket/kernel_type.h"
+#include "bucket/parallel.h"
 #include "common/check.h"
 #include "kernels/non_finite.h"
 
 namespace torchddp::bucket {
 namespace {
 
-// Below this, waking a second thread costs more than the copy. Elements, not bytes: at::parallel_for counts those.
-constexpr int64_t kParallelGrain = 256 * 1024;
-
 void scale_cast_parallel(void* dst, const void* src, kernels::DType dtype, int64_t numel, double scale) {
-  if (numel < 2 * kParallelGrain || at::get_num_threads() == 1) {
-    kernels::scale_cast(dst, dtype, src, dtype, numel, scale);
-    return;
-  }
-  const auto itemsize = kernels::item_size(dtype);
-  at::parallel_for(0, numel, kParallelGrain, [&](int64_t begin, int64_t end) {
+  for_parts(numel, [&, itemsize = kernels::item_size(dtype)](int64_t begin, int64_t end) {
     kernels::scale_cast(static_cast<std::byte*>(dst) + begin * itemsize, dtype,
                         static_cast<const std::byte*>(src) + begin * itemsize, dtype, end - begin, scale);
   });
 }
 
 int64_t scale_cast_counting_parallel(void* dst, const void* src, kernels::DType dtype, int64_t numel, double scale) {
-  if (numel < 2 * kParallelGrain || at::get_num_threads() == 1) {
-    return kernels::scale_cast_counting(dst, dtype, src, dtype, numel, scale);
-  }
-  const auto itemsize = kernels::item_size(dtype);
-  std::atomic<int64_t> count{0};
-  at::parallel_for(0, numel, kParallelGrain, [&](int64_t begin, int64_t end) {
-    count +=
-        kernels::scale_cast_counting(static_cast<std::byte*>(dst) + begin * itemsize, dtype,
-                                     static_cast<const std::byte*>(src) + begin * itemsize, dtype, end - begin, scale);
+  return sum_of_parts(numel, [&, itemsize = kernels::item_size(dtype)](int64_t begin, int64_t end) {
+    return kernels::scale_cast_counting(static_cast<std::byte*>(dst) + begin * itemsize, dtype,
+                                        static_cast<const std::byte*>(src) + begin * itemsize, dtype, end - begin,
+                                        scale);
   });
-  return count;
 }
 
 // Whether more than `known` references exist. The one that the object's Python wrapper has does not count while nobody refers to the
