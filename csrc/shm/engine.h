@@ -37,6 +37,7 @@
 #include <vector>
 
 #include "common/errors.h"
+#include "common/round_up.h"
 #include "common/signals.h"
 #include "kernels/sum.h"
 #include "shm/layout.h"
@@ -87,7 +88,7 @@ struct Operation {
 
 // A block of kAllToAllSplits is a table of size + 1 offsets (int64), padded to this many bytes, then the data: bytes
 // [offsets[r], offsets[r + 1]) of it are for rank r.
-constexpr int64_t split_table_bytes(int size) { return (size + 1 + 1) / 2 * 16; }
+constexpr int64_t split_table_bytes(int size) { return round_up((size + 1) * 8, 16); }
 
 // The all-reduce between hosts of the shards that one rank of each owns. Operations finish in the order of their start.
 class OuterLink {

@@ -8,6 +8,7 @@
 
 #include "common/errors.h"
 #include "common/forks.h"
+#include "common/round_up.h"
 
 namespace torchddp::transport {
 namespace {
@@ -74,7 +75,7 @@ struct MemoryCache::Shelf {
 std::shared_ptr<MemoryCache::Shelf> MemoryCache::make_shelf() { return std::make_shared<Shelf>(); }
 
 at::Tensor MemoryCache::take(int64_t bytes, at::Device device, const Allocate& allocate) {
-  const auto wanted = std::max(kUnitBytes, (bytes + kUnitBytes - 1) / kUnitBytes * kUnitBytes);
+  const auto wanted = std::max(kUnitBytes, round_up(bytes, kUnitBytes));
   auto memory = shelf_->find(wanted, device);
   if (!memory.defined()) {
     try {
