@@ -48,7 +48,7 @@ void TensorBroadcast::reserve(std::span<const at::Tensor> tensors) {
   for (const auto& tensor : tensors) {
     bytes += padded_bytes(tensor);
   }
-  if (transport_->may_lose_memory() && bytes > 0) {
+  if (transport_->fallback() != nullptr && bytes > 0) {
     reserve(std::min(bytes, message_bytes_), tensors.front().device());
   }
 }

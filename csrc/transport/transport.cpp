@@ -57,10 +57,8 @@ bool any_rank(Transport& transport, bool says, std::chrono::milliseconds timeout
 }
 
 std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport, std::chrono::milliseconds timeout) {
-  if (!transport->may_lose_memory()) {
-    return transport;
-  }
-  return any_rank(*transport, transport->lost_memory(), timeout) ? transport->fallback() : transport;
+  auto fallback = transport->fallback();
+  return fallback != nullptr && any_rank(*transport, transport->lost_memory(), timeout) ? fallback : transport;
 }
 
 }  // namespace torchddp::transport

@@ -108,9 +108,8 @@ class Transport {
     return nullptr;
   }
 
-  // Whether allocate() may have to give memory that collectives reach only by copying. All ranks must then agree to go on with
-  // fallback(): see agree_on_memory.
-  virtual bool may_lose_memory() const { return false; }
+  // Whether allocate() has had to give memory that collectives reach only by copying. All ranks must then agree to go on with
+  // fallback(), see agree_on_memory; null where that can't happen.
   virtual bool lost_memory() const { return false; }
   virtual std::shared_ptr<Transport> fallback() const { return nullptr; }
 
@@ -136,7 +135,7 @@ int64_t bytes_of(const at::Tensor& tensor);
 // Collective: whether any rank says so.
 bool any_rank(Transport& transport, bool says, std::chrono::milliseconds timeout);
 
-// Collective if the transport may lose memory, otherwise nothing. `transport`, or its fallback on all ranks if any rank has lost some.
+// Collective if the transport has a fallback, otherwise nothing. `transport`, or its fallback on all ranks if any rank has lost some.
 std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport, std::chrono::milliseconds timeout);
 
 }  // namespace torchddp::transport

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "common/check.h"
 #include "transport/c10d/c10d_transport.h"
@@ -44,9 +45,9 @@ class ShmWork final : public Work {
     }
     wait_or_keep(transport_->outer_group_, [&] { engine_.wait(seq_, timeout); });
     active_ = false;
-    if (copy_back.defined()) {
+    if (memory.deliver) {
       const c10::NoGradGuard no_grad;
-      copy_back.copy_(staged);
+      memory.deliver();
     }
     forget();
   }
@@ -97,17 +98,14 @@ class ShmWork final : public Work {
   void check_idle() const { TDDP_INTERNAL(!active_, "an operation on a Work whose last one was not waited for"); }
   Work& group_work() { return *group_work_; }
 
-  // Memory of the operation under way.
-  at::Tensor input, output;
-  // Private memory that the result is copied to, and the shared memory that it is copied from.
-  at::Tensor copy_back, staged;
+  OperationMemory memory;  // of the operation under way
   // Shared memory in which the input travels in 16 bits; kept for the next operation, as large as the last as a rule.
   at::Tensor wire;
 
  private:
   void give_up() {
     if (active_) {
-      transport_->abandoned_.push_back({seq_, {input, output, staged, wire}});
+      transport_->keep({memory.input, memory.output, memory.staging, wire}, seq_);
       wire.reset();  // it may be in use
       active_ = false;
     }
@@ -119,10 +117,7 @@ class ShmWork final : public Work {
       record_->end();
       record_.reset();
     }
-    input.reset();
-    output.reset();
-    copy_back.reset();
-    staged.reset();
+    memory = {};
   }
 
   std::optional<at::RecordFunction> record_;
@@ -219,23 +214,38 @@ ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const S
 
 ShmTransport::~ShmTransport() = default;
 
-at::Tensor ShmTransport::allocate(int64_t numel, at::ScalarType dtype, at::Device device) {
-  const auto options = at::TensorOptions().dtype(dtype).device(device);
-  if (!device.is_cpu()) {
-    return at::empty({numel}, options);
-  }
-  const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
-  auto* memory = segment_->allocate(bytes);
+// Undefined, with errno set, if there is no room.
+at::Tensor ShmTransport::try_allocate(int64_t numel, at::ScalarType dtype) {
+  auto* memory = segment_->allocate(numel * static_cast<int64_t>(c10::elementSize(dtype)));
   if (memory == nullptr) {
+    return {};
+  }
+  auto segment = segment_;  // the mapping outlives the transport for as long as a gradient is in it
+  return at::from_blob(memory, {numel}, [segment](void* block) { segment->release(block); }, at::dtype(dtype));
+}
+
+at::Tensor ShmTransport::allocate(int64_t numel, at::ScalarType dtype, at::Device device) {
+  if (device.is_cpu()) {
+    if (auto memory = try_allocate(numel, dtype); memory.defined()) {
+      return memory;
+    }
     TORCH_WARN(
-        "rank ", rank_, ": no room for ", bytes, " bytes of shared memory (", std::strerror(errno),
+        "rank ", rank_, ": no room for ", numel * static_cast<int64_t>(c10::elementSize(dtype)),
+        " bytes of shared memory (", std::strerror(errno),
         "): the ranks go on through the process group. Shared memory counts towards the memory of the container ",
         "or cgroup; TORCHDDP_SHM_LIMIT_MB limits it too.");
     lost_memory_ = true;
-    return at::empty({numel}, options);
   }
-  auto segment = segment_;  // the mapping outlives the transport for as long as a gradient is in it
-  return at::from_blob(memory, {numel}, [segment](void* block) { segment->release(block); }, options);
+  return at::empty({numel}, at::dtype(dtype).device(device));
+}
+
+at::Tensor ShmTransport::shared_bytes(int64_t bytes) {
+  auto memory = try_allocate(bytes, at::kByte);
+  if (!memory.defined()) {
+    throw TransportError(
+        c10::str("rank ", rank_, ": no room for ", bytes, " bytes of shared memory: ", std::strerror(errno)));
+  }
+  return memory;
 }
 
 std::unique_ptr<Work> ShmTransport::make_work() {
@@ -251,17 +261,6 @@ bool ShmTransport::reaches(const at::Tensor& tensor) const {
   return segment_->contains(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
 }
 
-at::Tensor ShmTransport::shared_bytes(int64_t bytes) {
-  auto* memory = segment_->allocate(bytes);
-  if (memory == nullptr) {
-    throw TransportError(
-        c10::str("rank ", rank_, ": no room for ", bytes, " bytes of shared memory: ", std::strerror(errno)));
-  }
-  auto segment = segment_;
-  return at::from_blob(
-      memory, {bytes}, [segment](void* block) { segment->release(block); }, at::TensorOptions().dtype(at::kByte));
-}
-
 at::Tensor ShmTransport::allocate_scratch(int64_t bytes, at::Device device) {
   return device.is_cpu() ? shared_bytes(bytes) : Transport::allocate_scratch(bytes, device);
 }
@@ -272,18 +271,16 @@ void ShmTransport::start(Work& work, shm::Operation operation, const at::Tensor&
   mine.check_idle();
   drop_finished();
   const c10::NoGradGuard no_grad;
-  mine.input = input;
-  mine.output = output;
+  mine.memory.input = input;
+  mine.memory.output = output;
   operation.input = input.defined() ? input.const_data_ptr() : nullptr;
   operation.output = output.defined() ? output.mutable_data_ptr() : nullptr;
   if (input.defined() && !engine_->is_eager(operation) && !reaches(input)) {
-    const auto bytes = bytes_of(input);
-    mine.staged = lend(bytes, at::kCPU).narrow(0, 0, bytes).view(input.scalar_type()).view(input.sizes());
-    mine.staged.copy_(input);
-    operation.input = mine.staged.const_data_ptr();
+    mine.memory.stage(*this, input);
+    operation.input = data_of(mine.memory.staging);
     if (operation.kind == shm::OpKind::kAllReduce || (operation.kind == shm::OpKind::kReduce && output.defined())) {
-      operation.output = mine.staged.mutable_data_ptr();
-      mine.copy_back = output;
+      operation.output = data_of(mine.memory.staging);
+      mine.memory.deliver_to({output}, mine.memory.staging);
     }
   }
   mine.record(titles_[static_cast<size_t>(operation.kind)], input.defined() ? input : output);
@@ -321,8 +318,18 @@ Traffic ShmTransport::traffic() const {
   return total;
 }
 
+void ShmTransport::keep(std::vector<at::Tensor> memory, std::optional<uint64_t> until) {
+  const std::lock_guard lock(kept_mutex_);
+  kept_.push_back({std::move(memory), until});
+}
+
 void ShmTransport::drop_finished() {
-  std::erase_if(abandoned_, [&](const Abandoned& operation) { return engine_->poll(operation.seq); });
+  std::vector<Kept> finished;  // let go of without the lock
+  const std::lock_guard lock(kept_mutex_);
+  const auto first = std::partition(kept_.begin(), kept_.end(),
+                                    [&](const Kept& kept) { return !kept.until || !engine_->poll(*kept.until); });
+  finished.assign(std::make_move_iterator(first), std::make_move_iterator(kept_.end()));
+  kept_.erase(first, kept_.end());
 }
 
 void ShmTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) {
