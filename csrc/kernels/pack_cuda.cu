@@ -159,6 +159,4 @@ int unpack_on_device(const void* flat, DType flat_type, const DevicePiece* piece
   return device::run(job, stats, scratch, stream);
 }
 
-const char* device_error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
-
 }  // namespace torchddp::kernels
