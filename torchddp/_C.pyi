@@ -100,20 +100,6 @@ def decode_plan(words: Sequence[int], params: Sequence[ParamSpec], alignment_byt
 def cpu_capability() -> str: ...
 def measure(tensor: torch.Tensor) -> tuple[float, int]: ...
 def hash_tensors(tensors: Sequence[torch.Tensor], by_operators: bool = False) -> list[int]: ...
-def pack_on_device(
-    flat: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    offsets: Sequence[int],
-    scale: float = 1.0,
-    stats: torch.Tensor | None = None,
-) -> None: ...
-def unpack_on_device(
-    flat: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    offsets: Sequence[int],
-    scale: float = 1.0,
-    stats: torch.Tensor | None = None,
-) -> None: ...
 def compressed_bytes(format: str, numel: int) -> int: ...
 def compress(
     format: str,

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.gpu.cases import MODELS_CASE, PACK_CASE, PARTS
-from benchmarks.gpu.plot import save_bandwidth
+from benchmarks.gpu.cases import MODELS_CASE
 from benchmarks.gpu.run import Settings, run
 from torchddp.bench.arguments import check_numbers, parse_caps
 from torchddp.bench.command import check_output, make_console, run_app, write_document
@@ -20,17 +19,17 @@ DEFAULT_SECONDS, QUICK_SECONDS = 120.0, 4.0
 DEFAULT_CAPS, QUICK_CAPS = "1,25,100", "25"
 SEQUENCE_LIMITS = (16, 8192)
 
-HELP = """Time DistributedDataParallel on a GPU against torch's class, and packing against a plain copy.
+HELP = """Time DistributedDataParallel on a GPU against torch's class.
 
 All variants step in turn in one process group, from an idle device: quote the ratios of one run, with their spread.
 
 \b
 Examples:
   python -m benchmarks.gpu
-      three models and packing, about two and a half minutes, one rank over NCCL
-  python -m benchmarks.gpu --model gpt2 --part models --seconds 60
+      three models, about two and a half minutes, one rank over NCCL
+  python -m benchmarks.gpu --model gpt2 --seconds 60
       one table
-  python -m benchmarks.gpu --world-size 2 --backend gloo --part models
+  python -m benchmarks.gpu --world-size 2 --backend gloo
       two ranks that share the GPU: kernel counts, not speed
   python -m benchmarks.gpu --json result.json --out benchmarks/results
       keep the numbers, and plots
@@ -55,7 +54,6 @@ def benchmark(
     model: Annotated[
         list[str] | None, typer.Option(help=f"One of {', '.join(MODELS_CASE.models)}; repeatable. [default: all]")
     ] = None,
-    part: Annotated[list[str] | None, typer.Option(help="models or pack; repeatable. [default: both]")] = None,
     seconds: Annotated[
         float | None, typer.Option(help="Budget of the whole run after start-up. [default: 120, with --quick 4]")
     ] = None,
@@ -83,7 +81,6 @@ def benchmark(
     check_output(out, "--out", folder=True)
     settings = Settings(
         models=choose("model", model or (), MODELS_CASE.models),
-        parts=choose("part", part or (), PARTS),
         seconds=seconds if seconds is not None else (QUICK_SECONDS if quick else DEFAULT_SECONDS),
         world_size=world_size,
         backend=backend,
@@ -94,7 +91,7 @@ def benchmark(
         seed=seed,
     )
     console = make_console()
-    write_document(run(settings, context.obj["command"], console), json_path, out, console, {PACK_CASE: save_bandwidth})
+    write_document(run(settings, context.obj["command"], console), json_path, out, console)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.gpu.cases import MODELS_CASE, PACK_CASE
+from benchmarks.gpu.cases import MODELS_CASE
 from torchddp.bench.report import goal_text, origin, our_row, size_text
 from torchddp.bench.tables import number, plain_table, ratio_text
 
@@ -30,35 +30,7 @@ def model_table(result: dict[str, Any]) -> Table:
     return table
 
 
-def pack_table(results: Sequence[dict[str, Any]]) -> Table:
-    """Bandwidth of each way to move a bucket, by size."""
-    table = plain_table("gpu_pack · bytes read and written a second", "bucket")
-    table.add_column("implementation", overflow="fold")
-    for heading in ("time\nus", "GB/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column(Text("of the copy's\np50 [p25..p75]"), justify="right", no_wrap=True)
-    for result in results:
-        for index, row in enumerate(result["implementations"]):
-            size = f"{result['bytes'] / 1e6:.0f} MB, {result['tensors']} tensors" if index == 0 else ""
-            ratio = Text("1 (the copy)", style="dim") if index == 0 else ratio_text(row["ratio_to_copy"], "")
-            ratio.style = ""  # here more is better
-            cells = (size, row["name"], number(row["time_us"]["median"]), number(row["gb_per_s"]["median"]), ratio)
-            table.add_row(*cells, style="bold" if row["name"].startswith("torchddp") else "")
-    return table
-
-
-def pack_goal_text(result: dict[str, Any], row: dict[str, Any]) -> Text:
-    """Whether the goal is met, missed, or within the noise (the 95% interval of the median holds it)."""
-    goal, ratio = result["goal_ratio"], row["ratio_to_copy"]
-    low, high = ratio["ci95_low"], ratio["ci95_high"]
-    if low is not None and low >= goal:
-        return Text(f"{goal:g} met", style="green")
-    if high is not None and high < goal:
-        return Text(f"{goal:g} missed", style="red")
-    return Text(f"{goal:g} unclear", style="yellow")
-
-
-def summary_table(models: Sequence[dict[str, Any]], packs: Sequence[dict[str, Any]]) -> Table:
+def summary_table(models: Sequence[dict[str, Any]]) -> Table:
     """Each goal in one line, met or missed. For numbers of a GPU only."""
     table = plain_table("Goals", "what")
     table.add_column("transport", no_wrap=True)
@@ -68,13 +40,6 @@ def summary_table(models: Sequence[dict[str, Any]], packs: Sequence[dict[str, An
         ours = our_row(result)
         what = f"cost / torch's best, {result['model']}"
         table.add_row(what, ours["transport"] or "?", ratio_text(ours["ratio_to_best_torch"]), goal_text(result))
-    for result in packs:
-        for row in result["implementations"]:
-            if row["name"].startswith("torchddp"):
-                ratio = ratio_text(row["ratio_to_copy"])
-                ratio.style = ""
-                what = f"{row['name'].removeprefix('torchddp ')} / copy, {result['bytes'] / 1e6:.0f} MB"
-                table.add_row(what, "", ratio, pack_goal_text(result, row))
     return table
 
 
@@ -111,11 +76,10 @@ def footnotes(document: dict[str, Any]) -> Iterable[Text]:
 def render(document: dict[str, Any]) -> RenderableType:
     """The whole report; the goals last."""
     models = [result for result in document["results"] if result["case"] == MODELS_CASE.name]
-    packs = [result for result in document["results"] if result["case"] == PACK_CASE]
     parts: list[RenderableType] = []
-    for table in [*map(model_table, models), *([pack_table(packs)] if packs else [])]:
+    for table in map(model_table, models):
         parts += [table, ""]
     parts += footnotes(document)
     if document["machine"].get("gpu") is not None:
-        parts += ["", summary_table(models, packs)]
+        parts += ["", summary_table(models)]
     return Group(*parts)

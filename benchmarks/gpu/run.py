@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.gpu.cases import MODELS_CASE, PACK_BYTES, QUICK_PACK_BYTES, GpuJob
+from benchmarks.gpu.cases import MODELS_CASE, GpuJob
 from benchmarks.gpu.report import render
-from benchmarks.gpu.results import model_result, pack_result
+from benchmarks.gpu.results import model_result
 from benchmarks.gpu.variants import make_field
 from benchmarks.gpu.worker import run_gpu_rank
 from torchddp.bench.launch import launch
@@ -27,7 +27,6 @@ class Settings:
     """What the command line asked for, checked."""
 
     models: tuple[str, ...]
-    parts: tuple[str, ...]
     seconds: float
     world_size: int
     backend: str
@@ -52,9 +51,8 @@ def check_device(device: str, backend: str) -> None:
 
 
 def seconds_each(settings: Settings) -> float:
-    """The share of each model, and of packing, in the time for timed rounds."""
-    shares = (len(settings.models) if "models" in settings.parts else 0) + ("pack" in settings.parts)
-    return TIMED_SHARE * settings.seconds / shares
+    """The share of each model in the time for timed rounds."""
+    return TIMED_SHARE * settings.seconds / len(settings.models)
 
 
 def make_job(settings: Settings) -> GpuJob:
@@ -66,19 +64,16 @@ def make_job(settings: Settings) -> GpuJob:
         world_size=settings.world_size,
         seconds=seconds_each(settings),
         seed=settings.seed,
-        # One rank packs while the others wait for it.
         collective_timeout_s=60.0 + 2 * settings.seconds,
         backend=settings.backend,
         device=settings.device,
-        parts=settings.parts,
         quick=settings.quick,
         sequence=QUICK_SEQUENCE if settings.quick else settings.sequence,
-        pack_bytes=QUICK_PACK_BYTES if settings.quick else PACK_BYTES,
     )
 
 
 def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
-    """Time the models and packing, print the report, return the document."""
+    """Time the models, print the report, return the document."""
     check_device(settings.device, settings.backend)
     load_class(TORCHDDP)
     job = make_job(settings)
@@ -90,9 +85,7 @@ def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
     for raw in raws:
         if raw["kind"] == "gpu":
             document["machine"]["gpu"] = raw["gpu"]
-        elif raw["kind"] == "model":
-            document["results"].append(model_result(job.variants, raw, job.world_size))
         else:
-            document["results"].append(pack_result(raw))
+            document["results"].append(model_result(job.variants, raw, job.world_size))
     console.print(render(document))
     return document

@@ -27,9 +27,7 @@ class DevicePieces {
   static void measure(const at::Tensor& flat, const at::Tensor& stats);
 
  private:
-  static constexpr size_t kNumDTypes = static_cast<size_t>(kernels::DType::kBytes8) + 1;
-
-  std::array<std::vector<kernels::DevicePiece>, kNumDTypes> pieces_;  // by the gradients' dtype
+  std::array<std::vector<kernels::DevicePiece>, kernels::kNumDTypes> pieces_;  // by the gradients' dtype
   void* flat_ = nullptr;
   kernels::DType flat_dtype_ = kernels::DType::kF32;
   c10::DeviceIndex device_ = -1;

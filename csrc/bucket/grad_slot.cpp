@@ -1,47 +1,32 @@
 #include "bucket/grad_slot.h"
 
 #include <ATen/Functions.h>
-#include <ATen/Parallel.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <atomic>
 #include <cstring>
 
 #include "bucket/kernel_type.h"
+#include "bucket/parallel.h"
 #include "common/check.h"
 #include "kernels/non_finite.h"
 
 namespace torchddp::bucket {
 namespace {
 
-// Below this, waking a second thread costs more than the copy. Elements, not bytes: at::parallel_for counts those.
-constexpr int64_t kParallelGrain = 256 * 1024;
-
 void scale_cast_parallel(void* dst, const void* src, kernels::DType dtype, int64_t numel, double scale) {
-  if (numel < 2 * kParallelGrain || at::get_num_threads() == 1) {
-    kernels::scale_cast(dst, dtype, src, dtype, numel, scale);
-    return;
-  }
-  const auto itemsize = kernels::item_size(dtype);
-  at::parallel_for(0, numel, kParallelGrain, [&](int64_t begin, int64_t end) {
+  for_parts(numel, [&, itemsize = kernels::item_size(dtype)](int64_t begin, int64_t end) {
     kernels::scale_cast(static_cast<std::byte*>(dst) + begin * itemsize, dtype,
                         static_cast<const std::byte*>(src) + begin * itemsize, dtype, end - begin, scale);
   });
 }
 
 int64_t scale_cast_counting_parallel(void* dst, const void* src, kernels::DType dtype, int64_t numel, double scale) {
-  if (numel < 2 * kParallelGrain || at::get_num_threads() == 1) {
-    return kernels::scale_cast_counting(dst, dtype, src, dtype, numel, scale);
-  }
-  const auto itemsize = kernels::item_size(dtype);
-  std::atomic<int64_t> count{0};
-  at::parallel_for(0, numel, kParallelGrain, [&](int64_t begin, int64_t end) {
-    count +=
-        kernels::scale_cast_counting(static_cast<std::byte*>(dst) + begin * itemsize, dtype,
-                                     static_cast<const std::byte*>(src) + begin * itemsize, dtype, end - begin, scale);
+  return sum_of_parts(numel, [&, itemsize = kernels::item_size(dtype)](int64_t begin, int64_t end) {
+    return kernels::scale_cast_counting(static_cast<std::byte*>(dst) + begin * itemsize, dtype,
+                                        static_cast<const std::byte*>(src) + begin * itemsize, dtype, end - begin,
+                                        scale);
   });
-  return count;
 }
 
 // Whether more than `known` references exist. The one that the object's Python wrapper has does not count while nobody refers to the
@@ -263,8 +248,8 @@ void GradSlot::pack(const at::Tensor& grad, double scale) {
   const auto source = overlaps(grad) ? grad.clone() : grad;
   const bool strided_cpu = on_cpu_ && source.device().is_cpu() && source.layout() == at::kStrided &&
                            source.key_set() == plain_keys_ && !source.is_complex() && !at::isComplexType(dtype_) &&
-                           !is_opaque(kernel_dtype_) && at::isFloatingType(source.scalar_type());
-  if (strided_cpu && !is_opaque(kernel_type(source.scalar_type()).dtype)) {
+                           kernels::is_float(kernel_dtype_) && at::isFloatingType(source.scalar_type());
+  if (strided_cpu && kernels::is_float(kernel_type(source.scalar_type()).dtype)) {
     kernels::scale_cast_strided(data_, kernel_dtype_, strides_, source.const_data_ptr(),
                                 kernel_type(source.scalar_type()).dtype, source.strides(), source.sizes(), scale);
     return;
@@ -286,7 +271,7 @@ void GradSlot::scale_in_place(double scale) {
   if (scale == 1.0) {
     return;
   }
-  if (on_cpu_ && !is_opaque(kernel_dtype_)) {
+  if (on_cpu_ && kernels::is_float(kernel_dtype_)) {
     pack_plain(data_, scale);
     return;
   }
@@ -329,7 +314,7 @@ std::optional<GradSlot::Piece> GradSlot::piece_of(const at::Tensor& grad) const 
     return std::nullopt;
   }
   const auto theirs = kernel_type(grad.scalar_type());
-  if (theirs.dtype != kernel_dtype_ && (is_opaque(theirs.dtype) || is_opaque(kernel_dtype_))) {
+  if (theirs.dtype != kernel_dtype_ && (!kernels::is_float(theirs.dtype) || !kernels::is_float(kernel_dtype_))) {
     return std::nullopt;
   }
   return Piece{grad.mutable_data_ptr(), offset_ * theirs.words, numel_ * theirs.words, theirs.dtype};

@@ -4,6 +4,7 @@
 #include <c10/core/ScalarType.h>
 
 #include "kernels/dtype.h"
+#include "transport/sum_types.h"
 
 namespace torchddp::bucket {
 
@@ -14,36 +15,22 @@ struct KernelType {
 
 inline KernelType kernel_type(at::ScalarType dtype) {
   using kernels::DType;
-  switch (dtype) {
-    case at::kDouble:
-      return {DType::kF64, 1};
-    case at::kFloat:
-      return {DType::kF32, 1};
-    case at::kHalf:
-      return {DType::kF16, 1};
-    case at::kBFloat16:
-      return {DType::kBF16, 1};
-    case at::kComplexDouble:
-      return {DType::kF64, 2};
-    case at::kComplexFloat:
-      return {DType::kF32, 2};
-    case at::kComplexHalf:
-      return {DType::kF16, 2};
-    default:
-      break;
+  if (at::isComplexType(dtype)) {
+    return {*transport::sum_type(c10::toRealValueType(dtype)), 2};
+  }
+  if (const auto type = transport::sum_type(dtype)) {
+    return {*type, 1};
   }
   switch (c10::elementSize(dtype)) {
     case 1:
-      return {DType::kBytes1, 1};
+      return {DType::kU8, 1};
     case 2:
-      return {DType::kBytes2, 1};
+      return {DType::kI16, 1};
     case 4:
-      return {DType::kBytes4, 1};
+      return {DType::kI32, 1};
     default:
-      return {DType::kBytes8, 1};
+      return {DType::kI64, 1};
   }
 }
-
-inline bool is_opaque(kernels::DType dtype) { return !kernels::is_float(dtype); }
 
 }  // namespace torchddp::bucket

@@ -1,13 +1,12 @@
 #include "bucket/tensor_checks.h"
 
 #include <ATen/Functions.h>
-#include <ATen/Parallel.h>
 #include <c10/core/GradMode.h>
 
-#include <atomic>
 #include <map>
 
 #include "bucket/kernel_type.h"
+#include "bucket/parallel.h"
 #include "common/check.h"
 #include "kernels/hash.h"
 #include "kernels/non_finite.h"
@@ -15,7 +14,6 @@
 namespace torchddp::bucket {
 namespace {
 
-constexpr int64_t kCountGrain = 256 * 1024;         // elements; below twice that, waking a second thread costs more
 constexpr int64_t kHashedAtOnce = 4 * 1024 * 1024;  // elements, by operators
 
 at::Tensor plain_values(const at::Tensor& tensor) {
@@ -78,22 +76,16 @@ int64_t count_non_finite(const at::Tensor& tensor) {
   }
   auto values = plain_values(tensor);
   const auto dtype = kernel_type(values.scalar_type()).dtype;
-  if (!values.device().is_cpu() || is_opaque(dtype)) {  // opaque: a float type that the kernels don't know
+  if (!values.device().is_cpu() || !kernels::is_float(dtype)) {  // opaque: a float type that the kernels don't know
     return values.isfinite().logical_not().sum().item<int64_t>();
   }
   if (!values.is_non_overlapping_and_dense()) {
     values = values.contiguous();
   }
   const auto* const data = static_cast<const std::byte*>(values.const_data_ptr());
-  const auto numel = values.numel();
-  if (numel < 2 * kCountGrain || at::get_num_threads() == 1) {
-    return kernels::count_non_finite(data, dtype, numel);
-  }
-  std::atomic<int64_t> count{0};
-  at::parallel_for(0, numel, kCountGrain, [&](int64_t begin, int64_t end) {
-    count += kernels::count_non_finite(data + begin * kernels::item_size(dtype), dtype, end - begin);
+  return sum_of_parts(values.numel(), [&](int64_t begin, int64_t end) {
+    return kernels::count_non_finite(data + begin * kernels::item_size(dtype), dtype, end - begin);
   });
-  return count;
 }
 
 std::vector<int64_t> hash_tensors(const std::vector<at::Tensor>& tensors, bool by_operators) {

@@ -1,6 +1,7 @@
 // Where scales and codes lie, and the kernel of the active instruction set.
 #include "kernels/compress.h"
 
+#include "common/round_up.h"
 #include "kernels/compress_table.h"
 #include "kernels/pack_table.h"
 
@@ -8,8 +9,6 @@ namespace torchddp::kernels {
 namespace {
 
 bool has_blocks(Format format) { return format != Format::kFp16 && format != Format::kBf16; }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t scale_bytes(Format format, int64_t numel) {
   return has_blocks(format) ? ceil_div(numel, block_numel(format)) * static_cast<int64_t>(sizeof(float)) : 0;

@@ -98,13 +98,13 @@ Kernel<kCapacity> copying_kernel(DType dtype) {
   } else {
     switch (item_size(dtype)) {
       case 1:
-        return pack_kernel<DType::kBytes1, DType::kBytes1, true, false, kCapacity>;
+        return pack_kernel<DType::kU8, DType::kU8, true, false, kCapacity>;
       case 2:
-        return pack_kernel<DType::kBytes2, DType::kBytes2, true, false, kCapacity>;
+        return pack_kernel<DType::kI16, DType::kI16, true, false, kCapacity>;
       case 4:
-        return pack_kernel<DType::kBytes4, DType::kBytes4, true, false, kCapacity>;
+        return pack_kernel<DType::kI32, DType::kI32, true, false, kCapacity>;
       default:
-        return pack_kernel<DType::kBytes8, DType::kBytes8, true, false, kCapacity>;
+        return pack_kernel<DType::kI64, DType::kI64, true, false, kCapacity>;
     }
   }
 }
@@ -158,7 +158,5 @@ int unpack_on_device(const void* flat, DType flat_type, const DevicePiece* piece
   const Job job{Direction::kUnpack, flat, flat_type, pieces, count, outside_type, scale, stats != nullptr};
   return device::run(job, stats, scratch, stream);
 }
-
-const char* device_error_string(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
 }  // namespace torchddp::kernels

@@ -48,7 +48,4 @@ int pack_on_device(void* flat, DType flat_type, const DevicePiece* pieces, int64
 int unpack_on_device(const void* flat, DType flat_type, const DevicePiece* pieces, int64_t count, DType outside_type,
                      double scale, DeviceStats* stats, void* scratch, void* stream);
 
-// The text of an error.
-const char* device_error_string(int error);
-
 }  // namespace torchddp::kernels

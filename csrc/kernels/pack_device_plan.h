@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/round_up.h"
 #include "kernels/pack_cuda.h"
 #include "kernels/pack_device_body.h"
 
@@ -51,7 +52,7 @@ struct Job {
   }
   int64_t num_tiles(const DevicePiece& piece) const {
     const int64_t lead = lead_elements(dst(piece), item_size(dst_type()));
-    return (lead + piece.numel + tile_elements() - 1) / tile_elements();
+    return ceil_div(lead + piece.numel, tile_elements());
   }
 };
 
@@ -81,7 +82,7 @@ inline bool is_valid(const Job& job) {
   return true;
 }
 
-constexpr int64_t num_launches(int64_t num_pieces) { return (num_pieces + kMaxPieces - 1) / kMaxPieces; }
+constexpr int64_t num_launches(int64_t num_pieces) { return ceil_div(num_pieces, kMaxPieces); }
 
 // Fills `table` with as many non-empty pieces as it holds, from `next` on; returns where the rest begins.
 template <int kCapacity>

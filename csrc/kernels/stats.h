@@ -1,4 +1,4 @@
-// Statistics of gradients for loss scaling and gradient clipping, taken while the data is in cache anyway.
+// Statistics of gradients, for loss scaling and gradient clipping.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,5 @@ struct GradStats {
 // The statistics of `numel` contiguous elements, at any alignment. The same bits on every instruction set (but for the
 // payload of a NaN), because the order of additions is fixed. Opaque types throw std::invalid_argument.
 GradStats measure(const void* data, DType dtype, int64_t numel);
-
-// scale_cast (pack.h), and what `measure` says of `dst` afterwards (the same bits, again but for a NaN's), in one pass over memory.
-GradStats scale_cast_stats(void* dst, DType dst_type, const void* src, DType src_type, int64_t numel, double scale);
 
 }  // namespace torchddp::kernels

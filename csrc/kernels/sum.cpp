@@ -10,35 +10,14 @@
 
 namespace torchddp::kernels {
 
-int64_t item_size(SumType type) {
-  constexpr int64_t kBytes[] = {8, 4, 2, 2, 1, 1, 2, 4, 8};
-  return kBytes[static_cast<int>(type)];
-}
-
-std::optional<DType> float_type(SumType type) {
-  switch (type) {
-    case SumType::kF64:
-      return DType::kF64;
-    case SumType::kF32:
-      return DType::kF32;
-    case SumType::kF16:
-      return DType::kF16;
-    case SumType::kBF16:
-      return DType::kBF16;
-    default:
-      return std::nullopt;
-  }
-}
-
-void SumFindings::note(const void* const* srcs, int64_t num_srcs, SumType type, int64_t at, int64_t bytes) {
+void SumFindings::note(const void* const* srcs, int64_t num_srcs, DType type, int64_t at, int64_t bytes) {
   sum = true;
   for (int64_t rank = 0; rank < num_srcs; ++rank) {
-    counts[rank] += count_non_finite(static_cast<const unsigned char*>(srcs[rank]) + at, *float_type(type),
-                                     bytes / item_size(type));
+    counts[rank] += count_non_finite(static_cast<const unsigned char*>(srcs[rank]) + at, type, bytes / item_size(type));
   }
 }
 
-void reduce_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, SumType type, ReduceOp op,
+void reduce_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, DType type, ReduceOp op,
                   int64_t numel) {
   if (srcs.empty()) throw std::invalid_argument("a reduction needs at least one source");
   if (numel <= 0) return;
@@ -52,10 +31,10 @@ void reduce_ranks(std::span<void* const> dsts, std::span<const void* const> srcs
       dsts.data(), static_cast<int64_t>(dsts.size()), srcs.data(), nullptr, static_cast<int64_t>(srcs.size()), numel);
 }
 
-bool can_scale(SumType type) { return type == SumType::kF64 || type == SumType::kF32; }
+bool can_scale(DType type) { return type == DType::kF64 || type == DType::kF32; }
 
 void scaled_sum_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, std::span<const double> scales,
-                      SumType type, int64_t numel) {
+                      DType type, int64_t numel) {
   if (srcs.empty() || scales.size() != srcs.size()) {
     throw std::invalid_argument("a scaled sum needs at least one source, and one factor for each");
   }
@@ -67,17 +46,17 @@ void scaled_sum_ranks(std::span<void* const> dsts, std::span<const void* const> 
 }
 
 bool checked_sum_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, std::span<const double> scales,
-                       SumType type, int64_t numel, std::span<int64_t> counts) {
+                       DType type, int64_t numel, std::span<int64_t> counts) {
   if (srcs.empty() || counts.size() != srcs.size() || (!scales.empty() && scales.size() != srcs.size())) {
     throw std::invalid_argument("a checked sum needs at least one source, and one count and factor for each");
   }
-  if (!float_type(type)) throw std::invalid_argument("only sums of floats are checked");
+  if (!is_float(type)) throw std::invalid_argument("only sums of floats are checked");
   if (!scales.empty() && !can_scale(type)) {
     throw std::invalid_argument("only fp64 and fp32 are scaled while they are summed");
   }
   if (numel <= 0) return false;
   if (srcs.size() == 1 && scales.empty()) {
-    const int64_t count = count_non_finite(srcs[0], *float_type(type), numel);
+    const int64_t count = count_non_finite(srcs[0], type, numel);
     counts[0] += count;
     reduce_ranks(dsts, srcs, type, ReduceOp::kSum, numel);
     return count > 0;

@@ -4,19 +4,13 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
 
 #include "kernels/dtype.h"
 
 namespace torchddp::kernels {
 
-enum class SumType : uint8_t { kF64, kF32, kF16, kBF16, kI8, kU8, kI16, kI32, kI64 };
 enum class ReduceOp : uint8_t { kSum, kProduct, kMin, kMax };
-
-int64_t item_size(SumType type);
-// Nothing for integers.
-std::optional<DType> float_type(SumType type);
 
 // dst[k][i] = src[0][i] + src[1][i] + ... (or *, min, max), in this order, for every k, i in [0, numel). All buffers are
 // contiguous, at any alignment. A destination may be one of the sources (same pointer); any other overlap is not
@@ -25,20 +19,20 @@ std::optional<DType> float_type(SumType type);
 //
 // The result is the same, bit for bit but for the payload of NaN, whatever the instruction set, the alignment and the
 // way a range is split into calls. One source is copied. Throws std::invalid_argument if there are no sources.
-void reduce_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, SumType type, ReduceOp op,
+void reduce_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, DType type, ReduceOp op,
                   int64_t numel);
 
 // The same sum of src[r][i] * scales[r]: products are rounded before they are added, as if each source had been scaled by
 // itself (kernels::scale_cast) beforehand. kF64 and kF32 only, anything else throws std::invalid_argument.
-bool can_scale(SumType type);
+bool can_scale(DType type);
 void scaled_sum_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, std::span<const double> scales,
-                      SumType type, int64_t numel);
+                      DType type, int64_t numel);
 
 // The sum as above, bit for bit: reduce_ranks with kSum, or scaled_sum_ranks if there are scales. counts[r] grows by how many elements
 // of srcs[r] are infinite or NaN, as they were before the sum was written over them. Returns whether any element of the sum is, which
 // may come from finite ones. Floats only (and finite scales), anything else throws std::invalid_argument. Where everything is finite it
 // costs a test of the sum, in registers.
 bool checked_sum_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, std::span<const double> scales,
-                       SumType type, int64_t numel, std::span<int64_t> counts);
+                       DType type, int64_t numel, std::span<int64_t> counts);
 
 }  // namespace torchddp::kernels

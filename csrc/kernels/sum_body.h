@@ -22,16 +22,16 @@ namespace torchddp::kernels {
 namespace {
 
 // The numbers an operation works on. Sums and products of integers are formed unsigned, where wrapping is defined.
-template <SumType Type, ReduceOp Op>
+template <DType Type, ReduceOp Op>
 constexpr auto lane_of() {
   constexpr bool kWraps = Op == ReduceOp::kSum || Op == ReduceOp::kProduct;
-  if constexpr (Type == SumType::kF64) return double{};
-  if constexpr (Type == SumType::kF32 || Type == SumType::kF16 || Type == SumType::kBF16) return float{};
-  if constexpr (Type == SumType::kU8) return uint8_t{};
-  if constexpr (Type == SumType::kI8) return std::conditional_t<kWraps, uint8_t, int8_t>{};
-  if constexpr (Type == SumType::kI16) return std::conditional_t<kWraps, uint16_t, int16_t>{};
-  if constexpr (Type == SumType::kI32) return std::conditional_t<kWraps, uint32_t, int32_t>{};
-  if constexpr (Type == SumType::kI64) return std::conditional_t<kWraps, uint64_t, int64_t>{};
+  if constexpr (Type == DType::kF64) return double{};
+  if constexpr (Type == DType::kF32 || Type == DType::kF16 || Type == DType::kBF16) return float{};
+  if constexpr (Type == DType::kU8) return uint8_t{};
+  if constexpr (Type == DType::kI8) return std::conditional_t<kWraps, uint8_t, int8_t>{};
+  if constexpr (Type == DType::kI16) return std::conditional_t<kWraps, uint16_t, int16_t>{};
+  if constexpr (Type == DType::kI32) return std::conditional_t<kWraps, uint32_t, int32_t>{};
+  if constexpr (Type == DType::kI64) return std::conditional_t<kWraps, uint64_t, int64_t>{};
 }
 
 // `Isa` names the instruction set: kVectorBytes, load<DType> and store<DType> for a vector of floats from and to 16-bit
@@ -40,14 +40,13 @@ constexpr auto lane_of() {
 //
 // A checked sum looks at the totals while they are in registers: a total with a term that is not finite is not finite itself. So the
 // sources need no look of their own but where a total is bad, and then before anything is written over them.
-template <class Isa, SumType Type, ReduceOp Op>
+template <class Isa, DType Type, ReduceOp Op>
 struct SumKernel {
   using Lane = decltype(lane_of<Type, Op>());
   typedef Lane Vector __attribute__((vector_size(Isa::kVectorBytes)));
   // In memory: at any address, whatever the type declared there. (GCC copies 16 bytes by memcpy through the stack.)
   typedef Lane Unaligned __attribute__((vector_size(Isa::kVectorBytes), aligned(1), may_alias));
-  static constexpr bool kIsHalf = Type == SumType::kF16 || Type == SumType::kBF16;
-  static constexpr DType kHalf = Type == SumType::kF16 ? DType::kF16 : DType::kBF16;
+  static constexpr bool kIsHalf = Type == DType::kF16 || Type == DType::kBF16;
   static constexpr int64_t kItemBytes = kIsHalf ? 2 : sizeof(Lane);
   // What one vector covers in memory.
   static constexpr int64_t kStepBytes = Isa::kVectorBytes / static_cast<int64_t>(sizeof(Lane)) * kItemBytes;
@@ -57,7 +56,7 @@ struct SumKernel {
 
   static TDDP_SUM_INLINE Vector load(const unsigned char* src) {
     if constexpr (kIsHalf) {
-      return Isa::template load<kHalf>(src);
+      return Isa::template load<Type>(src);
     } else {
       return *reinterpret_cast<const Unaligned*>(src);
     }
@@ -65,7 +64,7 @@ struct SumKernel {
 
   static TDDP_SUM_INLINE void store(unsigned char* dst, Vector value) {
     if constexpr (kIsHalf) {
-      Isa::template store<kHalf>(dst, value);
+      Isa::template store<Type>(dst, value);
     } else {
       *reinterpret_cast<Unaligned*>(dst) = value;
     }
@@ -214,18 +213,18 @@ constexpr SumTable make_sum_table() {
   SumTable table{};
   [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
     ((table.reduce[kIndex / kNumReduceOps][kIndex % kNumReduceOps] =
-          &SumKernel<Isa, static_cast<SumType>(kIndex / kNumReduceOps),
+          &SumKernel<Isa, static_cast<DType>(kIndex / kNumReduceOps),
                      static_cast<ReduceOp>(kIndex % kNumReduceOps)>::template run<false>),
      ...);
-  }(std::make_index_sequence<static_cast<size_t>(kNumSumTypes * kNumReduceOps)>{});
-  table.scaled_sum = {&SumKernel<Isa, SumType::kF64, ReduceOp::kSum>::template run<true>,
-                      &SumKernel<Isa, SumType::kF32, ReduceOp::kSum>::template run<true>};
-  table.checked_sum = {&SumKernel<Isa, SumType::kF64, ReduceOp::kSum>::template run_checked<false>,
-                       &SumKernel<Isa, SumType::kF32, ReduceOp::kSum>::template run_checked<false>,
-                       &SumKernel<Isa, SumType::kF16, ReduceOp::kSum>::template run_checked<false>,
-                       &SumKernel<Isa, SumType::kBF16, ReduceOp::kSum>::template run_checked<false>};
-  table.checked_scaled_sum = {&SumKernel<Isa, SumType::kF64, ReduceOp::kSum>::template run_checked<true>,
-                              &SumKernel<Isa, SumType::kF32, ReduceOp::kSum>::template run_checked<true>};
+  }(std::make_index_sequence<static_cast<size_t>(kNumDTypes * kNumReduceOps)>{});
+  table.scaled_sum = {&SumKernel<Isa, DType::kF64, ReduceOp::kSum>::template run<true>,
+                      &SumKernel<Isa, DType::kF32, ReduceOp::kSum>::template run<true>};
+  table.checked_sum = {&SumKernel<Isa, DType::kF64, ReduceOp::kSum>::template run_checked<false>,
+                       &SumKernel<Isa, DType::kF32, ReduceOp::kSum>::template run_checked<false>,
+                       &SumKernel<Isa, DType::kF16, ReduceOp::kSum>::template run_checked<false>,
+                       &SumKernel<Isa, DType::kBF16, ReduceOp::kSum>::template run_checked<false>};
+  table.checked_scaled_sum = {&SumKernel<Isa, DType::kF64, ReduceOp::kSum>::template run_checked<true>,
+                              &SumKernel<Isa, DType::kF32, ReduceOp::kSum>::template run_checked<true>};
   return table;
 }
 

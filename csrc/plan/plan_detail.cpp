@@ -4,6 +4,8 @@
 #include <numeric>
 #include <vector>
 
+#include "common/round_up.h"
+
 namespace torchddp::plan::detail {
 
 void check_params(std::span<const ParamSpec> params, int64_t alignment_bytes) {
@@ -57,7 +59,7 @@ BucketSpec make_bucket(const ParamSpec& spec) {
 
 void append_slot(BucketSpec& bucket, const ParamSpec& spec, int64_t param, int64_t alignment_bytes) {
   const int64_t step = alignment_numel(spec.itemsize, alignment_bytes);
-  const int64_t offset = bucket.sparse ? 0 : (bucket.numel + step - 1) / step * step;
+  const int64_t offset = bucket.sparse ? 0 : round_up(bucket.numel, step);
   bucket.slots.push_back({param, offset, spec.numel});
   if (!bucket.sparse) bucket.numel = offset + spec.numel;
 }

@@ -8,6 +8,7 @@
 
 #include "common/errors.h"
 #include "common/forks.h"
+#include "kernels/pack.h"
 #include "shm/futex.h"
 
 namespace torchddp::shm {
@@ -137,12 +138,12 @@ uint64_t Engine::start(const Operation& operation) {
   if (has_wire(op)) {
     post.wire = 1 + static_cast<uint32_t>(operation.wire);
     post.wire_offset = static_cast<const std::byte*>(operation.wire_memory) - mine.base;
-    if (operation.type != kernels::SumType::kF32 || post.wire_offset < kDataOffset ||
+    if (operation.type != kernels::DType::kF32 || post.wire_offset < kDataOffset ||
         post.wire_offset + operation.numel * kernels::item_size(operation.wire) > mine.bytes) {
       throw InternalError("only fp32 travels in 16 bits, and through the shared segment");
     }
-    kernels::scale_cast(operation.wire_memory, pack_type(operation.wire), operation.input, kernels::DType::kF32,
-                        operation.numel, operation.scale);
+    kernels::scale_cast(operation.wire_memory, operation.wire, operation.input, kernels::DType::kF32, operation.numel,
+                        operation.scale);
   }
   auto& slot = this->slot(config_.rank, seq);
   slot.post = post;

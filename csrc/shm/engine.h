@@ -37,8 +37,8 @@
 #include <vector>
 
 #include "common/errors.h"
+#include "common/round_up.h"
 #include "common/signals.h"
-#include "kernels/pack.h"
 #include "kernels/sum.h"
 #include "shm/layout.h"
 
@@ -46,11 +46,6 @@ namespace torchddp::shm {
 
 // As torch names it.
 const char* kind_name(OpKind kind);
-
-// Of the 16-bit floats only.
-inline kernels::DType pack_type(kernels::SumType type) {
-  return type == kernels::SumType::kF16 ? kernels::DType::kF16 : kernels::DType::kBF16;
-}
 
 // Where the segment of a rank is mapped in this process.
 struct SegmentView {
@@ -66,7 +61,7 @@ struct NonFinite {
 
 struct Operation {
   OpKind kind = OpKind::kAllReduce;
-  kernels::SumType type = kernels::SumType::kF32;
+  kernels::DType type = kernels::DType::kF32;
   kernels::ReduceOp op = kernels::ReduceOp::kSum;
   int root = 0;
   // Elements of this rank's input (kScatter: of the root's).
@@ -81,7 +76,7 @@ struct Operation {
   // For a large kAllReduce of kF32: memory of the segment for numel 16-bit floats of type `wire`, in which the input travels. Sums are
   // formed in kF32; sums that travel on to other hosts are rounded again.
   void* wire_memory = nullptr;
-  kernels::SumType wire = kernels::SumType::kBF16;
+  kernels::DType wire = kernels::DType::kBF16;
   // Of a large kAllReduce, a sum of floats without wire_memory: filled in by the time that wait() returns. Whoever sums looks, while sums
   // are in registers. Nothing is found out about others.
   std::shared_ptr<NonFinite> non_finite = {};
@@ -93,14 +88,14 @@ struct Operation {
 
 // A block of kAllToAllSplits is a table of size + 1 offsets (int64), padded to this many bytes, then the data: bytes
 // [offsets[r], offsets[r + 1]) of it are for rank r.
-constexpr int64_t split_table_bytes(int size) { return (size + 1 + 1) / 2 * 16; }
+constexpr int64_t split_table_bytes(int size) { return round_up((size + 1) * 8, 16); }
 
 // The all-reduce between hosts of the shards that one rank of each owns. Operations finish in the order of their start.
 class OuterLink {
  public:
   virtual ~OuterLink() = default;
   // `wire`: what the numbers travel as, if not as they are.
-  virtual void start(void* data, kernels::SumType type, int64_t numel, std::optional<kernels::SumType> wire) = 0;
+  virtual void start(void* data, kernels::DType type, int64_t numel, std::optional<kernels::DType> wire) = 0;
   // True if the oldest is finished: then it is forgotten. Throws TransportError.
   virtual bool finish_oldest() = 0;
 };
@@ -195,7 +190,7 @@ class Engine {
   // Whether infinities and NaNs can be told.
   bool can_count(const Running& op) const {
     return is_push(op) && !has_wire(op) && op.operation.op == kernels::ReduceOp::kSum &&
-           kernels::float_type(op.operation.type).has_value();
+           kernels::is_float(op.operation.type);
   }
   bool is_outer(const Running& op) const { return is_push(op) && config_.outer != nullptr; }
   Range shard(const Operation& operation, int owner) const;

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstring>
 
+#include "kernels/pack.h"
 #include "shm/engine.h"
 
 namespace torchddp::shm {
@@ -51,7 +52,7 @@ void Engine::sum_wires(const Running& op, Range range, std::span<void* const> ta
   constexpr int64_t kPiece = 2048;
   std::array<float, kPiece> total;
   std::array<float, kPiece> next;
-  const auto wire = pack_type(op.operation.wire);
+  const auto wire = op.operation.wire;
   const auto wire_item = kernels::item_size(op.operation.wire);
   for (auto begin = range.begin; begin < range.end; begin += kPiece) {
     const auto numel = std::min(kPiece, range.end - begin);
@@ -61,7 +62,7 @@ void Engine::sum_wires(const Running& op, Range range, std::span<void* const> ta
       if (rank > 0) {
         void* const sum = total.data();
         const std::array<const void*, 2> sources{total.data(), next.data()};
-        kernels::reduce_ranks({&sum, 1}, sources, kernels::SumType::kF32, kernels::ReduceOp::kSum, numel);
+        kernels::reduce_ranks({&sum, 1}, sources, kernels::DType::kF32, kernels::ReduceOp::kSum, numel);
       }
     }
     for (auto* target : targets) {

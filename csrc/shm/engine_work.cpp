@@ -16,20 +16,18 @@ constexpr int64_t kShardUnit = 128;
 // Below this one thread is faster.
 constexpr int64_t kParallelBytes = 4 << 20;
 
-int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
-
 }  // namespace
 
 Engine::Range Engine::shard(const Operation& operation, int owner) const {
   const auto numel = operation.numel;
-  const auto each = round_up((numel + config_.owners - 1) / config_.owners, kShardUnit);
+  const auto each = round_up(ceil_div(numel, config_.owners), kShardUnit);
   return {std::min(numel, owner * each), std::min(numel, (owner + 1) * each)};
 }
 
 uint64_t Engine::chunks(const Running& op, int owner) const {
   const auto range = shard(op.operation, owner);
   const auto chunk = kChunkBytes / kernels::item_size(op.operation.type);
-  return static_cast<uint64_t>((range.end - range.begin + chunk - 1) / chunk);
+  return static_cast<uint64_t>(ceil_div(range.end - range.begin, chunk));
 }
 
 bool Engine::needs(const Running& op, int rank) const {
@@ -147,8 +145,7 @@ void Engine::fail_out_of_step(const Running& op, int rank, const Post& post) {
   theirs.operation.op =
       static_cast<kernels::ReduceOp>(std::min(post.op, static_cast<uint32_t>(kernels::ReduceOp::kMax)));
   theirs.operation.numel = std::clamp<int64_t>(post.numel, 0, INT64_MAX / 8);  // of any type: bytes() can't overflow
-  theirs.operation.type =
-      static_cast<kernels::SumType>(std::min(post.type, static_cast<uint32_t>(kernels::SumType::kI64)));
+  theirs.operation.type = static_cast<kernels::DType>(std::min(post.type, static_cast<uint32_t>(kernels::DType::kI64)));
   theirs.seq = op.seq;
   fail("the ranks are out of step: " + name(config_.rank) + " is in " + describe(op) + details(op.operation) + ", " +
            name(rank) + " in " + describe(theirs) + details(theirs.operation) +

@@ -32,12 +32,12 @@ inline constexpr size_t kNumOpKinds = 8;
 // What a rank brings to an operation. Written before Header::posted moves past it, read by peers after that.
 struct Post {
   OpKind kind;
-  uint32_t type;  // kernels::SumType
+  uint32_t type;  // kernels::DType
   uint32_t op;    // kernels::ReduceOp
   int32_t root;
   int64_t numel;            // elements of this rank's input
   int64_t offset;           // of the input in this rank's segment; 0 for an eager one
-  uint32_t wire = 0;        // 1 + kernels::SumType of what travels, if that is not `type`
+  uint32_t wire = 0;        // 1 + kernels::DType of what travels, if that is not `type`
   int64_t wire_offset = 0;  // where it is in this rank's segment
   double scale = 1.0;       // what the input is multiplied by before it is summed
   uint32_t counted = 0;     // whether infinities and NaNs are to be told (Slot::non_finite, Slot::sums_not_finite)

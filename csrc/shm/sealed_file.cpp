@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <string>
 
+#include "common/round_up.h"
 #include "shm/errors.h"
 
 namespace torchddp::shm {
@@ -43,7 +44,7 @@ bool commit(const Fd& file, int64_t offset, int64_t bytes) {
       step = std::max(part / 2, kPage);
     } else {
       const auto reason = errno;
-      const auto first = (offset + kPage - 1) / kPage * kPage;
+      const auto first = round_up(offset, kPage);
       if (const auto last = at / kPage * kPage; last > first) {
         fallocate(file.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, first, last - first);
       }

@@ -9,6 +9,7 @@
 #include <new>
 
 #include "common/forks.h"
+#include "common/round_up.h"
 #include "shm/errors.h"
 #include "shm/layout.h"
 #include "shm/sealed_file.h"
@@ -18,8 +19,6 @@ namespace {
 
 constexpr int64_t kPage = 4096;
 constexpr int64_t kHugePage = 2 << 20;
-
-int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 // Blocks share no page unless they are small, so that a page can be given back with its block.
 int64_t alignment_for(int64_t bytes) { return bytes >= kHugePage ? kHugePage : bytes >= kPage ? kPage : 64; }

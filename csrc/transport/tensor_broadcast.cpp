@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "common/check.h"
+#include "common/round_up.h"
 
 namespace torchddp::transport {
 namespace {
@@ -20,9 +21,7 @@ constexpr int64_t kPieceBytes = 4 << 20;
 // Every dtype's alignment.
 constexpr int64_t kAlignment = 16;
 
-int64_t padded_bytes(const at::Tensor& tensor) {
-  return (static_cast<int64_t>(tensor.nbytes()) + kAlignment - 1) / kAlignment * kAlignment;
-}
+int64_t padded_bytes(const at::Tensor& tensor) { return round_up(static_cast<int64_t>(tensor.nbytes()), kAlignment); }
 
 bool is_plain_bytes(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
@@ -49,7 +48,7 @@ void TensorBroadcast::reserve(std::span<const at::Tensor> tensors) {
   for (const auto& tensor : tensors) {
     bytes += padded_bytes(tensor);
   }
-  if (transport_->may_lose_memory() && bytes > 0) {
+  if (transport_->fallback() != nullptr && bytes > 0) {
     reserve(std::min(bytes, message_bytes_), tensors.front().device());
   }
 }

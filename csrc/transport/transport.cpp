@@ -6,6 +6,14 @@
 
 namespace torchddp::transport {
 
+at::Tensor Transport::lend(int64_t bytes, at::Device device) {
+  return cache_.take(bytes, device, [&](int64_t rounded_up) { return allocate_scratch(rounded_up, device); });
+}
+
+at::Tensor Transport::allocate_scratch(int64_t bytes, at::Device device) {
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+}
+
 void Transport::check_flat(const char* operation, const at::Tensor& tensor) const {
   TDDP_CHECK(tensor.defined() && (tensor.is_sparse() || tensor.is_contiguous()), operation, " on rank ", rank(),
              " needs a contiguous tensor");
@@ -41,14 +49,15 @@ int64_t bytes_of(const at::Tensor& tensor) {
 }
 
 std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport, std::chrono::milliseconds timeout) {
-  if (!transport->may_lose_memory()) {
+  auto fallback = transport->fallback();
+  if (fallback == nullptr) {
     return transport;
   }
   auto lost = at::full({1}, transport->lost_memory() ? 1 : 0, at::kInt);
   auto work = transport->make_work();
   transport->all_reduce(lost, *work);
   work->wait(timeout);
-  return lost.item<int32_t>() == 0 ? transport : transport->fallback();
+  return lost.item<int32_t>() == 0 ? transport : fallback;
 }
 
 }  // namespace torchddp::transport

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "transport/interruption.h"
+#include "transport/memory_cache.h"
 #include "transport/traffic.h"
 #include "transport/work.h"
 
@@ -41,6 +42,11 @@ class Transport {
 
   // Flat memory that this transport reaches without another copy. Contents are unspecified.
   virtual at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device) = 0;
+  // The same for bytes (1-d, kByte, at least as many as asked for) that are needed for an operation or a step only. They are lent again
+  // when the last tensor over them is gone. Throws TransportError if there is no room.
+  at::Tensor lend(int64_t bytes, at::Device device);
+  // Lent, and kept to be lent.
+  int64_t lent_bytes() const { return cache_.bytes(); }
   virtual std::unique_ptr<Work> make_work() = 0;
   // Whether collectives work on any memory as well as on allocate()'s.
   virtual bool reaches_any_memory() const = 0;
@@ -92,9 +98,8 @@ class Transport {
   virtual void begin_backward() {}
   virtual void end_backward() {}
 
-  // Whether allocate() may have to give memory that collectives reach only by copying. All ranks must then agree to go on with
-  // fallback(): see agree_on_memory.
-  virtual bool may_lose_memory() const { return false; }
+  // Whether allocate() has had to give memory that collectives reach only by copying. All ranks must then agree to go on with
+  // fallback(), see agree_on_memory; null where that can't happen.
   virtual bool lost_memory() const { return false; }
   virtual std::shared_ptr<Transport> fallback() const { return nullptr; }
 
@@ -105,8 +110,11 @@ class Transport {
   void check_rooted(const char* operation, const at::Tensor& tensor, int root) const;
   // An operation was started; see Note [Bytes on the wire] in traffic.h.
   void count(Route route, int64_t payload_bytes, int64_t wire_bytes) { counter_.add(route, payload_bytes, wire_bytes); }
+  // New memory for lend().
+  virtual at::Tensor allocate_scratch(int64_t bytes, at::Device device);
 
  private:
+  MemoryCache cache_;
   Interruption interruption_;
   TrafficCounter counter_;
 };
@@ -114,7 +122,7 @@ class Transport {
 // Of a sparse tensor: its indices and values.
 int64_t bytes_of(const at::Tensor& tensor);
 
-// Collective if the transport may lose memory, otherwise nothing. `transport`, or its fallback on all ranks if any rank has lost some.
+// Collective if the transport has a fallback, otherwise nothing. `transport`, or its fallback on all ranks if any rank has lost some.
 std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport, std::chrono::milliseconds timeout);
 
 }  // namespace torchddp::transport

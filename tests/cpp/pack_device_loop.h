@@ -62,13 +62,13 @@ void run_kernel(const Job& job, const PieceTable<kCapacity>& table, uint32_t num
   } else {
     switch (item_size(job.dst_type())) {
       case 1:
-        return run_grid<Pack<DType::kBytes1, DType::kBytes1, true, false>, false>(table, num_blocks, backwards);
+        return run_grid<Pack<DType::kU8, DType::kU8, true, false>, false>(table, num_blocks, backwards);
       case 2:
-        return run_grid<Pack<DType::kBytes2, DType::kBytes2, true, false>, false>(table, num_blocks, backwards);
+        return run_grid<Pack<DType::kI16, DType::kI16, true, false>, false>(table, num_blocks, backwards);
       case 4:
-        return run_grid<Pack<DType::kBytes4, DType::kBytes4, true, false>, false>(table, num_blocks, backwards);
+        return run_grid<Pack<DType::kI32, DType::kI32, true, false>, false>(table, num_blocks, backwards);
       default:
-        return run_grid<Pack<DType::kBytes8, DType::kBytes8, true, false>, false>(table, num_blocks, backwards);
+        return run_grid<Pack<DType::kI64, DType::kI64, true, false>, false>(table, num_blocks, backwards);
     }
   }
 }

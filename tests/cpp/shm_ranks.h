@@ -126,7 +126,7 @@ class Host {
 struct Spec {
   OpKind kind = OpKind::kAllReduce;
   int64_t numel = 1;
-  kernels::SumType type = kernels::SumType::kF32;
+  kernels::DType type = kernels::DType::kF32;
   kernels::ReduceOp op = kernels::ReduceOp::kSum;
   int root = 0;
   uint32_t salt = 0;
@@ -167,22 +167,22 @@ inline Bytes stamped(const Spec& spec, int rank, int64_t numel) {
     return static_cast<uint16_t>(std::bit_cast<uint32_t>(static_cast<float>(x)) >> 16);
   };
   switch (spec.type) {
-    case kernels::SumType::kF64:
+    case kernels::DType::kF64:
       return as([](double x) { return x; });
-    case kernels::SumType::kF32:
+    case kernels::DType::kF32:
       return as([](double x) { return static_cast<float>(x); });
-    case kernels::SumType::kF16:
+    case kernels::DType::kF16:
       break;
-    case kernels::SumType::kBF16:
+    case kernels::DType::kBF16:
       return as(upper_half);
-    case kernels::SumType::kI8:
-    case kernels::SumType::kU8:
+    case kernels::DType::kI8:
+    case kernels::DType::kU8:
       return as([](double x) { return static_cast<uint8_t>(static_cast<int64_t>(x)); });
-    case kernels::SumType::kI16:
+    case kernels::DType::kI16:
       return as([](double x) { return static_cast<int16_t>(static_cast<int64_t>(x)); });
-    case kernels::SumType::kI32:
+    case kernels::DType::kI32:
       return as([](double x) { return static_cast<int32_t>(x); });
-    case kernels::SumType::kI64:
+    case kernels::DType::kI64:
       return as([](double x) { return static_cast<int64_t>(x); });
   }
   throw std::invalid_argument("no stamps of this type");
@@ -191,7 +191,7 @@ inline Bytes stamped(const Spec& spec, int rank, int64_t numel) {
 // One after the other, in rank order. fp32 sums with nothing but the language; the kernels have tests of their own.
 inline Bytes reduced(const Spec& spec, const std::vector<Bytes>& inputs) {
   Bytes result(inputs[0].size());
-  if (spec.type == kernels::SumType::kF32 && spec.op == kernels::ReduceOp::kSum) {
+  if (spec.type == kernels::DType::kF32 && spec.op == kernels::ReduceOp::kSum) {
     std::vector<float> totals(result.size() / 4);
     std::vector<float> next(totals.size());
     for (size_t rank = 0; rank < inputs.size() && !totals.empty(); ++rank) {

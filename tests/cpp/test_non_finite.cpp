@@ -99,8 +99,8 @@ TEST(counting_works_in_place) {
 TEST(opaque_elements_are_all_finite) {
   const int64_t words[] = {-1, 0x7FF0000000000000};
   int64_t copied[2] = {};
-  CHECK_EQ(count_non_finite(words, DType::kBytes8, 2), 0);
-  CHECK_EQ(scale_cast_counting(copied, DType::kBytes8, words, DType::kBytes8, 2, 1.0), 0);
+  CHECK_EQ(count_non_finite(words, DType::kI64, 2), 0);
+  CHECK_EQ(scale_cast_counting(copied, DType::kI64, words, DType::kI64, 2, 1.0), 0);
   CHECK_EQ(copied[0], -1);
 }
 

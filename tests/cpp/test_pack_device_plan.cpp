@@ -139,7 +139,7 @@ TEST(a_tile_has_the_same_bytes_at_the_wider_end_whatever_the_types) {
   CHECK_EQ((Tiling<DType::kF16, DType::kF64>::kTile), tile_elements(8));
   CHECK_EQ((Tiling<DType::kF64, DType::kF64>::kTile), tile_elements(8));
   CHECK_EQ((Tiling<DType::kF16, DType::kBF16>::kTile), tile_elements(2));
-  CHECK_EQ((Tiling<DType::kBytes1, DType::kBytes1>::kTile), tile_elements(1));
+  CHECK_EQ((Tiling<DType::kU8, DType::kU8>::kTile), tile_elements(1));
   CHECK_EQ(tile_elements(4), 4096);
 }
 
@@ -219,9 +219,9 @@ TEST(what_cannot_be_done_is_refused_before_anything_is_launched) {
   bad.count = -1;
   check_refused(bad);
   bad = job;
-  bad.flat_type = DType::kBytes4;
+  bad.flat_type = DType::kI32;
   check_refused(bad);
-  bad.outside_type = DType::kBytes4;
+  bad.outside_type = DType::kI32;
   check_refused(bad);  // scaled
   bad.scale = 1.0;
   CHECK_EQ(launches_of(bad).size(), 1u);

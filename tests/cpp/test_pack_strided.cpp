@@ -79,7 +79,7 @@ void check_layout(const Longs& sizes, const Longs& dst_strides, const Longs& src
   check_strided(sizes, dst_strides, DType::kBF16, src_strides, DType::kF32, 0.5);
   check_strided(sizes, dst_strides, DType::kF64, src_strides, DType::kF16, 0.7);
   check_strided(sizes, dst_strides, DType::kF16, src_strides, DType::kF16, 1.0);
-  for (const DType opaque : {DType::kBytes1, DType::kBytes2, DType::kBytes4, DType::kBytes8}) {
+  for (const DType opaque : {DType::kU8, DType::kI16, DType::kI32, DType::kI64}) {
     check_strided(sizes, dst_strides, opaque, src_strides, opaque, 1.0);
   }
 }

@@ -7,8 +7,8 @@
 namespace torchddp::shm {
 namespace {
 
+using kernels::DType;
 using kernels::ReduceOp;
-using kernels::SumType;
 
 constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kBroadcast,
                              OpKind::kScatter,   OpKind::kAllToAll,      OpKind::kReduce};
@@ -40,8 +40,8 @@ TEST(shm_every_kind_size_and_number_of_ranks_gives_the_expected_bits) {
 TEST(shm_every_type_and_reduction) {
   for (const int size : {2, 3}) {
     std::vector<Spec> specs;
-    for (const SumType type : {SumType::kF64, SumType::kF32, SumType::kBF16, SumType::kI8, SumType::kU8, SumType::kI16,
-                               SumType::kI32, SumType::kI64}) {
+    for (const DType type :
+         {DType::kF64, DType::kF32, DType::kBF16, DType::kI8, DType::kU8, DType::kI16, DType::kI32, DType::kI64}) {
       for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax}) {
         for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduceScatter}) {
           for (const int64_t numel : {17, 9001})
@@ -60,7 +60,7 @@ TEST(shm_several_chunks_and_shards_with_tails) {
       specs.push_back({.kind = OpKind::kAllReduce, .numel = bytes / 4});
     }
     specs.push_back({.kind = OpKind::kReduceScatter, .numel = 300'001});
-    specs.push_back({.kind = OpKind::kAllGather, .numel = 300'001, .type = SumType::kU8});
+    specs.push_back({.kind = OpKind::kAllGather, .numel = 300'001, .type = DType::kU8});
     run_all(size, specs);
   }
 }
@@ -290,7 +290,7 @@ TEST(shm_all_to_all_with_splits_in_slots_and_in_blocks) {
       check_ranks(size, [&](int rank) {
         const auto engine = host.engine(rank);
         std::vector<int64_t> counts;
-        Operation operation{.kind = OpKind::kAllToAllSplits, .type = kernels::SumType::kU8};
+        Operation operation{.kind = OpKind::kAllToAllSplits, .type = kernels::DType::kU8};
         std::vector<std::byte> expected;
         for (int peer = 0; peer < size; ++peer) {
           counts.push_back(count(rank, peer));
@@ -322,7 +322,7 @@ TEST(shm_splits_that_disagree_are_an_error) {
     const auto block = split_block({3, 4}, 0);
     std::array<std::byte, 16> output{};
     const Operation operation{.kind = OpKind::kAllToAllSplits,
-                              .type = kernels::SumType::kU8,
+                              .type = kernels::DType::kU8,
                               .numel = static_cast<int64_t>(block.size()),
                               .input = block.data(),
                               .output = output.data(),

@@ -219,7 +219,7 @@ TEST(shm_ranks_out_of_step_are_both_named) {
   const Spec specs[] = {{.numel = 100},
                         {.numel = 101},
                         {.numel = 100, .op = kernels::ReduceOp::kMax},
-                        {.numel = 100, .type = kernels::SumType::kI32},
+                        {.numel = 100, .type = kernels::DType::kI32},
                         {.numel = kLarge},
                         {.kind = OpKind::kAllGather, .numel = 100},
                         {.kind = OpKind::kBroadcast, .numel = 100, .root = 1},
@@ -257,7 +257,7 @@ TEST(shm_ranks_out_of_step_say_what_each_does) {
   const auto first = host.engine(0);
   const auto second = host.engine(1);
   Exchange mine(host, 0, {.numel = 100});
-  Exchange other(host, 1, {.kind = OpKind::kAllGather, .numel = 7, .type = kernels::SumType::kF64});
+  Exchange other(host, 1, {.kind = OpKind::kAllGather, .numel = 7, .type = kernels::DType::kF64});
   mine.start(*first);
   CHECK_THROWS(TransportError, other.start(*second), "rank 11 is in all_gather of 56 bytes (operation 0)",
                "rank 10 in all_reduce of 400 bytes (operation 0)");

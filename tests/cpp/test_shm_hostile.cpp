@@ -154,7 +154,7 @@ TEST(shm_split_tables_of_any_content_are_checked) {
                                             {0, kEagerBytes, kEagerBytes + kTable + 1}}) {
       victim.reset();
       Operation operation = victim.operation(OpKind::kAllToAllSplits, true);
-      operation.type = kernels::SumType::kU8;
+      operation.type = kernels::DType::kU8;
       operation.numel = kTable;
       operation.expected = {0, 4};
       std::memset(victim.own.base() + kDataOffset, 0, static_cast<size_t>(kTable));

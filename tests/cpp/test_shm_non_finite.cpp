@@ -25,7 +25,7 @@ struct Sum {
     found->inputs.store(0);
     found->sums_finite.store(false);
     return engine.start({.kind = OpKind::kAllReduce,
-                         .type = kernels::SumType::kF32,
+                         .type = kernels::DType::kF32,
                          .numel = numel,
                          .input = values,
                          .output = values,

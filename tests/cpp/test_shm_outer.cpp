@@ -8,15 +8,15 @@
 namespace torchddp::shm {
 namespace {
 
-using kernels::SumType;
+using kernels::DType;
 
 // Adds a constant to floats, a little later.
 class AddingLink final : public OuterLink {
  public:
   AddingLink(float constant, milliseconds delay) : constant_(constant), delay_(delay) {}
 
-  void start(void* data, SumType type, int64_t numel, std::optional<SumType> /*wire*/) override {
-    require(type == SumType::kF32 && numel > 0, "only shards with elements are reduced");
+  void start(void* data, DType type, int64_t numel, std::optional<DType> /*wire*/) override {
+    require(type == DType::kF32 && numel > 0, "only shards with elements are reduced");
     running_.push_back({static_cast<float*>(data), numel, Clock::now() + delay_});
   }
   bool finish_oldest() override {
@@ -139,7 +139,7 @@ class Meeting {
 class MeetingLink final : public OuterLink {
  public:
   MeetingLink(Meeting& meeting, size_t host) : meeting_(meeting), host_(host) {}
-  void start(void* data, SumType /*type*/, int64_t numel, std::optional<SumType> /*wire*/) override {
+  void start(void* data, DType /*type*/, int64_t numel, std::optional<DType> /*wire*/) override {
     meeting_.arrive(started_++, host_, static_cast<float*>(data), numel);
   }
   bool finish_oldest() override { return meeting_.finished(finished_) && (++finished_, true); }
@@ -201,7 +201,7 @@ TEST(shm_two_hosts_sum_with_each_other) {
 class BrokenLink final : public OuterLink {
  public:
   explicit BrokenLink(bool at_start) : at_start_(at_start) {}
-  void start(void* /*data*/, SumType /*type*/, int64_t /*numel*/, std::optional<SumType> /*wire*/) override {
+  void start(void* /*data*/, DType /*type*/, int64_t /*numel*/, std::optional<DType> /*wire*/) override {
     if (at_start_) throw TransportError("the cable is cut");
   }
   bool finish_oldest() override { throw TransportError("the cable is cut"); }
@@ -237,7 +237,7 @@ TEST(shm_a_broken_outer_link_ends_the_operation_on_all_ranks) {
 // Finishes nothing.
 class SilentLink final : public OuterLink {
  public:
-  void start(void* /*data*/, SumType /*type*/, int64_t /*numel*/, std::optional<SumType> /*wire*/) override {}
+  void start(void* /*data*/, DType /*type*/, int64_t /*numel*/, std::optional<DType> /*wire*/) override {}
   bool finish_oldest() override { return false; }
 };
 

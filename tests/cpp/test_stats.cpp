@@ -111,41 +111,6 @@ TEST(the_largest_and_smallest_numbers_are_finite) {
   }
 }
 
-TEST(scale_cast_stats_casts_and_measures_what_it_wrote) {
-  for_each_capability([] {
-    for (const DType dst_type : kFloatTypes) {
-      for (const DType src_type : kFloatTypes) {
-        for (const int64_t numel : kSizes) {
-          for (const double scale : {1.0, 1.0 / 3, 3e4}) {
-            const Bytes source = reference::random_elements(src_type, numel, static_cast<uint32_t>(numel + 5));
-            Bytes expected(static_cast<size_t>(numel * item_size(dst_type)));
-            Bytes actual(expected.size());
-            scale_cast(expected.data(), dst_type, source.data(), src_type, numel, scale);
-            const GradStats stats = scale_cast_stats(actual.data(), dst_type, source.data(), src_type, numel, scale);
-            const GradStats measured = measure(expected.data(), dst_type, numel);
-            CHECK(actual == expected);
-            CHECK_EQ(stats.non_finite, measured.non_finite);
-            CHECK(same_bits(stats.sum_squares, measured.sum_squares));
-          }
-        }
-      }
-    }
-  });
-}
-
-TEST(scale_cast_stats_works_in_place) {
-  for (const DType dtype : kFloatTypes) {
-    for (const double scale : {1.0, 0.3}) {
-      Bytes data = finite_elements(dtype, 2500, 9);
-      Bytes expected(data.size());
-      scale_cast(expected.data(), dtype, data.data(), dtype, 2500, scale);
-      const GradStats stats = scale_cast_stats(data.data(), dtype, data.data(), dtype, 2500, scale);
-      CHECK(data == expected);
-      CHECK(same_bits(stats.sum_squares, measure(expected.data(), dtype, 2500).sum_squares));
-    }
-  }
-}
-
 TEST(statistics_merge) {
   GradStats stats{1.5, 2};
   stats.merge({0.25, 3});
@@ -155,8 +120,7 @@ TEST(statistics_merge) {
 
 TEST(opaque_elements_have_no_statistics) {
   int64_t word = 1;
-  CHECK_THROWS(std::invalid_argument, measure(&word, DType::kBytes8, 1), "only floating point", "type 7");
-  CHECK_THROWS(std::invalid_argument, scale_cast_stats(&word, DType::kBytes4, &word, DType::kBytes4, 1, 1.0), "type 6");
+  CHECK_THROWS(std::invalid_argument, measure(&word, DType::kI64, 1), "only floating point", "type 8");
 }
 
 TEST(no_elements_have_empty_statistics) {

@@ -15,22 +15,15 @@ namespace {
 
 using reference::Bytes;
 
-constexpr SumType kTypes[] = {SumType::kF64, SumType::kF32, SumType::kF16, SumType::kBF16, SumType::kI8,
-                              SumType::kU8,  SumType::kI16, SumType::kI32, SumType::kI64};
-constexpr SumType kFloats[] = {SumType::kF64, SumType::kF32, SumType::kF16, SumType::kBF16};
+constexpr DType kTypes[] = {DType::kF64, DType::kF32, DType::kF16, DType::kBF16, DType::kI8,
+                            DType::kU8,  DType::kI16, DType::kI32, DType::kI64};
+constexpr DType kFloats[] = {DType::kF64, DType::kF32, DType::kF16, DType::kBF16};
 constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax};
 constexpr int64_t kRanks[] = {1, 2, 3, 4, 7};
 // Around one vector and one unrolled step of every instruction set.
 constexpr int64_t kSizes[] = {0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 63, 64, 65, 100, 255, 257, 515};
 constexpr unsigned char kCanary = 0xA5;
 constexpr int64_t kCanaryBytes = 128;
-
-// The element type of the pack kernels, for its helpers.
-DType dtype_of(SumType type) {
-  constexpr DType kDTypes[] = {DType::kF64,    DType::kF32,    DType::kF16,    DType::kBF16,  DType::kBytes1,
-                               DType::kBytes1, DType::kBytes2, DType::kBytes4, DType::kBytes8};
-  return kDTypes[static_cast<int>(type)];
-}
 
 // A NaN on either side wins; of equal numbers (-0 and +0) the later.
 template <class T>
@@ -45,11 +38,11 @@ T reduce_floats(ReduceOp op, T a, T b) {
 }
 
 // Sign-extended unless unsigned.
-int64_t get_integer(const unsigned char* data, SumType type, int64_t index) {
+int64_t get_integer(const unsigned char* data, DType type, int64_t index) {
   const int64_t bytes = item_size(type);
   uint64_t value = 0;
   for (int64_t byte = bytes; byte-- > 0;) value = value << 8 | data[index * bytes + byte];
-  const uint64_t sign = type == SumType::kU8 ? 0 : uint64_t{1} << (8 * bytes - 1);
+  const uint64_t sign = type == DType::kU8 ? 0 : uint64_t{1} << (8 * bytes - 1);
   return static_cast<int64_t>((value ^ sign) - sign);
 }
 
@@ -62,13 +55,12 @@ int64_t reduce_integers(ReduceOp op, int64_t a, int64_t b) {
 }
 
 // One element after the other, on sources that are left alone.
-Bytes reference_reduce(const std::vector<Bytes>& sources, SumType type, ReduceOp op, int64_t numel) {
+Bytes reference_reduce(const std::vector<Bytes>& sources, DType type, ReduceOp op, int64_t numel) {
   if (sources.size() == 1) return sources[0];
-  const DType dtype = dtype_of(type);
   const int64_t bytes = item_size(type);
   Bytes result(static_cast<size_t>(numel * bytes));
   for (int64_t i = 0; i < numel; ++i) {
-    if (!is_float(dtype)) {
+    if (!is_float(type)) {
       int64_t total = get_integer(sources[0].data(), type, i);
       for (size_t rank = 1; rank < sources.size(); ++rank) {
         total = reduce_integers(op, total, get_integer(sources[rank].data(), type, i));
@@ -79,27 +71,27 @@ Bytes reference_reduce(const std::vector<Bytes>& sources, SumType type, ReduceOp
       }
       continue;
     }
-    double total = reference::get(sources[0].data(), dtype, i);
+    double total = reference::get(sources[0].data(), type, i);
     for (size_t rank = 1; rank < sources.size(); ++rank) {
-      const double next = reference::get(sources[rank].data(), dtype, i);
-      total = type == SumType::kF64
+      const double next = reference::get(sources[rank].data(), type, i);
+      total = type == DType::kF64
                   ? reduce_floats(op, total, next)
                   : static_cast<double>(reduce_floats(op, static_cast<float>(total), static_cast<float>(next)));
     }
-    reference::set(result.data(), dtype, i, total);
+    reference::set(result.data(), type, i, total);
   }
   return result;
 }
 
 // Any NaN equals any other; integers are compared as bits.
-int64_t first_difference(const unsigned char* actual, const unsigned char* expected, SumType type, int64_t numel) {
-  return reference::first_difference(actual, expected, dtype_of(type), numel);
+int64_t first_difference(const unsigned char* actual, const unsigned char* expected, DType type, int64_t numel) {
+  return reference::first_difference(actual, expected, type, numel);
 }
 
-std::vector<Bytes> random_sources(SumType type, int64_t num_ranks, int64_t numel) {
+std::vector<Bytes> random_sources(DType type, int64_t num_ranks, int64_t numel) {
   std::vector<Bytes> sources;
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
-    sources.push_back(reference::random_elements(dtype_of(type), numel, static_cast<uint32_t>(numel * 8 + rank)));
+    sources.push_back(reference::random_elements(type, numel, static_cast<uint32_t>(numel * 8 + rank)));
   }
   return sources;
 }
@@ -131,7 +123,7 @@ struct Buffer {
 
 // Bit `rank` of `in_place`: that source is a destination too. `num_separate` further destinations are not sources.
 struct Call {
-  SumType type;
+  DType type;
   ReduceOp op;
   int64_t numel;
   int64_t num_ranks;
@@ -180,7 +172,7 @@ void check_call(const Call& call) {
 
 TEST(reduce_ranks_agrees_with_the_reference_for_all_types_operations_sizes_and_ranks) {
   for_each_capability([] {
-    for (const SumType type : kTypes) {
+    for (const DType type : kTypes) {
       for (const ReduceOp op : kOps) {
         for (const int64_t numel : kSizes) {
           for (const int64_t num_ranks : kRanks) {
@@ -196,7 +188,7 @@ TEST(reduce_ranks_agrees_with_the_reference_for_all_types_operations_sizes_and_r
 
 TEST(reduce_ranks_takes_any_set_of_destinations_at_any_alignment) {
   for_each_capability([] {
-    for (const SumType type : kTypes) {
+    for (const DType type : kTypes) {
       for (const ReduceOp op : kOps) {
         for (const int64_t numel : {1, 17, 131}) {
           for (const int64_t num_ranks : {1, 2, 3, 4}) {
@@ -214,7 +206,7 @@ TEST(reduce_ranks_takes_any_set_of_destinations_at_any_alignment) {
 
 TEST(reduce_ranks_does_not_depend_on_the_instruction_set_or_the_split) {
   constexpr int64_t kNumel = 2003;
-  for (const SumType type : kTypes) {
+  for (const DType type : kTypes) {
     for (const ReduceOp op : kOps) {
       for (const int64_t num_ranks : {2, 3, 8}) {
         std::vector<Bytes> sources = random_sources(type, num_ranks, kNumel);
@@ -242,22 +234,21 @@ TEST(reduce_ranks_does_not_depend_on_the_instruction_set_or_the_split) {
 }
 
 // The reduction of `values`, one per rank: the same in each of 37 elements, so that loop and tail are both used.
-double reduce_values(SumType type, ReduceOp op, const std::vector<double>& values) {
+double reduce_values(DType type, ReduceOp op, const std::vector<double>& values) {
   constexpr int64_t kNumel = 37;
-  const DType dtype = dtype_of(type);
   std::vector<Bytes> sources;
   std::vector<const void*> srcs;
   for (const double value : values) {
     Bytes& source = sources.emplace_back(static_cast<size_t>(kNumel * item_size(type)));
-    for (int64_t i = 0; i < kNumel; ++i) reference::set(source.data(), dtype, i, value);
+    for (int64_t i = 0; i < kNumel; ++i) reference::set(source.data(), type, i, value);
   }
   for (const Bytes& source : sources) srcs.push_back(source.data());
   Bytes result(sources[0].size());
   void* const dsts[] = {result.data()};
   reduce_ranks(dsts, srcs, type, op, kNumel);
-  const double first = reference::get(result.data(), dtype, 0);
+  const double first = reference::get(result.data(), type, 0);
   for (int64_t i = 1; i < kNumel; ++i) {
-    const double other = reference::get(result.data(), dtype, i);
+    const double other = reference::get(result.data(), type, i);
     CHECK(std::isnan(first) ? std::isnan(other) : first == other && std::signbit(first) == std::signbit(other));
   }
   return first;
@@ -265,7 +256,7 @@ double reduce_values(SumType type, ReduceOp op, const std::vector<double>& value
 
 TEST(a_nan_of_any_rank_reaches_the_result) {
   for_each_capability([] {
-    for (const SumType type : kFloats) {
+    for (const DType type : kFloats) {
       for (const ReduceOp op : kOps) {
         for (const size_t num_ranks : {2, 3, 5}) {
           for (size_t rank = 0; rank < num_ranks; ++rank) {
@@ -283,7 +274,7 @@ TEST(a_nan_of_any_rank_reaches_the_result) {
 
 TEST(infinities_and_zeros_are_reduced_as_ieee_754_says) {
   for_each_capability([] {
-    for (const SumType type : kFloats) {
+    for (const DType type : kFloats) {
       using enum ReduceOp;
       CHECK_EQ(reduce_values(type, kSum, {1, INFINITY, 2}), INFINITY);
       CHECK(std::isnan(reduce_values(type, kSum, {INFINITY, 1, -INFINITY})));
@@ -303,27 +294,27 @@ TEST(infinities_and_zeros_are_reduced_as_ieee_754_says) {
 
 TEST(sources_are_added_in_order) {
   for_each_capability([] {
-    CHECK_EQ(reduce_values(SumType::kF32, ReduceOp::kSum, {1e8, 1, -1e8}), 0);
-    CHECK_EQ(reduce_values(SumType::kF32, ReduceOp::kSum, {1e8, -1e8, 1}), 1);
-    CHECK_EQ(reduce_values(SumType::kF64, ReduceOp::kSum, {1e17, 1, -1e17, 3}), 3);
+    CHECK_EQ(reduce_values(DType::kF32, ReduceOp::kSum, {1e8, 1, -1e8}), 0);
+    CHECK_EQ(reduce_values(DType::kF32, ReduceOp::kSum, {1e8, -1e8, 1}), 1);
+    CHECK_EQ(reduce_values(DType::kF64, ReduceOp::kSum, {1e17, 1, -1e17, 3}), 3);
   });
 }
 
 TEST(sixteen_bit_floats_are_rounded_once) {
   for_each_capability([] {
-    CHECK_EQ(reduce_values(SumType::kF16, ReduceOp::kSum, {2048, 1, 1}), 2050);
-    CHECK_EQ(reduce_values(SumType::kF16, ReduceOp::kSum, {2048, 1}), 2048);  // halfway, to even
-    CHECK_EQ(reduce_values(SumType::kF16, ReduceOp::kSum, {2050, 1}), 2052);
-    CHECK_EQ(reduce_values(SumType::kF16, ReduceOp::kSum, {65504, 65504, -65504}), 65504);
-    CHECK_EQ(reduce_values(SumType::kF16, ReduceOp::kSum, {65504, 65504}), INFINITY);
-    CHECK_EQ(reduce_values(SumType::kBF16, ReduceOp::kSum, {256, 1, 1}), 258);
-    CHECK_EQ(reduce_values(SumType::kBF16, ReduceOp::kSum, {256, 1}), 256);
-    CHECK_EQ(reduce_values(SumType::kBF16, ReduceOp::kSum, {258, 1}), 260);
+    CHECK_EQ(reduce_values(DType::kF16, ReduceOp::kSum, {2048, 1, 1}), 2050);
+    CHECK_EQ(reduce_values(DType::kF16, ReduceOp::kSum, {2048, 1}), 2048);  // halfway, to even
+    CHECK_EQ(reduce_values(DType::kF16, ReduceOp::kSum, {2050, 1}), 2052);
+    CHECK_EQ(reduce_values(DType::kF16, ReduceOp::kSum, {65504, 65504, -65504}), 65504);
+    CHECK_EQ(reduce_values(DType::kF16, ReduceOp::kSum, {65504, 65504}), INFINITY);
+    CHECK_EQ(reduce_values(DType::kBF16, ReduceOp::kSum, {256, 1, 1}), 258);
+    CHECK_EQ(reduce_values(DType::kBF16, ReduceOp::kSum, {256, 1}), 256);
+    CHECK_EQ(reduce_values(DType::kBF16, ReduceOp::kSum, {258, 1}), 260);
   });
 }
 
 template <class T>
-void check_wraps(SumType type) {
+void check_wraps(DType type) {
   constexpr T kLowest = std::numeric_limits<T>::lowest();
   constexpr T kHighest = std::numeric_limits<T>::max();
   const std::vector<T> highest(37, kHighest);
@@ -340,11 +331,11 @@ void check_wraps(SumType type) {
 
 TEST(integers_wrap) {
   for_each_capability([] {
-    check_wraps<int8_t>(SumType::kI8);
-    check_wraps<uint8_t>(SumType::kU8);
-    check_wraps<int16_t>(SumType::kI16);
-    check_wraps<int32_t>(SumType::kI32);
-    check_wraps<int64_t>(SumType::kI64);
+    check_wraps<int8_t>(DType::kI8);
+    check_wraps<uint8_t>(DType::kU8);
+    check_wraps<int16_t>(DType::kI16);
+    check_wraps<int32_t>(DType::kI32);
+    check_wraps<int64_t>(DType::kI64);
   });
 }
 
@@ -355,7 +346,7 @@ TEST(one_source_is_copied_bit_for_bit) {
     std::vector<uint32_t> in_place = source;
     void* const dsts[] = {result.data(), in_place.data()};
     const void* const srcs[] = {in_place.data()};
-    reduce_ranks(dsts, srcs, SumType::kF32, ReduceOp::kSum, 37);
+    reduce_ranks(dsts, srcs, DType::kF32, ReduceOp::kSum, 37);
     CHECK(result == source);
     CHECK(in_place == source);
   });
@@ -365,19 +356,18 @@ TEST(a_reduction_needs_sources_but_no_elements_and_no_destinations) {
   float value = 3;
   void* const dsts[] = {&value, nullptr};
   const void* const srcs[] = {&value, &value};
-  CHECK_THROWS(std::invalid_argument, reduce_ranks(dsts, {}, SumType::kF32, ReduceOp::kSum, 1), "at least one source");
+  CHECK_THROWS(std::invalid_argument, reduce_ranks(dsts, {}, DType::kF32, ReduceOp::kSum, 1), "at least one source");
   const void* const nowhere[] = {nullptr, nullptr};
   for_each_capability([&] {
-    for (const SumType type : kTypes) reduce_ranks(dsts, nowhere, type, ReduceOp::kSum, 0);
-    reduce_ranks({}, srcs, SumType::kF32, ReduceOp::kSum, 1);
+    for (const DType type : kTypes) reduce_ranks(dsts, nowhere, type, ReduceOp::kSum, 0);
+    reduce_ranks({}, srcs, DType::kF32, ReduceOp::kSum, 1);
   });
   CHECK_EQ(value, 3.f);
 }
 
 TEST(scaled_sums_are_those_of_sources_scaled_beforehand) {
   for_each_capability([] {
-    for (const auto type : {SumType::kF64, SumType::kF32}) {
-      const auto dtype = dtype_of(type);
+    for (const auto type : {DType::kF64, DType::kF32}) {
       for (const auto ranks : kRanks) {
         for (const auto numel : kSizes) {
           const auto bytes = static_cast<size_t>(numel * item_size(type));
@@ -390,12 +380,12 @@ TEST(scaled_sums_are_those_of_sources_scaled_beforehand) {
               const double value = static_cast<double>((i * 37 + rank * 101) % 97) / 7.0 - 5.0;
               const auto narrow = static_cast<float>(value);
               std::memcpy(source.data() + i * item_size(type),
-                          type == SumType::kF64 ? static_cast<const void*>(&value) : &narrow,
+                          type == DType::kF64 ? static_cast<const void*>(&value) : &narrow,
                           static_cast<size_t>(item_size(type)));
             }
             scales.push_back(rank == 1 ? 1.0 : 1.0 / static_cast<double>(ranks));
             scaled.emplace_back(bytes);
-            scale_cast(scaled.back().data(), dtype, source.data(), dtype, numel, scales.back());
+            scale_cast(scaled.back().data(), type, source.data(), type, numel, scales.back());
             sources.push_back(std::move(source));
           }
           for (const auto& source : sources) plain_pointers.push_back(source.data());
@@ -412,15 +402,10 @@ TEST(scaled_sums_are_those_of_sources_scaled_beforehand) {
   });
   const float source = 1.0F;
   const void* const sources[] = {&source};
-  CHECK_THROWS(std::invalid_argument, scaled_sum_ranks({}, sources, {}, SumType::kF32, 1));
+  CHECK_THROWS(std::invalid_argument, scaled_sum_ranks({}, sources, {}, DType::kF32, 1));
   const double scale = 0.5;
   const std::span<const double> scales(&scale, 1);
-  CHECK_THROWS(std::invalid_argument, scaled_sum_ranks({}, sources, scales, SumType::kBF16, 1));
-}
-
-TEST(item_sizes_of_sum_types) {
-  const int64_t expected[] = {8, 4, 2, 2, 1, 1, 2, 4, 8};
-  for (const SumType type : kTypes) CHECK_EQ(item_size(type), expected[static_cast<int>(type)]);
+  CHECK_THROWS(std::invalid_argument, scaled_sum_ranks({}, sources, scales, DType::kBF16, 1));
 }
 
 }  // namespace

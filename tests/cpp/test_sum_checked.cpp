@@ -16,7 +16,7 @@ namespace {
 
 using reference::Bytes;
 
-constexpr SumType kFloats[] = {SumType::kF64, SumType::kF32, SumType::kF16, SumType::kBF16};
+constexpr DType kFloats[] = {DType::kF64, DType::kF32, DType::kF16, DType::kBF16};
 constexpr int64_t kRanks[] = {1, 2, 3, 5};
 
 // Small whole numbers: no sum of them is anything but finite.
@@ -31,12 +31,11 @@ Bytes finite_elements(DType dtype, int64_t numel, int64_t rank) {
 // Sources and targets as one call has them: `misalignment` bytes off, each source a target too (as the ranks' blocks are) or none.
 class Call {
  public:
-  Call(SumType type, std::vector<Bytes> sources, std::vector<double> scales = {}, size_t misalignment = 0)
+  Call(DType type, std::vector<Bytes> sources, std::vector<double> scales = {}, size_t misalignment = 0)
       : type_(type), sources_(std::move(sources)), scales_(std::move(scales)), misalignment_(misalignment) {}
 
   // Fails unless sums, counts and what is said of the sums are what they should be.
   void check(bool in_place) const {
-    const DType dtype = *float_type(type_);
     const auto numel = static_cast<int64_t>(sources_[0].size()) / item_size(type_);
     const Bytes want = plain();
     std::vector<Bytes> memory = shifted();
@@ -53,10 +52,10 @@ class Call {
     const bool bad = checked_sum_ranks(dsts, srcs, scales_, type_, numel, counts);
     for (const void* dst : dsts) CHECK(want.empty() || std::memcmp(dst, want.data(), want.size()) == 0);
     for (size_t rank = 0; rank < sources_.size(); ++rank) {
-      const auto count = static_cast<int64_t>(100 + rank) + count_non_finite(sources_[rank].data(), dtype, numel);
+      const auto count = static_cast<int64_t>(100 + rank) + count_non_finite(sources_[rank].data(), type_, numel);
       CHECK_EQ(counts[rank], count);
     }
-    CHECK_EQ(bad, count_non_finite(want.data(), dtype, numel) > 0);
+    CHECK_EQ(bad, count_non_finite(want.data(), type_, numel) > 0);
   }
 
  private:
@@ -83,7 +82,7 @@ class Call {
     return result;
   }
 
-  SumType type_;
+  DType type_;
   std::vector<Bytes> sources_;
   std::vector<double> scales_;
   size_t misalignment_;
@@ -95,28 +94,27 @@ std::vector<double> some_scales(int64_t num_ranks) {
   return scales;
 }
 
-void check_both_ways(SumType type, const std::vector<Bytes>& sources, size_t misalignment = 0) {
+void check_both_ways(DType type, const std::vector<Bytes>& sources, size_t misalignment = 0) {
   for (const bool in_place : {false, true}) {
     Call(type, sources, {}, misalignment).check(in_place);
     if (can_scale(type)) Call(type, sources, some_scales(std::ssize(sources)), misalignment).check(in_place);
   }
 }
 
-std::vector<Bytes> finite_sources(SumType type, int64_t num_ranks, int64_t numel) {
+std::vector<Bytes> finite_sources(DType type, int64_t num_ranks, int64_t numel) {
   std::vector<Bytes> sources;
-  for (int64_t rank = 0; rank < num_ranks; ++rank) sources.push_back(finite_elements(*float_type(type), numel, rank));
+  for (int64_t rank = 0; rank < num_ranks; ++rank) sources.push_back(finite_elements(type, numel, rank));
   return sources;
 }
 
 TEST(checked_sums_of_anything_are_the_plain_ones) {
   for_each_capability([] {
-    for (const SumType type : kFloats) {
+    for (const DType type : kFloats) {
       for (const int64_t num_ranks : kRanks) {
         for (int64_t numel = 0; numel <= 300; numel += numel < 70 ? 1 : 23) {
           std::vector<Bytes> sources;
           for (int64_t rank = 0; rank < num_ranks; ++rank) {
-            sources.push_back(
-                reference::random_elements(*float_type(type), numel, static_cast<uint32_t>(numel * 8 + rank)));
+            sources.push_back(reference::random_elements(type, numel, static_cast<uint32_t>(numel * 8 + rank)));
           }
           check_both_ways(type, sources, static_cast<size_t>(numel % 3 * 7));
         }
@@ -128,7 +126,7 @@ TEST(checked_sums_of_anything_are_the_plain_ones) {
 TEST(checked_sums_find_one_in_any_place_of_any_source) {
   const double values[] = {NAN, INFINITY, -INFINITY};
   for_each_capability([&] {
-    for (const SumType type : kFloats) {
+    for (const DType type : kFloats) {
       for (const int64_t num_ranks : {1, 2, 3}) {
         for (const int64_t numel : {1, 13, 64, 150}) {
           std::vector<Bytes> sources = finite_sources(type, num_ranks, numel);
@@ -136,7 +134,7 @@ TEST(checked_sums_find_one_in_any_place_of_any_source) {
           for (int64_t place = 0; place < num_ranks * numel; ++place) {
             Bytes& source = sources[static_cast<size_t>(place % num_ranks)];
             const Bytes before = source;
-            reference::set(source.data(), *float_type(type), place / num_ranks, values[place % 3]);
+            reference::set(source.data(), type, place / num_ranks, values[place % 3]);
             check_both_ways(type, sources);
             source = before;
           }
@@ -151,28 +149,28 @@ TEST(checked_sums_find_every_kind_of_nan) {
   for_each_capability([] {
     for (const uint32_t bits :
          {0x7F800000u, 0xFF800000u, 0x7F800001u, 0x7FC00000u, 0xFFFFFFFFu, 0x7FFFFFFFu, 0xFFC12345u}) {
-      std::vector<Bytes> sources = finite_sources(SumType::kF32, 2, 70);
+      std::vector<Bytes> sources = finite_sources(DType::kF32, 2, 70);
       std::memcpy(sources[1].data() + 4 * 17, &bits, sizeof(bits));
-      check_both_ways(SumType::kF32, sources);
+      check_both_ways(DType::kF32, sources);
     }
-    std::vector<Bytes> sources = finite_sources(SumType::kF32, 2, 70);
+    std::vector<Bytes> sources = finite_sources(DType::kF32, 2, 70);
     reference::set(sources[0].data(), DType::kF32, 3, INFINITY);
     reference::set(sources[1].data(), DType::kF32, 3, -INFINITY);
-    check_both_ways(SumType::kF32, sources);
+    check_both_ways(DType::kF32, sources);
   });
 }
 
 // At the border, from finite terms: the largest sum that is stored as a finite number, and the next one, by a term of the same sign.
 TEST(checked_sums_tell_of_sums_that_overflow) {
   struct Border {
-    SumType type;
+    DType type;
     double a, finite, infinite;
   };
   const Border borders[] = {
-      {SumType::kF64, 0x1p1023, 0x1.ffffffffffffep1022, 0x1p1023},
-      {SumType::kF32, 0x1p127, 0x1.fffffcp126, 0x1p127},
-      {SumType::kF16, 65504, 15.9921875, 16},  // halfway to 65536, which is rounded up
-      {SumType::kBF16, 0x1.fep127, 0x1.fcp118, 0x1p119},
+      {DType::kF64, 0x1p1023, 0x1.ffffffffffffep1022, 0x1p1023},
+      {DType::kF32, 0x1p127, 0x1.fffffcp126, 0x1p127},
+      {DType::kF16, 65504, 15.9921875, 16},  // halfway to 65536, which is rounded up
+      {DType::kBF16, 0x1.fep127, 0x1.fcp118, 0x1p119},
   };
   for_each_capability([&] {
     for (const auto& [type, a, finite, infinite] : borders) {
@@ -180,8 +178,8 @@ TEST(checked_sums_tell_of_sums_that_overflow) {
         for (const double b : {finite, infinite}) {
           for (const int64_t place : {0, 40, 148, 149}) {
             std::vector<Bytes> sources = finite_sources(type, 2, 150);
-            reference::set(sources[0].data(), *float_type(type), place, sign * a);
-            reference::set(sources[1].data(), *float_type(type), place, sign * b);
+            reference::set(sources[0].data(), type, place, sign * a);
+            reference::set(sources[1].data(), type, place, sign * b);
             Call(type, sources).check(true);
             std::vector<const void*> srcs{sources[0].data(), sources[1].data()};
             std::vector<int64_t> counts(2);
@@ -200,11 +198,11 @@ TEST(checked_sums_are_of_floats) {
   std::vector<int64_t> counts(1);
   const double scale = 0.5;
   const std::span<const double> scales(&scale, 1);
-  CHECK_THROWS(std::invalid_argument, checked_sum_ranks({}, srcs, {}, SumType::kI32, 1, counts), "floats");
-  CHECK_THROWS(std::invalid_argument, checked_sum_ranks({}, srcs, scales, SumType::kBF16, 1, counts), "scaled");
-  CHECK_THROWS(std::invalid_argument, checked_sum_ranks({}, srcs, {}, SumType::kF32, 1, {}), "one count");
-  CHECK_THROWS(std::invalid_argument, checked_sum_ranks({}, {}, {}, SumType::kF32, 1, {}), "one source");
-  CHECK(!checked_sum_ranks({}, srcs, {}, SumType::kF32, 0, counts));
+  CHECK_THROWS(std::invalid_argument, checked_sum_ranks({}, srcs, {}, DType::kI32, 1, counts), "floats");
+  CHECK_THROWS(std::invalid_argument, checked_sum_ranks({}, srcs, scales, DType::kBF16, 1, counts), "scaled");
+  CHECK_THROWS(std::invalid_argument, checked_sum_ranks({}, srcs, {}, DType::kF32, 1, {}), "one count");
+  CHECK_THROWS(std::invalid_argument, checked_sum_ranks({}, {}, {}, DType::kF32, 1, {}), "one source");
+  CHECK(!checked_sum_ranks({}, srcs, {}, DType::kF32, 0, counts));
 }
 
 }  // namespace

@@ -41,11 +41,11 @@ TEST(traffic_is_counted_by_route) {
 namespace torchddp::shm {
 namespace {
 
-using kernels::SumType;
+using kernels::DType;
 
 class NoLink final : public OuterLink {
  public:
-  void start(void*, SumType, int64_t, std::optional<SumType>) override {}
+  void start(void*, DType, int64_t, std::optional<DType>) override {}
   bool finish_oldest() override { return true; }
 };
 

@@ -157,7 +157,7 @@ run_benchmarks_of_two_ranks() {
     where=(--device cpu --backend gloo --quick)
     seconds=1
   fi
-  step benchmarks_two_ranks 100 "$python" -m benchmarks.gpu "${where[@]}" --world-size 2 --part models \
+  step benchmarks_two_ranks 100 "$python" -m benchmarks.gpu "${where[@]}" --world-size 2 \
     --model resnet50 --seconds "$seconds" --json "$out/bench_two_ranks.json"
 }
 

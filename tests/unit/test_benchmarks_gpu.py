@@ -10,17 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks.gpu import cli, pack, report, trace
-from benchmarks.gpu.cases import MODELS_CASE, PACK_CASE, GpuJob
+from benchmarks.gpu import cli, report, trace
+from benchmarks.gpu.cases import MODELS_CASE, GpuJob
 from benchmarks.gpu.machine import describe_gpu, first_line
 from benchmarks.gpu.measure import build_runners
 from benchmarks.gpu.models import MODELS, make_batch, make_model
-from benchmarks.gpu.plot import save_bandwidth
-from benchmarks.gpu.results import model_result, pack_result
+from benchmarks.gpu.results import model_result
 from benchmarks.gpu.run import Settings, seconds_each
 from benchmarks.gpu.variants import known_options, make_field
 from torchddp.bench import machine
@@ -151,80 +148,6 @@ def test_a_step_returns_both_times_and_leaves_gradients() -> None:
     assert runner.transport is None
 
 
-# --- packing ---------------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(1, 5_000_000))
-def test_mixed_sizes_make_up_the_whole(total: int) -> None:
-    numels = pack.mixed_numels(total)
-    assert sum(numels) == total and min(numels) > 0
-
-
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=50), st.sampled_from([2, 4]))
-def test_slots_are_aligned_and_do_not_meet(numels: list[int], itemsize: int) -> None:
-    offsets, length = pack.slot_offsets(numels, itemsize)
-    assert all(offset * itemsize % pack.ALIGNMENT_BYTES == 0 for offset in offsets)
-    for offset, numel, following in zip(offsets, numels, [*offsets[1:], length], strict=True):
-        assert offset + numel <= following
-
-
-@given(st.integers(1, 10**9), st.integers(0, 10**8), st.integers(0, 10**10))
-def test_sets_exceed_the_cache_and_are_used_equally_often(set_bytes: int, cache_bytes: int, timed_bytes: int) -> None:
-    sets = pack.set_count(set_bytes, cache_bytes)
-    assert sets >= 2 and sets * set_bytes >= pack.CACHES * cache_bytes
-    count = pack.repeats(set_bytes, sets, timed_bytes)
-    assert count % sets == 0 and count >= sets and count * set_bytes >= timed_bytes
-
-
-def cpu_bucket() -> pack.Bucket:
-    return pack.Bucket.make([5, 64, 1000], torch.device("cpu"), torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize("name", [pack.FOREACH, pack.PACK, pack.PACK_CAST, pack.UNPACK])
-def test_the_check_of_an_implementation_sees_one_wrong_element(name: str) -> None:
-    """Every way to move a bucket, written with plain copies here, once right and once without the last element."""
-
-    def move(bucket: pack.Bucket, skipped: int) -> None:
-        flat = bucket.flat_cast if name == pack.PACK_CAST else bucket.flat
-        for offset, gradient in zip(bucket.offsets, bucket.gradients, strict=True):
-            numel = gradient.numel() - skipped
-            slot = flat[offset : offset + numel]
-            source, target = (slot, gradient[:numel]) if name == pack.UNPACK else (gradient[:numel], slot)
-            target.copy_(source)
-
-    pack.check(pack.Implementation(name, 8, lambda bucket: lambda: move(bucket, 0)), cpu_bucket())
-    with pytest.raises(RuntimeError, match=r"gradients \[0, 1, 2\] of 3"):
-        pack.check(pack.Implementation(name, 8, lambda bucket: lambda: move(bucket, 1)), cpu_bucket())
-
-
-def fake_pack(share: float = 0.95) -> dict[str, Any]:
-    """1e6 elements: the copy in 8 us, ours in 8 us / share."""
-    times_ms = np.array([[0.008], [0.008 / share]]) + np.zeros((1, 40))
-    raw = {"bytes": 4_000_000, "elements": 1_000_000, "tensors": 3, "sets": 2, "time_ms": times_ms}
-    return pack_result({**raw, "names": [pack.COPY, pack.PACK], "bytes_per_element": [8, 8]})
-
-
-def test_bandwidth_counts_bytes_read_and_written() -> None:
-    copy, ours = fake_pack()["implementations"]
-    assert copy["gb_per_s"]["median"] == pytest.approx(1000.0)  # 8 MB in 8 us
-    assert copy["ratio_to_copy"] is None
-    assert ours["ratio_to_copy"]["median"] == pytest.approx(0.95)
-    assert ours["time_us"]["median"] == pytest.approx(8 / 0.95)
-
-
-@pytest.mark.parametrize(("share", "verdict"), [(0.95, "0.9 met"), (0.9, "0.9 met"), (0.7, "0.9 missed")])
-def test_goal_of_packing(share: float, verdict: str) -> None:
-    result = fake_pack(share)
-    assert str(report.pack_goal_text(result, result["implementations"][1])) == verdict
-
-
-def test_goal_of_packing_within_the_noise_is_unclear() -> None:
-    result = fake_pack()
-    row = result["implementations"][1]
-    row["ratio_to_copy"].update(ci95_low=0.85, ci95_high=0.93)
-    assert str(report.pack_goal_text(result, row)) == "0.9 unclear"
-
-
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
@@ -249,25 +172,23 @@ def document(gpu: dict[str, Any] | None, *results: dict[str, Any]) -> dict[str, 
 
 
 def test_the_report_fits_80_columns_and_ends_with_the_goals() -> None:
-    text = printed(report.render(document(GPU, fake_model(), fake_pack())))
+    text = printed(report.render(document(GPU, fake_model())))
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     goals = text[text.index("Goals") :]
     assert "cost / torch's best, gpt2" in goals and "nccl" in goals
-    assert "0.20 [0.20..0.20]" in goals and "0.3 met" in goals and "0.9 met" in goals
+    assert "0.20 [0.20..0.20]" in goals and "0.3 met" in goals
     assert "NVIDIA Thing" in text and "2.28.9" in text and "130" in text  # kernels of our row
 
 
 def test_without_a_gpu_no_goal_is_judged() -> None:
-    text = printed(report.render(document(None, fake_model(), fake_pack())))
+    text = printed(report.render(document(None, fake_model())))
     assert "Goals" not in text and "0.3 met" not in text
     assert "nothing about a GPU" in text
 
 
 def test_files_are_named_after_the_gpu(tmp_path: Path) -> None:
-    written = save_results(document(GPU, fake_model(), fake_pack()), tmp_path, {PACK_CASE: save_bandwidth})
-    assert sorted(path.name for path in written) == [
-        f"2030-01-02-{case}-nvidia-thing.{kind}" for case in ("gpu", "gpu_pack") for kind in ("json", "png")
-    ]
+    written = save_results(document(GPU, fake_model()), tmp_path)
+    assert sorted(path.name for path in written) == [f"2030-01-02-gpu-nvidia-thing.{kind}" for kind in ("json", "png")]
     assert json.loads(written[0].read_text())["machine"]["gpu"] == GPU
 
 
@@ -283,7 +204,6 @@ def test_a_cpu_describes_no_gpu() -> None:
     ("arguments", "words"),
     [
         (["--model", "nope"], "There is no model 'nope'; choose from small, resnet50, gpt2."),
-        (["--part", "nope"], "There is no part 'nope'; choose from models, pack."),
         (["--device", "tpu"], "There is no device 'tpu'"),
         (["--backend", "mpi"], "There is no backend 'mpi'"),
         (["--device", "cpu"], "use --backend gloo with --device cpu."),
@@ -306,11 +226,10 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -
     assert "--device cpu runs the program without one." in capsys.readouterr().err
 
 
-def test_the_budget_is_shared_between_the_models_and_packing() -> None:
+def test_the_budget_is_shared_between_the_models() -> None:
     common: dict[str, Any] = {"seconds": 100.0, "world_size": 1, "backend": "gloo", "device": "cpu", "caps_mb": (25,)}
     common |= {"sequence": 64, "quick": True, "seed": 0}
-    assert seconds_each(Settings(models=("small", "gpt2"), parts=("models", "pack"), **common)) == pytest.approx(20.0)
-    assert seconds_each(Settings(models=("small", "gpt2"), parts=("pack",), **common)) == pytest.approx(60.0)
+    assert seconds_each(Settings(models=("small", "gpt2"), **common)) == pytest.approx(30.0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -323,14 +242,12 @@ def test_the_whole_program_runs_on_the_cpu(world_size: int, tmp_path: Path, caps
     assert "nothing about a GPU" in capsys.readouterr().out
     saved = json.loads(path.read_text())
     assert saved["machine"]["gpu"] is None
-    *models, packed = saved["results"]
-    assert [result["model"] for result in models] == (
+    assert [result["model"] for result in saved["results"]] == (
         ["small", "resnet50", "gpt2"] if world_size == 1 else ["resnet50"]
     )
-    for result in models:
+    for result in saved["results"]:
         assert result["world_size"] == world_size
         for row in result["variants"]:
             assert row["step_ms"]["median"] > 0 and row["host_ms"]["median"] > 0
             assert row["work_per_step"] == {"kernels": 0.0, "copies": 0.0, "fills": 0.0}
             assert (row["transport"] is not None) == (row["role"] == "ours")
-    assert [row["name"] for row in packed["implementations"]] == [pack.COPY, pack.FOREACH]

@@ -32,18 +32,3 @@ def test_measure_says_what_it_wants() -> None:
         _C.measure(torch.ones(4)[::2])
     with pytest.raises(RuntimeError, match="floating point or complex elements, got Int"):
         _C.measure(torch.ones(4, dtype=torch.int32))
-
-
-@pytest.mark.skipif(_C.with_cuda, reason="a CUDA build has them")
-def test_a_cpu_build_has_no_device_kernels() -> None:
-    flat = torch.zeros(4)
-    with pytest.raises(RuntimeError, match="pack_on_device: this torchddp was built without CUDA"):
-        _C.pack_on_device(flat, [torch.ones(4)], [0])
-    with pytest.raises(RuntimeError, match="unpack_on_device: this torchddp was built without CUDA"):
-        _C.unpack_on_device(flat, [torch.ones(4)], [0], scale=0.5, stats=None)
-
-
-@pytest.mark.skipif(not _C.with_cuda, reason="a CPU build has none")
-def test_device_kernels_refuse_tensors_elsewhere() -> None:
-    with pytest.raises(RuntimeError, match="flat must be a CUDA tensor, got one on cpu"):
-        _C.pack_on_device(torch.zeros(4), [torch.ones(4)], [0])

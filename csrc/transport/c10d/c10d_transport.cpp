@@ -3,9 +3,10 @@
 #include <ATen/Functions.h>
 
 #include "common/check.h"
+#include "kernels/sum.h"
 #include "transport/c10d/flat_collectives.h"
 #include "transport/c10d/group_work.h"
-#include "transport/shm/sum_types.h"
+#include "transport/sum_types.h"
 
 namespace torchddp::transport {
 namespace {

@@ -5,11 +5,11 @@
 
 #include "common/errors.h"
 #include "transport/c10d/flat_collectives.h"
-#include "transport/shm/sum_types.h"
+#include "transport/sum_types.h"
 
 namespace torchddp::transport {
 
-void C10dOuterLink::start(void* data, kernels::SumType type, int64_t numel, std::optional<kernels::SumType> wire) {
+void C10dOuterLink::start(void* data, kernels::DType type, int64_t numel, std::optional<kernels::DType> wire) {
   const c10::NoGradGuard no_grad;
   Running running;
   running.data =

@@ -17,7 +17,7 @@ class C10dOuterLink final : public shm::OuterLink {
   // `segment`: where the data lies. The process group may still write there when an operation has failed, and the transport is gone.
   C10dOuterLink(c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<shm::Segment> segment)
       : group_(std::move(group)), segment_(std::move(segment)) {}
-  void start(void* data, kernels::SumType type, int64_t numel, std::optional<kernels::SumType> wire) override;
+  void start(void* data, kernels::DType type, int64_t numel, std::optional<kernels::DType> wire) override;
   bool finish_oldest() override;
 
  private:

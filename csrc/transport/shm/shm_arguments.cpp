@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "common/check.h"
-#include "transport/shm/sum_types.h"
+#include "transport/sum_types.h"
 
 namespace torchddp::transport {
 
@@ -20,10 +20,10 @@ std::optional<Reduction> find_reduction(at::ScalarType dtype, c10d::ReduceOp::Re
     switch (op) {
       case c10d::ReduceOp::SUM:
       case c10d::ReduceOp::MAX:
-        return Reduction{kernels::SumType::kU8, ReduceOp::kMax, false};
+        return Reduction{kernels::DType::kU8, ReduceOp::kMax, false};
       case c10d::ReduceOp::PRODUCT:
       case c10d::ReduceOp::MIN:
-        return Reduction{kernels::SumType::kU8, ReduceOp::kMin, false};
+        return Reduction{kernels::DType::kU8, ReduceOp::kMin, false};
       default:
         return std::nullopt;
     }

@@ -9,7 +9,7 @@
 namespace torchddp::transport {
 
 struct Reduction {
-  kernels::SumType type = kernels::SumType::kF32;
+  kernels::DType type = kernels::DType::kF32;
   kernels::ReduceOp op = kernels::ReduceOp::kSum;
   bool average = false;
 };

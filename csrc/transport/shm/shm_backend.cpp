@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 
 #include "common/check.h"
 #include "transport/shm/shm_arguments.h"
@@ -33,13 +32,6 @@ struct BelowAutograd {
   c10::NoGradGuard no_grad;
 };
 
-using transport::bytes_of;
-
-int64_t bytes_of(const Tensors& tensors) {
-  return std::accumulate(tensors.begin(), tensors.end(), int64_t{0},
-                         [](int64_t sum, const at::Tensor& tensor) { return sum + bytes_of(tensor); });
-}
-
 // What is in memory is what is in the tensor.
 bool is_plain(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
 
@@ -61,33 +53,9 @@ const std::byte* consecutive(const Tensors& tensors) {
   return begin;
 }
 
-at::Tensor over(std::byte* memory, const at::Tensor& like) {
-  return at::from_blob(memory, like.sizes(), at::TensorOptions().dtype(like.scalar_type()));
-}
-
-void pack(const Tensors& tensors, std::byte* memory) {
-  for (const auto& tensor : tensors) {
-    if (tensor.numel() > 0) {
-      over(memory, tensor).copy_(tensor);
-      memory += bytes_of(tensor);
-    }
-  }
-}
-
-void unpack(const Tensors& tensors, const std::byte* memory) {
-  for (const auto& tensor : tensors) {
-    if (tensor.numel() > 0) {
-      tensor.copy_(over(const_cast<std::byte*>(memory), tensor));
-      memory += bytes_of(tensor);
-    }
-  }
-}
-
-std::byte* data_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.mutable_data_ptr()); }
-
 shm::Operation moving(shm::OpKind kind, int64_t bytes, int root = 0) {
   return {.kind = kind,
-          .type = kernels::SumType::kU8,
+          .type = kernels::DType::kU8,
           .op = kernels::ReduceOp::kSum,
           .root = root,
           .numel = bytes,
@@ -146,20 +114,19 @@ at::Tensor ShmBackend::bring(ShmPart& part, const Tensors& tensors, int64_t lead
     part.operation.input = tensors[0].const_data_ptr();
     return tensors[0];
   }
-  const auto bytes = bytes_of(tensors) + lead_bytes;
   if (eager) {
-    part.input = at::empty({std::max<int64_t>(bytes, 1)}, at::kByte);
+    part.input = at::empty({std::max<int64_t>(bytes_of(tensors) + lead_bytes, 1)}, at::kByte);
+    pack(tensors, data_of(part.input) + lead_bytes);
   } else {
     try {
-      part.input = part.staging = operations_->pool().take(*transport, bytes);
+      part.stage(*transport, tensors, lead_bytes);
     } catch (const TransportError& error) {
       operations_->abort(error.what());  // or the others would wait until their time is up
       throw;
     }
+    part.input = part.staging;
   }
-  auto* memory = data_of(part.input);
-  pack(tensors, memory + lead_bytes);
-  part.operation.input = memory;
+  part.operation.input = data_of(part.input);
   return part.input;
 }
 
@@ -173,7 +140,7 @@ void ShmBackend::take_result(ShmPart& part, const Tensors& tensors) {
   auto memory = at::empty({std::max<int64_t>(bytes_of(tensors), 1)}, at::kByte);
   part.operation.output = data_of(memory);
   part.output = memory;
-  part.deliver = [tensors, memory] { unpack(tensors, data_of(memory)); };
+  part.deliver_to(tensors, memory);
 }
 
 // `keep`: this rank wants the result.
@@ -191,7 +158,7 @@ ShmPart ShmBackend::all_reduce_part(const Call& call, const Tensors& given, cons
   if (!eager) {
     part.operation.output = data_of(memory);
     if (keep && part.staging.defined()) {
-      part.deliver = [tensors, memory] { unpack(tensors, data_of(memory)); };
+      part.deliver_to(tensors, memory);
     }
   } else if (keep) {
     take_result(part, tensors);

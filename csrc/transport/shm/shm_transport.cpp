@@ -8,12 +8,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "common/check.h"
 #include "transport/c10d/c10d_transport.h"
 #include "transport/c10d/group_work.h"
 #include "transport/shm/outer_link.h"
-#include "transport/shm/sum_types.h"
+#include "transport/sum_types.h"
 
 namespace torchddp::transport {
 
@@ -44,9 +45,9 @@ class ShmWork final : public Work {
     }
     wait_or_keep(transport_->outer_group_, [&] { engine_.wait(seq_, timeout); });
     active_ = false;
-    if (copy_back.defined()) {
+    if (memory.deliver) {
       const c10::NoGradGuard no_grad;
-      copy_back.copy_(staged);
+      memory.deliver();
     }
     forget();
   }
@@ -86,22 +87,26 @@ class ShmWork final : public Work {
   int64_t non_finite() const override { return non_finite_ == nullptr ? 0 : non_finite_->inputs.load(); }
   bool sums_finite() const override { return non_finite_ != nullptr && non_finite_->sums_finite.load(); }
 
+  void* wire_memory(int64_t bytes) {
+    if (!wire.defined() || bytes_of(wire) < bytes) {
+      wire.reset();
+      wire = transport_->lend(bytes, at::kCPU);
+    }
+    return wire.mutable_data_ptr();
+  }
+
   void check_idle() const { TDDP_INTERNAL(!active_, "an operation on a Work whose last one was not waited for"); }
   Work& group_work() { return *group_work_; }
 
-  // Memory of the operation under way.
-  at::Tensor input, output;
-  // Private memory that the result is copied to, and the shared memory that it is copied from.
-  at::Tensor copy_back, staged;
-  // Shared memory for tensors that lie elsewhere; kept for the next operation.
-  at::Tensor staging, wire;
+  OperationMemory memory;  // of the operation under way
+  // Shared memory in which the input travels in 16 bits; kept for the next operation, as large as the last as a rule.
+  at::Tensor wire;
 
  private:
   void give_up() {
     if (active_) {
-      transport_->abandoned_.push_back({seq_, {input, output, staged, wire}});
-      staging.reset();  // they may be in use
-      wire.reset();
+      transport_->keep({memory.input, memory.output, memory.staging, wire}, seq_);
+      wire.reset();  // it may be in use
       active_ = false;
     }
     forget();
@@ -112,10 +117,7 @@ class ShmWork final : public Work {
       record_->end();
       record_.reset();
     }
-    input.reset();
-    output.reset();
-    copy_back.reset();
-    staged.reset();
+    memory = {};
   }
 
   std::optional<at::RecordFunction> record_;
@@ -140,7 +142,7 @@ bool is_dense_cpu(const at::Tensor& tensor) {
 }
 
 shm::Operation as_bytes(shm::OpKind kind, const at::Tensor& tensor, int root) {
-  return {.kind = kind, .type = kernels::SumType::kU8, .root = root, .numel = static_cast<int64_t>(tensor.nbytes())};
+  return {.kind = kind, .type = kernels::DType::kU8, .root = root, .numel = static_cast<int64_t>(tensor.nbytes())};
 }
 
 void run_parallel(int threads, const std::function<void()>& body) {
@@ -212,23 +214,38 @@ ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const S
 
 ShmTransport::~ShmTransport() = default;
 
-at::Tensor ShmTransport::allocate(int64_t numel, at::ScalarType dtype, at::Device device) {
-  const auto options = at::TensorOptions().dtype(dtype).device(device);
-  if (!device.is_cpu()) {
-    return at::empty({numel}, options);
-  }
-  const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
-  auto* memory = segment_->allocate(bytes);
+// Undefined, with errno set, if there is no room.
+at::Tensor ShmTransport::try_allocate(int64_t numel, at::ScalarType dtype) {
+  auto* memory = segment_->allocate(numel * static_cast<int64_t>(c10::elementSize(dtype)));
   if (memory == nullptr) {
+    return {};
+  }
+  auto segment = segment_;  // the mapping outlives the transport for as long as a gradient is in it
+  return at::from_blob(memory, {numel}, [segment](void* block) { segment->release(block); }, at::dtype(dtype));
+}
+
+at::Tensor ShmTransport::allocate(int64_t numel, at::ScalarType dtype, at::Device device) {
+  if (device.is_cpu()) {
+    if (auto memory = try_allocate(numel, dtype); memory.defined()) {
+      return memory;
+    }
     TORCH_WARN(
-        "rank ", rank_, ": no room for ", bytes, " bytes of shared memory (", std::strerror(errno),
+        "rank ", rank_, ": no room for ", numel * static_cast<int64_t>(c10::elementSize(dtype)),
+        " bytes of shared memory (", std::strerror(errno),
         "): the ranks go on through the process group. Shared memory counts towards the memory of the container ",
         "or cgroup; TORCHDDP_SHM_LIMIT_MB limits it too.");
     lost_memory_ = true;
-    return at::empty({numel}, options);
   }
-  auto segment = segment_;  // the mapping outlives the transport for as long as a gradient is in it
-  return at::from_blob(memory, {numel}, [segment](void* block) { segment->release(block); }, options);
+  return at::empty({numel}, at::dtype(dtype).device(device));
+}
+
+at::Tensor ShmTransport::shared_bytes(int64_t bytes) {
+  auto memory = try_allocate(bytes, at::kByte);
+  if (!memory.defined()) {
+    throw TransportError(
+        c10::str("rank ", rank_, ": no room for ", bytes, " bytes of shared memory: ", std::strerror(errno)));
+  }
+  return memory;
 }
 
 std::unique_ptr<Work> ShmTransport::make_work() {
@@ -244,25 +261,8 @@ bool ShmTransport::reaches(const at::Tensor& tensor) const {
   return segment_->contains(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
 }
 
-at::Tensor ShmTransport::shared_bytes(int64_t bytes) {
-  auto* memory = segment_->allocate(bytes);
-  if (memory == nullptr) {
-    throw TransportError(
-        c10::str("rank ", rank_, ": no room for ", bytes, " bytes of shared memory: ", std::strerror(errno)));
-  }
-  auto segment = segment_;
-  return at::from_blob(
-      memory, {bytes}, [segment](void* block) { segment->release(block); }, at::TensorOptions().dtype(at::kByte));
-}
-
-// Shared memory of the tensor's size; contents are unspecified.
-at::Tensor ShmTransport::stage(const at::Tensor& tensor, at::ScalarType dtype, at::Tensor& cache) {
-  const auto bytes = tensor.numel() * static_cast<int64_t>(c10::elementSize(dtype));
-  if (!cache.defined() || static_cast<int64_t>(cache.nbytes()) < bytes) {
-    cache.reset();
-    cache = shared_bytes(bytes);
-  }
-  return cache.narrow(0, 0, bytes).view(dtype).view(tensor.sizes());
+at::Tensor ShmTransport::allocate_scratch(int64_t bytes, at::Device device) {
+  return device.is_cpu() ? shared_bytes(bytes) : Transport::allocate_scratch(bytes, device);
 }
 
 // `input` and `output` may be undefined where the operation has none on this rank.
@@ -271,17 +271,16 @@ void ShmTransport::start(Work& work, shm::Operation operation, const at::Tensor&
   mine.check_idle();
   drop_finished();
   const c10::NoGradGuard no_grad;
-  mine.input = input;
-  mine.output = output;
+  mine.memory.input = input;
+  mine.memory.output = output;
   operation.input = input.defined() ? input.const_data_ptr() : nullptr;
   operation.output = output.defined() ? output.mutable_data_ptr() : nullptr;
   if (input.defined() && !engine_->is_eager(operation) && !reaches(input)) {
-    mine.staged = stage(input, input.scalar_type(), mine.staging);
-    mine.staged.copy_(input);
-    operation.input = mine.staged.const_data_ptr();
+    mine.memory.stage(*this, input);
+    operation.input = data_of(mine.memory.staging);
     if (operation.kind == shm::OpKind::kAllReduce || (operation.kind == shm::OpKind::kReduce && output.defined())) {
-      operation.output = mine.staged.mutable_data_ptr();
-      mine.copy_back = output;
+      operation.output = data_of(mine.memory.staging);
+      mine.memory.deliver_to({output}, mine.memory.staging);
     }
   }
   mine.record(titles_[static_cast<size_t>(operation.kind)], input.defined() ? input : output);
@@ -319,8 +318,18 @@ Traffic ShmTransport::traffic() const {
   return total;
 }
 
+void ShmTransport::keep(std::vector<at::Tensor> memory, std::optional<uint64_t> until) {
+  const std::lock_guard lock(kept_mutex_);
+  kept_.push_back({std::move(memory), until});
+}
+
 void ShmTransport::drop_finished() {
-  std::erase_if(abandoned_, [&](const Abandoned& operation) { return engine_->poll(operation.seq); });
+  std::vector<Kept> finished;  // let go of without the lock
+  const std::lock_guard lock(kept_mutex_);
+  const auto first = std::partition(kept_.begin(), kept_.end(),
+                                    [&](const Kept& kept) { return !kept.until || !engine_->poll(*kept.until); });
+  finished.assign(std::make_move_iterator(first), std::make_move_iterator(kept_.end()));
+  kept_.erase(first, kept_.end());
 }
 
 void ShmTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) {
@@ -332,9 +341,9 @@ void ShmTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOpt
   check_flat("all_reduce", tensor);
   shm::Operation operation{
       .kind = shm::OpKind::kAllReduce, .type = *type, .numel = tensor.numel(), .scale = options.scale};
-  if (options.wire && *type == kernels::SumType::kF32 && !engine_->is_eager(operation)) {
+  if (options.wire && *type == kernels::DType::kF32 && !engine_->is_eager(operation)) {
     operation.wire = *sum_type(*options.wire);
-    operation.wire_memory = stage(tensor, *options.wire, own(work).wire).mutable_data_ptr();
+    operation.wire_memory = own(work).wire_memory(tensor.numel() * kernels::item_size(operation.wire));
   }
   if (options.count_non_finite) {
     operation.non_finite = own(work).count_anew();

@@ -5,12 +5,14 @@
 
 #include <array>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "shm/engine.h"
 #include "shm/mesh.h"
 #include "shm/segment.h"
 #include "transport/shm/gradient_pool.h"
+#include "transport/shm/operation_memory.h"
 #include "transport/transport.h"
 
 namespace torchddp::transport {
@@ -82,9 +84,11 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   void begin_backward() override { pool_->set_active(true); }
   void end_backward() override { pool_->set_active(false); }
 
-  bool may_lose_memory() const override { return true; }
   bool lost_memory() const override { return lost_memory_; }
   std::shared_ptr<Transport> fallback() const override { return c10d_; }
+
+  // Nobody waits any more for an operation whose peers may still write to this memory: it stays until that one is complete, or for good.
+  void keep(std::vector<at::Tensor> memory, std::optional<uint64_t> until = std::nullopt);
 
   // --- for the c10d backend, which has more operations and reductions ---
   shm::Engine& engine() { return *engine_; }
@@ -94,9 +98,10 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
  private:
   friend class ShmWork;
   void start(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output);
+  at::Tensor try_allocate(int64_t numel, at::ScalarType dtype);
   void broadcast_between_hosts(const at::Tensor& tensor, int root);
   void count_operation(const shm::Operation& operation);
-  at::Tensor stage(const at::Tensor& tensor, at::ScalarType dtype, at::Tensor& cache);
+  at::Tensor allocate_scratch(int64_t bytes, at::Device device) override;
   void drop_finished();
 
   std::shared_ptr<Transport> c10d_;  // null without a process group
@@ -112,11 +117,12 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   std::vector<int> places_, outer_ranks_;
   bool lost_memory_ = false;
   std::array<std::string, shm::kNumOpKinds> titles_;  // by OpKind
-  struct Abandoned {
-    uint64_t seq;
-    std::array<at::Tensor, 4> tensors;
+  struct Kept {
+    std::vector<at::Tensor> memory;
+    std::optional<uint64_t> until;
   };
-  std::vector<Abandoned> abandoned_;  // nobody waits for them, but the engine may still write to them
+  std::mutex kept_mutex_;
+  std::vector<Kept> kept_;
 };
 
 }  // namespace torchddp::transport

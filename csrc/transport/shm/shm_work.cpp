@@ -84,7 +84,7 @@ bool ShmC10dWork::await(ShmTransport& transport, milliseconds timeout) {
   } catch (const TransportError&) {
     std::unique_lock lock(finishing_);
     if (!is_over()) {
-      conclude(std::current_exception(), std::move(lock));
+      conclude(transport, std::current_exception(), std::move(lock));
     }
   }
   try_finish(transport, true);
@@ -135,17 +135,13 @@ bool ShmC10dWork::try_finish(ShmTransport& transport, bool wait_for_others) {
   } catch (...) {
     error = std::current_exception();
   }
-  conclude(error, std::move(lock));
+  conclude(transport, error, std::move(lock));
   return true;
 }
 
-void ShmC10dWork::conclude(std::exception_ptr error, std::unique_lock<std::mutex> lock) {
-  for (auto& part : parts_) {
-    if (part.staging.defined() && error == nullptr) {
-      operations_->pool().give_back(std::move(part.staging));
-    } else if (part.staging.defined()) {
-      operations_->keep(std::move(part.staging));
-    }
+void ShmC10dWork::conclude(ShmTransport& transport, std::exception_ptr error, std::unique_lock<std::mutex> lock) {
+  if (error != nullptr) {
+    keep_staging(transport);
   }
   auto parts = std::exchange(parts_, {});
   finish(error);
@@ -156,6 +152,15 @@ void ShmC10dWork::conclude(std::exception_ptr error, std::unique_lock<std::mutex
   operations_->remove(*this, future != nullptr);
   if (future != nullptr) {
     complete(*future);
+  }
+}
+
+// A peer may still write to it.
+void ShmC10dWork::keep_staging(ShmTransport& transport) {
+  for (auto& part : parts_) {
+    if (part.staging.defined()) {
+      transport.keep({std::move(part.staging)});
+    }
   }
 }
 
@@ -204,10 +209,7 @@ c10::intrusive_ptr<ShmC10dWork> ShmOperations::start(int rank, ShmC10dWork::Desc
   try {
     work->start(*transport);
   } catch (...) {
-    // Part of it may be under way.
-    for (auto& part : work->parts_) {
-      keep(std::move(part.staging));
-    }
+    work->keep_staging(*transport);  // part of it may be under way
     work->parts_.clear();
     work->finish(std::current_exception());
     work->over_ = true;
@@ -223,13 +225,6 @@ void ShmOperations::remove(ShmC10dWork& work, bool awaited) {
   last = std::move(*work.place_);
   works_.erase(work.place_);
   awaited_futures_ -= awaited ? 1 : 0;
-}
-
-void ShmOperations::keep(at::Tensor staging) {
-  const std::lock_guard lock(mutex_);
-  if (staging.defined() && transport_ != nullptr) {
-    lost_.push_back(std::move(staging));
-  }
 }
 
 // Somebody waits for a Future: the watcher must be as quick as a wait().
@@ -339,21 +334,17 @@ void ShmOperations::drain_and_drop() {
     if (!work->try_finish(*transport, true)) {
       std::unique_lock lock(work->finishing_);
       if (!work->is_over()) {
-        work->conclude(std::make_exception_ptr(
+        work->conclude(*transport,
+                       std::make_exception_ptr(
                            TransportError(c10::str("rank ", transport->rank(), " left the process group before ",
                                                    c10d::opTypeToString(work->opType_), " was complete"))),
                        std::move(lock));
       }
     }
   }
-  std::vector<at::Tensor> lost;
-  std::shared_ptr<ShmTransport> last;
-  {
-    const std::lock_guard lock(mutex_);
-    lost.swap(lost_);
-    last.swap(transport_);
-  }
-  pool_.clear();
+  std::shared_ptr<ShmTransport> last;  // let go of without the lock
+  const std::lock_guard lock(mutex_);
+  last.swap(transport_);
 }
 
 void ShmOperations::close() {

@@ -17,7 +17,6 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -25,19 +24,16 @@
 #include <vector>
 
 #include "shm/engine.h"
-#include "transport/shm/staging_pool.h"
+#include "transport/shm/operation_memory.h"
 
 namespace torchddp::transport {
 
 class ShmOperations;
 class ShmTransport;
 
-// An operation of the engine; a collective on several tensors is several. `input` and `output` of the operation are the memory.
-struct ShmPart {
+// An operation of the engine; a collective on several tensors is several.
+struct ShmPart : OperationMemory {
   shm::Operation operation;
-  at::Tensor input, output;       // what keeps that memory
-  at::Tensor staging;             // goes back to the pool
-  std::function<void()> deliver;  // to where the user wants the result; may be empty
 };
 
 // Thread-safe.
@@ -70,7 +66,8 @@ class ShmC10dWork final : public c10d::Work {
   bool is_awaited() const { return awaited_.load(std::memory_order_acquire); }
   bool await(ShmTransport& transport, std::chrono::milliseconds timeout);
   bool try_finish(ShmTransport& transport, bool wait_for_others);
-  void conclude(std::exception_ptr error, std::unique_lock<std::mutex> lock);
+  void conclude(ShmTransport& transport, std::exception_ptr error, std::unique_lock<std::mutex> lock);
+  void keep_staging(ShmTransport& transport);
   void complete(c10::ivalue::Future& future);
 
   std::shared_ptr<ShmOperations> operations_;
@@ -99,7 +96,6 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
   std::shared_ptr<ShmTransport> transport() const;
   // The same, or an error that says so.
   std::shared_ptr<ShmTransport> open_transport() const;
-  StagingPool& pool() { return pool_; }
   std::chrono::milliseconds timeout() const { return timeout_.load(); }
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
 
@@ -114,7 +110,6 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
   friend class ShmC10dWork;
   using Works = std::vector<c10::intrusive_ptr<ShmC10dWork>>;
   void remove(ShmC10dWork& work, bool awaited);
-  void keep(at::Tensor staging);
   void attend();
   void wake_watcher(std::unique_lock<std::mutex>& lock);
   void watch();
@@ -127,8 +122,6 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
   std::condition_variable wake_;
   std::shared_ptr<ShmTransport> transport_;
   std::list<c10::intrusive_ptr<ShmC10dWork>> works_;
-  std::vector<at::Tensor> lost_;  // staging that a peer may still write to, after a failure
-  StagingPool pool_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::thread watcher_;
   bool watching_ = false, dozing_ = false, stop_ = false;

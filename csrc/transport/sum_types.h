@@ -1,41 +1,41 @@
-// torch's dtypes and those that the sum kernels know.
+// torch's dtypes and those that the kernels sum.
 #pragma once
 
 #include <c10/core/ScalarType.h>
 
 #include <optional>
 
-#include "kernels/sum.h"
+#include "kernels/dtype.h"
 
 namespace torchddp::transport {
 
-inline std::optional<kernels::SumType> sum_type(at::ScalarType dtype) {
-  using kernels::SumType;
+inline std::optional<kernels::DType> sum_type(at::ScalarType dtype) {
+  using kernels::DType;
   switch (dtype) {
     case at::kDouble:
-      return SumType::kF64;
+      return DType::kF64;
     case at::kFloat:
-      return SumType::kF32;
+      return DType::kF32;
     case at::kHalf:
-      return SumType::kF16;
+      return DType::kF16;
     case at::kBFloat16:
-      return SumType::kBF16;
+      return DType::kBF16;
     case at::kChar:
-      return SumType::kI8;
+      return DType::kI8;
     case at::kByte:
-      return SumType::kU8;
+      return DType::kU8;
     case at::kShort:
-      return SumType::kI16;
+      return DType::kI16;
     case at::kInt:
-      return SumType::kI32;
+      return DType::kI32;
     case at::kLong:
-      return SumType::kI64;
+      return DType::kI64;
     default:
       return std::nullopt;
   }
 }
 
-inline at::ScalarType scalar_type(kernels::SumType type) {
+inline at::ScalarType scalar_type(kernels::DType type) {
   constexpr at::ScalarType kTypes[] = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kChar,
                                        at::kByte,   at::kShort, at::kInt,  at::kLong};
   return kTypes[static_cast<size_t>(type)];

@@ -1,0 +1,110 @@
+#include "transport/memory_cache.h"
+
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
+#include "common/errors.h"
+#include "common/forks.h"
+#include "common/round_up.h"
+
+namespace torchddp::transport {
+namespace {
+
+// A program's steps repeat: as many as it has operations under way at once, and then some.
+constexpr size_t kMostFree = 16;
+// Sizes are rounded up, so that the same memory serves neighbours.
+constexpr int64_t kUnitBytes = 64 * 1024;
+// A block that is larger than this many times what is asked for is wanted by somebody else.
+constexpr int64_t kMostWaste = 4;
+
+int64_t size_of(const at::Tensor& memory) { return static_cast<int64_t>(memory.nbytes()); }
+
+}  // namespace
+
+struct MemoryCache::Shelf {
+  const int made_in = forks();
+  std::mutex mutex;
+  std::vector<at::Tensor> free;  // oldest first
+  int64_t bytes = 0;             // lent and free
+
+  at::Tensor find(int64_t bytes, at::Device device) {
+    const std::lock_guard lock(mutex);
+    auto best = free.end();
+    for (auto block = free.begin(); block != free.end(); ++block) {
+      if (block->device() == device && size_of(*block) >= bytes && size_of(*block) <= kMostWaste * bytes &&
+          (best == free.end() || size_of(*block) < size_of(*best))) {
+        best = block;
+      }
+    }
+    if (best == free.end()) {
+      return {};
+    }
+    auto memory = std::move(*best);
+    free.erase(best);
+    return memory;
+  }
+  // Whether there was anything to drop.
+  bool drop_free() {
+    std::vector<at::Tensor> dropped;  // with the lock released
+    const std::lock_guard lock(mutex);
+    dropped.swap(free);
+    for (const auto& memory : dropped) {
+      bytes -= size_of(memory);
+    }
+    return !dropped.empty();
+  }
+  void count(const at::Tensor& made) {
+    const std::lock_guard lock(mutex);
+    bytes += size_of(made);
+  }
+  void give_back(at::Tensor memory) {
+    at::Tensor dropped;
+    const std::lock_guard lock(mutex);
+    free.push_back(std::move(memory));
+    if (free.size() > kMostFree) {
+      dropped = std::move(free.front());
+      free.erase(free.begin());
+      bytes -= size_of(dropped);
+    }
+  }
+};
+
+std::shared_ptr<MemoryCache::Shelf> MemoryCache::make_shelf() { return std::make_shared<Shelf>(); }
+
+at::Tensor MemoryCache::take(int64_t bytes, at::Device device, const Allocate& allocate) {
+  const auto wanted = std::max(kUnitBytes, round_up(bytes, kUnitBytes));
+  auto memory = shelf_->find(wanted, device);
+  if (!memory.defined()) {
+    try {
+      memory = allocate(wanted);
+    } catch (const TransportError&) {
+      if (!shelf_->drop_free()) {
+        throw;
+      }
+      memory = allocate(wanted);
+    }
+    shelf_->count(memory);
+  }
+  auto* const data = memory.mutable_data_ptr();
+  const auto bytes_taken = size_of(memory);
+  const auto options = memory.options();
+  return at::from_blob(
+      data, {bytes_taken}, {1}, 0,
+      [shelf = std::weak_ptr<Shelf>(shelf_), memory = std::move(memory)](void*) mutable {
+        // A forked child has copies of its parent's loans, and its lock as it was.
+        if (const auto alive = shelf.lock(); alive != nullptr && alive->made_in == forks()) {
+          alive->give_back(std::move(memory));
+        }
+      },
+      options, device);
+}
+
+int64_t MemoryCache::bytes() const {
+  const std::lock_guard lock(shelf_->mutex);
+  return shelf_->bytes;
+}
+
+}  // namespace torchddp::transport

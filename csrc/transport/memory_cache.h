@@ -1,0 +1,29 @@
+// Flat memory for one operation or one step, kept for the next who asks: the kernel clears new shared pages, which costs more than
+// a copy.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+
+namespace torchddp::transport {
+
+// Thread-safe.
+class MemoryCache {
+ public:
+  using Allocate = std::function<at::Tensor(int64_t bytes)>;
+
+  // Bytes (1-d, kByte), at least as many as asked for, made by `allocate` if none of the right size is free. They come back when the
+  // last tensor over that memory is gone; whoever leaves an operation that may still write to them keeps one.
+  at::Tensor take(int64_t bytes, at::Device device, const Allocate& allocate);
+  // Lent and free.
+  int64_t bytes() const;
+
+ private:
+  struct Shelf;
+  std::shared_ptr<Shelf> shelf_ = make_shelf();
+  static std::shared_ptr<Shelf> make_shelf();
+};
+
+}  // namespace torchddp::transport
