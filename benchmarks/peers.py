@@ -21,7 +21,7 @@ class WithTimeline(DistributedDataParallel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.reducer._enable_timeline(EVENTS)
+        self.reducer.enable_timeline(EVENTS)
 
 
 class WithMonitor(DistributedDataParallel):

@@ -20,6 +20,7 @@ if(TORCHDDP_UNITY)
   foreach(source IN LISTS torch_sources)
     cmake_path(RELATIVE_PATH source BASE_DIRECTORY ${CMAKE_SOURCE_DIR}/csrc OUTPUT_VARIABLE group)
     cmake_path(GET group PARENT_PATH group)
+    string(REGEX REPLACE "^reducer/.*" "reducer" group ${group}) # one job in several folders
     string(REPLACE "/" "_" group ${group})
     set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${group})
   endforeach()

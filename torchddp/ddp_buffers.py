@@ -58,7 +58,7 @@ class DDPBuffers(DDPConstruction):
             super()._default_broadcast_coalesced(buffers, bucket_size, authoritative_rank)
 
     def _broadcast_buffers(self, buffers: list[torch.Tensor], root: int) -> None:
-        wait = self.reducer._begin_wait("the broadcast of buffers")
+        wait = self.reducer.begin_wait("the broadcast of buffers")
         try:
             self._buffer_broadcast.run(buffers, root)
         except TransportError as error:
@@ -66,6 +66,6 @@ class DDPBuffers(DDPConstruction):
                 f"rank {self._own_rank}: the broadcast of {len(buffers)} buffers "
                 f"({sum(b.nbytes for b in buffers)} bytes) from rank {root} failed: {error}\n{ADVICE_FOR_A_LOST_PEER}"
             )
-            raise TransportError(self.reducer._with_failure_note(text)) from error
+            raise TransportError(self.reducer.with_failure_note(text)) from error
         finally:
-            self.reducer._end_wait(wait)
+            self.reducer.end_wait(wait)

@@ -198,5 +198,5 @@ class DDPConstruction(TorchDDP):
         """Two reducers of one parameter: each must copy its average back, for one ``.grad`` can't be in two buckets."""
         for other in inner:
             if isinstance(other, DDPConstruction):
-                other.reducer._disable_views()
+                other.reducer.disable_views()
                 other.gradient_as_bucket_view = False

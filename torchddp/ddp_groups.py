@@ -48,11 +48,11 @@ class DDPGroups(DDPConstruction):
         transport = transports.open_transport(choice, new_process_group, device=devices[0], timeout=self._timeout)
         self.process_group = new_process_group
         self._group_without_rank = False
-        self.reducer._update_process_group(new_process_group, transport)
-        if not self.reducer._in_graph:
+        self.reducer.update_process_group(new_process_group, transport)
+        if not self.reducer.is_in_graph:
             # Rank 0's buckets: a rank that joins has not measured the order that the others go by.
-            self.reducer._adopt_plan(None)
-            self.reducer._reset_state()
+            self.reducer.adopt_plan(None)
+            self.reducer.reset_state()
         if self._plans_itself:
             model_plan.start(self, look_for_kept=False)
         self._adopt_group()
@@ -66,7 +66,7 @@ class DDPGroups(DDPConstruction):
         # As torch's own does, whose reducer would not know the new transport.
         self._has_rebuilt_buckets = False
         model_plan.end(self)
-        self.reducer._reset_state()
+        self.reducer.reset_state()
         if self.static_graph:
             self._static_graph_delay_allreduce_enqueued = False
 

@@ -126,7 +126,7 @@ class DDPLogger(dist.Logger):
 
     def _get_ddp_logging_data(self) -> Any:
         reducer = self._reducer
-        stats = dict(reducer._stats())
+        stats = dict(reducer.stats())
         steps_finished = stats.pop("finished")
         data = DDPLoggingData(dict(self._fixed.strs_map), dict(self._fixed.ints_map))
         begun = stats.pop("iteration")
@@ -140,15 +140,15 @@ class DDPLogger(dist.Logger):
             data.ints_map["has_rebuilt_buckets"] = int(
                 rebuilt and (static or not data.ints_map["find_unused_parameters"])
             )
-            data.ints_map["unused_parameter_size"] = reducer._unused_bytes()
-            data.strs_map["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer._grad_ready_order()))
+            data.ints_map["unused_parameter_size"] = reducer.unused_bytes()
+            data.strs_map["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.grad_ready_order()))
         if rebuilt:
             data.strs_map["rebuilt_bucket_sizes"] = self._bucket_sizes()
             data.strs_map["rebuilt_per_bucket_param_indices"] = ", ".join(
                 " ".join(map(str, bucket.params)) for bucket in reducer.plan.buckets
             )
         if not static:
-            data.ints_map["can_set_static_graph"] = int(reducer._ddp_graph_static())
+            data.ints_map["can_set_static_graph"] = int(reducer.graph_has_been_static())
         data.strs_map["transport"] = reducer.transport_name
         self._add_errors(data)
         data.strs_map.update(self._events.strs_map)
@@ -158,7 +158,7 @@ class DDPLogger(dist.Logger):
     def _add_errors(self, data: DDPLoggingData) -> None:
         # Through the base class come errors of torch's own functions that were given this logger.
         torch_data = super()._get_ddp_logging_data()
-        error = self._reducer._last_error() or torch_data.strs_map.get("error", "")
+        error = self._reducer.last_error() or torch_data.strs_map.get("error", "")
         if error:
             data.ints_map["has_error"] = 1
             data.strs_map["error"] = error

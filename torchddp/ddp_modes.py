@@ -35,7 +35,7 @@ class DDPModes(DDPConstruction):
             hook.attach(self)
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
         self._comm_hooks.append((hook, state))
-        self.reducer._register_comm_hook(state, checked(hook, self.process_group.rank()))
+        self.reducer.register_comm_hook(state, checked(hook, self.process_group.rank()))
 
     def join_hook(self, **kwargs: Any) -> Any:
         """As torch's, for `join()`. RuntimeError with ``find_nonfinite="raise"``."""
@@ -50,7 +50,7 @@ class DDPModes(DDPConstruction):
 
     def _match_unused_params_allreduce(self) -> None:
         # A rank without inputs uses no parameter. (torch sends the last step's sum again, and calls everything used.)
-        self.reducer._match_used_map()
+        self.reducer.match_used_map()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """How often ``_get_ddp_logging_data()`` moves on after the first ten steps: every ``sample_rate``-th step."""
@@ -63,4 +63,4 @@ class DDPModes(DDPConstruction):
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self.logger._set_comm_hook_name(str(comm_hook_type))
         self._has_builtin_hook = True
-        self.reducer._register_builtin_comm_hook(comm_hook_type)
+        self.reducer.register_builtin_comm_hook(comm_hook_type)

@@ -36,9 +36,9 @@ class DDPSteps(DDPConstruction):
             if self._parameter_watch.in_doubt:
                 self._parameter_watch.look(self.module, self._own_rank)
             if self._join_config.enable and (work := Join.notify_join_context(self)):
-                self.reducer._set_forward_pass_work_handle(work, self._divide_by_initial_world_size)
+                self.reducer.set_forward_pass_work_handle(work, self._divide_by_initial_world_size)
             # Before forward, where memory use is lowest. Once in a training run.
-            if not self._has_rebuilt_buckets and self.reducer._rebuild_buckets():
+            if not self._has_rebuilt_buckets and self.reducer.rebuild_buckets():
                 self._has_rebuilt_buckets = True
                 logger.info("Reducer buckets have been rebuilt in this iteration.")
             if self._auto_plan is not None and self.require_backward_grad_sync:
@@ -74,7 +74,7 @@ class DDPSteps(DDPConstruction):
             model_plan.end(self)
         self._begin_step()
         frozen = [p for p in self._reduced_params if not p.requires_grad and p.grad is None]
-        self.reducer._reduce_now()
+        self.reducer.reduce_now()
         for parameter in frozen:
             parameter.grad = None
 

@@ -341,7 +341,7 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
         Raises:
             RuntimeError: the module was not made with ``gradient_stats=True``.
         """
-        return self.reducer._gradient_stats()
+        return self.reducer.gradient_stats()
 
     def nonfinite(self) -> list[nonfinite.NonFinite]:
         """Where infinite and NaN gradients came from: what ranks had before they averaged, first steps first.

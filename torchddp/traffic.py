@@ -56,7 +56,7 @@ def of_model(model: Any) -> dict[str, Traffic]:
             "this model's gradients do not pass through torchddp's reducer (torch's Python reducer, or "
             "delay_all_reduce_named_params, reduces them), so their bytes are not counted"
         )
-    counted = {route: Traffic(*given_and_sent) for route, given_and_sent in reducer._traffic().items()}
+    counted = {route: Traffic(*given_and_sent) for route, given_and_sent in reducer.traffic().items()}
     if _HOOK in counted and model._comm_hooks:  # none of Python: torch's built-in ones
         said = getattr(model._comm_hooks[-1][0], "traffic", None)
         if isinstance(said, Traffic):

@@ -13,7 +13,7 @@ namespace torchddp::bucket {
 
 Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
                ViewStorage view_storage)
-    : work_(transport.make_work()), owner_(spec.owner), sparse_(spec.sparse) {
+    : owner_(spec.owner), given_away_(owner_ >= 0 && owner_ != transport.rank()), sparse_(spec.sparse) {
   TDDP_INTERNAL(!spec.slots.empty(), "a bucket plan has an empty bucket");
   for (const auto& slot : spec.slots) {
     params_.push_back(slot.param);
@@ -24,8 +24,7 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
   }
   const auto& first = params[static_cast<size_t>(params_.front())];
   // Where NCCL registers memory all ranks must allocate alike, which owners of different buckets don't.
-  const bool given_away = owner_ >= 0 && owner_ != transport.rank();
-  flat_ = given_away || (owner_ >= 0 && transport.reaches_any_memory())
+  flat_ = given_away_ || (owner_ >= 0 && transport.reaches_any_memory())
               ? at::empty({spec.numel}, at::TensorOptions().dtype(first.scalar_type()).device(first.device()))
               : transport.allocate(spec.numel, first.scalar_type(), first.device());
   wire_ = flat_;
@@ -45,7 +44,7 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
   for (const auto& slot : spec.slots) {
     slots_.emplace_back(flat_, slot.offset, params[static_cast<size_t>(slot.param)], view_storage);
   }
-  if (given_away) {
+  if (given_away_) {
     let_go();
   }
   if (slots_.size() == 1 && slots_[0].numel() == spec.numel && slots_[0].on_cpu() && !flat_.is_complex()) {
@@ -74,7 +73,6 @@ void Bucket::take_memory(const at::Tensor& memory) {
   for (auto& slot : slots_) {
     slot.rebind();
   }
-  lent_ = memory;
 }
 
 std::vector<int64_t> Bucket::move(transport::Transport& transport) {
@@ -91,7 +89,7 @@ std::vector<int64_t> Bucket::move(transport::Transport& transport) {
   return stay;
 }
 
-at::Tensor Bucket::let_go() {
+void Bucket::let_go() {
   auto* flat = flat_.unsafeGetTensorImpl();
   flat->set_storage_keep_dtype(at::empty({0}, flat_.options()).storage());
   flat->set_storage_offset(0);
@@ -101,7 +99,6 @@ at::Tensor Bucket::let_go() {
   for (auto& slot : slots_) {
     slot.let_go();
   }
-  return std::exchange(lent_, at::Tensor());
 }
 
 void Bucket::measure(const at::Tensor& stats) const {

@@ -1,14 +1,13 @@
-// A bucket: flat memory for some gradients, and the state of its reduction.
+// A bucket: flat memory for some gradients.
 #pragma once
 
-#include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
 
 #include <atomic>
-#include <memory>
+#include <optional>
 #include <span>
 
 #include "bucket/grad_slot.h"
-#include "gpu/stream_set.h"
 #include "plan/bucket_plan.h"
 #include "transport/transport.h"
 
@@ -50,6 +49,8 @@ class Bucket {
   bool is_sparse() const { return sparse_; }
   // The rank that alone gets the averages, or -1.
   int owner() const { return owner_; }
+  // See Note [Gradients that are given away].
+  bool is_given_away() const { return given_away_; }
   int64_t bytes() const;
   // Parameter index of each slot, in flat order.
   const std::vector<int64_t>& params() const { return params_; }
@@ -60,7 +61,12 @@ class Bucket {
   const at::Tensor& wire() const { return wire_; }
   // The same memory in the parameters' dtype, or the sparse gradient.
   const at::Tensor& buffer() const { return flat_; }
-  void set_sparse_gradient(at::Tensor gradient) { flat_ = wire_ = std::move(gradient); }
+  // Of a sparse gradient that has rows for what all ranks have agreed on.
+  const std::optional<at::Tensor>& row_ids() const { return row_ids_; }
+  void set_sparse_gradient(at::Tensor gradient, std::optional<at::Tensor> row_ids) {
+    flat_ = wire_ = std::move(gradient);
+    row_ids_ = std::move(row_ids);
+  }
 
   // Note [Gradients that are given away]
   // A bucket of another rank's parameters needs flat memory from its first gradient until the owner has read it. It has none when
@@ -70,29 +76,14 @@ class Bucket {
   void take_memory(const at::Tensor& memory);
   // Other memory with the same values. Returns the parameters whose views stay where they were.
   std::vector<int64_t> move(transport::Transport& transport);
-  // Returns what take_memory() was given, or an undefined tensor.
-  at::Tensor let_go();
-  // What travels in the place of the wire, if that is to be narrower: see ReducerConfig::reduce_dtype.
-  at::Tensor narrow;
-
-  // Its gradient is where it was made, and the reduction is to count what is not finite in it.
-  bool counts_in_flight = false;
-  // The reduction under way looks whether the averages are finite.
-  bool checks_in_flight = false;
+  void let_go();
 
   SharedState state;
-  transport::Work& work() { return *work_; }
-  // Result of a communication hook, instead of `work`.
-  c10::intrusive_ptr<c10::ivalue::Future> future;
 
   // Whether the transport can scale a gradient that is all of this bucket, and what it shall scale it by. Otherwise gradients
   // are scaled when they are packed.
   bool scales_in_flight() const { return scales_; }
   double scale = 1.0;
-
-  // Where the gradients of this step come from, on a CUDA device.
-  gpu::StreamSet streams;
-  gpu::Stream packed_on = nullptr;
 
   // Of the flat memory as it is: {sum of squares, number of values that are not finite} into `stats`, two doubles on the bucket's
   // device. Memory of a dtype that is not floating point gives zeros, as does a sparse bucket.
@@ -100,9 +91,6 @@ class Bucket {
 
   void begin_step() {
     scale = 1.0;
-    counts_in_flight = false;
-    checks_in_flight = false;
-    streams.clear();
     pending_.store(num_slots(), std::memory_order_relaxed);
     state = BucketState::kFilling;
   }
@@ -117,10 +105,10 @@ class Bucket {
   std::vector<GradSlot> slots_;
   at::Tensor flat_;
   at::Tensor wire_;
-  std::unique_ptr<transport::Work> work_;
+  std::optional<at::Tensor> row_ids_;
   std::atomic<int64_t> pending_{0};
-  at::Tensor lent_;
   int owner_ = -1;
+  bool given_away_ = false;
   bool has_padding_ = false;
   bool sparse_ = false;
   bool scales_ = false;

@@ -1,420 +1,282 @@
-// A step of the Reducer, up to its last launch; see Note [A step] in the header. Its end: reducer_finish.cpp. Set-up and modes:
-// reducer_modes.cpp.
+// A step of the Reducer; see Note [A step] in the header.
 #include "reducer/reducer.h"
 
-#include <ATen/Functions.h>
-#include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
-
-#include <algorithm>
+#include <torch/csrc/distributed/c10d/debug.h>
 
 #include "common/check.h"
-#include "reducer/backward_watch.h"
-#include "reducer/bucket_range.h"
-#include "reducer/messages.h"
-#include "reducer/reducer_inl.h"
-#include "transport/c10d/group_work.h"
+#include "reducer/report/failure.h"
+#include "reducer/report/messages.h"
 
 namespace torchddp::reducer {
 
-using bucket::BucketState;
-using timeline::EventKind;
+Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> specs,
+                 c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<transport::Transport> transport,
+                 ReducerConfig config)
+    : parts_(std::move(params), std::move(specs), std::move(group), std::move(transport), std::move(config)) {
+  parts_.keeper.lay_out_first();
+  hooks_ = std::make_unique<GradHooks>(parts_.context.params, *this, parts_.context.owned);
+  parts_.used.set_hooks(*hooks_);
+}
 
 template <typename Body>
 void Reducer::guarded(Body&& body) {
+  auto& live = parts_.events.live();
   try {
     body();
   } catch (const TransportError& error) {
-    const TransportError noted(live_->with_note(error.what()));
-    live_->set_error(noted.what());
-    abandon_step();
+    const TransportError noted(live.with_note(error.what()));
+    live.set_error(noted.what());
+    abandon();
     throw_across_autograd(noted);
   } catch (const NonFiniteError& error) {
-    live_->set_error(error.what());
+    live.set_error(error.what());
     throw_across_autograd(error);
   } catch (const GraphError& error) {
-    live_->set_error(error.what());
+    live.set_error(error.what());
     throw;
   } catch (const std::exception& error) {
-    live_->set_error(error.what());
-    abandon_step();
+    live.set_error(error.what());
+    abandon();
     throw;
   }
 }
 
 bool Reducer::begin_forward() {
-  if (is_unfinished()) {
-    raise_unfinished();
-  }
-  try {
-    transport_->check();
-  } catch (const TransportError& error) {
-    throw TransportError(live_->with_note(
-        c10::str("before step ", stats_.steps + 1, ": ", error.what(),
-                 ". What the last step wrote to gradients, and to weights, may be wrong on any rank")));
-  }
-  ++stats_.steps;
-  live_->begin_forward(stats_.steps);
-  forward_work_.reset();  // of a step that failed
-  stats_.current = StepTimes{};
-  stats_.current.forward_begin_ns = wall_clock_ns();
-  note_capture();
-  if (ready_clock_ != nullptr) {
-    ready_clock_->begin_forward();
-  }
-  timeline_.record(EventKind::kForwardBegin, stats_.steps);
-  return armed_.load(std::memory_order_relaxed) && !begun_.load(std::memory_order_relaxed);
+  check_not_unfinished();
+  described(
+      [&](const std::string& reason) {
+        return parts_.events.live().with_note(
+            c10::str("before step ", parts_.events.steps() + 1, ": ", reason,
+                     ". What the last step wrote to gradients, and to weights, may be wrong on any rank"));
+      },
+      [&] { parts_.context.transport->check(); });
+  parts_.events.begin_forward();
+  parts_.divisor.forget_forward_work();
+  parts_.keeper.note_capture();
+  return parts_.step.armed() && !parts_.step.begun();
 }
 
-void Reducer::clear_step() {
-  if (needs_fresh_memory_) {
-    apply_plan(plan_);
-  }
-  for (auto& bucket : buckets_) {
-    bucket->begin_step();
-  }
-  for (size_t i = 0; i < params_.size(); ++i) {
-    marked_[i].store(kNotMarked, std::memory_order_relaxed);
-  }
-  next_launch_ = next_let_go_ = 0;
-  num_buckets_ready_ = 0;
-  live_->num_ready.store(0, std::memory_order_relaxed);
-  late_.clear();
-  bad_averages_.clear();
-  // What abandon_step leaves.
-  if (owned_) {
-    kept_.assign(kept_.size(), at::Tensor());
-  }
-  rpc_context_.reset();
-  if (static_graph_.recording()) {
-    static_graph_.restart_recording();
-  }
-  begun_.store(false, std::memory_order_relaxed);
-  incomplete_.store(false, std::memory_order_relaxed);
+void Reducer::begin_step() {
+  parts_.layout.begin_step();
+  parts_.packers.begin_step();
+  parts_.queue.begin_step();
+  parts_.step.clear();
+  parts_.non_finite.begin_step();
+  parts_.own_averages.begin_step();
+  parts_.static_graph.begin_step();
+  parts_.context.rpc.reset();
 }
 
 void Reducer::arm() {
-  armed_.store(true, std::memory_order_release);
-  transport_->begin_backward();
+  parts_.step.arm();
+  parts_.context.transport->begin_backward();
 }
 
 void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
-  clear_step();
-  if (static_graph_.enabled()) {
-    static_graph_.begin_step();
-  }
-  if (dynamic_find_unused()) {
-    RECORD_FUNCTION("torch.distributed.ddp.reducer::search_unused_parameters", std::vector<c10::IValue>());
-    unused_ = search_->find(outputs);
-    if (graph_static_ && previous_unused_) {
-      graph_static_ = *previous_unused_ == unused_;
-    }
-    previous_unused_ = unused_;
-    if (unused_.empty()) {
-      TORCH_WARN_ONCE(
-          "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters in the "
-          "forward "
-          "pass. The search of the autograd graph costs time in every step: turn the flag off if the model never has "
-          "unused "
-          "parameters. (A false positive if control flow leaves parameters unused in later steps.)");
-    }
-  }
+  begin_step();
+  parts_.used.search(outputs);
   arm();
 }
 
 void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
-  if (used_map_ != nullptr && !static_graph_.replaying()) [[unlikely]] {
-    // Also under no_sync: a parameter that any microbatch used counts as used in the step that synchronises.
-    with_grad(param, [&](at::Tensor& grad) {
-      if (grad.defined()) {
-        used_map_->mark(param);
-      }
-    });
-  }
-  if (!armed_.load(std::memory_order_acquire)) {
+  parts_.used.note(param);
+  if (!parts_.step.armed()) {
     return;
   }
   guarded([&] {
-    fire(param, incoming);
-    transport_->progress();
+    if (!parts_.step.begun()) [[unlikely]] {
+      parts_.step.begin([&] {
+        begin_backward();
+        for (const auto unused : parts_.used.unused()) {
+          on_grad_coming(unused);
+          arrive(unused, Mark::kUnused, nullptr);
+        }
+      });
+    }
+    if (parts_.static_graph.is_last(param, incoming)) {
+      arrive(param, Mark::kUsed, incoming);
+    }
+    parts_.context.transport->progress();
   });
-}
-
-void Reducer::fire(int64_t param, const at::Tensor* incoming) {
-  if (!begun_.load(std::memory_order_acquire)) [[unlikely]] {
-    begin_backward();
-  }
-  if (static_graph_.enabled()) {
-    if (incoming == nullptr && !static_graph_.expects(param)) {
-      // Of an output that the loss leaves out: torch's sink, which is there in the recorded step only, leads here.
-      bool lacking = false;
-      with_grad(param, [&](at::Tensor& grad) { lacking = !grad.defined(); });
-      if (lacking) {
-        return;
-      }
-    }
-    if (static_graph_.recording()) {
-      static_graph_.count(param);
-      return;
-    }
-    if (!static_graph_.expects(param)) {
-      throw GraphError(static_graph_changed_message(transport_->rank(), param, specs_));
-    }
-    if (!static_graph_.fire(param)) {
-      return;
-    }
-  }
-  mark_ready(param, false, incoming);
 }
 
 void Reducer::begin_backward() {
-  const std::lock_guard lock(begin_mutex_);
-  if (begun_.load(std::memory_order_relaxed)) {
-    return;
-  }
-  note_backward_begin();
-  for (const auto param : unused_) {
-    on_grad_coming(param);
-    mark_ready(param, true, nullptr);
-  }
-  begun_.store(true, std::memory_order_release);
+  parts_.events.begin_backward();
+  parts_.context.rpc = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
+  // A communication hook divides by itself.
+  const auto divisor = parts_.divisor.get();
+  parts_.step.set_scale(parts_.hook ? 1.0 : 1.0 / static_cast<double>(divisor));
 }
 
-void Reducer::note_backward_begin() {
-  watch_backward(live_);
-  stats_.current.backward_begin_ns = wall_clock_ns();
-  backward_begin_steady_ns_ = timeline::now_ns();
-  timeline_.record_at(EventKind::kBackwardBegin, stats_.steps, backward_begin_steady_ns_);
-  if (ready_clock_ != nullptr) {
-    ready_clock_->begin_backward();
+void Reducer::arrive(int64_t param, Mark mark, const at::Tensor* incoming) {
+  const bool unused = mark == Mark::kUnused;
+  if (const auto before = parts_.step.mark(param, mark); before != Mark::kNone) {
+    throw GraphError(marked_twice_message(parts_.context.rank(), param, parts_.context.specs, before == Mark::kUnused));
   }
-  rpc_context_ = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
-  scale_ = gradient_scale();
-}
-
-void Reducer::mark_ready(int64_t param, bool unused, const at::Tensor* incoming) {
-  const auto before =
-      marked_[static_cast<size_t>(param)].exchange(unused ? kMarkedUnused : kMarked, std::memory_order_relaxed);
-  if (before != kNotMarked) {
-    throw GraphError(marked_twice_message(transport_->rank(), param, specs_, before == kMarkedUnused));
-  }
-  incomplete_.store(true, std::memory_order_relaxed);
   if (!unused) {
-    ready_order_[static_cast<size_t>(live_->num_ready.fetch_add(1, std::memory_order_relaxed))] = param;
+    parts_.step.add_to_order(param);
   }
-  if (records_ready_times_ || timeline_.enabled()) [[unlikely]] {
-    const auto now_ns = timeline::now_ns();  // read once: the clock is most of what an event costs
-    ready_times_ns_[static_cast<size_t>(param)] = now_ns - backward_begin_steady_ns_;
-    timeline_.record_at(EventKind::kGradReady, param, now_ns);
-    if (ready_clock_ != nullptr) {
-      ready_clock_->mark(static_cast<size_t>(param));
+  parts_.events.grad_ready(param);
+  parts_.packers.pack(param, unused, incoming);
+  const auto& place = parts_.layout.place(param);
+  if (place.bucket->arrive() && parts_.queue.ready(place.index, param, incoming)) {
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [self = shared_from_this()] { self->guarded([&] { self->finalize(); }); });
+  }
+}
+
+// Without hooks: whatever gradients there are. `is_used` tells of which parameters they count.
+template <typename IsUsed>
+void Reducer::pack_all(IsUsed&& is_used) {
+  for (int64_t index = 0; index < parts_.layout.size(); ++index) {
+    for (const auto param : parts_.layout.bucket(index).params()) {
+      const bool unused = !is_used(param);
+      on_grad_coming(param);
+      parts_.step.mark(param, unused ? Mark::kUnused : Mark::kUsed);
+      parts_.packers.pack(param, unused, nullptr);
     }
+    parts_.queue.ready(index);
+    parts_.context.transport->progress();
   }
-  pack(param, unused, incoming);
-  const auto& place = places_[static_cast<size_t>(param)];
-  if (place.bucket->arrive() && bucket_ready(place.bucket_index, param, incoming)) {
-    all_launched();
-  }
-}
-
-bool Reducer::bucket_ready(int64_t index, int64_t last, const at::Tensor* incoming) {
-  const std::lock_guard lock(launch_mutex_);
-  if (!armed_.load(std::memory_order_relaxed)) [[unlikely]] {
-    return false;  // the step was abandoned meanwhile
-  }
-  auto& bucket = *buckets_[static_cast<size_t>(index)];
-  if (!bucket.is_sparse() && packs_whole_buckets()) {
-    pack_whole_bucket(bucket, last, incoming);
-  }
-  bucket.state = BucketState::kReady;
-  timeline_.record(EventKind::kPacked, index);
-  // In plan order on every rank, whatever the order of arrival here: collectives must match.
-  const auto count = static_cast<int64_t>(buckets_.size());
-  if (++num_buckets_ready_ < count && !overlap_) {
-    return false;
-  }
-  while (next_launch_ < count && buckets_[static_cast<size_t>(next_launch_)]->state == BucketState::kReady) {
-    launch(next_launch_++);
-  }
-  let_go_of_finished();
-  return next_launch_ == count;
-}
-
-bool Reducer::can_skip(const bucket::Bucket& bucket) const {
-  return config_.skip_all_reduce_unused_params &&
-         std::all_of(bucket.params().begin(), bucket.params().end(), [&](int64_t param) {
-           return marked_[static_cast<size_t>(param)].load(std::memory_order_relaxed) == kMarkedUnused &&
-                  !(used_map_ != nullptr && used_map_->used_here(param));  // under no_sync
-         });
-}
-
-void Reducer::launch(int64_t index) {
-  auto& bucket = *buckets_[static_cast<size_t>(index)];
-  if (can_skip(bucket)) {
-    bucket.state = BucketState::kSkipped;
-    return;
-  }
-  const BucketRange range("launch", index, bucket, specs_);
-  ++stats_.current.buckets_reduced;
-  stats_.current.bytes_reduced += bucket.bytes();
-  if (stats_.current.comm_begin_ns == 0) {
-    stats_.current.comm_begin_ns = wall_clock_ns();
-  }
-  timeline_.record(EventKind::kLaunched, index);
-  follow_packing(bucket);
-  const auto bytes = bucket.is_sparse() ? transport::bytes_of(bucket.buffer()) : bucket.bytes();
-  const auto before = transport_->traffic();
-  try {
-    start_reduction(index);
-  } catch (const TransportError& error) {
-    fail(error, index);
-  }
-  if (comm_hook_) {
-    stats_.current.hook_bytes += bytes;
-  } else {
-    stats_.current.count(transport_->traffic() - before, bytes);
-  }
-  bucket.state = BucketState::kInFlight;
-}
-
-void Reducer::start_reduction(int64_t index) {
-  auto& bucket = *buckets_[static_cast<size_t>(index)];
-  auto& sparse = sparse_[static_cast<size_t>(index)];
-  if (comm_hook_) {
-    const WaitScope waits(*live_, "a communication hook that was called", index);
-    auto grad_bucket =
-        make_grad_bucket(index, static_cast<int64_t>(buckets_.size()), bucket, params_, std::nullopt, sparse.row_ids());
-    bucket.future = comm_hook_.run(grad_bucket);
-  } else if (bucket.is_sparse()) {
-    sparse.start(bucket, *transport_);
-  } else if (owned_) {
-    start_reduce(index);
-  } else {
-    bucket.checks_in_flight = config_.raise_non_finite && sums_tell(bucket);
-    transport_->all_reduce(bucket.wire(), bucket.work(), sum_options(index));
-  }
-}
-
-transport::SumOptions Reducer::sum_options(int64_t index) const {
-  const auto& bucket = *buckets_[static_cast<size_t>(index)];
-  return {bucket.scale, transport_->narrows() ? config_.wire_dtype : std::nullopt, index,
-          bucket.counts_in_flight || bucket.checks_in_flight};
-}
-
-void Reducer::all_launched() {
-  if (dynamic_find_unused()) {
-    const std::lock_guard lock(launch_mutex_);
-    if (!armed_.load(std::memory_order_relaxed)) [[unlikely]] {
-      return;  // the step was abandoned meanwhile
-    }
-    used_map_->start_reduction(*transport_);
-  }
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [self = shared_from_this()] { self->guarded([&] { self->finalize(); }); });
 }
 
 void Reducer::delay_all_reduce() {
-  if (!armed_.load(std::memory_order_acquire) || !static_graph_.recording()) {
+  if (!parts_.step.armed() || !parts_.static_graph.recording()) {
     return;
   }
   guarded([&] {
-    begin_backward();
-    used_map_->start_reduction(*transport_);
-    unused_.clear();
-    for (int64_t param = 0; param < static_cast<int64_t>(params_.size()); ++param) {
-      const bool used = static_graph_.was_used(param);
-      if (!used) {
-        unused_.push_back(param);
-      }
-      marked_[static_cast<size_t>(param)].store(used ? kMarked : kMarkedUnused, std::memory_order_relaxed);
-      pack(param, !used, nullptr);
-    }
-    launch_all();
-    static_graph_.finish_recording();
+    parts_.step.begin([&] { begin_backward(); });
+    parts_.used.start_reduction();
+    parts_.used.take_from_graph();
+    pack_all([&](int64_t param) { return parts_.static_graph.was_used(param); });
+    parts_.static_graph.finish_recording();
     finalize();
   });
-}
-
-void Reducer::launch_all() {
-  incomplete_.store(true, std::memory_order_relaxed);
-  for (size_t i = 0; i < buckets_.size(); ++i) {
-    if (!buckets_[i]->is_sparse() && packs_whole_buckets()) {
-      pack_whole_bucket(*buckets_[i]);
-    }
-    launch(static_cast<int64_t>(i));
-  }
 }
 
 // What was used is what the backwards without reduction have marked: there are no outputs to search from.
 void Reducer::reduce_now() {
-  clear_step();
+  begin_step();
   arm();
   guarded([&] {
-    note_backward_begin();
-    for (int64_t index = 0; index < static_cast<int64_t>(buckets_.size()); ++index) {
-      for (const auto param : buckets_[static_cast<size_t>(index)]->params()) {
-        const bool unused = used_map_ != nullptr && !used_map_->used_here(param);
-        on_grad_coming(param);
-        marked_[static_cast<size_t>(param)].store(unused ? kMarkedUnused : kMarked, std::memory_order_relaxed);
-        pack(param, unused, nullptr);
-      }
-      bucket_ready(index);
-      transport_->progress();
-    }
-    if (used_map_ != nullptr && !static_graph_.replaying()) {
-      used_map_->start_reduction(*transport_);
+    begin_backward();
+    pack_all([&](int64_t param) { return parts_.used.is_used_here(param); });
+    if (parts_.static_graph.recording()) {
+      parts_.used.start_reduction();
     }
     finalize();
   });
 }
 
-void Reducer::fail(const TransportError& error, int64_t index) {
-  throw TransportError(transport_failure_message(transport_->rank(), stats_.steps, index,
-                                                 static_cast<int64_t>(buckets_.size()),
-                                                 buckets_[static_cast<size_t>(index)]->params(), specs_, error.what()));
+void Reducer::finalize() {
+  parts_.step.disarm();
+  parts_.context.transport->end_backward();
+  parts_.events.backward_computed();
+  const c10::NoGradGuard no_grad;
+  for (int64_t index = 0; index < parts_.layout.size(); ++index) {
+    auto& bucket = parts_.layout.bucket(index);
+    if (bucket.state == bucket::BucketState::kInFlight) {
+      parts_.queue.finish(index);
+      parts_.layout.measure(index);  // while it is in cache
+      parts_.non_finite.look_at_average(bucket, parts_.layout.reduction(index).is_known_finite());
+      parts_.hand_back.run(bucket);
+    }
+  }
+  parts_.events.all_reduced();
+  for (const auto& late : parts_.step.take_late()) {
+    parts_.hand_back.finish(late);
+  }
+  parts_.own_averages.finish();
+  parts_.used.finish();
+  parts_.futures.wait();
+  parts_.keeper.measure(parts_.step);
+  parts_.divisor.forget_forward_work();
+  parts_.context.rpc.reset();
+  parts_.step.end();
+  parts_.events.end_step();
+  parts_.non_finite.publish();
+  parts_.non_finite.raise_if_bad();
 }
 
 // Hooks of other devices may still be running: they launch nothing after this, and what they use without a lock stays as it is until
-// the next step begins (clear_step).
-void Reducer::abandon_step() {
-  armed_.store(false, std::memory_order_release);
-  if (non_finite_ != nullptr) {
-    non_finite_->publish();  // may be why
-  }
-  live_->abandon_step();
-  transport_->end_backward();
-  const std::lock_guard lock(launch_mutex_);
-  incomplete_.store(false, std::memory_order_relaxed);
-  for (auto& bucket : buckets_) {
-    bucket->work().abandon();
-    bucket->future.reset();
-    bucket->state = BucketState::kIdle;
-  }
-  if (used_map_ != nullptr) {
-    used_map_->abandon();
-  }
-  needs_fresh_memory_ = true;
-  const std::lock_guard late_lock(late_mutex_);
-  late_.clear();
-  futures_.reset();
+// the next step begins.
+void Reducer::abandon() {
+  parts_.step.disarm();
+  parts_.non_finite.publish();  // may be why
+  parts_.events.live().abandon_step();
+  parts_.context.transport->end_backward();
+  parts_.queue.abandon();
+  parts_.step.take_late();
+  parts_.futures.abandon();
 }
 
-double Reducer::gradient_scale() {
-  int64_t divisor = divisor_ ? divisor_() : transport_->size();
-  TDDP_CHECK(divisor > 0, "gradients can't be averaged over ", divisor, " ranks");
-  if (forward_work_ != nullptr && !forward_work_static_world_) {
-    // Under join(): how many ranks still have inputs.
-    const WaitScope waits(*live_, "how many ranks still have inputs (join)");
-    if (transport::is_gloo(*group_)) {
-      transport::wait_interruptibly(*forward_work_, group_, transport_->interruption());
-    } else {
-      forward_work_->wait();
-    }
-    const auto results = forward_work_->result();
-    TDDP_INTERNAL(!results.empty(), "the all-reduce of join() has no result");
-    divisor = results.front().item<int64_t>();
+bool Reducer::rebuild_buckets() {
+  check_not_unfinished();
+  return parts_.keeper.rebuild();
+}
+
+bool Reducer::adopt_plan(const std::optional<plan::BucketPlan>& wanted) {
+  check_not_unfinished();
+  return parts_.keeper.adopt(wanted);
+}
+
+void Reducer::set_static_graph() {
+  if (const auto steps = parts_.events.steps(); steps != 0) {
+    auto text = c10::str(
+        "set_static_graph() should be called before training loop starts and after DistributedDataParallel is ",
+        "constructed; on rank ", parts_.context.rank(), " ", steps, " steps have begun.");
+    parts_.events.live().set_error(text);
+    throw std::runtime_error(text);
   }
-  return comm_hook_ ? 1.0 : 1.0 / static_cast<double>(divisor);
+  parts_.static_graph.enable();
+  parts_.used.expect_static_graph();
+}
+
+void Reducer::update_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                   std::shared_ptr<transport::Transport> transport) {
+  parts_.context.group = std::move(group);
+  parts_.keeper.use(std::move(transport));
+}
+
+void Reducer::reset_state() {
+  abandon();
+  parts_.keeper.forget();
+  if (parts_.static_graph.enabled()) {
+    parts_.static_graph.restart_recording();
+  }
+}
+
+Status Reducer::status() const {
+  auto status = parts_.events.live().read();
+  parts_.layout.describe(status, parts_.step);
+  return status;
+}
+
+void Reducer::check_compiled_autograd() const {
+  TDDP_CHECK(parts_.context.config.compiled_autograd_takes_over,
+             "Compiled autograd is not compatible with C++ DDP Reducer, please use ",
+             "torch._dynamo.config.optimize_ddp=\"python_reducer\".");
+}
+
+void Reducer::check_finalized() {
+  check_not_unfinished();
+  TDDP_CHECK(!parts_.step.armed(), "Expected to have finished reduction: the last synchronised forward on rank ",
+             parts_.context.rank(),
+             " was not followed by a backward that reached every bucket. Call backward() on its output first.");
+}
+
+void Reducer::check_not_unfinished() {
+  if (!parts_.step.is_unfinished()) {
+    return;
+  }
+  const auto& context = parts_.context;
+  auto text = unfinished_reduction_message(context.rank(), parts_.step.unmarked(), context.specs,
+                                           context.config.find_unused_parameters, parts_.static_graph.enabled(),
+                                           c10d::debug_level() == c10d::DebugLevel::Off);
+  parts_.events.live().set_error(text);
+  throw std::runtime_error(text);
 }
 
 }  // namespace torchddp::reducer

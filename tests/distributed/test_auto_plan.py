@@ -41,7 +41,7 @@ def fixed_cost(monkeypatch, cost=DEAR):
 
 def small_buckets(ddp):
     """Another start than one bucket, so that planning has something to do."""
-    ddp.reducer._adopt_plan(_C.make_bucket_plan(ddp._specs, _C.reverse_registration_order(len(ddp._specs)), [1]))
+    ddp.reducer.adopt_plan(_C.make_bucket_plan(ddp._specs, _C.reverse_registration_order(len(ddp._specs)), [1]))
 
 
 def step(model, rank, index):
@@ -119,11 +119,11 @@ def test_while_measured_nothing_overlaps():
         small_buckets(ddp)
         for index in range(WARMUP_STEPS):
             step(ddp, rank, index)
-        ddp.reducer._enable_timeline(1000)
+        ddp.reducer.enable_timeline(1000)
         step(ddp, rank, 50)
-        kinds = [event.kind for event in ddp.reducer._timeline()]
+        kinds = [event.kind for event in ddp.reducer.timeline()]
         assert kinds.index("launched") > max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
-        assert [e.id for e in ddp.reducer._timeline() if e.kind == "launched"] == list(range(8))
+        assert [e.id for e in ddp.reducer.timeline() if e.kind == "launched"] == list(range(8))
 
     run_ranks(work, 2)
 
@@ -242,11 +242,11 @@ def test_join_ends_planning(monkeypatch, steps_before):
         with ddp.join():
             for index in range(PLANNING_STEPS + 2 + 3 * rank):
                 step(ddp, rank, index)
-        ddp.reducer._enable_timeline(1000)
+        ddp.reducer.enable_timeline(1000)
         for index in range(PLANNING_STEPS + 1):
             step(ddp, rank, index)
         assert len(ddp.reducer.plan) == 8 and ddp._auto_plan is None
-        kinds = [event.kind for event in ddp.reducer._timeline()]
+        kinds = [event.kind for event in ddp.reducer.timeline()]
         kinds = kinds[: kinds.index("backward_end")]
         assert kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")  # they overlap
 
@@ -316,10 +316,10 @@ def test_a_group_that_changes_while_recording(monkeypatch):
             step(ddp, rank, index)
         ddp._update_process_group(dist.new_group([0, 1]))
         assert ddp._auto_plan is None  # nobody asked for planning on the new one
-        ddp.reducer._enable_timeline(1000)
+        ddp.reducer.enable_timeline(1000)
         small_buckets(ddp)
         step(ddp, rank, 0)
-        kinds = [event.kind for event in ddp.reducer._timeline()]
+        kinds = [event.kind for event in ddp.reducer.timeline()]
         assert kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
 
     run_ranks(work, 2)
@@ -378,7 +378,7 @@ def test_plans_of_no_use_are_refused():
         ddp = DistributedDataParallel(layers(2))
         other = [_C.ParamSpec(f"p{i}", 3, 4) for i in range(4)]
         with pytest.raises(ValueError, match="0.weight.*256 elements, its slot in bucket 0 has 3"):
-            ddp.reducer._adopt_plan(_C.make_bucket_plan(other, [0, 1, 2, 3], [1]))
+            ddp.reducer.adopt_plan(_C.make_bucket_plan(other, [0, 1, 2, 3], [1]))
         before = buckets_of(ddp.reducer.plan)
         step(ddp, rank, 0)
         assert buckets_of(ddp.reducer.plan) == before

@@ -141,9 +141,9 @@ def _raise(grad):
 def test_buckets_start_during_backward_and_are_waited_for_at_its_end():
     def work(rank):
         model = DistributedDataParallel(FakeManager(), net(), bucket_cap_mb=SMALL)
-        model.reducer._enable_timeline(1000)
+        model.reducer.enable_timeline(1000)
         loss_of(model(batch_of(rank, 0))).backward()
-        kinds = [event.kind for event in model.reducer._timeline()]
+        kinds = [event.kind for event in model.reducer.timeline()]
         last = {kind: max(i for i, k in enumerate(kinds) if k == kind) for kind in ("launched", "grad_ready")}
         assert kinds.index("launched") < last["grad_ready"]
         # torchft's own class waits for each before the next may start

@@ -163,9 +163,9 @@ def test_an_exception_inside_ends_the_profile() -> None:
             raise KeyError("from the training loop")
         assert len(recorded.steps) == 2
         assert len(ddp._forward_hooks) == hooks
-        before = len(ddp.reducer._timeline())
+        before = len(ddp.reducer.timeline())
         steps(ddp, 1)
-        assert len(ddp.reducer._timeline()) == before  # off again
+        assert len(ddp.reducer.timeline()) == before  # off again
         assert len(recorded.steps) == 2
         with profile(ddp) as again:
             steps(ddp, 1)

@@ -55,7 +55,7 @@ class Watched:
 
     def _look(self):
         while not self.ends:
-            self.seen.append(self.reducer._status())
+            self.seen.append(self.reducer.status())
             time.sleep(0.002)
 
     def end(self):
@@ -70,10 +70,10 @@ def test_a_rank_that_waits_and_one_that_raised(transport):
         ddp = torchddp.DistributedDataParallel(
             seeded(Branching), bucket_cap_mb=0.001, transport=transport, timeout=timedelta(seconds=1.2)
         )
-        assert ddp.reducer._status()["phase"] == "idle" and ddp.reducer._status()["step"] == 0
+        assert ddp.reducer.status()["phase"] == "idle" and ddp.reducer.status()["step"] == 0
         for step in range(3):
             step_on(ddp, rank, step)
-        idle = ddp.reducer._status()
+        idle = ddp.reducer.status()
         assert (idle["phase"], idle["step"], idle["bucket"]) == ("idle", 3, -1)
         assert {bucket["state"] for bucket in idle["buckets"]} == {"reduced"} and not idle["armed"]
         watched = Watched(ddp.reducer)
@@ -82,7 +82,7 @@ def test_a_rank_that_waits_and_one_that_raised(transport):
             ddp.module.message = "no such number"
             with pytest.raises(ValueError, match="no such number"):
                 step_on(ddp, rank, 3)
-            mine = ddp.reducer._status()
+            mine = ddp.reducer.status()
             assert (mine["backward"], mine["phase"], mine["step"]) == ("failed", "backward", 4)
             assert "no such number" in mine["backward_error"]
             missing = {name for bucket in mine["buckets"] for name in bucket["missing"]}
@@ -90,14 +90,14 @@ def test_a_rank_that_waits_and_one_that_raised(transport):
             store.wait(["rank 0 has failed"])  # by itself
             watched.end()
             return
-        ddp.reducer._note_failure("rank 1 was told to raise")
+        ddp.reducer.note_failure("rank 1 was told to raise")
         with pytest.raises(torchddp.TransportError, match="bucket [\\s\\S]*rank 1 was told to raise"):
             step_on(ddp, rank, 3)
         waits = [s for s in watched.end() if s["phase"] == "waiting"]
         assert waits and waits[-1]["waited_s"] > 0.5 and waits[-1]["waits_for"] == "the reduction"
         assert waits[-1]["buckets"][waits[-1]["bucket"]] == {"state": "in flight", "missing": []}
-        assert "rank 1 was told to raise" in ddp.reducer._status()["error"]
-        assert ddp.reducer._with_failure_note("again") == "again"
+        assert "rank 1 was told to raise" in ddp.reducer.status()["error"]
+        assert ddp.reducer.with_failure_note("again") == "again"
         store.set("rank 0 has failed", "")
 
     run_ranks(work, 2, timeout=SECONDS)
@@ -109,12 +109,12 @@ def test_a_backward_that_ends_without_a_parameter():
         step_on(ddp, rank)
         ddp.module.leaves_out = True
         step_on(ddp, rank, 1)
-        mine = ddp.reducer._status()
+        mine = ddp.reducer.status()
         assert (mine["backward"], mine["armed"], mine["step"]) == ("ended", True, 2)
         assert {n for b in mine["buckets"] for n in b["missing"]} == {"middle.weight", "middle.bias"}
         with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
             ddp(batch(rank, 2))
-        assert "middle.weight" in ddp.reducer._status()["error"]
+        assert "middle.weight" in ddp.reducer.status()["error"]
 
     run_ranks(work, 2, timeout=SECONDS)
 
@@ -122,16 +122,16 @@ def test_a_backward_that_ends_without_a_parameter():
 def test_waits_within_each_other():
     def work(rank):
         reducer = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d").reducer
-        told = lambda: (reducer._status()["phase"], reducer._status()["waits_for"])  # noqa: E731
-        outer = reducer._begin_wait("the first")
-        inner = reducer._begin_wait("the second")
+        told = lambda: (reducer.status()["phase"], reducer.status()["waits_for"])  # noqa: E731
+        outer = reducer.begin_wait("the first")
+        inner = reducer.begin_wait("the second")
         assert told() == ("waiting", "the second")
-        reducer._end_wait(inner)
+        reducer.end_wait(inner)
         assert told() == ("waiting", "the first")
-        later = reducer._begin_wait("the third")
-        reducer._end_wait(outer)  # by another thread
+        later = reducer.begin_wait("the third")
+        reducer.end_wait(outer)  # by another thread
         assert told() == ("waiting", "the third")
-        reducer._end_wait(later)
+        reducer.end_wait(later)
         assert told() == ("idle", "")
 
     run_ranks(work, 1)
@@ -141,7 +141,7 @@ def test_other_threads_run_while_an_error_waits_to_see_who_is_gone():
     def work(rank):
         reducer = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d").reducer
         here = processes.identity()
-        reducer._set_peers([(1, here["pid"], here["started"])])  # which stays: it looks for as long as it does
+        reducer.set_peers([(1, here["pid"], here["started"])])  # which stays: it looks for as long as it does
         turns, over = [0], threading.Event()
 
         def count():
@@ -152,7 +152,7 @@ def test_other_threads_run_while_an_error_waits_to_see_who_is_gone():
         thread = threading.Thread(target=count)
         thread.start()
         before = turns[0]
-        assert reducer._with_failure_note("text") == "text"
+        assert reducer.with_failure_note("text") == "text"
         passed = turns[0] - before  # 300 ms; with the GIL taken away from the thread, one or two
         over.set()
         thread.join()
@@ -171,14 +171,14 @@ def test_while_buckets_are_rebuilt_and_models_go():
             for step in range(30):
                 step_on(ddp, rank, step)
                 if step % 5 == 0 and not ddp.static_graph:
-                    ddp.reducer._reset_state()
+                    ddp.reducer.reset_state()
                     ddp._has_rebuilt_buckets = False
             seen = watched.end()
             assert all(s["backward"] != "failed" and not s["error"] for s in seen)
             assert len(seen) > 1 and seen[-1]["step"] <= 30
-            ddp.reducer._note_failure("is forgotten")
+            ddp.reducer.note_failure("is forgotten")
             step_on(ddp, rank, 99)
-            assert ddp.reducer._with_failure_note("text") == "text"
+            assert ddp.reducer.with_failure_note("text") == "text"
             dist.barrier()  # a rank that had ended would be a note of its own
 
     run_ranks(work, 2, timeout=SECONDS)
@@ -192,7 +192,7 @@ def test_plans_outlive_the_buckets_they_describe():
         plan, buckets = ddp.reducer.plan, ddp.reducer.plan.buckets
         before = [(b.params, b.offsets, b.numel) for b in buckets]
         one = torchddp._C.make_bucket_plan(ddp._specs, list(range(len(ddp._specs))), [1 << 30])
-        assert ddp.reducer._adopt_plan(one)
+        assert ddp.reducer.adopt_plan(one)
         assert len(ddp.reducer.plan) == 1 < len(before)
         assert [(b.params, b.offsets, b.numel) for b in plan.buckets] == before
         assert [(b.params, b.offsets, b.numel) for b in buckets] == before
@@ -240,7 +240,7 @@ def test_a_step_that_fails_while_a_bucket_is_launched():
             thread.join(SECONDS)
             assert not thread.is_alive()
         assert "got a Sparse gradient" in errors[0]
-        status = ddp.reducer._status()
+        status = ddp.reducer.status()
         assert {bucket["state"] for bucket in status["buckets"]} == {"idle"} and not status["armed"]
         # The next step is as any other.
         ddp.zero_grad()

@@ -442,7 +442,7 @@ def test_torchddp_sync_takes_the_engine():
                 loss_of(model(batch(rank, i))).backward()
             for i in torchddp.sync.accumulate(wrapped, 3, strategy):
                 loss_of(wrapped(batch(rank, i))).backward()
-            assert engine.reducer._stats()["finished"] == wrapped.reducer._stats()["finished"]
+            assert engine.reducer.stats()["finished"] == wrapped.reducer.stats()["finished"]
             assert_same(model, wrapped)
 
     run_ranks(work, 2, timeout=SECONDS)

@@ -164,7 +164,7 @@ def test_how_often_gradients_are_reduced():
             for step in range(2):
                 for micro in accumulate(model, 4, strategy):
                     step_on(model, rank, 4 * step + micro)
-            assert model.reducer._stats()["finished"] == 2 * times
+            assert model.reducer.stats()["finished"] == 2 * times
             assert len(calls) == 2 * times * len(model.reducer.plan)
         for options, strategy in (
             ({}, SINGLE),
@@ -175,7 +175,7 @@ def test_how_often_gradients_are_reduced():
         model = torchddp.DDP(seeded(Mlp), sync=MULTI)
         for micro in accumulate(model, 3):
             step_on(model, rank, micro)
-        assert model.reducer._stats()["finished"] == 3
+        assert model.reducer.stats()["finished"] == 3
         assert copy.deepcopy(model).sync_strategy is MULTI
 
     run_ranks(work, 2)

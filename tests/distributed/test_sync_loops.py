@@ -67,7 +67,7 @@ def test_a_body_that_raises_reduces_nothing():
             step_on(model, rank)
             raise KeyError
         assert model.require_backward_grad_sync
-        assert model.reducer._stats()["finished"] == 0
+        assert model.reducer.stats()["finished"] == 0
 
     run_ranks(work, 1)
 
@@ -80,7 +80,7 @@ def test_an_outer_no_sync_wins():
                 for micro in accumulate(model, 2, strategy):
                     step_on(model, rank, micro)
                 assert not model.require_backward_grad_sync
-            assert model.reducer._stats()["finished"] == 0
+            assert model.reducer.stats()["finished"] == 0
             plain = seeded(Mlp)
             for micro in range(2):
                 step_on(plain, rank, micro)

@@ -18,12 +18,12 @@ def test_events_of_a_step_are_complete_and_in_order():
         ddp = DistributedDataParallel(_layers(), bucket_cap_mb=0.001)
         for _ in range(2):
             ddp(torch.randn(2, 16)).sum().backward()
-        assert ddp.reducer._timeline() == []  # off by default
-        ddp.reducer._enable_timeline(1000)
+        assert ddp.reducer.timeline() == []  # off by default
+        ddp.reducer.enable_timeline(1000)
         ddp(torch.randn(2, 16)).sum().backward()
-        ddp.reducer._disable_timeline()
+        ddp.reducer.disable_timeline()
         ddp(torch.randn(2, 16)).sum().backward()
-        events = ddp.reducer._timeline()
+        events = ddp.reducer.timeline()
         times = [event.time_ns for event in events]
         assert times == sorted(times)
         kinds = [event.kind for event in events]
@@ -43,12 +43,12 @@ def test_events_of_a_step_are_complete_and_in_order():
 def test_the_ring_keeps_the_last_events_and_counts_the_others():
     def work(rank):
         ddp = DistributedDataParallel(_layers())
-        ddp.reducer._enable_timeline(10)
+        ddp.reducer.enable_timeline(10)
         for _ in range(3):
             ddp(torch.randn(2, 16)).sum().backward()
-        events = ddp.reducer._timeline()
+        events = ddp.reducer.timeline()
         assert len(events) == 10 and events[-1].kind == "backward_end"
-        assert ddp.reducer._timeline_dropped() > 0
+        assert ddp.reducer.timeline_dropped() > 0
 
     run_ranks(work, 1)
 

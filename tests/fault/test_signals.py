@@ -71,7 +71,7 @@ def test_an_interrupt_ends_a_backward_and_leaves_the_reducer_idle(transport):
         if rank == 0:
             hit()
             raises_soon(KeyboardInterrupt, lambda: step_on(ddp, rank, 2))
-            status = ddp.reducer._status()
+            status = ddp.reducer.status()
             assert status["phase"] == "idle" and not status["armed"], status
             ddp.zero_grad()
             with ddp.no_sync():
@@ -146,7 +146,7 @@ def test_an_interrupt_ends_the_wait_for_a_hook():
         ddp.register_comm_hook(None, Promised())
         hit()
         raises_soon(KeyboardInterrupt, lambda: step_on(ddp, rank))
-        assert ddp.reducer._status()["phase"] == "idle"
+        assert ddp.reducer.status()["phase"] == "idle"
 
     run(work, 1)
 
@@ -162,7 +162,7 @@ def test_a_hook_that_never_completes_its_future_is_waited_for_no_longer_than_the
             assert part in str(error), error
         limit = "500 ms, the timeout of this DistributedDataParallel" if own else "1000 ms, the timeout of the process"
         assert limit in str(error), error
-        assert ddp.reducer._status()["phase"] == "idle"
+        assert ddp.reducer.status()["phase"] == "idle"
 
     run_ranks(work, 1, timeout=90, group_timeout_s=LIMIT_S if own else 1.0)
 

@@ -59,7 +59,7 @@ def wrapped(numels: list[int], dtype: torch.dtype, device: torch.device, divisor
     """All in one bucket. Over c10d memory is torch's, so that a sanitizer sees a write beside it."""
     ddp = DistributedDataParallel(Given(numels, dtype, device), transport="c10d", bucket_cap_mb_list=[1000], **options)
     assert len(ddp.reducer.plan.buckets) == 1
-    ddp.reducer._set_divisor(lambda: divisor)
+    ddp.reducer.set_divisor(lambda: divisor)
     return ddp
 
 

@@ -52,9 +52,9 @@ def test_buckets_are_launched_while_backward_goes_on(alone):
     x = torch.randn(8, 64, device=alone)
     for _ in range(2):
         ddp(x).sum().backward()
-    ddp.reducer._enable_timeline(1000)
+    ddp.reducer.enable_timeline(1000)
     ddp(x).sum().backward()
-    kinds = [event.kind for event in ddp.reducer._timeline()]
+    kinds = [event.kind for event in ddp.reducer.timeline()]
     last_gradient = max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
     early = kinds[:last_gradient].count("launched")
     assert len(ddp.reducer.plan) >= 6

@@ -78,7 +78,7 @@ class NonFiniteFinder:
         model = self._model()
         if model is None:
             return
-        version = model.reducer._nonfinite_version()
+        version = model.reducer.nonfinite_version()
         if version == self._version or not self._home.is_here:
             return
         with self._lock:
@@ -87,7 +87,7 @@ class NonFiniteFinder:
             self._version = version
             self._own = [
                 NonFinite(step, self._rank, self._names[param], count if count >= 0 else None)
-                for step, param, count in model.reducer._nonfinite()
+                for step, param, count in model.reducer.nonfinite()
             ]
             self._warn()
             self._post()

@@ -41,7 +41,7 @@ class ParameterCheck:
         """
         if model._join_config.enable or (model.device_type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return
-        finished = model.reducer._finished_steps
+        finished = model.reducer.finished_steps
         if self._last is None:
             self._last = finished
         if finished - self._last >= self.every:
@@ -70,7 +70,7 @@ def check_parameters(model: TorchDDP) -> None:
     ignored = engine.parameters_to_ignore
     named = [(name, local_of(p)) for name, p in engine.module.named_parameters() if name not in ignored]
     exchange = _Exchange(engine.reducer.transport, engine._wait_limit(), engine._reduced_params[0].device)
-    steps = engine.reducer._finished_steps
+    steps = engine.reducer.finished_steps
     if exchange.size == 1:
         return
     try:

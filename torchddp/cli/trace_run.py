@@ -63,7 +63,7 @@ def _use_kept_plan(path: Path, model: DistributedDataParallel) -> None:
     dist.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
         raise ArgumentError(problem[0])
-    model.reducer._adopt_plan(plan)
+    model.reducer.adopt_plan(plan)
 
 
 def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) -> Traced:

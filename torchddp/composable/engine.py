@@ -60,7 +60,7 @@ class ReplicateEngine(DistributedDataParallel):
     def release(self) -> None:
         """Not collective. The module's backwards reduce nothing from now on."""
         self._local.disconnect()
-        self.reducer._remove_autograd_hooks()
+        self.reducer.remove_autograd_hooks()
         if self._hang_monitor is not None:
             self._hang_monitor.close()
             self._hang_monitor = None

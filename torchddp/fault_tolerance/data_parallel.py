@@ -67,7 +67,7 @@ class DistributedDataParallel(distributed.DistributedDataParallel):
         super().__init__(module, **{**options, "process_group": group, "init_sync": False, "transport": "c10d"})
         self._manager_group = group
         self._has_rebuilt_buckets = True  # never: a replica that heals would keep the first ones
-        self.reducer._set_divisor(group.participants)
+        self.reducer.set_divisor(group.participants)
         replica_state.register(manager, self, weights=carry_weights)
 
     @property
@@ -81,7 +81,7 @@ class DistributedDataParallel(distributed.DistributedDataParallel):
         group.sums_used = self.find_unused_parameters and not self.static_graph
         if self.require_backward_grad_sync and group.take_failure():
             # What failed may still write to its buckets: new memory.
-            self.reducer._reset_state()
+            self.reducer.reset_state()
             for hook in replica_state.hooks_of(self):
                 hook.start_over()  # what it holds back was made with sums that are of no use
             self._static_graph_delay_allreduce_enqueued = False

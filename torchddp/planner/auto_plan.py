@@ -60,7 +60,7 @@ class AutoPlan:
         timeout: datetime.timedelta = datetime.timedelta(0),
     ) -> None:
         self._reducer, self._specs, self._device, self._timeout = reducer, specs, device, timeout
-        self._begin_at = reducer._stats()["finished"] + WARMUP_STEPS
+        self._begin_at = reducer.stats()["finished"] + WARMUP_STEPS
         self._recorder: StepRecorder | None = None
         self.decision: Decision | None = None
 
@@ -70,7 +70,7 @@ class AutoPlan:
         All ranks have finished equally many synchronised steps, so they measure and plan in the same ones.
         """
         if self._recorder is None:
-            if self._reducer._stats()["finished"] >= self._begin_at:
+            if self._reducer.stats()["finished"] >= self._begin_at:
                 self._recorder = StepRecorder(self._reducer)
             return False
         self._recorder.collect()
@@ -95,7 +95,7 @@ class AutoPlan:
             return
         decision = self.decision = decide(self._specs, times, cost, self._reducer.plan)
         count = len(self._reducer.plan)
-        changed = self._reducer._adopt_plan(decision.plan)
+        changed = self._reducer.adopt_plan(decision.plan)
         if transport.rank == 0:
             logger.info(
                 "bucket_cap_mb='auto': %s after %d measured steps; the last bucket is expected %.2f ms after backward "

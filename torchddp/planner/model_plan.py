@@ -32,7 +32,7 @@ def start(model: DDPConstruction, *, look_for_kept: bool) -> None:
         kept = kept_plan(model._specs, key) if transport.rank == 0 else None
         (is_kept,) = of_rank_0(transport, device, timeout, kept is not None)
         if is_kept:
-            model.reducer._adopt_plan(kept)
+            model.reducer.adopt_plan(kept)
             return
     model._auto_plan = AutoPlan(model.reducer, model._specs, device, timeout)
 
@@ -78,4 +78,4 @@ def _reason_not_to_plan(model: DDPConstruction) -> str:
         return "the model is used under join()"
     if model._comm_hooks:
         return "a communication hook may keep state by bucket, and what it costs is not known"
-    return "a captured CUDA graph holds them" if model.reducer._in_graph else ""
+    return "a captured CUDA graph holds them" if model.reducer.is_in_graph else ""

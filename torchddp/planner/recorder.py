@@ -36,9 +36,9 @@ class StepRecorder:
     def __init__(self, reducer: _C.Reducer) -> None:
         self._reducer = reducer
         self._rows: list[list[float]] = []
-        self._finished = reducer._stats()["finished"]
-        reducer._record_ready_times(True)
-        reducer._set_overlap(False)
+        self._finished = reducer.stats()["finished"]
+        reducer.record_ready_times(True)
+        reducer.set_overlap(False)
 
     @property
     def steps(self) -> int:
@@ -47,18 +47,18 @@ class StepRecorder:
 
     def collect(self) -> None:
         """Between steps: take down the one that ended, if one did since the last call."""
-        stats = self._reducer._stats()
+        stats = self._reducer.stats()
         if stats["finished"] == self._finished:
             return
         self._finished = stats["finished"]
-        ready_ns, forward_ns = self._reducer.get_backward_stats(), self._reducer._forward_ns()
+        ready_ns, forward_ns = self._reducer.get_backward_stats(), self._reducer.forward_ns()
         times_ns = [*ready_ns, forward_ns]
         self._rows.append([time_ns / 1e9 for time_ns in times_ns])
 
     def stop(self) -> None:
         """Buckets are launched as soon as they are full again."""
-        self._reducer._set_overlap(True)
-        self._reducer._record_ready_times(False)
+        self._reducer.set_overlap(True)
+        self._reducer.record_ready_times(False)
 
     def times(self, device: torch.device, timeout: datetime.timedelta = datetime.timedelta(0)) -> StepTimes:
         """Collective: what was recorded on all ranks. ``device``: of the parameters."""

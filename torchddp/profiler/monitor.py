@@ -45,7 +45,7 @@ def monitor(model: Any, callback: Callback, every: int = 1) -> Monitor:
         raise TypeError(f"callback must be a function of (step, values), got {type(callback).__name__}")
     if every < 1:
         raise ValueError(f"every must be at least 1, got {every}")
-    watching = Monitor(callback, every, ddp.reducer._stats()["finished"])
+    watching = Monitor(callback, every, ddp.reducer.stats()["finished"])
     watching._handle = ddp.register_forward_pre_hook(watching)
     return watching
 
@@ -65,7 +65,7 @@ class Monitor:
         if self._forwards < self._every:
             self._forwards += 1
             return
-        stats = module.reducer._stats()
+        stats = module.reducer.stats()
         finished = stats["finished"]
         self._told = min(self._told, finished)  # a copy of a module counts from zero again
         if finished - self._told < self._every:  # forwards without backward, or under no_sync

@@ -98,10 +98,10 @@ class Profile:
         # After each forward: buckets are rebuilt early in a run, at the begin of a forward.
         self._hook = self._model.register_forward_hook(lambda module, inputs, output: self._note_layout())
         per_step = _EVENTS_PER_STEP + _EVENTS_PER_PARAMETER * len(self._names)
-        self._model.reducer._enable_timeline(self._kept_steps * per_step)
+        self._model.reducer.enable_timeline(self._kept_steps * per_step)
 
     def _stop(self) -> None:
-        self._model.reducer._disable_timeline()
+        self._model.reducer.disable_timeline()
         if self._hook is not None:
             self._hook.remove()
         self._final = self._read()
@@ -110,11 +110,11 @@ class Profile:
     def _note_layout(self) -> None:
         reducer = self._model.reducer
         layout: Layout = tuple(BucketLayout(tuple(b.params), b.nbytes) for b in reducer.plan.buckets)
-        self._layouts.note(reducer._stats()["iteration"], layout)
+        self._layouts.note(reducer.stats()["iteration"], layout)
 
     def _read(self) -> tuple[Steps, int]:
         reducer = self._model.reducer
-        return read_steps(reducer._timeline(), self._layouts.of), reducer._timeline_dropped()
+        return read_steps(reducer.timeline(), self._layouts.of), reducer.timeline_dropped()
 
     @property
     def _current(self) -> tuple[Steps, int]:

@@ -211,7 +211,7 @@ class ShardedDataParallel(DistributedDataParallel):
         finally:
             for pending in self._pending:
                 pending.remove_hooks()
-            self.reducer._remove_autograd_hooks()
+            self.reducer.remove_autograd_hooks()
             for optimizer in self._optimizers:
                 optimizer.deliver_through(None)
             for param in self._module_parameters:
@@ -254,8 +254,8 @@ class ShardedDataParallel(DistributedDataParallel):
         if not any(param.requires_grad for param in self.module.parameters()):
             raise RuntimeError("no parameter of the module requires grad: there is nothing to train")
         self.synchronize()
-        averages = dict(zip(self._reduced_params, self.reducer._averages(), strict=True))
-        self.reducer._remove_autograd_hooks()
+        averages = dict(zip(self._reduced_params, self.reducer.averages(), strict=True))
+        self.reducer.remove_autograd_hooks()
         for pending in self._pending:
             pending.remove_hooks()
         self._module_parameters = [
@@ -266,7 +266,7 @@ class ShardedDataParallel(DistributedDataParallel):
         names = self._build_debug_param_to_name_mapping(parameters)
         self._has_rebuilt_buckets = False
         self._ddp_init_helper(parameters, sparse, names, self.static_graph)
-        self.reducer._set_averages([averages.get(param, 0) for param in parameters])
+        self.reducer.set_averages([averages.get(param, 0) for param in parameters])
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """``to``, ``half``, ``cuda`` and the like. Collective."""

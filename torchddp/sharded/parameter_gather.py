@@ -76,11 +76,11 @@ class ParameterGather:
         if self._reducer is None:
             work.wait(self._timeout)
             return
-        number = self._reducer._begin_wait("updated parameters of other ranks")
+        number = self._reducer.begin_wait("updated parameters of other ranks")
         try:
             work.wait(self._timeout)
         finally:
-            self._reducer._end_wait(number)
+            self._reducer.end_wait(number)
 
     def _failure(self, index: int, error: Exception) -> TransportError:
         for work in self._works:

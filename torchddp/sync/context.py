@@ -92,7 +92,7 @@ def unreduced(model: TorchDDP) -> RuntimeError | None:
 
 
 def _finished_reductions(model: TorchDDP) -> int | None:
-    return model.reducer._stats()["finished"] if isinstance(model, DistributedDataParallel) else None
+    return model.reducer.stats()["finished"] if isinstance(model, DistributedDataParallel) else None
 
 
 def _check_reduced(model: TorchDDP, strategy: DDPSyncStrategy) -> None:
@@ -100,7 +100,7 @@ def _check_reduced(model: TorchDDP, strategy: DDPSyncStrategy) -> None:
     error = unreduced(model)
     if error is None:
         return
-    if isinstance(model, DistributedDataParallel) and not model.reducer._grad_ready_order():
+    if isinstance(model, DistributedDataParallel) and not model.reducer.grad_ready_order():
         if strategy is DDPSyncStrategy.SINGLE_AUTO_SYNC:
             warnings.warn(
                 "The last microbatch of a step with SINGLE_AUTO_SYNC ended without a backward that reached parameters. "

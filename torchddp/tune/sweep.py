@@ -75,7 +75,7 @@ def _time_all(
         shuffler.shuffle(order)
         times = np.zeros(len(plans))
         for index in order:
-            subject.model.reducer._adopt_plan(plans[index])
+            subject.model.reducer.adopt_plan(plans[index])
             for _ in range(SETTLING_STEPS):
                 step()
             times[index] = np.median([1e3 * timed_step(step, subject.device) for _ in range(TIMED_STEPS)])

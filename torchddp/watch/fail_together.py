@@ -280,5 +280,5 @@ def _is_failure(error: BaseException) -> bool:
 
 
 def _step_of(process_group: Any) -> int | None:
-    steps = [member.reducer._stats()["iteration"] for member in members_of(process_group) if hasattr(member, "reducer")]
+    steps = [member.reducer.stats()["iteration"] for member in members_of(process_group) if hasattr(member, "reducer")]
     return max(steps, default=None)

@@ -47,7 +47,7 @@ class Subject:
     def status(self) -> dict[str, Any] | None:
         """The reducer's, or None if the model is gone."""
         model = self._model()
-        return None if model is None else model.reducer._status()
+        return None if model is None else model.reducer.status()
 
     def thread_id(self) -> int:
         """Of the thread that trains; 0 if the model is gone."""
@@ -57,14 +57,14 @@ class Subject:
     def note_failure(self, text: str) -> None:
         model = self._model()
         if model is not None:
-            model.reducer._note_failure(text)
+            model.reducer.note_failure(text)
 
     def set_peers(self, known: dict[int, dict[str, Any]]) -> None:
         """Errors of the model's transport tell which of these processes (`processes.identity`, by rank) are gone."""
         model = self._model()
         if model is not None:
             here = {rank: who for rank, who in known.items() if processes.is_here(who)}
-            model.reducer._set_peers([(rank, who["pid"], who["started"]) for rank, who in here.items()])
+            model.reducer.set_peers([(rank, who["pid"], who["started"]) for rank, who in here.items()])
 
     def describe(self) -> tuple[str, list[str]]:
         model = self._model()

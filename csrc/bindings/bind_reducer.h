@@ -1,0 +1,31 @@
+// What the files of the Reducer's bindings share.
+#pragma once
+
+#include <memory>
+#include <type_traits>
+#include <utility>
+
+#include "bindings/bindings.h"
+#include "reducer/reducer.h"
+
+namespace torchddp::bindings {
+
+using PyReducer = py::class_<reducer::Reducer, std::shared_ptr<reducer::Reducer>>;
+
+// A method of one of the reducer's parts, as one of the reducer.
+template <typename Part, typename Result, typename... Args>
+auto of(Part reducer::Parts::* part, Result (Part::*method)(Args...)) {
+  return [part, method](reducer::Reducer& self, Args... args) -> std::decay_t<Result> {
+    return (self.parts().*part.*method)(std::forward<Args>(args)...);
+  };
+}
+template <typename Part, typename Result, typename... Args>
+auto of(Part reducer::Parts::* part, Result (Part::*method)(Args...) const) {
+  return [part, method](reducer::Reducer& self, Args... args) -> std::decay_t<Result> {
+    return (self.parts().*part.*method)(std::forward<Args>(args)...);
+  };
+}
+
+void bind_reducer_reports(PyReducer& c);
+
+}  // namespace torchddp::bindings

@@ -1,0 +1,219 @@
+// The Reducer's Python surface: what it tells of itself.
+#include <pybind11/stl.h>
+
+#include <array>
+
+#include "bindings/bind_reducer.h"
+#include "common/check.h"
+#include "reducer/report/backward_watch.h"
+
+namespace torchddp::bindings {
+namespace {
+
+using namespace reducer;
+
+py::dict traffic_dict(Reducer& self) {
+  const auto& last = self.parts().events.stats().last;
+  auto result = to_dict(last.traffic);
+  if (last.hook_bytes > 0) {
+    result["hook"] = py::make_tuple(last.hook_bytes, py::none());
+  }
+  return result;
+}
+
+const at::Tensor& gradient_stats(Reducer& self) {
+  const auto& stats = self.parts().layout.gradient_stats();
+  TDDP_CHECK(stats.defined(),
+             "gradients are only measured by a DistributedDataParallel that was made with gradient_stats=True");
+  return stats;
+}
+
+std::vector<std::tuple<int64_t, int64_t, int64_t>> nonfinite_tuples(Reducer& self) {
+  std::vector<std::tuple<int64_t, int64_t, int64_t>> result;
+  for (const auto& found : self.parts().non_finite.episode()) {
+    result.emplace_back(found.step, found.param, found.count);
+  }
+  return result;
+}
+
+py::dict stats_dict(Reducer& self) {
+  const auto& stats = self.parts().events.stats();
+  const auto average = [&](int64_t sum) { return stats.finished == 0 ? 0 : sum / stats.finished; };
+  py::dict result;
+  result["iteration"] = stats.steps;
+  result["finished"] = stats.finished;
+  result["num_buckets_reduced"] = stats.last.buckets_reduced;
+  result["bytes_reduced"] = stats.last.bytes_reduced;
+  for (size_t i = 0; i < transport::kNumRoutes; ++i) {
+    if (const auto& route = stats.last.traffic.routes[i]; route != transport::RouteBytes{}) {
+      result[py::str(std::string("wire_bytes_") + transport::kRouteNames[i])] = route.wire_bytes;
+    }
+  }
+  result["forward_compute_time_start"] = stats.last.forward_begin_ns;
+  result["backward_compute_time_start"] = stats.last.backward_begin_ns;
+  result["backward_comm_time_start"] = stats.last.comm_begin_ns;
+  result["backward_compute_time_end"] = stats.last.backward_compute_end_ns;
+  result["backward_comm_time_end"] = stats.last.comm_end_ns;
+  result["forward_compute_time"] = stats.last.forward_ns();
+  result["backward_compute_time"] = stats.last.backward_ns();
+  result["backward_comm_time"] = stats.last.comm_ns();
+  result["backward_compute_comm_overlap_time"] = stats.last.overlap_ns();
+  result["exposed_comm_time"] = stats.last.exposed_ns();
+  result["avg_forward_compute_time"] = average(stats.sum_forward_ns);
+  result["avg_backward_compute_time"] = average(stats.sum_backward_ns);
+  result["avg_backward_comm_time"] = average(stats.sum_comm_ns);
+  result["avg_backward_compute_comm_overlap_time"] = average(stats.sum_overlap_ns);
+  return result;
+}
+
+const char* name_of(bucket::BucketState state) {
+  constexpr std::array<const char*, 6> kNames = {"idle", "filling", "ready", "in flight", "skipped", "reduced"};
+  return kNames.at(static_cast<size_t>(state));
+}
+
+const char* name_of(const Status& status) {
+  constexpr std::array<const char*, 3> kNames = {"idle", "forward", "backward"};
+  return status.waits ? "waiting" : kNames.at(static_cast<size_t>(status.phase));
+}
+
+const char* name_of(BackwardEnd end) {
+  constexpr std::array<const char*, 4> kNames = {"none", "running", "ended", "failed"};
+  return kNames.at(static_cast<size_t>(end));
+}
+
+py::dict status_dict(Reducer& self) {
+  Status status;
+  {
+    const py::gil_scoped_release release;
+    status = self.status();
+  }
+  py::list buckets;
+  for (const auto& bucket : status.buckets) {
+    py::list missing;
+    for (const auto param : bucket.missing) {
+      missing.append(self.parts().context.spec(param).name);
+    }
+    py::dict entry;
+    entry["state"] = name_of(bucket.state);
+    entry["missing"] = std::move(missing);
+    buckets.append(std::move(entry));
+  }
+  py::dict result;
+  result["step"] = status.step;
+  result["phase"] = name_of(status);
+  result["waits_for"] = status.waits_for;
+  result["bucket"] = status.bucket;
+  result["waited_s"] = static_cast<double>(status.waited_ns) * 1e-9;
+  result["num_buckets"] = status.buckets.size();
+  result["buckets"] = std::move(buckets);
+  result["armed"] = status.armed;
+  result["backward"] = name_of(status.backward);
+  result["backward_error"] = status.backward_error;
+  result["error"] = status.error;
+  return result;
+}
+
+std::string python_type_name(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const python_error& raised) {
+    const py::gil_scoped_acquire gil;
+    return raised.type == nullptr ? "" : py::str(py::handle(raised.type).attr("__name__"));
+  } catch (...) {
+    return "";
+  }
+}
+
+void bind_status(PyReducer& c) {
+  set_error_type_name(&python_type_name);
+  c.def("status", &status_dict, "Where the step is; from any thread, at any time. See docs/hang_reports.md.")
+      .def(
+          "set_peers",
+          [](Reducer& self, const std::vector<std::array<int64_t, 3>>& peers) {
+            std::vector<PeerProcess> processes;
+            for (const auto& [rank, pid, started] : peers) {
+              processes.push_back({rank, pid, started});
+            }
+            self.parts().events.live().set_peers(std::move(processes));
+          },
+          py::arg("peers"), "Other ranks of this host, as (rank, pid, start time): errors tell which are gone.")
+      .def(
+          "note_failure", [](Reducer& self, const std::string& text) { self.parts().events.live().note_failure(text); },
+          py::arg("text"), "What the next TransportError is to tell besides.")
+      .def(
+          "with_failure_note",
+          [](Reducer& self, std::string text) { return self.parts().events.live().with_note(std::move(text)); },
+          py::arg("text"), NoGil(),
+          "The text, and what was noted, which is forgotten. Looks for a while which ranks are gone.")
+      .def(
+          "begin_wait",
+          [](Reducer& self, std::string what) { return self.parts().events.live().begin_wait(std::move(what), -1); },
+          py::arg("what"),
+          "The training thread waits from now on, for something that is no bucket: the number of this wait.")
+      .def(
+          "end_wait", [](Reducer& self, int64_t number) { self.parts().events.live().end_wait(number); },
+          py::arg("number"))
+      .def(
+          "last_error", [](Reducer& self) { return self.parts().events.live().error(); },
+          "What the last failed step or check said; empty if none failed.");
+}
+
+void bind_times(PyReducer& c) {
+  c.def("get_backward_stats", of(&Parts::events, &StepEvents::ready_times_ns), NoGil(),
+        "Nanoseconds from the start of backward until each gradient was ready, by parameter index; zeros unless they "
+        "are recorded or the timeline is on.")
+      .def("grad_ready_order", of(&Parts::step, &Step::ready_order), "Parameter indices, as gradients came last.")
+      .def_property_readonly("finished_steps", [](Reducer& self) { return self.parts().events.stats().finished; })
+      .def("stats", &stats_dict, "Times of the last step in ns, and averages, under torch's names.")
+      .def("traffic", &traffic_dict,
+           "Of the last finished step's gradients: transport -> (bytes given, bytes put on the wire, or None).")
+      .def("record_ready_times", of(&Parts::events, &StepEvents::record_ready_times), py::arg("record"),
+           "Keep them, as the timeline does, without its events; on a CUDA device by the device's clock.")
+      .def("forward_ns", of(&Parts::events, &StepEvents::forward_ns), NoGil(),
+           "Of the last recorded step, from the begin of forward to the first gradient.")
+      .def("set_overlap", of(&Parts::queue, &LaunchQueue::set_overlap), py::arg("overlap"),
+           "Off: no bucket is launched before the last gradient is there. Every rank must choose alike.")
+      .def("enable_timeline", of(&Parts::events, &StepEvents::enable_timeline), py::arg("capacity"))
+      .def("disable_timeline", [](Reducer& self) { self.parts().events.timeline().disable(); })
+      .def(
+          "timeline", [](Reducer& self) { return self.parts().events.timeline().snapshot(); },
+          "Events of the last steps, oldest first.")
+      .def("timeline_dropped", [](Reducer& self) { return self.parts().events.timeline().dropped(); });
+}
+
+void bind_gradients(PyReducer& c) {
+  c.def("_get_local_used_map", of(&Parts::used, &UsedParams::map), NoGil())
+      .def("graph_has_been_static", of(&Parts::used, &UsedParams::have_been_static))
+      .def("unused_bytes", of(&Parts::used, &UsedParams::unused_bytes))
+      .def("gradient_stats", &gradient_stats,
+           "Of the last synchronised backward: a row a bucket, {sum of squares, values that are not finite}.")
+      .def(
+          "nonfinite", &nonfinite_tuples, NoGil(),
+          "Of the last steps in a row with infinite or NaN gradients of this rank: (step, parameter index, elements or "
+          "-1), of each parameter the first.")
+      .def("nonfinite_version", of(&Parts::non_finite, &NonFiniteWatch::version), NoGil(),
+           "Grows with what nonfinite() tells.");
+}
+
+void bind_buckets(PyReducer& c) {
+  c.def_property_readonly("plan", of(&Parts::layout, &BucketLayout::plan))
+      .def_property_readonly("num_layouts", of(&Parts::layout, &BucketLayout::num_layouts))
+      .def_property_readonly("is_in_graph", of(&Parts::keeper, &PlanKeeper::is_in_graph),
+                             "Whether a captured CUDA graph holds the buckets, which therefore stay for good.")
+      .def_property_readonly("has_rebuilt_buckets", of(&Parts::keeper, &PlanKeeper::has_rebuilt))
+      .def_property_readonly("transport", [](Reducer& self) { return no_gil(self.parts().context.transport); })
+      .def_property_readonly("transport_name", [](Reducer& self) { return self.parts().context.transport->name(); })
+      .def_property_readonly("bucket_memory_bytes", of(&Parts::layout, &BucketLayout::memory_bytes))
+      .def_property_readonly("gradient_as_bucket_view", [](Reducer& self) { return self.parts().context.views; });
+}
+
+}  // namespace
+
+void bind_reducer_reports(PyReducer& c) {
+  bind_status(c);
+  bind_times(c);
+  bind_gradients(c);
+  bind_buckets(c);
+}
+
+}  // namespace torchddp::bindings

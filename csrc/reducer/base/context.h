@@ -1,0 +1,84 @@
+// What the parts of a reducer share: its parameters, its configuration, and whom it reduces with.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/autograd/context/context.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "bucket/grad_slot.h"
+#include "gpu/device.h"
+#include "plan/bucket_plan.h"
+#include "transport/transport.h"
+
+namespace torchddp::reducer {
+
+struct ReducerConfig {
+  plan::BucketLimits limits;
+  bool find_unused_parameters = false;
+  bool gradient_as_bucket_view = true;
+  // Whose storage views have: see Note [Gradients that the program keeps] in bucket/grad_slot.h.
+  bucket::ViewStorage view_storage = bucket::ViewStorage::kOwn;
+  bool skip_all_reduce_unused_params = false;
+  bool compiled_autograd_takes_over = false;  // torch's "python_reducer" mode
+  std::optional<at::ScalarType> wire_dtype;   // fp32 buckets travel in it
+  // Buckets that have an owner, if they are fp32: cast to this before they are reduced, and back where they are kept.
+  std::optional<at::ScalarType> reduce_dtype;
+  bool gradient_stats = false;   // measure every bucket once it is reduced
+  bool find_non_finite = false;  // look at this rank's own gradients before they are averaged
+  bool raise_non_finite =
+      false;  // ... and at the averages: see Note [Non-finite averages] in report/non_finite_watch.h
+  bool pack_whole_buckets = false;  // pack a bucket when it is complete, on the CPU too, as on other devices
+  std::chrono::milliseconds timeout = transport::kTransportTimeout;
+};
+
+// Only the Reducer writes to it, between steps, and to `rpc` when a backward begins.
+struct Context {
+  Context(std::vector<at::Tensor> params_, std::vector<plan::ParamSpec> specs_,
+          c10::intrusive_ptr<c10d::ProcessGroup> group_, std::shared_ptr<transport::Transport> transport_,
+          ReducerConfig config_);
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  int rank() const { return transport->rank(); }
+  int64_t num_params() const { return static_cast<int64_t>(params.size()); }
+  const plan::ParamSpec& spec(int64_t param) const { return specs[static_cast<size_t>(param)]; }
+  at::Device param_device() const { return params.front().device(); }
+  // Whether buckets are packed when they are complete, and not gradient by gradient.
+  bool packs_whole_buckets() const { return config.pack_whole_buckets || !param_device().is_cpu(); }
+  // Whether views have storages of their own, so that the program may keep them.
+  bool keeps_apart() const { return config.view_storage == bucket::ViewStorage::kOwn; }
+  // Whether the step becomes part of a CUDA graph.
+  bool is_captured() const { return device != nullptr && device->capturing(device->current_stream()); }
+
+  // Calls `callback` with the gradient of a parameter, to read or to change: in .grad, or in the RPC context of a distributed autograd.
+  template <typename Callback>
+  void with_grad(int64_t param, Callback&& callback) const {
+    const auto& variable = params[static_cast<size_t>(param)];
+    if (rpc != nullptr) [[unlikely]] {
+      auto handle = variable;
+      rpc->runGradCallbackForVariable(handle, [&](at::Tensor& grad) {
+        callback(grad);
+        return true;
+      });
+      return;
+    }
+    callback(variable.mutable_grad());
+  }
+
+  const std::vector<at::Tensor> params;
+  const std::vector<plan::ParamSpec> specs;
+  const ReducerConfig config;
+  const bool owned;                           // buckets have owners
+  const std::shared_ptr<gpu::Device> device;  // null for models that are on no CUDA device, or on several
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  std::shared_ptr<transport::Transport> transport;
+  bool views;                                         // gradients are views of the buckets
+  torch::distributed::autograd::ContextPtr rpc = {};  // of the backward under way
+};
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,34 @@
+// Over how many ranks gradients are averaged.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <functional>
+
+#include "reducer/base/context.h"
+#include "reducer/report/events.h"
+
+namespace torchddp::reducer {
+
+class Divisor {
+ public:
+  Divisor(const Context& context, const StepEvents& events) : context_(context), events_(events) {}
+
+  // `divisor` is asked once in each backward that reduces: for groups that change between steps.
+  void set(std::function<int64_t()> divisor) { divisor_ = std::move(divisor); }
+  // Under join(): an all-reduce of how many ranks have inputs, unless it is always to be the world size.
+  void set_forward_work(c10::intrusive_ptr<c10d::Work> work, bool use_static_world_size);
+  // Of a step that has ended or failed.
+  void forget_forward_work() { forward_work_.reset(); }
+
+  int64_t get() const;
+
+ private:
+  const Context& context_;
+  const StepEvents& events_;
+  std::function<int64_t()> divisor_;
+  c10::intrusive_ptr<c10d::Work> forward_work_;
+  bool use_static_world_size_ = false;
+};
+
+}  // namespace torchddp::reducer

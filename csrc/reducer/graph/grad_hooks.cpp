@@ -1,0 +1,80 @@
+#include "reducer/graph/grad_hooks.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include "common/check.h"
+
+namespace torchddp::reducer {
+namespace {
+
+using torch::autograd::variable_list;
+
+class ReadyHook final : public torch::autograd::FunctionPostHook {
+ public:
+  ReadyHook(GradSink& sink, int64_t param) : sink_(sink), param_(param) {}
+
+  variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
+    sink_.on_grad_ready(param_, inputs.size() == 1 && inputs[0].defined() ? &inputs[0] : nullptr);
+    return outputs;  // AccumulateGrad has none: an empty list
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+    sink_.check_compiled_autograd();
+  }
+
+ private:
+  GradSink& sink_;
+  int64_t param_;
+};
+
+class ComingHook final : public torch::autograd::FunctionPreHook {
+ public:
+  ComingHook(GradSink& sink, int64_t param, std::shared_ptr<std::atomic<bool>> removed)
+      : sink_(sink), param_(param), removed_(std::move(removed)) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    if (!removed_->load(std::memory_order_relaxed)) {
+      sink_.on_grad_coming(param_);
+    }
+    return grads;
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+    if (!removed_->load(std::memory_order_relaxed)) {
+      sink_.check_compiled_autograd();
+    }
+  }
+
+ private:
+  GradSink& sink_;
+  int64_t param_;
+  std::shared_ptr<std::atomic<bool>> removed_;
+};
+
+}  // namespace
+
+GradHooks::GradHooks(std::span<const at::Tensor> params, GradSink& sink, bool before_too) {
+  hooks_.reserve(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    auto accumulator = torch::autograd::impl::grad_accumulator(params[i]);
+    TDDP_CHECK(accumulator != nullptr, "parameter ", i,
+               " has no gradient accumulator: it is no leaf that requires grad");
+    const auto key = accumulator->add_post_hook(std::make_unique<ReadyHook>(sink, static_cast<int64_t>(i)));
+    if (before_too) {
+      accumulator->add_pre_hook(std::make_unique<ComingHook>(sink, static_cast<int64_t>(i), removed_));
+    }
+    hooks_.emplace_back(std::move(accumulator), key);
+  }
+}
+
+void GradHooks::remove() {
+  if (removed_->exchange(true)) {
+    return;
+  }
+  for (auto& [accumulator, key] : hooks_) {
+    accumulator->del_post_hook(key);
+  }
+}
+
+}  // namespace torchddp::reducer

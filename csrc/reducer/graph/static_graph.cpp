@@ -1,0 +1,46 @@
+#include "reducer/graph/static_graph.h"
+
+#include "common/errors.h"
+#include "reducer/report/messages.h"
+
+namespace torchddp::reducer {
+
+void StaticGraph::enable() {
+  enabled_ = true;
+  restart_recording();
+}
+
+void StaticGraph::restart_recording() {
+  recorded_ = false;
+  expected_.assign(context_.params.size(), 0);
+  left_ = expected_;
+}
+
+void StaticGraph::begin_step() {
+  if (recording()) {
+    restart_recording();  // of a step that failed
+  }
+  left_ = expected_;
+}
+
+bool StaticGraph::count(int64_t param, const at::Tensor* incoming) {
+  const auto index = static_cast<size_t>(param);
+  if (incoming == nullptr && left_[index] <= 0) {
+    // Of an output that the loss leaves out: torch's sink, which is there in the recorded step only, leads here.
+    bool lacking = false;
+    context_.with_grad(param, [&](const at::Tensor& grad) { lacking = !grad.defined(); });
+    if (lacking) {
+      return false;
+    }
+  }
+  if (!recorded_) {
+    ++expected_[index];
+    return false;
+  }
+  if (left_[index] <= 0) {
+    throw GraphError(static_graph_changed_message(context_.rank(), param, context_.specs));
+  }
+  return --left_[index] == 0;
+}
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,41 @@
+// Static graphs: how often each gradient hook fires in a step, recorded once and expected ever after.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "reducer/base/context.h"
+
+namespace torchddp::reducer {
+
+class StaticGraph {
+ public:
+  explicit StaticGraph(const Context& context) : context_(context) {}
+
+  void enable();
+  bool enabled() const { return enabled_; }
+  // In the first synchronised backward nothing is reduced until it ends: only then is it known which hook firing is the last.
+  bool recording() const { return enabled_ && !recorded_; }
+  bool replaying() const { return enabled_ && recorded_; }
+
+  // From here on the graph is as it was recorded; or it is recorded again.
+  void finish_recording() { recorded_ = true; }
+  void restart_recording();
+  void begin_step();
+
+  // The hook of a parameter has fired. True if its gradient is complete: always, if no graph is expected. Throws GraphError if it has
+  // fired more often than in the recorded step.
+  bool is_last(int64_t param, const at::Tensor* incoming) { return !enabled_ || count(param, incoming); }
+  bool was_used(int64_t param) const { return expected_[static_cast<size_t>(param)] != 0; }
+
+ private:
+  bool count(int64_t param, const at::Tensor* incoming);
+
+  const Context& context_;
+  bool enabled_ = false;
+  bool recorded_ = false;
+  std::vector<int32_t> expected_;
+  std::vector<int32_t> left_;
+};
+
+}  // namespace torchddp::reducer

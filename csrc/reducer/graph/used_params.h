@@ -1,0 +1,74 @@
+// Which parameters a step uses, where some may be left out.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "reducer/base/context.h"
+#include "reducer/graph/static_graph.h"
+#include "reducer/graph/unused_params.h"
+#include "reducer/report/events.h"
+
+namespace torchddp::reducer {
+
+// With find_unused_parameters the graph is searched in each step; with a static graph the first step tells. Otherwise all are used.
+class UsedParams {
+ public:
+  UsedParams(const Context& context, const StaticGraph& static_graph, const StepEvents& events);
+  // For the search; kept.
+  void set_hooks(const GradHooks& hooks) { search_ = std::make_unique<UnusedSearch>(hooks); }
+  void expect_static_graph();
+
+  // Whether ranks tell each other what they use.
+  bool are_known() const { return map_ != nullptr; }
+  bool are_searched() const { return context_.config.find_unused_parameters && !static_graph_.enabled(); }
+
+  // In each hook, also under no_sync: a parameter that any microbatch used counts as used in the step that synchronises.
+  void note(int64_t param) {
+    if (map_ != nullptr && !static_graph_.replaying()) [[unlikely]] {
+      note_gradient(param);
+    }
+  }
+  // Looks for the parameters that `outputs` do not depend on.
+  void search(std::span<const at::Tensor> outputs);
+  // A static graph was recorded.
+  void take_from_graph();
+  // What this backward will not use.
+  std::span<const int64_t> unused() const {
+    return static_graph_.recording() ? std::span<const int64_t>() : std::span<const int64_t>(unused_);
+  }
+  int64_t unused_bytes() const;
+  bool is_used_here(int64_t param) const { return map_ == nullptr || map_->used_here(param); }
+
+  // Collective; in each step that reduces, when all buckets are launched or before.
+  void start_reduction();
+  // Waits for other ranks, if it must.
+  bool is_unused_everywhere(int64_t param);
+  void finish();
+  void abandon();
+  // The transport is another one.
+  void rebind();
+
+  // Whether unused parameters have been the same in all steps.
+  bool have_been_static() const { return static_; }
+  // int32, one element a parameter: after a step, the number of ranks that used each.
+  at::Tensor map() const;
+  // Collective, of a rank without inputs, which uses none.
+  void match();
+
+ private:
+  void note_gradient(int64_t param);
+
+  const Context& context_;
+  const StaticGraph& static_graph_;
+  const StepEvents& events_;
+  std::unique_ptr<UnusedSearch> search_;
+  std::unique_ptr<UsedMap> map_;
+  std::vector<int64_t> unused_;
+  std::optional<std::vector<int64_t>> previous_;
+  bool static_ = true;
+};
+
+}  // namespace torchddp::reducer

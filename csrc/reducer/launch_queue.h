@@ -1,0 +1,54 @@
+// When buckets are launched, and waited for: in the order of the plan, on every rank.
+#pragma once
+
+#include <mutex>
+
+#include "reducer/base/context.h"
+#include "reducer/base/step.h"
+#include "reducer/graph/used_params.h"
+#include "reducer/pack/packers.h"
+#include "reducer/reduce/layout.h"
+#include "reducer/report/events.h"
+
+namespace torchddp::reducer {
+
+// Launches take its lock once a bucket: hooks of several threads may complete buckets at once.
+class LaunchQueue {
+ public:
+  LaunchQueue(const Context& context, Step& step, BucketLayout& layout, Packers& packers, UsedParams& used,
+              StepEvents& events)
+      : context_(context), step_(step), layout_(layout), packers_(packers), used_(used), events_(events) {}
+
+  void begin_step() { num_ready_ = next_launch_ = next_finish_ = 0; }
+  // All gradients of the bucket are packed, or can be; `last`: the parameter whose hook it is, and `incoming` what came there. Launches
+  // what can be launched. True if that was the last bucket of the step.
+  bool ready(int64_t index, int64_t last = -1, const at::Tensor* incoming = nullptr);
+  // Until the averages of a bucket that was launched are in it.
+  void finish(int64_t index);
+  // Nothing is launched after this.
+  void abandon();
+
+  // Off: no bucket is launched before the last gradient is there, so that ready times are those of the computation alone,
+  // and the time after them is that of communication alone. Results are the same. Every rank must choose alike.
+  void set_overlap(bool overlap) { overlap_ = overlap; }
+
+ private:
+  void launch(int64_t index);
+  bool can_skip(const bucket::Bucket& bucket) const;
+  void finish_early();
+  std::string failed(int64_t index, const std::string& reason) const;
+
+  const Context& context_;
+  Step& step_;
+  BucketLayout& layout_;
+  Packers& packers_;
+  UsedParams& used_;
+  StepEvents& events_;
+  bool overlap_ = true;
+  std::mutex mutex_;
+  int64_t num_ready_ = 0;
+  int64_t next_launch_ = 0;
+  int64_t next_finish_ = 0;
+};
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,71 @@
+#include "reducer/own_averages.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include "common/check.h"
+
+namespace torchddp::reducer {
+
+OwnAverages::OwnAverages(const Context& context, const Step& step, const BucketLayout& layout)
+    : context_(context),
+      step_(step),
+      layout_(layout),
+      reduced_(context.params.size(), 0),
+      kept_(context.owned ? context.params.size() : 0) {}
+
+void OwnAverages::set_flags(std::vector<uint8_t> flags) {
+  TDDP_INTERNAL(flags.size() == reduced_.size(), flags.size(), " flags for ", reduced_.size(), " parameters");
+  reduced_ = std::move(flags);
+}
+
+void OwnAverages::put_aside(int64_t param) {
+  const auto index = static_cast<size_t>(param);
+  if (reduced_[index] == 0) {
+    return;
+  }
+  reduced_[index] = 0;
+  context_.with_grad(param, [&](at::Tensor& grad) {
+    if (!grad.defined()) {
+      return;
+    }
+    const c10::NoGradGuard no_grad;
+    if (grad.count_nonzero().item<int64_t>() == 0) {
+      grad.reset();
+      return;
+    }
+    if (!step_.armed()) {
+      reduced_[index] = 1;
+      throw std::runtime_error(c10::str(
+          "parameter '", context_.spec(param).name, "' on rank ", context_.rank(),
+          ": its gradient was reduced already, and this backward under no_sync() would add to it on its owner alone. "
+          "Call zero_grad() before accumulating under no_sync()."));
+    }
+    kept_[index] = layout_.place(param).slot->holds(grad) ? grad.clone() : grad;
+    grad.reset();
+  });
+}
+
+void OwnAverages::finish() {
+  if (!context_.owned) {
+    return;
+  }
+  for (size_t i = 0; i < reduced_.size(); ++i) {
+    if (layout_.place(static_cast<int64_t>(i)).bucket->is_given_away()) {
+      continue;
+    }
+    context_.with_grad(static_cast<int64_t>(i), [&](at::Tensor& grad) {
+      if (kept_[i].defined()) {
+        if (grad.defined()) {
+          grad.add_(kept_[i]);
+        } else {
+          grad = kept_[i];
+        }
+        kept_[i].reset();
+      }
+      reduced_[i] = grad.defined() ? 1 : 0;
+    });
+  }
+}
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,55 @@
+#include "reducer/pack/hand_back.h"
+
+namespace torchddp::reducer {
+
+void HandBack::run(bucket::Bucket& bucket) {
+  if (bucket.is_given_away()) {
+    bucket.let_go();
+    return;
+  }
+  if (bucket.is_sparse() || left_to_optimizer_ || context_.views) {
+    return;
+  }
+  bucket::Scatter scatter;
+  auto* const together = context_.packs_whole_buckets() ? &scatter : nullptr;
+  for (const auto param : bucket.params()) {
+    context_.with_grad(param, [&](at::Tensor& grad) { copy_back(param, grad, together); });
+  }
+  scatter.run();
+}
+
+void HandBack::copy_back(int64_t param, at::Tensor& grad, bucket::Scatter* scatter) {
+  auto& slot = *layout_.place(param).slot;
+  if (used_.is_unused_everywhere(param)) {
+    return;  // nobody's gradient changes
+  }
+  if (!grad.defined()) {
+    slot.restore_view();
+    grad = context_.views && context_.rpc == nullptr ? slot.view() : slot.clone();
+  } else if (!slot.holds(grad)) {
+    const auto target = grad.detach();  // of a gradient that is part of a graph (create_graph), only the values change
+    scatter != nullptr ? scatter->add(slot, target) : slot.unpack(target);
+  }
+}
+
+void HandBack::finish(const LateGrad& late) {
+  const auto& place = layout_.place(late.param);
+  const bool sparse = place.slot == nullptr;
+  const bool skipped = place.bucket->state == bucket::BucketState::kSkipped;
+  if (left_to_optimizer_ && !skipped) {
+    return;
+  }
+  context_.with_grad(late.param, [&](at::Tensor& grad) {
+    if (!skipped && !used_.is_unused_everywhere(late.param)) {
+      if (!sparse) {
+        copy_back(late.param, grad, nullptr);
+      }
+    } else if (sparse) {
+      grad = late.saved;
+    } else if (late.saved.defined()) {
+      grad.copy_(late.saved);
+    }
+  });
+}
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,34 @@
+// Averages from their buckets to where the program looks for them.
+#pragma once
+
+#include "bucket/gather.h"
+#include "reducer/base/step.h"
+#include "reducer/graph/used_params.h"
+#include "reducer/reduce/layout.h"
+
+namespace torchddp::reducer {
+
+class HandBack {
+ public:
+  HandBack(const Context& context, BucketLayout& layout, UsedParams& used)
+      : context_(context), layout_(layout), used_(used) {}
+
+  // The averages are in the bucket. A bucket of another rank's lets go of its memory.
+  void run(bucket::Bucket& bucket);
+  // All averages are in their buckets.
+  void finish(const LateGrad& late);
+
+  // An optimizer that runs in backward has taken the gradients from the buckets.
+  void leave_to_optimizer() { left_to_optimizer_ = true; }
+
+ private:
+  // `scatter`, if there is one, does the copying later.
+  void copy_back(int64_t param, at::Tensor& grad, bucket::Scatter* scatter);
+
+  const Context& context_;
+  BucketLayout& layout_;
+  UsedParams& used_;
+  bool left_to_optimizer_ = false;
+};
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,40 @@
+// What holds for a gradient on its way into a bucket, whichever way it is packed.
+#pragma once
+
+#include <optional>
+
+#include "reducer/base/step.h"
+#include "reducer/reduce/layout.h"
+#include "reducer/report/non_finite_watch.h"
+
+namespace torchddp::reducer {
+
+class PackRules {
+ public:
+  PackRules(const Context& context, Step& step, BucketLayout& layout, NonFiniteWatch& non_finite)
+      : context(context), step(step), layout(layout), non_finite(non_finite) {}
+
+  // Whether the slot's view takes the place of a gradient that is not in its slot yet; otherwise the average is copied back.
+  bool becomes_view(const at::Tensor& grad, bool unused, const at::Tensor* incoming) const;
+  // Before a slot is overwritten: see Note [Gradients that the program keeps] in bucket/grad_slot.h.
+  void leave_to_holders(const BucketLayout::Place& place) const;
+  // Throws if the gradient can't go into its slot.
+  void check(int64_t param, const at::Tensor& grad) const;
+  // The gradient stays what the program has made it; the end of the step copies the average back to it.
+  void stays(int64_t param, const at::Tensor& grad) const;
+  // The dtype that gradients have in the place of their parameters'.
+  void set_grad_dtype(at::ScalarType dtype) { grad_dtype_ = dtype; }
+
+  const Context& context;
+  Step& step;
+  BucketLayout& layout;
+  NonFiniteWatch& non_finite;
+
+ private:
+  std::optional<at::ScalarType> grad_dtype_;
+};
+
+// backward(create_graph=True): said once.
+void warn_create_graph(const at::Tensor& grad);
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,55 @@
+#include "reducer/pack/packers.h"
+
+#include <c10/core/GradMode.h>
+
+#include "common/check.h"
+
+namespace torchddp::reducer {
+
+Packers::Packers(const Context& context, Step& step, BucketLayout& layout, NonFiniteWatch& non_finite,
+                 const UsedParams& used)
+    : whole_(context.packs_whole_buckets()),
+      used_(used),
+      rules_(context, step, layout, non_finite),
+      in_hook_(rules_),
+      whole_bucket_(rules_) {}
+
+void Packers::pack(int64_t param, bool unused, const at::Tensor* incoming) {
+  const auto& place = rules_.layout.place(param);
+  if (place.slot == nullptr) [[unlikely]] {
+    rules_.context.with_grad(param, [&](at::Tensor& grad) { pack_sparse(param, place, grad, unused); });
+  } else if (whole_) {
+    whole_bucket_.note_stream(place.index);
+  } else {
+    rules_.context.with_grad(param, [&](at::Tensor& grad) { in_hook_.pack(param, grad, unused, incoming); });
+  }
+}
+
+void Packers::complete(int64_t index, int64_t last, const at::Tensor* incoming) {
+  if (whole_ && !rules_.layout.bucket(index).is_sparse()) {
+    whole_bucket_.pack(index, last, incoming);
+  }
+}
+
+void Packers::pack_sparse(int64_t param, const BucketLayout::Place& place, at::Tensor& grad, bool unused) const {
+  const c10::NoGradGuard no_grad;
+  const auto& context = rules_.context;
+  const auto& name = context.spec(param).name;
+  if (unused || !grad.defined()) {
+    rules_.step.add_late(param, grad.defined() ? grad.clone() : grad);
+  }
+  if (!grad.defined()) {
+    grad = no_rows(context.params[static_cast<size_t>(param)]);
+  }
+  if (grad.layout() == at::kSparse) {
+    TDDP_CHECK(!used_.are_known() || grad.sparse_dim() == 1, "parameter '", name, "' on rank ", context.rank(),
+               ": its sparse gradient has sparse_dim ", grad.sparse_dim(),
+               ", and where ranks may leave a parameter out it must have rows (sparse_dim 1), as embeddings give it");
+    rules_.non_finite.look_at(param, grad._values());
+  }
+  auto sparse = make_sparse_grad(grad, rules_.step.scale(), name, sparse_metadata_);
+  place.bucket->set_sparse_gradient(sparse.gradient, std::move(sparse.row_ids));
+  grad = std::move(sparse.gradient);
+}
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,38 @@
+// Gradients into their buckets: in their hooks, or a whole bucket at once.
+#pragma once
+
+#include "reducer/graph/used_params.h"
+#include "reducer/pack/hook_packer.h"
+#include "reducer/pack/pack_rules.h"
+#include "reducer/pack/sparse_grad.h"
+#include "reducer/pack/whole_bucket_packer.h"
+
+namespace torchddp::reducer {
+
+class Packers {
+ public:
+  Packers(const Context& context, Step& step, BucketLayout& layout, NonFiniteWatch& non_finite, const UsedParams& used);
+
+  void begin_step() { whole_bucket_.begin_step(); }
+  // In the hook of a gradient, or in its place. `incoming`: see GradSink::on_grad_ready.
+  void pack(int64_t param, bool unused, const at::Tensor* incoming);
+  // All gradients of the bucket are there, the last one that of `last`. Under the queue's lock.
+  void complete(int64_t index, int64_t last, const at::Tensor* incoming);
+  // The bucket is about to be launched. Under the queue's lock.
+  void follow(int64_t index) { whole_bucket_.follow(index); }
+
+  void set_grad_dtype(at::ScalarType dtype) { rules_.set_grad_dtype(dtype); }
+  void set_sparse_metadata(SparseMetadata metadata) { sparse_metadata_ = std::move(metadata); }
+
+ private:
+  void pack_sparse(int64_t param, const BucketLayout::Place& place, at::Tensor& grad, bool unused) const;
+
+  const bool whole_;  // a bucket at once
+  const UsedParams& used_;
+  PackRules rules_;
+  HookPacker in_hook_;
+  WholeBucketPacker whole_bucket_;
+  std::optional<SparseMetadata> sparse_metadata_;
+};
+
+}  // namespace torchddp::reducer

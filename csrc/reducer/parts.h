@@ -1,0 +1,48 @@
+// The parts of a reducer and who knows whom. Each can be told of its own mode, and asked what it knows, without the Reducer.
+#pragma once
+
+#include "reducer/base/context.h"
+#include "reducer/base/step.h"
+#include "reducer/divisor.h"
+#include "reducer/graph/static_graph.h"
+#include "reducer/graph/used_params.h"
+#include "reducer/join_shadow.h"
+#include "reducer/launch_queue.h"
+#include "reducer/own_averages.h"
+#include "reducer/pack/hand_back.h"
+#include "reducer/pack/packers.h"
+#include "reducer/plan_keeper.h"
+#include "reducer/queued_futures.h"
+#include "reducer/reduce/layout.h"
+#include "reducer/reduce/reductions.h"
+#include "reducer/report/events.h"
+#include "reducer/report/non_finite_watch.h"
+
+namespace torchddp::reducer {
+
+struct Parts {
+  Parts(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> specs,
+        c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<transport::Transport> transport,
+        ReducerConfig config)
+      : context(std::move(params), std::move(specs), std::move(group), std::move(transport), std::move(config)) {}
+
+  Context context;
+  Step step{context.params.size()};
+  StepEvents events{context, step.num_ready()};
+  NonFiniteWatch non_finite{context, events};
+  StaticGraph static_graph{context};
+  UsedParams used{context, static_graph, events};
+  CommHook hook;
+  Reductions reductions{context, hook, non_finite, events};
+  BucketLayout layout{context, reductions};
+  OwnAverages own_averages{context, step, layout};
+  Packers packers{context, step, layout, non_finite, used};
+  LaunchQueue queue{context, step, layout, packers, used, events};
+  HandBack hand_back{context, layout, used};
+  PlanKeeper keeper{context, layout, used, events};
+  Divisor divisor{context, events};
+  QueuedFutures futures{context, events};
+  JoinShadow shadow{context, layout, hook, events};
+};
+
+}  // namespace torchddp::reducer

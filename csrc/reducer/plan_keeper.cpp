@@ -1,0 +1,102 @@
+#include "reducer/plan_keeper.h"
+
+#include <utility>
+
+#include "common/check.h"
+#include "reducer/plan_agreement.h"
+#include "reducer/report/failure.h"
+
+namespace torchddp::reducer {
+
+void PlanKeeper::lay_out_first() {
+  const auto order = plan::reverse_registration_order(context_.num_params());
+  layout_.lay_out(plan::make_bucket_plan(context_.specs, order, context_.config.limits));
+  agree_on_memory();
+}
+
+bool PlanKeeper::rebuild() {
+  note_capture();
+  if (!should_rebuild() || measured_order_.empty()) {
+    return false;
+  }
+  // If that fails there is no second attempt: the next order is that of another step.
+  const auto order = std::exchange(measured_order_, {});
+  switch_to(plan::make_bucket_plan(context_.specs, order, context_.config.limits));
+  return true;  // also if the order makes the same buckets
+}
+
+bool PlanKeeper::adopt(const std::optional<plan::BucketPlan>& wanted) {
+  note_capture();
+  TDDP_CHECK(!in_graph_, "buckets on rank ", context_.rank(),
+             " can't change: a captured CUDA graph holds their addresses. Plan before the capture.");
+  if (wanted) {
+    layout_.check(*wanted);
+  }
+  const bool differs = switch_to(wanted.value_or(layout_.plan()));
+  if (!differs) {
+    agree_on_memory();  // for a rank that has joined with other buckets did
+  }
+  return differs;
+}
+
+bool PlanKeeper::switch_to(const plan::BucketPlan& mine) {
+  const WaitScope waits(events_.live(), "the other ranks, to agree on new buckets");
+  auto agreed = described(
+      [&](const std::string& reason) {
+        return events_.live().with_note(c10::str("rank ", context_.rank(), ": agreeing on new buckets before step ",
+                                                 events_.steps(), " failed: ", reason));
+      },
+      [&] {
+        return agree_on_plan(mine, context_.specs, context_.config.limits, *context_.transport, context_.param_device(),
+                             context_.config.timeout);
+      });
+  const bool differs = agreed != layout_.plan();
+  if (differs) {
+    layout_.lay_out(std::move(agreed));
+    agree_on_memory();
+  }
+  has_rebuilt_ = true;
+  measured_order_.clear();
+  return differs;
+}
+
+void PlanKeeper::use(std::shared_ptr<transport::Transport> transport) {
+  change_transport(std::move(transport));
+  agree_on_memory();
+}
+
+void PlanKeeper::agree_on_memory() {
+  auto agreed = transport::agree_on_memory(context_.transport, context_.config.timeout);
+  if (agreed != context_.transport) {
+    change_transport(std::move(agreed));
+  }
+}
+
+void PlanKeeper::change_transport(std::shared_ptr<transport::Transport> transport) {
+  // Works of the old one, which reductions hold, must not outlive it.
+  const auto old = std::exchange(context_.transport, std::move(transport));
+  used_.rebind();
+  layout_.lay_out_again();
+}
+
+void PlanKeeper::measure(const Step& step) {
+  if (has_rebuilt_ || !measured_order_.empty()) {
+    return;
+  }
+  if (const auto order = step.ready_order(); !order.empty()) {
+    measured_order_ = plan::complete_order(order, context_.num_params());
+  }
+}
+
+void PlanKeeper::take_reverse_order() {
+  if (should_rebuild() && measured_order_.empty()) {
+    measured_order_ = plan::reverse_registration_order(context_.num_params());
+  }
+}
+
+void PlanKeeper::forget() {
+  has_rebuilt_ = false;
+  measured_order_.clear();
+}
+
+}  // namespace torchddp::reducer

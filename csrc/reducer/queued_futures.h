@@ -1,0 +1,35 @@
+// What communication hooks have queued for the end of backward (torch's _install_post_backward_futures).
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <mutex>
+#include <vector>
+
+#include "reducer/base/context.h"
+#include "reducer/report/events.h"
+
+namespace torchddp::reducer {
+
+class QueuedFutures {
+ public:
+  using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+  QueuedFutures(const Context& context, const StepEvents& events) : context_(context), events_(events) {}
+
+  // From any thread.
+  void add(const std::vector<FuturePtr>& futures);
+  // Waits for all of them, and throws the first error.
+  void wait();
+  void abandon();
+
+ private:
+  std::vector<FuturePtr> take();
+
+  const Context& context_;
+  const StepEvents& events_;
+  std::mutex mutex_;
+  std::vector<FuturePtr> futures_;
+};
+
+}  // namespace torchddp::reducer

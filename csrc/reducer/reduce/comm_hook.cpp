@@ -1,0 +1,126 @@
+#include "reducer/reduce/comm_hook.h"
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+#include <set>
+#include <string_view>
+
+#include "common/check.h"
+#include "common/errors.h"
+
+namespace torchddp::reducer {
+namespace {
+
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// torch's built-in hooks, written anew: libtorch does not export its own classes.
+class AllReduceHook final : public c10d::CppCommHookInterface<GroupPtr> {
+ public:
+  using CppCommHookInterface::CppCommHookInterface;
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
+    std::vector<at::Tensor> tensors{bucket.getBufferRef()};
+    tensors[0].div_(state_->getSize());
+    return state_->allreduce(tensors)->getFuture();
+  }
+};
+
+class Fp16CompressHook final : public c10d::CppCommHookInterface<GroupPtr> {
+ public:
+  using CppCommHookInterface::CppCommHookInterface;
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
+    std::vector<at::Tensor> compressed{bucket.getBufferRef().to(at::kHalf)};
+    // After the cast, as torch does: small gradients lose bits once, not twice.
+    compressed[0].div_(state_->getSize());
+    auto done = state_->allreduce(compressed)->getFuture();
+    const auto buffer = bucket.getBuffer();
+    return done->then(
+        [buffer](c10::ivalue::Future& future) {
+          buffer.copy_(c10d::detail::parseCppCommHookResult(future.value()));
+          return c10::IValue(buffer);
+        },
+        done->elementType());
+  }
+};
+
+}  // namespace
+
+void CommHook::install(std::unique_ptr<c10d::CommHookInterface> hook) {
+  TDDP_CHECK(hook_ == nullptr, "register_comm_hook or register_builtin_comm_hook can only be called once.");
+  hook_ = std::move(hook);
+}
+
+void CommHook::install_builtin(c10d::BuiltinCommHookType type, const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  TDDP_CHECK(hook_ == nullptr, "register_builtin_comm_hook or register_comm_hook can only be called once.");
+  switch (type) {
+    case c10d::BuiltinCommHookType::ALLREDUCE:
+      hook_ = std::make_unique<AllReduceHook>(group);
+      return;
+    case c10d::BuiltinCommHookType::FP16_COMPRESS:
+      hook_ = std::make_unique<Fp16CompressHook>(group);
+      return;
+  }
+  TDDP_CHECK(false, "unknown built-in communication hook ", static_cast<int>(type),
+             ": ALLREDUCE and FP16_COMPRESS are allowed");
+}
+
+namespace {
+
+// Types are lost on the way through torch's futures, and what gloo says of a lost peer has none of its own.
+bool tells_of_lost_peer(std::string_view text) {
+  constexpr std::array<std::string_view, 4> kWords = {"TransportError", "DistBackendError", "gloo/transport/",
+                                                      "Connection closed by peer"};
+  return std::any_of(kWords.begin(), kWords.end(), [&](auto word) { return text.find(word) != text.npos; });
+}
+
+// A GradBucket holds shapes by reference, and a hook may keep it for longer than any bucket lives.
+c10::IntArrayRef shape_of_pairs(c10::IntArrayRef shape) {
+  static std::mutex mutex;
+  static std::set<std::vector<int64_t>> shapes;
+  auto pairs = shape.vec();
+  pairs.push_back(2);
+  const std::lock_guard lock(mutex);
+  return *shapes.insert(std::move(pairs)).first;
+}
+
+}  // namespace
+
+at::Tensor CommHook::wait(c10::ivalue::Future& future) const {
+  future.wait();
+  if (future.hasError()) {
+    if (const auto text = future.tryRetrieveErrorMessage(); tells_of_lost_peer(text)) {
+      throw TransportError(text);
+    }
+    std::rethrow_exception(future.exception_ptr());
+  }
+  try {
+    return hook_->parseHookResult(future.value());
+  } catch (const std::exception& error) {
+    throw std::runtime_error(c10::str("the communication hook's future must hold one tensor: ", error.what()));
+  }
+}
+
+c10d::GradBucket make_grad_bucket(int64_t index, int64_t bucket_count, const bucket::Bucket& bucket,
+                                  std::span<const at::Tensor> params, const std::optional<at::Tensor>& buffer) {
+  std::vector<size_t> offsets;
+  std::vector<size_t> lengths;
+  std::vector<c10::IntArrayRef> sizes;
+  std::vector<at::Tensor> variables;
+  for (int64_t i = 0; i < bucket.num_slots(); ++i) {
+    const auto& param = params[static_cast<size_t>(bucket.params()[static_cast<size_t>(i)])];
+    variables.push_back(param);
+    if (!bucket.is_sparse()) {
+      const size_t reals = param.is_complex() ? 2 : 1;
+      offsets.push_back(reals * static_cast<size_t>(bucket.offsets()[static_cast<size_t>(i)]));
+      lengths.push_back(reals * static_cast<size_t>(param.numel()));
+      sizes.push_back(param.is_complex() ? shape_of_pairs(param.sizes()) : param.sizes());
+    }
+  }
+  return c10d::GradBucket(static_cast<size_t>(index), static_cast<size_t>(bucket_count), buffer.value_or(bucket.wire()),
+                          std::move(offsets), std::move(lengths), std::move(sizes), std::move(variables),
+                          buffer ? std::nullopt : bucket.row_ids());
+}
+
+}  // namespace torchddp::reducer

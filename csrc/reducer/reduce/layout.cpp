@@ -1,0 +1,146 @@
+#include "reducer/reduce/layout.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <utility>
+
+namespace torchddp::reducer {
+
+void BucketLayout::check(const plan::BucketPlan& plan) const {
+  plan::check_plan(plan, context_.specs, context_.config.limits.alignment_bytes);
+}
+
+// By parameter: whether its gradient lives in its bucket, and not in the program's hands alone: then averages are copied back to it.
+std::vector<bool> BucketLayout::find_views() const {
+  std::vector<bool> is_view(context_.params.size(), false);
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const auto& grad = context_.params[i].grad();
+    auto* const slot = places_[i].slot;
+    is_view[i] = slot != nullptr && grad.defined() && slot->holds(grad);
+    if (is_view[i] && context_.keeps_apart() && !retired_) {
+      slot->let_go();
+      is_view[i] = bucket::is_unshared(grad, nullptr);
+    }
+  }
+  return is_view;
+}
+
+void BucketLayout::lay_out(plan::BucketPlan plan) {
+  check(plan);
+  const auto is_view = find_views();
+  const std::lock_guard lock(layout_mutex_);
+  retired_ = true;  // until this is through: a transport that is broken throws in the middle
+  // The old memory goes bucket by bucket, as soon as its last gradient has moved.
+  places_.assign(context_.params.size(), Place{});
+  ways_.clear();
+  buckets_.clear();
+  const c10::NoGradGuard no_grad;
+  for (const auto& spec : plan.buckets) {
+    add_bucket(spec, is_view);
+  }
+  plan_ = std::move(plan);
+  choose_reductions();
+  ++num_layouts_;
+  retired_ = false;
+  expect_gradients();
+  if (context_.config.gradient_stats) {
+    gradient_stats_ = at::zeros({size(), 2}, at::TensorOptions().dtype(at::kDouble).device(context_.param_device()));
+  }
+}
+
+void BucketLayout::add_bucket(const plan::BucketSpec& spec, const std::vector<bool>& is_view) {
+  const auto index = size();
+  buckets_.push_back(
+      std::make_unique<bucket::Bucket>(spec, context_.params, *context_.transport, context_.config.view_storage));
+  auto& bucket = *buckets_.back();
+  for (int64_t i = 0; i < bucket.num_slots(); ++i) {
+    const auto param = static_cast<size_t>(bucket.params()[static_cast<size_t>(i)]);
+    auto* slot = bucket.is_sparse() ? nullptr : &bucket.slot(i);
+    places_[param] = Place{slot, &bucket, index};
+    if (is_view[param] && slot != nullptr) {
+      auto& grad = context_.params[param].mutable_grad();
+      slot->pack(grad, 1.0);
+      grad = slot->view();
+    }
+  }
+}
+
+void BucketLayout::choose_reductions() {
+  ways_.clear();
+  for (int64_t i = 0; i < size(); ++i) {
+    ways_.push_back(reductions_.make(bucket(i), i, size()));
+  }
+}
+
+// Gradients that have a bucket each may be born in it.
+void BucketLayout::expect_gradients() const {
+  std::vector<int64_t> sizes;
+  for (const auto& bucket : buckets_) {
+    if (context_.views && !bucket->is_sparse() && bucket->num_slots() == 1) {
+      sizes.push_back(bucket->bytes());
+    }
+  }
+  context_.transport->expect_gradients(sizes);
+}
+
+void BucketLayout::begin_step() {
+  if (retired_) {
+    lay_out_again();
+  }
+  for (const auto& bucket : buckets_) {
+    bucket->begin_step();
+  }
+}
+
+void BucketLayout::abandon() noexcept {
+  for (const auto& way : ways_) {
+    way->abandon();
+  }
+  for (const auto& bucket : buckets_) {
+    bucket->state = bucket::BucketState::kIdle;
+  }
+}
+
+void BucketLayout::lend_memory(bucket::Bucket& bucket) {
+  const std::lock_guard lock(lend_mutex_);
+  if (!bucket.has_memory()) {
+    bucket.take_memory(context_.transport->lend(bucket.bytes(), bucket.buffer().device()));
+  }
+}
+
+void BucketLayout::measure(int64_t index) const {
+  if (gradient_stats_.defined()) {
+    bucket(index).measure(gradient_stats_[index]);
+  }
+}
+
+int64_t BucketLayout::memory_bytes() const {
+  int64_t bytes = context_.owned ? context_.transport->lent_bytes() : 0;
+  for (const auto& bucket : buckets_) {
+    bytes += bucket->has_memory() ? bucket->bytes() : 0;
+  }
+  return bytes;
+}
+
+void BucketLayout::describe(Status& status, const Step& step) const {
+  status.armed = step.is_under_way();
+  const std::unique_lock lock(layout_mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    return;
+  }
+  status.has_buckets = true;
+  for (const auto& bucket : buckets_) {
+    auto& entry = status.buckets.emplace_back(BucketStatus{bucket->state, {}});
+    if (!status.armed) {
+      continue;
+    }
+    for (const auto param : bucket->params()) {
+      if (step.mark_of(param) == Mark::kNone) {
+        entry.missing.push_back(param);
+      }
+    }
+  }
+}
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,80 @@
+// The buckets: which there are, where each gradient goes, and how each is reduced.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "bucket/bucket.h"
+#include "plan/bucket_plan.h"
+#include "reducer/base/context.h"
+#include "reducer/base/step.h"
+#include "reducer/reduce/reductions.h"
+#include "reducer/report/status.h"
+
+namespace torchddp::reducer {
+
+// Changes between steps only.
+class BucketLayout {
+ public:
+  struct Place {                       // where a parameter's gradient goes
+    bucket::GradSlot* slot = nullptr;  // null for a sparse one
+    bucket::Bucket* bucket = nullptr;
+    int64_t index = 0;
+  };
+
+  BucketLayout(const Context& context, const Reductions& reductions) : context_(context), reductions_(reductions) {}
+
+  // New buckets. Gradients that live in the old ones move along.
+  void lay_out(plan::BucketPlan plan);
+  // The same ones, over the transport in use.
+  void lay_out_again() { lay_out(plan_); }
+  // Reductions are chosen again for the buckets that there are.
+  void choose_reductions();
+
+  // A failed operation may still write to the buckets: the next step has others.
+  void retire() { retired_ = true; }
+  void begin_step();
+  // Forgets reductions that are under way.
+  void abandon() noexcept;
+
+  const plan::BucketPlan& plan() const { return plan_; }
+  // Throws if the buckets can't be laid out so.
+  void check(const plan::BucketPlan& plan) const;
+  int64_t size() const { return static_cast<int64_t>(buckets_.size()); }
+  bucket::Bucket& bucket(int64_t index) const { return *buckets_[static_cast<size_t>(index)]; }
+  Reduction& reduction(int64_t index) const { return *ways_[static_cast<size_t>(index)]; }
+  const Place& place(int64_t param) const { return places_[static_cast<size_t>(param)]; }
+
+  // Gives a bucket memory, if it has none: see Note [Gradients that are given away] in bucket/bucket.h. From several threads.
+  void lend_memory(bucket::Bucket& bucket);
+
+  // A row a bucket, see bucket::Bucket::measure; float64, on the parameters' device. Undefined unless the configuration asks for it.
+  const at::Tensor& gradient_stats() const { return gradient_stats_; }
+  void measure(int64_t index) const;
+
+  // How often buckets were laid out.
+  int64_t num_layouts() const { return num_layouts_; }
+  int64_t memory_bytes() const;
+  // Adds the buckets to a report, unless they are just changing: a thread that only reports must not wait for one that allocates.
+  void describe(Status& status, const Step& step) const;
+
+ private:
+  std::vector<bool> find_views() const;
+  void add_bucket(const plan::BucketSpec& spec, const std::vector<bool>& is_view);
+  void expect_gradients() const;
+
+  const Context& context_;
+  const Reductions& reductions_;
+  plan::BucketPlan plan_;
+  std::vector<std::unique_ptr<bucket::Bucket>> buckets_;
+  std::vector<std::unique_ptr<Reduction>> ways_;  // by bucket
+  std::vector<Place> places_;                     // by parameter
+  at::Tensor gradient_stats_;
+  int64_t num_layouts_ = 0;
+  bool retired_ = false;
+  mutable std::mutex layout_mutex_;  // of buckets_; never taken by a step whose buckets stay
+  std::mutex lend_mutex_;
+};
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,27 @@
+// A sparse gradient: all of it, or, where ranks have agreed on row ids, its values.
+#pragma once
+
+#include <memory>
+
+#include "reducer/base/context.h"
+#include "reducer/reduce/reduction.h"
+
+namespace torchddp::reducer {
+
+class SparseReduction final : public Reduction {
+ public:
+  explicit SparseReduction(const Context& context) : context_(context), work_(context.transport->make_work()) {}
+
+  void start(bucket::Bucket& bucket) override {
+    context_.transport->all_reduce(bucket.row_ids() ? bucket.buffer()._values() : bucket.wire(), *work_);
+  }
+  bool poll() override { return work_->poll(); }
+  void finish(bucket::Bucket& /*bucket*/) override { work_->wait(context_.config.timeout); }
+  void abandon() noexcept override { work_->abandon(); }
+
+ private:
+  const Context& context_;
+  const std::unique_ptr<transport::Work> work_;
+};
+
+}  // namespace torchddp::reducer

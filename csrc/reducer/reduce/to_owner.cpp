@@ -1,0 +1,53 @@
+#include "reducer/reduce/to_owner.h"
+
+#include <c10/core/GradMode.h>
+
+#include <utility>
+
+#include "kernels/pack.h"
+
+namespace torchddp::reducer {
+namespace {
+
+// The values of `wire` times `scale`, in memory of the transport.
+at::Tensor narrowed(const at::Tensor& wire, at::ScalarType dtype, double scale, transport::Transport& transport) {
+  const auto bytes = wire.numel() * static_cast<int64_t>(c10::elementSize(dtype));
+  const auto narrow = transport.lend(bytes, wire.device()).narrow(0, 0, bytes).view(dtype);
+  if (wire.device().is_cpu()) {
+    kernels::scale_cast(narrow.mutable_data_ptr(), dtype == at::kHalf ? kernels::DType::kF16 : kernels::DType::kBF16,
+                        wire.const_data_ptr(), kernels::DType::kF32, wire.numel(), scale);
+  } else {
+    narrow.copy_(wire);
+  }
+  return narrow;
+}
+
+}  // namespace
+
+void ToOwner::start(bucket::Bucket& bucket) {
+  const c10::NoGradGuard no_grad;
+  const auto dtype = context_.config.reduce_dtype.value_or(at::kFloat);
+  const auto& wire = bucket.wire();
+  if (wire.scalar_type() != at::kFloat || dtype == at::kFloat) {
+    context_.transport->reduce(wire, bucket.owner(), *work_, {.scale = bucket.scale, .bucket = index_});
+    return;
+  }
+  narrow_ = narrowed(wire, dtype, bucket.scale, *context_.transport);
+  context_.transport->reduce(narrow_, bucket.owner(), *work_, {.bucket = index_});
+}
+
+void ToOwner::finish(bucket::Bucket& bucket) {
+  work_->wait(context_.config.timeout);
+  const auto narrow = std::exchange(narrow_, at::Tensor());
+  if (narrow.defined() && !bucket.is_given_away()) {
+    const c10::NoGradGuard no_grad;
+    bucket.wire().copy_(narrow);
+  }
+}
+
+void ToOwner::abandon() noexcept {
+  work_->abandon();
+  narrow_.reset();
+}
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,91 @@
+#include "reducer/report/events.h"
+
+#include "reducer/report/backward_watch.h"
+
+namespace torchddp::reducer {
+
+using timeline::EventKind;
+
+StepEvents::StepEvents(const Context& context, std::shared_ptr<const std::atomic<int64_t>> num_ready)
+    : context_(context), live_(std::make_shared<LiveStatus>(std::move(num_ready))) {}
+
+void StepEvents::begin_forward() {
+  ++stats_.steps;
+  live_->begin_forward(stats_.steps);
+  stats_.current = StepTimes{};
+  stats_.current.forward_begin_ns = wall_clock_ns();
+  if (ready_clock_ != nullptr) {
+    ready_clock_->begin_forward();
+  }
+  timeline_.record(EventKind::kForwardBegin, stats_.steps);
+}
+
+void StepEvents::begin_backward() {
+  watch_backward(live_);
+  stats_.current.backward_begin_ns = wall_clock_ns();
+  backward_begin_ns_ = timeline::now_ns();
+  timeline_.record_at(EventKind::kBackwardBegin, stats_.steps, backward_begin_ns_);
+  if (ready_clock_ != nullptr) {
+    ready_clock_->begin_backward();
+  }
+}
+
+void StepEvents::record_ready(int64_t param) {
+  const auto now_ns = timeline::now_ns();  // read once: the clock is most of what an event costs
+  ready_times_ns_[static_cast<size_t>(param)] = now_ns - backward_begin_ns_;
+  timeline_.record_at(EventKind::kGradReady, param, now_ns);
+  if (ready_clock_ != nullptr) {
+    ready_clock_->mark(static_cast<size_t>(param));
+  }
+}
+
+void StepEvents::launching(int64_t index, const bucket::Bucket& bucket) {
+  ++stats_.current.buckets_reduced;
+  stats_.current.bytes_reduced += bucket.bytes();
+  if (stats_.current.comm_begin_ns == 0) {
+    stats_.current.comm_begin_ns = wall_clock_ns();
+  }
+  timeline_.record(EventKind::kLaunched, index);
+}
+
+void StepEvents::launched(int64_t bytes, const transport::Traffic* operation) {
+  if (operation == nullptr) {
+    stats_.current.hook_bytes += bytes;
+  } else {
+    stats_.current.count(*operation, bytes);
+  }
+}
+
+void StepEvents::end_step() {
+  timeline_.record(EventKind::kBackwardEnd, stats_.steps);
+  stats_.finish_step();
+  live_->end_step();
+}
+
+void StepEvents::enable_timeline(int64_t capacity) {
+  ready_times_ns_.assign(context_.params.size(), 0);
+  timeline_.enable(capacity);
+}
+
+void StepEvents::record_ready_times(bool record) {
+  if (record) {
+    ready_times_ns_.assign(context_.params.size(), 0);
+  }
+  records_ready_times_ = record;
+  ready_clock_ = record && context_.device != nullptr
+                     ? std::make_unique<gpu::ReadyClock>(context_.device, context_.params.size())
+                     : nullptr;
+}
+
+std::vector<int64_t> StepEvents::ready_times_ns() const {
+  if (ready_clock_ != nullptr) {
+    return ready_clock_->read_ns();
+  }
+  return ready_times_ns_.empty() ? std::vector<int64_t>(context_.params.size(), 0) : ready_times_ns_;
+}
+
+int64_t StepEvents::forward_ns() const {
+  return ready_clock_ != nullptr ? ready_clock_->forward_ns() : stats_.last.forward_ns();
+}
+
+}  // namespace torchddp::reducer

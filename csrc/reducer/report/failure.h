@@ -1,0 +1,33 @@
+// Where the error of a transport gets the words that a user needs: at which step, for which bucket and parameters.
+#pragma once
+
+#include <string>
+#include <utility>
+
+#include "common/errors.h"
+#include "reducer/report/events.h"
+
+namespace torchddp::reducer {
+
+// Runs `body`; a TransportError leaves it as one that says `describe(its text)`.
+template <typename Describe, typename Body>
+decltype(auto) described(Describe&& describe, Body&& body) {
+  try {
+    return body();
+  } catch (const TransportError& error) {
+    throw TransportError(describe(std::string(error.what())));
+  }
+}
+
+// The same for what goes wrong in a step: "rank 1, step 3: `what` failed: ...".
+template <typename Body>
+decltype(auto) described_in_step(const Context& context, const StepEvents& events, const std::string& what,
+                                 Body&& body) {
+  return described(
+      [&](const std::string& reason) {
+        return c10::str("rank ", context.rank(), ", step ", events.steps(), ": ", what, " failed: ", reason);
+      },
+      std::forward<Body>(body));
+}
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,128 @@
+#include "reducer/report/messages.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace torchddp::reducer {
+
+std::string list_names(std::span<const int64_t> params, std::span<const plan::ParamSpec> specs, size_t at_most) {
+  std::string text;
+  const auto shown = std::min(at_most, params.size());
+  for (size_t i = 0; i < shown; ++i) {
+    text += (i == 0 ? "'" : ", '") + specs[static_cast<size_t>(params[i])].name + "'";
+  }
+  if (shown < params.size()) {
+    text += c10::str(" and ", params.size() - shown, " more");
+  }
+  return text;
+}
+
+std::string unfinished_reduction_message(int rank, std::span<const int64_t> missing,
+                                         std::span<const plan::ParamSpec> specs, bool find_unused_parameters,
+                                         bool static_graph, bool debug_is_off) {
+  std::string text = "Expected to have finished reduction in the prior iteration before starting a new one. ";
+  const std::vector<int64_t> indices(missing.begin(), missing.end());
+  std::vector<std::string> names;
+  for (const auto index : missing) {
+    names.push_back(specs[static_cast<size_t>(index)].name);
+  }
+  if (static_graph) {
+    text +=
+        "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used in "
+        "first "
+        "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to True.";
+  } else {
+    text += "This error indicates that your module has parameters that were not used in producing loss";
+    text += " (or that the last backward ended with an exception). ";
+    text +=
+        find_unused_parameters
+            ? "Since `find_unused_parameters=True` is enabled, this likely means that not all `forward` outputs "
+              "participate in computing loss. You can fix this by making sure all `forward` function outputs "
+              "participate "
+              "in calculating loss. "
+            : "You can enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` "
+              "to "
+              "the constructor, and by making sure all `forward` function outputs participate in calculating loss. ";
+    text += "Outputs are searched for in tuples, lists, dicts and dataclasses that `forward` returns.";
+  }
+  text += c10::str("\nParameter indices which did not receive grad for rank ", rank, ": ", c10::Join(" ", indices));
+  text += c10::str("\nParameters which did not receive grad for rank ", rank, ": ", c10::Join(", ", names));
+  if (debug_is_off) {
+    text +=
+        "\nTo see what torch itself knows of each collective, set the environment variable TORCH_DISTRIBUTED_DEBUG to "
+        "either "
+        "INFO or DETAIL.";
+  }
+  return text;
+}
+
+std::string marked_twice_message(int rank, int64_t param, std::span<const plan::ParamSpec> specs,
+                                 bool marked_as_unused) {
+  std::string text = c10::str("Expected to mark a variable ready only once. On rank ", rank,
+                              ", the gradient of parameter '", specs[static_cast<size_t>(param)].name,
+                              "' became ready twice in one step. This error is caused by one of the following "
+                              "reasons: 1) Use of a module parameter outside the `forward` function, or in several "
+                              "concurrent forward-backward passes. "
+                              "2) Reused parameters in multiple reentrant backward passes, for example several "
+                              "`checkpoint` functions around the same "
+                              "part of the model. If the graph is the same in every step, static_graph=True supports "
+                              "both; non-reentrant checkpoints "
+                              "(use_reentrant=False) need nothing.");
+  if (marked_as_unused) {
+    text +=
+        " 3) Incorrect unused parameter detection: the parameter could not be reached from the outputs of `forward`, "
+        "yet it "
+        "received a gradient. If every parameter is used, pass find_unused_parameters=False; if the unused ones never "
+        "change, "
+        "pass static_graph=True.";
+  }
+  text += c10::str("\nParameter at index ", param, " with name ", specs[static_cast<size_t>(param)].name,
+                   " has been marked as ready twice.");
+  return text;
+}
+
+std::string static_graph_changed_message(int rank, int64_t param, std::span<const plan::ParamSpec> specs) {
+  return c10::str(
+      "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then "
+      "got used in "
+      "the second iteration. this is not compatible with static_graph set to True. On rank ",
+      rank, ", parameter '", specs[static_cast<size_t>(param)].name,
+      "' received a gradient more often than in the first synchronised step.");
+}
+
+std::string transport_failure_message(int rank, int64_t step, int64_t bucket, int64_t num_buckets,
+                                      std::span<const int64_t> params, std::span<const plan::ParamSpec> specs,
+                                      const std::string& reason) {
+  return c10::str(
+      "rank ", rank, ", step ", step, ": the reduction of bucket ", bucket, " of ", num_buckets, " (parameters ",
+      list_names(params, specs), ") failed: ", reason,
+      "\nIf ranks have different numbers of batches, train under `with model.join():`, or give all of them as many "
+      "(torchddp.sync.even_batches, a sampler with drop_last=True). Otherwise a peer has died, left, or did not reach "
+      "this step before the process group's timeout: look at the other ranks' logs for the first error. Gradients of "
+      "this step are not averaged on this rank. To go on without the ranks that are lost, make a new process group and "
+      "pass it to _update_process_group().");
+}
+
+std::string non_finite_message(int rank, int64_t step, std::span<const int64_t> averages, std::span<const int64_t> own,
+                               std::span<const plan::ParamSpec> specs) {
+  std::string text = c10::str("rank ", rank, ", step ", step, ": the averaged gradients of ", averages.size(),
+                              " parameters are infinite or NaN (", list_names(averages, specs), "). ");
+  if (own.empty()) {
+    text += "This rank's own gradients were finite: another rank's were not, or the sum overflowed";
+  } else {
+    text += c10::str("This rank's own gradients were not finite for ", own.size(), " of them (", list_names(own, specs),
+                     ")");
+  }
+  return text +
+         "; nonfinite() of the model tells which rank's and when. All ranks raise this at the end of the same "
+         "backward. "
+         "Before going on, clear the gradients (zero_grad), and look at the batch, the learning rate, and operations "
+         "such "
+         "as log, sqrt or a division in the named layers. With a GradScaler, which makes such gradients on purpose, "
+         "use "
+         "find_nonfinite=True or False.";
+}
+
+}  // namespace torchddp::reducer

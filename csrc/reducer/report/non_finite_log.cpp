@@ -1,0 +1,100 @@
+#include "reducer/report/non_finite_log.h"
+
+#include <ATen/Functions.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <limits>
+
+namespace torchddp::reducer {
+
+void NonFiniteLog::note(int64_t step, int64_t param, int64_t count) {
+  const std::lock_guard lock(mutex_);
+  add(step, param, count);
+}
+
+// See Note [Episodes].
+void NonFiniteLog::add(int64_t step, int64_t param, int64_t count) {
+  if (step > last_step_ + 1) {
+    episode_.clear();
+    seen_.assign(seen_.size(), 0);
+  }
+  last_step_ = std::max(last_step_, step);
+  if (auto& seen = seen_[static_cast<size_t>(param)]; seen == 0) {
+    seen = 1;
+    episode_.push_back({step, param, count});
+    ++version_;
+  }
+}
+
+void NonFiniteLog::look(int64_t step, const std::vector<int64_t>& params, const std::vector<at::Tensor>& grads) {
+  const c10::NoGradGuard no_grad;
+  Pending pending{step, {}, {}, std::nullopt};
+  std::vector<at::Tensor> values;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (grads[i].numel() > 0) {
+      pending.params.push_back(params[i]);
+      values.push_back(grads[i].is_complex() ? at::view_as_real(grads[i].resolve_conj()) : grads[i]);
+    }
+  }
+  if (values.empty()) {
+    return;
+  }
+  // The largest magnitude: a NaN is passed on. Few launches for many gradients.
+  auto largest = at::_foreach_norm(values, std::numeric_limits<double>::infinity());
+  for (auto& value : largest) {
+    value = value.to(largest.front().scalar_type());
+  }
+  const auto finite = at::stack(largest).isfinite();
+  const auto device = finite.device();
+  if (device.is_cpu()) {
+    pending.finite = finite;
+  } else {
+    pending.finite = at::empty(finite.sizes(), finite.options().device(at::kCPU).pinned_memory(device.is_cuda()));
+    pending.finite.copy_(finite, /*non_blocking=*/true);
+    pending.known.emplace(device.type());
+    pending.known->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  }
+  const std::lock_guard lock(mutex_);
+  pending_.push_back(std::move(pending));
+}
+
+void NonFiniteLog::collect(bool wait) {
+  while (!pending_.empty()) {
+    const auto& first = pending_.front();
+    if (first.known && wait) {
+      first.known->synchronize();
+    }
+    if (first.known && !first.known->query()) {
+      return;
+    }
+    const auto* const finite = first.finite.const_data_ptr<bool>();
+    for (size_t i = 0; i < first.params.size(); ++i) {
+      if (!finite[i]) {
+        add(first.step, first.params[i], kUncounted);
+      }
+    }
+    pending_.pop_front();
+    published_ = version_;
+  }
+}
+
+void NonFiniteLog::publish() {
+  const std::lock_guard lock(mutex_);
+  published_ = version_;
+}
+
+int64_t NonFiniteLog::version() {
+  const std::lock_guard lock(mutex_);
+  collect(false);
+  return published_;
+}
+
+std::vector<NonFiniteGrad> NonFiniteLog::episode() {
+  const std::lock_guard lock(mutex_);
+  collect(true);
+  return episode_;
+}
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,67 @@
+#include "reducer/report/non_finite_watch.h"
+
+#include <utility>
+
+#include "bucket/tensor_checks.h"
+#include "common/errors.h"
+#include "reducer/report/messages.h"
+
+namespace torchddp::reducer {
+
+NonFiniteWatch::NonFiniteWatch(const Context& context, const StepEvents& events)
+    : context_(context),
+      events_(events),
+      log_(context.config.find_non_finite || context.config.raise_non_finite
+               ? std::make_unique<NonFiniteLog>(context.num_params())
+               : nullptr) {}
+
+void NonFiniteWatch::look_at(int64_t param, const at::Tensor& grad) {
+  if (on()) {
+    note(param, bucket::count_non_finite(grad));
+  }
+}
+
+void NonFiniteWatch::look_at(const std::vector<int64_t>& params, const std::vector<at::Tensor>& grads) {
+  if (!grads.empty()) {
+    log_->look(events_.steps(), params, grads);
+  }
+}
+
+void NonFiniteWatch::look_at_average(const bucket::Bucket& bucket, bool known_finite) {
+  if (!context_.config.raise_non_finite || known_finite) [[likely]] {
+    return;
+  }
+  const auto& average = bucket.is_sparse() ? bucket.buffer()._values() : bucket.wire();
+  if (bucket::count_non_finite(average) == 0) [[likely]] {
+    return;
+  }
+  for (size_t i = 0; i < bucket.params().size(); ++i) {
+    const auto param = bucket.params()[i];
+    const auto numel = context_.spec(param).numel;
+    if (bucket.is_sparse() || bucket::count_non_finite(bucket.buffer().narrow(0, bucket.offsets()[i], numel)) > 0) {
+      bad_averages_.push_back(param);
+    }
+  }
+}
+
+void NonFiniteWatch::publish() {
+  if (on()) {
+    log_->publish();
+  }
+}
+
+void NonFiniteWatch::raise_if_bad() {
+  if (bad_averages_.empty()) {
+    return;
+  }
+  const auto bad = std::exchange(bad_averages_, {});
+  std::vector<int64_t> own;
+  for (const auto& found : log_->episode()) {
+    if (found.step == events_.steps()) {
+      own.push_back(found.param);
+    }
+  }
+  throw NonFiniteError(non_finite_message(context_.rank(), events_.steps(), bad, own, context_.specs));
+}
+
+}  // namespace torchddp::reducer
