@@ -25,7 +25,7 @@ from torchddp.watch.hang_monitor import HangMonitor
 class DDPConstruction(TorchDDP):
     """The part of the wrapper that torch's constructor, unpickling and a change of the process group call."""
 
-    reducer: Any  # a torchddp._C.Reducer: torch's stubs know only their own
+    reducer: _C.Reducer  # type: ignore[assignment]  # torch's stubs know only their own
     logger: Any
 
     # From the arguments, before torch's constructor runs.

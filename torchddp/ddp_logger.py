@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from torchddp import _C
+
 if TYPE_CHECKING:
     from torchddp.ddp_construction import DDPConstruction
 
@@ -49,7 +51,7 @@ class DDPLogger(dist.Logger):
     base holds one over a single number that never gets a gradient.
     """
 
-    def __init__(self, reducer: Any, process_group: Any) -> None:
+    def __init__(self, reducer: _C.Reducer, process_group: Any) -> None:
         self._anchor = dist.Reducer([torch.zeros(1, requires_grad=True)], [[0]], [4], process_group)
         super().__init__(self._anchor)
         self._reducer = reducer

@@ -36,7 +36,8 @@ class DDPSteps(DDPConstruction):
             if self._parameter_watch.in_doubt:
                 self._parameter_watch.look(self.module, self._own_rank)
             if self._join_config.enable and (work := Join.notify_join_context(self)):
-                self.reducer.set_forward_pass_work_handle(work, self._divide_by_initial_world_size)
+                by_world_size = bool(self._divide_by_initial_world_size)
+                self.reducer.set_forward_pass_work_handle(work, by_world_size)
             # Before forward, where memory use is lowest. Once in a training run.
             if not self._has_rebuilt_buckets and self.reducer.rebuild_buckets():
                 self._has_rebuilt_buckets = True

@@ -197,7 +197,6 @@ void bind_gradients(PyReducer& c) {
 
 void bind_buckets(PyReducer& c) {
   c.def_property_readonly("plan", of(&Parts::layout, &BucketLayout::plan))
-      .def_property_readonly("num_layouts", of(&Parts::layout, &BucketLayout::num_layouts))
       .def_property_readonly("is_in_graph", of(&Parts::keeper, &PlanKeeper::is_in_graph),
                              "Whether a captured CUDA graph holds the buckets, which therefore stay for good.")
       .def_property_readonly("has_rebuilt_buckets", of(&Parts::keeper, &PlanKeeper::has_rebuilt))

@@ -1,4 +1,4 @@
-// Over how many ranks gradients are averaged.
+// What gradients are divided by: over how many ranks they are averaged.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -6,13 +6,15 @@
 #include <functional>
 
 #include "reducer/base/context.h"
+#include "reducer/reduce/comm_hook.h"
 #include "reducer/report/events.h"
 
 namespace torchddp::reducer {
 
 class Divisor {
  public:
-  Divisor(const Context& context, const StepEvents& events) : context_(context), events_(events) {}
+  Divisor(const Context& context, const CommHook& hook, const StepEvents& events)
+      : context_(context), hook_(hook), events_(events) {}
 
   // `divisor` is asked once in each backward that reduces: for groups that change between steps.
   void set(std::function<int64_t()> divisor) { divisor_ = std::move(divisor); }
@@ -21,10 +23,17 @@ class Divisor {
   // Of a step that has ended or failed.
   void forget_forward_work() { forward_work_.reset(); }
 
-  int64_t get() const;
+  // What a step's gradients are multiplied by while they are packed. A communication hook divides by itself.
+  double scale() const {
+    const auto divisor = static_cast<double>(get());
+    return hook_ ? 1.0 : 1.0 / divisor;
+  }
 
  private:
+  int64_t get() const;
+
   const Context& context_;
+  const CommHook& hook_;
   const StepEvents& events_;
   std::function<int64_t()> divisor_;
   c10::intrusive_ptr<c10d::Work> forward_work_;

@@ -40,7 +40,7 @@ struct Parts {
   LaunchQueue queue{context, step, layout, packers, used, events};
   HandBack hand_back{context, layout, used};
   PlanKeeper keeper{context, layout, used, events};
-  Divisor divisor{context, events};
+  Divisor divisor{context, hook, events};
   QueuedFutures futures{context, events};
   JoinShadow shadow{context, layout, hook, events};
 };

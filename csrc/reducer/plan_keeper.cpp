@@ -1,12 +1,32 @@
 #include "reducer/plan_keeper.h"
 
+#include <ATen/Functions.h>
+
 #include <utility>
 
 #include "common/check.h"
-#include "reducer/plan_agreement.h"
 #include "reducer/report/failure.h"
 
 namespace torchddp::reducer {
+namespace {
+
+// Collective: rank 0's plan, for all ranks must reduce the same buckets in the same order. Over the parameters' device: a NCCL group
+// takes no CPU tensors.
+plan::BucketPlan agree_on_plan(const plan::BucketPlan& mine, const Context& context) {
+  if (context.transport->size() == 1) {
+    return mine;
+  }
+  const auto words = plan::encode_plan(mine, context.num_params());
+  auto wire = at::tensor(words, at::kLong).to(context.param_device());
+  const auto work = context.transport->make_work();
+  context.transport->broadcast(wire, 0, *work);
+  work->wait(context.config.timeout);
+  const auto host = wire.cpu();
+  const std::span<const int64_t> agreed(host.const_data_ptr<int64_t>(), words.size());
+  return plan::decode_plan(agreed, context.specs, context.config.limits.alignment_bytes);
+}
+
+}  // namespace
 
 void PlanKeeper::lay_out_first() {
   const auto order = plan::reverse_registration_order(context_.num_params());
@@ -46,10 +66,7 @@ bool PlanKeeper::switch_to(const plan::BucketPlan& mine) {
         return events_.live().with_note(c10::str("rank ", context_.rank(), ": agreeing on new buckets before step ",
                                                  events_.steps(), " failed: ", reason));
       },
-      [&] {
-        return agree_on_plan(mine, context_.specs, context_.config.limits, *context_.transport, context_.param_device(),
-                             context_.config.timeout);
-      });
+      [&] { return agree_on_plan(mine, context_); });
   const bool differs = agreed != layout_.plan();
   if (differs) {
     layout_.lay_out(std::move(agreed));

@@ -105,9 +105,7 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
 void Reducer::begin_backward() {
   parts_.events.begin_backward();
   parts_.context.rpc = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
-  // A communication hook divides by itself.
-  const auto divisor = parts_.divisor.get();
-  parts_.step.set_scale(parts_.hook ? 1.0 : 1.0 / static_cast<double>(divisor));
+  parts_.step.set_scale(parts_.divisor.scale());
 }
 
 void Reducer::arrive(int64_t param, Mark mark, const at::Tensor* incoming) {
@@ -163,9 +161,7 @@ void Reducer::reduce_now() {
   guarded([&] {
     begin_backward();
     pack_all([&](int64_t param) { return parts_.used.is_used_here(param); });
-    if (parts_.static_graph.recording()) {
-      parts_.used.start_reduction();
-    }
+    parts_.used.start_reduction_if_recording();
     finalize();
   });
 }

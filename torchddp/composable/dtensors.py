@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchddp import _C
 from torchddp.local_tensors import is_dtensor, local_of
 
 GRADIENT_IS_LATE = 3  # callbacks in a row after which the reducer's own, which may queue another, has run
@@ -75,7 +76,7 @@ class LocalParameters:
     def __bool__(self) -> bool:
         return bool(self.pairs)
 
-    def connect(self, reducer: Any) -> None:
+    def connect(self, reducer: _C.Reducer) -> None:
         """From now on the reducer hears of the DTensors' gradients."""
         weak = weakref.ref(reducer)
         for pair in self.pairs:
@@ -127,7 +128,7 @@ class LocalParameters:
         return reached
 
 
-def _ready_hook(index: int, leaf: torch.nn.Parameter, reducer: Any) -> Callable[[torch.Tensor], None]:
+def _ready_hook(index: int, leaf: torch.nn.Parameter, reducer: _C.Reducer) -> Callable[[torch.Tensor], None]:
     """Knows the DTensor only when called: one that its own hook held would never be freed."""
 
     @torch.no_grad()

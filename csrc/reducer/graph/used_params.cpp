@@ -71,6 +71,12 @@ int64_t UsedParams::unused_bytes() const {
 
 void UsedParams::start_reduction() { map_->start_reduction(*context_.transport); }
 
+void UsedParams::start_reduction_if_recording() {
+  if (static_graph_.recording()) {
+    start_reduction();
+  }
+}
+
 bool UsedParams::is_unused_everywhere(int64_t param) {
   if (is_used_here(param)) {
     return false;

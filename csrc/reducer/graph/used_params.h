@@ -44,6 +44,8 @@ class UsedParams {
 
   // Collective; in each step that reduces, when all buckets are launched or before.
   void start_reduction();
+  // The same where it is not started with the last bucket: while a static graph is being recorded.
+  void start_reduction_if_recording();
   // Waits for other ranks, if it must.
   bool is_unused_everywhere(int64_t param);
   void finish();

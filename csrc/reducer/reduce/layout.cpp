@@ -41,7 +41,6 @@ void BucketLayout::lay_out(plan::BucketPlan plan) {
   }
   plan_ = std::move(plan);
   choose_reductions();
-  ++num_layouts_;
   retired_ = false;
   expect_gradients();
   if (context_.config.gradient_stats) {

@@ -53,8 +53,6 @@ class BucketLayout {
   const at::Tensor& gradient_stats() const { return gradient_stats_; }
   void measure(int64_t index) const;
 
-  // How often buckets were laid out.
-  int64_t num_layouts() const { return num_layouts_; }
   int64_t memory_bytes() const;
   // Adds the buckets to a report, unless they are just changing: a thread that only reports must not wait for one that allocates.
   void describe(Status& status, const Step& step) const;
@@ -71,7 +69,6 @@ class BucketLayout {
   std::vector<std::unique_ptr<Reduction>> ways_;  // by bucket
   std::vector<Place> places_;                     // by parameter
   at::Tensor gradient_stats_;
-  int64_t num_layouts_ = 0;
   bool retired_ = false;
   mutable std::mutex layout_mutex_;  // of buckets_; never taken by a step whose buckets stay
   std::mutex lend_mutex_;
