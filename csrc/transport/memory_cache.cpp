@@ -6,7 +6,6 @@
 #include <mutex>
 #include <vector>
 
-#include "common/errors.h"
 #include "common/forks.h"
 #include "common/round_up.h"
 
@@ -25,6 +24,9 @@ int64_t size_of(const at::Tensor& memory) { return static_cast<int64_t>(memory.n
 }  // namespace
 
 struct MemoryCache::Shelf {
+  // In a forked child: its loans are copies of its parent's, and its lock is as it was.
+  bool is_inherited() const { return made_in != forks(); }
+
   const int made_in = forks();
   std::mutex mutex;
   std::vector<at::Tensor> free;  // oldest first
@@ -46,8 +48,10 @@ struct MemoryCache::Shelf {
     free.erase(best);
     return memory;
   }
-  // Whether there was anything to drop.
   bool drop_free() {
+    if (is_inherited()) {
+      return false;
+    }
     std::vector<at::Tensor> dropped;  // with the lock released
     const std::lock_guard lock(mutex);
     dropped.swap(free);
@@ -78,14 +82,7 @@ at::Tensor MemoryCache::take(int64_t bytes, at::Device device, const Allocate& a
   const auto wanted = std::max(kUnitBytes, round_up(bytes, kUnitBytes));
   auto memory = shelf_->find(wanted, device);
   if (!memory.defined()) {
-    try {
-      memory = allocate(wanted);
-    } catch (const TransportError&) {
-      if (!shelf_->drop_free()) {
-        throw;
-      }
-      memory = allocate(wanted);
-    }
+    memory = allocate(wanted);
     shelf_->count(memory);
   }
   auto* const data = memory.mutable_data_ptr();
@@ -94,13 +91,14 @@ at::Tensor MemoryCache::take(int64_t bytes, at::Device device, const Allocate& a
   return at::from_blob(
       data, {bytes_taken}, {1}, 0,
       [shelf = std::weak_ptr<Shelf>(shelf_), memory = std::move(memory)](void*) mutable {
-        // A forked child has copies of its parent's loans, and its lock as it was.
-        if (const auto alive = shelf.lock(); alive != nullptr && alive->made_in == forks()) {
+        if (const auto alive = shelf.lock(); alive != nullptr && !alive->is_inherited()) {
           alive->give_back(std::move(memory));
         }
       },
       options, device);
 }
+
+bool MemoryCache::drop_free() { return shelf_->drop_free(); }
 
 int64_t MemoryCache::bytes() const {
   const std::lock_guard lock(shelf_->mutex);

@@ -110,6 +110,8 @@ class Transport {
   void check_rooted(const char* operation, const at::Tensor& tensor, int root) const;
   // An operation was started; see Note [Bytes on the wire] in traffic.h.
   void count(Route route, int64_t payload_bytes, int64_t wire_bytes) { counter_.add(route, payload_bytes, wire_bytes); }
+  // Lets go of what lend() has kept, where there is no room for more; whether there was anything.
+  bool drop_kept() { return cache_.drop_free(); }
   // New memory for lend().
   virtual at::Tensor allocate_scratch(int64_t bytes, at::Device device);
 

@@ -138,11 +138,11 @@ def test_any_alignment_of_a_gradient(alone, dtype):
 
 
 @pytest.mark.parametrize("count", [139, 144, 145, 1000, 1168, 1169, 1313, 2500])
-def test_any_number_of_gradients(alone, count):
+def test_any_number_of_gradients(gpu, count):
     sizes = random.Random(count)
     numels = [sizes.choice([1, 5, 64, 300]) for _ in range(count)]
     numels[count // 2] = 300_000
-    check_apart(alone, numels, torch.float32, 8, (0, 1, 2))
+    check_apart(gpu, numels, torch.float32, 8, (0, 1, 2))
 
 
 def test_a_large_bucket_fills_a_bounded_grid(gpu):
@@ -226,9 +226,9 @@ def test_every_infinity_and_nan_is_counted(alone, dtype):
     assert not math.isfinite(sum_squares)
 
 
-def test_statistics_are_the_same_bits_every_time(alone):
-    values = [torch.randn(1 + 37 * k % 1000, device=alone) for k in range(2500)]
-    ddp = wrapped([value.numel() for value in values], torch.float32, alone, 10, gradient_stats=True)
+def test_statistics_are_the_same_bits_every_time(gpu):
+    values = [torch.randn(1 + 37 * k % 1000, device=gpu) for k in range(2500)]
+    ddp = wrapped([value.numel() for value in values], torch.float32, gpu, 10, gradient_stats=True)
     results = []
     for _ in range(5):
         ddp.zero_grad()

@@ -216,7 +216,11 @@ ShmTransport::~ShmTransport() = default;
 
 // Undefined, with errno set, if there is no room.
 at::Tensor ShmTransport::try_allocate(int64_t numel, at::ScalarType dtype) {
-  auto* memory = segment_->allocate(numel * static_cast<int64_t>(c10::elementSize(dtype)));
+  const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+  auto* memory = segment_->allocate(bytes);
+  if (memory == nullptr && drop_kept()) {
+    memory = segment_->allocate(bytes);
+  }
   if (memory == nullptr) {
     return {};
   }
