@@ -128,7 +128,9 @@ class LocalParameters:
         return reached
 
 
-def _ready_hook(index: int, leaf: torch.nn.Parameter, reducer: _C.Reducer) -> Callable[[torch.Tensor], None]:
+def _ready_hook(
+    index: int, leaf: torch.nn.Parameter, reducer: weakref.ref[_C.Reducer]
+) -> Callable[[torch.Tensor], None]:
     """Knows the DTensor only when called: one that its own hook held would never be freed."""
 
     @torch.no_grad()
