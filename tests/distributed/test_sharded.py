@@ -10,7 +10,8 @@ OPTIMIZERS = [
     (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     (torch.optim.Adam, {"lr": 0.003}),
     (torch.optim.AdamW, {"lr": 0.003}),
-    (torch.optim.Adagrad, {"lr": 0.02}),
+    # Divides by next to nothing where gradients cancel, unless its sums begin above zero.
+    (torch.optim.Adagrad, {"lr": 0.02, "initial_accumulator_value": 0.1}),
     (torch.optim.Adafactor, {"lr": 0.01}),
 ]
 IDS = [optim.__name__ for optim, _ in OPTIMIZERS]
