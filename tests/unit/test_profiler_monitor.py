@@ -52,7 +52,7 @@ class CountingModule:
         self.reducer = self
         self.plan = type("Plan", (), {"buckets": ()})
 
-    def _stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         self.asked += 1
         return {**STATS, "finished": self.finished}
 

@@ -65,7 +65,7 @@ def check_parameters(model: TorchDDP) -> None:
         TransportError: a peer is gone, or did not come in time.
     """
     engine: Any = model
-    if not hasattr(getattr(model, "reducer", None), "_finished_steps"):
+    if not hasattr(getattr(model, "reducer", None), "finished_steps"):
         raise TypeError(f"check_parameters() wants a torchddp.DistributedDataParallel, got {type(model).__name__}")
     ignored = engine.parameters_to_ignore
     named = [(name, local_of(p)) for name, p in engine.module.named_parameters() if name not in ignored]

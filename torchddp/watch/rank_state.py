@@ -73,7 +73,7 @@ class RankState:
 
 
 def from_status(rank: int, status: dict[str, Any]) -> RankState:
-    """The part that a reducer knows: of its ``_status()``."""
+    """The part that a reducer knows: of its ``status()``."""
     missing = {i: bucket["missing"] for i, bucket in enumerate(status["buckets"]) if bucket["missing"]}
     same = {name: value for name, value in status.items() if name != "buckets"}
     return RankState(rank, missing=missing, **same)
