@@ -36,7 +36,7 @@ struct ReducerConfig {
   std::chrono::milliseconds timeout = transport::kTransportTimeout;
 };
 
-// Only the Reducer writes to it, between steps, and to `rpc` when a backward begins.
+// The Reducer writes to it between steps, and to `rpc` when a backward begins; PlanKeeper alone changes the transport.
 struct Context {
   Context(std::vector<at::Tensor> params_, std::vector<plan::ParamSpec> specs_,
           c10::intrusive_ptr<c10d::ProcessGroup> group_, std::shared_ptr<transport::Transport> transport_,

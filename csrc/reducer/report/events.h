@@ -1,4 +1,4 @@
-// What a step tells of itself: to the timeline, the statistics, the live status, torch.profiler.
+// What a step tells of itself: to the timeline, the statistics and the live status.
 #pragma once
 
 #include <memory>
