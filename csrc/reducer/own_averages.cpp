@@ -6,6 +6,13 @@
 #include "common/check.h"
 
 namespace torchddp::reducer {
+namespace {
+
+// Of the memory that other ranks' gradients pass through, this much is kept from step to step. A rank that is ahead of the others
+// borrows more; it must not wait for them in the middle of backward, where they may wait for it (a collective of the user's own).
+constexpr size_t kKeptBlocks = 8;
+
+}  // namespace
 
 OwnAverages::OwnAverages(const Context& context, const Step& step, const BucketLayout& layout)
     : context_(context),
@@ -50,6 +57,7 @@ void OwnAverages::finish() {
   if (!context_.owned) {
     return;
   }
+  context_.transport->trim_lent(kKeptBlocks);
   for (size_t i = 0; i < reduced_.size(); ++i) {
     if (layout_.place(static_cast<int64_t>(i)).bucket->is_given_away()) {
       continue;

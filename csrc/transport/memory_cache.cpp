@@ -48,15 +48,16 @@ struct MemoryCache::Shelf {
     free.erase(best);
     return memory;
   }
-  bool drop_free() {
+  // Keeps this many, the oldest.
+  bool trim(size_t blocks) {
     if (is_inherited()) {
       return false;
     }
     std::vector<at::Tensor> dropped;  // with the lock released
     const std::lock_guard lock(mutex);
-    dropped.swap(free);
-    for (const auto& memory : dropped) {
-      bytes -= size_of(memory);
+    for (; free.size() > blocks; free.pop_back()) {
+      bytes -= size_of(free.back());
+      dropped.push_back(std::move(free.back()));
     }
     return !dropped.empty();
   }
@@ -98,7 +99,7 @@ at::Tensor MemoryCache::take(int64_t bytes, at::Device device, const Allocate& a
       options, device);
 }
 
-bool MemoryCache::drop_free() { return shelf_->drop_free(); }
+bool MemoryCache::trim(size_t blocks) { return shelf_->trim(blocks); }
 
 int64_t MemoryCache::bytes() const {
   const std::lock_guard lock(shelf_->mutex);

@@ -17,8 +17,8 @@ class MemoryCache {
   // Bytes (1-d, kByte), at least as many as asked for, made by `allocate` if none of the right size is free. They come back when the
   // last tensor over that memory is gone; whoever leaves an operation that may still write to them keeps one.
   at::Tensor take(int64_t bytes, at::Device device, const Allocate& allocate);
-  // Lets go of what nobody has; whether there was anything.
-  bool drop_free();
+  // Lets go of what nobody has, but for so many blocks; whether there was anything.
+  bool trim(size_t blocks);
   // Lent and free.
   int64_t bytes() const;
 

@@ -47,6 +47,8 @@ class Transport {
   at::Tensor lend(int64_t bytes, at::Device device);
   // Lent, and kept to be lent.
   int64_t lent_bytes() const { return cache_.bytes(); }
+  // Lets go of what is kept to be lent, but for so many blocks; whether there was anything.
+  bool trim_lent(size_t blocks) { return cache_.trim(blocks); }
   virtual std::unique_ptr<Work> make_work() = 0;
   // Whether collectives work on any memory as well as on allocate()'s.
   virtual bool reaches_any_memory() const = 0;
@@ -110,8 +112,6 @@ class Transport {
   void check_rooted(const char* operation, const at::Tensor& tensor, int root) const;
   // An operation was started; see Note [Bytes on the wire] in traffic.h.
   void count(Route route, int64_t payload_bytes, int64_t wire_bytes) { counter_.add(route, payload_bytes, wire_bytes); }
-  // Lets go of what lend() has kept, where there is no room for more; whether there was anything.
-  bool drop_kept() { return cache_.drop_free(); }
   // New memory for lend().
   virtual at::Tensor allocate_scratch(int64_t bytes, at::Device device);
 

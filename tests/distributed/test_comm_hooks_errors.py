@@ -217,7 +217,7 @@ def test_another_process_group_of_torchs_class():
         model._update_process_group(dist.new_group([0, 1]))
         with pytest.raises(RuntimeError, match=r"the model has another one now: call hook.rebind\(model\)"):
             model(given(rank, 1)).backward()
-        model.reducer.reset_state()
+        model.reducer._reset_state()
         hook.rebind(model)
         assert_near(step_of(model, given(rank, 2)), average(2), 0.05)
         with pytest.raises(RuntimeError, match="not attached to the model"):

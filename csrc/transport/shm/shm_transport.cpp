@@ -218,7 +218,7 @@ ShmTransport::~ShmTransport() = default;
 at::Tensor ShmTransport::try_allocate(int64_t numel, at::ScalarType dtype) {
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   auto* memory = segment_->allocate(bytes);
-  if (memory == nullptr && drop_kept()) {
+  if (memory == nullptr && trim_lent(0)) {
     memory = segment_->allocate(bytes);
   }
   if (memory == nullptr) {
