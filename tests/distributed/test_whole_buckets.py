@@ -41,3 +41,25 @@ def test_same_bits_as_packing_in_the_hook(ddp_class, world_size, transport, view
                 assert torch.equal(grad, theirs[name]), (step, name)
 
     run_ranks(work, world_size)
+
+
+@pytest.mark.parametrize("nonfinite", [False, True])
+@pytest.mark.parametrize("views", [None, True])
+def test_gradients_become_memory_of_the_bucket(views, nonfinite):
+    """No second copy of them is kept, and none is copied back."""
+
+    def work(rank):
+        options = {} if views is None else {"gradient_as_bucket_view": views}
+        whole = WholeBuckets(seeded(Mlp), find_nonfinite=nonfinite, **options)
+        for step in range(3):
+            whole.zero_grad()
+            step_on(whole, rank, step)
+        gradients = [param.grad for param in whole.parameters()]
+        for bucket in whole.reducer.plan.buckets:
+            begins = {
+                gradients[param].data_ptr() - offset * gradients[param].itemsize
+                for param, offset in zip(bucket.params, bucket.offsets, strict=True)
+            }
+            assert len(begins) == 1 < len(bucket.params)
+
+    run_ranks(work, 2)

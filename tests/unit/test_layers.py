@@ -18,8 +18,13 @@ RANK = {
     "gpu": 2,
     "transport": 3,
     "bucket": 4,
-    "reducer": 5,
-    "bindings": 6,
+    "reducer/base": 5,
+    "reducer/report": 6,
+    "reducer/reduce": 7,
+    "reducer/graph": 7,
+    "reducer/pack": 8,
+    "reducer": 9,
+    "bindings": 10,
 }
 # Tested alone, under sanitizers: free of torch and Python.
 TORCH_FREE = {"plan", "kernels", "timeline", "shm", "gpu"}
@@ -28,12 +33,18 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
 SUFFIXES = {".h", ".hpp", ".cuh", ".cpp", ".cc", ".cu"}
 
 
+def room_of(path: Path) -> str:
+    """The innermost folder that has a rank, else the outermost."""
+    folders = [folder.as_posix() for folder in path.parents if folder.as_posix() in RANK]
+    return folders[0] if folders else path.parts[0]
+
+
 def include_problems(csrc: Path) -> list[str]:
     """Every include in `csrc` that goes upwards, sideways, nowhere, or from a torch-free room to torch."""
     problems = []
     for path in sorted(p for p in csrc.rglob("*") if p.suffix in SUFFIXES):
         where = path.relative_to(csrc)
-        room = where.parts[0]
+        room = room_of(where)
         if room not in RANK:
             problems.append(f"{where}: '{room}' is no room of csrc")
             continue
@@ -46,7 +57,7 @@ def include_problems(csrc: Path) -> list[str]:
             if not (csrc / name).is_file():
                 problems.append(f"{where}: '{name}' is no file of csrc (paths start at csrc; <> for other headers)")
                 continue
-            target = Path(name).parts[0]
+            target = room_of(Path(name))
             if target != room and not RANK.get(target, 99) < RANK[room]:
                 problems.append(f"{where}: room '{room}' may not include '{target}' ({name})")
     return problems
@@ -65,6 +76,8 @@ def test_includes_follow_the_rooms() -> None:
         ("common/a.h", '#include "plan/b.h"', "may not include 'plan'"),
         ("transport/c10d/a.cpp", '#include "bucket/b.h"', "may not include 'bucket'"),
         ("reducer/a.cpp", '#include "bindings/b.h"', "may not include 'bindings'"),
+        ("reducer/graph/a.cpp", '#include "reducer/reduce/b.h"', "may not include 'reducer/reduce'"),
+        ("reducer/pack/a.h", '#include "reducer/b.h"', "may not include 'reducer'"),
         ("kernels/a.cu", "#include <ATen/ATen.h>", "free of torch"),
         ("timeline/a.h", '#include "c10/util/Exception.h"', "free of torch"),
         ("reducer/a.cpp", '#include "missing.h"', "no file of csrc"),
@@ -73,7 +86,7 @@ def test_includes_follow_the_rooms() -> None:
 )
 def test_a_wrong_include_is_found(tmp_path: Path, where: str, line: str, words: str) -> None:
     for room in RANK:
-        (tmp_path / room).mkdir()
+        (tmp_path / room).mkdir(parents=True, exist_ok=True)
         (tmp_path / room / "b.h").write_text("#pragma once\n")
     path = tmp_path / where
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +98,7 @@ def test_a_wrong_include_is_found(tmp_path: Path, where: str, line: str, words: 
 
 def test_right_includes_are_not_found(tmp_path: Path) -> None:
     for room, rank in RANK.items():
-        (tmp_path / room).mkdir()
+        (tmp_path / room).mkdir(parents=True, exist_ok=True)
         lower = [other for other, other_rank in RANK.items() if other_rank < rank]
         (tmp_path / room / "own.h").write_text("#pragma once\n")
         lines = [f'#include "{other}/own.h"' for other in [*lower, room]]

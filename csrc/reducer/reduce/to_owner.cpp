@@ -29,11 +29,11 @@ void ToOwner::start(bucket::Bucket& bucket) {
   const auto dtype = context_.config.reduce_dtype.value_or(at::kFloat);
   const auto& wire = bucket.wire();
   if (wire.scalar_type() != at::kFloat || dtype == at::kFloat) {
-    context_.transport->reduce(wire, bucket.owner(), *work_, {.scale = bucket.scale, .bucket = index_});
+    context_.transport->reduce(wire, bucket.owner(), *work_, {.scale = bucket.scale, .wire = {}, .bucket = index_});
     return;
   }
   narrow_ = narrowed(wire, dtype, bucket.scale, *context_.transport);
-  context_.transport->reduce(narrow_, bucket.owner(), *work_, {.bucket = index_});
+  context_.transport->reduce(narrow_, bucket.owner(), *work_, {.scale = 1.0, .wire = {}, .bucket = index_});
 }
 
 void ToOwner::finish(bucket::Bucket& bucket) {
