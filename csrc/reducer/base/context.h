@@ -30,8 +30,8 @@ struct ReducerConfig {
   std::optional<at::ScalarType> reduce_dtype;
   bool gradient_stats = false;   // measure every bucket once it is reduced
   bool find_non_finite = false;  // look at this rank's own gradients before they are averaged
-  bool raise_non_finite =
-      false;  // ... and at the averages: see Note [Non-finite averages] in report/non_finite_watch.h
+  // ... and at the averages: see Note [Non-finite averages] in report/non_finite_watch.h
+  bool raise_non_finite = false;
   bool pack_whole_buckets = false;  // pack a bucket when it is complete, on the CPU too, as on other devices
   std::chrono::milliseconds timeout = transport::kTransportTimeout;
 };

@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "common/errors.h"
+#include "common/check.h"
 #include "reducer/report/events.h"
 
 namespace torchddp::reducer {
