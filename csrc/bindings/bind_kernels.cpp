@@ -27,8 +27,8 @@ void bind_kernels(py::module_& m) {
         "The instruction set the pack kernels use: 'avx512', 'avx2' or 'generic'.");
   m.def("measure", &measure, py::arg("tensor"), NoGil(),
         "(sum of squares, number of infinities and NaNs) of a CPU tensor; a complex number counts as two.");
-  m.def("hash_tensors", &bucket::hash_tensors, py::arg("tensors"), py::arg("by_operators") = false, NoGil(),
-        "A 64-bit hash of each tensor's bits, in logical order.");
+  m.def("hash_tensor", &bucket::hash_tensor, py::arg("tensor"), NoGil(),
+        "A 64-bit hash of the bits of a contiguous CPU tensor.");
 }
 
 }  // namespace torchddp::bindings

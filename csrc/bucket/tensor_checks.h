@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <vector>
 
 namespace torchddp::bucket {
 
@@ -12,9 +11,7 @@ namespace torchddp::bucket {
 // device.
 int64_t count_non_finite(const at::Tensor& tensor);
 
-// Of each tensor a hash of its bits in logical order: 0.0 and -0.0 differ, equal NaNs don't. Tensors are strided, of any dtype.
-// CPU tensors: kernels::Hash. Others, and all if `by_operators`: another hash, by torch's operators, in parts (128 MiB of memory), and
-// one wait for each device.
-std::vector<int64_t> hash_tensors(const std::vector<at::Tensor>& tensors, bool by_operators);
+// Of the bits of a contiguous CPU tensor, of any dtype; see kernels/hash.h.
+int64_t hash_tensor(const at::Tensor& tensor);
 
 }  // namespace torchddp::bucket

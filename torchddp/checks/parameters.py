@@ -11,6 +11,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C
 from torchddp.checks.desync import Amount, find_difference, make_error
+from torchddp.checks.hashes import hash_tensors
 from torchddp.errors import DesyncError, TransportError
 from torchddp.local_tensors import local_of
 
@@ -85,8 +86,8 @@ def check_parameters(model: TorchDDP) -> None:
 
 
 def _find(named: Sequence[tuple[str, torch.Tensor]], exchange: _Exchange, steps: int) -> DesyncError | None:
-    hashes = _C.hash_tensors([p for _, p in named])
-    combined = _C.hash_tensors([torch.tensor(hashes, dtype=torch.int64)])[0]
+    hashes = hash_tensors([p for _, p in named])
+    combined = _C.hash_tensor(torch.tensor(hashes, dtype=torch.int64))
     by_rank = exchange.gather([combined, len(named)])
     if all(mine == by_rank[0] for mine in by_rank):
         return None

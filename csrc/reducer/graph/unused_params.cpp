@@ -5,71 +5,27 @@
 #include <algorithm>
 
 namespace torchddp::reducer {
-namespace {
-
-size_t hash(const void* pointer) {
-  // Nodes are heap objects: the low bits are always the same. Fibonacci hashing spreads the rest.
-  return (reinterpret_cast<uintptr_t>(pointer) >> 4) * 0x9E3779B97F4A7C15ull;
-}
-
-constexpr size_t kInitialTable = 1024;
-
-}  // namespace
-
-UnusedSearch::UnusedSearch(const GradHooks& hooks) : hooks_(hooks), table_(kInitialTable) {}
-
-void UnusedSearch::grow() {
-  std::vector<std::pair<const torch::autograd::Node*, uint64_t>> old(table_.size() * 2);
-  old.swap(table_);
-  used_ = 0;
-  for (const auto& [node, epoch] : old) {
-    if (epoch == epoch_) {
-      insert(node);
-    }
-  }
-}
-
-bool UnusedSearch::insert(const torch::autograd::Node* node) {
-  if (used_ * 2 >= table_.size()) {
-    grow();
-  }
-  const size_t mask = table_.size() - 1;
-  for (size_t i = hash(node) & mask;; i = (i + 1) & mask) {
-    auto& entry = table_[i];
-    if (entry.second != epoch_) {
-      entry = {node, epoch_};
-      ++used_;
-      return true;
-    }
-    if (entry.first == node) {
-      return false;
-    }
-  }
-}
 
 const std::vector<int64_t>& UnusedSearch::find(std::span<const at::Tensor> outputs) {
-  ++epoch_;
-  used_ = 0;
+  seen_.clear();
   stack_.clear();
   unused_.clear();
   for (const auto& output : outputs) {
-    if (const auto& grad_fn = output.grad_fn()) {
-      if (insert(grad_fn.get())) {
-        stack_.push_back(grad_fn.get());
-      }
+    if (auto* node = output.grad_fn().get(); node != nullptr && seen_.insert(node).second) {
+      stack_.push_back(node);
     }
   }
   while (!stack_.empty()) {
     auto* node = stack_.back();
     stack_.pop_back();
     for (const auto& edge : node->next_edges()) {
-      if (auto* next = edge.function.get(); next != nullptr && insert(next)) {
+      if (auto* next = edge.function.get(); next != nullptr && seen_.insert(next).second) {
         stack_.push_back(next);
       }
     }
   }
   for (int64_t i = 0; i < hooks_.size(); ++i) {
-    if (insert(hooks_.accumulator(i))) {
+    if (!seen_.count(hooks_.accumulator(i))) {
       unused_.push_back(i);
     }
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
@@ -16,19 +17,13 @@ namespace torchddp::reducer {
 // Finds the parameters that an autograd graph does not reach. Its memory is reused from step to step.
 class UnusedSearch {
  public:
-  explicit UnusedSearch(const GradHooks& hooks);
+  explicit UnusedSearch(const GradHooks& hooks) : hooks_(hooks) {}
   // Parameter indices, ascending, whose accumulator cannot be reached from `outputs`. The reference is valid until the next call.
   const std::vector<int64_t>& find(std::span<const at::Tensor> outputs);
 
  private:
-  bool insert(const torch::autograd::Node* node);  // false if it was there
-  void grow();
-
   const GradHooks& hooks_;
-  std::vector<std::pair<const torch::autograd::Node*, uint64_t>>
-      table_;  // open addressing; an entry counts if its epoch is current
-  uint64_t epoch_ = 0;
-  size_t used_ = 0;
+  ska::flat_hash_set<const torch::autograd::Node*> seen_;
   std::vector<torch::autograd::Node*> stack_;
   std::vector<int64_t> unused_;
 };

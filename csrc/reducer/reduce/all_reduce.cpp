@@ -1,42 +1,67 @@
-#include "reducer/reduce/all_reduce.h"
-
+// The ordinary reduction: an all-reduce of the bucket, where it lies.
 #include <utility>
 
-namespace torchddp::reducer {
+#include "reducer/reduce/reductions.h"
 
-transport::SumOptions AllReduce::options(const Context& context, int64_t index) {
+namespace torchddp::reducer {
+namespace {
+
+class AllReduce final : public Reduction {
+ public:
+  AllReduce(const Context& context, NonFiniteWatch& non_finite, int64_t index)
+      : context_(context), non_finite_(non_finite), index_(index), work_(context.transport->make_work()) {}
+
+  bool counts_non_finite(const bucket::Bucket& bucket) override {
+    counts_input_ = bucket.params().size() == 1 && sums_tell(bucket);
+    return counts_input_;
+  }
+
+  void start(bucket::Bucket& bucket) override {
+    checks_sums_ = context_.config.raise_non_finite && sums_tell(bucket);
+    auto options = all_reduce_options(context_, index_);
+    options.scale = bucket.scale;
+    options.count_non_finite = counts_input_ || checks_sums_;
+    context_.transport->all_reduce(bucket.wire(), *work_, options);
+  }
+
+  bool poll() override { return work_->poll(); }
+
+  void finish(bucket::Bucket& bucket) override {
+    work_->wait(context_.config.timeout);
+    if (std::exchange(counts_input_, false)) {
+      non_finite_.note(bucket.params().front(), work_->non_finite());
+    }
+  }
+
+  bool is_known_finite() override { return std::exchange(checks_sums_, false) && work_->sums_finite(); }
+
+  void abandon() noexcept override {
+    work_->abandon();
+    counts_input_ = checks_sums_ = false;
+  }
+
+ private:
+  // Whether the transport can look for what is not finite while it sums.
+  bool sums_tell(const bucket::Bucket& bucket) const {
+    return !context_.config.wire_dtype && context_.transport->counts_non_finite(bucket.wire());
+  }
+
+  const Context& context_;
+  NonFiniteWatch& non_finite_;
+  const int64_t index_;
+  const std::unique_ptr<transport::Work> work_;
+  bool counts_input_ = false;
+  bool checks_sums_ = false;
+};
+
+}  // namespace
+
+ReductionPtr make_all_reduce(const Context& context, NonFiniteWatch& non_finite, int64_t index) {
+  return std::make_unique<AllReduce>(context, non_finite, index);
+}
+
+transport::SumOptions all_reduce_options(const Context& context, int64_t index) {
   return {.wire = context.transport->narrows() ? context.config.wire_dtype : std::nullopt, .bucket = index};
 }
-
-bool AllReduce::sums_tell(const bucket::Bucket& bucket) const {
-  return !context_.config.wire_dtype && context_.transport->counts_non_finite(bucket.wire());
-}
-
-bool AllReduce::counts_non_finite(const bucket::Bucket& bucket) {
-  counts_input_ = bucket.params().size() == 1 && sums_tell(bucket);
-  return counts_input_;
-}
-
-void AllReduce::start(bucket::Bucket& bucket) {
-  checks_sums_ = context_.config.raise_non_finite && sums_tell(bucket);
-  auto options = AllReduce::options(context_, index_);
-  options.scale = bucket.scale;
-  options.count_non_finite = counts_input_ || checks_sums_;
-  context_.transport->all_reduce(bucket.wire(), *work_, options);
-}
-
-void AllReduce::finish(bucket::Bucket& bucket) {
-  work_->wait(context_.config.timeout);
-  if (std::exchange(counts_input_, false)) {
-    non_finite_.note(bucket.params().front(), work_->non_finite());
-  }
-}
-
-void AllReduce::abandon() noexcept {
-  work_->abandon();
-  counts_input_ = checks_sums_ = false;
-}
-
-bool AllReduce::is_known_finite() { return std::exchange(checks_sums_, false) && work_->sums_finite(); }
 
 }  // namespace torchddp::reducer

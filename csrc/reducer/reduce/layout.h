@@ -66,8 +66,8 @@ class BucketLayout {
   const Reductions& reductions_;
   plan::BucketPlan plan_;
   std::vector<std::unique_ptr<bucket::Bucket>> buckets_;
-  std::vector<std::unique_ptr<Reduction>> ways_;  // by bucket
-  std::vector<Place> places_;                     // by parameter
+  std::vector<ReductionPtr> ways_;  // by bucket
+  std::vector<Place> places_;       // by parameter
   at::Tensor gradient_stats_;
   bool retired_ = false;
   mutable std::mutex layout_mutex_;  // of buckets_; never taken by a step whose buckets stay

@@ -11,14 +11,16 @@
 
 namespace torchddp::reducer {
 
-// Makes them. A new way of reducing is one file beside this one, and one line in make().
+using ReductionPtr = std::unique_ptr<Reduction>;
+
+// Makes them. A new way of reducing is a file beside this one, a function below, and one line in make().
 class Reductions {
  public:
   Reductions(const Context& context, const CommHook& hook, NonFiniteWatch& non_finite, const StepEvents& events)
       : context_(context), hook_(hook), non_finite_(non_finite), events_(events) {}
 
   // For bucket `index` of `count`.
-  std::unique_ptr<Reduction> make(const bucket::Bucket& bucket, int64_t index, int64_t count) const;
+  ReductionPtr make(const bucket::Bucket& bucket, int64_t index, int64_t count) const;
 
  private:
   const Context& context_;
@@ -26,5 +28,14 @@ class Reductions {
   NonFiniteWatch& non_finite_;
   const StepEvents& events_;
 };
+
+ReductionPtr make_all_reduce(const Context& context, NonFiniteWatch& non_finite, int64_t index);
+ReductionPtr make_hook_reduction(const Context& context, const CommHook& hook, const StepEvents& events, int64_t index,
+                                 int64_t count);
+ReductionPtr make_sparse_reduction(const Context& context);
+ReductionPtr make_reduction_to_owner(const Context& context, int64_t index);
+
+// As every rank must give them to the all-reduce of bucket `index`, also one that takes part without gradients.
+transport::SumOptions all_reduce_options(const Context& context, int64_t index);
 
 }  // namespace torchddp::reducer

@@ -1,10 +1,10 @@
-#include "reducer/reduce/to_owner.h"
-
+// A bucket that belongs to one rank: only its owner gets the averages.
 #include <c10/core/GradMode.h>
 
 #include <utility>
 
 #include "kernels/pack.h"
+#include "reducer/reduce/reductions.h"
 
 namespace torchddp::reducer {
 namespace {
@@ -22,32 +22,50 @@ at::Tensor narrowed(const at::Tensor& wire, at::ScalarType dtype, double scale, 
   return narrow;
 }
 
+class ToOwner final : public Reduction {
+ public:
+  ToOwner(const Context& context, int64_t index)
+      : context_(context), index_(index), work_(context.transport->make_work()) {}
+
+  void start(bucket::Bucket& bucket) override {
+    const c10::NoGradGuard no_grad;
+    const auto dtype = context_.config.reduce_dtype.value_or(at::kFloat);
+    const auto& wire = bucket.wire();
+    if (wire.scalar_type() != at::kFloat || dtype == at::kFloat) {
+      context_.transport->reduce(wire, bucket.owner(), *work_, {.scale = bucket.scale, .wire = {}, .bucket = index_});
+      return;
+    }
+    narrow_ = narrowed(wire, dtype, bucket.scale, *context_.transport);
+    context_.transport->reduce(narrow_, bucket.owner(), *work_, {.scale = 1.0, .wire = {}, .bucket = index_});
+  }
+
+  bool poll() override { return work_->poll(); }
+
+  void finish(bucket::Bucket& bucket) override {
+    work_->wait(context_.config.timeout);
+    const auto narrow = std::exchange(narrow_, at::Tensor());
+    if (narrow.defined() && !bucket.is_given_away()) {
+      const c10::NoGradGuard no_grad;
+      bucket.wire().copy_(narrow);
+    }
+  }
+
+  void abandon() noexcept override {
+    work_->abandon();
+    narrow_.reset();
+  }
+
+ private:
+  const Context& context_;
+  const int64_t index_;
+  const std::unique_ptr<transport::Work> work_;
+  at::Tensor narrow_;  // what travels in the place of the bucket, if that is to be narrower
+};
+
 }  // namespace
 
-void ToOwner::start(bucket::Bucket& bucket) {
-  const c10::NoGradGuard no_grad;
-  const auto dtype = context_.config.reduce_dtype.value_or(at::kFloat);
-  const auto& wire = bucket.wire();
-  if (wire.scalar_type() != at::kFloat || dtype == at::kFloat) {
-    context_.transport->reduce(wire, bucket.owner(), *work_, {.scale = bucket.scale, .wire = {}, .bucket = index_});
-    return;
-  }
-  narrow_ = narrowed(wire, dtype, bucket.scale, *context_.transport);
-  context_.transport->reduce(narrow_, bucket.owner(), *work_, {.scale = 1.0, .wire = {}, .bucket = index_});
-}
-
-void ToOwner::finish(bucket::Bucket& bucket) {
-  work_->wait(context_.config.timeout);
-  const auto narrow = std::exchange(narrow_, at::Tensor());
-  if (narrow.defined() && !bucket.is_given_away()) {
-    const c10::NoGradGuard no_grad;
-    bucket.wire().copy_(narrow);
-  }
-}
-
-void ToOwner::abandon() noexcept {
-  work_->abandon();
-  narrow_.reset();
+ReductionPtr make_reduction_to_owner(const Context& context, int64_t index) {
+  return std::make_unique<ToOwner>(context, index);
 }
 
 }  // namespace torchddp::reducer

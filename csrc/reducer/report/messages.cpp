@@ -31,8 +31,8 @@ std::string unfinished_reduction_message(int rank, std::span<const int64_t> miss
   if (static_graph) {
     text +=
         "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used in "
-        "first "
-        "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to True.";
+        "first iteration, but then got unused in the second iteration. this is not compatible with static_graph set to "
+        "True.";
   } else {
     text += "This error indicates that your module has parameters that were not used in producing loss";
     text += " (or that the last backward ended with an exception). ";
@@ -40,11 +40,9 @@ std::string unfinished_reduction_message(int rank, std::span<const int64_t> miss
         find_unused_parameters
             ? "Since `find_unused_parameters=True` is enabled, this likely means that not all `forward` outputs "
               "participate in computing loss. You can fix this by making sure all `forward` function outputs "
-              "participate "
-              "in calculating loss. "
+              "participate in calculating loss. "
             : "You can enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` "
-              "to "
-              "the constructor, and by making sure all `forward` function outputs participate in calculating loss. ";
+              "to the constructor, and by making sure all `forward` function outputs participate in calculating loss. ";
     text += "Outputs are searched for in tuples, lists, dicts and dataclasses that `forward` returns.";
   }
   text += c10::str("\nParameter indices which did not receive grad for rank ", rank, ": ", c10::Join(" ", indices));
@@ -52,8 +50,7 @@ std::string unfinished_reduction_message(int rank, std::span<const int64_t> miss
   if (debug_is_off) {
     text +=
         "\nTo see what torch itself knows of each collective, set the environment variable TORCH_DISTRIBUTED_DEBUG to "
-        "either "
-        "INFO or DETAIL.";
+        "either INFO or DETAIL.";
   }
   return text;
 }
@@ -66,17 +63,14 @@ std::string marked_twice_message(int rank, int64_t param, std::span<const plan::
                               "reasons: 1) Use of a module parameter outside the `forward` function, or in several "
                               "concurrent forward-backward passes. "
                               "2) Reused parameters in multiple reentrant backward passes, for example several "
-                              "`checkpoint` functions around the same "
-                              "part of the model. If the graph is the same in every step, static_graph=True supports "
-                              "both; non-reentrant checkpoints "
+                              "`checkpoint` functions around the same part of the model. If the graph is the same in "
+                              "every step, static_graph=True supports both; non-reentrant checkpoints "
                               "(use_reentrant=False) need nothing.");
   if (marked_as_unused) {
     text +=
         " 3) Incorrect unused parameter detection: the parameter could not be reached from the outputs of `forward`, "
-        "yet it "
-        "received a gradient. If every parameter is used, pass find_unused_parameters=False; if the unused ones never "
-        "change, "
-        "pass static_graph=True.";
+        "yet it received a gradient. If every parameter is used, pass find_unused_parameters=False; if the unused ones "
+        "never change, pass static_graph=True.";
   }
   text += c10::str("\nParameter at index ", param, " with name ", specs[static_cast<size_t>(param)].name,
                    " has been marked as ready twice.");
@@ -86,8 +80,7 @@ std::string marked_twice_message(int rank, int64_t param, std::span<const plan::
 std::string static_graph_changed_message(int rank, int64_t param, std::span<const plan::ParamSpec> specs) {
   return c10::str(
       "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then "
-      "got used in "
-      "the second iteration. this is not compatible with static_graph set to True. On rank ",
+      "got used in the second iteration. this is not compatible with static_graph set to True. On rank ",
       rank, ", parameter '", specs[static_cast<size_t>(param)].name,
       "' received a gradient more often than in the first synchronised step.");
 }
@@ -117,12 +110,9 @@ std::string non_finite_message(int rank, int64_t step, std::span<const int64_t> 
   }
   return text +
          "; nonfinite() of the model tells which rank's and when. All ranks raise this at the end of the same "
-         "backward. "
-         "Before going on, clear the gradients (zero_grad), and look at the batch, the learning rate, and operations "
-         "such "
-         "as log, sqrt or a division in the named layers. With a GradScaler, which makes such gradients on purpose, "
-         "use "
-         "find_nonfinite=True or False.";
+         "backward. Before going on, clear the gradients (zero_grad), and look at the batch, the learning rate, and "
+         "operations such as log, sqrt or a division in the named layers. With a GradScaler, which makes such "
+         "gradients on purpose, use find_nonfinite=True or False.";
 }
 
 }  // namespace torchddp::reducer

@@ -2,44 +2,30 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <cstdio>
 #include <fstream>
-#include <sstream>
-#include <string_view>
 #include <thread>
 
 namespace torchddp::reducer {
 namespace {
-
-void skip(std::istringstream& fields, int count) {
-  std::string skipped;
-  for (int i = 0; i < count; ++i) {
-    fields >> skipped;
-  }
-}
 
 // "gone", "stopped", or null: it runs.
 const char* trouble_of(const PeerProcess& peer) {
   std::ifstream file("/proc/" + std::to_string(peer.pid) + "/stat");
   std::string line;
   std::getline(file, line);
-  // The name, in parentheses, may hold anything.
-  const auto end = line.rfind(')');
-  if (end == std::string::npos) {
+  const auto name_end = line.rfind(')');  // the name, in parentheses, may hold anything
+  char state = 'X';
+  unsigned flags = 0;
+  long long started = -1;
+  // The third, ninth and twenty-second field.
+  constexpr const char* kFields = " %c %*d %*d %*d %*d %*d %u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %lld";
+  if (name_end == std::string::npos ||
+      std::sscanf(line.c_str() + name_end + 1, kFields, &state, &flags, &started) != 3) {
     return "gone";
   }
-  std::istringstream fields(line.substr(end + 1));
-  constexpr int kBeforeFlags = 5;
-  constexpr int kBeforeStart = 12;
   // PF_EXITING: set before connections are closed, on a busy machine long before the state is Z.
-  constexpr uint64_t kExiting = 0x4;
-  char state = 'X';
-  fields >> state;
-  skip(fields, kBeforeFlags);
-  uint64_t flags = 0;
-  fields >> flags;
-  skip(fields, kBeforeStart);
-  int64_t started = -1;
-  fields >> started;
+  constexpr unsigned kExiting = 0x4;
   if (started != peer.started || state == 'Z' || state == 'X' || (flags & kExiting) != 0) {
     return "gone";
   }

@@ -1,12 +1,8 @@
 // A sparse gradient: all of it, or, where ranks have agreed on row ids, its values.
-#pragma once
-
-#include <memory>
-
-#include "reducer/base/context.h"
-#include "reducer/reduce/reduction.h"
+#include "reducer/reduce/reductions.h"
 
 namespace torchddp::reducer {
+namespace {
 
 class SparseReduction final : public Reduction {
  public:
@@ -23,5 +19,9 @@ class SparseReduction final : public Reduction {
   const Context& context_;
   const std::unique_ptr<transport::Work> work_;
 };
+
+}  // namespace
+
+ReductionPtr make_sparse_reduction(const Context& context) { return std::make_unique<SparseReduction>(context); }
 
 }  // namespace torchddp::reducer
