@@ -227,7 +227,7 @@ void Reducer::set_static_graph() {
     throw std::runtime_error(text);
   }
   parts_.static_graph.enable();
-  parts_.used.expect_static_graph();
+  parts_.used.make_map();
 }
 
 void Reducer::update_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group,

@@ -2,6 +2,9 @@
 
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
+
+#include <utility>
 
 #include "common/check.h"
 #include "reducer/report/failure.h"
@@ -16,20 +19,23 @@ constexpr const char* kWaitsForOthers = "which parameters other ranks used";
 UsedParams::UsedParams(const Context& context, const StaticGraph& static_graph, const StepEvents& events)
     : context_(context), static_graph_(static_graph), events_(events) {
   if (context.config.find_unused_parameters) {
-    map_ = std::make_unique<UsedMap>(context.num_params(), context.param_device(), *context.transport);
+    make_map();
   }
 }
 
-void UsedParams::expect_static_graph() {
-  if (map_ == nullptr) {
-    map_ = std::make_unique<UsedMap>(context_.num_params(), context_.param_device(), *context_.transport);
+void UsedParams::make_map() {
+  if (!are_known()) {
+    host_map_ = at::zeros({context_.num_params()}, at::kInt);
+    device_map_ = at::zeros_like(host_map_, at::TensorOptions().device(context_.param_device()));
+    used_here_ = host_map_.mutable_data_ptr<int32_t>();
+    work_ = context_.transport->make_work();
   }
 }
 
 void UsedParams::note_gradient(int64_t param) {
   context_.with_grad(param, [&](const at::Tensor& grad) {
     if (grad.defined()) {
-      map_->mark(param);
+      used_here_[param] = 1;
     }
   });
 }
@@ -69,7 +75,14 @@ int64_t UsedParams::unused_bytes() const {
   return bytes;
 }
 
-void UsedParams::start_reduction() { map_->start_reduction(*context_.transport); }
+void UsedParams::start_reduction() {
+  const c10::NoGradGuard no_grad;
+  // Blocking copy: reset() rewrites the host map at the end of the step, possibly before a queued copy would have read it.
+  device_map_.copy_(host_map_);
+  context_.transport->all_reduce(device_map_, *work_);
+  in_flight_ = true;
+  counts_.reset();
+}
 
 void UsedParams::start_reduction_if_recording() {
   if (static_graph_.recording()) {
@@ -77,49 +90,59 @@ void UsedParams::start_reduction_if_recording() {
   }
 }
 
+void UsedParams::wait_for_reduction() {
+  if (std::exchange(in_flight_, false)) {
+    const WaitScope waits(events_.live(), kWaitsForOthers);
+    work_->wait(context_.config.timeout);
+  }
+}
+
 bool UsedParams::is_unused_everywhere(int64_t param) {
   if (is_used_here(param)) {
     return false;
   }
-  if (map_->is_known()) {
-    return !map_->used_anywhere(param, context_.config.timeout);
+  if (!counts_.defined()) {
+    wait_for_reduction();
+    counts_ = device_map_.cpu();
   }
-  const WaitScope waits(events_.live(), kWaitsForOthers);
-  return !map_->used_anywhere(param, context_.config.timeout);
+  return counts_.const_data_ptr<int32_t>()[param] == 0;
 }
 
 void UsedParams::finish() {
-  if (map_ == nullptr) {
-    return;
-  }
-  const WaitScope waits(events_.live(), kWaitsForOthers);
-  described_in_step(context_, events_, "finding out which parameters other ranks used",
-                    [&] { map_->finish_reduction(context_.config.timeout); });
+  described_in_step(context_, events_, "finding out which parameters other ranks used", [&] { wait_for_reduction(); });
   if (are_searched()) {
-    map_->reset();
+    reset();
   }
 }
 
+void UsedParams::reset() {
+  host_map_.zero_();
+  counts_.reset();
+  in_flight_ = false;
+}
+
 void UsedParams::abandon() {
-  if (map_ != nullptr) {
-    map_->abandon();
+  if (are_known()) {
+    work_->abandon();
+    reset();
   }
 }
 
 void UsedParams::rebind() {
-  if (map_ != nullptr) {
-    map_->rebind(*context_.transport);
+  if (are_known()) {
+    work_ = context_.transport->make_work();
+    reset();
   }
 }
 
 at::Tensor UsedParams::map() const {
-  TDDP_CHECK(map_ != nullptr, "the map of used parameters exists only with find_unused_parameters or static_graph");
-  return map_->device_map();
+  TDDP_CHECK(are_known(), "the map of used parameters exists only with find_unused_parameters or static_graph");
+  return device_map_;
 }
 
 void UsedParams::match() {
-  TDDP_CHECK(map_ != nullptr, "there is no map of used parameters to match");
-  auto none = at::zeros_like(map_->device_map());
+  TDDP_CHECK(are_known(), "there is no map of used parameters to match");
+  auto none = at::zeros_like(device_map_);
   auto work = context_.transport->make_work();
   const WaitScope waits(events_.live(), kWaitsForOthers);
   context_.transport->all_reduce(none, *work);
