@@ -3,13 +3,13 @@
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
-#include <map>
+#include <bit>
 
-#include "bucket/kernel_type.h"
 #include "bucket/parallel.h"
 #include "common/check.h"
 #include "kernels/hash.h"
 #include "kernels/non_finite.h"
+#include "transport/sum_types.h"
 
 namespace torchddp::bucket {
 namespace {
@@ -19,19 +19,6 @@ constexpr int64_t kHashedAtOnce = 4 * 1024 * 1024;  // elements, by operators
 at::Tensor plain_values(const at::Tensor& tensor) {
   auto values = tensor.detach().resolve_conj().resolve_neg();
   return values.is_complex() ? at::view_as_real(values) : values;
-}
-
-at::ScalarType word_type(int64_t itemsize) {
-  switch (itemsize) {
-    case 1:
-      return at::kChar;
-    case 2:
-      return at::kShort;
-    case 4:
-      return at::kInt;
-    default:
-      return at::kLong;
-  }
 }
 
 // word ^= word >> bits, as if unsigned.
@@ -45,7 +32,8 @@ at::Tensor hash_by_operators(const at::Tensor& tensor) {
   constexpr auto kFirst = static_cast<int64_t>(0xBF58476D1CE4E5B9u);
   constexpr auto kSecond = static_cast<int64_t>(0x94D049BB133111EBu);
   const auto words = plain_values(tensor).contiguous().view({-1});
-  const auto as_integers = words.view(word_type(words.itemsize()));
+  constexpr at::ScalarType kWords[] = {at::kChar, at::kShort, at::kInt, at::kLong};  // by size
+  const auto as_integers = words.view(kWords[std::countr_zero(words.itemsize())]);
   auto sum = at::zeros({}, tensor.options().dtype(at::kLong));
   for (int64_t begin = 0; begin < words.numel(); begin += kHashedAtOnce) {
     const auto count = std::min(kHashedAtOnce, words.numel() - begin);
@@ -75,7 +63,7 @@ int64_t count_non_finite(const at::Tensor& tensor) {
     return 0;
   }
   auto values = plain_values(tensor);
-  const auto dtype = kernel_type(values.scalar_type()).dtype;
+  const auto dtype = transport::kernel_type(values.scalar_type()).dtype;
   if (!values.device().is_cpu() || !kernels::is_float(dtype)) {  // opaque: a float type that the kernels don't know
     return values.isfinite().logical_not().sum().item<int64_t>();
   }
@@ -91,8 +79,8 @@ int64_t count_non_finite(const at::Tensor& tensor) {
 std::vector<int64_t> hash_tensors(const std::vector<at::Tensor>& tensors, bool by_operators) {
   const c10::NoGradGuard no_grad;
   std::vector<int64_t> hashes(tensors.size());
-  std::map<c10::DeviceIndex, std::vector<size_t>> elsewhere;
-  std::vector<at::Tensor> sums(tensors.size());
+  std::vector<size_t> places;  // of those in `sums`
+  std::vector<at::Tensor> sums;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& tensor = tensors[i];
     TDDP_CHECK(tensor.layout() == at::kStrided && !tensor.is_meta(), "tensor ", i, " has no memory to hash: got ",
@@ -100,22 +88,17 @@ std::vector<int64_t> hash_tensors(const std::vector<at::Tensor>& tensors, bool b
     if (tensor.device().is_cpu() && !by_operators) {
       hashes[i] = hash_on_cpu(tensor);
     } else {
-      sums[i] = hash_by_operators(tensor);
-      elsewhere[tensor.device().index()].push_back(i);
+      const auto sum = hash_by_operators(tensor);
+      sums.push_back(sums.empty() ? sum : sum.to(sums.front().device()));
+      places.push_back(i);
     }
   }
-  for (const auto& [device, indices] : elsewhere) {
-    std::vector<at::Tensor> of_device;
-    for (const auto i : indices) {
-      of_device.push_back(sums[i]);
-    }
-    const auto on_host = at::stack(of_device).cpu();
-    for (size_t k = 0; k < indices.size(); ++k) {
-      const auto i = indices[k];
-      // The length too: zeros at the end must count.
-      const uint64_t words[] = {static_cast<uint64_t>(on_host.const_data_ptr<int64_t>()[k]), tensors[i].nbytes()};
-      hashes[i] = static_cast<int64_t>(kernels::hash_bytes(words, sizeof(words)));
-    }
+  const auto on_host = sums.empty() ? at::Tensor() : at::stack(sums).cpu();
+  for (size_t k = 0; k < sums.size(); ++k) {
+    // The length too: zeros at the end must count.
+    const auto i = places[k];
+    const uint64_t words[] = {static_cast<uint64_t>(on_host.const_data_ptr<int64_t>()[k]), tensors[i].nbytes()};
+    hashes[i] = static_cast<int64_t>(kernels::hash_bytes(words, sizeof(words)));
   }
   return hashes;
 }

@@ -14,7 +14,7 @@ int64_t count_non_finite(const at::Tensor& tensor);
 
 // Of each tensor a hash of its bits in logical order: 0.0 and -0.0 differ, equal NaNs don't. Tensors are strided, of any dtype.
 // CPU tensors: kernels::Hash. Others, and all if `by_operators`: another hash, by torch's operators, in parts (128 MiB of memory), and
-// one wait for each device.
+// one wait for all.
 std::vector<int64_t> hash_tensors(const std::vector<at::Tensor>& tensors, bool by_operators);
 
 }  // namespace torchddp::bucket

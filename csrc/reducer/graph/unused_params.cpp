@@ -91,7 +91,7 @@ void UsedMap::start_reduction(transport::Transport& transport) {
   c10::NoGradGuard no_grad;
   // Blocking copy: reset() rewrites the host map at the end of the step, possibly before a queued copy would have read it.
   device_map_.copy_(host_map_);
-  transport.all_reduce(device_map_, *work_);
+  transport.start(transport::Collective::all_reduce(device_map_), *work_);
   in_flight_ = true;
   global_data_ = nullptr;
 }

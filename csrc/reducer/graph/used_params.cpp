@@ -122,7 +122,7 @@ void UsedParams::match() {
   auto none = at::zeros_like(map_->device_map());
   auto work = context_.transport->make_work();
   const WaitScope waits(events_.live(), kWaitsForOthers);
-  context_.transport->all_reduce(none, *work);
+  context_.transport->start(transport::Collective::all_reduce(none), *work);
   work->wait(context_.config.timeout);
 }
 

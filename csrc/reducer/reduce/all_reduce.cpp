@@ -5,7 +5,8 @@
 namespace torchddp::reducer {
 
 transport::SumOptions AllReduce::options(const Context& context, int64_t index) {
-  return {.wire = context.transport->narrows() ? context.config.wire_dtype : std::nullopt, .bucket = index};
+  return {.wire = context.transport->capabilities().narrows ? context.config.wire_dtype : std::nullopt,
+          .bucket = index};
 }
 
 bool AllReduce::sums_tell(const bucket::Bucket& bucket) const {
@@ -22,7 +23,7 @@ void AllReduce::start(bucket::Bucket& bucket) {
   auto options = AllReduce::options(context_, index_);
   options.scale = bucket.scale;
   options.count_non_finite = counts_input_ || checks_sums_;
-  context_.transport->all_reduce(bucket.wire(), *work_, options);
+  context_.transport->start(transport::Collective::all_reduce(bucket.wire(), options), *work_);
 }
 
 void AllReduce::finish(bucket::Bucket& bucket) {
