@@ -71,13 +71,13 @@ void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor
       rules_.step.add_late(param, slot.clone());
     }
     if (rules_.step.scale() != 1.0) {
-      pieces.add(slot, slot.view());
+      pieces.add(slot, grad);
     }
     return;
   }
   rules_.check(param, grad);
   slot.restore_view();
-  const bool replaced = rules_.becomes_view(grad, unused, incoming);  // before the gather shares it
+  const bool replaced = rules_.becomes_view(grad, unused, incoming);  // before `pieces` shares it
   pieces.add(slot, grad.detach());
   if (bucket.is_given_away()) {
     grad.reset();
