@@ -1,4 +1,6 @@
-// A model's buffers: every forward looks for them, so here and not in Python.
+// A model's buffers: every forward looks for them, so here and not in Python. And tensors in flat memory that know nothing of each
+// other.
+#include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
@@ -7,6 +9,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "common/check.h"
 
 namespace torchddp::bindings {
 namespace {
@@ -75,12 +78,27 @@ bool can_travel_as_bytes(const py::sequence& tensors) {
   return true;
 }
 
+// Shape and strides of `like`, which must be dense, in the memory of `flat` (1-d) from element `offset` on. It has a storage of its
+// own, so that saving or copying it does not drag the rest of `flat` along; it keeps that memory alive.
+at::Tensor make_flat_view(const at::Tensor& flat, int64_t offset, const at::Tensor& like) {
+  TDDP_CHECK(flat.is_contiguous() && flat.scalar_type() == like.scalar_type() && offset >= 0 &&
+                 offset + like.numel() <= flat.numel(),
+             "a tensor of ", like.numel(), " elements of ", like.scalar_type(), " does not fit at element ", offset,
+             " of ", flat.numel(), " of ", flat.scalar_type());
+  TDDP_CHECK(like.is_non_overlapping_and_dense(), "a tensor with strides ", like.strides(), " for shape ", like.sizes(),
+             " has no dense memory");
+  auto* const data = static_cast<std::byte*>(flat.mutable_data_ptr()) + offset * static_cast<int64_t>(flat.itemsize());
+  return at::from_blob(data, like.sizes(), like.strides(), 0, [flat](void*) {}, flat.options(), flat.device());
+}
+
 }  // namespace
 
 void bind_buffers(py::module_& m) {
   m.def("module_buffers", &module_buffers, py::arg("module"), "Each buffer once, in the order of `module.buffers()`.");
   m.def("can_travel_as_bytes", &can_travel_as_bytes, py::arg("tensors"),
         "Whether TensorBroadcast can take these: ordinary dense tensors of one device.");
+  m.def("make_flat_view", &make_flat_view, py::arg("flat"), py::arg("offset"), py::arg("like"), NoGil(),
+        "A tensor like `like` in the memory of `flat` from element `offset` on, with a storage of its own.");
 }
 
 }  // namespace torchddp::bindings

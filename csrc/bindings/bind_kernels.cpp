@@ -1,11 +1,11 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
-#include "bucket/kernel_type.h"
 #include "bucket/tensor_checks.h"
 #include "common/check.h"
 #include "kernels/pack.h"
 #include "kernels/stats.h"
+#include "transport/sum_types.h"
 
 namespace torchddp::bindings {
 namespace {
@@ -13,7 +13,7 @@ namespace {
 std::pair<double, int64_t> measure(const at::Tensor& tensor) {
   TDDP_CHECK(tensor.is_cpu() && tensor.is_contiguous(), "measure wants a contiguous CPU tensor, got sizes ",
              tensor.sizes(), " with strides ", tensor.strides(), " on ", tensor.device());
-  const auto type = bucket::kernel_type(tensor.scalar_type());
+  const auto type = transport::kernel_type(tensor.scalar_type());
   TDDP_CHECK(kernels::is_float(type.dtype), "measure wants floating point or complex elements, got ",
              tensor.scalar_type());
   const auto stats = kernels::measure(tensor.const_data_ptr(), type.dtype, tensor.numel() * type.words);

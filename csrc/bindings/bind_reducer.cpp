@@ -8,7 +8,6 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include "bindings/bind_reducer.h"
-#include "bucket/flat_view.h"
 
 namespace torchddp::bindings {
 namespace {
@@ -162,8 +161,6 @@ void bind_reducer(py::module_& m) {
   m.def(
       "finished_steps", [] { return all_finished_steps.load(std::memory_order_relaxed); },
       "Synchronised backwards that the reducers of this process have finished, those that are gone included.");
-  m.def("make_flat_view", &bucket::make_flat_view, py::arg("flat"), py::arg("offset"), py::arg("like"), NoGil(),
-        "A tensor like `like` in the memory of `flat` from element `offset` on, with a storage of its own.");
   bind_step(c);
   bind_modes(c);
   bind_reducer_reports(c);

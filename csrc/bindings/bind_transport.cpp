@@ -16,6 +16,12 @@ namespace {
 using namespace transport;
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
+// The method that starts what `make` makes of its arguments.
+template <typename... Arguments>
+auto starter(Collective (*make)(Arguments...)) {
+  return [make](Transport& self, Arguments... arguments, Work& work) { self.start(make(arguments...), work); };
+}
+
 void bind_interface(py::module_& m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work", "The restartable handle of a collective; see Transport.make_work.")
       .def("poll", &Work::poll, NoGil(), "True when nothing is under way. Never blocks.")
@@ -29,7 +35,8 @@ void bind_interface(py::module_& m) {
       .def_property_readonly("name", &Transport::name)
       .def_property_readonly("rank", &Transport::rank)
       .def_property_readonly("size", &Transport::size)
-      .def_property_readonly("reaches_any_memory", &Transport::reaches_any_memory)
+      .def_property_readonly("reaches_any_memory",
+                             [](const Transport& self) { return self.capabilities().reaches_any_memory; })
       .def_property_readonly(
           "traffic", [](const Transport& self) { return to_dict(self.traffic()); },
           "Of all operations since it was made, by the way they took: name -> (bytes given, bytes put on the wire).")
@@ -43,14 +50,16 @@ void bind_interface(py::module_& m) {
           py::arg("numel"), py::arg("like"), NoGil(),
           "1-d memory with `numel` elements of the dtype and device of `like`.")
       .def("make_work", [](Transport& transport) { return no_gil(std::shared_ptr<Work>(transport.make_work())); })
-      .def("all_reduce", py::overload_cast<const at::Tensor&, Work&>(&Transport::all_reduce), py::arg("tensor"),
-           py::arg("work"), NoGil())
-      .def("reduce", py::overload_cast<const at::Tensor&, int, Work&>(&Transport::reduce), py::arg("tensor"),
-           py::arg("root"), py::arg("work"), NoGil())
-      .def("reduce_scatter", &Transport::reduce_scatter, py::arg("output"), py::arg("input"), py::arg("work"), NoGil())
-      .def("all_gather", &Transport::all_gather, py::arg("output"), py::arg("input"), py::arg("work"), NoGil())
-      .def("broadcast", &Transport::broadcast, py::arg("tensor"), py::arg("root"), py::arg("work"), NoGil())
-      .def("barrier", &Transport::barrier, py::arg("work"), NoGil())
+      .def("all_reduce", starter(+[](const at::Tensor& tensor) { return Collective::all_reduce(tensor); }),
+           py::arg("tensor"), py::arg("work"), NoGil())
+      .def("reduce", starter(+[](const at::Tensor& tensor, int root) { return Collective::reduce(tensor, root); }),
+           py::arg("tensor"), py::arg("root"), py::arg("work"), NoGil())
+      .def("reduce_scatter", starter(&Collective::reduce_scatter), py::arg("output"), py::arg("input"), py::arg("work"),
+           NoGil())
+      .def("all_gather", starter(&Collective::all_gather), py::arg("output"), py::arg("input"), py::arg("work"),
+           NoGil())
+      .def("broadcast", starter(&Collective::broadcast), py::arg("tensor"), py::arg("root"), py::arg("work"), NoGil())
+      .def("barrier", starter(&Collective::barrier), py::arg("work"), NoGil())
       .def("progress", &Transport::progress, NoGil(),
            "Does what can be done for the operations under way. Never blocks.")
       .def("interrupt", &Transport::interrupt, py::arg("reason"), NoGil(),

@@ -5,9 +5,10 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "bucket/device_pieces.h"
-#include "bucket/kernel_type.h"
 #include "common/check.h"
 #include "kernels/stats.h"
+#include "kernels/sum.h"
+#include "transport/sum_types.h"
 
 namespace torchddp::bucket {
 
@@ -24,14 +25,10 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
   }
   const auto& first = params[static_cast<size_t>(params_.front())];
   // Where NCCL registers memory all ranks must allocate alike, which owners of different buckets don't.
-  flat_ = given_away_ || (owner_ >= 0 && transport.reaches_any_memory())
+  flat_ = given_away_ || (owner_ >= 0 && transport.capabilities().reaches_any_memory)
               ? at::empty({spec.numel}, at::TensorOptions().dtype(first.scalar_type()).device(first.device()))
               : transport.allocate(spec.numel, first.scalar_type(), first.device());
-  wire_ = flat_;
-  if (flat_.is_complex()) {
-    c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-    wire_ = at::view_as_real(flat_).view({-1});
-  }
+  make_wire();
   int64_t used = 0;
   for (const auto& slot : spec.slots) {
     used += slot.numel;
@@ -47,25 +44,31 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
   if (given_away_) {
     let_go();
   }
-  if (slots_.size() == 1 && slots_[0].numel() == spec.numel && slots_[0].on_cpu() && !flat_.is_complex()) {
+  if (slots_.size() == 1 && slots_[0].numel() == spec.numel && flat_.is_cpu() && !flat_.is_complex()) {
     slots_[0].allow_adoption(transport);
-    scales_ = transport.scales(flat_.scalar_type());
+    scales_ = transport.capabilities().scales && kernels::can_scale(slots_[0].kernel_dtype());
   }
+}
+
+void Bucket::make_wire() {
+  if (!flat_.is_complex()) {
+    wire_ = flat_;
+    return;
+  }
+  c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  wire_ = at::view_as_real(flat_).view({-1});
 }
 
 void Bucket::point_at(const at::Tensor& memory) {
   auto* flat = flat_.unsafeGetTensorImpl();
   flat->set_storage_keep_dtype(memory.storage());
   flat->set_storage_offset(0);
-  if (flat_.is_complex()) {
-    c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-    wire_ = at::view_as_real(flat_).view({-1});
-  }
 }
 
 void Bucket::take_memory(const at::Tensor& memory) {
   TDDP_INTERNAL(static_cast<int64_t>(memory.nbytes()) >= bytes(), "a bucket was given too little memory");
   point_at(memory);
+  make_wire();
   if (has_padding_) {
     const c10::NoGradGuard no_grad;
     flat_.zero_();  // summed too: keep it finite
@@ -80,6 +83,7 @@ std::vector<int64_t> Bucket::move(transport::Transport& transport) {
   const auto memory = transport.allocate(flat_.numel(), flat_.scalar_type(), flat_.device());
   memory.copy_(flat_);
   point_at(memory);
+  make_wire();
   std::vector<int64_t> stay;
   for (size_t i = 0; i < slots_.size(); ++i) {
     if (!slots_[i].follow()) {
@@ -90,9 +94,7 @@ std::vector<int64_t> Bucket::move(transport::Transport& transport) {
 }
 
 void Bucket::let_go() {
-  auto* flat = flat_.unsafeGetTensorImpl();
-  flat->set_storage_keep_dtype(at::empty({0}, flat_.options()).storage());
-  flat->set_storage_offset(0);
+  point_at(at::empty({0}, flat_.options()));
   if (flat_.is_complex()) {
     wire_.reset();
   }
@@ -106,7 +108,8 @@ void Bucket::measure(const at::Tensor& stats) const {
   if (sparse_ || !wire_.is_floating_point()) {
     stats.zero_();
   } else if (wire_.device().is_cpu()) {
-    const auto found = kernels::measure(wire_.const_data_ptr(), kernel_type(wire_.scalar_type()).dtype, wire_.numel());
+    const auto found =
+        kernels::measure(wire_.const_data_ptr(), transport::kernel_type(wire_.scalar_type()).dtype, wire_.numel());
     auto* const out = stats.mutable_data_ptr<double>();
     out[0] = found.sum_squares;
     out[1] = static_cast<double>(found.non_finite);

@@ -23,21 +23,6 @@ enum class BucketState : uint8_t {
   kReduced,   // results are in flat memory
 };
 
-// A state that one thread at a time writes, and that any thread may read for a report.
-class SharedState {
- public:
-  SharedState& operator=(BucketState state) {
-    state_.store(state, std::memory_order_relaxed);
-    return *this;
-  }
-  operator BucketState() const {
-    return state_.load(std::memory_order_relaxed);
-  }  // NOLINT(google-explicit-constructor)
-
- private:
-  std::atomic<BucketState> state_{BucketState::kIdle};
-};
-
 // Owned by the Reducer. arrive() may be called by several autograd threads at once; everything else by one thread at a time.
 class Bucket {
  public:
@@ -78,7 +63,8 @@ class Bucket {
   std::vector<int64_t> move(transport::Transport& transport);
   void let_go();
 
-  SharedState state;
+  // One thread at a time writes it, any thread may read it for a report.
+  std::atomic<BucketState> state{BucketState::kIdle};
 
   // Whether the transport can scale a gradient that is all of this bucket, and what it shall scale it by. Otherwise gradients
   // are scaled when they are packed.
@@ -98,6 +84,7 @@ class Bucket {
   bool arrive() { return pending_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
 
  private:
+  void make_wire();
   void point_at(const at::Tensor& memory);
 
   std::vector<int64_t> params_;

@@ -2,8 +2,8 @@
 
 #include <ATen/Functions.h>
 
-#include "bucket/kernel_type.h"
 #include "common/check.h"
+#include "transport/sum_types.h"
 
 #ifdef TORCHDDP_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -13,16 +13,16 @@
 
 namespace torchddp::bucket {
 
-bool DevicePieces::add(const GradSlot& slot, const at::Tensor& gradient) {
-  const auto piece = slot.piece_of(gradient);
-  if (!piece) {
-    return false;
+void DevicePieces::add(GradSlot& slot, const at::Tensor& gradient) {
+  if (const auto piece = available(slot.device()) ? slot.piece_of(gradient) : std::nullopt) {
+    pieces_[static_cast<size_t>(piece->dtype)].push_back(piece->memory);
+    gradients_.push_back(gradient);
+    any_slot_ = &slot;
+  } else if (way_ == Way::kPack) {
+    slot.pack(gradient, scale_);
+  } else {
+    slot.unpack(gradient);
   }
-  flat_ = slot.flat_data();
-  flat_dtype_ = slot.kernel_dtype();
-  device_ = slot.device().index();
-  pieces_[static_cast<size_t>(piece->dtype)].push_back({piece->data, piece->begin, piece->numel});
-  return true;
 }
 
 #ifdef TORCHDDP_WITH_CUDA
@@ -39,32 +39,24 @@ void launch(c10::DeviceIndex device, Launch&& body) {
 
 bool DevicePieces::available(at::Device device) { return device.is_cuda(); }
 
-void DevicePieces::pack(double scale) {
+void DevicePieces::run() {
   for (size_t dtype = 0; dtype < pieces_.size(); ++dtype) {
     const auto& pieces = pieces_[dtype];
     if (!pieces.empty()) {
-      launch(device_, [&](void* stream) {
-        return kernels::pack_on_device(flat_, flat_dtype_, pieces.data(), static_cast<int64_t>(pieces.size()),
-                                       static_cast<kernels::DType>(dtype), scale, nullptr, nullptr, stream);
-      });
-    }
-  }
-}
-
-void DevicePieces::unpack() {
-  for (size_t dtype = 0; dtype < pieces_.size(); ++dtype) {
-    const auto& pieces = pieces_[dtype];
-    if (!pieces.empty()) {
-      launch(device_, [&](void* stream) {
-        return kernels::unpack_on_device(flat_, flat_dtype_, pieces.data(), static_cast<int64_t>(pieces.size()),
-                                         static_cast<kernels::DType>(dtype), 1.0, nullptr, nullptr, stream);
+      launch(any_slot_->device().index(), [&](void* stream) {
+        const auto move = [&](auto* kernel) {
+          return kernel(any_slot_->flat_data(), any_slot_->kernel_dtype(), pieces.data(),
+                        static_cast<int64_t>(pieces.size()), static_cast<kernels::DType>(dtype), scale_, nullptr,
+                        nullptr, stream);
+        };
+        return way_ == Way::kPack ? move(&kernels::pack_on_device) : move(&kernels::unpack_on_device);
       });
     }
   }
 }
 
 void DevicePieces::measure(const at::Tensor& flat, const at::Tensor& stats) {
-  const auto dtype = kernel_type(flat.scalar_type()).dtype;
+  const auto dtype = transport::kernel_type(flat.scalar_type()).dtype;
   // In place, unscaled: values are read, and written back as they are.
   const kernels::DevicePiece all{flat.mutable_data_ptr(), 0, flat.numel()};
   const auto scratch = at::empty({kernels::device_scratch_bytes(1)}, stats.options().dtype(at::kByte));
@@ -78,8 +70,7 @@ void DevicePieces::measure(const at::Tensor& flat, const at::Tensor& stats) {
 #else
 
 bool DevicePieces::available(at::Device) { return false; }
-void DevicePieces::pack(double) { TDDP_INTERNAL(false, "this build has no CUDA kernels"); }
-void DevicePieces::unpack() { TDDP_INTERNAL(false, "this build has no CUDA kernels"); }
+void DevicePieces::run() {}
 void DevicePieces::measure(const at::Tensor&, const at::Tensor&) {
   TDDP_INTERNAL(false, "this build has no CUDA kernels");
 }

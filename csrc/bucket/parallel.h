@@ -10,22 +10,10 @@ namespace torchddp::bucket {
 // Below twice this, waking a second thread costs more than the work. Elements, not bytes: at::parallel_for counts those.
 constexpr int64_t kParallelGrain = 256 * 1024;
 
-inline bool is_for_one_thread(int64_t numel) { return numel < 2 * kParallelGrain || at::get_num_threads() == 1; }
-
-// part(begin, end) for ranges that make up [0, numel).
-template <typename Part>
-void for_parts(int64_t numel, Part&& part) {
-  if (is_for_one_thread(numel)) {
-    part(0, numel);
-  } else {
-    at::parallel_for(0, numel, kParallelGrain, part);
-  }
-}
-
-// The sum of what they return.
+// The sum of part(begin, end) for ranges that make up [0, numel).
 template <typename Part>
 int64_t sum_of_parts(int64_t numel, Part&& part) {
-  if (is_for_one_thread(numel)) {
+  if (numel < 2 * kParallelGrain || at::get_num_threads() == 1) {
     return part(0, numel);
   }
   std::atomic<int64_t> sum{0};

@@ -3,11 +3,11 @@
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
-#include "bucket/kernel_type.h"
 #include "bucket/parallel.h"
 #include "common/check.h"
 #include "kernels/hash.h"
 #include "kernels/non_finite.h"
+#include "transport/sum_types.h"
 
 namespace torchddp::bucket {
 namespace {
@@ -25,7 +25,7 @@ int64_t count_non_finite(const at::Tensor& tensor) {
     return 0;
   }
   auto values = plain_values(tensor);
-  const auto dtype = kernel_type(values.scalar_type()).dtype;
+  const auto dtype = transport::kernel_type(values.scalar_type()).dtype;
   if (!values.device().is_cpu() || !kernels::is_float(dtype)) {  // opaque: a float type that the kernels don't know
     return values.isfinite().logical_not().sum().item<int64_t>();
   }

@@ -13,10 +13,9 @@
 namespace torchddp::gpu {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kAbortGrace{1000};
 // Finished operations that a new one puts away; more than one, so that none pile up.
-constexpr int kRetireAtOnce = 2;
+constexpr size_t kRetireAtOnce = 2;
 
 }  // namespace
 
@@ -46,18 +45,9 @@ Communicator::Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> d
     state.settle(result, "making a NCCL communicator", &lock);
   } catch (...) {
     std::unique_lock lock(state.mutex);
-    if (state.life == State::Life::kRunning) {
-      state.mark_broken("making a NCCL communicator failed");
-    }
-    state.changed.wait_until(lock, deadline_after(config.leave_timeout),
-                             [&] { return state.life != State::Life::kBroken; });
-    const bool ended = state.life != State::Life::kBroken;
-    lock.unlock();
-    if (ended) {
-      watchdog_.join();
+    state.mark_broken("making a NCCL communicator failed");
+    if (end_watchdog(lock, deadline_after(config.leave_timeout))) {
       state.destroy_streams();
-    } else {
-      watchdog_.detach();
     }
     throw;
   }
@@ -80,10 +70,12 @@ Communicator::~Communicator() {
     std::this_thread::sleep_for(State::kPollInterval);
     lock.lock();
   }
-  if (state.life == State::Life::kRunning && state.in_flight.empty() && state.captured) {
+  if (!state.in_flight.empty()) {
+    state.mark_broken("left while " + std::to_string(state.in_flight.size()) + " operations were under way");
+  } else if (state.life == State::Life::kRunning && state.captured) {
     // NCCL would wait, without end, for graphs that hold operations of this communicator to be destroyed: it is left as it is.
     state.life = State::Life::kLeft;
-  } else if (state.life == State::Life::kRunning && state.in_flight.empty()) {
+  } else if (state.life == State::Life::kRunning) {
     // Flushes what NCCL's own threads still have to send to peers.
     try {
       state.config.connect_timeout = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
@@ -93,22 +85,12 @@ Communicator::~Communicator() {
     } catch (const TransportError&) {
       // Broken: the watchdog aborts it.
     }
-  } else {
-    state.mark_broken("left while " + std::to_string(state.in_flight.size()) + " operations were under way");
   }
-  state.stop_watching = true;
-  state.changed.notify_all();
+  auto keeps = state.in_flight.take_keeps();
   // An abort is quick, but its thread may have to wait for a processor.
-  state.changed.wait_until(lock, std::max(deadline, Clock::now() + kAbortGrace),
-                           [&] { return state.life != State::Life::kBroken; });
-  const bool ended = state.life != State::Life::kBroken;
-  auto keeps = std::move(state.done_with);
-  lock.unlock();
-  if (!ended) {
-    watchdog_.detach();  // it goes on waiting for NCCL, with everything that it needs
+  if (!end_watchdog(lock, std::max(deadline, Clock::now() + kAbortGrace))) {
     return;
   }
-  watchdog_.join();
   keeps.clear();
   try {
     state.device->synchronize();
@@ -118,13 +100,19 @@ Communicator::~Communicator() {
   lock.lock();
   state.closed = true;
   state.empty_graveyard();
-  auto left = std::exchange(state.in_flight, {});
   lock.unlock();
-  for (const auto& operation : left) {
-    state.device->destroy_event(operation.done);
-  }
-  left.clear();  // may release blocks, without the lock
   state.destroy_streams();
+}
+
+// Of a communicator that is left or broken; gives the lock back. False if NCCL's abort does not end: the watchdog goes on waiting for
+// it, with everything that it needs.
+bool Communicator::end_watchdog(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::time_point deadline) {
+  state_->stop_watching = true;
+  state_->changed.notify_all();
+  const bool ended = state_->changed.wait_until(lock, deadline, [&] { return state_->life != State::Life::kBroken; });
+  lock.unlock();
+  ended ? watchdog_.join() : watchdog_.detach();
+  return ended;
 }
 
 int Communicator::rank() const { return state_->config.rank; }
@@ -133,13 +121,13 @@ Nccl& Communicator::nccl() { return *state_->nccl; }
 
 void Communicator::start(Ticket& ticket, const OperationLabel& label, const Call& call, std::shared_ptr<void> keep) {
   auto& state = *state_;
-  std::vector<std::shared_ptr<void>> keeps;  // let go of without the lock
+  OperationsInFlight::Keeps keeps;  // let go of without the lock
   auto lock = state.enter();
   state.throw_if_broken();
   try {
     auto& device = *state.device;
-    state.retire(kRetireAtOnce);
-    keeps = std::exchange(state.done_with, {});
+    state.in_flight.retire(device, kRetireAtOnce);
+    keeps = state.in_flight.take_keeps();
     auto* const compute = device.current_stream();
     const bool captured = device.capturing(compute);
     device.record(state.fork, compute);
@@ -154,10 +142,7 @@ void Communicator::start(Ticket& ticket, const OperationLabel& label, const Call
       device.record(ticket.event, state.stream);
       return;
     }
-    auto* const done = state.take_event();
-    device.record(done, state.stream);
-    state.in_flight.push_back({label, done, Clock::now(), std::move(keep)});
-    ticket.number = state.next++;
+    ticket.number = state.in_flight.add(device, state.stream, label, std::move(keep));
   } catch (const CaptureError&) {
     throw;  // the graph is spoilt, the communicator is not
   } catch (const DeviceError& error) {
@@ -167,19 +152,13 @@ void Communicator::start(Ticket& ticket, const OperationLabel& label, const Call
 
 void Communicator::join(Ticket& ticket) {
   auto& state = *state_;
-  std::vector<std::shared_ptr<void>> keeps;
+  OperationsInFlight::Keeps keeps;
   const std::lock_guard lock(state.mutex);
   state.throw_if_broken();
   try {
-    keeps = std::exchange(state.done_with, {});
-    auto* const current = state.device->current_stream();
-    if (ticket.captured) {
-      state.device->wait(current, ticket.event);
-      return;
-    }
-    const auto oldest = state.next - state.in_flight.size();
-    if (ticket.number >= oldest && ticket.number < state.next) {
-      state.device->wait(current, state.in_flight[ticket.number - oldest].done);
+    keeps = state.in_flight.take_keeps();
+    if (auto* const done = ticket.captured ? ticket.event : state.in_flight.event_of(ticket)) {
+      state.device->wait(state.device->current_stream(), done);
     }
   } catch (const CaptureError&) {
     throw;
@@ -194,9 +173,8 @@ bool Communicator::ended(const Ticket& ticket) {
   if (ticket.captured || state.life != State::Life::kRunning) {
     return true;
   }
-  const auto oldest = state.next - state.in_flight.size();
-  return ticket.number < oldest || ticket.number >= state.next ||
-         state.device->finished(state.in_flight[ticket.number - oldest].done);
+  auto* const done = state.in_flight.event_of(ticket);
+  return done == nullptr || state.device->finished(done);
 }
 
 void Communicator::forget(Ticket& ticket) {
@@ -207,13 +185,14 @@ void Communicator::forget(Ticket& ticket) {
 }
 
 void Communicator::interrupt(const std::string& reason) {
+  auto& interrupt = state_->interrupt;
   {
-    const std::lock_guard lock(state_->interrupt_mutex);
-    if (state_->interrupted.load(std::memory_order_relaxed)) {
+    const std::lock_guard lock(interrupt.mutex);
+    if (interrupt.raised.load(std::memory_order_relaxed)) {
       return;
     }
-    state_->interrupt_reason = reason;
-    state_->interrupted.store(true, std::memory_order_release);
+    interrupt.reason = reason;
+    interrupt.raised.store(true, std::memory_order_release);
   }
   state_->changed.notify_all();
 }

@@ -2,8 +2,6 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -86,6 +84,8 @@ class Communicator {
 
  private:
   struct State;
+  bool end_watchdog(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::time_point deadline);
+
   std::shared_ptr<State> state_;
   std::thread watchdog_;
 };

@@ -19,11 +19,53 @@ std::string in_ms(std::chrono::milliseconds time) { return std::to_string(time.c
 
 }  // namespace
 
+uint64_t OperationsInFlight::add(Device& device, Stream stream, const OperationLabel& label,
+                                 std::shared_ptr<void> keep) {
+  auto* const done = free_events_.empty() ? device.make_event() : free_events_.back();
+  if (!free_events_.empty()) {
+    free_events_.pop_back();
+  }
+  device.record(done, stream);
+  operations_.push_back({label, done, Clock::now(), std::move(keep)});
+  return next_++;
+}
+
+Event OperationsInFlight::event_of(const Ticket& ticket) const {
+  const auto oldest = next_ - operations_.size();
+  return ticket.number >= oldest && ticket.number < next_ ? operations_[ticket.number - oldest].done : nullptr;
+}
+
+void OperationsInFlight::retire(Device& device, size_t at_most) {
+  while (at_most-- > 0 && !operations_.empty() && device.finished(operations_.front().done)) {
+    auto& front = operations_.front();
+    free_events_.push_back(front.done);
+    if (front.keep != nullptr) {
+      done_with_.push_back(std::move(front.keep));
+    }
+    operations_.pop_front();
+    last_end_ = Clock::now();
+  }
+}
+
+Clock::time_point OperationsInFlight::deadline(std::chrono::milliseconds timeout) const {
+  return deadline_after(timeout, std::max(oldest().queued, last_end_));
+}
+
+void OperationsInFlight::clear(Device& device) {
+  for (auto* event : std::exchange(free_events_, {})) {
+    device.destroy_event(event);
+  }
+  for (const auto& operation : operations_) {
+    device.destroy_event(operation.done);
+  }
+  operations_.clear();
+}
+
 void Communicator::State::obey_interrupt() {
-  if (interrupted.load(std::memory_order_acquire) && life == Life::kRunning) {
-    const std::lock_guard lock(interrupt_mutex);
+  if (interrupt.raised.load(std::memory_order_acquire) && life == Life::kRunning) {
+    const std::lock_guard lock(interrupt.mutex);
     life = Life::kBroken;
-    problem = interrupt_reason;
+    problem = interrupt.reason;
     changed.notify_all();
   }
 }
@@ -108,45 +150,19 @@ void Communicator::State::settle(int result, const std::string& what, std::uniqu
   }
 }
 
-Event Communicator::State::take_event() {
-  if (free_events.empty()) {
-    return device->make_event();
-  }
-  auto* event = free_events.back();
-  free_events.pop_back();
-  return event;
-}
-
-// Puts finished operations away, oldest first. What they held is let go of by the next caller: the watchdog must not run foreign
-// destructors, which may want Python's lock.
-void Communicator::State::retire(int at_most) {
-  while (at_most-- > 0 && !in_flight.empty() && device->finished(in_flight.front().done)) {
-    auto& front = in_flight.front();
-    free_events.push_back(front.done);
-    if (front.keep != nullptr) {
-      done_with.push_back(std::move(front.keep));
-    }
-    in_flight.pop_front();
-    last_end = Clock::now();
-  }
-}
-
 void Communicator::State::look() {
   try {
     int error = kNcclSuccess;
     const auto asked = nccl->async_error(comm, &error);
     const auto result = asked != kNcclSuccess ? asked : error;
     if (result != kNcclSuccess && result != kNcclInProgress) {
-      mark_broken("NCCL reports: " + nccl->describe(result, comm) + during());
+      const auto during = in_flight.empty() ? "" : ", during " + describe(in_flight.oldest().label);
+      mark_broken("NCCL reports: " + nccl->describe(result, comm) + during);
       return;
     }
-    retire(static_cast<int>(in_flight.size()));
-    if (in_flight.empty()) {
-      return;
-    }
-    const auto& oldest = in_flight.front();
-    if (Clock::now() >= deadline_after(config.timeout, std::max(oldest.queued, last_end))) {
-      mark_broken(describe(oldest.label) + " did not finish within " + in_ms(config.timeout) +
+    in_flight.retire(*device, in_flight.size());
+    if (!in_flight.empty() && Clock::now() >= in_flight.deadline(config.timeout)) {
+      mark_broken(describe(in_flight.oldest().label) + " did not finish within " + in_ms(config.timeout) +
                   ". Some rank did not start it, is gone, or can't be reached; the communicator was aborted");
     }
   } catch (const std::exception& error) {
@@ -212,15 +228,15 @@ void Communicator::State::release(const Block& block) noexcept {
 // given back at the same points of the program on all ranks, right before the next is registered, and not when the last reference
 // happens to go. It waits until the device is idle: nothing of a step allocates.
 void Communicator::State::reclaim(std::unique_lock<std::mutex>& lock) {
-  if (in_flight.empty() && done_with.empty() && graveyard.empty()) {
+  if (in_flight.holds_nothing() && graveyard.empty()) {
     return;
   }
   lock.unlock();
   device->synchronize();  // not under the lock: the watchdog may have to end what the device waits for
   lock.lock();
   throw_if_broken();
-  retire(static_cast<int>(in_flight.size()));
-  auto keeps = std::exchange(done_with, {});
+  in_flight.retire(*device, in_flight.size());
+  auto keeps = in_flight.take_keeps();
   lock.unlock();
   keeps.clear();  // may release blocks
   lock.lock();
@@ -229,9 +245,7 @@ void Communicator::State::reclaim(std::unique_lock<std::mutex>& lock) {
 
 // Once the watchdog has ended.
 void Communicator::State::destroy_streams() {
-  for (auto* event : std::exchange(free_events, {})) {
-    device->destroy_event(event);
-  }
+  in_flight.clear(*device);
   device->destroy_event(fork);
   device->destroy_stream(stream);
 }

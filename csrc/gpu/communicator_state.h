@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/signals.h"
@@ -16,17 +17,49 @@
 
 namespace torchddp::gpu {
 
-// Shared with the watchdog, which may outlive the communicator if NCCL's abort hangs.
-struct Communicator::State {
-  using Clock = std::chrono::steady_clock;
-  static constexpr std::chrono::microseconds kPollInterval{200};
+using Clock = std::chrono::steady_clock;
 
-  struct InFlight {
+// Operations on the communicator's stream that nobody has seen to end, oldest first.
+class OperationsInFlight {
+ public:
+  struct Operation {
     OperationLabel label;
     Event done;
     Clock::time_point queued;
     std::shared_ptr<void> keep;
   };
+  using Keeps = std::vector<std::shared_ptr<void>>;
+
+  // Behind what is on the stream. Returns its number.
+  uint64_t add(Device& device, Stream stream, const OperationLabel& label, std::shared_ptr<void> keep);
+  // Null if it was put away, or never queued.
+  Event event_of(const Ticket& ticket) const;
+  // Puts finished operations away, oldest first. What they held is let go of by the next caller: the watchdog must not run foreign
+  // destructors, which may want Python's lock.
+  void retire(Device& device, size_t at_most);
+  // What finished operations have held, to be let go of without the lock.
+  Keeps take_keeps() { return std::exchange(done_with_, {}); }
+  bool holds_nothing() const { return operations_.empty() && done_with_.empty(); }
+
+  bool empty() const { return operations_.empty(); }
+  size_t size() const { return operations_.size(); }
+  const Operation& oldest() const { return operations_.front(); }
+  Clock::time_point deadline(std::chrono::milliseconds timeout) const;
+  // Without the lock: blocks of memory may go.
+  void clear(Device& device);
+
+ private:
+  std::deque<Operation> operations_;           // the last is number next_ - 1
+  uint64_t next_ = 1;                          // number of the next operation
+  Clock::time_point last_end_ = Clock::now();  // when the device was last seen to have finished one
+  std::vector<Event> free_events_;
+  Keeps done_with_;
+};
+
+// Shared with the watchdog, which may outlive the communicator if NCCL's abort hangs.
+struct Communicator::State {
+  static constexpr std::chrono::microseconds kPollInterval{200};
+
   struct Block {
     void* memory;
     const Window* window;  // null if it is no window
@@ -46,21 +79,19 @@ struct Communicator::State {
   Comm comm = nullptr;
   Stream stream = nullptr;
   Event fork = nullptr;
-  uint64_t next = 1;                          // number of the next operation
-  std::deque<InFlight> in_flight;             // the last is number next - 1
-  Clock::time_point last_end = Clock::now();  // when the device was last seen to have finished one
-  std::vector<Event> free_events;
-  std::vector<std::shared_ptr<void>> done_with;  // let go of by the caller's threads, see retire()
-  std::vector<Block> graveyard;                  // freed by their owners, see reclaim()
-  std::deque<Window> windows;                    // NCCL writes them whenever it gets to it: they stay where they are
-  bool closed = false;                           // the communicator is gone, its memory may not be
-  bool captured = false;                         // some operation became part of a graph
-  bool runs_handlers = false;                    // of signals, by a thread whose call is in progress
+  OperationsInFlight in_flight;
+  std::vector<Block> graveyard;  // freed by their owners, see reclaim()
+  std::deque<Window> windows;    // NCCL writes them whenever it gets to it: they stay where they are
+  bool closed = false;           // the communicator is gone, its memory may not be
+  bool captured = false;         // some operation became part of a graph
+  bool runs_handlers = false;    // of signals, by a thread whose call is in progress
 
-  // Of Communicator::interrupt: calls hold the mutex while NCCL gets under way.
-  std::mutex interrupt_mutex;
-  std::string interrupt_reason;
-  std::atomic<bool> interrupted{false};
+  // Has a lock of its own: calls hold the mutex while NCCL gets under way.
+  struct {
+    std::mutex mutex;
+    std::string reason;
+    std::atomic<bool> raised{false};
+  } interrupt;
 
   std::string who() const { return "rank " + std::to_string(config.rank) + " of " + std::to_string(config.size); }
   std::string describe(const OperationLabel& label) const {
@@ -74,10 +105,7 @@ struct Communicator::State {
   std::unique_lock<std::mutex> enter();
   void run_handlers(SignalWatch& signals, const std::string& what, std::unique_lock<std::mutex>& lock);
   void settle(int result, const std::string& what, std::unique_lock<std::mutex>* lock);
-  Event take_event();
-  void retire(int at_most);
   void look();
-  std::string during() const { return in_flight.empty() ? "" : ", during " + describe(in_flight.front().label); }
   void watch();
   void free_block(const Block& block);
   void release(const Block& block) noexcept;

@@ -1,11 +1,15 @@
 #include "gpu/nccl.h"
 
 namespace torchddp::gpu {
+namespace {
 
+// "2.29.7" of 22907.
 std::string version_text(int version) {
   return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
          std::to_string(version % 100);
 }
+
+}  // namespace
 
 std::string version_problem(int running, int built) {
   // The configuration of a communicator grows from minor version to minor version: an older library refuses a newer one.

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "gpu/device.h"
+#include "kernels/dtype.h"
 
 namespace torchddp::gpu {
 
@@ -16,8 +17,6 @@ struct UniqueId {
   std::array<char, 128> bytes{};
 };
 
-enum class NcclType : uint8_t { kI8, kU8, kI32, kU32, kI64, kU64, kF16, kF32, kF64, kBF16 };
-
 // ncclResult_t, of which we only tell these apart.
 inline constexpr int kNcclSuccess = 0;
 inline constexpr int kNcclInProgress = 7;
@@ -26,7 +25,7 @@ inline constexpr int kNcclInProgress = 7;
 inline constexpr int kWindowsVersion = 22700;
 
 // Methods mirror NCCL's functions and return its result codes; a communicator is non-blocking, so that each may return
-// kNcclInProgress. Not thread-safe per communicator.
+// kNcclInProgress. Not thread-safe per communicator. NCCL knows all types but kI16.
 class Nccl {
  public:
   virtual ~Nccl() = default;
@@ -50,18 +49,16 @@ class Nccl {
   virtual int window_register(Comm comm, void* memory, int64_t bytes, Window* window) = 0;
   virtual int window_deregister(Comm comm, Window window) = 0;
 
-  virtual int all_reduce(const void* input, void* output, int64_t numel, NcclType type, Comm comm, Stream stream) = 0;
-  // In place.
-  virtual int reduce(void* data, int64_t numel, NcclType type, int root, Comm comm, Stream stream) = 0;
-  virtual int reduce_scatter(const void* input, void* output, int64_t output_numel, NcclType type, Comm comm,
-                             Stream stream) = 0;
-  virtual int all_gather(const void* input, void* output, int64_t input_numel, NcclType type, Comm comm,
+  virtual int all_reduce(const void* input, void* output, int64_t numel, kernels::DType type, Comm comm,
                          Stream stream) = 0;
-  virtual int broadcast(void* data, int64_t numel, NcclType type, int root, Comm comm, Stream stream) = 0;
+  // In place.
+  virtual int reduce(void* data, int64_t numel, kernels::DType type, int root, Comm comm, Stream stream) = 0;
+  virtual int reduce_scatter(const void* input, void* output, int64_t output_numel, kernels::DType type, Comm comm,
+                             Stream stream) = 0;
+  virtual int all_gather(const void* input, void* output, int64_t input_numel, kernels::DType type, Comm comm,
+                         Stream stream) = 0;
+  virtual int broadcast(void* data, int64_t numel, kernels::DType type, int root, Comm comm, Stream stream) = 0;
 };
-
-// "2.29.7" of 22907.
-std::string version_text(int version);
 
 // Why the library that is loaded can't be used by an extension compiled with `built`; empty if it can.
 std::string version_problem(int running, int built);

@@ -1,6 +1,7 @@
 #include "gpu/stream_set.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace torchddp::gpu {
 
@@ -20,13 +21,12 @@ void StreamSet::join_into(Device& device, Stream target, Event event) const {
 }
 
 void StreamSet::wait_back(Device& device, Stream source, Event event) const {
-  const bool others = std::any_of(streams_.begin(), streams_.end(), [&](Stream stream) { return stream != source; });
-  if (!others) {
-    return;
-  }
-  device.record(event, source);
+  bool recorded = false;
   for (auto* stream : streams_) {
     if (stream != source) {
+      if (!std::exchange(recorded, true)) {
+        device.record(event, source);
+      }
       device.wait(stream, event);
     }
   }

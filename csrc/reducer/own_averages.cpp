@@ -57,7 +57,7 @@ void OwnAverages::finish() {
   if (!context_.owned) {
     return;
   }
-  context_.transport->trim_lent(kKeptBlocks);
+  context_.transport->scratch().trim(kKeptBlocks);
   for (size_t i = 0; i < reduced_.size(); ++i) {
     if (layout_.place(static_cast<int64_t>(i)).bucket->is_given_away()) {
       continue;

@@ -19,7 +19,7 @@ plan::BucketPlan agree_on_plan(const plan::BucketPlan& mine, const Context& cont
   const auto words = plan::encode_plan(mine, context.num_params());
   auto wire = at::tensor(words, at::kLong).to(context.param_device());
   const auto work = context.transport->make_work();
-  context.transport->broadcast(wire, 0, *work);
+  context.transport->start(transport::Collective::broadcast(wire, 0), *work);
   work->wait(context.config.timeout);
   const auto host = wire.cpu();
   const std::span<const int64_t> agreed(host.const_data_ptr<int64_t>(), words.size());

@@ -77,13 +77,13 @@ struct MemoryCache::Shelf {
   }
 };
 
-std::shared_ptr<MemoryCache::Shelf> MemoryCache::make_shelf() { return std::make_shared<Shelf>(); }
+MemoryCache::MemoryCache(Allocate allocate) : allocate_(std::move(allocate)), shelf_(std::make_shared<Shelf>()) {}
 
-at::Tensor MemoryCache::take(int64_t bytes, at::Device device, const Allocate& allocate) {
+at::Tensor MemoryCache::lend(int64_t bytes, at::Device device) {
   const auto wanted = std::max(kUnitBytes, round_up(bytes, kUnitBytes));
   auto memory = shelf_->find(wanted, device);
   if (!memory.defined()) {
-    memory = allocate(wanted);
+    memory = allocate_(wanted, device);
     shelf_->count(memory);
   }
   auto* const data = memory.mutable_data_ptr();

@@ -1,44 +1,45 @@
-// torch's dtypes and those that the kernels sum.
+// torch's dtypes as the kernels see them.
 #pragma once
 
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
+#include <array>
+#include <bit>
 #include <optional>
 
 #include "kernels/dtype.h"
 
 namespace torchddp::transport {
 
+// What the kernels sum, in the order of kernels::DType.
+inline constexpr std::array kSumTypes{at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kChar,
+                                      at::kByte,   at::kShort, at::kInt,  at::kLong};
+
 inline std::optional<kernels::DType> sum_type(at::ScalarType dtype) {
-  using kernels::DType;
-  switch (dtype) {
-    case at::kDouble:
-      return DType::kF64;
-    case at::kFloat:
-      return DType::kF32;
-    case at::kHalf:
-      return DType::kF16;
-    case at::kBFloat16:
-      return DType::kBF16;
-    case at::kChar:
-      return DType::kI8;
-    case at::kByte:
-      return DType::kU8;
-    case at::kShort:
-      return DType::kI16;
-    case at::kInt:
-      return DType::kI32;
-    case at::kLong:
-      return DType::kI64;
-    default:
-      return std::nullopt;
-  }
+  const auto found = std::find(kSumTypes.begin(), kSumTypes.end(), dtype);
+  return found == kSumTypes.end() ? std::nullopt
+                                  : std::optional(static_cast<kernels::DType>(found - kSumTypes.begin()));
 }
 
-inline at::ScalarType scalar_type(kernels::DType type) {
-  constexpr at::ScalarType kTypes[] = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kChar,
-                                       at::kByte,   at::kShort, at::kInt,  at::kLong};
-  return kTypes[static_cast<size_t>(type)];
+inline at::ScalarType scalar_type(kernels::DType type) { return kSumTypes[static_cast<size_t>(type)]; }
+
+// What the kernels pack: everything.
+struct KernelType {
+  kernels::DType dtype;
+  int64_t words;  // kernel elements per tensor element
+};
+
+inline KernelType kernel_type(at::ScalarType dtype) {
+  using kernels::DType;
+  if (at::isComplexType(dtype)) {
+    return {*sum_type(c10::toRealValueType(dtype)), 2};
+  }
+  if (const auto type = sum_type(dtype)) {
+    return {*type, 1};
+  }
+  constexpr DType kOpaque[] = {DType::kU8, DType::kI16, DType::kI32, DType::kI64};  // by size
+  return {kOpaque[std::countr_zero(c10::elementSize(dtype))], 1};
 }
 
 }  // namespace torchddp::transport

@@ -32,12 +32,13 @@ bool is_plain_bytes(const at::Tensor& tensor) {
 TensorBroadcast::TensorBroadcast(std::shared_ptr<Transport> transport, int64_t message_bytes,
                                  std::chrono::milliseconds timeout)
     : transport_(std::move(transport)),
-      message_bytes_(transport_->reaches_any_memory() ? message_bytes : std::min(message_bytes, kPieceBytes)),
+      message_bytes_(transport_->capabilities().reaches_any_memory ? message_bytes
+                                                                   : std::min(message_bytes, kPieceBytes)),
       timeout_(timeout) {}
 
 TensorBroadcast::Way TensorBroadcast::way(const at::Tensor& tensor) const {
   const auto bytes = padded_bytes(tensor);
-  if (!transport_->reaches_any_memory() && tensor.device().is_cpu()) {
+  if (!transport_->capabilities().reaches_any_memory && tensor.device().is_cpu()) {
     return bytes > message_bytes_ ? Way::kInPieces : Way::kTogether;
   }
   return bytes >= kAloneBytes && tensor.is_contiguous() ? Way::kAlone : Way::kTogether;
@@ -56,8 +57,9 @@ void TensorBroadcast::reserve(std::span<const at::Tensor> tensors) {
 void TensorBroadcast::reserve(int64_t bytes, at::Device device) {
   if (!flat_.defined() || flat_.numel() < bytes || flat_.device() != device) {
     // Registered memory is dear, and not needed for a message.
-    flat_ = transport_->reaches_any_memory() ? at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device))
-                                             : transport_->allocate(bytes, at::kByte, device);
+    flat_ = transport_->capabilities().reaches_any_memory
+                ? at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device))
+                : transport_->allocate(bytes, at::kByte, device);
   }
 }
 
@@ -163,7 +165,7 @@ void TensorBroadcast::send(const at::Tensor& bytes, int root) {
     work_ = transport_->make_work();
   }
   try {
-    transport_->broadcast(bytes, root, *work_);
+    transport_->start(Collective::broadcast(bytes, root), *work_);
     work_->wait(timeout_);
   } catch (const TransportError&) {
     work_->abandon();

@@ -2,45 +2,65 @@
 
 #include <ATen/Functions.h>
 
+#include <algorithm>
+
 #include "common/check.h"
 
 namespace torchddp::transport {
 
-at::Tensor Transport::lend(int64_t bytes, at::Device device) {
-  return cache_.take(bytes, device, [&](int64_t rounded_up) { return allocate_scratch(rounded_up, device); });
+const char* Collective::name() const {
+  constexpr const char* kNames[] = {"all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"};
+  return kNames[static_cast<size_t>(kind)];
+}
+
+at::Tensor Transport::allocate(int64_t numel, at::ScalarType dtype, at::Device device) {
+  return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device));
 }
 
 at::Tensor Transport::allocate_scratch(int64_t bytes, at::Device device) {
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+  return Transport::allocate(bytes, at::kByte, device);
 }
 
-void Transport::check_flat(const char* operation, const at::Tensor& tensor) const {
-  TDDP_CHECK(tensor.defined() && (tensor.is_sparse() || tensor.is_contiguous()), operation, " on rank ", rank(),
-             " needs a contiguous tensor");
+void Transport::check_arguments(const Collective& operation) const {
+  const auto* const name = operation.name();
+  const auto& [kind, output, input, root, options] = operation;
+  for (const auto& tensor : {input, output}) {
+    TDDP_CHECK(tensor.defined() && (tensor.is_sparse() || tensor.is_contiguous()), name, " on rank ", rank(),
+               " needs a contiguous tensor");
+  }
+  TDDP_CHECK(input.scalar_type() == output.scalar_type(), name, " on rank ", rank(), ": input is ", input.scalar_type(),
+             ", output ", output.scalar_type());
+  TDDP_CHECK(kind != Collective::Kind::kReduceScatter || input.numel() == output.numel() * size(), name, " on rank ",
+             rank(), ": input has ", input.numel(), " elements, expected output's ", output.numel(),
+             " times the world size ", size());
+  TDDP_CHECK(kind != Collective::Kind::kAllGather || output.numel() == input.numel() * size(), name, " on rank ",
+             rank(), ": output has ", output.numel(), " elements, expected input's ", input.numel(),
+             " times the world size ", size());
+  TDDP_CHECK(root >= 0 && root < size(), name, " on rank ", rank(), ": root ", root, " is not in [0, ", size(), ")");
+  const bool may_narrow = capabilities_.narrows && kind == Collective::Kind::kAllReduce;
+  TDDP_INTERNAL((options.scale == 1.0 || capabilities_.scales) && (!options.wire || may_narrow), name,
+                " can't scale or narrow so through ", this->name());
 }
 
-void Transport::check_reduce_scatter(const at::Tensor& output, const at::Tensor& input) const {
-  check_flat("reduce_scatter", input);
-  check_flat("reduce_scatter", output);
-  TDDP_CHECK(input.scalar_type() == output.scalar_type(), "reduce_scatter on rank ", rank(), ": input is ",
-             input.scalar_type(), ", output ", output.scalar_type());
-  TDDP_CHECK(input.numel() == output.numel() * size(), "reduce_scatter on rank ", rank(), ": input has ", input.numel(),
-             " elements, expected output's ", output.numel(), " times the world size ", size());
-}
-
-void Transport::check_all_gather(const at::Tensor& output, const at::Tensor& input) const {
-  check_flat("all_gather", input);
-  check_flat("all_gather", output);
-  TDDP_CHECK(input.scalar_type() == output.scalar_type(), "all_gather on rank ", rank(), ": input is ",
-             input.scalar_type(), ", output ", output.scalar_type());
-  TDDP_CHECK(output.numel() == input.numel() * size(), "all_gather on rank ", rank(), ": output has ", output.numel(),
-             " elements, expected input's ", input.numel(), " times the world size ", size());
-}
-
-void Transport::check_rooted(const char* operation, const at::Tensor& tensor, int root) const {
-  check_flat(operation, tensor);
-  TDDP_CHECK(root >= 0 && root < size(), operation, " on rank ", rank(), ": root ", root, " is not in [0, ", size(),
-             ")");
+void Transport::start(const Collective& operation, Work& work) {
+  using Kind = Collective::Kind;
+  if (operation.kind == Kind::kBarrier) {
+    launch(operation, work);
+    return;
+  }
+  check_arguments(operation);
+  launch(operation, work);
+  if (route_ == Route::kShm) {
+    return;  // it has no wire, and counts by its plan
+  }
+  const auto bytes = std::max(bytes_of(operation.input), bytes_of(operation.output));
+  auto on_wire = one_way_bytes(bytes, size());
+  if (operation.kind == Kind::kAllReduce) {
+    on_wire = operation.input.is_sparse() ? (size() - 1) * bytes : all_reduce_bytes(bytes, size());
+  } else if (operation.kind == Kind::kReduce) {
+    on_wire = reduce_bytes(bytes, rank() == operation.root);
+  }
+  count(route_, bytes, on_wire);
 }
 
 int64_t bytes_of(const at::Tensor& tensor) {
@@ -55,7 +75,7 @@ std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport,
   }
   auto lost = at::full({1}, transport->lost_memory() ? 1 : 0, at::kInt);
   auto work = transport->make_work();
-  transport->all_reduce(lost, *work);
+  transport->start(Collective::all_reduce(lost), *work);
   work->wait(timeout);
   return lost.item<int32_t>() == 0 ? transport : fallback;
 }

@@ -18,9 +18,9 @@
 namespace torchddp::transport {
 
 struct SumOptions {
-  // Other than 1 only if Transport::scales(); ranks may differ in it. For all_reduce and reduce.
+  // Other than 1 only for fp32 and fp64, and if the transport scales; ranks may differ in it. For all_reduce and reduce.
   double scale = 1.0;
-  // fp32 tensors may travel as kBFloat16 or kHalf, and are summed in fp32. Only if Transport::narrows(); equal on all ranks. Ranks
+  // fp32 tensors may travel as kBFloat16 or kHalf, and are summed in fp32. Only if the transport narrows; equal on all ranks. Ranks
   // get equal results. For all_reduce alone.
   std::optional<at::ScalarType> wire;
   // What errors call it, where the operation itself is all that is left to tell of: -1 is no bucket.
@@ -30,52 +30,71 @@ struct SumOptions {
   bool count_non_finite = false;
 };
 
-// All operations are collective: every rank calls them in the same order with equal shapes and dtypes. They start the
-// operation and return; the tensors must stay unchanged until Work::wait() returned. Calls come from one thread at a time.
+// An operation of all ranks.
+struct Collective {
+  enum class Kind : uint8_t { kAllReduce, kReduce, kReduceScatter, kAllGather, kBroadcast, kBarrier };
+
+  // In place: the sum over ranks of tensor * options.scale.
+  static Collective all_reduce(const at::Tensor& tensor, const SumOptions& options = {}) {
+    return {Kind::kAllReduce, tensor, tensor, 0, options};
+  }
+  // In place on rank `root`: the sum over ranks of tensor * options.scale. On the others the values are unspecified afterwards.
+  static Collective reduce(const at::Tensor& tensor, int root, const SumOptions& options = {}) {
+    return {Kind::kReduce, tensor, tensor, root, options};
+  }
+  // output[numel / size()] = this rank's part of the sum of input[numel]; numel must be a multiple of size().
+  static Collective reduce_scatter(const at::Tensor& output, const at::Tensor& input) {
+    return {Kind::kReduceScatter, output, input};
+  }
+  // output[numel * size()] = every rank's input[numel], in rank order.
+  static Collective all_gather(const at::Tensor& output, const at::Tensor& input) {
+    return {Kind::kAllGather, output, input};
+  }
+  // In place: rank `root`'s values.
+  static Collective broadcast(const at::Tensor& tensor, int root) { return {Kind::kBroadcast, tensor, tensor, root}; }
+  // Complete when every rank has started it.
+  static Collective barrier() { return {}; }
+
+  const char* name() const;
+
+  Kind kind = Kind::kBarrier;
+  at::Tensor output = {}, input = {};
+  int root = 0;
+  SumOptions options = {};
+};
+
+struct Capabilities {
+  // Collectives work on any memory as well as on allocate()'s.
+  bool reaches_any_memory = true;
+  // Sums scale fp32 and fp64 on the way, for less than a pass over memory.
+  bool scales = false;
+  // all_reduce can send fp32 in 16 bits.
+  bool narrows = false;
+};
+
+// Operations are collective: every rank starts them in the same order with equal shapes and dtypes. start() returns at once; the
+// tensors must stay unchanged until Work::wait() returned. Calls come from one thread at a time.
 class Transport {
  public:
   virtual ~Transport() = default;
 
-  virtual std::string name() const = 0;
+  const char* name() const { return kRouteNames[static_cast<size_t>(route_)]; }
   virtual int rank() const = 0;
   virtual int size() const = 0;
+  const Capabilities& capabilities() const { return capabilities_; }
 
   // Flat memory that this transport reaches without another copy. Contents are unspecified.
-  virtual at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device) = 0;
-  // The same for bytes (1-d, kByte, at least as many as asked for) that are needed for an operation or a step only. They are lent again
-  // when the last tensor over them is gone. Throws TransportError if there is no room.
-  at::Tensor lend(int64_t bytes, at::Device device);
-  // Lent, and kept to be lent.
-  int64_t lent_bytes() const { return cache_.bytes(); }
-  // Lets go of what is kept to be lent, but for so many blocks; whether there was anything.
-  bool trim_lent(size_t blocks) { return cache_.trim(blocks); }
+  virtual at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device);
+  // The same for bytes that are needed for an operation or a step only: lent again when the last tensor over them is gone. Throws
+  // TransportError if there is no room.
+  MemoryCache& scratch() { return scratch_; }
+  // Whether collectives work on this CPU memory without copying it.
+  virtual bool reaches(const at::Tensor& /*tensor*/) const { return true; }
+
   virtual std::unique_ptr<Work> make_work() = 0;
-  // Whether collectives work on any memory as well as on allocate()'s.
-  virtual bool reaches_any_memory() const = 0;
-  // Whether they work on this memory without copying it.
-  virtual bool reaches(const at::Tensor& tensor) const = 0;
-  // Whether sums scale tensors of this dtype on the way, for less than a pass over memory.
-  virtual bool scales(at::ScalarType dtype) const = 0;
-  // Whether all_reduce can send fp32 in 16 bits.
-  virtual bool narrows() const { return false; }
+  void start(const Collective& operation, Work& work);
   // Whether all_reduce of this tensor, not narrowed, counts infinities and NaNs on the way, for less than a pass over memory.
   virtual bool counts_non_finite(const at::Tensor& /*tensor*/) const { return false; }
-
-  // In place: the sum over ranks of tensor * options.scale.
-  virtual void all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) = 0;
-  void all_reduce(const at::Tensor& tensor, Work& work) { all_reduce(tensor, work, SumOptions()); }
-  // In place on rank `root`: the sum over ranks of tensor * options.scale. On the others the values are unspecified afterwards.
-  virtual void reduce(const at::Tensor& tensor, int root, Work& work, const SumOptions& options) = 0;
-  void reduce(const at::Tensor& tensor, int root, Work& work) { reduce(tensor, root, work, SumOptions()); }
-  // output[numel / size()] = this rank's part of the sum of input[numel]; numel must be a multiple of size().
-  virtual void reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) = 0;
-  // output[numel * size()] = every rank's input[numel], in rank order.
-  virtual void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) = 0;
-  // In place: rank `root`'s values.
-  virtual void broadcast(const at::Tensor& tensor, int root, Work& work) = 0;
-  // Complete when every rank has started it.
-  virtual void barrier(Work& work) = 0;
-
   // Of all operations since the transport was made.
   virtual Traffic traffic() const { return counter_.read(); }
 
@@ -106,17 +125,20 @@ class Transport {
   virtual std::shared_ptr<Transport> fallback() const { return nullptr; }
 
  protected:
-  void check_flat(const char* operation, const at::Tensor& tensor) const;
-  void check_reduce_scatter(const at::Tensor& output, const at::Tensor& input) const;
-  void check_all_gather(const at::Tensor& output, const at::Tensor& input) const;
-  void check_rooted(const char* operation, const at::Tensor& tensor, int root) const;
-  // An operation was started; see Note [Bytes on the wire] in traffic.h.
-  void count(Route route, int64_t payload_bytes, int64_t wire_bytes) { counter_.add(route, payload_bytes, wire_bytes); }
-  // New memory for lend().
+  explicit Transport(Route route, Capabilities capabilities = {}) : route_(route), capabilities_(capabilities) {}
+
+  // As start(), which has checked the arguments, and counts what they put on a network.
+  virtual void launch(const Collective& operation, Work& work) = 0;
+  // New memory for scratch().
   virtual at::Tensor allocate_scratch(int64_t bytes, at::Device device);
+  void count(Route route, int64_t payload_bytes, int64_t wire_bytes) { counter_.add(route, payload_bytes, wire_bytes); }
 
  private:
-  MemoryCache cache_;
+  void check_arguments(const Collective& operation) const;
+
+  const Route route_;
+  const Capabilities capabilities_;
+  MemoryCache scratch_{[this](int64_t bytes, at::Device device) { return allocate_scratch(bytes, device); }};
   Interruption interruption_;
   TrafficCounter counter_;
 };

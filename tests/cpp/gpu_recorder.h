@@ -162,17 +162,17 @@ class RecordingNccl final : public gpu::Nccl {
   }
   int window_deregister(gpu::Comm, gpu::Window) override { return note("deregister"); }
 
-  int all_reduce(const void*, void*, int64_t numel, gpu::NcclType, gpu::Comm, gpu::Stream stream) override {
+  int all_reduce(const void*, void*, int64_t numel, kernels::DType, gpu::Comm, gpu::Stream stream) override {
     return note(line_of("all_reduce ", numel, " s", stream), call_result);
   }
-  int reduce_scatter(const void*, void*, int64_t, gpu::NcclType, gpu::Comm, gpu::Stream) override {
+  int reduce_scatter(const void*, void*, int64_t, kernels::DType, gpu::Comm, gpu::Stream) override {
     return note("reduce_scatter");
   }
-  int all_gather(const void*, void*, int64_t, gpu::NcclType, gpu::Comm, gpu::Stream) override {
+  int all_gather(const void*, void*, int64_t, kernels::DType, gpu::Comm, gpu::Stream) override {
     return note("all_gather");
   }
-  int reduce(void*, int64_t, gpu::NcclType, int, gpu::Comm, gpu::Stream) override { return note("reduce"); }
-  int broadcast(void*, int64_t, gpu::NcclType, int, gpu::Comm, gpu::Stream) override { return note("broadcast"); }
+  int reduce(void*, int64_t, kernels::DType, int, gpu::Comm, gpu::Stream) override { return note("reduce"); }
+  int broadcast(void*, int64_t, kernels::DType, int, gpu::Comm, gpu::Stream) override { return note("broadcast"); }
 
   std::atomic<int> running{22907};
   std::atomic<int> init_result{gpu::kNcclSuccess}, call_result{gpu::kNcclSuccess}, finalize_result{gpu::kNcclSuccess};

@@ -31,7 +31,7 @@ struct Fixture {
     comm.start(
         ticket, {"all_reduce", numel, bucket},
         [&](Comm handle, Stream stream) {
-          return nccl->all_reduce(nullptr, nullptr, numel, NcclType::kF32, handle, stream);
+          return nccl->all_reduce(nullptr, nullptr, numel, kernels::DType::kF32, handle, stream);
         },
         std::move(keep));
   }

@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-#include "bucket/grad_slot.h"
+#include "bucket/slot_view.h"
 #include "gpu/device.h"
 #include "plan/bucket_plan.h"
 #include "transport/transport.h"
@@ -21,7 +21,7 @@ struct ReducerConfig {
   plan::BucketLimits limits;
   bool find_unused_parameters = false;
   bool gradient_as_bucket_view = true;
-  // Whose storage views have: see Note [Gradients that the program keeps] in bucket/grad_slot.h.
+  // Whose storage views have: see Note [Gradients that the program keeps] in bucket/slot_view.h.
   bucket::ViewStorage view_storage = bucket::ViewStorage::kOwn;
   bool skip_all_reduce_unused_params = false;
   bool compiled_autograd_takes_over = false;  // torch's "python_reducer" mode

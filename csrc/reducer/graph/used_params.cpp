@@ -79,7 +79,7 @@ void UsedParams::start_reduction() {
   const c10::NoGradGuard no_grad;
   // Blocking copy: reset() rewrites the host map at the end of the step, possibly before a queued copy would have read it.
   device_map_.copy_(host_map_);
-  context_.transport->all_reduce(device_map_, *work_);
+  context_.transport->start(transport::Collective::all_reduce(device_map_), *work_);
   in_flight_ = true;
   counts_.reset();
 }
@@ -145,7 +145,7 @@ void UsedParams::match() {
   auto none = at::zeros_like(device_map_);
   auto work = context_.transport->make_work();
   const WaitScope waits(events_.live(), kWaitsForOthers);
-  context_.transport->all_reduce(none, *work);
+  context_.transport->start(transport::Collective::all_reduce(none), *work);
   work->wait(context_.config.timeout);
 }
 

@@ -10,15 +10,14 @@ void HandBack::run(bucket::Bucket& bucket) {
   if (bucket.is_sparse() || left_to_optimizer_ || context_.views) {
     return;
   }
-  bucket::Scatter scatter;
-  auto* const together = context_.packs_whole_buckets() ? &scatter : nullptr;
+  bucket::DevicePieces pieces(bucket::DevicePieces::Way::kUnpack);
   for (const auto param : bucket.params()) {
-    context_.with_grad(param, [&](at::Tensor& grad) { copy_back(param, grad, together); });
+    context_.with_grad(param, [&](at::Tensor& grad) { copy_back(param, grad, pieces); });
   }
-  scatter.run();
+  pieces.run();
 }
 
-void HandBack::copy_back(int64_t param, at::Tensor& grad, bucket::Scatter* scatter) {
+void HandBack::copy_back(int64_t param, at::Tensor& grad, bucket::DevicePieces& pieces) {
   auto& slot = *layout_.place(param).slot;
   if (used_.is_unused_everywhere(param)) {
     return;  // nobody's gradient changes
@@ -27,8 +26,7 @@ void HandBack::copy_back(int64_t param, at::Tensor& grad, bucket::Scatter* scatt
     slot.restore_view();
     grad = context_.views && context_.rpc == nullptr ? slot.view() : slot.clone();
   } else if (!slot.holds(grad)) {
-    const auto target = grad.detach();  // of a gradient that is part of a graph (create_graph), only the values change
-    scatter != nullptr ? scatter->add(slot, target) : slot.unpack(target);
+    pieces.add(slot, grad.detach());  // of a gradient that is part of a graph (create_graph), only the values change
   }
 }
 
@@ -42,7 +40,9 @@ void HandBack::finish(const LateGrad& late) {
   context_.with_grad(late.param, [&](at::Tensor& grad) {
     if (!skipped && !used_.is_unused_everywhere(late.param)) {
       if (!sparse) {
-        copy_back(late.param, grad, nullptr);
+        bucket::DevicePieces pieces(bucket::DevicePieces::Way::kUnpack);
+        copy_back(late.param, grad, pieces);
+        pieces.run();
       }
     } else if (sparse) {
       grad = late.saved;

@@ -1,7 +1,7 @@
 // Averages from their buckets to where the program looks for them.
 #pragma once
 
-#include "bucket/gather.h"
+#include "bucket/device_pieces.h"
 #include "reducer/base/step.h"
 #include "reducer/graph/used_params.h"
 #include "reducer/reduce/layout.h"
@@ -22,8 +22,7 @@ class HandBack {
   void leave_to_optimizer() { left_to_optimizer_ = true; }
 
  private:
-  // `scatter`, if there is one, does the copying later.
-  void copy_back(int64_t param, at::Tensor& grad, bucket::Scatter* scatter);
+  void copy_back(int64_t param, at::Tensor& grad, bucket::DevicePieces& pieces);
 
   const Context& context_;
   BucketLayout& layout_;

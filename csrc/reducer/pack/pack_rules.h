@@ -16,7 +16,7 @@ class PackRules {
 
   // Whether the slot's view takes the place of a gradient that is not in its slot yet; otherwise the average is copied back.
   bool becomes_view(const at::Tensor& grad, bool unused, const at::Tensor* incoming) const;
-  // Before a slot is overwritten: see Note [Gradients that the program keeps] in bucket/grad_slot.h.
+  // Before a slot is overwritten: see Note [Gradients that the program keeps] in bucket/slot_view.h.
   void leave_to_holders(const BucketLayout::Place& place) const;
   // Throws if the gradient can't go into its slot.
   void check(int64_t param, const at::Tensor& grad) const;

@@ -40,24 +40,23 @@ void WholeBucketPacker::pack(int64_t index, int64_t last, const at::Tensor* inco
     streams.producers.join_into(*device_, streams.packed_on, fork_);
   }
   rules_.layout.lend_memory(bucket);
-  bucket::Gather gather(rules_.step.scale());  // holds the gradients until they are packed
-  if (!rules_.context.is_captured()) {         // a replay would do it again, for whoever held gradients then
+  bucket::DevicePieces pieces(bucket::DevicePieces::Way::kPack, rules_.step.scale());
+  if (!rules_.context.is_captured()) {  // a replay would do it again, for whoever held gradients then
     leave_to_holders(bucket);
     look_at_all(bucket);
   }
   for (const auto param : bucket.params()) {
-    rules_.context.with_grad(param, [&](at::Tensor& grad) {
-      this->gather(param, bucket, grad, param == last ? incoming : nullptr, gather);
-    });
+    rules_.context.with_grad(
+        param, [&](at::Tensor& grad) { gather(param, bucket, grad, param == last ? incoming : nullptr, pieces); });
   }
-  gather.run();
+  pieces.run();
   if (device_ != nullptr) {
     streams.producers.wait_back(*device_, streams.packed_on, fork_);
   }
 }
 
 void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor& grad, const at::Tensor* incoming,
-                               bucket::Gather& gather) const {
+                               bucket::DevicePieces& pieces) const {
   auto& slot = *rules_.layout.place(param).slot;
   const bool unused = rules_.step.mark_of(param) == Mark::kUnused;
   if (!grad.defined()) {
@@ -72,14 +71,14 @@ void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor
       rules_.step.add_late(param, slot.clone());
     }
     if (rules_.step.scale() != 1.0) {
-      gather.add_in_place(slot);
+      pieces.add(slot, grad);
     }
     return;
   }
   rules_.check(param, grad);
   slot.restore_view();
-  const bool replaced = rules_.becomes_view(grad, unused, incoming);  // before the gather shares it
-  gather.add(slot, grad.detach());
+  const bool replaced = rules_.becomes_view(grad, unused, incoming);  // before `pieces` shares it
+  pieces.add(slot, grad.detach());
   if (bucket.is_given_away()) {
     grad.reset();
   } else if (replaced) {

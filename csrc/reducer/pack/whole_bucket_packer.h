@@ -4,7 +4,7 @@
 #include <mutex>
 #include <vector>
 
-#include "bucket/gather.h"
+#include "bucket/device_pieces.h"
 #include "gpu/stream_set.h"
 #include "reducer/pack/pack_rules.h"
 
@@ -35,7 +35,7 @@ class WholeBucketPacker {
 
   void leave_to_holders(const bucket::Bucket& bucket) const;
   void gather(int64_t param, bucket::Bucket& bucket, at::Tensor& grad, const at::Tensor* incoming,
-              bucket::Gather& gather) const;
+              bucket::DevicePieces& pieces) const;
   void look_at_all(const bucket::Bucket& bucket) const;
 
   const PackRules& rules_;

@@ -21,7 +21,7 @@ class AllReduce final : public Reduction {
     auto options = all_reduce_options(context_, index_);
     options.scale = bucket.scale;
     options.count_non_finite = counts_input_ || checks_sums_;
-    context_.transport->all_reduce(bucket.wire(), *work_, options);
+    context_.transport->start(transport::Collective::all_reduce(bucket.wire(), options), *work_);
   }
 
   bool poll() override { return work_->poll(); }
@@ -61,7 +61,8 @@ ReductionPtr make_all_reduce(const Context& context, NonFiniteWatch& non_finite,
 }
 
 transport::SumOptions all_reduce_options(const Context& context, int64_t index) {
-  return {.wire = context.transport->narrows() ? context.config.wire_dtype : std::nullopt, .bucket = index};
+  return {.wire = context.transport->capabilities().narrows ? context.config.wire_dtype : std::nullopt,
+          .bucket = index};
 }
 
 }  // namespace torchddp::reducer

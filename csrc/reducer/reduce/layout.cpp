@@ -104,7 +104,7 @@ void BucketLayout::abandon() noexcept {
 void BucketLayout::lend_memory(bucket::Bucket& bucket) {
   const std::lock_guard lock(lend_mutex_);
   if (!bucket.has_memory()) {
-    bucket.take_memory(context_.transport->lend(bucket.bytes(), bucket.buffer().device()));
+    bucket.take_memory(context_.transport->scratch().lend(bucket.bytes(), bucket.buffer().device()));
   }
 }
 
@@ -115,7 +115,7 @@ void BucketLayout::measure(int64_t index) const {
 }
 
 int64_t BucketLayout::memory_bytes() const {
-  int64_t bytes = context_.owned ? context_.transport->lent_bytes() : 0;
+  int64_t bytes = context_.owned ? context_.transport->scratch().bytes() : 0;
   for (const auto& bucket : buckets_) {
     bytes += bucket->has_memory() ? bucket->bytes() : 0;
   }

@@ -9,7 +9,8 @@ class SparseReduction final : public Reduction {
   explicit SparseReduction(const Context& context) : context_(context), work_(context.transport->make_work()) {}
 
   void start(bucket::Bucket& bucket) override {
-    context_.transport->all_reduce(bucket.row_ids() ? bucket.buffer()._values() : bucket.wire(), *work_);
+    const auto tensor = bucket.row_ids() ? bucket.buffer()._values() : bucket.wire();
+    context_.transport->start(transport::Collective::all_reduce(tensor), *work_);
   }
   bool poll() override { return work_->poll(); }
   void finish(bucket::Bucket& /*bucket*/) override { work_->wait(context_.config.timeout); }

@@ -12,7 +12,7 @@ namespace {
 // The values of `wire` times `scale`, in memory of the transport.
 at::Tensor narrowed(const at::Tensor& wire, at::ScalarType dtype, double scale, transport::Transport& transport) {
   const auto bytes = wire.numel() * static_cast<int64_t>(c10::elementSize(dtype));
-  const auto narrow = transport.lend(bytes, wire.device()).narrow(0, 0, bytes).view(dtype);
+  const auto narrow = transport.scratch().lend(bytes, wire.device()).narrow(0, 0, bytes).view(dtype);
   if (wire.device().is_cpu()) {
     kernels::scale_cast(narrow.mutable_data_ptr(), dtype == at::kHalf ? kernels::DType::kF16 : kernels::DType::kBF16,
                         wire.const_data_ptr(), kernels::DType::kF32, wire.numel(), scale);
@@ -30,13 +30,12 @@ class ToOwner final : public Reduction {
   void start(bucket::Bucket& bucket) override {
     const c10::NoGradGuard no_grad;
     const auto dtype = context_.config.reduce_dtype.value_or(at::kFloat);
-    const auto& wire = bucket.wire();
-    if (wire.scalar_type() != at::kFloat || dtype == at::kFloat) {
-      context_.transport->reduce(wire, bucket.owner(), *work_, {.scale = bucket.scale, .wire = {}, .bucket = index_});
-      return;
+    auto wire = bucket.wire();
+    transport::SumOptions options{.scale = bucket.scale, .wire = {}, .bucket = index_};
+    if (wire.scalar_type() == at::kFloat && dtype != at::kFloat) {
+      wire = narrow_ = narrowed(wire, dtype, std::exchange(options.scale, 1.0), *context_.transport);
     }
-    narrow_ = narrowed(wire, dtype, bucket.scale, *context_.transport);
-    context_.transport->reduce(narrow_, bucket.owner(), *work_, {.scale = 1.0, .wire = {}, .bucket = index_});
+    context_.transport->start(transport::Collective::reduce(wire, bucket.owner(), options), *work_);
   }
 
   bool poll() override { return work_->poll(); }

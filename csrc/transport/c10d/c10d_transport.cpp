@@ -4,12 +4,13 @@
 
 #include "common/check.h"
 #include "kernels/sum.h"
-#include "transport/c10d/flat_collectives.h"
 #include "transport/c10d/group_work.h"
 #include "transport/sum_types.h"
 
 namespace torchddp::transport {
 namespace {
+
+using Kind = Collective::Kind;
 
 class C10dWork final : public Work {
  public:
@@ -65,9 +66,6 @@ class C10dWork final : public Work {
     }
   }
 
-  // Kept between operations: c10d takes its tensors by a vector.
-  std::vector<at::Tensor> tensors{1};
-
  private:
   const GroupPtr group_;
   const Interruption interruption_;
@@ -85,7 +83,8 @@ C10dWork& own(Work& work) {
 
 }  // namespace
 
-C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {
+C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group)
+    : Transport(Route::kC10d), group_(std::move(group)) {
   TDDP_CHECK(group_ != nullptr, "the process group is None: call torch.distributed.init_process_group first");
   is_gloo_ = is_gloo(*group_);
 }
@@ -102,22 +101,30 @@ void C10dTransport::interrupt(const std::string& reason) {
 // Note [Sums to one rank over gloo]
 // gloo's reduce-scatter with an all-gather took 1.4 times as long as its all-reduce (68 MB, 1 Gbit/s). What a rank needs to sum is
 // sent to it directly instead, (W - 1) / W of the bytes once, and it sums in rank order, in the thread that waits. Costs memory for the inputs meanwhile.
-bool C10dTransport::sums_itself(const at::Tensor& tensor) const {
-  return is_gloo_ && size() > 1 && tensor.device().is_cpu() && tensor.numel() > 0 && sum_type(tensor.scalar_type());
+bool C10dTransport::sums_itself(const Collective& operation) const {
+  const auto& sum = operation.output;
+  return (operation.kind == Kind::kReduce || operation.kind == Kind::kReduceScatter) && is_gloo_ && size() > 1 &&
+         sum.device().is_cpu() && sum.numel() > 0 && sum_type(sum.scalar_type());
 }
 
-void C10dTransport::exchange_and_sum(const char* operation, const at::Tensor& output, const at::Tensor& input,
-                                     std::vector<int64_t> out_splits, std::vector<int64_t> in_splits, Work& work) {
-  const auto numel = out_splits.front();
-  auto received = at::empty({numel * size()}, input.options());
-  auto sent = input;
+void C10dTransport::exchange_and_sum(const Collective& operation, Work& work) {
+  auto numel = operation.output.numel();  // of what this rank sums
+  std::vector<int64_t> in_splits(static_cast<size_t>(size()), numel);
+  if (operation.kind == Kind::kReduce) {
+    in_splits.assign(in_splits.size(), 0);
+    in_splits[static_cast<size_t>(operation.root)] = numel;
+    numel = rank() == operation.root ? numel : 0;
+  }
+  std::vector<int64_t> out_splits(in_splits.size(), numel);
+  auto sent = operation.input;
+  auto received = at::empty({numel * size()}, sent.options());
   auto& mine = own(work);
-  mine.start(operation, input.device(),
+  mine.start(operation.name(), sent.device(),
              [&] { return all_to_all_flat(*group_, received, sent, out_splits, in_splits); });
   if (numel == 0) {
     return;
   }
-  mine.then([output, received, numel, ranks = size()] {
+  mine.then([output = operation.output, received, numel, ranks = size()] {
     std::vector<const void*> sources;
     const auto* data = static_cast<const std::byte*>(received.const_data_ptr());
     for (int rank = 0; rank < ranks; ++rank) {
@@ -128,88 +135,41 @@ void C10dTransport::exchange_and_sum(const char* operation, const at::Tensor& ou
   });
 }
 
-at::Tensor C10dTransport::allocate(int64_t numel, at::ScalarType dtype, at::Device device) {
-  return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device));
-}
-
 std::unique_ptr<Work> C10dTransport::make_work() {
   return std::make_unique<C10dWork>(group_, interruption(), is_gloo_);
 }
 
-void C10dTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) {
-  TDDP_INTERNAL(options.scale == 1.0 && !options.wire, "a process group neither scales nor narrows");
-  check_flat("all_reduce", tensor);
-  auto& mine = own(work);
-  mine.tensors[0] = tensor;
-  mine.start("all_reduce", tensor.device(), [&] { return group_->allreduce(mine.tensors, c10d::AllreduceOptions()); });
-  const auto bytes = bytes_of(tensor);
-  count(Route::kC10d, bytes, tensor.is_sparse() ? (size() - 1) * bytes : all_reduce_bytes(bytes, size()));
-}
-
-void C10dTransport::reduce(const at::Tensor& tensor, int root, Work& work, const SumOptions& options) {
-  TDDP_INTERNAL(options.scale == 1.0 && !options.wire, "a process group neither scales nor narrows");
-  check_rooted("reduce", tensor, root);
-  start_reduce(tensor, root, work);
-  const auto bytes = bytes_of(tensor);
-  count(Route::kC10d, bytes, reduce_bytes(bytes, rank() == root));
-}
-
-void C10dTransport::start_reduce(const at::Tensor& tensor, int root, Work& work) {
-  if (sums_itself(tensor)) {
-    std::vector<int64_t> in_splits(static_cast<size_t>(size()), 0);
-    in_splits[static_cast<size_t>(root)] = tensor.numel();
-    exchange_and_sum("reduce", tensor, tensor,
-                     std::vector<int64_t>(static_cast<size_t>(size()), rank() == root ? tensor.numel() : 0),
-                     std::move(in_splits), work);
+void C10dTransport::launch(const Collective& operation, Work& work) {
+  if (sums_itself(operation)) {
+    exchange_and_sum(operation, work);
     return;
   }
-  auto& mine = own(work);
-  mine.tensors[0] = tensor;
-  c10d::ReduceOptions reduce_options;
-  reduce_options.rootRank = root;
-  mine.start("reduce", tensor.device(), [&] { return group_->reduce(mine.tensors, reduce_options); });
-}
-
-void C10dTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
-  check_reduce_scatter(output, input);
-  start_reduce_scatter(output, input, work);
-  const auto bytes = bytes_of(input);
-  count(Route::kC10d, bytes, one_way_bytes(bytes, size()));
-}
-
-void C10dTransport::start_reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
-  if (sums_itself(output)) {
-    const std::vector<int64_t> splits(static_cast<size_t>(size()), output.numel());
-    exchange_and_sum("reduce_scatter", output, input, splits, splits, work);
-    return;
-  }
-  auto out = output;
-  auto in = input;
-  own(work).start("reduce_scatter", in.device(), [&] { return reduce_scatter_flat(*group_, out, in); });
-}
-
-void C10dTransport::all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) {
-  check_all_gather(output, input);
-  auto out = output;
-  auto in = input;
-  own(work).start("all_gather", in.device(), [&] { return all_gather_flat(*group_, out, in); });
-  const auto bytes = bytes_of(output);
-  count(Route::kC10d, bytes, one_way_bytes(bytes, size()));
-}
-
-void C10dTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
-  check_rooted("broadcast", tensor, root);
-  auto& mine = own(work);
-  mine.tensors[0] = tensor;
-  c10d::BroadcastOptions options;
-  options.rootRank = root;
-  mine.start("broadcast", tensor.device(), [&] { return group_->broadcast(mine.tensors, options); });
-  const auto bytes = bytes_of(tensor);
-  count(Route::kC10d, bytes, one_way_bytes(bytes, size()));
-}
-
-void C10dTransport::barrier(Work& work) {
-  own(work).start("barrier", at::kCPU, [&] { return group_->barrier(c10d::BarrierOptions()); });
+  const bool has_tensors = operation.kind != Kind::kBarrier;
+  auto output = operation.output;
+  auto input = operation.input;
+  std::vector<at::Tensor> in_place{output};
+  own(work).start(operation.name(), has_tensors ? input.device() : at::kCPU, [&] {
+    switch (operation.kind) {
+      case Kind::kAllReduce:
+        return group_->allreduce(in_place, c10d::AllreduceOptions());
+      case Kind::kReduce: {
+        c10d::ReduceOptions options;
+        options.rootRank = operation.root;
+        return group_->reduce(in_place, options);
+      }
+      case Kind::kReduceScatter:
+        return reduce_scatter_flat(*group_, output, input);
+      case Kind::kAllGather:
+        return all_gather_flat(*group_, output, input);
+      case Kind::kBroadcast: {
+        c10d::BroadcastOptions options;
+        options.rootRank = operation.root;
+        return group_->broadcast(in_place, options);
+      }
+      default:
+        return group_->barrier(c10d::BarrierOptions());
+    }
+  });
 }
 
 }  // namespace torchddp::transport

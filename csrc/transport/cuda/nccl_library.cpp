@@ -18,10 +18,11 @@ static_assert(sizeof(ncclUniqueId) == sizeof(gpu::UniqueId));
 
 ncclComm_t comm_of(gpu::Comm comm) { return static_cast<ncclComm_t>(comm); }
 
-ncclDataType_t type_of(gpu::NcclType type) {
-  // In the order of gpu::NcclType.
-  constexpr std::array kTypes{ncclInt8,   ncclUint8,   ncclInt32,   ncclUint32,  ncclInt64,
-                              ncclUint64, ncclFloat16, ncclFloat32, ncclFloat64, ncclBfloat16};
+ncclDataType_t type_of(kernels::DType type) {
+  // In the order of kernels::DType; ncclNumTypes, which NCCL refuses, where it has none.
+  constexpr std::array kTypes{ncclFloat64, ncclFloat32,  ncclFloat16, ncclBfloat16, ncclInt8,
+                              ncclUint8,   ncclNumTypes, ncclInt32,   ncclInt64};
+  static_assert(kTypes.size() == kernels::kNumDTypes);
   return kTypes[static_cast<size_t>(type)];
 }
 
@@ -102,30 +103,30 @@ class NcclLibrary final : public gpu::Nccl {
 #endif
   }
 
-  int all_reduce(const void* input, void* output, int64_t numel, gpu::NcclType type, gpu::Comm comm,
+  int all_reduce(const void* input, void* output, int64_t numel, kernels::DType type, gpu::Comm comm,
                  gpu::Stream stream) override {
     const c10::cuda::CUDAGuard guard(index_);
     return ncclAllReduce(input, output, static_cast<size_t>(numel), type_of(type), ncclSum, comm_of(comm),
                          stream_of(stream));
   }
-  int reduce(void* data, int64_t numel, gpu::NcclType type, int root, gpu::Comm comm, gpu::Stream stream) override {
+  int reduce(void* data, int64_t numel, kernels::DType type, int root, gpu::Comm comm, gpu::Stream stream) override {
     const c10::cuda::CUDAGuard guard(index_);
     return ncclReduce(data, data, static_cast<size_t>(numel), type_of(type), ncclSum, root, comm_of(comm),
                       stream_of(stream));
   }
-  int reduce_scatter(const void* input, void* output, int64_t output_numel, gpu::NcclType type, gpu::Comm comm,
+  int reduce_scatter(const void* input, void* output, int64_t output_numel, kernels::DType type, gpu::Comm comm,
                      gpu::Stream stream) override {
     const c10::cuda::CUDAGuard guard(index_);
     return ncclReduceScatter(input, output, static_cast<size_t>(output_numel), type_of(type), ncclSum, comm_of(comm),
                              stream_of(stream));
   }
-  int all_gather(const void* input, void* output, int64_t input_numel, gpu::NcclType type, gpu::Comm comm,
+  int all_gather(const void* input, void* output, int64_t input_numel, kernels::DType type, gpu::Comm comm,
                  gpu::Stream stream) override {
     const c10::cuda::CUDAGuard guard(index_);
     return ncclAllGather(input, output, static_cast<size_t>(input_numel), type_of(type), comm_of(comm),
                          stream_of(stream));
   }
-  int broadcast(void* data, int64_t numel, gpu::NcclType type, int root, gpu::Comm comm, gpu::Stream stream) override {
+  int broadcast(void* data, int64_t numel, kernels::DType type, int root, gpu::Comm comm, gpu::Stream stream) override {
     const c10::cuda::CUDAGuard guard(index_);
     return ncclBroadcast(data, data, static_cast<size_t>(numel), type_of(type), root, comm_of(comm), stream_of(stream));
   }

@@ -27,7 +27,7 @@ void each_place(c10::ArrayRef<at::Tensor> tensors, std::byte* memory, Copy&& cop
 }  // namespace
 
 void OperationMemory::stage(ShmTransport& transport, c10::ArrayRef<at::Tensor> tensors, int64_t lead_bytes) {
-  staging = transport.lend(bytes_of(tensors) + lead_bytes, at::kCPU);
+  staging = transport.scratch().lend(bytes_of(tensors) + lead_bytes, at::kCPU);
   pack(tensors, data_of(staging) + lead_bytes);
 }
 

@@ -4,7 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include "common/errors.h"
-#include "transport/c10d/flat_collectives.h"
+#include "transport/c10d/group_work.h"
 #include "transport/sum_types.h"
 
 namespace torchddp::transport {

@@ -90,7 +90,7 @@ class ShmWork final : public Work {
   void* wire_memory(int64_t bytes) {
     if (!wire.defined() || bytes_of(wire) < bytes) {
       wire.reset();
-      wire = transport_->lend(bytes, at::kCPU);
+      wire = transport_->scratch().lend(bytes, at::kCPU);
     }
     return wire.mutable_data_ptr();
   }
@@ -130,6 +130,8 @@ class ShmWork final : public Work {
 };
 
 namespace {
+
+using Kind = Collective::Kind;
 
 ShmWork& own(Work& work) {
   auto* mine = dynamic_cast<ShmWork*>(&work);
@@ -171,7 +173,8 @@ std::shared_ptr<ShmTransport> ShmEndpoint::connect(c10::intrusive_ptr<c10d::Proc
 ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const ShmPlacement& placement,
                            std::shared_ptr<shm::Segment> segment, std::vector<shm::Peer> peers,
                            std::chrono::milliseconds timeout)
-    : segment_(std::move(segment)),
+    : Transport(Route::kShm, {.reaches_any_memory = false, .scales = true, .narrows = true}),
+      segment_(std::move(segment)),
       pool_(GradientPool::make(segment_)),
       peers_(std::move(peers)),
       spans_(placement.spans) {
@@ -218,7 +221,7 @@ ShmTransport::~ShmTransport() = default;
 at::Tensor ShmTransport::try_allocate(int64_t numel, at::ScalarType dtype) {
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   auto* memory = segment_->allocate(bytes);
-  if (memory == nullptr && trim_lent(0)) {
+  if (memory == nullptr && scratch().trim(0)) {
     memory = segment_->allocate(bytes);
   }
   if (memory == nullptr) {
@@ -240,7 +243,7 @@ at::Tensor ShmTransport::allocate(int64_t numel, at::ScalarType dtype, at::Devic
         "or cgroup; TORCHDDP_SHM_LIMIT_MB limits it too.");
     lost_memory_ = true;
   }
-  return at::empty({numel}, at::dtype(dtype).device(device));
+  return Transport::allocate(numel, dtype, device);
 }
 
 at::Tensor ShmTransport::shared_bytes(int64_t bytes) {
@@ -256,11 +259,6 @@ std::unique_ptr<Work> ShmTransport::make_work() {
   return std::make_unique<ShmWork>(shared_from_this(), c10d_ != nullptr ? c10d_->make_work() : nullptr);
 }
 
-bool ShmTransport::scales(at::ScalarType dtype) const {
-  const auto type = sum_type(dtype);
-  return type && kernels::can_scale(*type);
-}
-
 bool ShmTransport::reaches(const at::Tensor& tensor) const {
   return segment_->contains(tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes()));
 }
@@ -270,7 +268,7 @@ at::Tensor ShmTransport::allocate_scratch(int64_t bytes, at::Device device) {
 }
 
 // `input` and `output` may be undefined where the operation has none on this rank.
-void ShmTransport::start(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output) {
+void ShmTransport::run(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output) {
   auto& mine = own(work);
   mine.check_idle();
   drop_finished();
@@ -336,23 +334,68 @@ void ShmTransport::drop_finished() {
   kept_.erase(first, kept_.end());
 }
 
-void ShmTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) {
-  const auto type = is_dense_cpu(tensor) ? sum_type(tensor.scalar_type()) : std::nullopt;
-  if (!type) {
-    c10d_->all_reduce(tensor, own(work).group_work());
+bool ShmTransport::goes_through_group(const Collective& operation) const {
+  const auto kind = operation.kind;
+  if (kind == Kind::kBarrier) {
+    return spans_;
+  }
+  const bool moves = kind == Kind::kAllGather || kind == Kind::kBroadcast;
+  if (!is_dense_cpu(operation.input) || (!moves && !sum_type(operation.input.scalar_type()))) {
+    return true;
+  }
+  return spans_ && (kind == Kind::kReduceScatter || kind == Kind::kAllGather ||
+                    (kind == Kind::kBroadcast && outer_ranks_[static_cast<size_t>(operation.root)] < 0));
+}
+
+void ShmTransport::launch(const Collective& operation, Work& work) {
+  const auto& input = operation.input;
+  if (goes_through_group(operation)) {
+    auto plain = operation;
+    plain.options = {};
+    c10d_->start(plain, own(work).group_work());
     return;
   }
-  check_flat("all_reduce", tensor);
-  shm::Operation operation{
-      .kind = shm::OpKind::kAllReduce, .type = *type, .numel = tensor.numel(), .scale = options.scale};
-  if (options.wire && *type == kernels::DType::kF32 && !engine_->is_eager(operation)) {
-    operation.wire = *sum_type(*options.wire);
+  switch (operation.kind) {
+    case Kind::kReduceScatter:
+      run(work, {.kind = shm::OpKind::kReduceScatter, .type = *sum_type(input.scalar_type()), .numel = input.numel()},
+          input, operation.output);
+      break;
+    case Kind::kAllGather:
+      run(work, as_bytes(shm::OpKind::kAllGather, input, 0), input, operation.output);
+      break;
+    case Kind::kBroadcast:
+      start_broadcast(input, operation.root, work);
+      break;
+    case Kind::kBarrier:
+      run(work, {}, {}, {});
+      break;
+    default:
+      start_sum(operation, work);
+  }
+}
+
+void ShmTransport::start_sum(const Collective& sum, Work& work) {
+  const auto& tensor = sum.input;
+  shm::Operation operation{.kind = shm::OpKind::kAllReduce,
+                           .type = *sum_type(tensor.scalar_type()),
+                           .numel = tensor.numel(),
+                           .scale = sum.options.scale};
+  // Between hosts the ranks that own shards sum them for a single one too, each byte once over the link; more than is asked for
+  // reaches the rest.
+  if (sum.kind == Kind::kReduce && !spans_) {
+    operation.kind = shm::OpKind::kReduce;
+    operation.root = sum.root;
+    run(work, operation, tensor, sum.root == engine_->rank() ? tensor : at::Tensor());
+    return;
+  }
+  if (sum.options.wire && operation.type == kernels::DType::kF32 && !engine_->is_eager(operation)) {
+    operation.wire = *sum_type(*sum.options.wire);
     operation.wire_memory = own(work).wire_memory(tensor.numel() * kernels::item_size(operation.wire));
   }
-  if (options.count_non_finite) {
+  if (sum.options.count_non_finite) {
     operation.non_finite = own(work).count_anew();
   }
-  start(work, operation, tensor, tensor);
+  run(work, operation, tensor, tensor);
 }
 
 bool ShmTransport::counts_non_finite(const at::Tensor& tensor) const {
@@ -361,58 +404,15 @@ bool ShmTransport::counts_non_finite(const at::Tensor& tensor) const {
          !engine_->is_eager({.kind = shm::OpKind::kAllReduce, .type = *type, .numel = tensor.numel()});
 }
 
-void ShmTransport::reduce(const at::Tensor& tensor, int root, Work& work, const SumOptions& options) {
-  TDDP_INTERNAL(!options.wire, "a reduction to one rank does not narrow");
-  const auto type = is_dense_cpu(tensor) ? sum_type(tensor.scalar_type()) : std::nullopt;
-  if (!type) {
-    c10d_->reduce(tensor, root, own(work).group_work());
-    return;
-  }
-  check_rooted("reduce", tensor, root);
-  if (spans_) {
-    // The ranks that own shards of it sum them between hosts, each byte once over the link; more than is asked for reaches the rest.
-    all_reduce(tensor, work, options);
-    return;
-  }
-  const bool is_root = root == engine_->rank();
-  start(work,
-        {.kind = shm::OpKind::kReduce, .type = *type, .root = root, .numel = tensor.numel(), .scale = options.scale},
-        tensor, is_root ? tensor : at::Tensor());
-}
-
-void ShmTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
-  check_reduce_scatter(output, input);
-  const auto type = is_dense_cpu(input) ? sum_type(input.scalar_type()) : std::nullopt;
-  if (!type || spans_) {
-    c10d_->reduce_scatter(output, input, own(work).group_work());
-    return;
-  }
-  start(work, {.kind = shm::OpKind::kReduceScatter, .type = *type, .numel = input.numel()}, input, output);
-}
-
-void ShmTransport::all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) {
-  check_all_gather(output, input);
-  if (!is_dense_cpu(input) || spans_) {
-    c10d_->all_gather(output, input, own(work).group_work());
-    return;
-  }
-  start(work, as_bytes(shm::OpKind::kAllGather, input, 0), input, output);
-}
-
-void ShmTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
-  check_rooted("broadcast", tensor, root);
-  if (!is_dense_cpu(tensor) || (spans_ && outer_ranks_[static_cast<size_t>(root)] < 0)) {
-    c10d_->broadcast(tensor, root, own(work).group_work());
-    return;
-  }
+void ShmTransport::start_broadcast(const at::Tensor& tensor, int root, Work& work) {
   // Between hosts to those with the root's place there, who then are the roots of their hosts: the link carries it once.
   const int local_root = spans_ ? places_[static_cast<size_t>(root)] : root;
   const bool is_root = local_root == engine_->rank();
   if (spans_ && is_root) {
     broadcast_between_hosts(tensor, outer_ranks_[static_cast<size_t>(root)]);
   }
-  start(work, as_bytes(shm::OpKind::kBroadcast, tensor, local_root), is_root ? tensor : at::Tensor(),
-        is_root ? at::Tensor() : tensor);
+  run(work, as_bytes(shm::OpKind::kBroadcast, tensor, local_root), is_root ? tensor : at::Tensor(),
+      is_root ? at::Tensor() : tensor);
 }
 
 void ShmTransport::broadcast_between_hosts(const at::Tensor& tensor, int root) {
@@ -436,14 +436,6 @@ void ShmTransport::broadcast_between_hosts(const at::Tensor& tensor, int root) {
   }
   interruption().check();
   engine_->give_up("the broadcast between hosts failed: " + problem);  // the others of this host wait for us
-}
-
-void ShmTransport::barrier(Work& work) {
-  if (spans_) {
-    c10d_->barrier(own(work).group_work());
-    return;
-  }
-  start(work, {}, {}, {});
 }
 
 }  // namespace torchddp::transport

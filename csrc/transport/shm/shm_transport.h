@@ -47,34 +47,21 @@ class ShmEndpoint {
 };
 
 // What shared memory can't do (sparse tensors, other devices, dtypes that nobody sums, collectives other than the all-reduce
-// between hosts) goes through the process group; which way is decided by what is equal on all ranks.
+// between hosts) goes through the process group; which way is decided by what is equal on all ranks. Memory that is not shared is
+// copied in and out.
 class ShmTransport final : public Transport, public std::enable_shared_from_this<ShmTransport> {
  public:
   ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const ShmPlacement& placement,
                std::shared_ptr<shm::Segment> segment, std::vector<shm::Peer> peers, std::chrono::milliseconds timeout);
   ~ShmTransport() override;
 
-  std::string name() const override { return "shm"; }
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   // In the segment; if that has no room, in private memory, with a warning (see lost_memory).
   at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device) override;
   std::unique_ptr<Work> make_work() override;
-  // Any other memory is copied in and out.
-  bool reaches_any_memory() const override { return false; }
   bool reaches(const at::Tensor& tensor) const override;
-  bool scales(at::ScalarType dtype) const override;
-  bool narrows() const override { return true; }
   bool counts_non_finite(const at::Tensor& tensor) const override;
-
-  using Transport::all_reduce;
-  void all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) override;
-  using Transport::reduce;
-  void reduce(const at::Tensor& tensor, int root, Work& work, const SumOptions& options) override;
-  void reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) override;
-  void all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) override;
-  void broadcast(const at::Tensor& tensor, int root, Work& work) override;
-  void barrier(Work& work) override;
   void interrupt(const std::string& reason) override;
   void progress() override { engine_->progress(); }
   // With what went through the process group.
@@ -97,7 +84,11 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
 
  private:
   friend class ShmWork;
-  void start(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output);
+  void launch(const Collective& operation, Work& work) override;
+  bool goes_through_group(const Collective& operation) const;
+  void start_sum(const Collective& sum, Work& work);
+  void start_broadcast(const at::Tensor& tensor, int root, Work& work);
+  void run(Work& work, shm::Operation operation, const at::Tensor& input, const at::Tensor& output);
   at::Tensor try_allocate(int64_t numel, at::ScalarType dtype);
   void broadcast_between_hosts(const at::Tensor& tensor, int root);
   void count_operation(const shm::Operation& operation);

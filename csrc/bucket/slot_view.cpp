@@ -1,0 +1,191 @@
+#include "bucket/slot_view.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/strides.h>
+
+#include <utility>
+
+namespace torchddp::bucket {
+namespace {
+
+// Whether more than `known` references exist. The one that the object's Python wrapper has does not count while nobody refers to the
+// wrapper: it lives as long as the object, for the next who asks.
+template <typename Impl>
+bool has_others(const Impl* impl, size_t count, size_t known) {
+  return count > known && (count > known + 1 || !impl->pyobj_slot()->has_unique_reference());
+}
+
+// What keeps the memory of a slot's view.
+struct MemoryOwners {
+  c10::Storage flat;
+  c10::DataPtr more;
+};
+
+c10::DataPtr with_owners(void* data, c10::Storage flat, c10::DataPtr more, c10::Device device) {
+  auto owners = std::make_unique<MemoryOwners>(MemoryOwners{std::move(flat), std::move(more)});
+  return {data, owners.release(), [](void* context) { delete static_cast<MemoryOwners*>(context); }, device};
+}
+
+c10::Storage make_storage(size_t bytes, c10::DataPtr data) {
+  auto* const allocator = c10::GetAllocator(data.device().type());
+  return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes, std::move(data), allocator,
+                                               /*resizable=*/true);
+}
+
+}  // namespace
+
+// Memory that a tensor elsewhere in the graph shares must not be scaled or reduced in place: with `param[None] + x` the other
+// branch may still have to read it. Known to share it are the gradient, the tensor that autograd handed to AccumulateGrad and
+// keeps until the hooks have run, and the tensor which that one is a view of (a linear layer's weight gradient is transposed).
+bool is_unshared(const at::Tensor& grad, const at::Tensor* incoming) {
+  if (!grad.has_storage()) {
+    return false;
+  }
+  size_t tensors = 1;
+  size_t storages = 1;
+  if (incoming != nullptr) {
+    if (incoming->is_same(grad)) {
+      ++tensors;
+    } else if (incoming->is_alias_of(grad)) {
+      ++storages;
+      if (incoming->is_view() && incoming->_base().use_count() == 1) {
+        ++storages;
+      }
+    }
+  }
+  const auto& storage = grad.storage();
+  return !has_others(grad.unsafeGetTensorImpl(), grad.use_count(), tensors) &&
+         !has_others(storage.unsafeGetStorageImpl(), storage.use_count(), storages);
+}
+
+SlotView::SlotView(const at::Tensor& flat, int64_t offset, const at::Tensor& param, ViewStorage view_storage)
+    : view_storage_(view_storage),
+      on_cpu_(flat.device().is_cpu()),
+      dtype_(flat.scalar_type()),
+      kernel_type_(transport::kernel_type(dtype_)),
+      numel_(param.numel()),
+      sizes_(param.sizes().vec()),
+      offset_(offset),
+      flat_(flat) {
+  const auto row_major = c10::contiguous_strides(sizes_);
+  strides_ = (param.is_non_overlapping_and_dense() ? param.strides() : c10::IntArrayRef(row_major)).vec();
+  view_ = make_view();
+  plain_keys_ = view_.key_set();
+  data_ = view_.mutable_data_ptr();
+}
+
+std::byte* SlotView::address() const {
+  return static_cast<std::byte*>(flat_.storage().mutable_data()) +
+         (flat_.storage_offset() + offset_) * static_cast<int64_t>(flat_.itemsize());
+}
+
+c10::DataPtr SlotView::memory(c10::DataPtr keeps) const {
+  return with_owners(address(), flat_.storage(), std::move(keeps), flat_.device());
+}
+
+at::Tensor SlotView::in_bucket() const {
+  // Below autograd on purpose: see view() in the header.
+  c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  return flat_.as_strided(sizes_, strides_, flat_.storage_offset() + offset_);
+}
+
+at::Tensor SlotView::make_view() {
+  if (view_storage_ == ViewStorage::kBucket) {
+    return in_bucket();
+  }
+  storage_ = make_storage(static_cast<size_t>(numel_) * flat_.itemsize(), memory());
+  adopted_ = false;
+  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage_), flat_.key_set(), flat_.dtype());
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes_, strides_);
+  return view;
+}
+
+void SlotView::restore_view() {
+  if (!view_.defined() || !is_intact()) {
+    view_ = make_view();
+  }
+}
+
+bool SlotView::holds_slow(const at::Tensor& grad) const {
+  return numel_ != 0 && grad.layout() == at::kStrided && grad.has_storage() && grad.scalar_type() == dtype_ &&
+         grad.const_data_ptr() == data_ && grad.sizes() == sizes_ && grad.strides() == strides_;
+}
+
+bool SlotView::is_plain(const at::Tensor& grad) const {
+  const auto* impl = grad.unsafeGetTensorImpl();
+  return on_cpu_ && impl->key_set() == plain_keys_ && impl->dtype() == c10::scalarTypeToTypeMeta(dtype_) &&
+         impl->strides() == c10::IntArrayRef(strides_) && impl->numel() == numel_;
+}
+
+void SlotView::take_memory(const at::Tensor& grad) {
+  auto* flat = flat_.unsafeGetTensorImpl();
+  flat->set_storage_keep_dtype(grad.storage());
+  flat->set_storage_offset(grad.storage_offset());
+  view_ = grad;
+  storage_ = grad.storage();
+  adopted_ = true;
+  data_ = flat_.mutable_data_ptr();
+}
+
+bool SlotView::is_held() const {
+  if (!storage_) {
+    return false;
+  }
+  const auto* const impl = storage_.unsafeGetStorageImpl();
+  // User code may have given the view another one (`grad.data = x`).
+  const bool viewed = view_.defined() && view_.storage().unsafeGetStorageImpl() == impl;
+  const size_t known = 1 + (viewed ? 1 : 0) + (adopted_ ? 1 : 0);
+  return has_others(impl, storage_.use_count(), known) ||
+         (viewed && has_others(view_.unsafeGetTensorImpl(), view_.use_count(), 1));
+}
+
+bool SlotView::part_from_holders() {
+  if (!storage_.resizable()) {
+    return false;
+  }
+  const c10::NoGradGuard no_grad;
+  const auto kept = std::exchange(storage_, c10::Storage());
+  view_.reset();
+  auto* const impl = kept.unsafeGetStorageImpl();
+  const auto bytes = impl->nbytes();
+  const auto as_bytes = flat_.options().dtype(at::kByte);
+  const auto copy = at::empty({static_cast<int64_t>(bytes)}, as_bytes);
+  copy.copy_(at::from_blob(impl->mutable_data(), copy.sizes(), as_bytes));
+  if (std::exchange(adopted_, false)) {
+    auto memory = impl->set_data_ptr({nullptr, copy.device()});
+    flat_.unsafeGetTensorImpl()->set_storage_keep_dtype(make_storage(bytes, std::move(memory)));
+  }
+  // A bare pointer that somebody has (DLPack) must find memory there for as long as the gradient is kept.
+  impl->set_data_ptr(with_owners(copy.mutable_data_ptr(), copy.storage(), memory(), copy.device()));
+  return true;
+}
+
+void SlotView::let_go() {
+  view_.reset();
+  storage_ = {};
+  adopted_ = false;
+  data_ = nullptr;
+}
+
+void SlotView::rebind() {
+  let_go();
+  data_ = address();
+}
+
+bool SlotView::follow() {
+  if (storage_ && (adopted_ || !storage_.resizable())) {
+    rebind();
+    return false;
+  }
+  data_ = numel_ != 0 ? address() : nullptr;
+  if (storage_) {
+    auto* const impl = storage_.unsafeGetStorageImpl();
+    auto before = impl->set_data_ptr(memory());
+    impl->set_data_ptr(memory(std::move(before)));  // for bare pointers
+  }
+  return true;
+}
+
+}  // namespace torchddp::bucket

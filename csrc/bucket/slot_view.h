@@ -1,0 +1,96 @@
+// One gradient's memory in its bucket, and the view of it that the program gets.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "transport/sum_types.h"
+
+namespace torchddp::bucket {
+
+// Note [Gradients that the program keeps]
+// With torch's default a gradient has memory of its own: what a program keeps of it (param.grad, a view, detach()) stays as it was
+// when zero_grad() has set param.grad to None and the next step makes another. To give the same, the view of a slot has a storage
+// of its own over the bucket's memory. Before a slot is overwritten, reference counts tell whether anything but the slot refers to
+// the view or its storage. If so, that storage gets a copy of the values as its memory, and the slot a new view. The memory of NumPy
+// arrays can't be changed (torch marks such storages as not resizable): then it is the bucket that gets other memory. Likewise a
+// gradient that the program holds when it comes (param.grad was assigned, a hook kept it) is copied back into at the end of
+// backward, where others are replaced by the view. With gradient_as_bucket_view=True, views share the bucket's storage as torch's do,
+// and what is kept changes.
+
+// Whether the gradient that autograd has just written to param.grad is referred to by param.grad alone: neither the tensor nor its
+// memory by anything else. `incoming`: the tensor that autograd handed to the parameter and still holds, or null.
+bool is_unshared(const at::Tensor& grad, const at::Tensor* incoming);
+
+enum class ViewStorage : uint8_t { kOwn, kBucket };
+
+class SlotView {
+ public:
+  // `flat`: the bucket's 1-d memory. The view takes the layout that autograd gives the gradient of `param`: the strides of a
+  // parameter whose memory is dense, row-major otherwise.
+  SlotView(const at::Tensor& flat, int64_t offset, const at::Tensor& param, ViewStorage view_storage);
+
+  // The slot as a gradient: same shape as the parameter. It is no autograd view of `flat` (so that detach_() works on it).
+  const at::Tensor& view() const { return view_; }
+  int64_t numel() const { return numel_; }
+  at::ScalarType dtype() const { return dtype_; }
+  at::Device device() const { return flat_.device(); }
+  c10::IntArrayRef sizes() const { return sizes_; }
+
+  // Whether `grad`'s elements are this slot's memory, in its layout: then there is nothing to copy.
+  bool holds(const at::Tensor& grad) const {
+    return grad.unsafeGetTensorImpl() == view_.unsafeGetTensorImpl() ? is_intact() : holds_slow(grad);
+  }
+  bool has_memory() const { return data_ != nullptr; }
+
+  // User code may have re-pointed the view (`p.grad.data = x`): then the slot needs a new one before it is handed out again.
+  void restore_view();
+  // Before the slot is overwritten by what is not its gradient: see Note [Gradients that the program keeps]. False if the bucket must
+  // get other memory.
+  bool leave_to_holders() { return view_storage_ == ViewStorage::kBucket || !is_held() || part_from_holders(); }
+  // The flat tensor was given other memory.
+  void rebind();
+  // The flat tensor was given other memory with the same values: the view and what is kept of it move there. False if they can't.
+  bool follow();
+  // The flat tensor's memory goes; the slot is of no use until it has some again.
+  void let_go();
+
+ protected:
+  // Whether `grad` is an ordinary CPU tensor of the slot's own dtype and layout.
+  bool is_plain(const at::Tensor& grad) const;
+  // The memory of `grad`, which is plain, is all of the flat tensor's from here on.
+  void take_memory(const at::Tensor& grad);
+  // The slot as a tensor, for use here.
+  at::Tensor in_bucket() const;
+
+  // What a hook reads comes first: one cache line a gradient in a steady step.
+  at::Tensor view_;
+  void* data_ = nullptr;
+  c10::Storage storage_;  // of the view, if it has one of its own
+  bool adopted_ = false;  // it is that of the flat tensor too
+  ViewStorage view_storage_;
+  bool on_cpu_;
+  at::ScalarType dtype_;
+  c10::DispatchKeySet plain_keys_;
+  transport::KernelType kernel_type_;
+  int64_t numel_;
+  std::vector<int64_t> strides_;
+
+  std::vector<int64_t> sizes_;
+  int64_t offset_;
+  at::Tensor flat_;
+
+ private:
+  bool is_intact() const { return view_.const_data_ptr() == data_; }
+  bool holds_slow(const at::Tensor& grad) const;
+  // Whether anything but the slot refers to the view or its storage.
+  bool is_held() const;
+  bool part_from_holders();
+  std::byte* address() const;
+  // `keeps`, if there is any, lives as long as the memory is used.
+  c10::DataPtr memory(c10::DataPtr keeps = {}) const;
+  at::Tensor make_view();
+};
+
+}  // namespace torchddp::bucket
