@@ -22,11 +22,10 @@ class DevicePieces {
   void pack(double scale);
   // gradients <- slots
   void unpack();
-  // What is in all of `flat`, a bucket's memory of a floating point dtype: {sum of squares, values that are not finite} into
-  // `stats`, two doubles on the device.
-  static void measure(const at::Tensor& flat, const at::Tensor& stats);
 
  private:
+  void move(kernels::Direction direction, double scale);
+
   std::array<std::vector<kernels::DevicePiece>, kernels::kNumDTypes> pieces_;  // by the gradients' dtype
   void* flat_ = nullptr;
   kernels::DType flat_dtype_ = kernels::DType::kF32;

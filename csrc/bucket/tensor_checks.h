@@ -12,6 +12,10 @@ namespace torchddp::bucket {
 // device.
 int64_t count_non_finite(const at::Tensor& tensor);
 
+// Of a contiguous floating point tensor on the CPU. Squares are formed and added in double, in a fixed order: the same bits whatever
+// the instruction set and the number of threads.
+double sum_of_squares(const at::Tensor& tensor);
+
 // Of each tensor a hash of its bits in logical order: 0.0 and -0.0 differ, equal NaNs don't. Tensors are strided, of any dtype.
 // CPU tensors: kernels::Hash. Others, and all if `by_operators`: another hash, by torch's operators, in parts (128 MiB of memory), and
 // one wait for each device.

@@ -1,4 +1,4 @@
-// Eight floats, or four doubles, in an AVX2 register: loads that widen, stores that round. Shared by the pack, sum and statistics
+// Eight floats, or four doubles, in an AVX2 register: loads that widen, stores that round. Shared by the
 // kernels; empty on other processors. Only functions marked TDDP_AVX2_INLINE hold AVX2 and F16C instructions.
 #pragma once
 

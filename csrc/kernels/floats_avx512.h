@@ -1,5 +1,5 @@
-// Sixteen floats, or eight doubles, in an AVX-512 register: loads that widen, stores that round, both masked. Shared by the pack,
-// sum and statistics kernels; empty on other processors. Only functions marked TDDP_AVX512_INLINE hold AVX-512 instructions.
+// Sixteen floats, or eight doubles, in an AVX-512 register: loads that widen, stores that round, both masked. Shared by the
+// kernels; empty on other processors. Only functions marked TDDP_AVX512_INLINE hold AVX-512 instructions.
 #pragma once
 
 #if defined(__x86_64__)

@@ -7,7 +7,6 @@
 #include "kernels/compress_table.h"
 #include "kernels/floats_avx2.h"
 #include "kernels/pack_scalar.h"
-#include "kernels/stats_table.h"
 #include "kernels/sum_table.h"
 
 namespace torchddp::kernels {
@@ -40,7 +39,7 @@ struct Avx2Kernel {
   }
 };
 
-constexpr KernelTable kTable = make_table<Avx2Kernel>("avx2", avx2_sums, avx2_stats, avx2_compress, avx2_checks);
+constexpr KernelTable kTable = make_table<Avx2Kernel>("avx2", avx2_sums, avx2_compress, avx2_checks);
 
 }  // namespace
 

@@ -8,7 +8,6 @@
 #include "kernels/compress_table.h"
 #include "kernels/floats_avx512.h"
 #include "kernels/pack_scalar.h"
-#include "kernels/stats_table.h"
 #include "kernels/sum_table.h"
 
 namespace torchddp::kernels {
@@ -42,8 +41,7 @@ struct Avx512Kernel {
   }
 };
 
-constexpr KernelTable kTable =
-    make_table<Avx512Kernel>("avx512", avx512_sums, avx512_stats, avx512_compress, avx512_checks);
+constexpr KernelTable kTable = make_table<Avx512Kernel>("avx512", avx512_sums, avx512_compress, avx512_checks);
 
 }  // namespace
 

@@ -3,7 +3,6 @@
 #include "kernels/compress_table.h"
 #include "kernels/pack_scalar.h"
 #include "kernels/pack_table.h"
-#include "kernels/stats_table.h"
 #include "kernels/sum_table.h"
 
 namespace torchddp::kernels {
@@ -16,8 +15,7 @@ struct GenericKernel {
   }
 };
 
-constexpr KernelTable kTable =
-    make_table<GenericKernel>("generic", generic_sums, generic_stats, generic_compress, generic_checks);
+constexpr KernelTable kTable = make_table<GenericKernel>("generic", generic_sums, generic_compress, generic_checks);
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// Inside of the kernels: one table per instruction set, of the contiguous pack, the sum, the statistics, the compression
+// Inside of the kernels: one table per instruction set, of the contiguous pack, the sum, the compression
 // kernels and those that check memory. Not for use outside kernels/ and its tests.
 #pragma once
 
@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "kernels/pack.h"
-#include "kernels/stats_table.h"
 
 namespace torchddp::kernels {
 
@@ -23,15 +22,14 @@ struct KernelTable {
   const char* capability;
   std::array<std::array<ScaleCastFn, kNumFloatTypes>, kNumFloatTypes> scale_cast;  // [destination][source]
   const SumTable* sums;
-  const StatsTable* stats;
   const CompressTable* compress;
   const CheckTable* checks;
 };
 
 // All sixteen instantiations of a class template with a static member `run`, in the order of DType.
 template <template <DType, DType> class Kernel>
-constexpr KernelTable make_table(const char* capability, const SumTable& sums, const StatsTable& stats,
-                                 const CompressTable& compress, const CheckTable& checks) {
+constexpr KernelTable make_table(const char* capability, const SumTable& sums, const CompressTable& compress,
+                                 const CheckTable& checks) {
   using enum DType;
   return {
       capability,
@@ -40,7 +38,6 @@ constexpr KernelTable make_table(const char* capability, const SumTable& sums, c
         {&Kernel<kF16, kF64>::run, &Kernel<kF16, kF32>::run, &Kernel<kF16, kF16>::run, &Kernel<kF16, kBF16>::run},
         {&Kernel<kBF16, kF64>::run, &Kernel<kBF16, kF32>::run, &Kernel<kBF16, kF16>::run, &Kernel<kBF16, kBF16>::run}}},
       &sums,
-      &stats,
       &compress,
       &checks};
 }
