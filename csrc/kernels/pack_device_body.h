@@ -20,6 +20,15 @@
 
 #include "kernels/float_bits.h"
 
+// The host's compiler knows no such pragma, not even where nvcc calls it.
+#if defined(__CUDA_ARCH__)
+#define TDDP_UNROLL _Pragma("unroll")
+#define TDDP_NO_UNROLL _Pragma("unroll 1")
+#else
+#define TDDP_UNROLL
+#define TDDP_NO_UNROLL
+#endif
+
 namespace torchddp::kernels::device {
 
 inline constexpr int kThreads = 256;  // of a block
