@@ -4,6 +4,8 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
+
 #include "bucket/tensor_checks.h"
 #include "common/check.h"
 
