@@ -4,13 +4,18 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include "bucket/device_pieces.h"
+#include <algorithm>
+
+#include "bucket/tensor_checks.h"
 #include "common/check.h"
-#include "kernels/stats.h"
 #include "kernels/sum.h"
-#include "transport/sum_types.h"
 
 namespace torchddp::bucket {
+namespace {
+
+constexpr int64_t kMeasuredAtOnce = 4 * 1024 * 1024;  // elements, by operators: they take 32 MiB for a part's doubles
+
+}  // namespace
 
 Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
                ViewStorage view_storage)
@@ -107,17 +112,17 @@ void Bucket::measure(const at::Tensor& stats) const {
   const c10::NoGradGuard no_grad;
   if (sparse_ || !wire_.is_floating_point()) {
     stats.zero_();
-  } else if (wire_.device().is_cpu()) {
-    const auto found =
-        kernels::measure(wire_.const_data_ptr(), transport::kernel_type(wire_.scalar_type()).dtype, wire_.numel());
+  } else if (wire_.is_cpu()) {
     auto* const out = stats.mutable_data_ptr<double>();
-    out[0] = found.sum_squares;
-    out[1] = static_cast<double>(found.non_finite);
-  } else if (DevicePieces::available(wire_.device())) {
-    DevicePieces::measure(wire_, stats);
+    out[0] = sum_of_squares(wire_);
+    out[1] = static_cast<double>(count_non_finite(wire_));
   } else {
-    const auto wide = wire_.to(at::kDouble);
-    stats.copy_(at::stack({wide.square().sum(), wide.isfinite().logical_not().sum().to(at::kDouble)}));
+    stats.zero_();
+    for (int64_t begin = 0; begin < wire_.numel(); begin += kMeasuredAtOnce) {
+      const auto part = wire_.narrow(0, begin, std::min(kMeasuredAtOnce, wire_.numel() - begin));
+      stats[0].add_(at::linalg_vector_norm(part, 2, std::nullopt, false, at::kDouble).square());
+      stats[1].add_(part.isfinite().logical_not().sum());
+    }
   }
 }
 

@@ -7,29 +7,27 @@
 #include <vector>
 
 #include "bucket/grad_slot.h"
+#include "kernels/pack_cuda.h"
 
 namespace torchddp::bucket {
 
 // Works on the current stream.
 class DevicePieces {
  public:
-  enum class Way : uint8_t { kPack, kUnpack };
+  using Direction = kernels::Direction;
 
-  explicit DevicePieces(Way way, double scale = 1.0) : way_(way), scale_(scale) {}
+  explicit DevicePieces(Direction direction, double scale = 1.0) : direction_(direction), scale_(scale) {}
 
   // slot <- gradient * scale, or gradient <- slot: any gradient of the slot's shape. Moved by run(), which it lives to see, unless our
   // kernels can't: then at once.
   void add(GradSlot& slot, const at::Tensor& gradient);
   void run();
 
-  // Whether there are kernels for this device.
-  static bool available(at::Device device);
-  // What is in all of `flat`, a bucket's memory of a floating point dtype: {sum of squares, values that are not finite} into
-  // `stats`, two doubles on the device.
-  static void measure(const at::Tensor& flat, const at::Tensor& stats);
-
  private:
-  const Way way_;
+  // Our kernels are for its device.
+  static bool has_kernels(at::Device device);
+
+  const Direction direction_;
   const double scale_;
   std::array<std::vector<kernels::DevicePiece>, kernels::kNumDTypes> pieces_;  // by the gradients' dtype
   std::vector<at::Tensor> gradients_;

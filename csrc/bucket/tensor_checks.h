@@ -11,6 +11,10 @@ namespace torchddp::bucket {
 // device.
 int64_t count_non_finite(const at::Tensor& tensor);
 
+// Of a contiguous floating point tensor on the CPU. Squares are formed and added in double, in a fixed order: the same bits whatever
+// the instruction set and the number of threads.
+double sum_of_squares(const at::Tensor& tensor);
+
 // Of the bits of a contiguous CPU tensor, of any dtype; see kernels/hash.h.
 int64_t hash_tensor(const at::Tensor& tensor);
 

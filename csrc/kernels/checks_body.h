@@ -1,38 +1,28 @@
-// The loops of the kernels that check memory, written once with the compiler's vector types and compiled for each instruction set.
-//
-// Included by one file per instruction set, which defines TDDP_CHECKS_TARGET (the target attribute, or nothing) beforehand:
-// every function must carry it. The definitions therefore differ from file to file, hence the unnamed namespace in a header.
+// The loops of the kernels that check memory, compiled for each instruction set: see isa.h.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "kernels/check_table.h"
-#include "kernels/float_bits.h"
-
-#ifndef TDDP_CHECKS_TARGET
-#error "define TDDP_CHECKS_TARGET before including this file"
-#endif
-#define TDDP_CHECKS_INLINE TDDP_CHECKS_TARGET __attribute__((always_inline)) inline
+#include "kernels/hash.h"
+#include "kernels/isa.h"
 
 namespace torchddp::kernels {
 namespace {
 
-// `Isa` names the instruction set: kBytes of a vector; for 64-bit words, multiply_halves (of each word: the lower half times the upper)
-// and swap_neighbours.
 template <class Isa>
 struct HashKernel {
-  typedef uint64_t Vector __attribute__((vector_size(Isa::kBytes)));
+  using Vector = typename Isa::Words64;
   static constexpr int kWidth = Isa::kBytes / 8;
   static constexpr int kVectors = kHashLanes / kWidth;
 
-  static TDDP_CHECKS_INLINE Vector load(const void* from) {
+  static TDDP_INLINE Vector load(const void* from) {
     Vector value;
     __builtin_memcpy(&value, from, sizeof(value));
     return value;
   }
 
-  TDDP_CHECKS_TARGET static void run(uint64_t* lanes, const unsigned char* data, int64_t blocks) {
+  TDDP_TARGET static void run(uint64_t* lanes, const unsigned char* data, int64_t blocks) {
     Vector sums[kVectors];
     __builtin_memcpy(sums, lanes, sizeof(sums));
     for (int64_t block = 0; block < blocks; ++block) {
@@ -59,10 +49,10 @@ template <class Isa, DType Src>
 struct FiniteKernel {
   using Word = Bits<item_size(Src)>;
   typedef Word Vector __attribute__((vector_size(Isa::kBytes)));
-  static constexpr int64_t kWidth = Isa::kBytes / static_cast<int64_t>(sizeof(Word));
+  static constexpr int64_t kWidth = Isa::kBytes / item_size(Src);
   static constexpr int kVectors = 4;  // side by side
 
-  TDDP_CHECKS_TARGET static bool run(const unsigned char* data, int64_t numel) {
+  TDDP_TARGET static bool run(const unsigned char* data, int64_t numel) {
     constexpr Word kExponent = exponent_bits<Src>();
     Vector found[kVectors] = {};
     int64_t i = 0;
@@ -70,7 +60,7 @@ struct FiniteKernel {
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) {
         Vector words;
-        __builtin_memcpy(&words, data + (i + j * kWidth) * static_cast<int64_t>(sizeof(Word)), sizeof(words));
+        __builtin_memcpy(&words, data + (i + j * kWidth) * item_size(Src), sizeof(words));
         found[j] |= (Vector)((words & kExponent) == kExponent);
       }
     }
@@ -80,20 +70,12 @@ struct FiniteKernel {
     uint64_t any = 0;
     for (const uint64_t part : parts) any |= part;
     for (; i < numel; ++i) {
-      Word word;
-      __builtin_memcpy(&word, data + i * static_cast<int64_t>(sizeof(Word)), sizeof(word));
+      const Word word = load_bits<Src>(data + i * item_size(Src));
       any |= (word & kExponent) == kExponent ? 1u : 0u;
     }
     return any != 0;
   }
 };
-
-template <class Isa>
-constexpr CheckTable make_check_table() {
-  return {&HashKernel<Isa>::run,
-          {&FiniteKernel<Isa, DType::kF64>::run, &FiniteKernel<Isa, DType::kF32>::run,
-           &FiniteKernel<Isa, DType::kF16>::run, &FiniteKernel<Isa, DType::kBF16>::run}};
-}
 
 }  // namespace
 }  // namespace torchddp::kernels

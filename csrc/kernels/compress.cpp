@@ -2,8 +2,7 @@
 #include "kernels/compress.h"
 
 #include "common/round_up.h"
-#include "kernels/compress_table.h"
-#include "kernels/pack_table.h"
+#include "kernels/kernel_table.h"
 
 namespace torchddp::kernels {
 namespace {
@@ -28,12 +27,12 @@ int64_t compressed_bytes(Format format, int64_t numel) {
 }
 
 void compress(Format format, const float* source, int64_t numel, unsigned char* out, float* residual, float scale) {
-  const auto& kernels = active_table().compress->compress[static_cast<size_t>(format)];
+  const auto& kernels = active_table().compress[static_cast<size_t>(format)];
   kernels[residual != nullptr](out, out + scale_bytes(format, numel), source, residual, numel, scale);
 }
 
 void decompress(Format format, const unsigned char* data, float* out, int64_t numel, bool accumulate) {
-  const auto& kernels = active_table().compress->decompress[static_cast<size_t>(format)];
+  const auto& kernels = active_table().decompress[static_cast<size_t>(format)];
   kernels[accumulate](data, data + scale_bytes(format, numel), out, numel);
 }
 

@@ -33,6 +33,15 @@ enum class Format : uint8_t { kInt8, kInt4, kSign, kFp16, kBf16 };
 inline constexpr std::array<std::string_view, 5> kFormatNames = {"int8", "int4", "sign", "fp16", "bf16"};
 std::optional<Format> find_format(std::string_view name);
 
+// Of the formats with blocks.
+constexpr int64_t block_numel(Format format) {
+  return format == Format::kInt8 ? 256 : format == Format::kInt4 ? 64 : 1024;
+}
+
+constexpr int64_t code_bits(Format format) {
+  return format == Format::kInt8 ? 8 : format == Format::kInt4 ? 4 : format == Format::kSign ? 1 : 16;
+}
+
 // Scales and codes of `numel` >= 0 floats; at most 2^60 of them.
 int64_t compressed_bytes(Format format, int64_t numel);
 

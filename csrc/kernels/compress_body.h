@@ -1,37 +1,29 @@
-// The loops of the compression kernels, written once with the compiler's vector types and compiled for each instruction set.
-// The formats: Note [Compressed formats] in compress.h.
+// The loops of the compression kernels, compiled for each instruction set: see isa.h. The formats: Note [Compressed formats] in
+// compress.h.
 //
-// Included by one file per instruction set, which defines TDDP_COMPRESS_TARGET (the target attribute, or nothing) beforehand:
-// every function must carry it. The definitions therefore differ from file to file, hence the unnamed namespace in a header.
-//
-// `Isa` names the instruction set: Floats and Ints, kWidth of them in a vector; a unit is kUnit vectors, what its functions
-// store and load at once. A block is worked on in two rounds, the second of which finds its numbers in the first-level
-// cache: the first round leaves v in the residual. A short last block is a whole one with zeros behind it.
+// A block is worked on in two rounds, the second of which finds its numbers in the first-level cache: the first round leaves v in
+// the residual. A short last block is a whole one with zeros behind it.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <limits>
 
-#include "kernels/compress_table.h"
-#include "kernels/pack_scalar.h"
-
-#ifndef TDDP_COMPRESS_TARGET
-#error "define TDDP_COMPRESS_TARGET before including this file"
-#endif
-#define TDDP_COMPRESS_INLINE TDDP_COMPRESS_TARGET __attribute__((always_inline)) inline
+#include "kernels/compress.h"
+#include "kernels/isa.h"
 
 namespace torchddp::kernels {
 namespace {
 
-inline constexpr uint32_t kInfinityBits = 0x7F800000u;
+// Sums of |v| that are carried side by side for the mean of a kSign block, whatever the width of a vector.
+inline constexpr int64_t kSignLanes = 32;
 
 // One number at any alignment.
-TDDP_COMPRESS_INLINE float load_float(const float* src) {
+TDDP_INLINE float load_float(const float* src) {
   return load_as<DType::kF32, float>(reinterpret_cast<const unsigned char*>(src));
 }
 
-TDDP_COMPRESS_INLINE void store_float(float* dst, float value) { std::memcpy(dst, &value, sizeof(value)); }
+TDDP_INLINE void store_float(float* dst, float value) { std::memcpy(dst, &value, sizeof(value)); }
 
 // Vectors of memory at any alignment.
 template <class Isa>
@@ -41,15 +33,15 @@ struct VectorAccess {
   static constexpr int64_t kAhead = 256;
   typedef float Unaligned __attribute__((vector_size(sizeof(Floats)), aligned(1), may_alias));
 
-  static TDDP_COMPRESS_INLINE Floats load(const float* src) { return *reinterpret_cast<const Unaligned*>(src); }
-  static TDDP_COMPRESS_INLINE void store(float* dst, Floats value) { *reinterpret_cast<Unaligned*>(dst) = value; }
-  static TDDP_COMPRESS_INLINE Ints magnitude(Floats value) {
+  static TDDP_INLINE Floats load(const float* src) { return *reinterpret_cast<const Unaligned*>(src); }
+  static TDDP_INLINE void store(float* dst, Floats value) { *reinterpret_cast<Unaligned*>(dst) = value; }
+  static TDDP_INLINE Ints magnitude(Floats value) {
     return reinterpret_cast<Ints>(value) & static_cast<int32_t>(0x7FFFFFFF);
   }
 
   // v, and into the residual with it.
   template <bool kResidual>
-  static TDDP_COMPRESS_INLINE Floats first_round(const float* source, float* residual, float scale) {
+  static TDDP_INLINE Floats first_round(const float* source, float* residual, float scale) {
     Floats value = load(source) * scale;
     if constexpr (kResidual) {
       value += load(residual);
@@ -60,7 +52,7 @@ struct VectorAccess {
 
   // v once more; and meanwhile what a first round will soon want is fetched, or memory would rest in every second round.
   template <bool kResidual>
-  static TDDP_COMPRESS_INLINE Floats second_round(const float* source, const float* residual, float scale) {
+  static TDDP_INLINE Floats second_round(const float* source, const float* residual, float scale) {
     __builtin_prefetch(source + kAhead);
     if constexpr (kResidual) __builtin_prefetch(residual + kAhead, 1);
     return kResidual ? load(residual) : load(source) * scale;
@@ -82,7 +74,7 @@ struct Quantised : VectorAccess<Isa> {
   static constexpr float kRounder = 0x1.8p23f + (kNibbles ? 8 : 0);
 
   template <bool kResidual>
-  static TDDP_COMPRESS_INLINE uint32_t largest_magnitude(const float* source, float* residual, float scale) {
+  static TDDP_INLINE uint32_t largest_magnitude(const float* source, float* residual, float scale) {
     constexpr int kChains = 4;
     Ints largest[kChains] = {};
     for (int64_t i = 0; i < kBlock; i += kChains * Isa::kWidth) {
@@ -97,8 +89,8 @@ struct Quantised : VectorAccess<Isa> {
   }
 
   template <bool kResidual>
-  static TDDP_COMPRESS_INLINE void encode(unsigned char* codes, const float* source, float* residual, float scale,
-                                          float inverse, float block_scale) {
+  static TDDP_INLINE void encode(unsigned char* codes, const float* source, float* residual, float scale, float inverse,
+                                 float block_scale) {
     constexpr int64_t kUnitNumel = Isa::kUnit * Isa::kWidth;
     for (int64_t i = 0; i < kBlock; i += kUnitNumel) {
       Ints unit[Isa::kUnit];
@@ -119,10 +111,10 @@ struct Quantised : VectorAccess<Isa> {
   }
 
   template <bool kResidual>
-  static TDDP_COMPRESS_INLINE float block(unsigned char* codes, const float* source, float* residual, float scale,
-                                          int64_t /*numel*/) {
+  static TDDP_INLINE float block(unsigned char* codes, const float* source, float* residual, float scale,
+                                 int64_t /*numel*/) {
     const uint32_t bits = largest_magnitude<kResidual>(source, residual, scale);
-    if (bits >= kInfinityBits) [[unlikely]] {
+    if (bits >= exponent_bits<DType::kF32>()) [[unlikely]] {
       std::memset(codes, kZeroCodes, kCodeBytes);
       if constexpr (kResidual) std::memset(residual, 0, kBlock * sizeof(float));
       return std::numeric_limits<float>::quiet_NaN();
@@ -141,7 +133,7 @@ struct Quantised : VectorAccess<Isa> {
   }
 
   template <bool kAccumulate>
-  static TDDP_COMPRESS_INLINE void decode(const unsigned char* codes, float* out, float block_scale) {
+  static TDDP_INLINE void decode(const unsigned char* codes, float* out, float block_scale) {
     for (int64_t i = 0; i < kBlock; i += Isa::kUnit * Isa::kWidth) {
       Ints unit[Isa::kUnit];
       if constexpr (kNibbles) {
@@ -171,7 +163,7 @@ struct Signs : VectorAccess<Isa> {
   static constexpr int32_t kSignBit = std::numeric_limits<int32_t>::min();
 
   template <bool kResidual>
-  static TDDP_COMPRESS_INLINE float sum_magnitudes(const float* source, float* residual, float scale) {
+  static TDDP_INLINE float sum_magnitudes(const float* source, float* residual, float scale) {
     constexpr int kVectors = static_cast<int>(kSignLanes / Isa::kWidth);
     Floats sums[kVectors] = {};
     for (int64_t i = 0; i < kBlock; i += kSignLanes) {
@@ -192,7 +184,7 @@ struct Signs : VectorAccess<Isa> {
 
   // The sum where it does not fit a float. Not finite only if a number is not.
   template <bool kResidual>
-  [[gnu::cold]] TDDP_COMPRESS_TARGET static double exact_sum(const float* source, const float* residual, float scale) {
+  [[gnu::cold]] TDDP_TARGET static double exact_sum(const float* source, const float* residual, float scale) {
     double sum = 0;
     for (int64_t i = 0; i < kBlock; ++i) {
       const float value = kResidual ? load_float(residual + i) : load_float(source + i) * scale;
@@ -202,8 +194,8 @@ struct Signs : VectorAccess<Isa> {
   }
 
   template <bool kResidual>
-  static TDDP_COMPRESS_INLINE float block(unsigned char* codes, const float* source, float* residual, float scale,
-                                          int64_t numel) {
+  static TDDP_INLINE float block(unsigned char* codes, const float* source, float* residual, float scale,
+                                 int64_t numel) {
     constexpr float kMax = std::numeric_limits<float>::max();
     const float sum = sum_magnitudes<kResidual>(source, residual, scale);
     float mean = sum / static_cast<float>(numel);
@@ -234,7 +226,7 @@ struct Signs : VectorAccess<Isa> {
   }
 
   template <bool kAccumulate>
-  static TDDP_COMPRESS_INLINE void decode(const unsigned char* codes, float* out, float mean) {
+  static TDDP_INLINE void decode(const unsigned char* codes, float* out, float mean) {
     const Ints mean_bits = reinterpret_cast<Ints>(Floats{} + mean);
     for (int64_t i = 0; i < kBlock; i += kUnitNumel) {
       Ints unit[Isa::kUnit];  // the sign bit where there is a minus, else 0
@@ -250,52 +242,55 @@ struct Signs : VectorAccess<Isa> {
 };
 
 // All blocks: Coder is one of the two above.
-template <class Coder, bool kResidual>
-TDDP_COMPRESS_TARGET void compress_blocks(unsigned char* scales, unsigned char* codes, const float* source,
-                                          float* residual, int64_t numel, float scale) {
-  constexpr int64_t kBlock = Coder::kBlock;
-  for (; numel >= kBlock; numel -= kBlock) {
-    const float block_scale = Coder::template block<kResidual>(codes, source, residual, scale, kBlock);
-    std::memcpy(scales, &block_scale, sizeof(float));
-    scales += sizeof(float);
-    codes += Coder::kCodeBytes;
-    source += kBlock;
-    if constexpr (kResidual) residual += kBlock;
-  }
-  if (numel == 0) return;
-  const size_t bytes = static_cast<size_t>(numel) * sizeof(float);
-  float whole_source[kBlock] = {}, whole_residual[kResidual ? kBlock : 1] = {};
-  unsigned char whole_codes[Coder::kCodeBytes];
-  std::memcpy(whole_source, source, bytes);
-  if constexpr (kResidual) std::memcpy(whole_residual, residual, bytes);
-  const float block_scale = Coder::template block<kResidual>(whole_codes, whole_source, whole_residual, scale, numel);
-  std::memcpy(scales, &block_scale, sizeof(float));
-  std::memcpy(codes, whole_codes, static_cast<size_t>((numel * Coder::kCodeBytes + kBlock - 1) / kBlock));
-  if constexpr (kResidual) std::memcpy(residual, whole_residual, bytes);
-}
+template <class Coder>
+struct Blocks {
+  static constexpr int64_t kBlock = Coder::kBlock;
 
-template <class Coder, bool kAccumulate>
-TDDP_COMPRESS_TARGET void decompress_blocks(const unsigned char* scales, const unsigned char* codes, float* out,
-                                            int64_t numel) {
-  constexpr int64_t kBlock = Coder::kBlock;
-  float block_scale;
-  for (; numel >= kBlock; numel -= kBlock) {
-    std::memcpy(&block_scale, scales, sizeof(float));
-    Coder::template decode<kAccumulate>(codes, out, block_scale);
-    scales += sizeof(float);
-    codes += Coder::kCodeBytes;
-    out += kBlock;
+  template <bool kResidual>
+  TDDP_TARGET static void compress(unsigned char* scales, unsigned char* codes, const float* source, float* residual,
+                                   int64_t numel, float scale) {
+    for (; numel >= kBlock; numel -= kBlock) {
+      const float block_scale = Coder::template block<kResidual>(codes, source, residual, scale, kBlock);
+      std::memcpy(scales, &block_scale, sizeof(float));
+      scales += sizeof(float);
+      codes += Coder::kCodeBytes;
+      source += kBlock;
+      if constexpr (kResidual) residual += kBlock;
+    }
+    if (numel == 0) return;
+    const size_t bytes = static_cast<size_t>(numel) * sizeof(float);
+    float whole_source[kBlock] = {}, whole_residual[kResidual ? kBlock : 1] = {};
+    unsigned char whole_codes[Coder::kCodeBytes];
+    std::memcpy(whole_source, source, bytes);
+    if constexpr (kResidual) std::memcpy(whole_residual, residual, bytes);
+    const float block_scale = Coder::template block<kResidual>(whole_codes, whole_source, whole_residual, scale, numel);
+    std::memcpy(scales, &block_scale, sizeof(float));
+    std::memcpy(codes, whole_codes, static_cast<size_t>((numel * Coder::kCodeBytes + kBlock - 1) / kBlock));
+    if constexpr (kResidual) std::memcpy(residual, whole_residual, bytes);
   }
-  if (numel == 0) return;
-  const size_t bytes = static_cast<size_t>(numel) * sizeof(float);
-  float whole_out[kBlock] = {};
-  unsigned char whole_codes[Coder::kCodeBytes] = {};
-  std::memcpy(&block_scale, scales, sizeof(float));
-  std::memcpy(whole_codes, codes, static_cast<size_t>((numel * Coder::kCodeBytes + kBlock - 1) / kBlock));
-  if constexpr (kAccumulate) std::memcpy(whole_out, out, bytes);
-  Coder::template decode<kAccumulate>(whole_codes, whole_out, block_scale);
-  std::memcpy(out, whole_out, bytes);
-}
+
+  template <bool kAccumulate>
+  TDDP_TARGET static void decompress(const unsigned char* scales, const unsigned char* codes, float* out,
+                                     int64_t numel) {
+    float block_scale;
+    for (; numel >= kBlock; numel -= kBlock) {
+      std::memcpy(&block_scale, scales, sizeof(float));
+      Coder::template decode<kAccumulate>(codes, out, block_scale);
+      scales += sizeof(float);
+      codes += Coder::kCodeBytes;
+      out += kBlock;
+    }
+    if (numel == 0) return;
+    const size_t bytes = static_cast<size_t>(numel) * sizeof(float);
+    float whole_out[kBlock] = {};
+    unsigned char whole_codes[Coder::kCodeBytes] = {};
+    std::memcpy(&block_scale, scales, sizeof(float));
+    std::memcpy(whole_codes, codes, static_cast<size_t>((numel * Coder::kCodeBytes + kBlock - 1) / kBlock));
+    if constexpr (kAccumulate) std::memcpy(whole_out, out, bytes);
+    Coder::template decode<kAccumulate>(whole_codes, whole_out, block_scale);
+    std::memcpy(out, whole_out, bytes);
+  }
+};
 
 // kFp16 and kBf16.
 template <class Isa, DType kHalf>
@@ -306,20 +301,20 @@ struct Halves : VectorAccess<Isa> {
 
   // What the 16 bits could not hold; zero where that is not finite.
   template <class Values>
-  static TDDP_COMPRESS_INLINE Values kept(Values value, Values decoded) {
+  static TDDP_INLINE Values kept(Values value, Values decoded) {
     const Values error = value - decoded;
     return error - error == error - error ? error : Values{};
   }
 
   template <bool kResidual>
-  TDDP_COMPRESS_TARGET static void compress(unsigned char* /*scales*/, unsigned char* codes, const float* source,
-                                            float* residual, int64_t numel, float scale) {
+  TDDP_TARGET static void compress(unsigned char* /*scales*/, unsigned char* codes, const float* source,
+                                   float* residual, int64_t numel, float scale) {
     int64_t i = 0;
     for (; i + Isa::kWidth <= numel; i += Isa::kWidth) {
       const Floats value = Access::template first_round<kResidual>(source + i, residual + i, scale);
-      Isa::template store_halves<kHalf>(codes + 2 * i, value);
+      Isa::template store<kHalf>(codes + 2 * i, value);
       if constexpr (kResidual) {
-        Access::store(residual + i, kept<Floats>(value, Isa::template load_halves<kHalf>(codes + 2 * i)));
+        Access::store(residual + i, kept<Floats>(value, Isa::template load<kHalf>(codes + 2 * i)));
       }
     }
     for (; i < numel; ++i) {
@@ -331,11 +326,11 @@ struct Halves : VectorAccess<Isa> {
   }
 
   template <bool kAccumulate>
-  TDDP_COMPRESS_TARGET static void decompress(const unsigned char* /*scales*/, const unsigned char* codes, float* out,
-                                              int64_t numel) {
+  TDDP_TARGET static void decompress(const unsigned char* /*scales*/, const unsigned char* codes, float* out,
+                                     int64_t numel) {
     int64_t i = 0;
     for (; i + Isa::kWidth <= numel; i += Isa::kWidth) {
-      const Floats value = Isa::template load_halves<kHalf>(codes + 2 * i);
+      const Floats value = Isa::template load<kHalf>(codes + 2 * i);
       Access::store(out + i, kAccumulate ? Access::load(out + i) + value : value);
     }
     for (; i < numel; ++i) {
@@ -344,25 +339,6 @@ struct Halves : VectorAccess<Isa> {
     }
   }
 };
-
-template <class Isa>
-constexpr CompressTable make_compress_table() {
-  using Int8 = Quantised<Isa, Format::kInt8>;
-  using Int4 = Quantised<Isa, Format::kInt4>;
-  using Sign = Signs<Isa>;
-  using Fp16 = Halves<Isa, DType::kF16>;
-  using Bf16 = Halves<Isa, DType::kBF16>;
-  return {{{{&compress_blocks<Int8, false>, &compress_blocks<Int8, true>},
-            {&compress_blocks<Int4, false>, &compress_blocks<Int4, true>},
-            {&compress_blocks<Sign, false>, &compress_blocks<Sign, true>},
-            {&Fp16::template compress<false>, &Fp16::template compress<true>},
-            {&Bf16::template compress<false>, &Bf16::template compress<true>}}},
-          {{{&decompress_blocks<Int8, false>, &decompress_blocks<Int8, true>},
-            {&decompress_blocks<Int4, false>, &decompress_blocks<Int4, true>},
-            {&decompress_blocks<Sign, false>, &decompress_blocks<Sign, true>},
-            {&Fp16::template decompress<false>, &Fp16::template decompress<true>},
-            {&Bf16::template decompress<false>, &Bf16::template decompress<true>}}}};
-}
 
 }  // namespace
 }  // namespace torchddp::kernels

@@ -1,9 +1,16 @@
-// Element types as the kernels see them, on the CPU and on a device.
+// Element types as the kernels see them, on the CPU and on a device. For both compilers: g++ (C++20, the CPU kernels and the tests) and
+// nvcc (C++17, the device kernels).
 #pragma once
 
 #include <cstdint>
 
-#include "kernels/host_device.h"
+#if defined(__CUDACC__)
+#define TDDP_HOST_DEVICE __host__ __device__
+#define TDDP_ALWAYS_INLINE __host__ __device__ __forceinline__
+#else
+#define TDDP_HOST_DEVICE
+#define TDDP_ALWAYS_INLINE __attribute__((always_inline)) inline
+#endif
 
 namespace torchddp::kernels {
 

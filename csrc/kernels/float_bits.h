@@ -14,6 +14,7 @@
 #endif
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "kernels/dtype.h"
@@ -108,6 +109,35 @@ TDDP_ALWAYS_INLINE Bits<item_size(Dst)> to_bits(T value) {
   if constexpr (Dst == DType::kF32) return bits_as<uint32_t>(static_cast<float>(value));
   if constexpr (Dst == DType::kF16) return float_to_f16(static_cast<float>(value));
   if constexpr (Dst == DType::kBF16) return float_to_bf16(static_cast<float>(value));
+}
+
+// Elements in the CPU's memory. By way of memcpy: views of mixed types may leave them unaligned.
+template <DType Src>
+TDDP_ALWAYS_INLINE Bits<item_size(Src)> load_bits(const unsigned char* src) {
+  Bits<item_size(Src)> bits;
+  std::memcpy(&bits, src, sizeof(bits));
+  return bits;
+}
+
+template <DType Src, class T>
+TDDP_ALWAYS_INLINE T load_as(const unsigned char* src) {
+  return from_bits<Src, T>(load_bits<Src>(src));
+}
+
+template <DType Dst, class T>
+TDDP_ALWAYS_INLINE void store_as(unsigned char* dst, T value) {
+  const auto bits = to_bits<Dst, T>(value);
+  std::memcpy(dst, &bits, sizeof(bits));
+}
+
+// All bits of the exponent: of an infinity and a NaN, and of nothing else.
+template <DType Src>
+constexpr auto exponent_bits() {
+  static_assert(is_float(Src), "opaque words have no exponent");
+  if constexpr (Src == DType::kF64) return uint64_t{0x7FF0000000000000u};
+  if constexpr (Src == DType::kF32) return uint32_t{0x7F800000u};
+  if constexpr (Src == DType::kF16) return uint16_t{0x7C00u};
+  if constexpr (Src == DType::kBF16) return uint16_t{0x7F80u};
 }
 
 }  // namespace torchddp::kernels

@@ -5,8 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "kernels/check_table.h"
-#include "kernels/pack_table.h"
+#include "kernels/kernel_table.h"
 
 namespace torchddp::kernels {
 namespace {
@@ -30,7 +29,7 @@ void Hash::add(const void* data, int64_t bytes) {
   bytes_ += static_cast<uint64_t>(bytes);
   const auto* at = static_cast<const unsigned char*>(data);
   const int64_t blocks = bytes / kHashBlockBytes;
-  active_table().checks->hash_blocks(lanes_.data(), at, blocks);
+  active_table().hash_blocks(lanes_.data(), at, blocks);
   at += blocks * kHashBlockBytes;
   int64_t left = bytes - blocks * kHashBlockBytes;
   for (int index = 0; left > 0; ++index) {

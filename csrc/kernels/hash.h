@@ -2,11 +2,30 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 
 namespace torchddp::kernels {
 
-inline constexpr int64_t kHashBlockBytes = 1024;
+inline constexpr int kHashLanes = 8;
+inline constexpr int64_t kHashStripeBytes = kHashLanes * 8;
+inline constexpr int kHashStripes = 16;  // in a block
+inline constexpr int64_t kHashBlockBytes = kHashStripes * kHashStripeBytes;
+inline constexpr uint64_t kHashPrime = 0x9E3779B1u;
+
+// The bijection of splitmix64.
+constexpr uint64_t mix_bits(uint64_t word) {
+  word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9u;
+  word = (word ^ (word >> 27)) * 0x94D049BB133111EBu;
+  return word ^ (word >> 31);
+}
+
+// Stripe s of a block takes kHashKeys[s .. s + 7], the mixing after the block the last eight.
+inline constexpr auto kHashKeys = [] {
+  std::array<uint64_t, kHashStripes + kHashLanes> keys{};
+  for (std::size_t i = 0; i < keys.size(); ++i) keys[i] = mix_bits((i + 1) * 0x9E3779B97F4A7C15u);
+  return keys;
+}();
 
 // Hashes what it is given piece by piece, as one range of bytes. About as fast as memory is read, and the same on every instruction
 // set. The method is that of XXH3 for long inputs (Yann Collet): eight lanes that multiply the halves of keyed words and add each word
@@ -20,7 +39,7 @@ class Hash {
   uint64_t finish() const;
 
  private:
-  std::array<uint64_t, 8> lanes_;
+  std::array<uint64_t, kHashLanes> lanes_;
   uint64_t bytes_ = 0;
 };
 

@@ -3,42 +3,36 @@
 
 #include <algorithm>
 
-#include "kernels/check_table.h"
+#include "kernels/float_bits.h"
+#include "kernels/kernel_table.h"
 #include "kernels/pack.h"
-#include "kernels/pack_scalar.h"
-#include "kernels/pack_table.h"
 
 namespace torchddp::kernels {
 namespace {
+
+// Elements between two looks at whether any was not finite.
+constexpr int64_t kChunk = 2048;
 
 template <DType Src>
 int64_t count_each(const unsigned char* data, int64_t numel) {
   int64_t count = 0;
   for (int64_t i = 0; i < numel; ++i) {
-    Bits<item_size(Src)> word;
-    std::memcpy(&word, data + i * item_size(Src), sizeof(word));
-    count += (word & exponent_bits<Src>()) == exponent_bits<Src>() ? 1 : 0;
+    count += (load_bits<Src>(data + i * item_size(Src)) & exponent_bits<Src>()) == exponent_bits<Src>() ? 1 : 0;
   }
   return count;
 }
+
+constexpr decltype(&count_each<DType::kF32>) kCountEach[kNumFloatTypes] = {
+    &count_each<DType::kF64>, &count_each<DType::kF32>, &count_each<DType::kF16>, &count_each<DType::kBF16>};
 
 int64_t count_chunk(AnyNonFiniteFn any, const unsigned char* data, DType dtype, int64_t numel) {
   if (!any(data, numel)) [[likely]] {
     return 0;
   }
-  switch (dtype) {
-    case DType::kF64:
-      return count_each<DType::kF64>(data, numel);
-    case DType::kF32:
-      return count_each<DType::kF32>(data, numel);
-    case DType::kF16:
-      return count_each<DType::kF16>(data, numel);
-    default:
-      return count_each<DType::kBF16>(data, numel);
-  }
+  return kCountEach[static_cast<size_t>(dtype)](data, numel);
 }
 
-AnyNonFiniteFn kernel_for(DType dtype) { return active_table().checks->any_non_finite[static_cast<size_t>(dtype)]; }
+AnyNonFiniteFn kernel_for(DType dtype) { return active_table().any_non_finite[static_cast<size_t>(dtype)]; }
 
 }  // namespace
 
@@ -47,8 +41,8 @@ int64_t count_non_finite(const void* data, DType dtype, int64_t numel) {
   const AnyNonFiniteFn any = kernel_for(dtype);
   const auto* bytes = static_cast<const unsigned char*>(data);
   int64_t count = 0;
-  for (int64_t i = 0; i < numel; i += kFiniteChunk) {
-    count += count_chunk(any, bytes + i * item_size(dtype), dtype, std::min(kFiniteChunk, numel - i));
+  for (int64_t i = 0; i < numel; i += kChunk) {
+    count += count_chunk(any, bytes + i * item_size(dtype), dtype, std::min(kChunk, numel - i));
   }
   return count;
 }
@@ -62,8 +56,8 @@ int64_t scale_cast_counting(void* dst, DType dst_type, const void* src, DType sr
   auto* to = static_cast<unsigned char*>(dst);
   const auto* from = static_cast<const unsigned char*>(src);
   int64_t count = 0;
-  for (int64_t i = 0; i < numel; i += kFiniteChunk) {
-    const int64_t chunk = std::min(kFiniteChunk, numel - i);
+  for (int64_t i = 0; i < numel; i += kChunk) {
+    const int64_t chunk = std::min(kChunk, numel - i);
     count += count_chunk(any, from + i * item_size(src_type), src_type, chunk);
     scale_cast(to + i * item_size(dst_type), dst_type, from + i * item_size(src_type), src_type, chunk, scale);
   }

@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/kernel_table.h"
 #include "kernels/pack.h"
-#include "kernels/pack_table.h"
 
 namespace torchddp::kernels {
 namespace {
@@ -15,9 +15,16 @@ namespace {
 // Best first.
 std::vector<const KernelTable*> supported_tables() {
   std::vector<const KernelTable*> tables;
-  for (const KernelTable* table : {avx512_table(), avx2_table(), generic_table()}) {
-    if (table != nullptr) tables.push_back(table);
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
+      tables.push_back(&avx512_kernels);
+    }
+    tables.push_back(&avx2_kernels);
   }
+#endif
+  tables.push_back(&generic_kernels);
   return tables;
 }
 
@@ -44,7 +51,7 @@ const KernelTable* table_for(const char* wanted) {
   for (const KernelTable* table : supported_tables()) {
     if (capability_level(table->capability) <= highest) return table;
   }
-  return generic_table();
+  return &generic_kernels;
 }
 
 constinit std::atomic<const KernelTable*> active{nullptr};

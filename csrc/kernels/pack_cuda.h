@@ -15,19 +15,12 @@ struct DevicePiece {
   int64_t numel;
 };
 
-// In device memory, as a float64 tensor of two can hold it. See GradStats in stats.h.
-struct DeviceStats {
-  double sum_squares;
-  double non_finite;  // a count; exact below 2^53
-};
+enum class Direction : uint8_t { kPack, kUnpack };
 
-// Bytes of device memory that the statistics of a call with `count` pieces need, aligned to 8.
-int64_t device_scratch_bytes(int64_t count);
-
-// flat[begin + i] = cast<flat_type>(outside[i] * scale) for every piece; scale_cast (pack.h) says how. Asynchronous on `stream`
-// of the current device, and fit for stream capture: pointers and sizes travel in the kernel's parameters. Pieces may come
-// in any order and have no elements; none at all is fine. From kMaxPieces (pack_device_plan.h) non-empty pieces on, it takes more
-// than one launch.
+// kPack: flat[begin + i] = cast<flat_type>(outside[i] * scale) for every piece; scale_cast (pack.h) says how. kUnpack is the way
+// back: outside[i] = cast<outside_type>(flat[begin + i] * scale). Asynchronous on `stream` of the current device, and fit for stream
+// capture: pointers and sizes travel in the kernel's parameters. Pieces may come in any order and have no elements; none at all is
+// fine. From kMaxPieces (pack_device_plan.h) non-empty pieces on, it takes more than one launch.
 //
 // All pointers are the device's and aligned to their element size; 16-byte accesses need no more than that, but source and
 // destination equally far from a 16-byte boundary (counted in elements) are fastest. A piece may lie in place
@@ -35,17 +28,9 @@ int64_t device_scratch_bytes(int64_t count);
 //
 // Unlike on the CPU, a NaN that is scaled or cast becomes the device's own NaN: its payload is lost, as in torch there.
 //
-// With `stats` (device memory), the statistics of what was written are stored there, in the same pass and one more launch of a
-// single block; `scratch` is read and written until then. They are the same bits every time for the same pieces at the
-// same alignment. Both are null if not wanted.
-//
 // Returns cudaErrorInvalidValue, before anything is launched, for a negative numel or begin, a null or unaligned pointer, and for
-// opaque types that are to be scaled, cast or measured. The caller makes the device of the pointers current.
-int pack_on_device(void* flat, DType flat_type, const DevicePiece* pieces, int64_t count, DType outside_type,
-                   double scale, DeviceStats* stats, void* scratch, void* stream);
-
-// The way back: outside[i] = cast<outside_type>(flat[begin + i] * scale). The same rules.
-int unpack_on_device(const void* flat, DType flat_type, const DevicePiece* pieces, int64_t count, DType outside_type,
-                     double scale, DeviceStats* stats, void* scratch, void* stream);
+// opaque types that are to be scaled or cast. The caller makes the device of the pointers current.
+int move_on_device(Direction direction, void* flat, DType flat_type, const DevicePiece* pieces, int64_t count,
+                   DType outside_type, double scale, void* stream);
 
 }  // namespace torchddp::kernels

@@ -20,18 +20,21 @@
 
 #include "kernels/float_bits.h"
 
+// The host's compiler knows no such pragma, not even where nvcc calls it.
+#if defined(__CUDA_ARCH__)
+#define TDDP_UNROLL _Pragma("unroll")
+#define TDDP_NO_UNROLL _Pragma("unroll 1")
+#else
+#define TDDP_UNROLL
+#define TDDP_NO_UNROLL
+#endif
+
 namespace torchddp::kernels::device {
 
 inline constexpr int kThreads = 256;  // of a block
 inline constexpr int kAccessBytes = 16;
 // What a thread reads or writes of a tile, at the wider end: four accesses in flight.
 inline constexpr int kThreadBytes = 4 * kAccessBytes;
-
-// The statistics of a thread, then of a block. No initial values: it lies in shared memory.
-struct Partial {
-  double sum_squares;
-  int64_t non_finite;
-};
 
 // The parameters of a kernel. The capacities are chosen in pack_device_plan.h.
 template <int kCapacity>
@@ -40,7 +43,6 @@ struct PieceTable {
   unsigned char* dst[kCapacity];
   int64_t numel[kCapacity];  // > 0
   double scale;
-  Partial* partials;                   // one per block, or null
   uint32_t first_tile[kCapacity + 1];  // [count] is the number of tiles
   int32_t count;
 };
@@ -123,110 +125,6 @@ struct Element {
   }
 };
 
-// Adds an element as it stands in memory (see GradStats in stats.h).
-template <DType Dst>
-TDDP_ALWAYS_INLINE void add_element(Partial& stats, Bits<item_size(Dst)> bits) {
-  if constexpr (Dst == DType::kF64) {
-    const auto value = from_bits<Dst, double>(bits);
-    stats.sum_squares += value * value;
-    stats.non_finite += (bits >> 52 & 0x7FF) == 0x7FF ? 1 : 0;
-  } else {
-    const auto value = from_bits<Dst, float>(bits);
-    const auto wide = static_cast<double>(value);
-    stats.sum_squares += wide * wide;
-    stats.non_finite += (bits_as<uint32_t>(value) & 0x7F800000u) == 0x7F800000u ? 1 : 0;
-  }
-}
-
-// A kernel: its types, whether elements are copied as they are (scale 1, equal types) and whether they are measured.
-template <DType Dst, DType Src, bool kCopy, bool kStats>
-struct Pack {
-  static_assert(!kCopy || Dst == Src, "a copy does not cast");
-  static_assert(kCopy || (is_float(Dst) && is_float(Src)), "opaque words are copied");
-  static_assert(!kStats || is_float(Dst), "opaque words have no statistics");
-  using Layout = Tiling<Dst, Src>;
-  using Factor = std::conditional_t<kCopy, int, Product<Dst, Src>>;  // of a copy unused
-  using Target = Element<Layout::kDstBytes>;
-  using Source = Element<Layout::kSrcBytes>;
-
-  static TDDP_ALWAYS_INLINE Bits<item_size(Dst)> convert(Bits<item_size(Src)> bits, Factor factor, Partial& stats) {
-    Bits<item_size(Dst)> converted;
-    if constexpr (kCopy) {
-      converted = bits;
-    } else {
-      converted = to_bits<Dst, Factor>(from_bits<Src, Factor>(bits) * factor);
-    }
-    if constexpr (kStats) add_element<Dst>(stats, converted);
-    return converted;
-  }
-
-  static TDDP_ALWAYS_INLINE void convert_vector(unsigned char* dst, const uint32_t (&in)[Layout::kSrcWords],
-                                                Factor factor, Partial& stats) {
-    if constexpr (kCopy && !kStats) {
-      store_vector(dst, in);
-    } else {
-      uint32_t out[Layout::kDstWords] = {};
-      TDDP_UNROLL
-      for (int i = 0; i < Layout::kVector; ++i) Target::put(out, i, convert(Source::get(in, i), factor, stats));
-      store_vector(dst, out);
-    }
-  }
-
-  // The vector whose first element is `at`, of which only [0, numel) are the piece's.
-  static TDDP_ALWAYS_INLINE void run_vector(unsigned char* dst, const unsigned char* src, int64_t numel, int64_t at,
-                                            bool src_on_grid, Factor factor, Partial& stats) {
-    if (at >= 0 && at + Layout::kVector <= numel) {
-      uint32_t in[Layout::kSrcWords] = {};
-      const unsigned char* from = src + at * Layout::kSrcBytes;
-      if (src_on_grid) {
-        load_vector(in, from);
-      } else {
-        TDDP_UNROLL
-        for (int i = 0; i < Layout::kVector; ++i) Source::put(in, i, Source::load(from + i * Layout::kSrcBytes));
-      }
-      convert_vector(dst + at * Layout::kDstBytes, in, factor, stats);
-      return;
-    }
-    const int64_t end = at + Layout::kVector < numel ? at + Layout::kVector : numel;
-    TDDP_NO_UNROLL
-    for (int64_t i = at > 0 ? at : 0; i < end; ++i) {
-      Target::store(dst + i * Layout::kDstBytes, convert(Source::load(src + i * Layout::kSrcBytes), factor, stats));
-    }
-  }
-
-  // What `thread` does of one tile of a piece.
-  static TDDP_ALWAYS_INLINE void run_tile(unsigned char* dst, const unsigned char* src, int64_t numel, uint32_t tile,
-                                          int thread, Factor factor, Partial& stats) {
-    const int64_t lead = lead_elements(dst, Layout::kDstBytes);
-    const int64_t begin = static_cast<int64_t>(tile) * Layout::kTile - lead;  // negative: before the piece
-    const int64_t first = begin + thread * Layout::kVector;
-    const bool src_on_grid =
-        (reinterpret_cast<uintptr_t>(src) - static_cast<uintptr_t>(lead * Layout::kSrcBytes)) % kAccessBytes == 0;
-    if (src_on_grid && begin >= 0 && begin + Layout::kTile <= numel) {
-      // All loads before the first store: the compiler can't move them past it, source and destination may be one.
-      uint32_t in[Layout::kVectorsPerThread][Layout::kSrcWords];
-      TDDP_UNROLL
-      for (int v = 0; v < Layout::kVectorsPerThread; ++v) {
-        load_vector(in[v], src + (first + v * Layout::kRow) * Layout::kSrcBytes);
-      }
-      TDDP_UNROLL
-      for (int v = 0; v < Layout::kVectorsPerThread; ++v) {
-        convert_vector(dst + (first + v * Layout::kRow) * Layout::kDstBytes, in[v], factor, stats);
-      }
-      return;
-    }
-    TDDP_NO_UNROLL
-    for (int v = 0; v < Layout::kVectorsPerThread; ++v) {
-      run_vector(dst, src, numel, first + v * Layout::kRow, src_on_grid, factor, stats);
-    }
-  }
-
-  // All that `thread` of `block` does. Adds to `stats` if kStats.
-  template <int kCapacity>
-  static TDDP_ALWAYS_INLINE void run_thread(const PieceTable<kCapacity>& table, uint32_t num_blocks, uint32_t block,
-                                            int thread, Partial& stats);
-};
-
 // First tile of a block: slices differ by one tile at most.
 TDDP_ALWAYS_INLINE uint32_t slice_begin(uint32_t num_tiles, uint32_t num_blocks, uint32_t block) {
   const uint32_t longer = num_tiles % num_blocks;
@@ -249,41 +147,102 @@ TDDP_ALWAYS_INLINE int find_piece(const PieceTable<kCapacity>& table, uint32_t t
   return low;
 }
 
-template <DType Dst, DType Src, bool kCopy, bool kStats>
-template <int kCapacity>
-TDDP_ALWAYS_INLINE void Pack<Dst, Src, kCopy, kStats>::run_thread(const PieceTable<kCapacity>& table,
-                                                                  uint32_t num_blocks, uint32_t block, int thread,
-                                                                  Partial& stats) {
-  const uint32_t num_tiles = table.first_tile[table.count];
-  const uint32_t end = slice_begin(num_tiles, num_blocks, block + 1);
-  const auto factor = static_cast<Factor>(table.scale);
-  uint32_t tile = slice_begin(num_tiles, num_blocks, block);
-  for (int piece = find_piece(table, tile); tile < end; ++piece) {
-    const uint32_t first = table.first_tile[piece];
-    const uint32_t last = table.first_tile[piece + 1];
-    const uint32_t stop = last < end ? last : end;
-    for (; tile < stop; ++tile) {
-      run_tile(table.dst[piece], table.src[piece], table.numel[piece], tile - first, thread, factor, stats);
+// A kernel. Opaque words are copied, as is what is neither scaled nor cast: as integers of its size.
+template <DType Dst, DType Src>
+struct Pack {
+  static constexpr bool kCopy = !is_float(Dst);
+  static_assert(kCopy ? Dst == Src : is_float(Src), "opaque words are copied");
+  using Layout = Tiling<Dst, Src>;
+  using Factor = std::conditional_t<kCopy, int, Product<Dst, Src>>;  // of a copy unused
+  using Target = Element<Layout::kDstBytes>;
+  using Source = Element<Layout::kSrcBytes>;
+
+  static TDDP_ALWAYS_INLINE Bits<item_size(Dst)> convert(Bits<item_size(Src)> bits, Factor factor) {
+    if constexpr (kCopy) {
+      return bits;
+    } else {
+      return to_bits<Dst, Factor>(from_bits<Src, Factor>(bits) * factor);
     }
   }
-}
 
-// One step of adding up the threads of a block, each with its place in `sums`: for stride = kThreads / 2, ..., 2, 1, with a
-// barrier before each. sums[0] is the total. Always the same order, so the same bits.
-TDDP_ALWAYS_INLINE void fold_step(Partial* sums, int thread, int stride) {
-  if (thread >= stride) return;
-  sums[thread].sum_squares += sums[thread + stride].sum_squares;
-  sums[thread].non_finite += sums[thread + stride].non_finite;
-}
-
-// The share of `thread` in adding up the blocks, by a single block.
-TDDP_ALWAYS_INLINE Partial add_partials(const Partial* partials, int64_t count, int thread) {
-  Partial sum{0, 0};
-  for (int64_t i = thread; i < count; i += kThreads) {
-    sum.sum_squares += partials[i].sum_squares;
-    sum.non_finite += partials[i].non_finite;
+  static TDDP_ALWAYS_INLINE void convert_vector(unsigned char* dst, const uint32_t (&in)[Layout::kSrcWords],
+                                                Factor factor) {
+    if constexpr (kCopy) {
+      store_vector(dst, in);
+    } else {
+      uint32_t out[Layout::kDstWords] = {};
+      TDDP_UNROLL
+      for (int i = 0; i < Layout::kVector; ++i) Target::put(out, i, convert(Source::get(in, i), factor));
+      store_vector(dst, out);
+    }
   }
-  return sum;
-}
+
+  // The vector whose first element is `at`, of which only [0, numel) are the piece's.
+  static TDDP_ALWAYS_INLINE void run_vector(unsigned char* dst, const unsigned char* src, int64_t numel, int64_t at,
+                                            bool src_on_grid, Factor factor) {
+    if (at >= 0 && at + Layout::kVector <= numel) {
+      uint32_t in[Layout::kSrcWords] = {};
+      const unsigned char* from = src + at * Layout::kSrcBytes;
+      if (src_on_grid) {
+        load_vector(in, from);
+      } else {
+        TDDP_UNROLL
+        for (int i = 0; i < Layout::kVector; ++i) Source::put(in, i, Source::load(from + i * Layout::kSrcBytes));
+      }
+      convert_vector(dst + at * Layout::kDstBytes, in, factor);
+      return;
+    }
+    const int64_t end = at + Layout::kVector < numel ? at + Layout::kVector : numel;
+    TDDP_NO_UNROLL
+    for (int64_t i = at > 0 ? at : 0; i < end; ++i) {
+      Target::store(dst + i * Layout::kDstBytes, convert(Source::load(src + i * Layout::kSrcBytes), factor));
+    }
+  }
+
+  // What `thread` does of one tile of a piece.
+  static TDDP_ALWAYS_INLINE void run_tile(unsigned char* dst, const unsigned char* src, int64_t numel, uint32_t tile,
+                                          int thread, Factor factor) {
+    const int64_t lead = lead_elements(dst, Layout::kDstBytes);
+    const int64_t begin = static_cast<int64_t>(tile) * Layout::kTile - lead;  // negative: before the piece
+    const int64_t first = begin + thread * Layout::kVector;
+    const bool src_on_grid =
+        (reinterpret_cast<uintptr_t>(src) - static_cast<uintptr_t>(lead * Layout::kSrcBytes)) % kAccessBytes == 0;
+    if (src_on_grid && begin >= 0 && begin + Layout::kTile <= numel) {
+      // All loads before the first store: the compiler can't move them past it, source and destination may be one.
+      uint32_t in[Layout::kVectorsPerThread][Layout::kSrcWords];
+      TDDP_UNROLL
+      for (int v = 0; v < Layout::kVectorsPerThread; ++v) {
+        load_vector(in[v], src + (first + v * Layout::kRow) * Layout::kSrcBytes);
+      }
+      TDDP_UNROLL
+      for (int v = 0; v < Layout::kVectorsPerThread; ++v) {
+        convert_vector(dst + (first + v * Layout::kRow) * Layout::kDstBytes, in[v], factor);
+      }
+      return;
+    }
+    TDDP_NO_UNROLL
+    for (int v = 0; v < Layout::kVectorsPerThread; ++v) {
+      run_vector(dst, src, numel, first + v * Layout::kRow, src_on_grid, factor);
+    }
+  }
+
+  // All that `thread` of `block` does.
+  template <int kCapacity>
+  static TDDP_ALWAYS_INLINE void run_thread(const PieceTable<kCapacity>& table, uint32_t num_blocks, uint32_t block,
+                                            int thread) {
+    const uint32_t num_tiles = table.first_tile[table.count];
+    const uint32_t end = slice_begin(num_tiles, num_blocks, block + 1);
+    const auto factor = static_cast<Factor>(table.scale);
+    uint32_t tile = slice_begin(num_tiles, num_blocks, block);
+    for (int piece = find_piece(table, tile); tile < end; ++piece) {
+      const uint32_t first = table.first_tile[piece];
+      const uint32_t last = table.first_tile[piece + 1];
+      const uint32_t stop = last < end ? last : end;
+      for (; tile < stop; ++tile) {
+        run_tile(table.dst[piece], table.src[piece], table.numel[piece], tile - first, thread, factor);
+      }
+    }
+  }
+};
 
 }  // namespace torchddp::kernels::device

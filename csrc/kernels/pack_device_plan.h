@@ -1,5 +1,5 @@
-// Which launches a pack or unpack on the device takes: checks, chunks of pieces, tiles, blocks. Host code without CUDA, so that
-// tests run it. Not for use outside kernels/ and its tests.
+// Which launches a pack or unpack on the device takes: checks, kernel, chunks of pieces, tiles, blocks. Host code without CUDA, so
+// that tests run it. Not for use outside kernels/ and its tests.
 #pragma once
 
 #include <cstdint>
@@ -17,23 +17,20 @@ inline constexpr int kMaxPieces = 1168;
 static_assert(sizeof(PieceTable<kFewPieces>) <= 4096, "the small table must fit the parameters of any kernel");
 static_assert(sizeof(PieceTable<kMaxPieces>) <= 32764, "the large table must fit the parameters of a kernel");
 
-// A grid has no more blocks, and the statistics no more partial sums. Several times what the largest device runs at once, so
-// that the last blocks to finish are a small part of all. It depends on no device: neither do results.
+// A grid has no more blocks. Several times what the largest device runs at once, so that the last blocks to finish are a small
+// part of all.
 inline constexpr uint32_t kMaxBlocks = 4096;
 
 inline constexpr int kInvalidValue = 1;  // cudaErrorInvalidValue
 
-enum class Direction : uint8_t { kPack, kUnpack };
-
 struct Job {
   Direction direction;
-  const void* flat;  // written to by kPack
+  void* flat;
   DType flat_type;
   const DevicePiece* pieces;
   int64_t count;
   DType outside_type;
   double scale;
-  bool stats;
 
   DType dst_type() const { return direction == Direction::kPack ? flat_type : outside_type; }
   DType src_type() const { return direction == Direction::kPack ? outside_type : flat_type; }
@@ -44,7 +41,7 @@ struct Job {
     return device::tile_elements(flat_size > outside_size ? flat_size : outside_size);
   }
   unsigned char* flat_at(const DevicePiece& piece) const {
-    return static_cast<unsigned char*>(const_cast<void*>(flat)) + piece.begin * item_size(flat_type);
+    return static_cast<unsigned char*>(flat) + piece.begin * item_size(flat_type);
   }
   void* dst(const DevicePiece& piece) const { return direction == Direction::kPack ? flat_at(piece) : piece.outside; }
   const void* src(const DevicePiece& piece) const {
@@ -70,8 +67,7 @@ inline bool is_valid(const Job& job, const DevicePiece& piece) {
 }
 
 inline bool is_valid(const Job& job) {
-  const bool opaque = !is_float(job.flat_type) || !is_float(job.outside_type);
-  if (opaque && (!job.is_copy() || job.stats)) return false;
+  if (!job.is_copy() && (!is_float(job.flat_type) || !is_float(job.outside_type))) return false;
   if (job.count < 0 || !is_aligned(job.flat, job.flat_type)) return false;
   int64_t num_tiles = 0;
   for (int64_t i = 0; i < job.count; ++i) {
@@ -82,13 +78,51 @@ inline bool is_valid(const Job& job) {
   return true;
 }
 
-constexpr int64_t num_launches(int64_t num_pieces) { return ceil_div(num_pieces, kMaxPieces); }
+template <DType Dst, class Visit>
+auto visit_cast(DType src_type, const Visit& visit) {
+  switch (src_type) {
+    case DType::kF64:
+      return visit(Pack<Dst, DType::kF64>{});
+    case DType::kF32:
+      return visit(Pack<Dst, DType::kF32>{});
+    case DType::kF16:
+      return visit(Pack<Dst, DType::kF16>{});
+    default:
+      return visit(Pack<Dst, DType::kBF16>{});
+  }
+}
+
+// What `visit` returns for the Pack<Dst, Src> that does the job.
+template <class Visit>
+auto visit_kernel(const Job& job, const Visit& visit) {
+  if (job.is_copy()) {
+    switch (item_size(job.dst_type())) {
+      case 1:
+        return visit(Pack<DType::kU8, DType::kU8>{});
+      case 2:
+        return visit(Pack<DType::kI16, DType::kI16>{});
+      case 4:
+        return visit(Pack<DType::kI32, DType::kI32>{});
+      default:
+        return visit(Pack<DType::kI64, DType::kI64>{});
+    }
+  }
+  switch (job.dst_type()) {
+    case DType::kF64:
+      return visit_cast<DType::kF64>(job.src_type(), visit);
+    case DType::kF32:
+      return visit_cast<DType::kF32>(job.src_type(), visit);
+    case DType::kF16:
+      return visit_cast<DType::kF16>(job.src_type(), visit);
+    default:
+      return visit_cast<DType::kBF16>(job.src_type(), visit);
+  }
+}
 
 // Fills `table` with as many non-empty pieces as it holds, from `next` on; returns where the rest begins.
 template <int kCapacity>
 int64_t fill_table(PieceTable<kCapacity>& table, const Job& job, int64_t next) {
   table.scale = job.scale;
-  table.partials = nullptr;
   table.count = 0;
   table.first_tile[0] = 0;
   for (; next < job.count && table.count < kCapacity; ++next) {
@@ -103,11 +137,9 @@ int64_t fill_table(PieceTable<kCapacity>& table, const Job& job, int64_t next) {
   return next;
 }
 
-// The launches of a job, in order. launch(table, num_blocks) returns an error, or 0 to go on. Block b of a launch has its partial
-// sums at table.partials[b]; those of all launches lie one after another from `partials` on, and `num_partials` counts them.
+// The launches of a job, in order. launch(table, num_blocks) returns an error, or 0 to go on.
 template <class Launch>
-int for_each_launch(const Job& job, Partial* partials, int64_t& num_partials, const Launch& launch) {
-  num_partials = 0;
+int for_each_launch(const Job& job, const Launch& launch) {
   if (!is_valid(job)) return kInvalidValue;
   int64_t left = 0;
   for (int64_t i = 0; i < job.count; ++i) left += job.pieces[i].numel > 0 ? 1 : 0;
@@ -116,10 +148,7 @@ int for_each_launch(const Job& job, Partial* partials, int64_t& num_partials, co
     next = fill_table(table, job, next);
     left -= table.count;
     const uint32_t num_tiles = table.first_tile[table.count];
-    const uint32_t num_blocks = num_tiles < kMaxBlocks ? num_tiles : kMaxBlocks;
-    if (partials != nullptr) table.partials = partials + num_partials;
-    num_partials += num_blocks;
-    return launch(table, num_blocks);
+    return launch(table, num_tiles < kMaxBlocks ? num_tiles : kMaxBlocks);
   };
   while (left > 0) {
     int error;

@@ -4,9 +4,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "kernels/kernel_table.h"
 #include "kernels/non_finite.h"
-#include "kernels/pack_table.h"
-#include "kernels/sum_table.h"
 
 namespace torchddp::kernels {
 
@@ -27,7 +26,7 @@ void reduce_ranks(std::span<void* const> dsts, std::span<const void* const> srcs
     }
     return;
   }
-  active_table().sums->reduce[static_cast<size_t>(type)][static_cast<size_t>(op)](
+  active_table().reduce[static_cast<size_t>(type)][static_cast<size_t>(op)](
       dsts.data(), static_cast<int64_t>(dsts.size()), srcs.data(), nullptr, static_cast<int64_t>(srcs.size()), numel);
 }
 
@@ -40,9 +39,8 @@ void scaled_sum_ranks(std::span<void* const> dsts, std::span<const void* const> 
   }
   if (!can_scale(type)) throw std::invalid_argument("only fp64 and fp32 are scaled while they are summed");
   if (numel <= 0) return;
-  active_table().sums->scaled_sum[static_cast<size_t>(type)](dsts.data(), static_cast<int64_t>(dsts.size()),
-                                                             srcs.data(), scales.data(),
-                                                             static_cast<int64_t>(srcs.size()), numel);
+  active_table().scaled_sum[static_cast<size_t>(type)](dsts.data(), static_cast<int64_t>(dsts.size()), srcs.data(),
+                                                       scales.data(), static_cast<int64_t>(srcs.size()), numel);
 }
 
 bool checked_sum_ranks(std::span<void* const> dsts, std::span<const void* const> srcs, std::span<const double> scales,
@@ -61,7 +59,7 @@ bool checked_sum_ranks(std::span<void* const> dsts, std::span<const void* const>
     reduce_ranks(dsts, srcs, type, ReduceOp::kSum, numel);
     return count > 0;
   }
-  const SumTable& table = *active_table().sums;
+  const KernelTable& table = active_table();
   const auto index = static_cast<size_t>(type);
   const CheckedSumFn kernel = scales.empty() ? table.checked_sum[index] : table.checked_scaled_sum[index];
   SumFindings found{counts.data()};

@@ -1,22 +1,12 @@
-// The loops of the sum kernels, written once with the compiler's vector types and compiled for each instruction set.
-//
-// Included by one file per instruction set, which defines TDDP_SUM_TARGET (the target attribute, or nothing) beforehand:
-// every function must carry it, because the compiler lowers vector arithmetic before it inlines. The definitions
-// therefore differ from file to file, hence the unnamed namespace in a header.
+// The loops of the sum kernels, compiled for each instruction set: see isa.h.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#include <utility>
 
-#include "kernels/pack.h"
-#include "kernels/sum_table.h"
-
-#ifndef TDDP_SUM_TARGET
-#error "define TDDP_SUM_TARGET before including this file"
-#endif
-#define TDDP_SUM_INLINE TDDP_SUM_TARGET __attribute__((always_inline)) inline
+#include "kernels/isa.h"
+#include "kernels/kernel_table.h"
 
 namespace torchddp::kernels {
 namespace {
@@ -34,27 +24,30 @@ constexpr auto lane_of() {
   if constexpr (Type == DType::kI64) return std::conditional_t<kWraps, uint64_t, int64_t>{};
 }
 
-// `Isa` names the instruction set: kVectorBytes, load<DType> and store<DType> for a vector of floats from and to 16-bit
-// floats, and kHasVectorHalves, whether these are more than loops over the elements; any_top_bit, whether the highest bit of any
-// word of 32 or 64 bits in a vector is set.
-//
+// Bits of the smallest number that is infinite when it is stored as `type`: of a double for kF64, of a float for the others, of which
+// the 16-bit ones are rounded to nearest.
+constexpr uint64_t least_not_finite(DType type) {
+  if (type == DType::kF64) return 0x7FF0000000000000u;
+  return type == DType::kF16 ? 0x477FF000u : type == DType::kBF16 ? 0x7F7F8000u : 0x7F800000u;
+}
+
 // A checked sum looks at the totals while they are in registers: a total with a term that is not finite is not finite itself. So the
 // sources need no look of their own but where a total is bad, and then before anything is written over them.
 template <class Isa, DType Type, ReduceOp Op>
 struct SumKernel {
   using Lane = decltype(lane_of<Type, Op>());
-  typedef Lane Vector __attribute__((vector_size(Isa::kVectorBytes)));
+  typedef Lane Vector __attribute__((vector_size(Isa::kBytes)));
   // In memory: at any address, whatever the type declared there. (GCC copies 16 bytes by memcpy through the stack.)
-  typedef Lane Unaligned __attribute__((vector_size(Isa::kVectorBytes), aligned(1), may_alias));
+  typedef Lane Unaligned __attribute__((vector_size(Isa::kBytes), aligned(1), may_alias));
   static constexpr bool kIsHalf = Type == DType::kF16 || Type == DType::kBF16;
   static constexpr int64_t kItemBytes = kIsHalf ? 2 : sizeof(Lane);
   // What one vector covers in memory.
-  static constexpr int64_t kStepBytes = Isa::kVectorBytes / static_cast<int64_t>(sizeof(Lane)) * kItemBytes;
+  static constexpr int64_t kStepBytes = Isa::kBytes / static_cast<int64_t>(sizeof(Lane)) * kItemBytes;
   // Enough independent chains to hide the latency of an addition, few enough to stay in registers. (Element by element
   // there is nothing to gain.)
   static constexpr int kUnroll = kIsHalf && !Isa::kHasVectorHalves ? 1 : 4;
 
-  static TDDP_SUM_INLINE Vector load(const unsigned char* src) {
+  static TDDP_INLINE Vector load(const unsigned char* src) {
     if constexpr (kIsHalf) {
       return Isa::template load<Type>(src);
     } else {
@@ -62,7 +55,7 @@ struct SumKernel {
     }
   }
 
-  static TDDP_SUM_INLINE void store(unsigned char* dst, Vector value) {
+  static TDDP_INLINE void store(unsigned char* dst, Vector value) {
     if constexpr (kIsHalf) {
       Isa::template store<Type>(dst, value);
     } else {
@@ -71,7 +64,7 @@ struct SumKernel {
   }
 
   // `a` is the reduction so far. A NaN in `b` makes every comparison false, and so is chosen.
-  static TDDP_SUM_INLINE Vector combine(Vector a, Vector b) {
+  static TDDP_INLINE Vector combine(Vector a, Vector b) {
     if constexpr (Op == ReduceOp::kSum) {
       return a + b;
     } else if constexpr (Op == ReduceOp::kProduct) {
@@ -85,7 +78,7 @@ struct SumKernel {
 
   // A source, times its factor where there are factors.
   template <bool kScaled>
-  static TDDP_SUM_INLINE Vector scaled(Vector value, const double* scales, int64_t rank) {
+  static TDDP_INLINE Vector scaled(Vector value, const double* scales, int64_t rank) {
     if constexpr (kScaled) {
       return value * static_cast<Lane>(scales[rank]);
     } else {
@@ -96,9 +89,9 @@ struct SumKernel {
   // Whether the elements that the totals are stored as are all finite. Adding makes the sign bit of what is too large, and of nothing
   // else: the sign is cleared before, and no sum wraps.
   template <int kNum>
-  static TDDP_SUM_INLINE bool all_finite(const Vector (&totals)[kNum]) {
+  static TDDP_INLINE bool all_finite(const Vector (&totals)[kNum]) {
     using Word = std::conditional_t<sizeof(Lane) == 8, uint64_t, uint32_t>;
-    typedef Word Words __attribute__((vector_size(Isa::kVectorBytes)));
+    typedef Word Words __attribute__((vector_size(Isa::kBytes)));
     constexpr Word kSign = Word{1} << (8 * sizeof(Word) - 1);
     constexpr auto kLeast = static_cast<Word>(least_not_finite(Type));
     Words tops = {};
@@ -110,8 +103,8 @@ struct SumKernel {
   // kNum vectors of every rank, `at` bytes into the buffers. All is read before anything is written: a destination may
   // be a source.
   template <bool kScaled, bool kChecked, int kNum>
-  static TDDP_SUM_INLINE void step(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
-                                   int64_t num_srcs, int64_t at, SumFindings* found) {
+  static TDDP_INLINE void step(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
+                               int64_t num_srcs, int64_t at, SumFindings* found) {
     Vector totals[kNum];
     const auto* first = static_cast<const unsigned char*>(srcs[0]) + at;
 #pragma GCC unroll 4
@@ -135,17 +128,16 @@ struct SumKernel {
   }
 
   // Less than a vector, by way of a whole one.
-  static TDDP_SUM_INLINE Vector load_part(const unsigned char* src, int64_t bytes) {
+  static TDDP_INLINE Vector load_part(const unsigned char* src, int64_t bytes) {
     unsigned char whole[kStepBytes] = {};
     std::memcpy(whole, src, static_cast<size_t>(bytes));
     return load(whole);
   }
 
   template <bool kScaled, bool kChecked>
-  static TDDP_SUM_INLINE void last_step(void* const* dsts, int64_t num_dsts, const void* const* srcs,
-                                        const double* scales, int64_t num_srcs, int64_t at, int64_t bytes,
-                                        SumFindings* found) {
-    const auto part = [&](int64_t rank) TDDP_SUM_TARGET {
+  static TDDP_INLINE void last_step(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
+                                    int64_t num_srcs, int64_t at, int64_t bytes, SumFindings* found) {
+    const auto part = [&](int64_t rank) TDDP_TARGET {
       return scaled<kScaled>(load_part(static_cast<const unsigned char*>(srcs[rank]) + at, bytes), scales, rank);
     };
     Vector total[] = {part(0)};
@@ -164,8 +156,8 @@ struct SumKernel {
   }
 
   template <bool kScaled, bool kChecked>
-  static TDDP_SUM_INLINE void loop(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
-                                   int64_t num_srcs, int64_t bytes, SumFindings* found) {
+  static TDDP_INLINE void loop(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
+                               int64_t num_srcs, int64_t bytes, SumFindings* found) {
     int64_t at = 0;
     for (; at + kUnroll * kStepBytes <= bytes; at += kUnroll * kStepBytes) {
       step<kScaled, kChecked, kUnroll>(dsts, num_dsts, srcs, scales, num_srcs, at, found);
@@ -179,8 +171,8 @@ struct SumKernel {
   }
 
   template <bool kScaled, bool kChecked>
-  static TDDP_SUM_INLINE void all(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
-                                  int64_t num_srcs, int64_t bytes, SumFindings* found) {
+  static TDDP_INLINE void all(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
+                              int64_t num_srcs, int64_t bytes, SumFindings* found) {
     // Two ranks: with the numbers known and the pointers in locals the loops over ranks dissolve.
     if constexpr (Op == ReduceOp::kSum && kUnroll > 1) {
       if (num_srcs == 2 && (num_dsts == 1 || num_dsts == 2)) {
@@ -195,38 +187,18 @@ struct SumKernel {
   }
 
   template <bool kScaled>
-  TDDP_SUM_TARGET static void run(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
-                                  int64_t num_srcs, int64_t numel) {
+  TDDP_TARGET static void run(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
+                              int64_t num_srcs, int64_t numel) {
     all<kScaled, false>(dsts, num_dsts, srcs, scales, num_srcs, numel * kItemBytes, nullptr);
   }
 
   template <bool kScaled>
-  TDDP_SUM_TARGET static void run_checked(void* const* dsts, int64_t num_dsts, const void* const* srcs,
-                                          const double* scales, int64_t num_srcs, int64_t numel, SumFindings* found) {
+  TDDP_TARGET static void run_checked(void* const* dsts, int64_t num_dsts, const void* const* srcs,
+                                      const double* scales, int64_t num_srcs, int64_t numel, SumFindings* found) {
     static_assert(Op == ReduceOp::kSum && !std::is_integral_v<Lane>, "nothing else passes on what is not finite");
     all<kScaled, true>(dsts, num_dsts, srcs, scales, num_srcs, numel * kItemBytes, found);
   }
 };
-
-template <class Isa>
-constexpr SumTable make_sum_table() {
-  SumTable table{};
-  [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
-    ((table.reduce[kIndex / kNumReduceOps][kIndex % kNumReduceOps] =
-          &SumKernel<Isa, static_cast<DType>(kIndex / kNumReduceOps),
-                     static_cast<ReduceOp>(kIndex % kNumReduceOps)>::template run<false>),
-     ...);
-  }(std::make_index_sequence<static_cast<size_t>(kNumDTypes * kNumReduceOps)>{});
-  table.scaled_sum = {&SumKernel<Isa, DType::kF64, ReduceOp::kSum>::template run<true>,
-                      &SumKernel<Isa, DType::kF32, ReduceOp::kSum>::template run<true>};
-  table.checked_sum = {&SumKernel<Isa, DType::kF64, ReduceOp::kSum>::template run_checked<false>,
-                       &SumKernel<Isa, DType::kF32, ReduceOp::kSum>::template run_checked<false>,
-                       &SumKernel<Isa, DType::kF16, ReduceOp::kSum>::template run_checked<false>,
-                       &SumKernel<Isa, DType::kBF16, ReduceOp::kSum>::template run_checked<false>};
-  table.checked_scaled_sum = {&SumKernel<Isa, DType::kF64, ReduceOp::kSum>::template run_checked<true>,
-                              &SumKernel<Isa, DType::kF32, ReduceOp::kSum>::template run_checked<true>};
-  return table;
-}
 
 }  // namespace
 }  // namespace torchddp::kernels

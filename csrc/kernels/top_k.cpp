@@ -16,7 +16,7 @@ namespace torchddp::kernels {
 namespace {
 
 // Magnitudes as integers, in their order. All NaNs have the same key.
-constexpr uint32_t kInfinityKey = 0x7F800000u;
+constexpr uint32_t kInfinityKey = exponent_bits<DType::kF32>();
 constexpr uint32_t kNanKey = kInfinityKey + 1;
 
 constexpr int kFirstShift = 20;

@@ -4,7 +4,8 @@
 #include <string_view>
 
 #include "check.h"
-#include "kernels/pack_table.h"
+#include "kernels/kernel_table.h"
+#include "kernels/pack.h"
 
 namespace torchddp::kernels {
 

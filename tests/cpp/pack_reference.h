@@ -8,8 +8,8 @@
 #include <random>
 #include <vector>
 
+#include "kernels/kernel_table.h"
 #include "kernels/pack.h"
-#include "kernels/pack_table.h"
 
 namespace torchddp::kernels::reference {
 

@@ -10,7 +10,7 @@
 #include "capabilities.h"
 #include "check.h"
 #include "kernels/compress.h"
-#include "kernels/pack_table.h"
+#include "kernels/kernel_table.h"
 #include "pack_reference.h"
 
 namespace torchddp::kernels {

@@ -6,7 +6,6 @@
 
 #include "capabilities.h"
 #include "check.h"
-#include "kernels/check_table.h"
 #include "kernels/hash.h"
 #include "pack_reference.h"
 

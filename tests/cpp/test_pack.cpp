@@ -6,8 +6,8 @@
 
 #include "capabilities.h"
 #include "check.h"
+#include "kernels/kernel_table.h"
 #include "kernels/pack.h"
-#include "kernels/pack_table.h"
 #include "pack_reference.h"
 
 namespace torchddp::kernels {

@@ -1,7 +1,6 @@
 // The bodies of the device kernels, on the CPU: bit for bit what scale_cast gives, and nothing else touched.
 //
-// That an element is handled once, not twice, shows where twice makes a difference: in place it would be scaled twice, and counted
-// twice in the statistics.
+// That an element is handled once, not twice, shows where twice makes a difference: in place it would be scaled twice.
 #include <sanitizer/asan_interface.h>
 #include <sys/mman.h>
 
@@ -14,7 +13,6 @@
 
 #include "check.h"
 #include "kernels/pack.h"
-#include "kernels/stats.h"
 #include "pack_device_loop.h"
 #include "pack_reference.h"
 
@@ -65,7 +63,6 @@ struct Case {
   DType flat_type = DType::kF32;
   DType outside_type = DType::kF32;
   double scale = 1.0;
-  bool stats = false;
   int64_t flat_misalignment = 0;  // bytes
   std::vector<int64_t> numels;
   std::vector<int64_t> gaps;           // elements of flat memory before each piece
@@ -80,29 +77,6 @@ struct Case {
            std::to_string(numels.size()) + " pieces, seed " + std::to_string(seed);
   }
 };
-
-// What the statistics must be, from the written elements.
-void check_stats(const Case& c, const Partial& actual, const Tensor& flat, const std::vector<Tensor>& tensors,
-                 const std::vector<DevicePiece>& pieces) {
-  const DType dtype = c.direction == Direction::kPack ? c.flat_type : c.outside_type;
-  GradStats expected;
-  int64_t numel = 0;
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    const unsigned char* written =
-        c.direction == Direction::kPack ? flat.data() + pieces[i].begin * item_size(c.flat_type) : tensors[i].data();
-    expected.merge(measure(written, dtype, pieces[i].numel));
-    numel += pieces[i].numel;
-  }
-  CHECK_EQ(actual.non_finite, expected.non_finite);
-  // Both sums are of the same squares, in two orders. (fp64 numbers may have squares beyond double.)
-  if (std::isfinite(expected.sum_squares)) {
-    const double tolerance = expected.sum_squares * static_cast<double>(numel) * 0x1p-51;
-    CHECK(std::abs(actual.sum_squares - expected.sum_squares) <= tolerance);
-  } else {
-    CHECK_EQ(std::isnan(actual.sum_squares), std::isnan(expected.sum_squares));
-    CHECK(!std::isfinite(actual.sum_squares));
-  }
-}
 
 void check_case(const Case& c) {
   const bool pack = c.direction == Direction::kPack;
@@ -143,17 +117,15 @@ void check_case(const Case& c) {
   std::vector<DevicePiece> shuffled = pieces;
   std::shuffle(shuffled.begin(), shuffled.end(), std::mt19937(c.seed));
   const Job job{c.direction,    flat.data(), c.flat_type, shuffled.data(), static_cast<int64_t>(shuffled.size()),
-                c.outside_type, c.scale,     c.stats};
-  const Outcome outcome = run(job, c.schedule);
+                c.outside_type, c.scale};
 
-  CHECK_EQ(outcome.error == 0 ? "" : c.describe(), "");
+  CHECK_EQ(run(job, c.schedule) == 0 ? "" : c.describe(), "");
   CHECK_EQ(flat.get() == expected_flat ? "" : c.describe(), "");
   CHECK(flat.guards_are_whole());
   for (size_t i = 0; i < tensors.size(); ++i) {
     CHECK_EQ(tensors[i].get() == expected_tensors[i] ? "" : c.describe() + ", tensor " + std::to_string(i), "");
     CHECK(tensors[i].guards_are_whole());
   }
-  if (c.stats) check_stats(c, outcome.stats, flat, tensors, pieces);
 }
 
 Case one_tensor(DType flat_type, DType outside_type, double scale, int64_t numel) {
@@ -178,13 +150,10 @@ TEST(device_bodies_agree_with_scale_cast_for_all_types_and_sizes) {
     for (const DType outside_type : kFloatTypes) {
       for (const int64_t numel : interesting_numels(flat_type, outside_type)) {
         for (const double scale : {1.0, 1.0 / 3}) {
-          for (const bool stats : {false, true}) {
-            for (const Direction direction : {Direction::kPack, Direction::kUnpack}) {
-              Case c = one_tensor(flat_type, outside_type, scale, numel);
-              c.stats = stats;
-              c.direction = direction;
-              check_case(c);
-            }
+          for (const Direction direction : {Direction::kPack, Direction::kUnpack}) {
+            Case c = one_tensor(flat_type, outside_type, scale, numel);
+            c.direction = direction;
+            check_case(c);
           }
         }
       }
@@ -200,7 +169,6 @@ TEST(device_bodies_take_any_alignment_of_both_ends) {
           Case c = one_tensor(flat_type, outside_type, 0.3, (in_flat + outside) % 3 == 0 ? 5000 : 61);
           c.flat_misalignment = in_flat;
           c.misalignments = {outside};
-          c.stats = true;
           check_case(c);
         }
       }
@@ -249,11 +217,9 @@ Case random_case(uint32_t seed) {
   c.flat_type = random_float(random);
   c.outside_type = random() % 2 == 0 ? c.flat_type : random_float(random);
   c.scale = kScales[random() % std::size(kScales)];
-  c.stats = random() % 2 == 0;
   if (random() % 6 == 0) {
     c.flat_type = c.outside_type = static_cast<DType>(4 + random() % 4);
     c.scale = 1.0;
-    c.stats = false;
   }
   const int64_t flat_size = item_size(c.flat_type);
   const int64_t outside_size = item_size(c.outside_type);
@@ -279,7 +245,6 @@ TEST(a_huge_tensor_among_tiny_ones_and_more_than_one_launch) {
     Case c;
     c.outside_type = DType::kF16;
     c.scale = 0.25;
-    c.stats = true;
     c.schedule.max_blocks = num_pieces % 2 == 0 ? 100 : static_cast<int64_t>(kMaxBlocks);
     for (int64_t i = 0; i < num_pieces; ++i) {
       c.numels.push_back(i == num_pieces / 2 ? 100'000 : i % 11);
@@ -304,7 +269,7 @@ TEST(device_bodies_work_in_place) {
           const int64_t half = numel / 2;
           const DevicePiece pieces[] = {{flat.data(), 0, half},
                                         {flat.data() + half * item_size(dtype), half, numel - half}};
-          CHECK_EQ(run({Direction::kPack, flat.data(), dtype, pieces, 2, dtype, scale, false}).error, 0);
+          CHECK_EQ(run({Direction::kPack, flat.data(), dtype, pieces, 2, dtype, scale}), 0);
           CHECK(flat.get() == expected);
           CHECK(flat.guards_are_whole());
         }
@@ -323,39 +288,17 @@ TEST(every_16_bit_number_and_nan_goes_through_the_device_bodies_as_through_the_c
         scale_cast(expected.data(), dst_type, source.data(), src_type, 65536, scale);
         Tensor flat(dst_type, 65536, 0);
         const DevicePiece piece{source.data(), 0, 65536};
-        CHECK_EQ(run({Direction::kPack, flat.data(), dst_type, &piece, 1, src_type, scale, false}).error, 0);
+        CHECK_EQ(run({Direction::kPack, flat.data(), dst_type, &piece, 1, src_type, scale}), 0);
         CHECK(flat.get() == expected);
       }
     }
   }
 }
 
-TEST(statistics_are_the_same_bits_in_whatever_order_blocks_and_threads_run) {
-  for (const DType dtype : kFloatTypes) {
-    const Bytes elements = reference::random_elements(dtype, 70'000, 23);
-    Bytes finite = elements;
-    for (int64_t i = 0; i < 70'000; ++i) {
-      if (!(std::abs(reference::get(finite.data(), dtype, i)) < 1e30)) reference::set(finite.data(), dtype, i, 0.1);
-    }
-    Tensor flat(dtype, 70'000, 0);
-    const DevicePiece pieces[] = {{finite.data(), 0, 30'000},
-                                  {finite.data() + 30'000 * item_size(dtype), 30'000, 40'000}};
-    const Job job{Direction::kPack, flat.data(), dtype, pieces, 2, dtype, 0.7, true};
-    const Partial forwards = run(job).stats;
-    const Partial backwards = run(job, {kMaxBlocks, true}).stats;
-    CHECK_EQ(std::memcmp(&forwards, &backwards, sizeof(forwards)), 0);
-    CHECK_EQ(forwards.non_finite, 0);
-    CHECK(forwards.sum_squares > 0);
-  }
-}
-
-TEST(nothing_to_do_gives_empty_statistics) {
+TEST(nothing_to_do_is_fine) {
   const DevicePiece empty{nullptr, 3, 0};
   for (const int64_t count : {0, 1}) {
-    const Outcome outcome = run({Direction::kPack, nullptr, DType::kF32, &empty, count, DType::kF32, 0.5, true});
-    CHECK_EQ(outcome.error, 0);
-    CHECK_EQ(outcome.stats.sum_squares, 0.0);
-    CHECK_EQ(outcome.stats.non_finite, 0);
+    CHECK_EQ(run({Direction::kPack, nullptr, DType::kF32, &empty, count, DType::kF32, 0.5}), 0);
   }
 }
 
@@ -376,19 +319,15 @@ TEST(the_last_tile_beyond_two_to_the_32_elements) {
   const uint16_t one = 0x3C00;
   std::memcpy(src + (kNumel - 1) * 2, &one, 2);
   const DevicePiece piece{src, 0, kNumel};
-  const Job job{Direction::kPack, dst, DType::kF16, &piece, 1, DType::kF16, 0.5, true};
-  int64_t num_partials = 0;
-  std::vector<Partial> partials(kMaxBlocks);
-  const int error = for_each_launch(job, partials.data(), num_partials, [&](auto& table, uint32_t num_blocks) {
+  const Job job{Direction::kPack, dst, DType::kF16, &piece, 1, DType::kF16, 0.5};
+  const int error = for_each_launch(job, [&](auto& table, uint32_t num_blocks) {
     CHECK_EQ(num_blocks, kMaxBlocks);
     CHECK_EQ(table.first_tile[1], (kNumel + 8191) / 8192);
     // As many blocks as tiles: the last block has the last tile alone.
     const uint32_t num_tiles = table.first_tile[1];
-    Partial stats{0, 0};
     for (int thread = 0; thread < kThreads; ++thread) {
-      Pack<DType::kF16, DType::kF16, false, true>::run_thread(table, num_tiles, num_tiles - 1, thread, stats);
+      Pack<DType::kF16, DType::kF16>::run_thread(table, num_tiles, num_tiles - 1, thread);
     }
-    CHECK_EQ(stats.sum_squares, 0.25);
     return 0;
   });
   CHECK_EQ(error, 0);

@@ -4,8 +4,8 @@
 #include <stdexcept>
 
 #include "check.h"
+#include "kernels/kernel_table.h"
 #include "kernels/pack.h"
-#include "kernels/pack_table.h"
 #include "pack_reference.h"
 
 namespace torchddp::kernels {

@@ -6,7 +6,7 @@
 
 #include "capabilities.h"
 #include "check.h"
-#include "kernels/pack_table.h"
+#include "kernels/kernel_table.h"
 #include "kernels/sum.h"
 #include "pack_reference.h"
 

@@ -24,6 +24,14 @@ def expected_stats(ddp):
     return torch.tensor(rows, dtype=torch.float64)
 
 
+def measured_vector(numel, dtype):
+    """One parameter, whose gradient is what the model is called with."""
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.ones(numel, dtype=dtype))
+    module.forward = lambda x: (module.weight * x).sum().real
+    return torchddp.DistributedDataParallel(module, gradient_stats=True)
+
+
 @pytest.mark.parametrize("ddp_class", CLASSES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"transport": "c10d"}, {"gradient_as_bucket_view": False}], ids=str)
@@ -67,17 +75,41 @@ def test_one_bad_value_on_one_rank_is_counted_on_all(ddp_class, value):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
 def test_every_floating_dtype(dtype):
     def work(rank):
-        weight = torch.nn.Parameter(torch.ones(300, dtype=dtype))
-        module = torch.nn.Module()
-        module.weight = weight
-        module.forward = lambda x: (module.weight * x).sum().abs()
-        ddp = torchddp.DistributedDataParallel(module, gradient_stats=True)
-        ddp(torch.linspace(0, 1, 300).to(dtype)).backward()
+        ddp = measured_vector(5003, dtype)
+        ddp(torch.linspace(-1, 1, 5003).to(dtype)).backward()
         want = grads_of(ddp)["weight"]
         want = torch.view_as_real(want) if want.is_complex() else want
         torch.testing.assert_close(ddp.gradient_stats()[0, 0], want.double().square().sum(), rtol=1e-12, atol=0)
+        assert ddp.gradient_stats()[0, 1] == 0
 
     run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_infinities_and_nans_anywhere_are_counted(dtype):
+    def work(rank):
+        gradient = torch.ones(5003, dtype=dtype)
+        gradient[7] = float("inf")
+        rows = []
+        for last in (1.0, float("nan")):
+            gradient[5002] = last
+            ddp = measured_vector(5003, dtype)
+            ddp(gradient).backward()
+            rows.append(ddp.gradient_stats()[0].tolist())
+        return str(rows)
+
+    assert run_ranks(work, 1) == ["[[inf, 1.0], [nan, 2.0]]"]
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, 3e38), (torch.bfloat16, 3e38), (torch.float64, 1e150)])
+def test_squares_are_summed_in_double(dtype, value):
+    def work(rank):
+        ddp = measured_vector(2000, dtype)
+        ddp(torch.full([2000], value, dtype=dtype)).backward()
+        return ddp.gradient_stats()[0].tolist()
+
+    exact = torch.tensor(value, dtype=dtype).item() ** 2 * 2000
+    assert run_ranks(work, 1) == [[pytest.approx(exact, rel=1e-12), 0]]
 
 
 def test_without_the_option_it_is_an_error():

@@ -10,7 +10,7 @@ void HandBack::run(bucket::Bucket& bucket) {
   if (bucket.is_sparse() || left_to_optimizer_ || context_.views) {
     return;
   }
-  bucket::DevicePieces pieces(bucket::DevicePieces::Way::kUnpack);
+  bucket::DevicePieces pieces(bucket::DevicePieces::Direction::kUnpack);
   for (const auto param : bucket.params()) {
     context_.with_grad(param, [&](at::Tensor& grad) { copy_back(param, grad, pieces); });
   }
@@ -40,7 +40,7 @@ void HandBack::finish(const LateGrad& late) {
   context_.with_grad(late.param, [&](at::Tensor& grad) {
     if (!skipped && !used_.is_unused_everywhere(late.param)) {
       if (!sparse) {
-        bucket::DevicePieces pieces(bucket::DevicePieces::Way::kUnpack);
+        bucket::DevicePieces pieces(bucket::DevicePieces::Direction::kUnpack);
         copy_back(late.param, grad, pieces);
         pieces.run();
       }

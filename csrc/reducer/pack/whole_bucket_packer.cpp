@@ -40,7 +40,7 @@ void WholeBucketPacker::pack(int64_t index, int64_t last, const at::Tensor* inco
     streams.producers.join_into(*device_, streams.packed_on, fork_);
   }
   rules_.layout.lend_memory(bucket);
-  bucket::DevicePieces pieces(bucket::DevicePieces::Way::kPack, rules_.step.scale());
+  bucket::DevicePieces pieces(bucket::DevicePieces::Direction::kPack, rules_.step.scale());
   if (!rules_.context.is_captured()) {  // a replay would do it again, for whoever held gradients then
     leave_to_holders(bucket);
     look_at_all(bucket);
