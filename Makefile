@@ -175,7 +175,7 @@ cuda-build: $(CUDA_VENV)/.requirements
 # that build can reach; `make test` has the rest.
 CUDA_TESTS ?= tests/parity/test_training.py tests/distributed/test_behaviours.py tests/distributed/test_transport.py \
   tests/distributed/test_whole_buckets.py tests/fault/test_lost_peers.py tests/unit/test_build_check.py \
-  tests/unit/test_kernel_bindings.py tests/unit/test_compress.py tests/unit/test_nccl_setup.py
+  tests/unit/test_compress.py tests/unit/test_nccl_setup.py
 cuda-test: cuda-build
 	cp -r tests examples benchmarks scripts pyproject.toml $(CUDA_OUT)
 	cd $(CUDA_OUT) && ../../$(CUDA_PY) $(PYTEST) -p no:cacheprovider -m "not slow and not thorough" $(CUDA_TESTS) $(ARGS)
