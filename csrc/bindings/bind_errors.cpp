@@ -22,11 +22,9 @@ struct AcrossAutograd final : torch::PyTorchError {
   PyObject* type_;
 };
 
-void throw_python_transport_error(const TransportError& error) {
-  throw AcrossAutograd(error.what(), transport_error_type);
-}
-void throw_python_non_finite_error(const NonFiniteError& error) {
-  throw AcrossAutograd(error.what(), PyExc_FloatingPointError);
+void throw_across(const std::runtime_error& error) {
+  const bool is_non_finite = dynamic_cast<const NonFiniteError*>(&error) != nullptr;
+  throw AcrossAutograd(error.what(), is_non_finite ? PyExc_FloatingPointError : transport_error_type);
 }
 
 // What a handler of a signal raised: restored as it was by whoever knows the first base, torch's engine and pybind11 among them.
@@ -62,8 +60,8 @@ void bind_errors(py::module_& m) {
                 "A collective failed: a peer is gone or did not answer in time. Names rank, step, bucket and "
                 "parameters. The reducer is idle again when this is raised.");
   internal_error_type = make_type(m, "InternalError", "A broken invariant of torchddp. Please report it.");
-  set_signal_check(&check_python_signals);
-  set_error_throwers(&throw_python_transport_error, &throw_python_non_finite_error);
+  signal_check = &check_python_signals;
+  autograd_thrower = &throw_across;
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) {

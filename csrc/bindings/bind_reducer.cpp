@@ -18,25 +18,21 @@ using FuturePtr = std::shared_ptr<torch::jit::PythonFutureWrapper>;
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> specs,
                                       c10::intrusive_ptr<c10d::ProcessGroup> group,
                                       std::shared_ptr<transport::Transport> transport, std::vector<int64_t> caps_bytes,
-                                      int64_t alignment_bytes, int64_t solo_bytes, bool find_unused_parameters,
-                                      bool gradient_as_bucket_view, bool gradients_share_storage,
-                                      bool skip_all_reduce_unused_params, bool compiled_autograd_takes_over,
-                                      py::object wire_dtype, py::object reduce_dtype, bool gradient_stats,
+                                      int64_t solo_bytes, bool find_unused_parameters, bool gradient_as_bucket_view,
+                                      bool gradients_share_storage, bool skip_all_reduce_unused_params,
+                                      bool compiled_autograd_takes_over, std::optional<at::ScalarType> wire_dtype,
+                                      std::optional<at::ScalarType> reduce_dtype, bool gradient_stats,
                                       bool find_nonfinite, bool raise_nonfinite, bool pack_whole_buckets,
                                       std::chrono::milliseconds timeout) {
   ReducerConfig config;
-  config.limits = {std::move(caps_bytes), alignment_bytes, solo_bytes};
+  config.limits = {std::move(caps_bytes), solo_bytes};
   config.find_unused_parameters = find_unused_parameters;
   config.gradient_as_bucket_view = gradient_as_bucket_view;
   config.view_storage = gradients_share_storage ? bucket::ViewStorage::kBucket : bucket::ViewStorage::kOwn;
   config.skip_all_reduce_unused_params = skip_all_reduce_unused_params;
   config.compiled_autograd_takes_over = compiled_autograd_takes_over;
-  if (!wire_dtype.is_none()) {
-    config.wire_dtype = reinterpret_cast<THPDtype*>(wire_dtype.ptr())->scalar_type;
-  }
-  if (!reduce_dtype.is_none()) {
-    config.reduce_dtype = reinterpret_cast<THPDtype*>(reduce_dtype.ptr())->scalar_type;
-  }
+  config.wire_dtype = wire_dtype;
+  config.reduce_dtype = reduce_dtype;
   config.gradient_stats = gradient_stats;
   config.find_non_finite = find_nonfinite;
   config.raise_non_finite = raise_nonfinite;
@@ -47,8 +43,11 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                           std::move(config)));
 }
 
-FuturePtr wrap(c10::intrusive_ptr<c10::ivalue::Future> future) {
-  return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
+// What a rank without inputs does with a bucket, as torch's future.
+auto shadowed(c10::intrusive_ptr<c10::ivalue::Future> (JoinShadow::*reduce)(c10d::GradBucket&) const) {
+  return [reduce](Reducer& self, c10d::GradBucket& bucket) {
+    return std::make_shared<torch::jit::PythonFutureWrapper>((self.parts().shadow.*reduce)(bucket));
+  };
 }
 
 void bind_step(PyReducer& c) {
@@ -96,14 +95,8 @@ void bind_modes(PyReducer& c) {
             self.set_hook([&](CommHook& mine) { mine.install_builtin(type, self.parts().context.group); });
           },
           py::arg("comm_hook_type"))
-      .def(
-          "_run_comm_hook",
-          [](Reducer& self, c10d::GradBucket& bucket) { return wrap(self.parts().shadow.reduce(bucket)); },
-          py::arg("bucket"), NoGil())
-      .def(
-          "_run_allreduce_hook",
-          [](Reducer& self, c10d::GradBucket& bucket) { return wrap(self.parts().shadow.all_reduce(bucket)); },
-          py::arg("bucket"), NoGil())
+      .def("_run_comm_hook", shadowed(&JoinShadow::reduce), py::arg("bucket"), NoGil())
+      .def("_run_allreduce_hook", shadowed(&JoinShadow::all_reduce), py::arg("bucket"), NoGil())
       .def(
           "_install_post_backward_futures",
           [](Reducer& self, const std::vector<FuturePtr>& futures) {
@@ -119,12 +112,7 @@ void bind_modes(PyReducer& c) {
       .def("set_divisor", of(&Parts::divisor, &Divisor::set), py::arg("divisor"),
            "`divisor()` says in each backward over how many ranks gradients are averaged.")
       .def("_set_optimizer_in_backward", of(&Parts::hand_back, &HandBack::leave_to_optimizer))
-      .def(
-          "_set_mixed_precision_param_dtype",
-          [](Reducer& self, py::object dtype) {
-            self.parts().packers.set_grad_dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
-          },
-          py::arg("dtype"))
+      .def("_set_mixed_precision_param_dtype", of(&Parts::packers, &Packers::set_grad_dtype), py::arg("dtype"))
       .def("_set_sparse_metadata", of(&Parts::packers, &Packers::set_sparse_metadata), py::arg("global_unique_ids"))
       .def("disable_views", &Reducer::disable_views, "Gradients keep memory of their own from the next step on.")
       .def("remove_autograd_hooks", &Reducer::remove_autograd_hooks, NoGil())
@@ -151,8 +139,8 @@ void bind_reducer(py::module_& m) {
   PyReducer c(m, "Reducer",
               "Packs gradients into buckets and reduces them while autograd runs. Made by DistributedDataParallel.");
   c.def(py::init(&make_reducer), py::arg("params"), py::arg("specs"), py::arg("process_group"),
-        py::arg("transport").none(false), py::kw_only(), py::arg("caps_bytes"), py::arg("alignment_bytes") = 1,
-        py::arg("solo_bytes") = 0, py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
+        py::arg("transport").none(false), py::kw_only(), py::arg("caps_bytes"), py::arg("solo_bytes") = 0,
+        py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
         py::arg("gradients_share_storage") = false, py::arg("skip_all_reduce_unused_params") = false,
         py::arg("compiled_autograd_takes_over") = false, py::arg("wire_dtype") = py::none(),
         py::arg("reduce_dtype") = py::none(), py::arg("gradient_stats") = false, py::arg("find_nonfinite") = false,
@@ -163,7 +151,7 @@ void bind_reducer(py::module_& m) {
       "Synchronised backwards that the reducers of this process have finished, those that are gone included.");
   bind_step(c);
   bind_modes(c);
-  bind_reducer_reports(c);
+  bind_reducer_reports(m, c);
   bind_torch_names(c);
 }
 

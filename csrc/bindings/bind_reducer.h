@@ -1,6 +1,7 @@
 // What the files of the Reducer's bindings share.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -12,20 +13,20 @@ namespace torchddp::bindings {
 
 using PyReducer = py::class_<reducer::Reducer, std::shared_ptr<reducer::Reducer>>;
 
-// A method of one of the reducer's parts, as one of the reducer.
-template <typename Part, typename Result, typename... Args>
-auto of(Part reducer::Parts::* part, Result (Part::*method)(Args...)) {
+// A method of one of the reducer's parts, as one of the reducer. `part`: a member of Parts, or a function of it.
+template <typename Find, typename Part, typename Result, typename... Args>
+auto of(Find part, Result (Part::*method)(Args...)) {
   return [part, method](reducer::Reducer& self, Args... args) -> std::decay_t<Result> {
-    return (self.parts().*part.*method)(std::forward<Args>(args)...);
+    return (std::invoke(part, self.parts()).*method)(std::forward<Args>(args)...);
   };
 }
-template <typename Part, typename Result, typename... Args>
-auto of(Part reducer::Parts::* part, Result (Part::*method)(Args...) const) {
+template <typename Find, typename Part, typename Result, typename... Args>
+auto of(Find part, Result (Part::*method)(Args...) const) {
   return [part, method](reducer::Reducer& self, Args... args) -> std::decay_t<Result> {
-    return (self.parts().*part.*method)(std::forward<Args>(args)...);
+    return (std::invoke(part, self.parts()).*method)(std::forward<Args>(args)...);
   };
 }
 
-void bind_reducer_reports(PyReducer& c);
+void bind_reducer_reports(py::module_& m, PyReducer& c);
 
 }  // namespace torchddp::bindings

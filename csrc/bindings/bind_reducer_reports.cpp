@@ -76,6 +76,12 @@ const char* name_of(const Status& status) {
   return status.waits ? "waiting" : kNames.at(static_cast<size_t>(status.phase));
 }
 
+const char* name_of(timeline::EventKind kind) {
+  constexpr std::array<const char*, 8> kNames = {"forward_begin", "backward_begin", "grad_ready", "packed",
+                                                 "launched",      "wait_begin",     "done",       "backward_end"};
+  return kNames.at(static_cast<size_t>(kind));
+}
+
 const char* name_of(BackwardEnd end) {
   constexpr std::array<const char*, 4> kNames = {"none", "running", "ended", "failed"};
   return kNames.at(static_cast<size_t>(end));
@@ -124,6 +130,9 @@ std::string python_type_name(const std::exception_ptr& error) {
   }
 }
 
+LiveStatus& live(Parts& parts) { return parts.events.live(); }
+timeline::Timeline& timeline_of(Parts& parts) { return parts.events.timeline(); }
+
 void bind_status(PyReducer& c) {
   set_error_type_name(&python_type_name);
   c.def("status", &status_dict, "Where the step is; from any thread, at any time. See docs/hang_reports.md.")
@@ -134,31 +143,29 @@ void bind_status(PyReducer& c) {
             for (const auto& [rank, pid, started] : peers) {
               processes.push_back({rank, pid, started});
             }
-            self.parts().events.live().set_peers(std::move(processes));
+            live(self.parts()).set_peers(std::move(processes));
           },
           py::arg("peers"), "Other ranks of this host, as (rank, pid, start time): errors tell which are gone.")
-      .def(
-          "note_failure", [](Reducer& self, const std::string& text) { self.parts().events.live().note_failure(text); },
-          py::arg("text"), "What the next TransportError is to tell besides.")
-      .def(
-          "with_failure_note",
-          [](Reducer& self, std::string text) { return self.parts().events.live().with_note(std::move(text)); },
-          py::arg("text"), NoGil(),
-          "The text, and what was noted, which is forgotten. Looks for a while which ranks are gone.")
+      .def("note_failure", of(&live, &LiveStatus::note_failure), py::arg("text"),
+           "What the next TransportError is to tell besides.")
+      .def("with_failure_note", of(&live, &LiveStatus::with_note), py::arg("text"), NoGil(),
+           "The text, and what was noted, which is forgotten. Looks for a while which ranks are gone.")
       .def(
           "begin_wait",
-          [](Reducer& self, std::string what) { return self.parts().events.live().begin_wait(std::move(what), -1); },
+          [](Reducer& self, std::string what) { return live(self.parts()).begin_wait(std::move(what), -1); },
           py::arg("what"),
           "The training thread waits from now on, for something that is no bucket: the number of this wait.")
-      .def(
-          "end_wait", [](Reducer& self, int64_t number) { self.parts().events.live().end_wait(number); },
-          py::arg("number"))
-      .def(
-          "last_error", [](Reducer& self) { return self.parts().events.live().error(); },
-          "What the last failed step or check said; empty if none failed.");
+      .def("end_wait", of(&live, &LiveStatus::end_wait), py::arg("number"))
+      .def("last_error", of(&live, &LiveStatus::error),
+           "What the last failed step or check said; empty if none failed.");
 }
 
-void bind_times(PyReducer& c) {
+void bind_times(py::module_& m, PyReducer& c) {
+  py::class_<timeline::Event>(
+      m, "Event", "One event of a step: kind, id (a parameter, a bucket or a step) and time_ns of the steady clock.")
+      .def_property_readonly("kind", [](const timeline::Event& event) { return name_of(event.kind); })
+      .def_readonly("id", &timeline::Event::id)
+      .def_readonly("time_ns", &timeline::Event::time_ns);
   c.def("get_backward_stats", of(&Parts::events, &StepEvents::ready_times_ns), NoGil(),
         "Nanoseconds from the start of backward until each gradient was ready, by parameter index; zeros unless they "
         "are recorded or the timeline is on.")
@@ -174,11 +181,9 @@ void bind_times(PyReducer& c) {
       .def("set_overlap", of(&Parts::queue, &LaunchQueue::set_overlap), py::arg("overlap"),
            "Off: no bucket is launched before the last gradient is there. Every rank must choose alike.")
       .def("enable_timeline", of(&Parts::events, &StepEvents::enable_timeline), py::arg("capacity"))
-      .def("disable_timeline", [](Reducer& self) { self.parts().events.timeline().disable(); })
-      .def(
-          "timeline", [](Reducer& self) { return self.parts().events.timeline().snapshot(); },
-          "Events of the last steps, oldest first.")
-      .def("timeline_dropped", [](Reducer& self) { return self.parts().events.timeline().dropped(); });
+      .def("disable_timeline", of(&timeline_of, &timeline::Timeline::disable))
+      .def("timeline", of(&timeline_of, &timeline::Timeline::snapshot), "Events of the last steps, oldest first.")
+      .def("timeline_dropped", of(&timeline_of, &timeline::Timeline::dropped));
 }
 
 void bind_gradients(PyReducer& c) {
@@ -202,15 +207,14 @@ void bind_buckets(PyReducer& c) {
       .def_property_readonly("has_rebuilt_buckets", of(&Parts::keeper, &PlanKeeper::has_rebuilt))
       .def_property_readonly("transport", [](Reducer& self) { return no_gil(self.parts().context.transport); })
       .def_property_readonly("transport_name", [](Reducer& self) { return self.parts().context.transport->name(); })
-      .def_property_readonly("bucket_memory_bytes", of(&Parts::layout, &BucketLayout::memory_bytes))
-      .def_property_readonly("gradient_as_bucket_view", [](Reducer& self) { return self.parts().context.views; });
+      .def_property_readonly("bucket_memory_bytes", of(&Parts::layout, &BucketLayout::memory_bytes));
 }
 
 }  // namespace
 
-void bind_reducer_reports(PyReducer& c) {
+void bind_reducer_reports(py::module_& m, PyReducer& c) {
   bind_status(c);
-  bind_times(c);
+  bind_times(m, c);
   bind_gradients(c);
   bind_buckets(c);
 }

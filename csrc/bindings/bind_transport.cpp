@@ -40,8 +40,6 @@ void bind_interface(py::module_& m) {
       .def_property_readonly(
           "traffic", [](const Transport& self) { return to_dict(self.traffic()); },
           "Of all operations since it was made, by the way they took: name -> (bytes given, bytes put on the wire).")
-      .def_property_readonly("lost_memory", &Transport::lost_memory,
-                             "allocate() has had to give memory that collectives reach only by copying.")
       .def(
           "allocate",
           [](Transport& transport, int64_t numel, const at::Tensor& like) {

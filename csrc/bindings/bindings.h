@@ -12,8 +12,6 @@ namespace torchddp::bindings {
 void bind_errors(py::module_& m);
 void bind_plan(py::module_& m);
 void bind_kernels(py::module_& m);
-void bind_compress(py::module_& m);
-void bind_timeline(py::module_& m);
 void bind_transport(py::module_& m);
 void bind_buffers(py::module_& m);
 void bind_watch(py::module_& m);

@@ -46,8 +46,6 @@ PYBIND11_MODULE(_C, m) {
   bind_errors(m);
   bind_plan(m);
   bind_kernels(m);
-  bind_compress(m);
-  bind_timeline(m);
   bind_transport(m);
   bind_buffers(m);
   bind_watch(m);

@@ -34,12 +34,16 @@ class InternalError : public std::logic_error {
 
 // Note [Errors across autograd]
 // Hooks run inside torch's autograd engine, which carries a C++ exception to Python by a fixed list of types that does not
-// contain ours. The bindings install throwers that turn our errors into an exception type which that list maps to
+// contain ours. The bindings install a thrower that turns our errors into an exception type which that list maps to
 // `torchddp.TransportError` and `FloatingPointError`; without one (C++ tests) the error itself is thrown.
-using TransportErrorThrower = void (*)(const TransportError&);
-using NonFiniteErrorThrower = void (*)(const NonFiniteError&);
-void set_error_throwers(TransportErrorThrower transport_error, NonFiniteErrorThrower non_finite_error);
-[[noreturn]] void throw_across_autograd(const TransportError& error);
-[[noreturn]] void throw_across_autograd(const NonFiniteError& error);
+inline void (*autograd_thrower)(const std::runtime_error&) = nullptr;
+
+template <typename Error>
+[[noreturn]] void throw_across_autograd(const Error& error) {
+  if (autograd_thrower != nullptr) {
+    autograd_thrower(error);
+  }
+  throw error;
+}
 
 }  // namespace torchddp

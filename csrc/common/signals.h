@@ -7,6 +7,7 @@
 // waited for is given up. Only the main thread runs handlers; others wait as if there were none.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 
 namespace torchddp {
@@ -17,11 +18,14 @@ class SignalInterrupt {
   virtual ~SignalInterrupt() = default;
 };
 
-// Runs handlers if this is the thread that does; throws what they raise.
-using SignalCheck = void (*)();
-// Null, as at first: there are none.
-void set_signal_check(SignalCheck check);
-void check_signals();
+// Runs handlers if this is the thread that does; throws what they raise. Null: there are none.
+inline std::atomic<void (*)()> signal_check{nullptr};
+
+inline void check_signals() {
+  if (auto* const check = signal_check.load()) {
+    check();
+  }
+}
 
 // How long to sleep at most between two looks; also how long a wait may take before the first. Looking may take the GIL.
 inline constexpr std::chrono::milliseconds kSignalInterval{100};

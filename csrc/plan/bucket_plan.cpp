@@ -1,102 +1,251 @@
 #include "plan/bucket_plan.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
+#include <sstream>
+#include <stdexcept>
 #include <tuple>
 #include <utility>
-
-#include "plan/plan_detail.h"
 
 namespace torchddp::plan {
 namespace {
 
-void check_caps(const BucketLimits& limits) {
-  if (limits.caps_bytes.empty()) detail::fail("caps_bytes is empty: at least one bucket cap is needed");
-  for (size_t i = 0; i < limits.caps_bytes.size(); ++i) {
-    if (limits.caps_bytes[i] <= 0) {
-      detail::fail("caps_bytes[", i, "] must be at least 1 byte, got ", limits.caps_bytes[i]);
+// Of encoded plans.
+constexpr int64_t kVersion = 1;
+constexpr int64_t kHeaderWords = 2;
+
+template <class... Args>
+[[noreturn]] void fail(const Args&... args) {
+  std::ostringstream message;
+  (message << ... << args);
+  throw std::invalid_argument(message.str());
+}
+
+// "parameter 'layer.weight' (index 3)"
+std::string describe(std::span<const ParamSpec> params, int64_t param) {
+  return "parameter '" + params[static_cast<size_t>(param)].name + "' (index " + std::to_string(param) + ")";
+}
+
+// Every parameter in itself: sizes that are possible, and small enough in sum that no offset can overflow.
+void check_params(std::span<const ParamSpec> params) {
+  int64_t total_bytes = 0;
+  for (int64_t i = 0; i < std::ssize(params); ++i) {
+    const ParamSpec& spec = params[static_cast<size_t>(i)];
+    if (spec.numel < 0) fail(describe(params, i), ": numel must be at least 0, got ", spec.numel);
+    if (spec.itemsize <= 0) fail(describe(params, i), ": itemsize must be at least 1, got ", spec.itemsize);
+    int64_t bytes = 0;
+    if (__builtin_mul_overflow(spec.numel, spec.itemsize, &bytes) ||
+        __builtin_add_overflow(total_bytes, bytes, &total_bytes)) {
+      fail(describe(params, i), ": numel ", spec.numel, " with itemsize ", spec.itemsize, " takes the plan past ",
+           std::numeric_limits<int64_t>::max(), " bytes");
     }
   }
-  if (limits.solo_bytes < 0) detail::fail("solo_bytes must be at least 0, got ", limits.solo_bytes);
+}
+
+void check_limits(const BucketLimits& limits) {
+  if (limits.caps_bytes.empty()) fail("caps_bytes is empty: at least one bucket cap is needed");
+  for (size_t i = 0; i < limits.caps_bytes.size(); ++i) {
+    if (limits.caps_bytes[i] <= 0) {
+      fail("caps_bytes[", i, "] must be at least 1 byte, got ", limits.caps_bytes[i]);
+    }
+  }
+  if (limits.solo_bytes < 0) fail("solo_bytes must be at least 0, got ", limits.solo_bytes);
 }
 
 void check_order(std::span<const int64_t> order, int64_t num_params) {
   if (std::ssize(order) != num_params) {
-    detail::fail("order has ", order.size(), " entries for ", num_params, " parameters: each must occur exactly once");
+    fail("order has ", order.size(), " entries for ", num_params, " parameters: each must occur exactly once");
   }
-  detail::check_distinct(order, num_params, "order");
+  std::vector<bool> seen(order.size(), false);
+  for (size_t i = 0; i < order.size(); ++i) {
+    const int64_t param = order[i];
+    if (param < 0 || param >= num_params) {
+      fail("order[", i, "] is ", param, ": allowed are parameter indices from 0 to ", num_params - 1);
+    }
+    if (seen[static_cast<size_t>(param)]) {
+      fail("order[", i, "] is ", param, " for the second time: each parameter index is allowed once");
+    }
+    seen[static_cast<size_t>(param)] = true;
+  }
+}
+
+BucketIndices indices_of(const BucketPlan& plan) {
+  BucketIndices buckets;
+  for (const BucketSpec& bucket : plan.buckets) {
+    std::vector<int64_t>& indices = buckets.emplace_back();
+    for (const Slot& slot : bucket.slots) indices.push_back(slot.param);
+  }
+  return buckets;
+}
+
+// Every parameter in exactly one bucket.
+void check_indices(const BucketIndices& buckets, std::span<const ParamSpec> params) {
+  constexpr int64_t kNone = -1;
+  std::vector<int64_t> bucket_of(params.size(), kNone);
+  for (int64_t index = 0; index < std::ssize(buckets); ++index) {
+    if (buckets[static_cast<size_t>(index)].empty()) fail("bucket ", index, " has no slots");
+    for (const int64_t param : buckets[static_cast<size_t>(index)]) {
+      if (param < 0 || param >= std::ssize(params)) {
+        fail("bucket ", index, " holds parameter index ", param, ": allowed are 0 to ", std::ssize(params) - 1);
+      }
+      int64_t& owner = bucket_of[static_cast<size_t>(param)];
+      if (owner != kNone) fail(describe(params, param), " is in bucket ", owner, " and again in bucket ", index);
+      owner = index;
+    }
+  }
+  for (int64_t param = 0; param < std::ssize(params); ++param) {
+    if (bucket_of[static_cast<size_t>(param)] == kNone) fail(describe(params, param), " is in no bucket");
+  }
+}
+
+void check_bucket(const BucketSpec& bucket, int64_t index, std::span<const ParamSpec> params) {
+  int64_t end = 0;
+  for (const Slot& slot : bucket.slots) {
+    const ParamSpec& spec = params[static_cast<size_t>(slot.param)];
+    const auto expect = [&](const char* what, int64_t of_param, int64_t of_bucket) {
+      if (of_param == of_bucket) return;
+      fail(describe(params, slot.param), " has ", what, " ", of_param, " in bucket ", index, " of ", what, " ",
+           of_bucket);
+    };
+    expect("dtype", spec.dtype, bucket.dtype);
+    expect("device", spec.device, bucket.device);
+    expect("itemsize", spec.itemsize, bucket.itemsize);
+    expect("sparse", spec.sparse, bucket.sparse);
+    expect("owner", spec.owner, bucket.owner);
+    if (slot.numel != spec.numel) {
+      fail(describe(params, slot.param), " has ", spec.numel, " elements, its slot in bucket ", index, " has ",
+           slot.numel);
+    }
+    if (slot.offset != end) {
+      fail(describe(params, slot.param), " starts at element ", slot.offset, " of bucket ", index, ", expected ", end);
+    }
+    if (!bucket.sparse) end += slot.numel;
+  }
+  if (bucket.sparse && bucket.slots.size() != 1) {
+    fail(describe(params, bucket.slots[0].param), " is sparse but shares bucket ", index, " with ",
+         describe(params, bucket.slots[1].param));
+  }
+  if (bucket.numel != end) {
+    fail("bucket ", index, " has flat memory of ", bucket.numel, " elements, expected ", end);
+  }
 }
 
 // The bucket of one (dtype, device, owner) that is still filling.
 struct OpenBucket {
-  BucketSpec spec;
-  int64_t bytes = 0;       // of gradients: padding does not count, so that alignment leaves the grouping as it is
-  int64_t num_closed = 0;  // how many of this kind were full before: chooses the cap
+  std::vector<int64_t> params;
+  int64_t bytes = 0;
+  size_t num_closed = 0;  // how many of this kind were full before: chooses the cap
 };
-
-int64_t cap_bytes(const BucketLimits& limits, int64_t bucket_index) {
-  return limits.caps_bytes[static_cast<size_t>(std::min(bucket_index, std::ssize(limits.caps_bytes) - 1))];
-}
 
 }  // namespace
 
 BucketPlan make_bucket_plan(std::span<const ParamSpec> params, std::span<const int64_t> order,
                             const BucketLimits& limits) {
-  check_caps(limits);
-  detail::check_params(params, limits.alignment_bytes);
+  check_limits(limits);
+  check_params(params);
   check_order(order, std::ssize(params));
 
-  BucketPlan plan;
+  BucketIndices buckets;
   std::map<std::tuple<int32_t, int32_t, int32_t>, OpenBucket> open_buckets;
   for (const int64_t param : order) {
     const ParamSpec& spec = params[static_cast<size_t>(param)];
     if (spec.sparse || (limits.solo_bytes > 0 && spec.bytes() >= limits.solo_bytes)) {
-      detail::append_slot(plan.buckets.emplace_back(detail::make_bucket(spec)), spec, param, limits.alignment_bytes);
+      buckets.push_back({param});
       continue;
     }
     OpenBucket& open = open_buckets[{spec.dtype, spec.device, spec.owner}];
-    if (open.spec.slots.empty()) open.spec = detail::make_bucket(spec);
-    if (spec.itemsize != open.spec.itemsize) {
-      detail::fail(detail::describe(params, param), ": itemsize ", spec.itemsize, " differs from the ",
-                   open.spec.itemsize, " of ", detail::describe(params, open.spec.slots.front().param),
-                   " of the same dtype");
-    }
-    detail::append_slot(open.spec, spec, param, limits.alignment_bytes);
+    open.params.push_back(param);
     open.bytes += spec.bytes();
-    if (open.bytes >= cap_bytes(limits, open.num_closed)) {
-      plan.buckets.push_back(std::exchange(open.spec, {}));
+    if (open.bytes >= limits.caps_bytes[std::min(open.num_closed, limits.caps_bytes.size() - 1)]) {
+      buckets.push_back(std::exchange(open.params, {}));
       open.bytes = 0;
       ++open.num_closed;
     }
   }
-  for (auto& [key, open] : open_buckets) {
-    if (!open.spec.slots.empty()) plan.buckets.push_back(std::move(open.spec));
+  for (auto& [kind, open] : open_buckets) {
+    if (!open.params.empty()) buckets.push_back(std::move(open.params));
   }
 
-  std::vector<int64_t> position(params.size());
-  for (size_t i = 0; i < order.size(); ++i) position[static_cast<size_t>(order[i])] = static_cast<int64_t>(i);
+  std::vector<size_t> position(params.size());
+  for (size_t i = 0; i < order.size(); ++i) position[static_cast<size_t>(order[i])] = i;
   // Within a bucket slots follow the order, so its last slot is the last to become ready.
-  std::ranges::sort(plan.buckets, {},
-                    [&](const BucketSpec& bucket) { return position[static_cast<size_t>(bucket.slots.back().param)]; });
+  std::ranges::sort(buckets, {}, [&](const auto& bucket) { return position[static_cast<size_t>(bucket.back())]; });
+  return plan_of(buckets, params);
+}
+
+BucketPlan plan_of(const BucketIndices& buckets, std::span<const ParamSpec> params) {
+  check_params(params);
+  check_indices(buckets, params);
+  BucketPlan plan;
+  for (const std::vector<int64_t>& indices : buckets) {
+    const ParamSpec& first = params[static_cast<size_t>(indices.front())];
+    BucketSpec bucket{{}, 0, first.itemsize, first.dtype, first.device, first.sparse, first.owner};
+    for (const int64_t param : indices) {
+      const int64_t numel = params[static_cast<size_t>(param)].numel;
+      bucket.slots.push_back({param, bucket.numel, numel});
+      if (!bucket.sparse) bucket.numel += numel;
+    }
+    check_bucket(bucket, std::ssize(plan.buckets), params);
+    plan.buckets.push_back(std::move(bucket));
+  }
   return plan;
 }
 
-std::vector<int64_t> reverse_registration_order(int64_t num_params) {
-  if (num_params < 0) detail::fail("num_params must be at least 0, got ", num_params);
-  std::vector<int64_t> order(static_cast<size_t>(num_params));
-  for (size_t i = 0; i < order.size(); ++i) order[i] = num_params - 1 - static_cast<int64_t>(i);
-  return order;
+void check_plan(const BucketPlan& plan, std::span<const ParamSpec> params) {
+  check_params(params);
+  check_indices(indices_of(plan), params);
+  for (int64_t i = 0; i < std::ssize(plan.buckets); ++i) check_bucket(plan.buckets[static_cast<size_t>(i)], i, params);
 }
 
-std::vector<int64_t> complete_order(std::span<const int64_t> seen, int64_t num_params) {
-  std::vector<int64_t> order(seen.begin(), seen.end());
-  const std::vector<int64_t> all = reverse_registration_order(num_params);
-  detail::check_distinct(seen, num_params, "seen");
-  std::vector<bool> is_seen(all.size(), false);
+std::vector<int64_t> complete_order(std::vector<int64_t> seen, int64_t num_params) {
+  std::vector<bool> is_seen(static_cast<size_t>(num_params), false);
   for (const int64_t param : seen) is_seen[static_cast<size_t>(param)] = true;
-  std::ranges::copy_if(all, std::back_inserter(order),
-                       [&](int64_t param) { return !is_seen[static_cast<size_t>(param)]; });
-  return order;
+  for (int64_t param = num_params; param-- > 0;) {
+    if (!is_seen[static_cast<size_t>(param)]) seen.push_back(param);
+  }
+  return seen;
+}
+
+int64_t encoded_size(int64_t num_params) {
+  return kHeaderWords + 2 * num_params;  // at worst one bucket per parameter: its number of slots and one index
+}
+
+std::vector<int64_t> encode_plan(const BucketPlan& plan, int64_t num_params) {
+  std::vector<int64_t> words = {kVersion, std::ssize(plan.buckets)};
+  for (const std::vector<int64_t>& indices : indices_of(plan)) {
+    words.push_back(std::ssize(indices));
+    words.insert(words.end(), indices.begin(), indices.end());
+  }
+  words.resize(static_cast<size_t>(encoded_size(num_params)), 0);
+  return words;
+}
+
+BucketPlan decode_plan(std::span<const int64_t> words, std::span<const ParamSpec> params) {
+  const int64_t num_params = std::ssize(params);
+  if (std::ssize(words) != encoded_size(num_params)) {
+    fail("encoded plan: ", words.size(), " words, expected ", encoded_size(num_params), " for ", num_params,
+         " parameters");
+  }
+  size_t at = 0;
+  const auto next = [&](const char* what, int64_t lowest, int64_t highest) {
+    if (at == words.size()) fail("encoded plan: ends before ", what);
+    const int64_t value = words[at++];
+    if (value < lowest || value > highest) {
+      fail("encoded plan: ", what, " is ", value, ", allowed is ", lowest, " to ", highest);
+    }
+    return value;
+  };
+  next("version", kVersion, kVersion);
+  BucketIndices buckets(static_cast<size_t>(next("number of buckets", 0, num_params)));
+  for (std::vector<int64_t>& indices : buckets) {
+    indices.resize(static_cast<size_t>(next("number of slots", 1, num_params)));
+    for (int64_t& param : indices) param = next("parameter index", 0, num_params - 1);
+  }
+  for (const int64_t word : words.subspan(at)) {
+    if (word != 0) fail("encoded plan: unused word is ", word, ", expected 0");
+  }
+  return plan_of(buckets, params);
 }
 
 }  // namespace torchddp::plan

@@ -1,4 +1,4 @@
-// Bucket plans as pure functions: which gradient lies where in which flat bucket.
+// Bucket plans as pure functions: which gradient lies where in which flat bucket. No torch types.
 #pragma once
 
 #include <cstdint>
@@ -6,15 +6,26 @@
 #include <string>
 #include <vector>
 
-#include "plan/param_spec.h"
-
 namespace torchddp::plan {
+
+// What a bucket plan needs to know of a parameter.
+struct ParamSpec {
+  std::string name;      // fully qualified, for messages
+  int64_t numel = 0;     // elements of the gradient
+  int64_t itemsize = 0;  // bytes of one element
+  int32_t dtype = 0;     // opaque key: only parameters with equal dtype share a bucket
+  int32_t device = 0;    // opaque key: only parameters with equal device share a bucket
+  bool sparse = false;   // its gradient is sparse: a bucket of its own, without flat memory
+  int32_t owner =
+      -1;  // the rank that alone gets the average; only parameters with equal owner share a bucket. -1: all ranks
+
+  int64_t bytes() const { return numel * itemsize; }
+};
 
 // How large buckets may grow. A bucket closes as soon as its bytes reach its cap (so it may exceed the cap by its last
 // gradient, as in torch). The i-th bucket of one (dtype, device, owner) takes caps_bytes[i], the last cap repeating.
 struct BucketLimits {
   std::vector<int64_t> caps_bytes;
-  int64_t alignment_bytes = 1;  // each gradient starts at a multiple of this, and of its item size
   // Gradients at least this large get a bucket each, which needs no packing (Note [Adopted gradients] in bucket/grad_slot.h);
   // 0: none do.
   int64_t solo_bytes = 0;
@@ -22,14 +33,14 @@ struct BucketLimits {
 
 struct Slot {
   int64_t param = 0;   // index into the parameters
-  int64_t offset = 0;  // first element within the bucket
+  int64_t offset = 0;  // first element within the bucket: slots lie end to end
   int64_t numel = 0;
   bool operator==(const Slot&) const = default;
 };
 
 struct BucketSpec {
   std::vector<Slot> slots;
-  int64_t numel = 0;  // elements of flat memory, padding included; 0 for a sparse bucket
+  int64_t numel = 0;  // elements of flat memory; 0 for a sparse bucket
   int64_t itemsize = 0;
   int32_t dtype = 0;
   int32_t device = 0;
@@ -43,31 +54,38 @@ struct BucketPlan {
   bool operator==(const BucketPlan&) const = default;
 };
 
+// Parameter indices of each bucket of a plan.
+using BucketIndices = std::vector<std::vector<int64_t>>;
+
 // `order` is the expected order in which gradients become ready: each parameter index exactly once. Buckets come out
 // sorted by the position in `order` of their last gradient: that is when each can start. Throws std::invalid_argument
 // with what was got and what is allowed (no caps, a cap <= 0, an order that is no permutation, numel < 0, itemsize <=
-// 0, alignment that is not a power of two).
+// 0).
 BucketPlan make_bucket_plan(std::span<const ParamSpec> params, std::span<const int64_t> order,
                             const BucketLimits& limits);
 
-// n-1, n-2, .., 0: the guess before anything was measured (the last registered layer is the first to have its
-// gradient).
-std::vector<int64_t> reverse_registration_order(int64_t num_params);
+// The plan with these buckets. Throws as check_plan().
+BucketPlan plan_of(const BucketIndices& buckets, std::span<const ParamSpec> params);
+
+// Throws std::invalid_argument naming parameter and bucket unless every parameter lies in exactly one bucket, with
+// matching dtype, device and owner, end to end, sparse ones alone.
+void check_plan(const BucketPlan& plan, std::span<const ParamSpec> params);
 
 // `seen` is a prefix of a ready order (some parameters may never have become ready): the rest follows in reverse
-// registration order. Indices out of range or seen twice throw std::invalid_argument.
-std::vector<int64_t> complete_order(std::span<const int64_t> seen, int64_t num_params);
+// registration order.
+std::vector<int64_t> complete_order(std::vector<int64_t> seen, int64_t num_params);
+
+// n-1, n-2, .., 0: the guess before anything was measured (the last registered layer is the first to have its
+// gradient).
+inline std::vector<int64_t> reverse_registration_order(int64_t num_params) { return complete_order({}, num_params); }
 
 // A plan as plain integers, so that rank 0's plan can be broadcast: [version, num_buckets, then per bucket its number
 // of slots and their parameter indices]. The flat size does not depend on the plan but on num_params alone
 // (encoded_size(num_params)), because receivers must allocate before they know the plan; unused words are zero.
 int64_t encoded_size(int64_t num_params);
+// `plan` holds each of `num_params` parameters once.
 std::vector<int64_t> encode_plan(const BucketPlan& plan, int64_t num_params);
-// Rebuilds offsets from `params`; throws std::invalid_argument if the words are no plan for them.
-BucketPlan decode_plan(std::span<const int64_t> words, std::span<const ParamSpec> params, int64_t alignment_bytes);
-
-// Throws std::invalid_argument naming parameter and bucket unless every parameter lies in exactly one bucket, with
-// matching dtype, device and owner, without overlap, aligned, sparse ones alone.
-void check_plan(const BucketPlan& plan, std::span<const ParamSpec> params, int64_t alignment_bytes);
+// Throws std::invalid_argument if the words are no plan for these parameters.
+BucketPlan decode_plan(std::span<const int64_t> words, std::span<const ParamSpec> params);
 
 }  // namespace torchddp::plan

@@ -23,7 +23,7 @@ plan::BucketPlan agree_on_plan(const plan::BucketPlan& mine, const Context& cont
   work->wait(context.config.timeout);
   const auto host = wire.cpu();
   const std::span<const int64_t> agreed(host.const_data_ptr<int64_t>(), words.size());
-  return plan::decode_plan(agreed, context.specs, context.config.limits.alignment_bytes);
+  return plan::decode_plan(agreed, context.specs);
 }
 
 }  // namespace
@@ -100,8 +100,8 @@ void PlanKeeper::measure(const Step& step) {
   if (has_rebuilt_ || !measured_order_.empty()) {
     return;
   }
-  if (const auto order = step.ready_order(); !order.empty()) {
-    measured_order_ = plan::complete_order(order, context_.num_params());
+  if (auto order = step.ready_order(); !order.empty()) {
+    measured_order_ = plan::complete_order(std::move(order), context_.num_params());
   }
 }
 

@@ -478,10 +478,10 @@ TEST(gpu_handlers_of_signals_run_while_a_call_is_in_progress) {
   f.nccl->async = kNcclInProgress;
   f.config.connect_timeout = 30s;
   const auto patient = f.make();
-  set_signal_check([] {
+  signal_check = [] {
     std::thread([] { block.reset(); }).join();
     if (++calls == 2) throw Raised("KeyboardInterrupt");
-  });
+  };
   Ticket ticket;
   std::string raised;
   try {
@@ -489,7 +489,7 @@ TEST(gpu_handlers_of_signals_run_while_a_call_is_in_progress) {
   } catch (const Raised& error) {
     raised = error.what();
   }
-  set_signal_check(nullptr);
+  signal_check = nullptr;
   CHECK_EQ(raised, "KeyboardInterrupt");
   CHECK_EQ(calls, 2);
   CHECK(has(error_of([&] { patient->check(); }), {"handler of a signal", "all_reduce of 8 elements (bucket 2)"}));

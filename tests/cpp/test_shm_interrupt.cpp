@@ -148,13 +148,13 @@ class Handlers {
   explicit Handlers(Engine& engine) {
     engine_ = &engine;
     calls_ = 0;
-    set_signal_check([] {
+    signal_check = [] {
       // Whatever Python does elsewhere while the GIL is waited for: the engine's mutex is free.
       std::thread([] { engine_->wait_for(0, milliseconds(0), false); }).join();
       if (++calls_ == 3) throw Raised("KeyboardInterrupt");
-    });
+    };
   }
-  ~Handlers() { set_signal_check(nullptr); }
+  ~Handlers() { signal_check = nullptr; }
   int calls() const { return calls_; }
 
  private:

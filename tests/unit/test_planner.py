@@ -1,4 +1,4 @@
-"""Planning: the line through measured times, the optimum against brute force, the decision, and plans on disk."""
+"""Planning: the line through measured times, the decision, and plans on disk."""
 
 import json
 import math
@@ -6,13 +6,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchddp import _C
 from torchddp.planner.auto_plan import decide
 from torchddp.planner.cost_fit import fit_line, misfit
-from torchddp.planner.plan import best_buckets, buckets_of, plan_of
+from torchddp.planner.plan import best_buckets, buckets_of
 from torchddp.planner.plan_cache import PlanCacheError, PlanKey, fingerprint, kept_plan, load_plan, save_plan
 from torchddp.planner.recorder import StepTimes
 from torchddp.planner.step_profile import (
@@ -56,54 +56,6 @@ def test_a_line_needs_positive_times():
     for samples in ([], [(1.0, 0.0)]):
         with pytest.raises(ValueError, match="positive times"):
             fit_line(samples)
-
-
-# --- the optimum ---
-
-
-def finish(runs, numels, ready_s, alpha, beta):
-    """The definition, in other words than the planner's."""
-    free_s = 0.0
-    for run in runs:
-        free_s = max(free_s, max(ready_s[i] for i in run)) + alpha + 4 * beta * sum(numels[i] for i in run)
-    return free_s
-
-
-def all_cuts(count):
-    for mask in range(1 << (count - 1)):
-        runs, run = [], []
-        for i in range(count):
-            run.append(i)
-            if i == count - 1 or mask >> i & 1:
-                runs.append(run)
-                run = []
-        yield runs
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.tuples(st.integers(0, 10_000), st.floats(0, 1)), min_size=1, max_size=12),
-    st.floats(0, 2),
-    st.floats(0, 1e-4),
-)
-def test_brute_force_finds_nothing_better(gradients, alpha, beta):
-    numels = [numel for numel, _ in gradients]
-    ready_s, now_s = [], 0.0
-    for _, gap_s in gradients:
-        now_s += gap_s
-        ready_s.append(now_s)
-    plan = _C.make_merged_plan(specs(numels), range(len(numels)), ready_s, alpha, beta)
-    best_s = min(finish(runs, numels, ready_s, alpha, beta) for runs in all_cuts(len(numels)))
-    planned_s = finish(buckets_of(plan), numels, ready_s, alpha, beta)
-    assert planned_s == pytest.approx(best_s, rel=1e-9, abs=1e-12)
-    assert _C.predict_finish_s(plan, specs(numels), ready_s, alpha, beta) == pytest.approx(planned_s, rel=1e-12)
-
-
-def test_the_planner_says_what_is_wrong():
-    with pytest.raises(ValueError, match="ready_s has 1 entries for 2"):
-        _C.make_merged_plan(specs([1, 2]), [0, 1], [0.0], 0.0, 0.0)
-    with pytest.raises(ValueError, match="alpha_s must be finite"):
-        _C.make_merged_plan(specs([1]), [0], [0.0], -1.0, 0.0)
 
 
 # --- plans of profiles ---
@@ -218,11 +170,11 @@ def test_the_order_is_that_of_readiness():
 
 def test_plans_come_back_from_indices():
     params = specs([10, 20, 30], dtypes=[0, 1, 0])
-    plan = plan_of([[2, 0], [1]], params)
+    plan = _C.BucketPlan([[2, 0], [1]], params)
     assert buckets_of(plan) == ((2, 0), (1,))
     for wrong in ([[0, 1], [2]], [[0]], [[0], [1], [1], [2]], [[0], [2], [7]]):
         with pytest.raises(ValueError):
-            plan_of(wrong, params)
+            _C.BucketPlan(wrong, params)
 
 
 KEY = PlanKey("abc", 2, 2, "c10d", "gloo")

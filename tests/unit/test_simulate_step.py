@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.simulated import MB, make_profile, with_host
 from torchddp.bench.variants import ArgumentError
-from torchddp.planner.plan import Buckets, best_buckets
+from torchddp.planner.merge import Buckets
+from torchddp.planner.plan import best_buckets
 from torchddp.planner.step_profile import LinearCost, StepProfile
 from torchddp.simulate.collectives import ALGORITHMS, RING
 from torchddp.simulate.links import MEASURED, PRESETS, Link

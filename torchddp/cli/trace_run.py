@@ -13,7 +13,6 @@ from torchddp.bench.subject import make_subject
 from torchddp.bench.variants import ArgumentError
 from torchddp.distributed import DistributedDataParallel
 from torchddp.planner.model_plan import plan_key
-from torchddp.planner.plan import plan_of
 from torchddp.planner.plan_cache import load_plan
 from torchddp.profiler.merge import MergedProfile
 from torchddp.profiler.session import profile
@@ -57,7 +56,7 @@ def _use_kept_plan(path: Path, model: DistributedDataParallel) -> None:
             buckets = load_plan(path, key)
             if buckets is None:
                 raise ValueError(f"there is no file '{path}'.")
-            plan = plan_of(buckets, model._specs)
+            plan = _C.BucketPlan(buckets, model._specs)
         except ValueError as error:
             problem = [f"--plan: {error}"]
     dist.broadcast_object_list(problem, src=0)

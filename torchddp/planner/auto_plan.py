@@ -11,7 +11,8 @@ import torch
 
 from torchddp import _C
 from torchddp.planner.calibrate import NoRoomError, measure_cost
-from torchddp.planner.plan import finish_s, merged_plan
+from torchddp.planner.merge import finish_s
+from torchddp.planner.plan import buckets_of, planned_buckets
 from torchddp.planner.recorder import StepRecorder, StepTimes
 from torchddp.planner.step_profile import LinearCost
 
@@ -42,11 +43,11 @@ def decide(
     current: _C.BucketPlan,
 ) -> Decision:
     """The plan with the least predicted exposed time; the current one if that is hardly worse. Pure."""
-    best = merged_plan(specs, times.order, times.ready_s, cost)
-    before_s, after_s = (finish_s(plan, specs, times.ready_s, cost) for plan in (current, best))
+    best = planned_buckets(specs, times.order, times.ready_s, cost)
+    before_s, after_s = (finish_s(buckets, specs, times.ready_s, cost) for buckets in (buckets_of(current), best))
     if before_s - after_s < LEAST_GAIN * (times.forward_s + before_s):
         return Decision(times, cost, before_s, before_s, current)
-    return Decision(times, cost, before_s, after_s, best)
+    return Decision(times, cost, before_s, after_s, _C.BucketPlan(best, specs))
 
 
 class AutoPlan:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchddp import _C
-from torchddp.planner.plan import Buckets, plan_of
+from torchddp.planner.merge import Buckets
 from torchddp.whole_file import write_whole
 
 logger = logging.getLogger("torchddp.distributed")
@@ -103,7 +103,7 @@ def kept_plan(specs: Sequence[_C.ParamSpec], key: PlanKey) -> _C.BucketPlan | No
     try:
         path = key.path
         buckets = load_plan(path, key)
-        plan = None if buckets is None else plan_of(buckets, specs)
+        plan = None if buckets is None else _C.BucketPlan(buckets, specs)
     except ValueError as error:
         logger.warning("bucket_cap_mb='auto' measures anew: %s", error)
         return None

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torchddp.planner.merge import Buckets
 from torchddp.planner.step_profile import LinearCost, StepProfile
 from torchddp.simulate.collectives import AUTO, AllReduce, Layout
 from torchddp.simulate.links import MEASURED, NVLINK, Link
-from torchddp.simulate.predict import Buckets, Prediction, make_all_reduce, predict, predict_with
+from torchddp.simulate.predict import Prediction, make_all_reduce, predict, predict_with
 
 # The planner: the plan with the least exposed time for a cost that is linear in bytes.
 BestBuckets = Callable[[StepProfile, LinearCost], Buckets]

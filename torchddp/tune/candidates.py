@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchddp import _C
-from torchddp.planner.plan import Buckets, best_plan, buckets_of, param_specs
+from torchddp.planner.merge import Buckets
+from torchddp.planner.plan import best_buckets, buckets_of, param_specs
 from torchddp.planner.step_profile import StepProfile
 
 DEFAULT_CAPS_MB: tuple[float, ...] = (0.25, 0.5, 1, 2, 5, 10, 25, 50, 100)
@@ -31,7 +32,7 @@ def make_candidates(profile: StepProfile, caps_mb: Sequence[float]) -> tuple[Can
     specs = param_specs(profile)
     found = [
         Candidate("default", "", profile.buckets),
-        Candidate("planned", 'bucket_cap_mb="auto"', buckets_of(best_plan(profile, profile.cost))),
+        Candidate("planned", 'bucket_cap_mb="auto"', best_buckets(profile, profile.cost)),
     ]
     for cap_mb in sorted(set(caps_mb)):
         buckets = buckets_of(_C.make_bucket_plan(specs, profile.order, [max(1, int(cap_mb * _MIB))]))

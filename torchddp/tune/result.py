@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from torchddp.bench.stats import paired_ratio, summarize
-from torchddp.planner.plan import finish_s, param_specs, plan_of
+from torchddp.planner.merge import finish_s
+from torchddp.planner.plan import param_specs
 from torchddp.planner.step_profile import StepProfile
 from torchddp.tune.candidates import Candidate
 from torchddp.tune.sweep import TuneResult
@@ -15,8 +16,8 @@ from torchddp.tune.sweep import TuneResult
 
 def predicted_ms(profile: StepProfile, candidate: Candidate) -> float:
     """The step that the planner expects of these buckets: forward, then backward until the last bucket is there."""
-    specs = param_specs(profile)
-    end_s = finish_s(plan_of(candidate.buckets, specs), specs, [g.ready_s for g in profile.gradients], profile.cost)
+    ready_s = [gradient.ready_s for gradient in profile.gradients]
+    end_s = finish_s(candidate.buckets, param_specs(profile), ready_s, profile.cost)
     return 1e3 * (profile.forward_s + max(end_s, profile.backward_s))
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from torchddp import _C
 from torchddp.bench.subject import Subject, make_subject
-from torchddp.planner.plan import plan_of
 from torchddp.planner.record_profile import record_profile, timed_step
 from torchddp.planner.step_profile import StepProfile
 from torchddp.tune.candidates import Candidate, make_candidates
@@ -66,7 +66,7 @@ def _time_all(
     settings: TuneSettings,
     report: Callable[[float, float], None],
 ) -> np.ndarray:
-    plans = [plan_of(candidate.buckets, subject.model._specs) for candidate in candidates]
+    plans = [_C.BucketPlan(candidate.buckets, subject.model._specs) for candidate in candidates]
     shuffler = random.Random(settings.seed)  # the same order on all ranks, another one each round
     order = list(range(len(plans)))
     rounds: list[np.ndarray] = []

@@ -23,7 +23,7 @@ class PackRules {
   // The gradient stays what the program has made it; the end of the step copies the average back to it.
   void stays(int64_t param, const at::Tensor& grad) const;
   // The dtype that gradients have in the place of their parameters'.
-  void set_grad_dtype(at::ScalarType dtype) { grad_dtype_ = dtype; }
+  void set_grad_dtype(std::optional<at::ScalarType> dtype) { grad_dtype_ = dtype; }
 
   const Context& context;
   Step& step;

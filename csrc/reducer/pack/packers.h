@@ -21,7 +21,7 @@ class Packers {
   // The bucket is about to be launched. Under the queue's lock.
   void follow(int64_t index) { whole_bucket_.follow(index); }
 
-  void set_grad_dtype(at::ScalarType dtype) { rules_.set_grad_dtype(dtype); }
+  void set_grad_dtype(std::optional<at::ScalarType> dtype) { rules_.set_grad_dtype(dtype); }
   void set_sparse_metadata(SparseMetadata metadata) { sparse_metadata_ = std::move(metadata); }
 
  private:

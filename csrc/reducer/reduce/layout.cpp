@@ -7,9 +7,7 @@
 
 namespace torchddp::reducer {
 
-void BucketLayout::check(const plan::BucketPlan& plan) const {
-  plan::check_plan(plan, context_.specs, context_.config.limits.alignment_bytes);
-}
+void BucketLayout::check(const plan::BucketPlan& plan) const { plan::check_plan(plan, context_.specs); }
 
 // By parameter: whether its gradient lives in its bucket, and not in the program's hands alone: then averages are copied back to it.
 std::vector<bool> BucketLayout::find_views() const {

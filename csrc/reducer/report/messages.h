@@ -5,7 +5,7 @@
 #include <span>
 #include <string>
 
-#include "plan/param_spec.h"
+#include "plan/bucket_plan.h"
 
 namespace torchddp::reducer {
 
