@@ -293,7 +293,7 @@ void ShmTransport::start(Work& work, shm::Operation operation, const at::Tensor&
 }
 
 void ShmTransport::count_operation(const shm::Operation& operation) {
-  const auto moved = engine_->moved(operation);
+  const auto moved = shm::moved(operation, engine_->board());
   count(Route::kShm, operation.bytes() * (operation.kind == shm::OpKind::kAllGather ? size_ : 1), moved.bytes);
   if (moved.outer_numel == 0) {
     return;
@@ -374,7 +374,7 @@ void ShmTransport::reduce(const at::Tensor& tensor, int root, Work& work, const 
     all_reduce(tensor, work, options);
     return;
   }
-  const bool is_root = root == engine_->rank();
+  const bool is_root = root == engine_->board().rank();
   start(work,
         {.kind = shm::OpKind::kReduce, .type = *type, .root = root, .numel = tensor.numel(), .scale = options.scale},
         tensor, is_root ? tensor : at::Tensor());
@@ -407,7 +407,7 @@ void ShmTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
   }
   // Between hosts to those with the root's place there, who then are the roots of their hosts: the link carries it once.
   const int local_root = spans_ ? places_[static_cast<size_t>(root)] : root;
-  const bool is_root = local_root == engine_->rank();
+  const bool is_root = local_root == engine_->board().rank();
   if (spans_ && is_root) {
     broadcast_between_hosts(tensor, outer_ranks_[static_cast<size_t>(root)]);
   }
