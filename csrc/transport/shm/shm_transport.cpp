@@ -13,7 +13,6 @@
 #include "common/check.h"
 #include "transport/c10d/c10d_transport.h"
 #include "transport/c10d/group_work.h"
-#include "transport/shm/outer_link.h"
 #include "transport/sum_types.h"
 
 namespace torchddp::transport {
@@ -43,7 +42,7 @@ class ShmWork final : public Work {
       }
       return;
     }
-    wait_or_keep(transport_->outer_group_, [&] { engine_.wait(seq_, timeout); });
+    wait_or_keep(transport_->placement_.outer_group, [&] { engine_.wait(seq_, timeout); });
     active_ = false;
     if (memory.deliver) {
       const c10::NoGradGuard no_grad;
@@ -141,8 +140,9 @@ bool is_dense_cpu(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().is_cpu() && tensor.layout() == at::kStrided;
 }
 
-shm::Operation as_bytes(shm::OpKind kind, const at::Tensor& tensor, int root) {
-  return {.kind = kind, .type = kernels::DType::kU8, .root = root, .numel = static_cast<int64_t>(tensor.nbytes())};
+// How the engine sums it. Nothing: the process group has to.
+std::optional<kernels::DType> type_of(const at::Tensor& tensor) {
+  return is_dense_cpu(tensor) ? sum_type(tensor.scalar_type()) : std::nullopt;
 }
 
 void run_parallel(int threads, const std::function<void()>& body) {
@@ -165,18 +165,19 @@ std::shared_ptr<ShmTransport> ShmEndpoint::connect(c10::intrusive_ptr<c10d::Proc
   const auto size = static_cast<int>(placement.addresses.size());
   auto segment = std::make_shared<shm::Segment>(rank, size, limit_bytes_);
   auto peers = listener_.connect(placement.addresses, rank, *segment, connect_timeout);
-  return std::make_shared<ShmTransport>(std::move(group), placement, std::move(segment), std::move(peers), timeout);
+  return std::make_shared<ShmTransport>(std::move(group), std::move(placement), std::move(segment), std::move(peers),
+                                        timeout);
 }
 
-ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const ShmPlacement& placement,
+ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
                            std::shared_ptr<shm::Segment> segment, std::vector<shm::Peer> peers,
                            std::chrono::milliseconds timeout)
-    : segment_(std::move(segment)),
-      pool_(GradientPool::make(segment_)),
-      peers_(std::move(peers)),
-      spans_(placement.spans) {
+    : placement_(std::move(placement)),
+      segment_(std::move(segment)),
+      pool_(std::make_shared<GradientPool>(segment_)),
+      peers_(std::move(peers)) {
   shm::EngineConfig config;
-  config.group_ranks = placement.local_ranks;
+  config.group_ranks = placement_.local_ranks;
   for (size_t i = 0; i < peers_.size(); ++i) {
     const bool self = !peers_[i].socket;
     if (self) {
@@ -185,20 +186,17 @@ ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const S
     config.segments.push_back(self ? shm::SegmentView{segment_->base(), segment_->bytes()}
                                    : shm::SegmentView{peers_[i].segment.base(), peers_[i].segment.bytes()});
   }
-  rank_ = placement.local_ranks[static_cast<size_t>(config.rank)];
+  rank_ = placement_.local_ranks[static_cast<size_t>(config.rank)];
   size_ = group != nullptr ? group->getSize() : static_cast<int>(peers_.size());
   config.gone = [this](int peer) { return peers_[static_cast<size_t>(peer)].gone(); };
   if (timeout.count() > 0) {
     config.timeout = timeout;
   }
-  if (spans_) {
-    outer_ = std::make_unique<C10dOuterLink>(placement.outer_group, segment_);
-    outer_group_ = placement.outer_group;
-    places_ = placement.places;
-    outer_ranks_ = placement.outer_ranks;
+  if (placement_.spans) {
+    outer_ = make_outer_link(placement_.outer_group, segment_);
     config.outer = outer_.get();
   }
-  config.owners = placement.owners;
+  config.owners = placement_.owners;
   config.threads = at::get_num_threads();
   config.run_parallel = run_parallel;
   engine_ = std::make_unique<shm::Engine>(std::move(config));
@@ -211,8 +209,6 @@ ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const S
     c10d_ = std::make_shared<C10dTransport>(std::move(group));
   }
 }
-
-ShmTransport::~ShmTransport() = default;
 
 // Undefined, with errno set, if there is no room.
 at::Tensor ShmTransport::try_allocate(int64_t numel, at::ScalarType dtype) {
@@ -288,20 +284,20 @@ void ShmTransport::start(Work& work, shm::Operation operation, const at::Tensor&
     }
   }
   mine.record(titles_[static_cast<size_t>(operation.kind)], input.defined() ? input : output);
-  mine.begin(wait_or_keep(outer_group_, [&] { return engine_->start(operation); }));
+  mine.begin(wait_or_keep(placement_.outer_group, [&] { return engine_->start(operation); }));
   count_operation(operation);
 }
 
 void ShmTransport::count_operation(const shm::Operation& operation) {
-  const auto moved = shm::moved(operation, engine_->board());
-  count(Route::kShm, operation.bytes() * (operation.kind == shm::OpKind::kAllGather ? size_ : 1), moved.bytes);
-  if (moved.outer_numel == 0) {
+  const auto mine = moved(operation, engine_->board());
+  count(Route::kShm, operation.bytes() * (operation.kind == shm::OpKind::kAllGather ? size_ : 1), mine.bytes);
+  if (mine.outer_numel == 0) {
     return;
   }
-  const auto bytes = moved.outer_numel * kernels::item_size(operation.type);
-  const auto hosts = outer_group_->getSize();
+  const auto bytes = mine.outer_numel * kernels::item_size(operation.type);
+  const auto hosts = placement_.outer_group->getSize();
   // 16-bit floats are gathered and not summed by the process group: see C10dOuterLink.
-  const auto narrow_bytes = moved.outer_numel * kernels::item_size(operation.wire);
+  const auto narrow_bytes = mine.outer_numel * kernels::item_size(operation.wire);
   count(Route::kOuter, bytes,
         operation.wire_memory != nullptr ? one_way_bytes(hosts * narrow_bytes, hosts) : all_reduce_bytes(bytes, hosts));
 }
@@ -337,7 +333,7 @@ void ShmTransport::drop_finished() {
 }
 
 void ShmTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOptions& options) {
-  const auto type = is_dense_cpu(tensor) ? sum_type(tensor.scalar_type()) : std::nullopt;
+  const auto type = type_of(tensor);
   if (!type) {
     c10d_->all_reduce(tensor, own(work).group_work());
     return;
@@ -356,20 +352,20 @@ void ShmTransport::all_reduce(const at::Tensor& tensor, Work& work, const SumOpt
 }
 
 bool ShmTransport::counts_non_finite(const at::Tensor& tensor) const {
-  const auto type = is_dense_cpu(tensor) ? sum_type(tensor.scalar_type()) : std::nullopt;
+  const auto type = type_of(tensor);
   return type && at::isFloatingType(tensor.scalar_type()) &&
          !engine_->is_eager({.kind = shm::OpKind::kAllReduce, .type = *type, .numel = tensor.numel()});
 }
 
 void ShmTransport::reduce(const at::Tensor& tensor, int root, Work& work, const SumOptions& options) {
   TDDP_INTERNAL(!options.wire, "a reduction to one rank does not narrow");
-  const auto type = is_dense_cpu(tensor) ? sum_type(tensor.scalar_type()) : std::nullopt;
+  const auto type = type_of(tensor);
   if (!type) {
     c10d_->reduce(tensor, root, own(work).group_work());
     return;
   }
   check_rooted("reduce", tensor, root);
-  if (spans_) {
+  if (placement_.spans) {
     // The ranks that own shards of it sum them between hosts, each byte once over the link; more than is asked for reaches the rest.
     all_reduce(tensor, work, options);
     return;
@@ -382,8 +378,8 @@ void ShmTransport::reduce(const at::Tensor& tensor, int root, Work& work, const 
 
 void ShmTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& input, Work& work) {
   check_reduce_scatter(output, input);
-  const auto type = is_dense_cpu(input) ? sum_type(input.scalar_type()) : std::nullopt;
-  if (!type || spans_) {
+  const auto type = type_of(input);
+  if (!type || placement_.spans) {
     c10d_->reduce_scatter(output, input, own(work).group_work());
     return;
   }
@@ -392,26 +388,26 @@ void ShmTransport::reduce_scatter(const at::Tensor& output, const at::Tensor& in
 
 void ShmTransport::all_gather(const at::Tensor& output, const at::Tensor& input, Work& work) {
   check_all_gather(output, input);
-  if (!is_dense_cpu(input) || spans_) {
+  if (!is_dense_cpu(input) || placement_.spans) {
     c10d_->all_gather(output, input, own(work).group_work());
     return;
   }
-  start(work, as_bytes(shm::OpKind::kAllGather, input, 0), input, output);
+  start(work, of_bytes(shm::OpKind::kAllGather, bytes_of(input)), input, output);
 }
 
 void ShmTransport::broadcast(const at::Tensor& tensor, int root, Work& work) {
   check_rooted("broadcast", tensor, root);
-  if (!is_dense_cpu(tensor) || (spans_ && outer_ranks_[static_cast<size_t>(root)] < 0)) {
+  if (!is_dense_cpu(tensor) || (placement_.spans && placement_.outer_ranks[static_cast<size_t>(root)] < 0)) {
     c10d_->broadcast(tensor, root, own(work).group_work());
     return;
   }
   // Between hosts to those with the root's place there, who then are the roots of their hosts: the link carries it once.
-  const int local_root = spans_ ? places_[static_cast<size_t>(root)] : root;
+  const int local_root = placement_.spans ? placement_.places[static_cast<size_t>(root)] : root;
   const bool is_root = local_root == engine_->board().rank();
-  if (spans_ && is_root) {
-    broadcast_between_hosts(tensor, outer_ranks_[static_cast<size_t>(root)]);
+  if (placement_.spans && is_root) {
+    broadcast_between_hosts(tensor, placement_.outer_ranks[static_cast<size_t>(root)]);
   }
-  start(work, as_bytes(shm::OpKind::kBroadcast, tensor, local_root), is_root ? tensor : at::Tensor(),
+  start(work, of_bytes(shm::OpKind::kBroadcast, bytes_of(tensor), local_root), is_root ? tensor : at::Tensor(),
         is_root ? at::Tensor() : tensor);
 }
 
@@ -421,10 +417,11 @@ void ShmTransport::broadcast_between_hosts(const at::Tensor& tensor, int root) {
   std::vector<at::Tensor> tensors{tensor};
   std::string problem = "the process group reported that the operation failed";
   try {
-    const auto work = outer_group_->broadcast(tensors, options);
-    if (is_gloo(*outer_group_) ? wait_interruptibly(*work, outer_group_, interruption()) : work->wait()) {
+    const auto work = placement_.outer_group->broadcast(tensors, options);
+    if (is_gloo(*placement_.outer_group) ? wait_interruptibly(*work, placement_.outer_group, interruption())
+                                         : work->wait()) {
       const auto bytes = bytes_of(tensor);
-      count(Route::kOuter, bytes, one_way_bytes(bytes, outer_group_->getSize()));
+      count(Route::kOuter, bytes, one_way_bytes(bytes, placement_.outer_group->getSize()));
       return;
     }
   } catch (const SignalInterrupt&) {
@@ -439,7 +436,7 @@ void ShmTransport::broadcast_between_hosts(const at::Tensor& tensor, int root) {
 }
 
 void ShmTransport::barrier(Work& work) {
-  if (spans_) {
+  if (placement_.spans) {
     c10d_->barrier(own(work).group_work());
     return;
   }
