@@ -1,278 +1,353 @@
-// Starting operations, and what to say when it can't go on. The work itself: engine_work.cpp; waiting for it: engine_wait.cpp.
 #include "shm/engine.h"
 
+#include <sched.h>
+#include <sys/resource.h>
+
 #include <algorithm>
-#include <bit>
-#include <cstring>
 #include <utility>
 
-#include "common/errors.h"
-#include "common/forks.h"
-#include "kernels/pack.h"
-#include "shm/futex.h"
+#include "common/deadline.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace torchddp::shm {
 namespace {
 
 using std::chrono::milliseconds;
 
-// Whether the ranks have fewer processors between them than they are.
-bool too_few_processors(const std::vector<SegmentView>& segments) {
-  std::array<uint64_t, 16> all{};
-  for (const auto& segment : segments) {
-    const auto& mask = reinterpret_cast<const Header*>(segment.base)->cpu_mask;
-    std::transform(all.begin(), all.end(), mask.begin(), all.begin(), std::bit_or<>());
-  }
-  int processors = 0;
-  for (const auto word : all) {
-    processors += std::popcount(word);
-  }
-  return processors < static_cast<int>(segments.size());
+// Looking before sleeping: some 100 us where each rank has a processor, then for some 10 ms more, giving way to whoever else can run there.
+// On a virtual machine a rank that comes last and has to wake the others is held up by that for 20 to 70 us, and they return 100 us
+// after it if their processors are given back to them at once, which they often are not.
+constexpr int kSpins = 2000;
+constexpr int kYields = 16'000;
+// Somebody else who ran longer than this needs the processor. So many waits then sleep soon.
+constexpr std::chrono::microseconds kGaveWay{200};
+constexpr int kShortWaits = 8;
+constexpr int kCrowdedSpins = 20;
+// A sleeper looks whether its peers still live this often. The bound that users see is two seconds.
+constexpr int64_t kSleepNs = 20'000'000;
+// Nobody rings when the link between hosts has something.
+constexpr int64_t kOuterSleepNs = 100'000;
+constexpr milliseconds kPeerCheck{10};
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
 }
+
+// How often this thread has been off its processor for another one; not while the whole virtual machine was.
+int64_t context_switches() {
+  rusage usage{};
+  getrusage(RUSAGE_THREAD, &usage);
+  return usage.ru_nvcsw + usage.ru_nivcsw;
+}
+
+// Lets others run on this thread's processor.
+class Courtesy {
+ public:
+  // False if somebody needed it.
+  bool give_way() {
+    const auto before = switches_ >= 0 ? switches_ : context_switches();
+    const auto start = Engine::Clock::now();
+    sched_yield();
+    const bool long_away = Engine::Clock::now() - start > kGaveWay;
+    switches_ = long_away ? context_switches() : before;
+    return switches_ == before;
+  }
+
+ private:
+  int64_t switches_ = -1;
+};
 
 }  // namespace
 
-const char* kind_name(OpKind kind) {
-  switch (kind) {
-    case OpKind::kAllReduce:
-      return "all_reduce";
-    case OpKind::kReduceScatter:
-      return "reduce_scatter";
-    case OpKind::kAllGather:
-      return "all_gather";
-    case OpKind::kBroadcast:
-      return "broadcast";
-    case OpKind::kScatter:
-      return "scatter";
-    case OpKind::kAllToAll:
-      return "all_to_all";
-    case OpKind::kAllToAllSplits:
-      return "all_to_all with splits";
-    case OpKind::kReduce:
-      return "reduce";
-  }
-  return "an unknown operation";
-}
-
 Engine::Engine(EngineConfig config)
     : config_(std::move(config)),
-      forks_(forks()),
-      crowded_(too_few_processors(config_.segments)),
-      posted_(config_.segments.size(), 0),
-      done_(config_.segments.size(), 0) {
-  if (config_.rank < 0 || config_.rank >= size() || size() > kMaxRanks) {
-    throw InternalError("a shared-memory engine for rank " + std::to_string(config_.rank) + " of " +
-                        std::to_string(size()));
-  }
-  for (auto& op : running_) {
-    op.seq = UINT64_MAX;
-    op.blocks.resize(config_.segments.size());
-    op.scales.resize(config_.segments.size());
-    op.counted.resize(config_.segments.size());
-    op.wires.resize(config_.segments.size());
+      board_(config_),
+      failure_(board_),
+      crowded_(board_.is_crowded()),
+      running_(kSlots, Running(board_)) {
+  if (board_.rank() < 0 || board_.rank() >= board_.size() || board_.size() > kMaxRanks) {
+    throw InternalError("a shared-memory engine for rank " + std::to_string(board_.rank()) + " of " +
+                        std::to_string(board_.size()));
   }
 }
 
 Engine::~Engine() {
-  if (forks() != forks_) {
+  if (failure_.is_forked()) {
     return;  // a forked child drops its copy; the rank is still there
   }
   auto open = static_cast<uint32_t>(RankState::kOpen);
-  header(config_.rank).state.compare_exchange_strong(open, static_cast<uint32_t>(RankState::kClosed));
-  ring();
+  board_.own_header().state.compare_exchange_strong(open, static_cast<uint32_t>(RankState::kClosed));
+  board_.ring();
 }
 
-bool Engine::is_eager(const Operation& operation) const {
-  return operation.bytes() <= kEagerBytes && !(config_.outer != nullptr && operation.kind == OpKind::kAllReduce);
-}
-
-std::byte* Engine::eager_data(int rank, uint64_t seq) const {
-  return config_.segments[static_cast<size_t>(rank)].base + kHeaderBytes +
-         static_cast<int64_t>(seq % kSlots) * kEagerBytes;
-}
-
-// The number of the next operation, whose slot is free.
-uint64_t Engine::wait_for_slot(std::unique_lock<std::mutex>& lock) {
-  while (next_ >= kSlots) {
-    const auto seq = next_;
-    auto& op = running(seq);
-    wait_until(Goal::kRecyclable, op, patience(milliseconds(0), Clock::now()), lock);
-    if (seq == next_) {  // no other thread has taken it meanwhile
-      settle(op);
-      break;
-    }
+// Who looks for others' work with the mutex held goes to sleep, without it, when another thread wants to come in.
+Engine::Lock Engine::enter() {
+  Lock lock(mutex_, std::try_to_lock);
+  if (!lock) {
+    wanting_.fetch_add(1);
+    lock.lock();
+    wanting_.fetch_sub(1);
   }
-  return next_;
+  return lock;
 }
 
 uint64_t Engine::start(const Operation& operation) {
   auto lock = enter();
-  ensure_usable();
-  if (operation.numel < 0 || operation.root < 0 || operation.root >= size()) {
+  failure_.check();
+  if (operation.numel < 0 || operation.root < 0 || operation.root >= board_.size()) {
     throw InternalError(std::string(kind_name(operation.kind)) + " of " + std::to_string(operation.numel) +
                         " elements with root " + std::to_string(operation.root));
   }
-  const auto seq = wait_for_slot(lock);
-  auto& op = running(seq);
-  op.operation = operation;
-  op.seq = seq;
-  op.eager = is_eager(operation);
-  op.next_shard = 0;
-  Post post{.kind = operation.kind,
-            .type = static_cast<uint32_t>(operation.type),
-            .op = static_cast<uint32_t>(operation.op),
-            .root = operation.root,
-            .numel = operation.numel,
-            .offset = 0,
-            .scale = operation.scale,
-            .counted = operation.non_finite != nullptr};
-  const auto& mine = config_.segments[static_cast<size_t>(config_.rank)];
-  if (operation.input != nullptr && op.eager) {
-    std::memcpy(eager_data(config_.rank, seq), operation.input, static_cast<size_t>(operation.bytes()));
-  } else if (operation.input != nullptr) {
-    post.offset = static_cast<const std::byte*>(operation.input) - mine.base;
-    if (post.offset < kDataOffset || post.offset + operation.bytes() > mine.bytes) {
-      throw InternalError(std::string(kind_name(operation.kind)) + " of memory that is not in the shared segment");
-    }
-  }
-  if (has_wire(op)) {
-    post.wire = 1 + static_cast<uint32_t>(operation.wire);
-    post.wire_offset = static_cast<const std::byte*>(operation.wire_memory) - mine.base;
-    if (operation.type != kernels::DType::kF32 || post.wire_offset < kDataOffset ||
-        post.wire_offset + operation.numel * kernels::item_size(operation.wire) > mine.bytes) {
-      throw InternalError("only fp32 travels in 16 bits, and through the shared segment");
-    }
-    kernels::scale_cast(operation.wire_memory, operation.wire, operation.input, kernels::DType::kF32, operation.numel,
-                        operation.scale);
-  }
-  auto& slot = this->slot(config_.rank, seq);
-  slot.post = post;
-  if (is_push(op)) {
-    // Relaxed: peers read the slot after `posted`, whose store is the one that others have to wait for.
-    constexpr auto kRelaxed = std::memory_order_relaxed;
-    slot.non_finite.store(0, kRelaxed);
-    slot.sums_not_finite.store(0, kRelaxed);
-    slot.claimed.store(Tally::pack(seq, 0), kRelaxed);
-    // Not this one: to a rank that still looks for the slot's last operation it says that all was written.
-    slot.completed.store(Tally::pack(seq, 0), std::memory_order_release);
-  }
+  wait_for_slot(lock);
+  const auto seq = next_;
+  running(seq).start(operation, seq);
   ++next_;
   under_way_.store(next_ - oldest_, std::memory_order_relaxed);
-  header(config_.rank).posted.store(next_);
-  ring();
+  board_.own_header().posted.store(next_);
+  board_.ring();
   advance();
   update_under_way();
   return seq;
 }
 
+// Until the slot of the next operation is free.
+void Engine::wait_for_slot(Lock& lock) {
+  while (next_ >= kSlots) {
+    const auto seq = next_;
+    auto& op = running(seq);
+    wait_until(Goal::kRecyclable, op, patience(milliseconds(0), Clock::now()), lock);
+    if (seq == next_) {  // no other thread has taken it meanwhile
+      op.settle();
+      break;
+    }
+  }
+}
+
 void Engine::progress_slow() {
-  const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock || is_broken() || forks() != forks_) {
-    return;
-  }
-  advance();
-  advance_outer();
-  update_under_way();
-}
-
-void Engine::give_up(const std::string& reason) {
-  const auto lock = enter();
-  fail(reason, -1);
-}
-
-// Without the mutex, which a thread that sums may keep for long.
-void Engine::interrupt(const std::string& reason) {
-  if (forks() != forks_) {
-    return;
-  }
-  {
-    const std::lock_guard lock(reason_mutex_);
-    if (interrupted_.load(std::memory_order_relaxed)) {
-      return;
-    }
-    reason_ = reason;
-    interrupted_.store(true, std::memory_order_release);
-  }
-  auto& mine = header(config_.rank);
-  auto open = static_cast<uint32_t>(RankState::kOpen);
-  mine.state.compare_exchange_strong(open, static_cast<uint32_t>(RankState::kFailed));
-  ring();
-}
-
-// The operation is complete, so nobody counts any more. What other hosts add to a sum nobody has looked at.
-void Engine::settle(Running& op) {
-  if (const auto found = std::exchange(op.operation.non_finite, nullptr)) {
-    const auto& mine = slot(config_.rank, op.seq);
-    found->inputs.fetch_add(static_cast<int64_t>(mine.non_finite.load()));
-    found->sums_finite.store(can_count(op) && !is_outer(op) && mine.sums_not_finite.load() == 0);
+  const Lock lock(mutex_, std::try_to_lock);
+  if (lock && !failure_.has_failed() && !failure_.is_forked()) {
+    work();
+    update_under_way();
   }
 }
 
-void Engine::ring() {
-  for (int rank = 0; rank < size(); ++rank) {
-    auto& peer = header(rank);
-    if (peer.sleeping.load() != 0) {  // this rank's too: other threads of it may wait for what this one has done
-      peer.doorbell.fetch_add(1);
-      futex_wake(peer.doorbell);
-    }
+bool Engine::work() {
+  const bool moved = advance();
+  return advance_outer() || moved;
+}
+
+bool Engine::advance() {
+  bool moved = false;
+  while (cursor_ < next_ && running(cursor_).has_inputs()) {
+    running(cursor_).work(config_, failure_);
+    board_.own_header().done.store(++cursor_);
+    board_.ring();
+    moved = true;
   }
+  return moved;
+}
+
+bool Engine::advance_outer() {
+  bool moved = false;
+  while (awaits_outer() && running(outer_cursor_).finish_outer(config_, failure_)) {
+    board_.own_header().outer.store(++outer_cursor_);
+    board_.ring();
+    moved = true;
+  }
+  return moved;
 }
 
 void Engine::update_under_way() {
-  while (oldest_ < next_ && complete(running(oldest_))) {
+  while (oldest_ < next_ && running(oldest_).is_complete()) {
     ++oldest_;
   }
   under_way_.store(next_ - oldest_, std::memory_order_relaxed);
 }
 
-void Engine::ensure_usable() {
-  if (forks() != forks_) {
-    throw TransportError(
-        "this process is a fork of the rank that opened the shared-memory transport; it can't take its place");
+void Engine::give_up(const std::string& reason) {
+  const auto lock = enter();
+  failure_.fail(reason, -1);
+}
+
+bool Engine::poll(uint64_t seq) {
+  const auto lock = enter();
+  failure_.check();
+  work();
+  update_under_way();
+  auto& op = running(seq);
+  if (op.seq != seq || op.is_complete()) {
+    return true;
   }
-  if (interrupted_.load(std::memory_order_acquire)) {
-    const std::lock_guard lock(reason_mutex_);
-    throw TransportError(reason_);
+  if (const auto now = Clock::now(); now >= next_poll_check_) {
+    next_poll_check_ = now + kPeerCheck;
+    check_peers(op, Clock::time_point::max(), config_.timeout);
   }
-  if (!failed_.empty()) {
-    throw TransportError("the shared-memory transport is out of order since " + failed_);
+  return false;
+}
+
+void Engine::wait(uint64_t seq, milliseconds timeout, Clock::time_point since) { wait(seq, patience(timeout, since)); }
+
+bool Engine::wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin) {
+  return wait(seq, {.until = deadline_after(longest), .limit = milliseconds(0), .fails = false, .spins = spin});
+}
+
+bool Engine::wait(uint64_t seq, const Patience& patience) {
+  auto lock = enter();
+  auto& op = running(seq);
+  if (op.seq != seq) {
+    return true;  // its slot serves a later one: it was complete
+  }
+  failure_.check();
+  const bool finished = wait_until(Goal::kComplete, op, patience, lock);
+  if (finished && op.seq == seq) {
+    op.settle();
+  }
+  update_under_way();
+  return finished;
+}
+
+Engine::Patience Engine::patience(milliseconds timeout, Clock::time_point since) const {
+  const auto limit = timeout.count() > 0 ? timeout : config_.timeout;
+  return {.until = deadline_after(limit, since), .limit = limit};
+}
+
+// Gives `lock`, which holds the mutex, back while it sleeps, so that other threads can start operations and do their work.
+bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& lock) {
+  const auto seq = op.seq;  // while this thread sleeps, another may give the slot to a later operation
+  const auto reached = [&] {
+    return op.seq != seq || (goal == Goal::kRecyclable ? op.is_recyclable() : op.is_complete());
+  };
+  const auto begin = Clock::now();
+  auto next_check = begin + kPeerCheck;
+  SignalWatch signals(begin);
+  const int spins = !patience.spins ? 0 : crowded_ ? kCrowdedSpins : kSpins;
+  // The other hosts are further away than that, and to look for them takes locks that their link needs.
+  const bool shortly = !patience.spins || crowded_ || board_.spans() || short_waits_ > 0;
+  int looks = shortly ? spins : spins + kYields;
+  short_waits_ -= short_waits_ > 0 ? 1 : 0;
+  Courtesy courtesy;
+  auto& mine = board_.own_header();
+  const auto work_or_steal = [&] { return work() || (op.has_helpers() && op.steal_chunk()); };
+  // A peer that hands out the same work over and over can't keep us here.
+  const auto check = [&](Clock::time_point now) {
+    check_peers(op, patience.fails ? patience.until : Clock::time_point::max(), patience.limit);
+    return patience.fails || now < patience.until;
+  };
+  for (int idle = 0; !reached();) {
+    // Before any work: what another thread gave up, with its memory, must not be written to any more.
+    if (failure_.has_failed()) {
+      failure_.check();
+    }
+    if (work_or_steal()) {
+      idle = 0;
+      if (const auto now = Clock::now(); now >= patience.until && !reached() && !check(now)) {
+        return false;
+      }
+    } else if (++idle < spins) {
+      pause_cpu();
+    } else if (idle < looks && wanting_.load(std::memory_order_relaxed) == 0) {
+      if (!courtesy.give_way()) {
+        short_waits_ = kShortWaits;
+        looks = spins;
+      } else if (Clock::now() >= patience.until) {
+        looks = spins;
+      }
+    } else {
+      idle = 0;
+      looks = spins;  // it has become a long wait
+      mine.sleeping.fetch_add(1);
+      const auto bell = mine.doorbell.load();
+      // Whoever posted before it saw us asleep is seen here.
+      if (!reached() && !work_or_steal()) {
+        const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(patience.until - Clock::now()).count();
+        const auto longest = awaits_outer() ? kOuterSleepNs : kSleepNs;
+        lock.unlock();
+        board_.sleep(bell, std::clamp<int64_t>(left, 1, longest));
+        lock.lock();
+      }
+      mine.sleeping.fetch_sub(1);
+      const auto now = Clock::now();
+      if (now < next_check && now < patience.until) {
+        continue;
+      }
+      // What another thread has seen meanwhile counts, but not against an operation that is complete.
+      if (reached()) {
+        return true;
+      }
+      failure_.check();
+      next_check = now + kPeerCheck;
+      if (!check(now)) {
+        return false;
+      }
+      if (patience.spins && signals.is_due(now)) {
+        run_handlers(signals, op, lock);
+      }
+    }
+  }
+  return true;
+}
+
+// Who is called away will not come back to the operation, and the peers must not wait for that.
+void Engine::run_handlers(SignalWatch& signals, const Running& waited_for, Lock& lock) {
+  const auto what = waited_for.describe();
+  lock.unlock();
+  try {
+    signals.look();
+  } catch (...) {
+    interrupt(board_.name(board_.rank()) + " gave up: the handler of a signal raised an exception in " + what);
+    throw;  // without the mutex, which the caller's lock does not mind
+  }
+  lock.lock();
+}
+
+// Throws if it is no use to wait any longer.
+void Engine::check_peers(Running& waited_for, Clock::time_point deadline, milliseconds timeout) {
+  // Operations are worked on in order: the first that lacks an input holds up those after it.
+  auto& op = waited_for.is_worked ? waited_for : running(cursor_);
+  std::string names;
+  int first = -1;
+  for (int peer = 0; peer < board_.size(); ++peer) {
+    if (peer != board_.rank() && check_peer(op, peer)) {
+      first = first < 0 ? peer : first;
+      names += (names.empty() ? "" : ", ") + board_.name(peer);
+    }
+  }
+  if (Clock::now() >= deadline) {
+    if (failure_.silent() >= 0) {
+      failure_.fail_after(op, failure_.silent(), true);
+    }
+    const auto* others = board_.spans() ? "the other hosts" : "a rank that helps with it";
+    failure_.fail("timed out after " + std::to_string(timeout.count()) + " ms in " + op.describe() + ", waiting for " +
+                      (names.empty() ? others : names) + ". A peer is stopped, or does not reach this operation",
+                  first);
   }
 }
 
-void Engine::fail(const std::string& message, int culprit) {
-  failed_ = message;
-  auto& mine = header(config_.rank);
-  mine.culprit.store(culprit);
-  mine.state.store(static_cast<uint32_t>(RankState::kFailed));
-  ring();
-  throw TransportError(message);
-}
-
-std::string Engine::name(int rank) const {
-  return "rank " + std::to_string(config_.group_ranks[static_cast<size_t>(rank)]);
-}
-
-std::string Engine::describe(const Running& op) const {
-  return std::string(kind_name(op.operation.kind)) + " of " + std::to_string(op.operation.bytes()) +
-         " bytes (operation " + std::to_string(op.seq) + ")";
-}
-
-// What may differ besides kind and size.
-std::string Engine::details(const Operation& operation) const {
-  constexpr const char* kTypes[] = {"float64", "float32", "float16", "bfloat16", "int8",
-                                    "uint8",   "int16",   "int32",   "int64"};
-  constexpr const char* kOps[] = {"sum", "product", "min", "max"};
-  if (operation.kind == OpKind::kAllReduce || operation.kind == OpKind::kReduceScatter ||
-      operation.kind == OpKind::kReduce) {
-    const bool rooted = operation.kind == OpKind::kReduce && operation.root >= 0 && operation.root < size();
-    return std::string(" [") + kOps[static_cast<size_t>(operation.op)] + " of " +
-           kTypes[static_cast<size_t>(operation.type)] + (rooted ? " to " + name(operation.root) : "") + "]";
+// Whether the operation waits for it. If it does not: if the peer gave up, no other will go on for long. If it died, it may have had a
+// chunk of another's shard in its hands; one that closed its end had none.
+bool Engine::check_peer(Running& op, int peer) {
+  // In this order: a rank that finished the operation may have closed its end, and exited, since it was last looked at.
+  const bool exited = config_.gone(peer);
+  const auto state = static_cast<RankState>(board_.header(peer).state.load());
+  const bool waits = op.waits_for(peer);
+  if (!waits && (state == RankState::kClosed || op.is_complete())) {
+    return false;
   }
-  if (operation.kind == OpKind::kBroadcast || operation.kind == OpKind::kScatter) {
-    const bool known = operation.root >= 0 && operation.root < size();
-    return " [from " + (known ? name(operation.root) : "rank " + std::to_string(operation.root)) + "]";
+  if (state == RankState::kFailed) {
+    failure_.fail_after(op, peer);
+  } else if (state == RankState::kClosed) {
+    failure_.fail(board_.name(peer) + " has left: it closed its end before " + op.describe() + " was complete", peer);
+  } else if (exited && (waits || op.has_helpers())) {
+    failure_.fail(board_.name(peer) + " died: its process ended, or let go of its connection, before " + op.describe() +
+                      " was complete",
+                  peer);
   }
-  return "";
+  return waits;
 }
 
 }  // namespace torchddp::shm

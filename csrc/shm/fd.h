@@ -1,12 +1,15 @@
-// A file descriptor that closes itself.
+// File descriptors, and messages that carry one to another process over a Unix socket.
 #pragma once
 
 #include <unistd.h>
 
+#include <cstddef>
+#include <span>
 #include <utility>
 
 namespace torchddp::shm {
 
+// Closes itself.
 class Fd {
  public:
   Fd() = default;
@@ -28,5 +31,17 @@ class Fd {
  private:
   int fd_ = -1;
 };
+
+// The whole message or nothing: then false, with errno set.
+bool send_with_fd(int socket, std::span<const std::byte> message, int fd);
+
+struct ReceivedFd {
+  bool whole = false;    // a message of the expected size came, with exactly one file descriptor
+  bool refused = false;  // this process may hold no more of them
+  Fd fd;
+};
+
+// What is there to be read now, without waiting.
+ReceivedFd receive_with_fd(int socket, std::span<std::byte> message);
 
 }  // namespace torchddp::shm

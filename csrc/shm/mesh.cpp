@@ -18,9 +18,7 @@
 #include "common/deadline.h"
 #include "common/signals.h"
 #include "shm/errors.h"
-#include "shm/fd_passing.h"
 #include "shm/layout.h"
-#include "shm/sealed_file.h"
 
 namespace torchddp::shm {
 namespace {

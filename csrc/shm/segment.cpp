@@ -4,15 +4,16 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <new>
+#include <string>
 
 #include "common/forks.h"
 #include "common/round_up.h"
 #include "shm/errors.h"
 #include "shm/layout.h"
-#include "shm/sealed_file.h"
 
 namespace torchddp::shm {
 namespace {
@@ -34,6 +35,47 @@ int64_t virtual_bytes(int size) {
     bytes = std::min(bytes, static_cast<int64_t>(std::min<rlim_t>(limit.rlim_cur, INT64_MAX)));
   }
   return bytes / kHugePage * kHugePage;
+}
+
+// Without pages yet: see commit().
+Fd make_sealed_file(int64_t bytes) {
+  Fd file(memfd_create("torchddp", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!file) {
+    throw_unavailable("memfd_create failed");
+  }
+  if (ftruncate(file.get(), bytes) != 0) {
+    throw_unavailable("could not size shared memory of " + std::to_string(bytes) + " bytes");
+  }
+  // A peer that could shrink the file could make us touch what is no longer there.
+  if (fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    throw_unavailable("could not seal shared memory");
+  }
+  return file;
+}
+
+// Allocates pages now, so that a machine without room says no instead of sending SIGBUS later. False with errno set; then the pages
+// that lie wholly in the range are given back.
+bool commit(const Fd& file, int64_t offset, int64_t bytes) {
+  const auto end = offset + bytes;
+  auto step = bytes;
+  for (auto at = offset; at < end;) {
+    const auto part = std::min(step, end - at);
+    if (fallocate(file.get(), 0, at, part) == 0) {
+      at += part;
+    } else if (errno == EINTR) {
+      // Before Linux 6.10 a signal undoes all of a call, and with a profiler the next one comes soon: less at a time, down to a page.
+      step = std::max(part / 2, kPage);
+    } else {
+      const auto reason = errno;
+      const auto first = round_up(offset, kPage);
+      if (const auto last = at / kPage * kPage; last > first) {
+        fallocate(file.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, first, last - first);
+      }
+      errno = reason;
+      return false;
+    }
+  }
+  return true;
 }
 
 void write_header(std::byte* base, int64_t bytes, int rank, int size) {
@@ -58,6 +100,14 @@ void write_header(std::byte* base, int64_t bytes, int rank, int size) {
 }
 
 }  // namespace
+
+int64_t sealed_bytes(const Fd& file) {
+  struct stat info{};
+  constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+  const int seals = fcntl(file.get(), F_GET_SEALS);  // -1 for what can't be sealed
+  const bool sealed = seals >= 0 && (seals & kSeals) == kSeals;
+  return sealed && fstat(file.get(), &info) == 0 ? info.st_size : -1;
+}
 
 Mapping::Mapping(int fd, int64_t bytes) : bytes_(bytes) {
   auto* base = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
@@ -148,22 +198,18 @@ void Segment::release(void* memory) {
   if (bytes >= kPage) {  // only such a block has its pages to itself
     fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
   }
-  const auto after = free_.lower_bound(offset);
-  auto merged_begin = offset;
-  auto merged_end = offset + bytes;
-  if (after != free_.end() && after->first == merged_end) {
-    merged_end += after->second;
-  }
-  if (after != free_.begin()) {
-    const auto before = std::prev(after);
-    if (before->first + before->second == offset) {
-      merged_begin = before->first;
+  const auto merge_with_next = [&](auto block) {
+    const auto next = std::next(block);
+    if (next != free_.end() && block->first + block->second == next->first) {
+      block->second += next->second;
+      free_.erase(next);
     }
+  };
+  const auto block = free_.emplace(offset, bytes).first;
+  merge_with_next(block);
+  if (block != free_.begin()) {
+    merge_with_next(std::prev(block));
   }
-  if (after != free_.end() && after->first == offset + bytes) {
-    free_.erase(after);
-  }
-  free_[merged_begin] = merged_end - merged_begin;
 }
 
 bool Segment::contains(const void* memory, int64_t bytes) const {

@@ -11,6 +11,9 @@
 
 namespace torchddp::shm {
 
+// The size of a file from elsewhere, -1 unless nobody can change it: what is mapped of it stays there to be touched.
+int64_t sealed_bytes(const Fd& file);
+
 // A mapping of a segment, one's own or a peer's.
 class Mapping {
  public:

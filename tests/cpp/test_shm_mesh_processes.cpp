@@ -6,7 +6,7 @@
 #include <csignal>
 
 #include "shm/errors.h"
-#include "shm/fd_passing.h"
+#include "shm/fd.h"
 #include "shm_mesh_ranks.h"
 
 namespace torchddp::shm {
@@ -80,7 +80,7 @@ bool reduce_some(Engine& engine, Segment& segment, int rounds, int64_t numel) {
   auto* block = static_cast<float*>(segment.allocate(numel * 4));
   bool good = true;
   for (int round = 0; round < rounds; ++round) {
-    std::fill_n(block, numel, static_cast<float>(engine.rank() + 1));
+    std::fill_n(block, numel, static_cast<float>(engine.board().rank() + 1));
     engine.wait(engine.start({.numel = numel, .input = block, .output = block}), kPatience);
     good = good && std::all_of(block, block + numel, [](float value) { return value == 3; });
   }

@@ -50,20 +50,20 @@ class NoLink final : public OuterLink {
 };
 
 // Of all ranks of a host, by rank.
-std::vector<Engine::Moved> moved_by_ranks(int size, const Operation& operation, int owners, bool spans) {
+std::vector<Moved> moved_by_ranks(int size, const Operation& operation, int owners, bool spans) {
   Host host(size);
   NoLink link;
-  std::vector<Engine::Moved> result;
+  std::vector<Moved> result;
   for (int rank = 0; rank < size; ++rank) {
     auto config = host.config(rank);
     config.owners = owners;
     config.outer = spans ? &link : nullptr;
-    result.push_back(Engine(std::move(config)).moved(operation));
+    result.push_back(moved(operation, Board(config)));
   }
   return result;
 }
 
-int64_t total_bytes(const std::vector<Engine::Moved>& ranks) {
+int64_t total_bytes(const std::vector<Moved>& ranks) {
   int64_t total = 0;
   for (const auto& rank : ranks) total += rank.bytes;
   return total;

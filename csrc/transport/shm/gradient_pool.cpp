@@ -108,21 +108,6 @@ class PoolAllocator final : public c10::Allocator {
 
 }  // namespace
 
-std::shared_ptr<GradientPool> GradientPool::make(std::shared_ptr<shm::Segment> segment) {
-  return std::shared_ptr<GradientPool>(new GradientPool(std::move(segment)));
-}
-
-GradientPool::~GradientPool() {
-  if (is_inherited()) {
-    return;
-  }
-  for (auto& [bytes, shelf] : shelves_) {
-    for (auto* block : shelf.free) {
-      segment_->release(block);
-    }
-  }
-}
-
 void GradientPool::expect(std::span<const int64_t> sizes) {
   if (is_inherited()) {
     return;
@@ -136,16 +121,16 @@ void GradientPool::expect(std::span<const int64_t> sizes) {
       ++shelves_[bytes].expected;
     }
   }
-  for (auto shelf = shelves_.begin(); shelf != shelves_.end();) {
-    if (shelf->second.expected > 0) {
-      ++shelf;
-      continue;
+  std::erase_if(shelves_, [&](const auto& entry) {
+    const auto& shelf = entry.second;
+    if (shelf.expected > 0) {
+      return false;
     }
-    for (auto* block : shelf->second.free) {
+    for (auto* block : shelf.free) {
       segment_->release(block);
     }
-    shelf = shelves_.erase(shelf);
-  }
+    return true;
+  });
 }
 
 void GradientPool::set_active(bool active) {

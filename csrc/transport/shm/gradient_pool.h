@@ -32,8 +32,8 @@ namespace torchddp::transport {
 // and gets no others.
 class GradientPool : public std::enable_shared_from_this<GradientPool> {
  public:
-  static std::shared_ptr<GradientPool> make(std::shared_ptr<shm::Segment> segment);
-  ~GradientPool();
+  explicit GradientPool(std::shared_ptr<shm::Segment> segment) : segment_(std::move(segment)), forks_(forks()) {}
+  ~GradientPool() { expect({}); }
 
   // Sizes in bytes, one entry per gradient; replaces what was expected before. Those below kMinBytes are ignored.
   void expect(std::span<const int64_t> sizes);
@@ -48,7 +48,6 @@ class GradientPool : public std::enable_shared_from_this<GradientPool> {
   static constexpr int64_t kSpare = 2;
 
  private:
-  explicit GradientPool(std::shared_ptr<shm::Segment> segment) : segment_(std::move(segment)), forks_(forks()) {}
   // In a child all of it is the parent's, and locks may be held by threads that are not there.
   bool is_inherited() const { return forks() != forks_; }
 

@@ -6,6 +6,8 @@
 #include <functional>
 #include <vector>
 
+#include "shm/operation.h"
+
 namespace torchddp::transport {
 
 class ShmTransport;
@@ -22,6 +24,10 @@ struct OperationMemory {
   void deliver_to(std::vector<at::Tensor> tensors, at::Tensor memory);
 };
 
+// An operation that moves bytes, whatever they are of.
+inline shm::Operation of_bytes(shm::OpKind kind, int64_t bytes, int root = 0) {
+  return {.kind = kind, .type = kernels::DType::kU8, .root = root, .numel = bytes};
+}
 int64_t bytes_of(c10::ArrayRef<at::Tensor> tensors);
 std::byte* data_of(const at::Tensor& tensor);
 // One tensor behind the other.

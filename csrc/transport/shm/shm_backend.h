@@ -6,10 +6,11 @@
 #include <memory>
 #include <vector>
 
-#include "transport/shm/shm_transport.h"
 #include "transport/shm/shm_work.h"
 
 namespace torchddp::transport {
+
+class ShmCall;
 
 // Dense CPU tensors of any dtype, contiguous or not; reductions: sum, average, product, minimum and maximum of the dtypes in
 // sum_types.h, of bool, and (sum and average) of complex numbers. Thread-safe, if all ranks start operations in the same order all
@@ -63,16 +64,9 @@ class ShmBackend final : public c10d::Backend {
   static constexpr const char* kName = "torchddp_shm";
 
  private:
-  struct Call;
-  WorkPtr start(Call call, std::vector<ShmPart> parts);
-  ShmPart all_reduce_part(const Call& call, const Tensors& tensors, const c10d::ReduceOp& op, bool keep, int root);
-  ShmPart reduce_scatter_part(const Call& call, const at::Tensor& output, const Tensors& inputs,
-                              const c10d::ReduceOp& op);
-  ShmPart all_gather_part(const Call& call, const Tensors& outputs, const at::Tensor& input);
-  ShmPart all_to_all_part(const Call& call, const Tensors& outputs, const Tensors& inputs, int root);
-  at::Tensor bring(ShmPart& part, const Tensors& tensors, int64_t lead_bytes = 0, bool in_place = true);
-  void take_result(ShmPart& part, const Tensors& tensors);
-  int root_of(const Call& call, int64_t root) const;
+  template <typename CallOptions>
+  ShmCall begin(c10d::OpType type, const char* title, const CallOptions& options, Tensors inputs, Tensors outputs);
+  WorkPtr start(ShmCall& call);
 
   std::shared_ptr<ShmOperations> operations_;
   std::atomic<uint64_t> started_{0};

@@ -13,7 +13,6 @@
 #include "common/check.h"
 #include "transport/c10d/c10d_transport.h"
 #include "transport/c10d/group_work.h"
-#include "transport/shm/outer_link.h"
 #include "transport/sum_types.h"
 
 namespace torchddp::transport {
@@ -43,7 +42,7 @@ class ShmWork final : public Work {
       }
       return;
     }
-    wait_or_keep(transport_->outer_group_, [&] { engine_.wait(seq_, timeout); });
+    wait_or_keep(transport_->placement_.outer_group, [&] { engine_.wait(seq_, timeout); });
     active_ = false;
     if (memory.deliver) {
       const c10::NoGradGuard no_grad;
@@ -143,8 +142,9 @@ bool is_dense_cpu(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().is_cpu() && tensor.layout() == at::kStrided;
 }
 
-shm::Operation as_bytes(shm::OpKind kind, const at::Tensor& tensor, int root) {
-  return {.kind = kind, .type = kernels::DType::kU8, .root = root, .numel = static_cast<int64_t>(tensor.nbytes())};
+// How the engine sums it. Nothing: the process group has to.
+std::optional<kernels::DType> type_of(const at::Tensor& tensor) {
+  return is_dense_cpu(tensor) ? sum_type(tensor.scalar_type()) : std::nullopt;
 }
 
 void run_parallel(int threads, const std::function<void()>& body) {
@@ -167,19 +167,20 @@ std::shared_ptr<ShmTransport> ShmEndpoint::connect(c10::intrusive_ptr<c10d::Proc
   const auto size = static_cast<int>(placement.addresses.size());
   auto segment = std::make_shared<shm::Segment>(rank, size, limit_bytes_);
   auto peers = listener_.connect(placement.addresses, rank, *segment, connect_timeout);
-  return std::make_shared<ShmTransport>(std::move(group), placement, std::move(segment), std::move(peers), timeout);
+  return std::make_shared<ShmTransport>(std::move(group), std::move(placement), std::move(segment), std::move(peers),
+                                        timeout);
 }
 
-ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const ShmPlacement& placement,
+ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
                            std::shared_ptr<shm::Segment> segment, std::vector<shm::Peer> peers,
                            std::chrono::milliseconds timeout)
     : Transport(Route::kShm, {.reaches_any_memory = false, .scales = true, .narrows = true}),
+      placement_(std::move(placement)),
       segment_(std::move(segment)),
-      pool_(GradientPool::make(segment_)),
-      peers_(std::move(peers)),
-      spans_(placement.spans) {
+      pool_(std::make_shared<GradientPool>(segment_)),
+      peers_(std::move(peers)) {
   shm::EngineConfig config;
-  config.group_ranks = placement.local_ranks;
+  config.group_ranks = placement_.local_ranks;
   for (size_t i = 0; i < peers_.size(); ++i) {
     const bool self = !peers_[i].socket;
     if (self) {
@@ -188,20 +189,17 @@ ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const S
     config.segments.push_back(self ? shm::SegmentView{segment_->base(), segment_->bytes()}
                                    : shm::SegmentView{peers_[i].segment.base(), peers_[i].segment.bytes()});
   }
-  rank_ = placement.local_ranks[static_cast<size_t>(config.rank)];
+  rank_ = placement_.local_ranks[static_cast<size_t>(config.rank)];
   size_ = group != nullptr ? group->getSize() : static_cast<int>(peers_.size());
   config.gone = [this](int peer) { return peers_[static_cast<size_t>(peer)].gone(); };
   if (timeout.count() > 0) {
     config.timeout = timeout;
   }
-  if (spans_) {
-    outer_ = std::make_unique<C10dOuterLink>(placement.outer_group, segment_);
-    outer_group_ = placement.outer_group;
-    places_ = placement.places;
-    outer_ranks_ = placement.outer_ranks;
+  if (placement_.spans) {
+    outer_ = make_outer_link(placement_.outer_group, segment_);
     config.outer = outer_.get();
   }
-  config.owners = placement.owners;
+  config.owners = placement_.owners;
   config.threads = at::get_num_threads();
   config.run_parallel = run_parallel;
   engine_ = std::make_unique<shm::Engine>(std::move(config));
@@ -214,8 +212,6 @@ ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const S
     c10d_ = std::make_shared<C10dTransport>(std::move(group));
   }
 }
-
-ShmTransport::~ShmTransport() = default;
 
 // Undefined, with errno set, if there is no room.
 at::Tensor ShmTransport::try_allocate(int64_t numel, at::ScalarType dtype) {
@@ -286,20 +282,20 @@ void ShmTransport::run(Work& work, shm::Operation operation, const at::Tensor& i
     }
   }
   mine.record(titles_[static_cast<size_t>(operation.kind)], input.defined() ? input : output);
-  mine.begin(wait_or_keep(outer_group_, [&] { return engine_->start(operation); }));
+  mine.begin(wait_or_keep(placement_.outer_group, [&] { return engine_->start(operation); }));
   count_operation(operation);
 }
 
 void ShmTransport::count_operation(const shm::Operation& operation) {
-  const auto moved = engine_->moved(operation);
-  count(Route::kShm, operation.bytes() * (operation.kind == shm::OpKind::kAllGather ? size_ : 1), moved.bytes);
-  if (moved.outer_numel == 0) {
+  const auto mine = moved(operation, engine_->board());
+  count(Route::kShm, operation.bytes() * (operation.kind == shm::OpKind::kAllGather ? size_ : 1), mine.bytes);
+  if (mine.outer_numel == 0) {
     return;
   }
-  const auto bytes = moved.outer_numel * kernels::item_size(operation.type);
-  const auto hosts = outer_group_->getSize();
+  const auto bytes = mine.outer_numel * kernels::item_size(operation.type);
+  const auto hosts = placement_.outer_group->getSize();
   // 16-bit floats are gathered and not summed by the process group: see C10dOuterLink.
-  const auto narrow_bytes = moved.outer_numel * kernels::item_size(operation.wire);
+  const auto narrow_bytes = mine.outer_numel * kernels::item_size(operation.wire);
   count(Route::kOuter, bytes,
         operation.wire_memory != nullptr ? one_way_bytes(hosts * narrow_bytes, hosts) : all_reduce_bytes(bytes, hosts));
 }
@@ -337,14 +333,15 @@ void ShmTransport::drop_finished() {
 bool ShmTransport::goes_through_group(const Collective& operation) const {
   const auto kind = operation.kind;
   if (kind == Kind::kBarrier) {
-    return spans_;
+    return placement_.spans;
   }
   const bool moves = kind == Kind::kAllGather || kind == Kind::kBroadcast;
-  if (!is_dense_cpu(operation.input) || (!moves && !sum_type(operation.input.scalar_type()))) {
+  if (moves ? !is_dense_cpu(operation.input) : !type_of(operation.input)) {
     return true;
   }
-  return spans_ && (kind == Kind::kReduceScatter || kind == Kind::kAllGather ||
-                    (kind == Kind::kBroadcast && outer_ranks_[static_cast<size_t>(operation.root)] < 0));
+  return placement_.spans &&
+         (kind == Kind::kReduceScatter || kind == Kind::kAllGather ||
+          (kind == Kind::kBroadcast && placement_.outer_ranks[static_cast<size_t>(operation.root)] < 0));
 }
 
 void ShmTransport::launch(const Collective& operation, Work& work) {
@@ -361,7 +358,7 @@ void ShmTransport::launch(const Collective& operation, Work& work) {
           input, operation.output);
       break;
     case Kind::kAllGather:
-      run(work, as_bytes(shm::OpKind::kAllGather, input, 0), input, operation.output);
+      run(work, of_bytes(shm::OpKind::kAllGather, bytes_of(input)), input, operation.output);
       break;
     case Kind::kBroadcast:
       start_broadcast(input, operation.root, work);
@@ -382,10 +379,10 @@ void ShmTransport::start_sum(const Collective& sum, Work& work) {
                            .scale = sum.options.scale};
   // Between hosts the ranks that own shards sum them for a single one too, each byte once over the link; more than is asked for
   // reaches the rest.
-  if (sum.kind == Kind::kReduce && !spans_) {
+  if (sum.kind == Kind::kReduce && !placement_.spans) {
     operation.kind = shm::OpKind::kReduce;
     operation.root = sum.root;
-    run(work, operation, tensor, sum.root == engine_->rank() ? tensor : at::Tensor());
+    run(work, operation, tensor, sum.root == engine_->board().rank() ? tensor : at::Tensor());
     return;
   }
   if (sum.options.wire && operation.type == kernels::DType::kF32 && !engine_->is_eager(operation)) {
@@ -399,19 +396,19 @@ void ShmTransport::start_sum(const Collective& sum, Work& work) {
 }
 
 bool ShmTransport::counts_non_finite(const at::Tensor& tensor) const {
-  const auto type = is_dense_cpu(tensor) ? sum_type(tensor.scalar_type()) : std::nullopt;
+  const auto type = type_of(tensor);
   return type && at::isFloatingType(tensor.scalar_type()) &&
          !engine_->is_eager({.kind = shm::OpKind::kAllReduce, .type = *type, .numel = tensor.numel()});
 }
 
 void ShmTransport::start_broadcast(const at::Tensor& tensor, int root, Work& work) {
   // Between hosts to those with the root's place there, who then are the roots of their hosts: the link carries it once.
-  const int local_root = spans_ ? places_[static_cast<size_t>(root)] : root;
-  const bool is_root = local_root == engine_->rank();
-  if (spans_ && is_root) {
-    broadcast_between_hosts(tensor, outer_ranks_[static_cast<size_t>(root)]);
+  const int local_root = placement_.spans ? placement_.places[static_cast<size_t>(root)] : root;
+  const bool is_root = local_root == engine_->board().rank();
+  if (placement_.spans && is_root) {
+    broadcast_between_hosts(tensor, placement_.outer_ranks[static_cast<size_t>(root)]);
   }
-  run(work, as_bytes(shm::OpKind::kBroadcast, tensor, local_root), is_root ? tensor : at::Tensor(),
+  run(work, of_bytes(shm::OpKind::kBroadcast, bytes_of(tensor), local_root), is_root ? tensor : at::Tensor(),
       is_root ? at::Tensor() : tensor);
 }
 
@@ -421,10 +418,11 @@ void ShmTransport::broadcast_between_hosts(const at::Tensor& tensor, int root) {
   std::vector<at::Tensor> tensors{tensor};
   std::string problem = "the process group reported that the operation failed";
   try {
-    const auto work = outer_group_->broadcast(tensors, options);
-    if (is_gloo(*outer_group_) ? wait_interruptibly(*work, outer_group_, interruption()) : work->wait()) {
+    const auto work = placement_.outer_group->broadcast(tensors, options);
+    if (is_gloo(*placement_.outer_group) ? wait_interruptibly(*work, placement_.outer_group, interruption())
+                                         : work->wait()) {
       const auto bytes = bytes_of(tensor);
-      count(Route::kOuter, bytes, one_way_bytes(bytes, outer_group_->getSize()));
+      count(Route::kOuter, bytes, one_way_bytes(bytes, placement_.outer_group->getSize()));
       return;
     }
   } catch (const SignalInterrupt&) {

@@ -22,12 +22,17 @@ struct ShmPlacement {
   std::vector<int> local_ranks;        // group ranks of this host, ascending
   std::vector<std::string> addresses;  // of their listeners
   // Between hosts: the ranks with this one's place on each host; null on a single host, and for a rank that owns no shard.
-  c10::intrusive_ptr<c10d::ProcessGroup>
-      outer_group;  // By group rank: its place among the ranks of its host, and its rank in the outer group of that place (-1: there is none).
+  c10::intrusive_ptr<c10d::ProcessGroup> outer_group;
+  // By group rank: its place among the ranks of its host, and its rank in the outer group of that place (-1: there is none).
   std::vector<int> places, outer_ranks;
   int owners = 0;      // ranks of each host that own shards
   bool spans = false;  // several hosts
 };
+
+// Through the ranks that own the same shard on each host, which are `group`. It may still write to the segment when an operation has failed,
+// and the transport is gone.
+std::unique_ptr<shm::OuterLink> make_outer_link(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                                std::shared_ptr<shm::Segment> segment);
 
 class ShmTransport;
 
@@ -51,9 +56,8 @@ class ShmEndpoint {
 // copied in and out.
 class ShmTransport final : public Transport, public std::enable_shared_from_this<ShmTransport> {
  public:
-  ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, const ShmPlacement& placement,
+  ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
                std::shared_ptr<shm::Segment> segment, std::vector<shm::Peer> peers, std::chrono::milliseconds timeout);
-  ~ShmTransport() override;
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -95,6 +99,7 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   at::Tensor allocate_scratch(int64_t bytes, at::Device device) override;
   void drop_finished();
 
+  const ShmPlacement placement_;
   std::shared_ptr<Transport> c10d_;  // null without a process group
   std::shared_ptr<shm::Segment> segment_;
   std::shared_ptr<GradientPool> pool_;
@@ -103,9 +108,6 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   std::unique_ptr<shm::Engine> engine_;
   int rank_ = 0;
   int size_ = 0;
-  bool spans_ = false;
-  c10::intrusive_ptr<c10d::ProcessGroup> outer_group_;
-  std::vector<int> places_, outer_ranks_;
   bool lost_memory_ = false;
   std::array<std::string, shm::kNumOpKinds> titles_;  // by OpKind
   struct Kept {

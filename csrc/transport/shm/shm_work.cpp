@@ -1,7 +1,5 @@
 #include "transport/shm/shm_work.h"
 
-#include <c10/core/GradMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/StringUtil.h>
 #include <pthread.h>
 #include <unistd.h>
@@ -42,7 +40,6 @@ void ShmC10dWork::start(ShmTransport& transport) {
   for (auto& part : parts_) {
     seqs_.push_back(transport.engine().start(part.operation));
   }
-  first_seq_ = seqs_.empty() ? 0 : seqs_.front();
 }
 
 bool ShmC10dWork::isCompleted() {
@@ -82,10 +79,7 @@ bool ShmC10dWork::await(ShmTransport& transport, milliseconds timeout) {
       }
     }
   } catch (const TransportError&) {
-    std::unique_lock lock(finishing_);
-    if (!is_over()) {
-      conclude(transport, std::current_exception(), std::move(lock));
-    }
+    fail(transport, std::current_exception());
   }
   try_finish(transport, true);
   return true;
@@ -124,9 +118,7 @@ bool ShmC10dWork::try_finish(ShmTransport& transport, bool wait_for_others) {
     if (!std::all_of(seqs_.begin(), seqs_.end(), [&](uint64_t seq) { return engine.poll(seq); })) {
       return false;
     }
-    // Below autograd: neither version counters nor graphs have to know.
-    const c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-    const c10::NoGradGuard no_grad;
+    const BelowAutograd guard;
     for (const auto& part : parts_) {
       if (part.deliver) {
         part.deliver();
@@ -137,6 +129,14 @@ bool ShmC10dWork::try_finish(ShmTransport& transport, bool wait_for_others) {
   }
   conclude(transport, error, std::move(lock));
   return true;
+}
+
+// Unless it is over.
+void ShmC10dWork::fail(ShmTransport& transport, std::exception_ptr error) {
+  std::unique_lock lock(finishing_);
+  if (!is_over()) {
+    conclude(transport, error, std::move(lock));
+  }
 }
 
 void ShmC10dWork::conclude(ShmTransport& transport, std::exception_ptr error, std::unique_lock<std::mutex> lock) {
@@ -155,7 +155,7 @@ void ShmC10dWork::conclude(ShmTransport& transport, std::exception_ptr error, st
   }
 }
 
-// A peer may still write to it.
+// Part of it may be under way: a peer may still write to it.
 void ShmC10dWork::keep_staging(ShmTransport& transport) {
   for (auto& part : parts_) {
     if (part.staging.defined()) {
@@ -198,7 +198,7 @@ c10::intrusive_ptr<ShmC10dWork> ShmOperations::start(int rank, ShmC10dWork::Desc
                                                      std::vector<ShmPart> parts) {
   const auto transport = open_transport();
   auto work = c10::make_intrusive<ShmC10dWork>(shared_from_this(), rank, std::move(description), std::move(parts));
-  const std::lock_guard beginning(work->finishing_);  // the watcher may see it before it has begun
+  std::unique_lock beginning(work->finishing_);  // the watcher may see it before it has begun
   {
     std::unique_lock lock(mutex_);
     work->place_ = works_.insert(works_.end(), work);
@@ -209,11 +209,7 @@ c10::intrusive_ptr<ShmC10dWork> ShmOperations::start(int rank, ShmC10dWork::Desc
   try {
     work->start(*transport);
   } catch (...) {
-    work->keep_staging(*transport);  // part of it may be under way
-    work->parts_.clear();
-    work->finish(std::current_exception());
-    work->over_ = true;
-    remove(*work, false);
+    work->conclude(*transport, std::current_exception(), std::move(beginning));
     throw;
   }
   return work;
@@ -332,14 +328,9 @@ void ShmOperations::drain_and_drop() {
       // try_finish() tells it.
     }
     if (!work->try_finish(*transport, true)) {
-      std::unique_lock lock(work->finishing_);
-      if (!work->is_over()) {
-        work->conclude(*transport,
-                       std::make_exception_ptr(
-                           TransportError(c10::str("rank ", transport->rank(), " left the process group before ",
-                                                   c10d::opTypeToString(work->opType_), " was complete"))),
-                       std::move(lock));
-      }
+      work->fail(*transport, std::make_exception_ptr(
+                                 TransportError(c10::str("rank ", transport->rank(), " left the process group before ",
+                                                         c10d::opTypeToString(work->opType_), " was complete"))));
     }
   }
   std::shared_ptr<ShmTransport> last;  // let go of without the lock

@@ -13,6 +13,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
@@ -36,6 +38,12 @@ struct ShmPart : OperationMemory {
   shm::Operation operation;
 };
 
+// Neither version counters nor graphs have to know what is copied.
+struct BelowAutograd {
+  c10::impl::ExcludeDispatchKeyGuard keys{c10::autograd_dispatch_keyset_with_ADInplaceOrView};
+  c10::NoGradGuard no_grad;
+};
+
 // Thread-safe.
 class ShmC10dWork final : public c10d::Work {
  public:
@@ -57,7 +65,7 @@ class ShmC10dWork final : public c10d::Work {
   void abort() override;
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  uint64_t getSequencenumber() const override { return first_seq_; }
+  uint64_t getSequencenumber() const override { return seqs_.empty() ? 0 : seqs_.front(); }
 
  private:
   friend class ShmOperations;
@@ -66,6 +74,7 @@ class ShmC10dWork final : public c10d::Work {
   bool is_awaited() const { return awaited_.load(std::memory_order_acquire); }
   bool await(ShmTransport& transport, std::chrono::milliseconds timeout);
   bool try_finish(ShmTransport& transport, bool wait_for_others);
+  void fail(ShmTransport& transport, std::exception_ptr error);
   void conclude(ShmTransport& transport, std::exception_ptr error, std::unique_lock<std::mutex> lock);
   void keep_staging(ShmTransport& transport);
   void complete(c10::ivalue::Future& future);
@@ -73,7 +82,6 @@ class ShmC10dWork final : public c10d::Work {
   std::shared_ptr<ShmOperations> operations_;
   std::vector<ShmPart> parts_;
   std::vector<uint64_t> seqs_;
-  uint64_t first_seq_ = 0;
   const std::vector<at::Tensor> outputs_;
   const std::chrono::milliseconds timeout_;
   const bool async_;

@@ -1,4 +1,4 @@
-#include "shm/fd_passing.h"
+#include "shm/fd.h"
 
 #include <sys/socket.h>
 
@@ -6,7 +6,6 @@
 #include <cstring>
 
 namespace torchddp::shm {
-
 namespace {
 
 // A message, and room for one file descriptor beside it.

@@ -1,0 +1,71 @@
+#include "shm/failure.h"
+
+#include "shm/running.h"
+
+namespace torchddp::shm {
+namespace {
+
+// How long a peer that gave up without saying because of whom is not held against it.
+constexpr std::chrono::milliseconds kReasonPatience{500};
+
+}  // namespace
+
+void Failure::check() {
+  if (is_forked()) {
+    throw TransportError(
+        "this process is a fork of the rank that opened the shared-memory transport; it can't take its place");
+  }
+  if (interrupted_.load(std::memory_order_acquire)) {
+    const std::lock_guard lock(reason_mutex_);
+    throw TransportError(reason_);
+  }
+  if (!failed_.empty()) {
+    throw TransportError("the shared-memory transport is out of order since " + failed_);
+  }
+}
+
+void Failure::interrupt(const std::string& reason) {
+  if (is_forked()) {
+    return;
+  }
+  {
+    const std::lock_guard lock(reason_mutex_);
+    if (interrupted_.load(std::memory_order_relaxed)) {
+      return;
+    }
+    reason_ = reason;
+    interrupted_.store(true, std::memory_order_release);
+  }
+  auto open = static_cast<uint32_t>(RankState::kOpen);
+  board_.own_header().state.compare_exchange_strong(open, static_cast<uint32_t>(RankState::kFailed));
+  board_.ring();
+}
+
+void Failure::fail(const std::string& message, int culprit) {
+  failed_ = message;
+  auto& mine = board_.own_header();
+  mine.culprit.store(culprit);
+  mine.state.store(static_cast<uint32_t>(RankState::kFailed));
+  board_.ring();
+  throw TransportError(message);
+}
+
+void Failure::fail_after(const Running& op, int rank, bool late) {
+  const auto culprit = board_.header(rank).culprit.load();
+  const bool known = culprit >= 0 && culprit < board_.size() && culprit != board_.rank();
+  if (!known && !late) {
+    const auto now = Clock::now();
+    if (silent_ < 0) {
+      silent_ = rank;
+      silent_since_ = now;
+    }
+    if (now < silent_since_ + kReasonPatience) {
+      return;
+    }
+  }
+  fail(board_.name(rank) + " gave up" + (known ? " because of " + board_.name(culprit) : "") + " before " +
+           op.describe() + " was complete",
+       known ? culprit : rank);
+}
+
+}  // namespace torchddp::shm
