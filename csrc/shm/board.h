@@ -67,7 +67,7 @@ class Board {
   // Whether so many bytes at `offset` lie where a rank has its blocks.
   bool holds(int rank, int64_t offset, int64_t bytes) const {
     const auto all = config_.segments[static_cast<size_t>(rank)].bytes;
-    return offset >= kDataOffset && bytes <= all && offset <= all - bytes;
+    return offset >= kDataOffset && bytes >= 0 && bytes <= all && offset <= all - bytes;
   }
 
   // Wakes all who sleep.
