@@ -12,13 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import Command, Extension, setup
-from setuptools.command.build import build
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-STARTUP_MODULE = "_torchddp_startup"
-STARTUP_LINE = f"import {STARTUP_MODULE}; {STARTUP_MODULE}.start()"  # Python runs it at every start
 
 
 def tool(name: str) -> str:
@@ -75,50 +72,9 @@ class CMakeBuild(build_ext):
                 raise SystemExit(f"torchddp: '{' '.join(command[:3])} ...' failed; the reason stands above.")
 
 
-class BuildStartup(Command):
-    """Puts beside the package what is to happen when Python starts: a .pth file, and the module it imports.
-
-    Beside the package is the root of the wheel: what lies there goes to site-packages.
-    """
-
-    description = "write what Python reads when it starts"
-    user_options = [("build-lib=", "d", "directory to write to")]
-    editable_mode = False  # set by setuptools
-
-    def initialize_options(self) -> None:
-        self.build_lib: str | None = None
-
-    def finalize_options(self) -> None:
-        self.set_undefined_options("build", ("build_lib", "build_lib"))
-
-    def run(self) -> None:
-        # An editable wheel holds nothing of build_lib; what is installed otherwise (scripts, data) goes to its root.
-        folder = self.get_finalized_command("install").install_lib if self.editable_mode else self.build_lib
-        if folder is None:
-            raise SystemExit("torchddp: setuptools does not say where the wheel's root is; please report this")
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / "torchddp" / "integrations" / "_startup.py", Path(folder, f"{STARTUP_MODULE}.py"))
-        Path(folder, "torchddp_install.pth").write_text(STARTUP_LINE + "\n")
-
-    def get_source_files(self) -> list[str]:
-        return ["torchddp/integrations/_startup.py"]
-
-    def get_outputs(self) -> list[str]:
-        if self.editable_mode:
-            return []
-        return [str(Path(self.build_lib or "", name)) for name in (f"{STARTUP_MODULE}.py", "torchddp_install.pth")]
-
-    def get_output_mapping(self) -> dict[str, str]:
-        return {}
-
-
-class Build(build):
-    sub_commands = [*build.sub_commands, ("build_startup", None)]
-
-
 setup(
     version=written_down("version") + local_version(),
     install_requires=[f"torch{os.environ.get('TORCHDDP_TORCH_REQUIREMENT') or written_down('torch-range')}"],
     ext_modules=[Extension("torchddp._C", sources=[])],
-    cmdclass={"build": Build, "build_ext": CMakeBuild, "build_startup": BuildStartup},
+    cmdclass={"build_ext": CMakeBuild},
 )

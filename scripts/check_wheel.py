@@ -8,9 +8,8 @@ import zipfile
 from email.message import Message
 from pathlib import Path
 
-STARTUP = ("torchddp_install.pth", "_torchddp_startup.py")  # for TORCHDDP_INSTALL=1
-NEEDED = ("torchddp/__init__.py", "torchddp/py.typed", "torchddp/_C.pyi", "torchddp/cli/__init__.py", *STARTUP)
-ONLY = re.compile(r"^(torchddp/|torchddp-[^/]+\.dist-info/|torchddp_install\.pth$|_torchddp_startup\.py$)")
+NEEDED = ("torchddp/__init__.py", "torchddp/py.typed", "torchddp/_C.pyi", "torchddp/cli/__init__.py")
+ONLY = re.compile(r"^(torchddp/|torchddp-[^/]+\.dist-info/)")
 # Where the libraries lie that come with torch, as seen from torchddp/.
 RUNPATHS = {"cpu": ("torch/lib",), "cu12": ("torch/lib", "nvidia/cuda_runtime/lib", "nvidia/nccl/lib")}
 RUNPATHS["cu13"] = ("torch/lib", "nvidia/cu13/lib", "nvidia/nccl/lib")

@@ -48,7 +48,7 @@ def link_packages(environment: Environment, python: str) -> None:
     code = "import importlib.util as u, pathlib; print(pathlib.Path(u.find_spec('torch').origin).parents[1])"
     found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     for path in Path(found).iterdir():
-        ours = path.name.startswith(("torchddp", "_torchddp", "__editable__")) or path.suffix == ".pth"
+        ours = path.name.startswith(("torchddp", "__editable__")) or path.suffix == ".pth"
         if not ours and path.name != "__pycache__" and not (environment.site / path.name).exists():
             (environment.site / path.name).symlink_to(path)
 

@@ -9,7 +9,9 @@ Everything torch's class accepts, this one accepts, in the same order; it is a s
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from torchddp._command import is_command
@@ -102,3 +104,16 @@ def __getattr__(name: str) -> object:
 
         return str(_C.version)
     raise AttributeError(f"module 'torchddp' has no attribute {name!r}")
+
+
+def _register_with_lightning() -> None:
+    try:
+        importlib.import_module("torchddp.integrations.lightning")
+    except Exception as error:  # of a version that we don't know: torchddp is of use all the same
+        logging.getLogger("torchddp").warning(
+            "Lightning does not know torchddp's strategies by name: %s: %s", type(error).__name__, error
+        )
+
+
+if import_error is None and "lightning.pytorch" in sys.modules:
+    _register_with_lightning()

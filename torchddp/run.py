@@ -5,7 +5,7 @@
 
 torchddp.install() is in force before the program's first line. What it sees is as under Python itself: sys.argv,
 `__main__`, sys.path[0]; what it raises ends the process with its traceback. TORCHDDP_INSTALL=1 is set for Python
-processes that it starts.
+processes that it starts: they install torchddp when they import it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from torchddp.integrations import install
-from torchddp.integrations._startup import ENV
+from torchddp.integrations.install import ENV
 
 USAGE = "usage: python -m torchddp.run [-h] (script.py | -m module) [args ...]"
 

@@ -18,7 +18,6 @@ import torchddp
 from tests import framework
 from tests.harness import run_ranks
 from tests.models import Mlp, seeded
-from tests.startup_site import make_site
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -172,10 +171,10 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A program, and a site-packages with what setup.py writes there."""
+    """A program, and the same with an import of torchddp at the top."""
     made = tmp_path_factory.mktemp("install")
-    make_site(made / "site")
     (made / "program.py").write_text(SCRIPT)
+    (made / "importing.py").write_text("import torchddp\n" + SCRIPT)
     return made
 
 
@@ -185,7 +184,7 @@ def torchrun(folder, *command, **environment):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
     clean |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    clean["PYTHONPATH"] = os.pathsep.join([str(folder / "site"), str(ROOT), str(folder)])
+    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(folder)])
     done = subprocess.run(
         [sys.executable, *launcher, *command, "--out", str(out)],
         capture_output=True,
@@ -204,7 +203,7 @@ def test_unmodified_programs_under_torchrun(folder):
     plain, expected = torchrun(folder, "program.py")
     assert plain.stdout.strip() == TorchDDP.__module__ and "torchddp" not in plain.stderr
     ways = {
-        "variable": (["program.py"], {"TORCHDDP_INSTALL": "1"}),
+        "variable": (["importing.py"], {"TORCHDDP_INSTALL": "1"}),
         "run, a script": (["-m", "torchddp.run", "program.py"], {}),
         "run, a module": (["-m", "torchddp.run", "-m", "program"], {}),
     }

@@ -2,8 +2,10 @@
 
 import inspect
 import logging
+import os
 import pickle
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +14,21 @@ import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.startup_site import make_site, python
 from torchddp import run
 from torchddp.integrations import install as install_module
 from torchddp.integrations.extras import require
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = type(TorchDDP)
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python on the checkout, or on what PYTHONPATH says, with no other variable of ours or of Python's."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
+    path = {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=110, env=clean | path | environment
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -173,15 +183,7 @@ def test_what_a_client_lacks_is_no_missing_client(tmp_path: Path, monkeypatch: p
 
 # --- the environment variable ---
 
-USE = "import torch, sys; from torch.nn.parallel import DistributedDataParallel as D; "
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a Python whose site-packages hold what setup.py writes."""
-    return {"PYTHONPATH": make_site(tmp_path_factory.mktemp("site"))}
-
-
+USE = "import torchddp, torch; from torch.nn.parallel import DistributedDataParallel as D; "
 MADE = (
     "import torch.distributed as dist; dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
     "print(type(D(torch.nn.Linear(2, 2))).__module__)"
@@ -189,16 +191,10 @@ MADE = (
 
 
 @pytest.mark.parametrize(("value", "module"), [("1", "torchddp.distributed"), ("0", TorchDDP.__module__)])
-def test_a_program_that_never_imports_torchddp(site: dict[str, str], value: str, module: str) -> None:
-    done = python("-c", USE + MADE, **site, TORCHDDP_INSTALL=value, GLOO_SOCKET_IFNAME="lo")
+def test_the_variable_installs_when_torchddp_is_imported(value: str, module: str) -> None:
+    done = python("-c", USE + MADE, TORCHDDP_INSTALL=value, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0 and done.stdout.strip() == module, done.stdout + done.stderr
     assert done.stderr.count("makes torchddp's class in this process") == (value == "1")
-
-
-def test_another_value_is_an_error_where_a_model_is_wrapped(site: dict[str, str]) -> None:
-    done = python("-c", USE + MADE, **site, TORCHDDP_INSTALL="yes", GLOO_SOCKET_IFNAME="lo")
-    error = [line for line in done.stderr.splitlines() if "TORCHDDP_INSTALL must be 1" in line and "'yes'" in line]
-    assert done.returncode == 1 and len(error) == 1, done.stderr
 
 
 @pytest.mark.parametrize("value", ["yes", "2", " 1"])
@@ -211,31 +207,38 @@ def test_another_value_is_an_error_of_import_torchddp(value: str, monkeypatch: p
     assert not torchddp.installed()
 
 
-def test_who_wraps_no_model_pays_nothing(site: dict[str, str]) -> None:
-    code = "import sys; print('torch' in sys.modules); import torch; print('torchddp' in sys.modules)"
-    done = python("-c", code, **site, TORCHDDP_INSTALL="1")
-    assert done.stdout == "False\nFalse\n" and done.stderr == "", done.stdout + done.stderr
-
-
 @pytest.mark.thorough
-def test_importing_torchddp_with_the_variable_installs_with_and_without_the_file(site: dict[str, str]) -> None:
-    code = "import torchddp; print(torchddp.installed()); " + USE + "print(type(D).__name__)"
-    for environment in ({}, site):
-        done = python("-c", code, **environment, TORCHDDP_INSTALL="1")
-        assert done.stdout == "True\n_InstalledMeta\n", done.stdout + done.stderr
-
-
-def test_a_class_that_is_derived_from_torchs_is_a_use_of_it_too(site: dict[str, str]) -> None:
-    code = USE + "exec('class M(D): pass'); print(M.__mro__[1].__name__)"
-    done = python("-c", code, **site, TORCHDDP_INSTALL="1")
-    assert done.stdout == "DerivedDDP\n", done.stdout + done.stderr
-
-
-@pytest.mark.thorough
-def test_the_torchddp_command_compares_with_torchs_class(site: dict[str, str]) -> None:
+def test_the_torchddp_command_compares_with_torchs_class() -> None:
     code = "import sys; sys.argv = ['/bin/torchddp', 'doctor']; import torchddp; print(torchddp.installed()); "
-    done = python("-c", code + USE + "print(type(D).__name__)", **site, TORCHDDP_INSTALL="1")
+    done = python("-c", code + USE + "print(type(D).__name__)", TORCHDDP_INSTALL="1")
     assert done.stdout == f"False\n{PLAIN.__name__}\n", done.stdout + done.stderr
+
+
+# --- Lightning, whose names `import torchddp` registers where it is there ---
+
+REGISTRY = """
+class Registry(dict):
+    def register(self, name, strategy, description, override, **arguments):
+        self[name] = strategy
+"""
+
+
+def make_lightning(folder: Path, **strategies: str) -> str:
+    """Packages with the modules of Lightning that hold its registries; returns the PYTHONPATH."""
+    for name in ("fabric", "pytorch"):
+        package = folder / "lightning" / name
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "strategies.py").write_text(strategies[name])
+    (folder / "lightning" / "__init__.py").touch()
+    return os.pathsep.join([str(folder), str(ROOT)])
+
+
+def test_a_lightning_that_we_do_not_know_is_no_obstacle(tmp_path: Path) -> None:
+    path = make_lightning(tmp_path, fabric="", pytorch=REGISTRY + "StrategyRegistry = Registry()")
+    done = python("-c", "import lightning.pytorch, torchddp; print(torchddp.DDP.__name__)", PYTHONPATH=path)
+    assert done.stdout == "DistributedDataParallel\n", done.stdout + done.stderr
+    assert "Lightning does not know torchddp's strategies by name" in done.stderr
 
 
 # --- python -m torchddp.run ---

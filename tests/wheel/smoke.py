@@ -48,9 +48,9 @@ def rank_main(rank: int, store_path: str) -> None:
     gc.collect()
 
 
-def check_startup_file() -> None:
-    """TORCHDDP_INSTALL=1 reaches a program that never imports torchddp."""
-    code = "from torch.nn.parallel import DistributedDataParallel as D\nclass M(D): pass\n"
+def check_install_by_variable() -> None:
+    """TORCHDDP_INSTALL=1 installs where torchddp is imported."""
+    code = "import torchddp\nfrom torch.nn.parallel import DistributedDataParallel as D\nclass M(D): pass\n"
     code += "print(M.__mro__[1].__module__)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"TORCHDDP_INSTALL": "1"}, capture_output=True, text=True
@@ -59,7 +59,7 @@ def check_startup_file() -> None:
 
 
 def main() -> None:
-    check_startup_file()
+    check_install_by_variable()
     installed = Path(torchddp.__file__).resolve()
     assert installed.is_relative_to(Path(sys.prefix).resolve()), f"{installed} is not the wheel's"
     with tempfile.TemporaryDirectory() as folder:

@@ -31,11 +31,13 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torchddp import _C
 from torchddp._command import is_command
 from torchddp.distributed import DistributedDataParallel
-from torchddp.integrations._startup import ENV, OFF
 
 __all__ = ["install", "installed", "uninstall"]
 
 logger = logging.getLogger("torchddp")
+
+ENV = "TORCHDDP_INSTALL"
+_OFF = ("", "0")
 
 _PlainMeta: Any = type(TorchDDP)
 _ARGUMENTS = tuple(inspect.signature(DistributedDataParallel.__init__).parameters)[1:]  # in the order of places
@@ -62,7 +64,7 @@ def install(**defaults: Any) -> ExitStack:
 
     In a ``with``, the state before the call comes back at the end, whatever happens inside. Calls may be nested and
     repeated. Not collective, but every rank must do the same. Processes started afterwards by fork have it
-    installed, others have not (the environment variable TORCHDDP_INSTALL=1 is for those).
+    installed, others when they import torchddp, if the environment variable TORCHDDP_INSTALL is 1.
 
     Args:
         defaults: for any argument of :class:`torchddp.DistributedDataParallel` but ``module``: torchddp's own
@@ -107,7 +109,7 @@ def installed() -> bool:
 def install_by_variable() -> None:
     """For `import torchddp`: what TORCHDDP_INSTALL says. ValueError if that is neither 1 nor 0 nor nothing."""
     value = os.environ.get(ENV, "")
-    if value in OFF or is_command():  # the command compares torchddp with torch's class
+    if value in _OFF or is_command():  # the command compares torchddp with torch's class
         return
     check_variable(value)
     with _lock:
@@ -116,7 +118,7 @@ def install_by_variable() -> None:
 
 def check_variable(value: str) -> None:
     """ValueError if ``value`` is none for TORCHDDP_INSTALL."""
-    if value not in (*OFF, "1"):
+    if value not in (*_OFF, "1"):
         raise ValueError(
             f"the environment variable {ENV} must be 1 (torch.nn.parallel.DistributedDataParallel makes torchddp's "
             f"class), or 0 or empty (it does not), got {value!r}"

@@ -2,8 +2,8 @@
 
     trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="torchddp")
 
-An installed torchddp makes the names known by itself, by what it has Python do when it starts; importing this package
-does so too. See ``docs/lightning.md``. Needs ``torchddp[lightning]``.
+Importing this package makes the names known, and so does ``import torchddp`` where Lightning has been imported before.
+See ``docs/lightning.md``. Needs ``torchddp[lightning]``.
 """
 
 from __future__ import annotations

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from torchddp.integrations._startup import add_strategies
 from torchddp.integrations.lightning.fabric import TorchDDPFabricStrategy
 from torchddp.integrations.lightning.sharded import TorchDDPShardedStrategy
 from torchddp.integrations.lightning.strategy import TorchDDPStrategy
 
 __all__ = ["register"]
+
+# As Lightning's own "ddp", "ddp_spawn" and so on.
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 
 def register() -> None:
@@ -19,9 +24,27 @@ def register() -> None:
     ``torchddp``, ``torchddp_spawn``, ``torchddp_fork``, ``torchddp_notebook``, each also with
     ``_find_unused_parameters_false`` and ``_true``; ``torchddp_sharded``, ``torchddp_sharded_spawn`` and
     ``torchddp_sharded_fork`` for the Trainer.
-
-    Where torchddp is installed, the names are known without this import, by what its installation has Python do when
-    it starts (`torchddp.integrations._startup`); a checkout on the path has no such thing.
     """
-    add_strategies(StrategyRegistry, {"ddp": TorchDDPStrategy, "sharded": TorchDDPShardedStrategy})
-    add_strategies(STRATEGY_REGISTRY, {"ddp": TorchDDPFabricStrategy})
+    for suffix, start_method in _START_METHODS.items():
+        for name, arguments in _variants(f"torchddp{suffix}", start_method):
+            _add(StrategyRegistry, name, TorchDDPStrategy, arguments)
+            _add(STRATEGY_REGISTRY, name, TorchDDPFabricStrategy, arguments)
+        if suffix != "_notebook":
+            _add(
+                StrategyRegistry,
+                f"torchddp_sharded{suffix}",
+                TorchDDPShardedStrategy,
+                {"start_method": start_method},
+            )
+
+
+def _variants(name: str, start_method: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield name, {"start_method": start_method}
+    for unused in (False, True):
+        arguments = {"start_method": start_method, "find_unused_parameters": unused}
+        yield f"{name}_find_unused_parameters_{str(unused).lower()}", arguments
+
+
+def _add(registry: Any, name: str, strategy: type, arguments: dict[str, Any]) -> None:
+    options = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    registry.register(name, strategy, description=f"{strategy.__name__}: {options}", override=True, **arguments)
