@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,15 +63,24 @@ def _check_install(value: str) -> None:
     check_variable(value)
 
 
+def _check_stall_limit(_value: str) -> None:
+    from torchddp.watch import stall_limit
+
+    stall_limit.choose(None, math.inf)  # reads the variable
+
+
 def _check_nothing(_value: str) -> None:
     pass
 
 
 _CHECKS: dict[str, Callable[[str], None]] = {
+    "TORCHDDP_CACHE_DIR": _check_nothing,  # any path
     "TORCHDDP_CPU_CAPABILITY": _check_capability,
+    "TORCHDDP_HANG_REPORT_DIR": _check_nothing,  # any path
     "TORCHDDP_HOST_ID": _check_nothing,  # any text
     "TORCHDDP_INSTALL": _check_install,
     "TORCHDDP_SHM_LIMIT_MB": _check_limit,
+    "TORCHDDP_STALL_REPORT_S": _check_stall_limit,
     "TORCHDDP_TRANSPORT": _check_transport,
 }
 READ_BY_THE_BUILD = frozenset({"TORCHDDP_CUDA", "TORCHDDP_WERROR"})
