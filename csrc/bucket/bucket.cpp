@@ -34,14 +34,6 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
               ? at::empty({spec.numel}, at::TensorOptions().dtype(first.scalar_type()).device(first.device()))
               : transport.allocate(spec.numel, first.scalar_type(), first.device());
   make_wire();
-  int64_t used = 0;
-  for (const auto& slot : spec.slots) {
-    used += slot.numel;
-  }
-  has_padding_ = used != spec.numel;
-  if (has_padding_) {
-    flat_.zero_();  // padding between slots is summed too: keep it finite
-  }
   slots_.reserve(spec.slots.size());
   for (const auto& slot : spec.slots) {
     slots_.emplace_back(flat_, slot.offset, params[static_cast<size_t>(slot.param)], view_storage);
@@ -49,7 +41,7 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
   if (given_away_) {
     let_go();
   }
-  if (slots_.size() == 1 && slots_[0].numel() == spec.numel && flat_.is_cpu() && !flat_.is_complex()) {
+  if (slots_.size() == 1 && flat_.is_cpu() && !flat_.is_complex()) {
     slots_[0].allow_adoption(transport);
     scales_ = transport.capabilities().scales && kernels::can_scale(slots_[0].kernel_dtype());
   }
@@ -74,10 +66,6 @@ void Bucket::take_memory(const at::Tensor& memory) {
   TDDP_INTERNAL(static_cast<int64_t>(memory.nbytes()) >= bytes(), "a bucket was given too little memory");
   point_at(memory);
   make_wire();
-  if (has_padding_) {
-    const c10::NoGradGuard no_grad;
-    flat_.zero_();  // summed too: keep it finite
-  }
   for (auto& slot : slots_) {
     slot.rebind();
   }

@@ -96,7 +96,6 @@ class Bucket {
   std::atomic<int64_t> pending_{0};
   int owner_ = -1;
   bool given_away_ = false;
-  bool has_padding_ = false;
   bool sparse_ = false;
   bool scales_ = false;
 };

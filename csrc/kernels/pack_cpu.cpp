@@ -63,11 +63,6 @@ constinit std::atomic<const KernelTable*> active{nullptr};
   return expected == nullptr ? chosen : expected;
 }
 
-inline const KernelTable& table() {
-  const KernelTable* current = active.load(std::memory_order_acquire);
-  return current != nullptr ? *current : *initialize_table();
-}
-
 [[noreturn, gnu::noinline, gnu::cold]] void throw_opaque(DType dst_type, DType src_type, double scale) {
   throw std::invalid_argument("integer and bool elements can be copied, not scaled or cast: got source type " +
                               std::to_string(static_cast<int>(src_type)) + ", destination type " +
@@ -76,18 +71,21 @@ inline const KernelTable& table() {
 
 }  // namespace
 
+const KernelTable& active_table() {
+  const KernelTable* current = active.load(std::memory_order_acquire);
+  return current != nullptr ? *current : *initialize_table();
+}
+
 void scale_cast(void* dst, DType dst_type, const void* src, DType src_type, int64_t numel, double scale) {
   if (dst_type == src_type && scale == 1.0) {
     if (dst != src && numel > 0) std::memcpy(dst, src, static_cast<size_t>(numel * item_size(src_type)));
     return;
   }
   if (!is_float(dst_type) || !is_float(src_type)) throw_opaque(dst_type, src_type, scale);
-  table().scale_cast[static_cast<size_t>(dst_type)][static_cast<size_t>(src_type)](dst, src, numel, scale);
+  active_table().scale_cast[static_cast<size_t>(dst_type)][static_cast<size_t>(src_type)](dst, src, numel, scale);
 }
 
-const KernelTable& active_table() { return table(); }
-
-const char* cpu_capability() { return table().capability; }
+const char* cpu_capability() { return active_table().capability; }
 
 std::vector<std::string_view> supported_capabilities() {
   std::vector<std::string_view> names;

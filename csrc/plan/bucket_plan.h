@@ -16,8 +16,8 @@ struct ParamSpec {
   int32_t dtype = 0;     // opaque key: only parameters with equal dtype share a bucket
   int32_t device = 0;    // opaque key: only parameters with equal device share a bucket
   bool sparse = false;   // its gradient is sparse: a bucket of its own, without flat memory
-  int32_t owner =
-      -1;  // the rank that alone gets the average; only parameters with equal owner share a bucket. -1: all ranks
+  // The rank that alone gets the average; only parameters with equal owner share a bucket. -1: all ranks.
+  int32_t owner = -1;
 
   int64_t bytes() const { return numel * itemsize; }
 };

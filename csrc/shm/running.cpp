@@ -79,10 +79,7 @@ Running::Running(const Board& board)
 
 void Running::start(const Operation& started, uint64_t number) {
   operation = started;
-  seq = number;
   eager = is_eager(operation, board);
-  is_worked = is_finished = false;
-  next_input = next_shard = next_done = 0;
   const int mine = board.rank();
   Post post{.kind = operation.kind,
             .type = static_cast<uint32_t>(operation.type),
@@ -93,7 +90,7 @@ void Running::start(const Operation& started, uint64_t number) {
             .scale = operation.scale,
             .counted = operation.non_finite != nullptr};
   if (operation.input != nullptr && eager) {
-    std::memcpy(board.eager_data(mine, seq), operation.input, static_cast<size_t>(operation.bytes()));
+    std::memcpy(board.eager_data(mine, number), operation.input, static_cast<size_t>(operation.bytes()));
   } else if (operation.input != nullptr) {
     post.offset = static_cast<const std::byte*>(operation.input) - board.base(mine);
     if (!board.holds(mine, post.offset, operation.bytes())) {
@@ -109,17 +106,21 @@ void Running::start(const Operation& started, uint64_t number) {
     kernels::scale_cast(operation.wire_memory, operation.wire, operation.input, kernels::DType::kF32, operation.numel,
                         operation.scale);
   }
-  auto& slot = board.slot(mine, seq);
+  auto& slot = board.slot(mine, number);
   slot.post = post;
   if (is_push()) {
     // Relaxed: peers read the slot after `posted`, whose store is the one that others have to wait for.
     constexpr auto kRelaxed = std::memory_order_relaxed;
     slot.non_finite.store(0, kRelaxed);
     slot.sums_not_finite.store(0, kRelaxed);
-    slot.claimed.store(Tally::pack(seq, 0), kRelaxed);
+    slot.claimed.store(Tally::pack(number, 0), kRelaxed);
     // Not this one: to a rank that still looks for the slot's last operation it says that all was written.
-    slot.completed.store(Tally::pack(seq, 0), std::memory_order_release);
+    slot.completed.store(Tally::pack(number, 0), std::memory_order_release);
   }
+  // Last: an operation that was refused leaves the slot as free as it was.
+  seq = number;
+  is_worked = is_finished = false;
+  next_input = next_shard = next_done = 0;
 }
 
 bool Running::has_inputs() {

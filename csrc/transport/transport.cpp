@@ -50,8 +50,8 @@ void Transport::start(const Collective& operation, Work& work) {
   }
   check_arguments(operation);
   launch(operation, work);
-  if (route_ == Route::kShm) {
-    return;  // it has no wire, and counts by its plan
+  if (!capabilities_.is_network) {
+    return;
   }
   const auto bytes = std::max(bytes_of(operation.input), bytes_of(operation.output));
   auto on_wire = one_way_bytes(bytes, size());

@@ -70,6 +70,8 @@ struct Capabilities {
   bool scales = false;
   // all_reduce can send fp32 in 16 bits.
   bool narrows = false;
+  // What operations put on the wire follows from Note [Bytes on the wire]; otherwise launch() counts.
+  bool is_network = true;
 };
 
 // Operations are collective: every rank starts them in the same order with equal shapes and dtypes. start() returns at once; the

@@ -451,6 +451,9 @@ TEST(shm_large_inputs_must_lie_in_the_segment) {
   auto* in_header = host.segment(0).base() + kHeaderBytes;
   CHECK_THROWS(InternalError, engine->start({.numel = 25'000, .input = in_header, .output = in_header}), "not in the");
   run_one(host, *engine, 0, {.numel = 25'000});  // it was refused before anything happened
+  for (size_t i = 0; i < kSlots; ++i) run_one(host, *engine, 0, {.numel = 25'000});
+  CHECK_THROWS(InternalError, engine->start(operation), "all_reduce", "not in the shared segment");
+  run_one(host, *engine, 0, {.numel = 25'000});  // nor where the slot has served before
 }
 
 TEST(shm_a_rank_must_be_one_of_its_host) {

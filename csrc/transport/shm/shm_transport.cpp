@@ -174,7 +174,7 @@ std::shared_ptr<ShmTransport> ShmEndpoint::connect(c10::intrusive_ptr<c10d::Proc
 ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
                            std::shared_ptr<shm::Segment> segment, std::vector<shm::Peer> peers,
                            std::chrono::milliseconds timeout)
-    : Transport(Route::kShm, {.reaches_any_memory = false, .scales = true, .narrows = true}),
+    : Transport(Route::kShm, {.reaches_any_memory = false, .scales = true, .narrows = true, .is_network = false}),
       placement_(std::move(placement)),
       segment_(std::move(segment)),
       pool_(std::make_shared<GradientPool>(segment_)),
