@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchddp.planner.step_profile import Gradient, LinearCost, StepProfile
+from torchddp.plan.step_profile import Gradient, LinearCost, StepProfile
 
 MB = 1_000_000
 

@@ -31,12 +31,12 @@ try:
     check_torch_matches()
 
     from torchddp._C import finished_steps
-    from torchddp.checks import check_parameters
-    from torchddp.distributed import DistributedDataParallel
+    from torchddp.ddp.module import DistributedDataParallel
+    from torchddp.diagnose.fail_together import fail_together
+    from torchddp.diagnose.parameters import check_parameters
+    from torchddp.diagnose.peer_failure import PeerFailedError
     from torchddp.errors import DesyncError, InternalError, TransportError
-    from torchddp.shm_backend import register
-    from torchddp.watch.fail_together import fail_together
-    from torchddp.watch.peer_failure import PeerFailedError
+    from torchddp.transport.shm_backend import register
 
     register()
     del register

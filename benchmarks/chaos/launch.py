@@ -22,7 +22,7 @@ from benchmarks.chaos.leaks import Inventory
 from benchmarks.chaos.outcome import Footprint, HangReport, Outcome, RankOutcome
 from benchmarks.chaos.plan import Trial
 from benchmarks.chaos.worker import Place
-from torchddp.bench.launch import stop_processes
+from torchddp.harness.launch import stop_processes
 
 # A rank that says nothing for so long hangs: far beyond every time limit and bound.
 HANG_S = 25.0

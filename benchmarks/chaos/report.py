@@ -13,7 +13,7 @@ from rich.text import Text
 from benchmarks.chaos.judge import COLUMNS
 from benchmarks.chaos.plan import KINDS, OVER
 from torchddp.bench.report import origin
-from torchddp.bench.tables import plain_table
+from torchddp.harness.tables import plain_table
 
 NOTE = (
     "worst: seconds from the fault to the last rank's error (over torchft to its first step without the lost replica); "

@@ -21,7 +21,7 @@ from benchmarks.chaos.replica import run_replica
 from benchmarks.chaos.report import failure_text, render
 from benchmarks.chaos.worker import run_rank, timeout_of
 from torchddp.bench.run import new_document
-from torchddp.bench.variants import ArgumentError
+from torchddp.harness.variants import ArgumentError
 
 
 @dataclass(frozen=True)

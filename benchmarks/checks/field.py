@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchddp.bench.variants import LOCAL, TORCHDDP, Role, Variant
+from torchddp.harness.variants import LOCAL, TORCHDDP, Role, Variant
 
 MODELS = ("mlp", "gpt", "small", "conv")
 DEFAULT_MODELS = ("mlp", "gpt", "small")

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from benchmarks.checks.field import CHECKED
 from torchddp.bench.report import origin, size_text
-from torchddp.bench.tables import number, plain_table
+from torchddp.harness.tables import number, plain_table
 
 # What is claimed: a check adds less than this part of a step.
 GOAL = 0.02

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.checks.field import CHECKED, PLAIN
-from torchddp.bench.stats import paired_ratio, summarize
-from torchddp.bench.variants import Role, Variant
+from torchddp.harness.stats import paired_ratio, summarize
+from torchddp.harness.variants import Role, Variant
 
 
 def model_result(raw: dict[str, Any], variants: Sequence[Variant], world_size: int, every: int) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from benchmarks.checks.field import make_field
 from benchmarks.checks.report import render
 from benchmarks.checks.results import model_result
 from torchddp.bench.cases import Job
-from torchddp.bench.launch import launch
-from torchddp.bench.progress import Display, progress_bar
 from torchddp.bench.run import new_document
-from torchddp.bench.worker import Reporter, run_rank
+from torchddp.harness.launch import launch
+from torchddp.harness.progress import Display, progress_bar
+from torchddp.harness.worker import Reporter, run_rank
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchddp.bench.report import origin
-from torchddp.bench.tables import number, plain_table
+from torchddp.harness.tables import number, plain_table
 
 # What is claimed of int8: at least so much of the speed of a copy.
 GOAL, GOAL_FORMAT = 0.5, "int8"

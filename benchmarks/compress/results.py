@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchddp.bench.stats import paired_ratio, summarize
+from torchddp.harness.stats import paired_ratio, summarize
 
 
 def size_result(nbytes: int, names: Sequence[tuple[str, str]], seconds: np.ndarray) -> dict[str, Any]:

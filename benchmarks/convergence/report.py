@@ -11,7 +11,7 @@ from rich.text import Text
 
 from benchmarks.training.tables import bytes_text, holds_text, markdown_table
 from torchddp.bench.report import origin
-from torchddp.bench.tables import plain_table, ranks_text
+from torchddp.harness.tables import plain_table, ranks_text
 
 NOTE = (
     "All methods start from the same weights, see the same data in the same order, and are evaluated on the same "

@@ -13,10 +13,10 @@ from benchmarks.convergence.report import render
 from benchmarks.convergence.results import task_result
 from benchmarks.convergence.worker import measure
 from benchmarks.training.methods import METHODS
-from torchddp.bench.launch import launch
-from torchddp.bench.progress import Display, progress_bar
 from torchddp.bench.run import new_document
-from torchddp.bench.worker import run_rank
+from torchddp.harness.launch import launch
+from torchddp.harness.progress import Display, progress_bar
+from torchddp.harness.worker import run_rank
 
 
 def run(job: ConvergenceJob, command: str, console: Console) -> dict[str, Any]:

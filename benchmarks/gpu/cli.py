@@ -11,8 +11,8 @@ import typer
 from benchmarks.gpu.cases import MODELS_CASE
 from benchmarks.gpu.run import Settings, run
 from torchddp.bench.arguments import check_numbers, parse_caps
-from torchddp.bench.command import check_output, make_console, run_app, write_document
-from torchddp.bench.variants import ArgumentError
+from torchddp.harness.command import check_output, make_console, run_app, write_document
+from torchddp.harness.variants import ArgumentError
 
 DEVICES, BACKENDS = ("cuda", "cpu"), ("nccl", "gloo")
 DEFAULT_SECONDS, QUICK_SECONDS = 120.0, 4.0

@@ -16,9 +16,9 @@ from benchmarks.gpu import trace
 from benchmarks.gpu.cases import GpuJob
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.models import MODELS, make_batch, make_model
-from torchddp.bench.stats import slowest_rank
 from torchddp.bench.timing import Report, check_gradients, gradients_of, timed_rounds, warm_up, wrap_copies
-from torchddp.bench.variants import Variant
+from torchddp.harness.stats import slowest_rank
+from torchddp.harness.variants import Variant
 
 TRACED_STEPS = 3
 

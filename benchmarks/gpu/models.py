@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.cases import GpuJob
-from torchddp.bench.models import GPT2_VOCABULARY, SMALL_NUMEL, Gpt, ManySmallTensors
-from torchddp.bench.resnet import ResNet
+from torchddp.harness.models import GPT2_VOCABULARY, SMALL_NUMEL, Gpt, ManySmallTensors
+from torchddp.harness.resnet import ResNet
 
 IMAGE_BATCH, IMAGE_SIDE = 64, 224
 TEXT_BATCH = 8

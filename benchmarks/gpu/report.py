@@ -11,7 +11,7 @@ from rich.text import Text
 
 from benchmarks.gpu.cases import MODELS_CASE
 from torchddp.bench.report import goal_text, origin, our_row, size_text
-from torchddp.bench.tables import number, plain_table, ratio_text
+from torchddp.harness.tables import number, plain_table, ratio_text
 
 
 def model_table(result: dict[str, Any]) -> Table:

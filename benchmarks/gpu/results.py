@@ -7,8 +7,8 @@ from typing import Any
 
 from benchmarks.gpu.cases import MODELS_CASE
 from torchddp.bench.results import timed_result
-from torchddp.bench.stats import summarize
-from torchddp.bench.variants import Variant
+from torchddp.harness.stats import summarize
+from torchddp.harness.variants import Variant
 
 
 def model_result(variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from benchmarks.gpu.report import render
 from benchmarks.gpu.results import model_result
 from benchmarks.gpu.variants import make_field
 from benchmarks.gpu.worker import run_gpu_rank
-from torchddp.bench.launch import launch
-from torchddp.bench.progress import Display, progress_bar
 from torchddp.bench.run import new_document
-from torchddp.bench.variants import TORCHDDP, ArgumentError, load_class
+from torchddp.harness.launch import launch
+from torchddp.harness.progress import Display, progress_bar
+from torchddp.harness.variants import TORCHDDP, ArgumentError, load_class
 
 # Of the time asked for: warm-up takes a fifth of a model's, building and checking the rest.
 TIMED_SHARE = 0.6

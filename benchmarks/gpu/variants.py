@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Collection, Sequence
 
-from torchddp.bench.variants import TORCHDDP, Role, Variant, load_class, make_variants
+from torchddp.harness.variants import TORCHDDP, Role, Variant, load_class, make_variants
 
 
 def known_options(variant: Variant, parameters: Collection[str]) -> Variant:

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.gpu.cases import GpuJob
 from torchddp.bench.cases import Job
-from torchddp.bench.worker import Reporter, run_rank
+from torchddp.harness.worker import Reporter, run_rank
 
 
 def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:

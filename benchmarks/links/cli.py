@@ -13,8 +13,8 @@ from benchmarks.links.plot import save_links
 from benchmarks.links.run import Settings, run
 from benchmarks.two_hosts.network import parse_rate
 from torchddp.bench.arguments import check_numbers, parse_caps
-from torchddp.bench.command import check_output, make_console, run_app, write_document
-from torchddp.bench.variants import ArgumentError
+from torchddp.harness.command import check_output, make_console, run_app, write_document
+from torchddp.harness.variants import ArgumentError
 
 HELP = """Planned buckets against every bucket size, over links of several rates; and predicted against measured steps.
 

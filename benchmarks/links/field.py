@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchddp.bench.cases import Case
-from torchddp.bench.variants import LOCAL, TORCH_DDP, TORCHDDP, Role, Variant
+from torchddp.harness.variants import LOCAL, TORCH_DDP, TORCHDDP, Role, Variant
 
 LOCALHOST = "one host"
 CASE = Case(

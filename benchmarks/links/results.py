@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.links.field import LOCALHOST, OUR_DEFAULT, PLANNED, TORCH_DEFAULT
-from torchddp.bench.stats import paired_ratio, summarize
-from torchddp.bench.variants import Variant
-from torchddp.planner.step_profile import StepProfile
+from torchddp.harness.stats import paired_ratio, summarize
+from torchddp.harness.variants import Variant
+from torchddp.plan.step_profile import StepProfile
 from torchddp.simulate.links import Link
 from torchddp.simulate.predict import predict
 

@@ -19,12 +19,12 @@ from benchmarks.two_hosts.network import two_hosts
 from benchmarks.two_hosts.report import rate_text
 from benchmarks.two_hosts.run import patience
 from torchddp.bench.cases import Job
-from torchddp.bench.launch import STALL_TIMEOUT_S, launch
-from torchddp.bench.progress import Display, progress_bar
 from torchddp.bench.run import new_document
-from torchddp.bench.worker import run_rank
-from torchddp.planner.plan_cache import CACHE_ENV
-from torchddp.planner.step_profile import StepProfile
+from torchddp.harness.launch import STALL_TIMEOUT_S, launch
+from torchddp.harness.progress import Display, progress_bar
+from torchddp.harness.worker import run_rank
+from torchddp.plan.plan_cache import CACHE_ENV
+from torchddp.plan.step_profile import StepProfile
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.links.field import OUR_DEFAULT, PLANNED
 from benchmarks.two_hosts.worker import serve_inherited
 from torchddp.bench.cases import Job
-from torchddp.bench.worker import Reporter
+from torchddp.harness.worker import Reporter
 
 # Planning is over after eight synchronised steps.
 PLANNING_STEPS = 10
@@ -17,10 +17,10 @@ PLANNING_STEPS = 10
 
 def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
     """Time every model; with it the profile that the simulator is fed with."""
-    from torchddp.bench.models import make_batch
     from torchddp.bench.timing import build_runners, time_runners
-    from torchddp.distributed import DistributedDataParallel
-    from torchddp.planner.record_profile import record_profile
+    from torchddp.ddp.module import DistributedDataParallel
+    from torchddp.harness.models import make_batch
+    from torchddp.plan.record_profile import record_profile
 
     results = []
     for model in job.models:

@@ -16,7 +16,7 @@ from torch.optim import AdamW
 
 from benchmarks.sharded import field, peers
 from benchmarks.sharded.trainer import LEARNING_RATE, Trainer
-from torchddp.bench.variants import TUNED_OPTIONS, Variant, load_class
+from torchddp.harness.variants import TUNED_OPTIONS, Variant, load_class
 from torchddp.optim import OSS
 
 

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torchddp.bench.variants import TORCH_DDP, TORCHDDP, ArgumentError, Role, Variant
+from torchddp.harness.variants import TORCH_DDP, TORCHDDP, ArgumentError, Role, Variant
 
 SHARDED = "torchddp.ShardedDataParallel"
 FSDP2 = "torch.distributed.fsdp.FSDPModule"

@@ -12,7 +12,7 @@ from rich.text import Text
 from benchmarks.sharded.field import FIELD, missing_package
 from benchmarks.sharded.results import MEMORY_CASE, MEMORY_KEYS, SPEED_CASE
 from torchddp.bench.report import origin, verdict_text
-from torchddp.bench.tables import MB, number, plain_table, ratio_text, size_text
+from torchddp.harness.tables import MB, number, plain_table, ratio_text, size_text
 
 HEADINGS = {
     "parameter_bytes": "param-\neters",

@@ -8,8 +8,8 @@ from typing import Any
 from benchmarks.sharded.bounds import comparisons_of
 from benchmarks.sharded.field import FIELD
 from torchddp.bench.results import describe_variant
-from torchddp.bench.stats import paired_ratio, summarize
-from torchddp.bench.variants import Variant
+from torchddp.harness.stats import paired_ratio, summarize
+from torchddp.harness.variants import Variant
 
 SPEED_CASE, MEMORY_CASE = "sharded", "sharded_memory"
 MODEL_KEYS = ("model", "title", "parameters", "gradient_bytes")

@@ -15,11 +15,11 @@ from benchmarks.sharded.field import PACKAGES, choose_variants
 from benchmarks.sharded.report import render
 from benchmarks.sharded.results import MEMORY_CASE, SPEED_CASE, memory_result, speed_result
 from torchddp.bench.cases import ALLOCATOR_ENVIRONMENT, Job
-from torchddp.bench.launch import launch
-from torchddp.bench.progress import Display, progress_bar
 from torchddp.bench.run import new_document
-from torchddp.bench.variants import Variant
-from torchddp.bench.worker import run_rank
+from torchddp.harness.launch import launch
+from torchddp.harness.progress import Display, progress_bar
+from torchddp.harness.variants import Variant
+from torchddp.harness.worker import run_rank
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchddp.bench.stats import running_median
+from torchddp.harness.stats import running_median
 
 # One look to either side: a fixed evaluation set leaves little noise.
 HALF_WINDOW = 1

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.slow_link.bounds import TORCH_DDP, fastest, judge
 from benchmarks.slow_link.curves import Point, arrival
-from torchddp.bench.stats import summarize
+from torchddp.harness.stats import summarize
 
 
 def method_row(name: str, what: str, raw: dict[str, Any], target: float) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchddp.bench.variants import ArgumentError
+from torchddp.harness.variants import ArgumentError
 
 
 def choose_methods(text: str, names: Sequence[str], *, always: Collection[str]) -> tuple[str, ...]:

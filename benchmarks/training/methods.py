@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from benchmarks.training.outer_steps import OuterSteps
 from benchmarks.training.replica import Replica
 from benchmarks.training.tasks import Task
-from torchddp.bench.variants import TUNED_OPTIONS
+from torchddp.harness.variants import TUNED_OPTIONS
 
 POWERSGD_RANK = 4
 POWERSGD_HIGHER_RANKS = (8, 16)

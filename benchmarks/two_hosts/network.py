@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torchddp.bench.variants import ArgumentError
+from torchddp.harness.variants import ArgumentError
 
 RANKS_PER_HOST = 2
 # The same name at both ends; the pair is made inside the namespaces and never shows outside of them.

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchddp.bench.report import MB, goal_text, origin, our_row, size_text
-from torchddp.bench.tables import number, plain_table, ratio_text
+from torchddp.harness.tables import number, plain_table, ratio_text
 
 
 def rate_text(rate: int) -> str:

@@ -11,8 +11,8 @@ import numpy as np
 from benchmarks.two_hosts.network import RANKS_PER_HOST
 from torchddp.bench.cases import Case
 from torchddp.bench.results import best_torch, timed_result
-from torchddp.bench.stats import paired_ratio
-from torchddp.bench.variants import Role, Variant
+from torchddp.harness.stats import paired_ratio
+from torchddp.harness.variants import Role, Variant
 
 CASE = Case(
     name="two_hosts",

@@ -12,9 +12,9 @@ from torch import nn
 
 from benchmarks.two_hosts.network import RANKS_PER_HOST, tx_bytes_path
 from torchddp.bench.cases import Job
-from torchddp.bench.models import make_batch
 from torchddp.bench.timing import Runner
-from torchddp.bench.variants import Role
+from torchddp.harness.models import make_batch
+from torchddp.harness.variants import Role
 
 # Steps of one variant in a row, so that the barriers around them (about a kilobyte) do not matter.
 COUNTED_STEPS = 3

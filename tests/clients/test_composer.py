@@ -17,7 +17,7 @@ if importlib.util.find_spec("composer") is None:
     pytest.skip("Composer is not installed: make test-clients", allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = "torchddp.distributed.DistributedDataParallel"
+OURS = "torchddp.ddp.module.DistributedDataParallel"
 TORCHS = "torch.nn.parallel.distributed.DistributedDataParallel"
 STEPS = 4  # two epochs of two
 TIMEOUT_S = 240
@@ -88,4 +88,4 @@ def test_an_unknown_option_is_named(found: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_the_example_trains() -> None:
     done = torchrun("-m", "tests.clients.composer_stubs", "examples/train_composer.py", "--microbatch", "4")
-    assert "torchddp.distributed: 100% right after 4 epochs; our reducer finished 32" in done.stdout
+    assert "torchddp.ddp.module: 100% right after 4 epochs; our reducer finished 32" in done.stdout

@@ -56,7 +56,11 @@ def how_it_ends(child, models) -> tuple[float, int]:
 
 def locks_of(model) -> list[threading.Lock]:
     monitor = model._hang_monitor
-    return [monitor._board._calls._lock, torchddp.watch.interruptible._lock, torchddp.watch.watcher._watcher._lock]
+    return [
+        monitor._board._calls._lock,
+        torchddp.transport.interruptible._lock,
+        torchddp.transport.watcher._watcher._lock,
+    ]
 
 
 def with_locks_held(child, models) -> tuple[float, int]:

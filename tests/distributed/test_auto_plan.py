@@ -13,12 +13,12 @@ from torch import nn
 
 from tests.harness import run_ranks
 from torchddp import _C, DistributedDataParallel
-from torchddp.planner import auto_plan, calibrate, plan_cache
-from torchddp.planner.auto_plan import RECORDED_STEPS, WARMUP_STEPS
-from torchddp.planner.calibrate import measure_cost
-from torchddp.planner.model_plan import plan_key
-from torchddp.planner.plan import buckets_of
-from torchddp.planner.step_profile import LinearCost
+from torchddp.plan import auto_plan, calibrate, plan_cache
+from torchddp.plan.auto_plan import RECORDED_STEPS, WARMUP_STEPS
+from torchddp.plan.calibrate import measure_cost
+from torchddp.plan.model_plan import plan_key
+from torchddp.plan.plan import buckets_of
+from torchddp.plan.step_profile import LinearCost
 
 PLANNING_STEPS = WARMUP_STEPS + RECORDED_STEPS
 # Dear messages: whatever was measured, one bucket is best.

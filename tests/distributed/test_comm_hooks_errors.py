@@ -16,7 +16,7 @@ from tests.comm_hooks import SHAPES, Given, assert_near, average, given, hooked,
 from tests.harness import run_outcomes, run_ranks
 from torchddp import comm_hooks
 from torchddp.comm_hooks import FP16, Cast, CastAround, Int8, PerParameter, PowerSGD, TopK, resolve
-from torchddp.comm_hooks.worker import Worker
+from torchddp.transport.worker import Worker
 
 pytestmark = pytest.mark.beyond_torch("hooks of its own")
 

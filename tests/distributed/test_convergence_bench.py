@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.convergence.bounds import NAMES
-from torchddp.bench.machine import ROOT
+from torchddp.harness.machine import ROOT
 
 
 @pytest.mark.thorough

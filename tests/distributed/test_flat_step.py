@@ -14,7 +14,8 @@ import torchddp
 from tests.harness import run_ranks
 from tests.models import Branches, batch, seeded
 from tests.oss import assert_same_state
-from torchddp.optim import OSS, flat_step
+from torchddp.optim import OSS
+from torchddp.sharded import flat_step
 
 OPTIMIZERS = [
     (torch.optim.SGD, {"lr": 0.005}),

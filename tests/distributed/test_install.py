@@ -209,6 +209,6 @@ def test_unmodified_programs_under_torchrun(folder):
     }
     for name, (command, environment) in ways.items():
         done, parameters = torchrun(folder, *command, **environment)
-        assert done.stdout.strip() == "torchddp.distributed", name
+        assert done.stdout.strip() == "torchddp.ddp.module", name
         assert same(parameters, expected), name
         assert done.stderr.count("makes torchddp's class in this process") == 1, done.stderr  # once, by one rank

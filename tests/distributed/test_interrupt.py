@@ -13,7 +13,7 @@ from tests.harness import run_ranks
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp import TransportError
 from torchddp.comm_hooks.exchange import Exchange
-from torchddp.transports import open_transport
+from torchddp.transport.select import open_transport
 
 REASON = "rank 1 failed: ValueError: no such file"
 SOON_S = 3.0

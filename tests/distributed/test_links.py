@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.links.field import PLANNED
-from torchddp.bench.machine import ROOT
+from torchddp.harness.machine import ROOT
 
 pytestmark = pytest.mark.usefixtures("two_namespaces")
 

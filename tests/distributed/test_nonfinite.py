@@ -14,7 +14,7 @@ import torchddp
 from tests.harness import run_ranks
 from tests.models import Branches, Mlp, batch, loss_of, seeded
 from tests.whole_buckets import WholeBuckets
-from torchddp.checks import NonFinite
+from torchddp.diagnose.nonfinite import NonFinite
 
 pytestmark = pytest.mark.beyond_torch("does not look for non-finite gradients")
 
@@ -220,7 +220,7 @@ def listen():
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("torchddp.distributed").addHandler(handler)
+    logging.getLogger("torchddp.ddp.module").addHandler(handler)
     return lines
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torchddp
 from tests.harness import run_ranks
 from tests.models import Mlp, batch, seeded, step_on
-from torchddp.watch import processes
+from torchddp.diagnose import processes
 
 TRANSPORTS = ["shm", "c10d"]
 SECONDS = 60.0

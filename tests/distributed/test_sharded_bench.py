@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchddp.bench.machine import ROOT
+from torchddp.harness.machine import ROOT
 
 
 def run(path: Path, variants: tuple[str, ...], *options: str) -> Any:

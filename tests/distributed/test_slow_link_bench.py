@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.slow_link.job import SLICE_STEPS
 from benchmarks.two_hosts.network import make_hosts
-from torchddp.bench.machine import ROOT
+from torchddp.harness.machine import ROOT
 
 # A rate at which the shortest run takes seconds.
 COMMAND = [sys.executable, "-m", "benchmarks.slow_link", "--rate", "1gbit", "--ranks-per-host", "1"]

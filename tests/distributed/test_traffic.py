@@ -18,7 +18,7 @@ from tests.harness import run_ranks
 from torchddp.optim import OSS
 from torchddp.profiler import monitor, profile
 from torchddp.traffic import Traffic, of_model
-from torchddp.transports import open_transport
+from torchddp.transport.select import open_transport
 
 WIDTH = 12
 # Elements that 1 to 4 ranks divide into whole shards (units of 128), and more bytes than travel in a slot.

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.harness import run_outcomes, run_ranks
 from torchddp import _C, DistributedDataParallel, TransportError
-from torchddp.transports import open_transport
+from torchddp.transport.select import open_transport
 
 TRANSPORTS = ["c10d", "shm"]
 WORLD_SIZES = [1, 2, 3, 4]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.harness import run_ranks
 from tests.models import Mlp, assert_grads, expected_grads, grads_of, seeded, step_on
-from torchddp.transports import CHOICE_ENV, intended_transport
+from torchddp.transport.select import CHOICE_ENV, intended_transport
 
 pytestmark = pytest.mark.beyond_torch("has no transports")
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.two_hosts.network import make_hosts
-from torchddp.bench.machine import ROOT
-from torchddp.bench.variants import TORCH_DDP
+from torchddp.harness.machine import ROOT
+from torchddp.harness.variants import TORCH_DDP
 
 COMMAND = [sys.executable, "-m", "benchmarks.two_hosts", "--model", "small", "--caps", "25"]
 

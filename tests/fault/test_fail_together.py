@@ -13,7 +13,7 @@ import torchddp
 from tests.harness import run_outcomes, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp.averaging import PeriodicAverager
-from torchddp.watch.peer_failure import PeerFailedError
+from torchddp.diagnose.peer_failure import PeerFailedError
 
 LIMIT_S = 5.0
 LONG_S = 30.0
@@ -413,14 +413,14 @@ def test_a_store_that_is_down_is_told_once(caplog):
             raise RuntimeError("connection refused")
 
     def work(rank):
-        from torchddp.watch import board
+        from torchddp.transport import board
 
         class Lost(board.Board):
             def __init__(self, *args):
                 super().__init__(*args)
                 self._store = Down()
 
-        from torchddp.watch import fail_together as module
+        from torchddp.diagnose import fail_together as module
 
         module.Board = Lost
         with caplog.at_level(logging.WARNING):

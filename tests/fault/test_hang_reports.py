@@ -18,7 +18,7 @@ import torchddp
 from tests.distributed.test_reducer_status import Branching
 from tests.harness import run_outcomes, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded, step_on
-from torchddp.watch import report
+from torchddp.diagnose import report
 
 STALL_S = 0.5
 TIMEOUT_S = 1.8  # of a reduction, less than four stalls: none is reported twice

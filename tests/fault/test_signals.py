@@ -20,7 +20,7 @@ from tests.harness import run_ranks
 from tests.models import Mlp, assert_grads, batch, grads_of, loss_of, seeded, step_on
 from torchddp import _C, TransportError
 from torchddp.averaging import StreamingDiLoCo
-from torchddp.waits import wait_for_future, wait_for_keys
+from torchddp.transport.waits import wait_for_future, wait_for_keys
 
 LIMIT_S = 120.0  # of every operation: nothing here comes near it
 SOON_S = 20.0  # a fraction of a second, on a machine that does other things

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from torchddp.bench.cases import CASES
-from torchddp.bench.machine import describe_machine
 from torchddp.bench.overlap.results import overlap_result
 from torchddp.bench.results import timed_result
 from torchddp.bench.scaling.results import scaling_result
 from torchddp.bench.startup.results import startup_result
 from torchddp.bench.step_time.results import step_time_result
-from torchddp.bench.variants import make_variants
+from torchddp.harness.machine import describe_machine
+from torchddp.harness.variants import make_variants
 
 FIELD = make_variants("torchddp.DistributedDataParallel", [], (25,))
 MODEL = {"model": "mlp", "title": "MLP", "parameters": 12, "gradient_bytes": 25_000_000}

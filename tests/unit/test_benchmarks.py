@@ -21,14 +21,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
-from torchddp.bench import cli, machine, report, results, stats, timing
+from torchddp.bench import cli, report, results, timing
 from torchddp.bench.arguments import check_names, parse_caps
 from torchddp.bench.cases import CASES, MAX_ROUNDS, MIN_ROUNDS
 from torchddp.bench.memory import parse_peak_bytes
-from torchddp.bench.models import MODELS, make_batch, make_model
 from torchddp.bench.plot import bars
 from torchddp.bench.saving import save_results
-from torchddp.bench.variants import TORCH_DDP, ArgumentError, Role, Variant, load_class, main_variant, make_variants
+from torchddp.harness import machine, stats
+from torchddp.harness.models import MODELS, make_batch, make_model
+from torchddp.harness.variants import TORCH_DDP, ArgumentError, Role, Variant, load_class, main_variant, make_variants
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = ["--ours", TORCH_DDP]

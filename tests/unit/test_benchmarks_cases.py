@@ -27,7 +27,7 @@ from torchddp.bench.scaling.plot import lines
 from torchddp.bench.scaling.results import scaling_result
 from torchddp.bench.settings import Settings
 from torchddp.bench.step_time.measure import TrainingRunner
-from torchddp.bench.variants import LOCAL, TORCH_DDP, ArgumentError
+from torchddp.harness.variants import LOCAL, TORCH_DDP, ArgumentError
 
 
 def by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

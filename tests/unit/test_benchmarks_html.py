@@ -17,7 +17,7 @@ import pytest
 from tests.unit.benchmark_results import document, exposed, overlap, scaling, startup, step_time
 from torchddp.bench.html_report import page_table, write_report
 from torchddp.bench.report import TABLES, summary_table
-from torchddp.bench.variants import TORCH_DDP, ArgumentError, load_class
+from torchddp.harness.variants import TORCH_DDP, ArgumentError, load_class
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

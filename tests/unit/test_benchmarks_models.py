@@ -14,13 +14,13 @@ from tests.unit import benchmark_models
 from torchddp.bench import cli
 from torchddp.bench.cases import CASES, DEFAULT_CASES, MODEL_NAMES
 from torchddp.bench.courses import COURSES
-from torchddp.bench.factory import load_factory
-from torchddp.bench.llama import rotate
 from torchddp.bench.measures import MEASURES
-from torchddp.bench.model_spec import run_forward
-from torchddp.bench.models import MODELS, describe_model, make_batch, make_model
 from torchddp.bench.report import NOTES, TABLES
-from torchddp.bench.variants import TORCH_DDP
+from torchddp.harness.factory import load_factory
+from torchddp.harness.llama import rotate
+from torchddp.harness.model_spec import run_forward
+from torchddp.harness.models import MODELS, describe_model, make_batch, make_model
+from torchddp.harness.variants import TORCH_DDP
 
 OWN = benchmark_models.__name__
 BRIEF = ["--seconds", "0.1", "--caps", "25", "--quick", "--ours", TORCH_DDP]

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchddp import _C, buffer_sync, distributed
+from torchddp import _C
+from torchddp.ddp import buffer_sync, module
 
 # A module of the tree: its parent, the buffers that it is given, and a module that it has as a child besides.
 Node = tuple[int, list[int], int]
@@ -75,7 +76,7 @@ def test_what_can_travel_as_bytes() -> None:
 def test_a_torch_that_has_one_word_for_both_is_told_in_that(
     monkeypatch: pytest.MonkeyPatch, forward: bool | None, both: bool | None, said: bool
 ) -> None:
-    older = distributed.TORCH_ARGUMENTS - {"forward_sync_buffers"}
-    monkeypatch.setattr(distributed, "TORCH_ARGUMENTS", older)
-    given = distributed._only_torch_arguments(broadcast_buffers=both, forward_sync_buffers=forward)
+    older = module.TORCH_ARGUMENTS - {"forward_sync_buffers"}
+    monkeypatch.setattr(module, "TORCH_ARGUMENTS", older)
+    given = module._only_torch_arguments(broadcast_buffers=both, forward_sync_buffers=forward)
     assert given == {"broadcast_buffers": said}

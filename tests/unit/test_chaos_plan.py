@@ -7,7 +7,7 @@ import pytest
 from benchmarks.chaos import cli, plan
 from benchmarks.chaos.plan import KINDS, cells, make_plan
 from benchmarks.chaos.report import table_of
-from torchddp.bench.variants import ArgumentError
+from torchddp.harness.variants import ArgumentError
 
 TRIALS = make_plan(300, 1)
 

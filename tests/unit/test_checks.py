@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from torchddp import DesyncError
-from torchddp.checks.desync import Amount, Difference, find_difference, make_error
-from torchddp.checks.hashes import hash_tensors
-from torchddp.checks.nonfinite import check_choice
-from torchddp.checks.parameters import ParameterCheck, check_parameters
+from torchddp.diagnose.desync import Amount, Difference, find_difference, make_error
+from torchddp.diagnose.hashes import hash_tensors
+from torchddp.diagnose.nonfinite import check_choice
+from torchddp.diagnose.parameters import ParameterCheck, check_parameters
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int8, torch.bool]
 

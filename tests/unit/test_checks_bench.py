@@ -11,7 +11,7 @@ from benchmarks.checks import cli
 from benchmarks.checks.field import make_field
 from benchmarks.checks.report import render
 from benchmarks.checks.results import model_result
-from torchddp.bench.machine import describe_machine
+from torchddp.harness.machine import describe_machine
 
 
 def made_up(checked_ms: float = 14.0) -> dict:

@@ -12,7 +12,7 @@ from benchmarks.compress import cli
 from benchmarks.compress.measure import COPY, FORMATS, make_calls, measure
 from benchmarks.compress.report import render
 from benchmarks.compress.results import size_result
-from torchddp.bench.machine import describe_machine
+from torchddp.harness.machine import describe_machine
 
 NAMES = [(COPY, ""), ("int8", "compress"), ("int8", "decompress")]
 

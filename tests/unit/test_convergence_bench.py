@@ -19,7 +19,7 @@ from benchmarks.convergence.results import task_result
 from benchmarks.training.methods import METHODS, ring_bytes
 from benchmarks.training.tables import bytes_text, holds_text, markdown_table
 from benchmarks.training.tasks import TASKS, digits, gpt_for_one_host, shortened
-from torchddp.bench.machine import describe_machine
+from torchddp.harness.machine import describe_machine
 
 WHATS = {name: METHODS[name].what for name in NAMES}
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from torchddp.watch import last_exception, processes, report, stacks, stall_limit
-from torchddp.watch.diagnosis import diagnose, ranks_text
-from torchddp.watch.rank_state import RankState
-from torchddp.watch.stacks import Frame
+from torchddp.diagnose import last_exception, processes, report, stacks, stall_limit
+from torchddp.diagnose.diagnosis import diagnose, ranks_text
+from torchddp.diagnose.rank_state import RankState
+from torchddp.diagnose.stacks import Frame
 
 WHO = {"host": "node1", "pid": 17, "kernel": "", "started": 0}
 TRAIN = Frame("/home/me/train.py", 88, "load", "user")

@@ -190,7 +190,7 @@ MADE = (
 )
 
 
-@pytest.mark.parametrize(("value", "module"), [("1", "torchddp.distributed"), ("0", TorchDDP.__module__)])
+@pytest.mark.parametrize(("value", "module"), [("1", "torchddp.ddp.module"), ("0", TorchDDP.__module__)])
 def test_the_variable_installs_when_torchddp_is_imported(value: str, module: str) -> None:
     done = python("-c", USE + MADE, TORCHDDP_INSTALL=value, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0 and done.stdout.strip() == module, done.stdout + done.stderr

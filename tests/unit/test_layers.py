@@ -163,12 +163,12 @@ FORBIDDEN = ("torchddp.integrations", "torchddp.cli", "torchddp.averaging", "tor
 
 
 def forbidden_modules(package_parent: Path) -> set[str]:
-    reached = reachable_modules(package_parent, "torchddp.distributed")
+    reached = reachable_modules(package_parent, "torchddp.ddp.module")
     return {name for name in reached if name.startswith(FORBIDDEN)}
 
 
 def test_distributed_knows_nothing_above_it() -> None:
-    assert module_path(ROOT, "torchddp.distributed") is not None
+    assert module_path(ROOT, "torchddp.ddp.module") is not None
     assert forbidden_modules(ROOT) == set()
 
 
@@ -178,19 +178,19 @@ def test_distributed_knows_nothing_above_it() -> None:
         "import torchddp.cli",
         "from torchddp.integrations import lightning",
         "from torchddp import averaging",
-        "from .averaging import local_sgd",
-        "def f():\n    from . import cli",
+        "from ..averaging import local_sgd",
+        "def f():\n    from .. import cli",
         "from torchddp.middle import thing",
     ],
 )
 def test_an_import_upwards_is_found(tmp_path: Path, line: str) -> None:
     package = tmp_path / "torchddp"
-    for name in ("integrations", "cli", "averaging"):
+    for name in ("integrations", "cli", "averaging", "ddp"):
         (package / name).mkdir(parents=True)
         (package / name / "__init__.py").touch()
     (package / "__init__.py").touch()
     (package / "middle.py").write_text("import torchddp.cli\n")
-    (package / "distributed.py").write_text(f"import torch\n{line}\n")
+    (package / "ddp" / "module.py").write_text(f"import torch\n{line}\n")
     assert forbidden_modules(tmp_path)
-    (package / "distributed.py").write_text("import torch\nfrom torchddp import errors\n")
+    (package / "ddp" / "module.py").write_text("import torch\nfrom torchddp import errors\n")
     assert not forbidden_modules(tmp_path)

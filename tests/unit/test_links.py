@@ -14,8 +14,8 @@ from benchmarks.links.plot import save_links
 from benchmarks.links.report import render
 from benchmarks.links.results import PAYLOAD_SHARE, place_result, predictions
 from tests.simulated import make_profile, with_host
-from torchddp.bench.machine import describe_machine
-from torchddp.planner.step_profile import LinearCost
+from torchddp.harness.machine import describe_machine
+from torchddp.plan.step_profile import LinearCost
 
 MBIT, GBIT = 10**6, 10**9
 VARIANTS = make_field((1, 25))

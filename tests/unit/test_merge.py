@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchddp import _C
-from torchddp.planner.merge import finish_s, merged_buckets
-from torchddp.planner.step_profile import LinearCost
+from torchddp.plan.merge import finish_s, merged_buckets
+from torchddp.plan.step_profile import LinearCost
 
 
 def specs(numels, dtypes=None, sparse=()):

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import run_ranks
-from torchddp import _C, nccl_setup
-from torchddp.nccl_setup import Card, meet, reason_against
-from torchddp.transports import intended_transport, open_transport
+from torchddp import _C
+from torchddp.transport import nccl
+from torchddp.transport.nccl import Card, meet, reason_against
+from torchddp.transport.select import intended_transport, open_transport
 
 CUDA = torch.device("cuda", 0)
 MINUTE = datetime.timedelta(minutes=1)
@@ -139,7 +140,7 @@ def test_a_group_that_is_bound_to_another_device_is_refused():
 def test_the_store_carries_values_between_ranks():
     def work(rank):
         group = dist.group.WORLD
-        first, second = nccl_setup.over_store(group), nccl_setup.over_store(group)
+        first, second = nccl.over_store(group), nccl.over_store(group)
         return [first({"rank": rank}), first("a"), second(rank)]
 
     expected = [[{"rank": rank} for rank in range(3)], ["a"] * 3, [0, 1, 2]]
@@ -149,7 +150,7 @@ def test_the_store_carries_values_between_ranks():
 @pytest.mark.skipif(_C.with_cuda, reason="this build has CUDA")
 def test_without_cuda_all_ranks_hear_the_same():
     def work(rank):
-        reason = nccl_setup.connect(dist.group.WORLD, CUDA, MINUTE)
+        reason = nccl.connect(dist.group.WORLD, CUDA, MINUTE)
         with pytest.raises(RuntimeError, match="transport='nccl' is impossible: rank 0, 1: .*without CUDA"):
             open_transport("nccl", dist.group.WORLD, device=CUDA)
         # auto takes the process group without asking anybody.
@@ -175,8 +176,8 @@ def fake_group(backend_name):
     backend = SimpleNamespace(name=lambda: backend_name)
     return (
         group,
-        mock.patch("torchddp.transports._backend", return_value=backend),
-        mock.patch.dict("torchddp.transports._world.pg_map", {group: (backend_name, None)}),
+        mock.patch("torchddp.transport.select._backend", return_value=backend),
+        mock.patch.dict("torchddp.transport.select._world.pg_map", {group: (backend_name, None)}),
     )
 
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchddp.optim.agreement import first_difference
-from torchddp.optim.parameter_broadcast import plan_buckets
-from torchddp.optim.partition import partition
+from torchddp.sharded.parameter_broadcast import plan_buckets
+from torchddp.sharded.partition import partition
+from torchddp.transport.agreement import first_difference
 
 NUMELS = st.lists(st.integers(0, 10_000), max_size=40)
 

@@ -34,9 +34,7 @@ def test_nothing_is_imported_before_it_is_asked_for():
 
 
 def test_distributed_does_not_know_it():
-    assert not [
-        name for name in reachable_modules(ROOT, "torchddp.distributed") if name.startswith("torchddp.parallel")
-    ]
+    assert not [name for name in reachable_modules(ROOT, "torchddp.ddp.module") if name.startswith("torchddp.parallel")]
 
 
 # --- what is refused ---

@@ -25,10 +25,10 @@ from benchmarks.sharded.report import field_table, render
 from benchmarks.sharded.results import MEMORY_KEYS, memory_result, speed_result
 from benchmarks.sharded.trainer import storage_bytes, tensors_in
 from torchddp.bench.cases import Job
-from torchddp.bench.machine import describe_machine
 from torchddp.bench.memory import parse_bytes
-from torchddp.bench.models import make_model
-from torchddp.bench.variants import ArgumentError
+from torchddp.harness.machine import describe_machine
+from torchddp.harness.models import make_model
+from torchddp.harness.variants import ArgumentError
 
 MODEL = {"model": "mlp", "title": "MLP 6 x 1024x1024", "parameters": 12, "gradient_bytes": 25_000_000}
 ALL = choose_variants(())

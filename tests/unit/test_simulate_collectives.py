@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulated import make_profile, with_host
-from torchddp.bench.variants import ArgumentError
-from torchddp.planner.step_profile import LinearCost
+from torchddp.harness.variants import ArgumentError
+from torchddp.plan.step_profile import LinearCost
 from torchddp.simulate.collectives import (
     DOUBLING,
     HIERARCHICAL,

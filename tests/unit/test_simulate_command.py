@@ -12,9 +12,9 @@ import pytest
 
 import torchddp
 from tests.simulated import make_profile, with_host
-from torchddp.bench.command import run_app
 from torchddp.cli.app import app
-from torchddp.planner.step_profile import LinearCost
+from torchddp.harness.command import run_app
+from torchddp.plan.step_profile import LinearCost
 
 # Ranks, step, exposed, efficiency: the begin of a table's row.
 ROW = r"^(\d+) +[\d.]+ +[\d.]+ +[\d.]+%"

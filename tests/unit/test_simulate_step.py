@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulated import MB, make_profile, with_host
-from torchddp.bench.variants import ArgumentError
-from torchddp.planner.merge import Buckets
-from torchddp.planner.plan import best_buckets
-from torchddp.planner.step_profile import LinearCost, StepProfile
+from torchddp.harness.variants import ArgumentError
+from torchddp.plan.candidates import DEFAULT_CAPS_MB, make_candidates
+from torchddp.plan.merge import Buckets
+from torchddp.plan.plan import best_buckets
+from torchddp.plan.step_profile import LinearCost, StepProfile
 from torchddp.simulate.collectives import ALGORITHMS, RING
 from torchddp.simulate.links import MEASURED, PRESETS, Link
 from torchddp.simulate.predict import predict
 from torchddp.simulate.step import Message, run_backward
 from torchddp.simulate.sweep import Scene, make_point, model_error, sweep
-from torchddp.tune.candidates import DEFAULT_CAPS_MB, make_candidates
 
 
 def test_three_buckets_that_hide_but_for_the_last() -> None:

@@ -16,7 +16,7 @@ from benchmarks.slow_link.plot import save_slow_link
 from benchmarks.slow_link.report import markdown, render
 from benchmarks.slow_link.results import race_result
 from benchmarks.training.methods import METHODS
-from torchddp.bench.machine import describe_machine
+from torchddp.harness.machine import describe_machine
 
 ALL_WHATS = {name: METHODS[name].what for name in NAMES}
 

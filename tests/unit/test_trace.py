@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from torchddp.bench.command import run_app
 from torchddp.cli.app import app
+from torchddp.harness.command import run_app
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,9 +84,9 @@ def test_a_plan_that_does_not_fit_is_one_sentence(
 
 @pytest.mark.thorough
 def test_a_kept_plan_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from torchddp.bench.models import make_model
-    from torchddp.planner.plan_cache import PlanKey, fingerprint, save_plan
-    from torchddp.wrapped_model import param_specs
+    from torchddp.ddp.wrapped_model import param_specs
+    from torchddp.harness.models import make_model
+    from torchddp.plan.plan_cache import PlanKey, fingerprint, save_plan
 
     named = list(make_model("mlp", 0).named_parameters())
     specs = param_specs([p for _, p in named], [name for name, _ in named], [False] * len(named))

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from torchddp.bench.command import run_app
-from torchddp.bench.page import make_page
 from torchddp.cli.app import app
-from torchddp.planner.plan_cache import PlanKey, load_plan
-from torchddp.planner.step_profile import Gradient, LinearCost, StepProfile, load_profile
-from torchddp.tune.candidates import make_candidates
-from torchddp.tune.report import answer, draw_curve, page_sections, tune_table
-from torchddp.tune.result import choose, predicted_ms, tune_document
-from torchddp.tune.sweep import TuneResult
+from torchddp.harness.command import run_app
+from torchddp.harness.page import make_page
+from torchddp.plan.candidates import make_candidates
+from torchddp.plan.plan_cache import PlanKey, load_plan
+from torchddp.plan.step_profile import Gradient, LinearCost, StepProfile, load_profile
+from torchddp.plan.sweep import TuneResult
+from torchddp.plan.tune_report import answer, draw_curve, page_sections, tune_table
+from torchddp.plan.tune_result import choose, predicted_ms, tune_document
 
 MIB = 1024 * 1024
 

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks.two_hosts import cli, launch, network, report, results, run
-from torchddp.bench import machine
-from torchddp.bench.variants import TORCH_DDP, TORCHDDP, ArgumentError, Role, Variant, make_variants
+from torchddp.harness import machine
+from torchddp.harness.variants import TORCH_DDP, TORCHDDP, ArgumentError, Role, Variant, make_variants
 
 GBIT = 1_000_000_000
 TORCH = ["--ours", TORCH_DDP]

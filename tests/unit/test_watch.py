@@ -8,9 +8,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness import run_ranks
-from torchddp.watch.board import Board
-from torchddp.watch.bounded_calls import BoundedCalls
-from torchddp.watch.watcher import watch
+from torchddp.transport.board import Board
+from torchddp.transport.bounded_calls import BoundedCalls
+from torchddp.transport.watcher import watch
 
 SOON_S = 5.0
 

@@ -13,9 +13,9 @@ from torchddp import _C
 from torchddp.averaging.parameters import Named, memory_of, sum_dtype
 from torchddp.comm_hooks.compressed_sum import sum_compressed
 from torchddp.comm_hooks.exchange import Exchange
+from torchddp.ddp.wrapped_model import param_specs
 from torchddp.errors import TransportError
 from torchddp.traffic import Traffic
-from torchddp.wrapped_model import param_specs
 
 DEFAULT_CAP_MB = 25.0
 WIRES = ("fp32", "bf16", "fp16", "int8", "int4")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchddp import _C
-from torchddp.optim.agreement import message_device, verify_agreement
+from torchddp.transport.agreement import message_device, verify_agreement
 
 Named = dict[str, torch.Tensor]
 # A module, its parameters with or without names, or an optimizer's groups.

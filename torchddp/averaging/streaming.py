@@ -14,9 +14,9 @@ from torchddp.averaging.flat import FlatBucket, FlatMean, lost_peer, plan_bucket
 from torchddp.averaging.fragments import fragment_starts, plan_fragments
 from torchddp.averaging.global_weights import OuterFactory, make_outer_factory
 from torchddp.averaging.parameters import ParamSource
-from torchddp.comm_hooks.worker import Worker
 from torchddp.traffic import Traffic
-from torchddp.waits import wait_for_future
+from torchddp.transport.waits import wait_for_future
+from torchddp.transport.worker import Worker
 
 __all__ = ["StreamingDiLoCo"]
 

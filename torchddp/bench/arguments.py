@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torchddp.bench.cases import CASES, DEFAULT_CASES, MODEL_NAMES
 from torchddp.bench.collective.operations import OPERATIONS
-from torchddp.bench.variants import ArgumentError
+from torchddp.harness.variants import ArgumentError
 
 ALL = "all"
 MAX_WORLD_SIZE = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from torchddp.bench.variants import DEFAULT_CAPS_MB, Variant
+from torchddp.harness.variants import DEFAULT_CAPS_MB, Variant
 
 # A round is one step of every variant. Below this many rounds a median says little.
 MIN_ROUNDS = 7
@@ -15,7 +15,7 @@ MAX_ROUNDS = 5000
 ALLOCATOR_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
-# The built-in models, in torchddp.bench.models; all other names are `package.module:factory`.
+# The built-in models, in torchddp.harness.models; all other names are `package.module:factory`.
 MODEL_NAMES = ("small", "mlp", "gpt", "conv", "resnet50", "gpt2", "llama")
 # Where the bucket size is not the question, torch's tuned row has torch's own default size.
 ONE_CAP_MB = (25.0,)

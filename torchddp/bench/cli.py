@@ -18,9 +18,9 @@ from torchddp.bench.arguments import (
 )
 from torchddp.bench.cases import DEFAULT_CASES, MODEL_NAMES
 from torchddp.bench.collective.operations import OPERATIONS
-from torchddp.bench.command import check_output, make_console, run_app, write_document
 from torchddp.bench.settings import Settings
-from torchddp.bench.variants import TORCHDDP
+from torchddp.harness.command import check_output, make_console, run_app, write_document
+from torchddp.harness.variants import TORCHDDP
 
 HELP = """Time DistributedDataParallel classes against each other in one launch, interleaved step by step.
 

@@ -8,16 +8,16 @@ from typing import Any
 from torchddp.bench.cases import ALLOCATOR_ENVIRONMENT, Case, Job
 from torchddp.bench.collective.operations import QUICK_SIZES_BYTES, SIZES_BYTES
 from torchddp.bench.collective.results import collective_result
-from torchddp.bench.launch import launch
-from torchddp.bench.machine import available_cores
 from torchddp.bench.overlap.results import overlap_result
-from torchddp.bench.progress import Display
 from torchddp.bench.results import memory_result, timed_result
 from torchddp.bench.scaling.results import scaling_result
 from torchddp.bench.settings import Settings
 from torchddp.bench.startup.results import startup_result
 from torchddp.bench.step_time.results import step_time_result
-from torchddp.bench.variants import Variant
+from torchddp.harness.launch import launch
+from torchddp.harness.machine import available_cores
+from torchddp.harness.progress import Display
+from torchddp.harness.variants import Variant
 
 Results = list[dict[str, Any]]
 # Case, settings, display -> the results of all models or collectives of the case.

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from torchddp.bench.cases import CASES
-from torchddp.bench.page import Block, PagePlot, PageTable, Section, figure_png, write_page
 from torchddp.bench.plot import draw_plot
 from torchddp.bench.report import NOTES, TABLES, TUNED_NOTE, case_names, origin, summaries, warnings
+from torchddp.harness.page import Block, PagePlot, PageTable, Section, figure_png, write_page
 
 TITLE = "torchddp bench"
 

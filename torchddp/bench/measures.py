@@ -12,7 +12,7 @@ from torchddp.bench.overlap.measure import time_overlap
 from torchddp.bench.startup.measure import time_startup
 from torchddp.bench.step_time.measure import time_training
 from torchddp.bench.timing import Report, time_model
-from torchddp.bench.trial import prove
+from torchddp.harness.trial import prove
 
 # By case: what a rank does for one model, or one collective.
 MEASURES: dict[str, Callable[[Job, str, Report], dict[str, Any]]] = {

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchddp.bench.cases import Job
-from torchddp.bench.models import describe_model, make_batch
 from torchddp.bench.timing import MIN_WARMUP_STEPS, Report, build_runners
+from torchddp.harness.models import describe_model, make_batch
 
 MEASURED_STEPS = 5
 

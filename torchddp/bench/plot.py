@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torchddp.bench.collective.names import IMPLEMENTATIONS
 from torchddp.bench.collective.operations import size_text
 from torchddp.bench.overlap.plot import draw_overlap
-from torchddp.bench.plot_style import COLORS, bar_panels, finish_panel, panels
 from torchddp.bench.scaling.plot import draw_scaling
-from torchddp.bench.tables import MB, ranks_text
+from torchddp.harness.plot_style import COLORS, bar_panels, finish_panel, panels
+from torchddp.harness.tables import MB, ranks_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,7 @@ from torchddp.bench.overlap import report as overlap
 from torchddp.bench.scaling import report as scaling
 from torchddp.bench.startup import report as startup
 from torchddp.bench.step_time import report as step_time
-from torchddp.bench.tables import MB, number, plain_table, ratio_text, size_text
+from torchddp.harness.tables import MB, number, plain_table, ratio_text, size_text
 
 # With more rounds than this in which noise exceeded torch's cost, a table says nothing about a goal.
 MAX_ODD_SHARE = 0.1

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from torchddp.bench.cases import Case
-from torchddp.bench.stats import paired_ratio, running_median, summarize
-from torchddp.bench.variants import Role, Variant
+from torchddp.harness.stats import paired_ratio, running_median, summarize
+from torchddp.harness.variants import Role, Variant
 
 # Rounds on either side whose local steps count too: near enough to follow the machine's drift, and enough of them that
 # the noise of one local step does not end up in every cost of its round.

@@ -10,11 +10,11 @@ from rich.console import Console
 
 from torchddp.bench.cases import CASES
 from torchddp.bench.courses import COURSES
-from torchddp.bench.machine import describe_machine
-from torchddp.bench.progress import Display, progress_bar
 from torchddp.bench.report import render
 from torchddp.bench.settings import Settings
-from torchddp.bench.variants import load_class
+from torchddp.harness.machine import describe_machine
+from torchddp.harness.progress import Display, progress_bar
+from torchddp.harness.variants import load_class
 
 
 def new_document(command: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def _check_what_is_named(settings: Settings) -> None:
         load_class(path)
     for model in settings.models:
         if ":" in model:
-            from torchddp.bench.factory import find_factory
+            from torchddp.harness.factory import find_factory
 
             find_factory(model)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchddp.bench.machine import machine_slug
 from torchddp.bench.plot import save_plot
+from torchddp.harness.machine import machine_slug
 
 SavePlot = Callable[[Sequence[dict[str, Any]], Path], None]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchddp.bench.cases import DEFAULT_WORLD_SIZES, QUICK_WORLD_SIZES, Case
-from torchddp.bench.variants import Variant, make_variants
+from torchddp.harness.variants import Variant, make_variants
 
 QUICK_SECONDS = 2.0
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchddp.bench.cases import MAX_ROUNDS, MIN_ROUNDS, Job
-from torchddp.bench.model_spec import output_is_loss, run_forward
-from torchddp.bench.models import describe_model, find_model, make_batch, make_model
-from torchddp.bench.stats import slowest_rank
-from torchddp.bench.variants import Role, Variant, load_class
+from torchddp.harness.model_spec import output_is_loss, run_forward
+from torchddp.harness.models import describe_model, find_model, make_batch, make_model
+from torchddp.harness.stats import slowest_rank
+from torchddp.harness.variants import Role, Variant, load_class
 
 # static_graph records in step 1 and rebuilds buckets in step 2, so nothing is steady before the third.
 MIN_WARMUP_STEPS = 3

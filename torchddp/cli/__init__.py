@@ -12,7 +12,7 @@ def main() -> None:
         import typer  # noqa: F401
     except ImportError:
         sys.exit(WHAT_IS_MISSING)
-    from torchddp.bench.command import run_app
     from torchddp.cli.app import app
+    from torchddp.harness.command import run_app
 
     sys.exit(run_app(app, "torchddp", sys.argv[1:]))

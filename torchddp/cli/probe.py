@@ -87,7 +87,7 @@ def _reduce(name: str, rank: int, ranks: int, store_path: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from torchddp import transports  # with the package, which registers the backend "torchddp_shm"
+    from torchddp.transport import select  # with the package, which registers the backend "torchddp_shm"
 
     probe = PROBES[name]
     store = dist.FileStore(store_path, ranks)
@@ -98,7 +98,7 @@ def _reduce(name: str, rank: int, ranks: int, store_path: str) -> None:
         if name == "shm":
             dist.all_reduce(tensor)
         else:
-            transport = transports.open_transport(name, dist.group.WORLD, device=tensor.device)
+            transport = select.open_transport(name, dist.group.WORLD, device=tensor.device)
             tensor = transport.allocate(NUMEL, like=tensor).copy_(tensor)
             work = transport.make_work()
             transport.all_reduce(tensor, work)

@@ -10,12 +10,12 @@ from rich.console import Console
 
 from torchddp.bench.arguments import check_numbers
 from torchddp.bench.cases import MODEL_NAMES
-from torchddp.bench.command import make_console
-from torchddp.bench.launch import LaunchError
-from torchddp.bench.progress import Display, progress_bar
-from torchddp.bench.ranks import RankFunction, RankJob, run_ranks, started_by_torchrun
-from torchddp.bench.tables import ranks_text
-from torchddp.bench.variants import ArgumentError
+from torchddp.harness.command import make_console
+from torchddp.harness.launch import LaunchError
+from torchddp.harness.progress import Display, progress_bar
+from torchddp.harness.ranks import RankFunction, RankJob, run_ranks, started_by_torchrun
+from torchddp.harness.tables import ranks_text
+from torchddp.harness.variants import ArgumentError
 
 MODEL_HELP = f"{', '.join(MODEL_NAMES)}, or your own by package.module:factory."
 
@@ -39,7 +39,7 @@ def check_model(model: str) -> str:
 
 def check_transport(transport: str) -> str:
     """One of the constructor's choices."""
-    from torchddp.transports import check_choice
+    from torchddp.transport.select import check_choice
 
     try:
         check_choice(transport)
@@ -73,7 +73,7 @@ def run_command(
 
     `settings` has a `world_size`; `describe(done, total)`: what the bar says.
     """
-    from torchddp.bench.subject import choose_backend, threads_each
+    from torchddp.harness.subject import choose_backend, threads_each
 
     job = RankJob(
         case=case,

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from torchddp.bench.command import check_output, make_console
-from torchddp.bench.page import write_page
-from torchddp.bench.variants import ArgumentError
 from torchddp.cli.rank_options import check_loads
-from torchddp.planner.step_profile import ProfileError, StepProfile, load_profile
+from torchddp.harness.command import check_output, make_console
+from torchddp.harness.page import write_page
+from torchddp.harness.variants import ArgumentError
+from torchddp.plan.step_profile import ProfileError, StepProfile, load_profile
 from torchddp.simulate import report
 from torchddp.simulate.collectives import ALGORITHMS, AUTO, MAX_RANKS, Layout
 from torchddp.simulate.links import MEASURED, NETWORKS, NVLINK, PRESETS, Link, parse_link
@@ -75,8 +75,8 @@ def _choose_links(asked: Sequence[str], profile: StepProfile) -> list[Link]:
 def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], scene: Scene) -> list[Point]:
     # Not before it is needed: `torchddp doctor` must start where the extension does not load.
     check_loads()
-    from torchddp.planner.plan import best_buckets
-    from torchddp.tune.candidates import DEFAULT_CAPS_MB, make_candidates
+    from torchddp.plan.candidates import DEFAULT_CAPS_MB, make_candidates
+    from torchddp.plan.plan import best_buckets
 
     candidates = make_candidates(profile, DEFAULT_CAPS_MB)
     by_cap = {candidate.cap_mb: candidate.buckets for candidate in candidates if candidate.cap_mb is not None}

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from torchddp.bench.command import check_output
-from torchddp.bench.tables import ranks_text
-from torchddp.bench.variants import ArgumentError
 from torchddp.cli.rank_options import (
     MODEL_HELP,
     check_loads,
@@ -22,6 +19,9 @@ from torchddp.cli.rank_options import (
     rank_console,
     run_command,
 )
+from torchddp.harness.command import check_output
+from torchddp.harness.tables import ranks_text
+from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ def _deliver(
     if json_path is not None:
         json_path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
     if html is not None or plot is not None:
-        from torchddp.bench.page import figure_png
         from torchddp.cli.trace_page import write_trace_page
+        from torchddp.harness.page import figure_png
         from torchddp.profiler.picture import draw
 
         below = "; ".join(sent_lines(profile.records))

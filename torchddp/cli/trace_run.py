@@ -9,11 +9,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchddp import _C
-from torchddp.bench.subject import make_subject
-from torchddp.bench.variants import ArgumentError
-from torchddp.distributed import DistributedDataParallel
-from torchddp.planner.model_plan import plan_key
-from torchddp.planner.plan_cache import load_plan
+from torchddp.ddp.module import DistributedDataParallel
+from torchddp.harness.subject import make_subject
+from torchddp.harness.variants import ArgumentError
+from torchddp.plan.model_plan import plan_key
+from torchddp.plan.plan_cache import load_plan
 from torchddp.profiler.merge import MergedProfile
 from torchddp.profiler.session import profile
 

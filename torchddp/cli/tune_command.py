@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from torchddp.bench.command import check_output
-from torchddp.bench.variants import ArgumentError
 from torchddp.cli.rank_options import (
     MODEL_HELP,
     check_loads,
@@ -21,10 +19,12 @@ from torchddp.cli.rank_options import (
     rank_console,
     run_command,
 )
+from torchddp.harness.command import check_output
+from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
 if TYPE_CHECKING:
-    from torchddp.tune.sweep import TuneResult, TuneSettings
+    from torchddp.plan.sweep import TuneResult, TuneSettings
 
 HELP = """Try bucket sizes and the planned buckets on a model and its group, and say which argument to use.
 
@@ -52,8 +52,8 @@ def check_settings(
     """What can be said before any rank starts."""
     check_loads()
     from torchddp.bench.arguments import check_numbers, parse_caps
-    from torchddp.tune.candidates import DEFAULT_CAPS_MB
-    from torchddp.tune.sweep import TuneSettings
+    from torchddp.plan.candidates import DEFAULT_CAPS_MB
+    from torchddp.plan.sweep import TuneSettings
 
     check_numbers(seconds, world_size)
     return TuneSettings(
@@ -67,7 +67,7 @@ def check_settings(
 
 def run_tune(settings: TuneSettings, console: Console) -> TuneResult | None:
     """What the ranks found; None on those of torchrun's that are not to speak."""
-    from torchddp.tune.sweep import tune_on_rank
+    from torchddp.plan.sweep import tune_on_rank
 
     result: TuneResult | None = run_command("tune", tune_on_rank, settings, console, lambda done, total: "trying")
     return result
@@ -108,13 +108,13 @@ def tune(
 
 def _document(settings: TuneSettings, result: TuneResult, command: str) -> dict[str, Any]:
     from torchddp.bench.run import new_document
-    from torchddp.tune.result import tune_document
+    from torchddp.plan.tune_result import tune_document
 
     return {**new_document(command, asdict(settings)), "results": [tune_document(result)]}
 
 
 def _show(result: dict[str, Any], console: Console) -> None:
-    from torchddp.tune.report import NOTE, answer, measured_lines, tune_table
+    from torchddp.plan.tune_report import NOTE, answer, measured_lines, tune_table
 
     console.print(tune_table(result))
     for line in (*measured_lines(result), NOTE):
@@ -123,7 +123,7 @@ def _show(result: dict[str, Any], console: Console) -> None:
 
 
 def _keep(result: TuneResult, document: dict[str, Any]) -> Path:
-    from torchddp.planner.plan_cache import PlanCacheError, PlanKey, save_plan
+    from torchddp.plan.plan_cache import PlanCacheError, PlanKey, save_plan
 
     profile = result.profile
     index = next(i for i, row in enumerate(document["candidates"]) if row["chosen"])
@@ -146,9 +146,9 @@ def _write(
     html: Path | None,
     plot: Path | None,
 ) -> None:
-    from torchddp.bench.page import figure_png, write_page
     from torchddp.bench.report import origin
-    from torchddp.tune.report import draw_curve, page_sections, title
+    from torchddp.harness.page import figure_png, write_page
+    from torchddp.plan.tune_report import draw_curve, page_sections, title
 
     found = document["results"][0]
     if profile_path is not None:

@@ -41,15 +41,15 @@ def _judge(name: str, value: str) -> Variable:
 
 
 def _check_transport(_value: str) -> None:
-    from torchddp import transports
+    from torchddp.transport import select
 
-    transports.check_choice("auto")  # reads the variable
+    select.check_choice("auto")  # reads the variable
 
 
 def _check_limit(_value: str) -> None:
-    from torchddp import transports
+    from torchddp.transport import select
 
-    transports.limit_bytes()
+    select.limit_bytes()
 
 
 def _check_capability(value: str) -> None:
@@ -64,7 +64,7 @@ def _check_install(value: str) -> None:
 
 
 def _check_stall_limit(_value: str) -> None:
-    from torchddp.watch import stall_limit
+    from torchddp.diagnose import stall_limit
 
     stall_limit.choose(None, math.inf)  # reads the variable
 

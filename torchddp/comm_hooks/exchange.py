@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchddp import _C
 from torchddp.comm_hooks.groups import make_groups
-from torchddp.watch import interruptible
+from torchddp.transport import interruptible
 
 __all__ = ["Exchange", "shard_numel"]
 

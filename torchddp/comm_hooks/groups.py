@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from torchddp import _C, group_names, transports
-from torchddp.object_exchange import gather_objects
+from torchddp import _C
+from torchddp.transport import group_names, select
+from torchddp.transport.object_exchange import gather_objects
 
 __all__ = ["Groups", "make_groups", "new_group"]
 
@@ -53,11 +54,11 @@ def make_groups(
     if process_group not in _world.pg_map:
         # torch can make no group of its ranks (torchft's): nobody else may send over it during backward.
         return Groups(_C.C10dTransport(process_group), None, process_group, is_shared=True, time_limit=timeout)
-    timeout = timeout or transports.group_timeout(process_group, device.type)
+    timeout = timeout or select.group_timeout(process_group, device.type)
     ranks = dist.get_process_group_ranks(process_group)
     group_names.even_out(process_group)
     own = new_group(ranks, device, timeout)
-    everyone = transports.open_transport("auto", own, device=device, timeout=timeout)
+    everyone = select.open_transport("auto", own, device=device, timeout=timeout)
     hosts = _hosts_to_sum_in(own, hierarchical)
     if not hosts:
         return Groups(everyone, None, own, time_limit=timeout)
@@ -65,7 +66,7 @@ def make_groups(
     place = mine.index(own.rank())
     inner_group = new_group([ranks[rank] for rank in mine], device, timeout, among_them=True)
     outer = new_group([ranks[host[place]] for host in hosts], device, timeout, among_them=True)
-    inner = transports.open_transport("auto", inner_group, device=device, timeout=timeout)
+    inner = select.open_transport("auto", inner_group, device=device, timeout=timeout)
     return Groups(everyone, inner, outer, time_limit=timeout)
 
 

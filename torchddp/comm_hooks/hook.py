@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from torchddp.comm_hooks.exchange import Exchange
 from torchddp.comm_hooks.layout import Layout, Piece, layout_of
-from torchddp.comm_hooks.worker import Worker
 from torchddp.traffic import Traffic
+from torchddp.transport.worker import Worker
 
 __all__ = ["CommHook", "Setup"]
 

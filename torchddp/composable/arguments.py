@@ -12,8 +12,8 @@ from torch.distributed._composable.contract import _get_registry
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp.composable.module import ReplicateModule, find_state
-from torchddp.distributed import DistributedDataParallel
-from torchddp.local_tensors import is_dtensor
+from torchddp.ddp.local_tensors import is_dtensor
+from torchddp.ddp.module import DistributedDataParallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchddp import _C
-from torchddp.local_tensors import is_dtensor, local_of
+from torchddp.ddp.local_tensors import is_dtensor, local_of
 
 GRADIENT_IS_LATE = 3  # callbacks in a row after which the reducer's own, which may queue another, has run
 

@@ -8,8 +8,8 @@ import torch
 from torch.nn.parallel.distributed import _find_tensors
 
 from torchddp.composable.dtensors import LocalParameters
-from torchddp.distributed import DistributedDataParallel
-from torchddp.local_tensors import local_of
+from torchddp.ddp.local_tensors import local_of
+from torchddp.ddp.module import DistributedDataParallel
 
 
 class ReplicateEngine(DistributedDataParallel):

@@ -13,7 +13,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp.composable.engine import ReplicateEngine
 from torchddp.composable.precision import ParameterCast, cast_tensors, in_backward
-from torchddp.watch import last_exception
+from torchddp.diagnose import last_exception
 
 _CALL = torch.nn.Module._call_impl.__code__
 

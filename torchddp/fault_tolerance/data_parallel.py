@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from torchddp import distributed
 from torchddp.comm_hooks import CommHook
+from torchddp.ddp import module
 from torchddp.fault_tolerance import replica_state
 from torchddp.fault_tolerance.manager_check import Manager, check_manager
 from torchddp.fault_tolerance.manager_group import ManagerGroup
@@ -17,7 +17,7 @@ from torchddp.fault_tolerance.options import check_options
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(distributed.DistributedDataParallel):
+class DistributedDataParallel(module.DistributedDataParallel):
     """`torchddp.DistributedDataParallel` under a ``torchft.Manager``: replicas may die and join between steps.
 
         manager = torchft.Manager(pg=torchft.ProcessGroupGloo(), min_replica_size=1, load_state_dict=..., ...)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchddp.distributed import DistributedDataParallel
+from torchddp.ddp.module import DistributedDataParallel
 from torchddp.integrations.extras import require
 from torchddp.sync import prepare_ddp_module, sync_context
 

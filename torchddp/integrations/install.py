@@ -30,7 +30,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C
 from torchddp._command import is_command
-from torchddp.distributed import DistributedDataParallel
+from torchddp.ddp.module import DistributedDataParallel
 
 __all__ = ["install", "installed", "uninstall"]
 

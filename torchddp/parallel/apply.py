@@ -89,7 +89,7 @@ def _apply(model: nn.Module, config: ParallelConfig, layout: Layout, mesh: Devic
         replicate = importlib.import_module("torchddp.composable").replicate
         module: nn.Module = replicate(model, mesh=mesh["dp"], init_sync=config.sync_module_states, **options)
         return module
-    from torchddp.distributed import DistributedDataParallel
+    from torchddp.ddp.module import DistributedDataParallel
 
     return DistributedDataParallel(
         model, process_group=mesh.get_group("dp"), init_sync=config.sync_module_states, **options

@@ -101,7 +101,7 @@ def _check_ddp_options(kind: str, options: Mapping[str, Any]) -> None:
     if kind == "sharded":
         from torchddp.sharded import ShardedDataParallel as Wrapper
     else:
-        from torchddp.distributed import DistributedDataParallel as Wrapper  # type: ignore[assignment]
+        from torchddp.ddp.module import DistributedDataParallel as Wrapper  # type: ignore[assignment]
     parameters = inspect.signature(Wrapper.__init__).parameters
     allowed = [name for name in parameters if name not in _NOT_FOR_USERS]
     for name in map(str, options):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from torchddp.parallel import checks
-from torchddp.waits import wait_for_work
+from torchddp.transport.waits import wait_for_work
 
 if TYPE_CHECKING:
     from torchddp.parallel.config import ParallelConfig

@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.bench.tables import number, plain_table, ranks_text
+from torchddp.harness.tables import number, plain_table, ranks_text
 from torchddp.profiler.clocks import Clock
 from torchddp.profiler.merge import MergedBucket, MergedProfile, MergedStep, RankRecord, merge, traffic_dicts
 from torchddp.profiler.steps import BucketTimes, Step

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchddp.distributed import DistributedDataParallel
-from torchddp.object_exchange import gather_objects
+from torchddp.ddp.module import DistributedDataParallel
 from torchddp.profiler import clocks
 from torchddp.profiler.chrome import chrome_trace, write_chrome_trace
 from torchddp.profiler.merge import MergedProfile, RankRecord, merge, traffic_dicts
 from torchddp.profiler.steps import BucketLayout, Layout, Layouts, Step, Steps, read_steps
 from torchddp.traffic import Traffic
+from torchddp.transport.object_exchange import gather_objects
 
 DEFAULT_STEPS = 64
 # Per step: forward_begin, backward_begin, backward_end; per bucket, of which there are at most as many as parameters:

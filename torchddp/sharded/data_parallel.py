@@ -9,15 +9,16 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from torchddp import _C, model_check, transports, wrapped_model
-from torchddp.distributed import DistributedDataParallel
-from torchddp.optim import flat_step
-from torchddp.optim.agreement import message_device, verify_agreement
-from torchddp.optim.oss import OSS
-from torchddp.pending import PendingModules, is_compiling
-from torchddp.sharded import ownership
+from torchddp import _C
+from torchddp.ddp import model_check, wrapped_model
+from torchddp.ddp.module import DistributedDataParallel
+from torchddp.sharded import flat_step, ownership
 from torchddp.sharded.flat_parameters import plan_chunks
+from torchddp.sharded.oss import OSS
 from torchddp.sharded.parameter_gather import ParameterGather
+from torchddp.sharded.pending import PendingModules, is_compiling
+from torchddp.transport import select
+from torchddp.transport.agreement import message_device, verify_agreement
 
 # Of a message with updated parameters: small enough that the first layers need not wait for the last ones.
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -121,9 +122,9 @@ class ShardedDataParallel(DistributedDataParallel):
         """Collective. The same transport for all reducers of this module."""
         if self._open is None:
             devices = [p.device for p in parameters]
-            choice = transports.intended_transport(self._transport_choice, self.process_group, devices, collective=True)
+            choice = select.intended_transport(self._transport_choice, self.process_group, devices, collective=True)
             model_check.verify_same_model(parameters, names, self.process_group, self.device, choice)
-            opened = transports.open_transport(
+            opened = select.open_transport(
                 choice, self.process_group, device=parameters[0].device, timeout=self._timeout
             )
             self._open = opened

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchddp.optim.oss import OSS
+from torchddp.sharded.oss import OSS
 
 MAX_NAMES = 8
 

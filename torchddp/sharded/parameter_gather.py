@@ -9,8 +9,8 @@ import torch
 
 from torchddp import _C
 from torchddp.errors import TransportError
-from torchddp.rank_problems import ADVICE_FOR_A_LOST_PEER
 from torchddp.sharded.flat_parameters import Chunk, ChunkPlan
+from torchddp.transport.rank_problems import ADVICE_FOR_A_LOST_PEER
 
 
 class ParameterGather:

@@ -12,8 +12,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from torchddp.bench.variants import ArgumentError
-from torchddp.planner.step_profile import LinearCost
+from torchddp.harness.variants import ArgumentError
+from torchddp.plan.step_profile import LinearCost
 from torchddp.simulate.software import Hop, ring_steps, ring_volume
 
 RING, DOUBLING, TREE, HIERARCHICAL, AUTO = "ring", "doubling", "tree", "hierarchical", "auto"

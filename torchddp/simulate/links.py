@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from torchddp.bench.variants import ArgumentError
+from torchddp.harness.variants import ArgumentError
 
 
 @dataclass(frozen=True)

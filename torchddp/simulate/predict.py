@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from torchddp.bench.variants import ArgumentError
-from torchddp.planner.merge import Buckets
-from torchddp.planner.step_profile import StepProfile
+from torchddp.harness.variants import ArgumentError
+from torchddp.plan.merge import Buckets
+from torchddp.plan.step_profile import StepProfile
 from torchddp.simulate.collectives import ALGORITHMS, AUTO, NOTHING, RING, TREE, AllReduce, Layout, all_reduce_lines
 from torchddp.simulate.links import NVLINK, Link
 from torchddp.simulate.software import make_hop, runs_on_cpu

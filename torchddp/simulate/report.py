@@ -8,9 +8,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.bench.page import PagePlot, PageTable, Section, figure_png
-from torchddp.bench.tables import number, plain_table, ranks_text
-from torchddp.planner.step_profile import StepProfile
+from torchddp.harness.page import PagePlot, PageTable, Section, figure_png
+from torchddp.harness.tables import number, plain_table, ranks_text
+from torchddp.plan.step_profile import StepProfile
 from torchddp.simulate.predict import Prediction
 from torchddp.simulate.software import NO_SOFTWARE, software_of
 from torchddp.simulate.sweep import Point, Scene, model_error
@@ -154,7 +154,7 @@ def efficiency_png(points: Sequence[Point]) -> bytes:
 
 
 def page_sections(profile: StepProfile, points: Sequence[Point], scene: Scene) -> list[Section]:
-    """The report for `torchddp.bench.page`."""
+    """The report for `torchddp.harness.page`."""
     groups = by_link(points)
     plot = PagePlot(efficiency_png(points), "Efficiency over the number of ranks, a line per link.")
     headings = [heading.replace("-\n", "").replace("\n", " ") for heading in _HEADINGS]

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchddp.bench.variants import ArgumentError
-from torchddp.planner.step_profile import StepProfile
+from torchddp.harness.variants import ArgumentError
+from torchddp.plan.step_profile import StepProfile
 from torchddp.simulate.links import Link
 
 

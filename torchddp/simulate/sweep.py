@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torchddp.planner.merge import Buckets
-from torchddp.planner.step_profile import LinearCost, StepProfile
+from torchddp.plan.merge import Buckets
+from torchddp.plan.step_profile import LinearCost, StepProfile
 from torchddp.simulate.collectives import AUTO, AllReduce, Layout
 from torchddp.simulate.links import MEASURED, NVLINK, Link
 from torchddp.simulate.predict import Prediction, make_all_reduce, predict, predict_with

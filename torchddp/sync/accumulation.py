@@ -8,8 +8,8 @@ from collections.abc import Generator
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from torchddp.ddp.sync_strategy import DDPSyncStrategy
 from torchddp.sync.context import checked_strategy, sync_context, unreduced, unwrapped
-from torchddp.sync_strategy import DDPSyncStrategy
 
 
 def accumulate(

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from torchddp import sync_strategy
-from torchddp.distributed import DistributedDataParallel
-from torchddp.sync_strategy import DDPSyncStrategy
+from torchddp.ddp import sync_strategy
+from torchddp.ddp.module import DistributedDataParallel
+from torchddp.ddp.sync_strategy import DDPSyncStrategy
 
 
 @contextmanager

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from torchddp import _C, transports
+from torchddp import _C
 from torchddp.comm_hooks.groups import new_group
 from torchddp.errors import TransportError
 from torchddp.sync.context import unwrapped
-from torchddp.watch import interruptible
+from torchddp.transport import interruptible, select
 
 __all__ = ["even_batches"]
 
@@ -92,7 +92,7 @@ class _Agreement:
         self._group = weakref.ref(process_group)  # which is what these are kept by
         own = process_group
         if process_group in _world.pg_map:
-            timeout = transports.group_timeout(process_group, "cpu")
+            timeout = select.group_timeout(process_group, "cpu")
             own = new_group(dist.get_process_group_ranks(process_group), _CPU, timeout)
         self._transport = _C.C10dTransport(own)
         self.rank: int = process_group.rank()
@@ -105,7 +105,7 @@ class _Agreement:
         return self._group()
 
     def interrupt(self, reason: str) -> None:
-        """See `torchddp.watch.interruptible`."""
+        """See `torchddp.transport.interruptible`."""
         self._transport.interrupt(reason)
 
     def start(self, said: int) -> tuple[_C.Work, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchddp.distributed import DistributedDataParallel
+from torchddp.ddp.module import DistributedDataParallel
 
 
 def prepare_ddp_module(

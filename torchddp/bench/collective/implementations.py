@@ -19,9 +19,9 @@ Made = TypeVar("Made")
 
 def open_transport(choice: str, group: Any) -> Transport:
     """A transport of ours over a process group. Raises where there is none of that name."""
-    from torchddp import transports
+    from torchddp.transport import select
 
-    return transports.open_transport(choice, group)
+    return select.open_transport(choice, group)
 
 
 class Implementation(Protocol):

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from torchddp.bench.collective.names import GLOO
 from torchddp.bench.collective.operations import size_text
-from torchddp.bench.tables import number, plain_table, ranks_text, ratio_text
+from torchddp.harness.tables import number, plain_table, ranks_text, ratio_text
 
 FOOTNOTE = (
     "collective: fp32, times of rank 0, each implementation in turn on memory of its own kind; with few rounds p99 is "

@@ -14,7 +14,7 @@ from torchddp.bench.collective.operations import (
     busbw_gb_per_s,
     roofline_us,
 )
-from torchddp.bench.stats import paired_ratio, summarize
+from torchddp.harness.stats import paired_ratio, summarize
 
 
 def _row(

@@ -9,11 +9,11 @@ from typing import Any
 import torch.distributed as dist
 
 from torchddp.bench.cases import Job
-from torchddp.bench.models import describe_model, make_batch
 from torchddp.bench.overlap.replay import Replay
 from torchddp.bench.timing import Report, Runner, build_runners, check_gradients, over_ranks, timed_rounds, wrap_copies
 from torchddp.bench.timing import warm_up as warm_up_runners
-from torchddp.bench.variants import Role
+from torchddp.harness.models import describe_model, make_batch
+from torchddp.harness.variants import Role
 
 
 @dataclass

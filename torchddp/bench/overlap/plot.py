@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchddp.bench.plot_style import COLORS, bar_panels, finish_panel
-from torchddp.bench.tables import ranks_text
+from torchddp.harness.plot_style import COLORS, bar_panels, finish_panel
+from torchddp.harness.tables import ranks_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.bench.tables import number, plain_table, size_text
+from torchddp.harness.tables import number, plain_table, size_text
 
 FOOTNOTE = (
     "overlap: compute is the bare model's step (forward and backward) and exposed what the class adds to it. comm "

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from torchddp.bench.results import added_ms, describe_variant
-from torchddp.bench.stats import paired_ratio, summarize
-from torchddp.bench.variants import Role, Variant
+from torchddp.harness.stats import paired_ratio, summarize
+from torchddp.harness.variants import Role, Variant
 
 
 def hidden_share(exposed_ms: np.ndarray, comm_ms: np.ndarray) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchddp.bench.plot_style import COLORS, finish_panel, panels
+from torchddp.harness.plot_style import COLORS, finish_panel, panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.bench.tables import number, plain_table, ranks_text, ratio_text, weight_text
+from torchddp.harness.tables import number, plain_table, ranks_text, ratio_text, weight_text
 
 FOOTNOTE = (
     "scaling: training steps as in step_time, a launch for each number of ranks. Efficiency is the step of one rank "

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchddp.bench.step_time.results import compared_rows
-from torchddp.bench.variants import Variant
+from torchddp.harness.variants import Variant
 
 
 def scaling_result(variants: Sequence[Variant], raws: Mapping[int, dict[str, Any]], cores: int) -> dict[str, Any]:

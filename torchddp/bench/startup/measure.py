@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchddp.bench.cases import Job
-from torchddp.bench.models import describe_model, make_batch, make_model
 from torchddp.bench.timing import (
     Report,
     Runner,
@@ -26,7 +25,8 @@ from torchddp.bench.timing import (
     start_together,
     wrap_copies,
 )
-from torchddp.bench.variants import Variant
+from torchddp.harness.models import describe_model, make_batch, make_model
+from torchddp.harness.variants import Variant
 
 STEPS = 2
 

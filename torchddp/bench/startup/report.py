@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchddp.bench.startup.results import CLOCKS
-from torchddp.bench.tables import number, plain_table, ratio_text, size_text
+from torchddp.harness.tables import number, plain_table, ratio_text, size_text
 
 FOOTNOTE = (
     "startup: p50 in ms of the slowest rank, every variant built anew in each round, in a process that has built "

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchddp.bench.results import best_torch, describe_variant
-from torchddp.bench.stats import paired_ratio, summarize
-from torchddp.bench.variants import Variant
+from torchddp.harness.stats import paired_ratio, summarize
+from torchddp.harness.variants import Variant
 
 CLOCKS = ("constructor_ms", "first_step_ms", "second_step_ms")
 

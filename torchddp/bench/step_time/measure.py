@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from torchddp.bench.cases import Job
-from torchddp.bench.model_spec import run_forward
 from torchddp.bench.timing import Report, Runner, build_runners_of, start_together, time_runners
+from torchddp.harness.model_spec import run_forward
 
 
 @dataclass

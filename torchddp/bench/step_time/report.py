@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.bench.tables import number, plain_table, ratio_text, size_text
+from torchddp.harness.tables import number, plain_table, ratio_text, size_text
 
 FOOTNOTE = (
     "step_time: gradients dropped, forward, backward and SGD (learning rate 0: the same work, and weights stay equal), "

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from torchddp.bench.results import best_torch, describe_variant
-from torchddp.bench.stats import paired_ratio, summarize
-from torchddp.bench.variants import Variant
+from torchddp.harness.stats import paired_ratio, summarize
+from torchddp.harness.variants import Variant
 
 
 def compared_rows(variants: Sequence[Variant], times_ms: np.ndarray) -> tuple[str, list[dict[str, Any]]]:

@@ -20,7 +20,7 @@ from accelerate.utils import (
 )
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from torchddp.distributed import DistributedDataParallel
+from torchddp.ddp.module import DistributedDataParallel
 from torchddp.integrations.accelerate.options import TorchDDPKwargs, merge
 
 # Other ways to distribute a model: their arguments, and the variable that `accelerate launch` sets for each.

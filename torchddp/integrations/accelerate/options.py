@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
-from torchddp import bucket_sizes, comm_hooks, sync_strategy, transports
-from torchddp.checks import nonfinite
-from torchddp.sync_strategy import DDPSyncStrategy
-from torchddp.watch import stall_limit
+from torchddp import comm_hooks
+from torchddp.ddp import bucket_sizes, sync_strategy
+from torchddp.ddp.sync_strategy import DDPSyncStrategy
+from torchddp.diagnose import nonfinite, stall_limit
+from torchddp.transport import select
 
 # What Accelerate does itself, once the model is wrapped.
 _FOR_REGISTERING = ("comm_wrapper", "comm_state_option")
@@ -61,7 +62,7 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
 
     def __post_init__(self) -> None:
         bucket_sizes.check_caps(self.bucket_cap_mb, None)
-        transports.check_choice(self.transport)
+        select.check_choice(self.transport)
         nonfinite.check_choice(self.find_nonfinite)
         stall_limit.check(self.stall_report_s)
         sync_strategy.choose(self.sync, self.find_unused_parameters)

@@ -11,7 +11,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from torchddp.distributed import DistributedDataParallel
+from torchddp.ddp.module import DistributedDataParallel
 from torchddp.integrations.lightning.options import check_options
 from torchddp.integrations.lightning.together import FabricProcesses, FabricScripts, FailsTogether
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from torchddp.optim.oss import OSS
+from torchddp.sharded.oss import OSS
 
 __all__ = ["follow", "shard"]
 

@@ -11,9 +11,9 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from torchddp.integrations.lightning.optimizers import follow, shard
 from torchddp.integrations.lightning.strategy import TorchDDPStrategy
-from torchddp.optim.grad_scaling import ShardedGradScaler
-from torchddp.optim.oss import OSS
 from torchddp.sharded import ShardedDataParallel
+from torchddp.sharded.grad_scaling import ShardedGradScaler
+from torchddp.sharded.oss import OSS
 
 __all__ = ["TorchDDPShardedStrategy"]
 

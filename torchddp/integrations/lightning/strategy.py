@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import _augment_message
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from torchddp.distributed import DistributedDataParallel
+from torchddp.ddp.module import DistributedDataParallel
 from torchddp.integrations.lightning.options import check_options
 from torchddp.integrations.lightning.together import FailsTogether, TrainerProcesses, TrainerScripts
 

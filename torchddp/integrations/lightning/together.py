@@ -12,7 +12,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as T
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as TrainerSubprocess
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
-from torchddp.watch.fail_together import FailTogether, fail_together
+from torchddp.diagnose.fail_together import FailTogether, fail_together
 
 __all__ = [
     "FabricProcesses",

@@ -1,0 +1,1 @@
+"""DistributedDataParallel: torch's module over the compiled reducer."""

@@ -1,0 +1,177 @@
+"""What ``model._get_ddp_logging_data()`` reports: torch's fields, filled from the reducer."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from torchddp import _C
+
+if TYPE_CHECKING:
+    from torchddp.ddp.ddp_construction import DDPConstruction
+
+_ENVIRONMENT = {
+    "master_port": "MASTER_PORT",
+    "master_addr": "MASTER_ADDR",
+    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
+    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
+    "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
+    "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
+}
+# torch's ProcessGroupGloo default, which it does not expose.
+_GLOO_THREADS = 2
+_ALWAYS_SAMPLED = 10
+_NCCL_ENVIRONMENT = {
+    "nccl_socket_ifname": "NCCL_SOCKET_IFNAME",
+    "nccl_blocking_wait": "TORCH_NCCL_BLOCKING_WAIT",
+    "nccl_async_error_handling": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "nccl_debug": "NCCL_DEBUG",
+    "nccl_nthreads": "NCCL_NTHREADS",
+    "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
+}
+
+
+@dataclass
+class DDPLoggingData:
+    """The shape of torch's C++ struct of the same name."""
+
+    strs_map: dict[str, str] = field(default_factory=dict)
+    ints_map: dict[str, int] = field(default_factory=dict)
+
+
+class DDPLogger(dist.Logger):
+    """A ``torch.distributed.Logger`` that reads its fields off our reducer, when somebody asks.
+
+    torch's functions that log through a DDP logger take only its own class, which takes only its own reducer: the
+    base holds one over a single number that never gets a gradient.
+    """
+
+    def __init__(self, reducer: _C.Reducer, process_group: Any) -> None:
+        self._anchor = dist.Reducer([torch.zeros(1, requires_grad=True)], [[0]], [4], process_group)
+        super().__init__(self._anchor)
+        self._reducer = reducer
+        self._sample_rate = 100
+        self._fixed = DDPLoggingData()
+        self._events = DDPLoggingData()
+
+    def rebind(self, process_group: Any) -> None:
+        """Let go of the old process group."""
+        self._anchor._update_process_group(process_group)
+        self._fixed.ints_map.update(world_size=process_group.size(), rank=process_group.rank())
+
+    def set_sample_rate(self, sample_rate: int) -> None:
+        self._sample_rate = sample_rate
+
+    def log_construction(self, ddp: DDPConstruction, parameters: list[Any]) -> None:
+        """Take down what does not change after construction."""
+        # Groups that torch does not know (torchft's) have their own word for it.
+        known = ddp.process_group in _world.pg_map
+        backend = dist.get_backend(ddp.process_group) if known else ddp.process_group.name()
+        dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters)
+        strings = self._fixed.strs_map
+        strings["module_name"] = type(ddp.module).__name__
+        strings["device_ids"] = ", ".join(str(d) for d in ddp.device_ids or [])
+        strings["backend_name"] = backend
+        strings["dtypes"] = ", ".join(_TORCH_DTYPE_NAMES.get(d, d) for d in dtypes)
+        environment = _ENVIRONMENT | (_NCCL_ENVIRONMENT if "nccl" in backend else {})
+        strings.update({key: os.environ.get(variable, "N/A") for key, variable in environment.items()})
+        strings["bucket_sizes"] = self._bucket_sizes()
+        strings["bucket_caps_bytes"] = ", ".join(map(str, ddp._bucket_caps_bytes))  # those in force; the last repeats
+        self._fixed.ints_map.update(
+            world_size=ddp.process_group.size(),
+            rank=ddp.process_group.rank(),
+            output_device=-1 if ddp.output_device is None else ddp.output_device,
+            broadcast_buffers=int(ddp.broadcast_buffers),
+            has_sync_bn=int(ddp._has_sync_batch_norm),
+            bucket_cap_bytes=ddp.bucket_bytes_cap,
+            find_unused_parameters=int(ddp.find_unused_parameters),
+            gradient_as_bucket_view=int(ddp._views_asked_for),  # what the user said; the next field is what is done
+            gradients_are_bucket_views=int(ddp.gradient_as_bucket_view),
+            is_multi_device_module=int(ddp.is_multi_device_module),
+            num_parameter_tensors=len(parameters),
+            total_parameter_size_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        )
+        if backend == "gloo":
+            self._fixed.ints_map["gloo_num_threads"] = _GLOO_THREADS
+
+    def _bucket_sizes(self) -> str:
+        return ", ".join(str(bucket.nbytes) for bucket in self._reducer.plan.buckets)
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Nothing to do: see the class."""
+
+    def set_error_and_log(self, error: str) -> None:
+        self._events.ints_map["has_error"] = 1
+        self._events.strs_map["error"] = error
+
+    def _set_comm_hook_name(self, comm_hook: str) -> None:
+        self._events.strs_map["comm_hook"] = comm_hook
+
+    def _set_uneven_input_join(self) -> None:
+        self._events.ints_map["join_uneven_inputs"] = 1
+
+    def _set_static_graph(self) -> None:
+        self._events.ints_map["static_graph"] = 1
+
+    def _sampled_iteration(self, iteration: int) -> int:
+        """The last iteration up to this one that is sampled: the first ten, then every ``sample_rate``-th."""
+        return (
+            iteration
+            if iteration <= _ALWAYS_SAMPLED
+            else max(_ALWAYS_SAMPLED, iteration - iteration % self._sample_rate)
+        )
+
+    def _get_ddp_logging_data(self) -> Any:
+        reducer = self._reducer
+        stats = dict(reducer.stats())
+        steps_finished = stats.pop("finished")
+        data = DDPLoggingData(dict(self._fixed.strs_map), dict(self._fixed.ints_map))
+        begun = stats.pop("iteration")
+        data.ints_map["iteration"] = self._sampled_iteration(max(0, begun - 1))
+        # As torch, not counting the order measured with unused parameters: num_bucket_rebuilds counts that too.
+        rebuilt = reducer.has_rebuilt_buckets
+        static = self._events.ints_map.get("static_graph", 0)
+        if steps_finished:
+            data.ints_map.update(stats)
+            data.ints_map["num_bucket_rebuilds"] = int(rebuilt)
+            data.ints_map["has_rebuilt_buckets"] = int(
+                rebuilt and (static or not data.ints_map["find_unused_parameters"])
+            )
+            data.ints_map["unused_parameter_size"] = reducer.unused_bytes()
+            data.strs_map["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.grad_ready_order()))
+        if rebuilt:
+            data.strs_map["rebuilt_bucket_sizes"] = self._bucket_sizes()
+            data.strs_map["rebuilt_per_bucket_param_indices"] = ", ".join(
+                " ".join(map(str, bucket.params)) for bucket in reducer.plan.buckets
+            )
+        if not static:
+            data.ints_map["can_set_static_graph"] = int(reducer.graph_has_been_static())
+        data.strs_map["transport"] = reducer.transport_name
+        self._add_errors(data)
+        data.strs_map.update(self._events.strs_map)
+        data.ints_map.update(self._events.ints_map)
+        return data
+
+    def _add_errors(self, data: DDPLoggingData) -> None:
+        # Through the base class come errors of torch's own functions that were given this logger.
+        torch_data = super()._get_ddp_logging_data()
+        error = self._reducer.last_error() or torch_data.strs_map.get("error", "")
+        if error:
+            data.ints_map["has_error"] = 1
+            data.strs_map["error"] = error
+
+
+# torch logs C++ type names.
+_TORCH_DTYPE_NAMES = {
+    "float32": "float",
+    "float64": "double",
+    "float16": "c10::Half",
+    "bfloat16": "c10::BFloat16",
+    "complex64": "c10::complex<float>",
+    "complex128": "c10::complex<double>",
+}

@@ -1,0 +1,202 @@
+"""From what ranks say of themselves to who holds up whom. Pure: no process is looked at here, nothing is sent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchddp.diagnose import stacks
+from torchddp.diagnose.rank_state import GONE, STOPPED, RankState
+
+_SHOWN_RANKS = 4
+_SHOWN_NAMES = 3
+# An exception explains a stall if it is not much older than the wait.
+_EXCEPTION_SLACK_S = 5.0
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A rank that others wait for, and why: 'has not produced ...; it left backward with ...'."""
+
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Why the ranks stand still.
+
+    Attributes:
+        culprits: those that are waited for; none if all wait for each other.
+        waiting: ranks that wait, and for how long the one that waits longest.
+        waits_for: what those wait for, with its bucket and step.
+    """
+
+    step: int
+    culprits: list[Culprit]
+    waiting: list[int]
+    waited_s: float
+    waits_for: str
+
+    @property
+    def headline(self) -> str:
+        """One sentence."""
+        waits = f"{ranks_text(self.waiting)} {_have(self.waiting)} waited {self.waited_s:.3g} s"
+        if not self.culprits:
+            return f"{waits} for {self.waits_for}, and no rank is known to be missing: the network, or a rank's device?"
+        shown = "; ".join(f"rank {culprit.rank} {culprit.why}" for culprit in self.culprits[:_SHOWN_RANKS])
+        if len(self.culprits) > _SHOWN_RANKS:
+            rest = [culprit.rank for culprit in self.culprits[_SHOWN_RANKS:]]
+            shown += f"; {ranks_text(rest)} likewise hold{'s' if len(rest) == 1 else ''} up the others"
+        return f"{shown}; {waits}"
+
+
+def diagnose(states: list[RankState]) -> Finding:
+    """The finding, of the states of all ranks that something is known of; at least one of them waits."""
+    waiting = [state for state in states if state.waits]
+    # Whoever waits in the newest step has done the most; of those, what is waited for first.
+    front = max((state.step for state in waiting), default=0)
+    first = min((state for state in waiting if state.step == front), key=lambda state: (state.bucket < 0, state.bucket))
+    model = _common_digest(states)
+    culprits = []
+    for state in states:
+        why = _why(state, first, states, model)
+        if why:
+            culprits.append(Culprit(state.rank, why))
+    held = {culprit.rank for culprit in culprits}
+    stuck = [state.rank for state in waiting if state.rank not in held] or [state.rank for state in waiting]
+    longest = max(state.waited_s for state in waiting if state.rank in stuck)
+    return Finding(front, culprits, stuck, longest, _waits_for(first))
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """'rank 3', 'ranks 0-2 and 5'."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [part for run in runs for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(r) for r in run])]
+    joined = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {joined}"
+
+
+def _have(ranks: list[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _waits_for(state: RankState) -> str:
+    if state.bucket < 0:
+        return f"{state.waits_for} (step {state.step})"
+    return f"{state.waits_for} of bucket {state.bucket} of {state.num_buckets} (step {state.step})"
+
+
+def _common_digest(states: list[RankState]) -> str:
+    counts = Counter(state.digest for state in states if state.digest)
+    return counts.most_common(1)[0][0] if counts else ""
+
+
+def _why(state: RankState, first: RankState, states: list[RankState], model: str) -> str:
+    """Why `first` waits for this rank; empty if it does not."""
+    if not state.answered:
+        return _silent(state)
+    if state.digest and state.digest != model:
+        return _other_model(state, next(other for other in states if other.digest == model))
+    if state.step != first.step:
+        return _other_step(state, first, states)
+    if state.waits:
+        same = (state.waits_for, state.bucket >= 0) == (first.waits_for, first.bucket >= 0)
+        return "" if same or state.bucket >= 0 else f"waits for {_waits_for(state)} instead"
+    return _same_step(state, first)
+
+
+def _silent(state: RankState) -> str:
+    process = f" (process {state.who['pid']} on {state.who['host']})" if state.who else ""
+    if state.left:
+        return f"has left the training{process}: {state.left}"
+    if state.alive == GONE:
+        return f"is dead: its process is gone{process}"
+    if state.alive == STOPPED:
+        return f"is stopped, by a signal or a debugger{process}"
+    busy = ": its Python threads don't run" if state.alive else ""
+    return f"does not answer{busy}{process}"
+
+
+def _other_model(state: RankState, common: RankState) -> str:
+    text = f"wraps another model than rank {common.rank}"
+    mine, theirs = state.parameters, common.parameters
+    if mine is None or theirs is None:
+        return text
+    if len(mine) == len(theirs):
+        index = next(i for i, (own, other) in enumerate(zip(mine, theirs, strict=True)) if own != other)
+        return f"{text}: its parameter {index} is {mine[index]}, not {theirs[index]}"
+    text = f"{text}: {len(mine)} parameters, not {len(theirs)}"
+    for one, other, whose in ((mine, theirs, "it alone has"), (theirs, mine, "it lacks")):
+        if extra := [parameter for parameter in one if parameter not in set(other)]:
+            text += f"; {whose} {extra[0]}" + (f" and {len(extra) - 1} more" if len(extra) > 1 else "")
+    return text
+
+
+def _other_step(state: RankState, first: RankState, states: list[RankState]) -> str:
+    there = [other.rank for other in states if other.answered and other.step == first.step]
+    text = f"is at step {state.step} ({ranks_text(there)} {'is' if len(there) == 1 else 'are'} at {first.step})"
+    if state.waits:
+        text += f" and waits there for {_waits_for(state)}"
+    elif state.step < first.step and state.phase == "idle":
+        text += ", which it has finished: it is late, has skipped a batch, or has none left"
+    elif state.step < first.step:
+        text += f", in {state.phase}: it is late, or has begun one batch less"
+    else:
+        text += ": it runs a batch more"
+    return text + _exception(state, first) + _activity(state)
+
+
+def _same_step(state: RankState, first: RankState) -> str:
+    if state.armed and state.missing:
+        bucket = first.bucket if first.bucket in state.missing else min(state.missing)
+        names = state.missing[bucket]
+        listed = ", ".join(names[:_SHOWN_NAMES])
+        if len(names) > _SHOWN_NAMES:
+            listed += f" and {len(names) - _SHOWN_NAMES} more"
+        text = f"has not produced {listed} (bucket {bucket} of {state.num_buckets}, step {state.step})"
+        if state.backward == "failed":
+            return f"{text}; it left backward with {_first_line(state.backward_error)}{_activity(state)}"
+        if state.backward == "ended":
+            every = [name for names in state.missing.values() for name in names]
+            more = f" and {len(every) - _SHOWN_NAMES} more" if len(every) > _SHOWN_NAMES else ""
+            told = f"; its backward ended without {', '.join(every[:_SHOWN_NAMES])}{more}"
+            return f"{text}{told}{_activity(state)}"
+        begun = "" if state.backward == "running" else "; its backward has produced none yet"
+        return text + begun + _exception(state, first) + _activity(state)
+    if state.phase == "forward":
+        return f"has not ended the forward of step {state.step}{_exception(state, first)}{_activity(state)}"
+    if state.phase == "backward":
+        return f"has all gradients of step {state.step}, and is not through with them{_activity(state)}"
+    failed = f", which failed there: {_first_line(state.error)}" if state.error and state.phase == "idle" else ""
+    if state.phase == "idle" and not failed:
+        failed = ", as if all were reduced"
+    return f"has left step {state.step}{failed}{_exception(state, first)}{_activity(state)}"
+
+
+def _exception(state: RankState, first: RankState) -> str:
+    told = state.exception
+    if told is None or told["age_s"] > first.waited_s + _EXCEPTION_SLACK_S:
+        return ""
+    text = _first_line(f"{told['type']}: {told['message']}")
+    return f"; it handles {text}" if told["where"] == "handled" else f"; it left {told['where']} with {text}"
+
+
+def _activity(state: RankState) -> str:
+    within = stacks.collective(state.stack)
+    if within:
+        return f"; it is in {within}"
+    user = stacks.user_part(state.stack)
+    if not user:
+        return ""
+    return f"; it is at {Path(user[-1].file).name}:{user[-1].line} in {user[-1].function}"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:200]

@@ -1,0 +1,190 @@
+"""Where infinite and NaN gradients come from: which rank, parameter and step was first."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchddp.transport.board import Board
+from torchddp.transport.own_process import OwnProcess
+from torchddp.transport.watcher import Task, watch
+
+__all__ = ["NonFinite", "NonFiniteFinder", "check_choice"]
+
+logger = logging.getLogger("torchddp.ddp.module")
+
+LOOK_EVERY_S = 0.5
+RAISE = "raise"
+_LISTED = 8
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A gradient of one rank, before it was averaged, that was not finite."""
+
+    step: int  # synchronised forwards, from 1
+    rank: int
+    parameter: str
+    count: int | None  # its elements (parts of complex ones) that are infinite or NaN; None: not counted, on a device
+
+    def __str__(self) -> str:
+        return f"'{self.parameter}'" + ("" if self.count is None else f" ({self.count} values)")
+
+
+def check_choice(choice: bool | str) -> None:
+    """ValueError unless ``find_nonfinite`` is False, True or "raise"."""
+    if choice not in (False, True, RAISE):
+        raise ValueError(f'find_nonfinite must be False, True or "raise", got {choice!r}')
+
+
+class NonFiniteFinder:
+    """Tells the log, and the other ranks, of what the reducer has found.
+
+    Nothing is sent while all gradients are finite, and nothing here is collective: ranks post on a `Board`, whenever
+    they come to it, and rank 0 looks there now and then.
+
+    Args:
+        model: held weakly; what ends the looking is its end.
+        names: of the reducer's parameters.
+        process_group: None: keep to this rank (copies of a model, which one rank alone may make).
+    """
+
+    def __init__(self, model: Any, names: Sequence[str], rank: int, process_group: Any) -> None:
+        self._model = weakref.ref(model)
+        self._names = list(names)
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._home = OwnProcess()
+        self._version = 0
+        self._own: list[NonFinite] = []
+        self._warned_step = 0
+        self._posted: object = None  # the last post that this rank has seen
+        self._news = False
+        self._told: set[tuple[int, int]] = set()  # rank and first step of what rank 0 has logged
+        self._board = self._open_board(process_group)
+        self._task: Task | None = watch(self._look, LOOK_EVERY_S) if self._board is not None else None
+
+    def close(self) -> None:
+        """No more looking; what was found stays readable."""
+        if self._task is not None:
+            self._task.close()
+
+    def look_here(self) -> None:
+        """Logs and posts what this rank has found since the last call. Costs next to nothing if that is nothing."""
+        model = self._model()
+        if model is None:
+            return
+        version = model.reducer.nonfinite_version()
+        if version == self._version or not self._home.is_here:
+            return
+        with self._lock:
+            if version == self._version:
+                return
+            self._version = version
+            self._own = [
+                NonFinite(step, self._rank, self._names[param], count if count >= 0 else None)
+                for step, param, count in model.reducer.nonfinite()
+            ]
+            self._warn()
+            self._post()
+
+    def found(self) -> list[NonFinite]:
+        """What all ranks have posted, and this one has found, by step and rank."""
+        self.look_here()
+        everyone = [self._own] if self._board is None else [*self._read()]
+        return sorted((one for own in everyone for one in own), key=lambda one: (one.step, one.rank))
+
+    def _open_board(self, process_group: Any) -> Board | None:
+        if process_group is None or process_group.size() == 1:
+            return None
+        try:
+            return Board(process_group, "nonfinite")
+        except RuntimeError as error:
+            logger.warning("find_nonfinite: rank %d can't tell the others what it finds: %s", self._rank, error)
+            return None
+
+    def _warn(self) -> None:
+        first = self._own[0].step
+        if first == self._warned_step:  # the same episode goes on: the weights may be spoiled by now
+            return
+        self._warned_step = first
+        sources = [one for one in self._own if one.step == first]
+        logger.warning(
+            "rank %d, step %d: gradients of %d parameters are infinite or NaN on this rank before they are averaged: "
+            "%s. Later steps are not reported until a step was free of them.",
+            self._rank,
+            first,
+            len(sources),
+            _listed(sources),
+        )
+
+    def _post(self) -> None:
+        if self._board is None:
+            return
+        try:
+            self._board.post_own("found", [[one.step, one.parameter, one.count] for one in self._own])
+            self._board.post("last", [self._rank, self._version])
+        except RuntimeError as error:
+            logger.warning("find_nonfinite: rank %d can't tell the others what it found: %s", self._rank, error)
+
+    def _read(self) -> list[list[NonFinite]]:
+        assert self._board is not None
+        try:
+            posted = self._board.read_of_ranks("found")
+        except RuntimeError:
+            return [self._own]
+        others = [
+            [NonFinite(step, rank, parameter, count) for step, parameter, count in found or ()]
+            for rank, found in enumerate(posted)
+        ]
+        others[self._rank] = self._own
+        return others
+
+    # --- by the watcher's thread ---
+
+    def _look(self) -> None:
+        if self._model() is None:
+            self.close()
+            return
+        self.look_here()
+        if self._rank != 0 or self._board is None:
+            return
+        try:
+            last = self._board.read("last")
+        except RuntimeError:  # the store's host is gone: so is the job
+            self.close()
+            return
+        if last != self._posted:  # others may post of the same step: tell all of them together
+            self._posted, self._news = last, True
+        elif self._news:
+            self._news = False
+            self._tell()
+
+    def _tell(self) -> None:
+        starts = {(found[0].rank, found[0].step): found for found in self._read() if found}
+        news = {start: found for start, found in starts.items() if start not in self._told}
+        self._told = set(starts)
+        if not news:
+            return
+        first = min(step for _, step in news)
+        sources = "; ".join(
+            f"rank {rank}: {_listed([one for one in found if one.step == step])}"
+            for (rank, step), found in sorted(news.items())
+            if step == first
+        )
+        later = [str(rank) for rank, step in sorted(news) if step > first]
+        logger.warning(
+            "Infinite or NaN gradients began in step %d. %s%s",
+            first,
+            sources,
+            f". In later steps also on rank {', '.join(later)}" if later else "",
+        )
+
+
+def _listed(found: Sequence[NonFinite]) -> str:
+    more = len(found) - _LISTED
+    return ", ".join(map(str, found[:_LISTED])) + (f" and {more} more" if more > 0 else "")

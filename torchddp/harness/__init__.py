@@ -1,0 +1,1 @@
+"""What benchmarks and the commands share: launches, models, tables, pages."""

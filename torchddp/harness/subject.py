@@ -1,0 +1,78 @@
+"""The model that a command looks at, wrapped, on the device of its rank."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchddp.ddp.module import DistributedDataParallel
+from torchddp.errors import TransportError
+from torchddp.harness.factory import one_line
+from torchddp.harness.machine import available_cores
+from torchddp.harness.model_spec import run_forward
+from torchddp.harness.models import find_model, make_batch, make_model
+from torchddp.harness.trial import prove
+from torchddp.harness.variants import ArgumentError
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A wrapped model and its step: zero the gradients, forward, backward. `step(i)` takes batch i of this rank."""
+
+    model: DistributedDataParallel
+    device: torch.device
+    step: Callable[[int], None]
+
+
+def local_ranks(world_size: int) -> int:
+    """How many ranks share this host: torchrun says so, else all do."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def choose_backend(world_size: int) -> str:
+    """NCCL if each rank of this host can have a GPU of its own, gloo on the CPU otherwise."""
+    return "nccl" if 0 < local_ranks(world_size) <= torch.cuda.device_count() else "gloo"
+
+
+def threads_each(world_size: int) -> int:
+    """Threads of a rank that this machine starts: the cores are shared out. torchrun's ranks have their own count."""
+    return max(1, available_cores() // local_ranks(world_size))
+
+
+def make_subject(name: str, seed: int, *, bucket_cap_mb: float | str | None = None, transport: str = "auto") -> Subject:
+    """Collective: wrap a built-in model, or the user's own by `package.module:factory` (ArgumentError if it fails)."""
+    rank = dist.get_rank()
+    if ":" in name:
+        prove(name, seed)
+    module = make_model(name, seed)
+    device = torch.device("cpu")
+    if dist.get_backend() == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+        module.to(device)
+    # With device_ids batches are moved there too.
+    device_ids = None if device.index is None else [device.index]
+    try:
+        model = DistributedDataParallel(module, device_ids=device_ids, bucket_cap_mb=bucket_cap_mb, transport=transport)
+    except (ValueError, RuntimeError) as error:
+        if transport == "auto" or isinstance(error, TransportError):
+            raise
+        raise ArgumentError(f"--transport {transport}: {one_line(error)}.") from error
+    loss_of = find_model(name, seed).loss
+
+    # Making a batch is no part of a step that is repeated.
+    @functools.lru_cache(maxsize=2)
+    def batch(index: int) -> Any:
+        return make_batch(name, seed, rank, index)
+
+    def step(index: int) -> None:
+        model.zero_grad(set_to_none=True)
+        loss_of(run_forward(model, batch(index))).backward()
+
+    return Subject(model, device, step)

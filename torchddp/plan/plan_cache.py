@@ -1,0 +1,112 @@
+"""Plans on disk, by what they were measured for: the model, the group and what carries its buckets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchddp import _C
+from torchddp.plan.merge import Buckets
+from torchddp.whole_file import write_whole
+
+logger = logging.getLogger("torchddp.ddp.module")
+
+CACHE_ENV = "TORCHDDP_CACHE_DIR"
+FORMAT = 1
+_KIND = "torchddp bucket plan"
+
+
+class PlanCacheError(ValueError):
+    """A cached plan that cannot be used; the message is one sentence."""
+
+
+def fingerprint(specs: Sequence[_C.ParamSpec], device_type: str) -> str:
+    """Of names, sizes, dtypes, devices and layouts of the parameters that are reduced, in their order."""
+    text = json.dumps([device_type, [[s.name, s.numel, s.itemsize, s.dtype, s.device, s.sparse] for s in specs]])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class PlanKey:
+    """What a plan was measured for."""
+
+    fingerprint: str  # of the model
+    world_size: int
+    ranks_per_host: int
+    transport: str
+    backend: str  # of the process group
+
+    @property
+    def path(self) -> Path:
+        """Where such a plan is kept. PlanCacheError if there is no place for one."""
+        group = f"{self.world_size}-{self.ranks_per_host}-{self.transport}-{self.backend}"
+        return cache_folder() / f"plan-{self.fingerprint}-{group}.json"
+
+
+def cache_folder() -> Path:
+    """``TORCHDDP_CACHE_DIR``, or ``torchddp`` in the user's cache folder."""
+    if chosen := os.environ.get(CACHE_ENV):
+        return Path(chosen)
+    if chosen := os.environ.get("XDG_CACHE_HOME"):
+        return Path(chosen) / "torchddp"
+    try:
+        return Path.home() / ".cache" / "torchddp"
+    except RuntimeError as error:  # a user without a home, as in some containers
+        raise PlanCacheError(f"There is no folder for plans ({error}); set {CACHE_ENV} to one.") from error
+
+
+def save_plan(path: Path, buckets: Buckets, key: PlanKey, measured: Any) -> None:
+    """Keep a plan. ``measured``: what it is based on, for people. OSError if it can't be written."""
+    document = {
+        "format": FORMAT,
+        "kind": _KIND,
+        **asdict(key),
+        "buckets": [list(bucket) for bucket in buckets],
+        "measured": measured,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")  # another process may be reading it
+
+
+def load_plan(path: Path, key: PlanKey) -> Buckets | None:
+    """The plan kept there; None if there is none. PlanCacheError if it is damaged or was made for something else."""
+    try:
+        document = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise PlanCacheError(f"The cached plan '{path}' can't be read ({error}); delete it or tune again.") from error
+    found = document if isinstance(document, dict) else {}
+    for name, value in {"kind": _KIND, "format": FORMAT, **asdict(key)}.items():
+        if found.get(name) != value:
+            raise PlanCacheError(
+                f"The cached plan '{path}' does not fit: its {name} is {found.get(name)!r}, here it is {value!r}; "
+                "delete it or tune again."
+            )
+    buckets = found.get("buckets")
+    if not isinstance(buckets, list) or not all(
+        isinstance(bucket, list) and all(isinstance(index, int) and 0 <= index < 2**31 for index in bucket)
+        for bucket in buckets
+    ):
+        raise PlanCacheError(f"The cached plan '{path}' is damaged: its buckets are no lists of indices; tune again.")
+    return tuple(tuple(bucket) for bucket in buckets)
+
+
+def kept_plan(specs: Sequence[_C.ParamSpec], key: PlanKey) -> _C.BucketPlan | None:
+    """The plan kept for this model and group, or None; one that can't be used is a warning and counts as none."""
+    try:
+        path = key.path
+        buckets = load_plan(path, key)
+        plan = None if buckets is None else _C.BucketPlan(buckets, specs)
+    except ValueError as error:
+        logger.warning("bucket_cap_mb='auto' measures anew: %s", error)
+        return None
+    if plan is not None:
+        logger.info("bucket_cap_mb='auto': %d buckets, as kept in %s", len(plan), path)
+    return plan

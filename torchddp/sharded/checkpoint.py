@@ -1,0 +1,66 @@
+"""OSS and torch.distributed.checkpoint: saved by all ranks, loaded on any number of them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchddp.sharded.oss import OSS
+
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second: it is imported by those who load
+    from torch.distributed.checkpoint import StorageReader
+
+
+def load_checkpoint(
+    optimizer: OSS,
+    key: str = "optim",
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+) -> None:
+    """Loads what all ranks saved as ``dcp.save({key: optimizer.local_state_dict(), ...})``. Collective.
+
+    On any number of ranks; each reads only the state of its own parameters. Give the folder, or the reader of another
+    storage. Raises ValueError, and changes nothing, if there is no optimizer under ``key`` or that of another model.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+    if storage_reader is None:
+        if checkpoint_id is None:
+            raise ValueError("load_checkpoint needs checkpoint_id or storage_reader")
+        storage_reader = dcp.FileSystemReader(checkpoint_id)
+    metadata = storage_reader.read_metadata()
+    # Where each saved value was in local_state_dict(): ("state", "0", "exp_avg"), ("param_groups", 0, "lr").
+    paths = {name: path[1:] for name, path in (metadata.planner_data or {}).items() if path[0] == key and path[1:]}
+    group_names = [name for name, path in paths.items() if path[0] == "param_groups"]
+    if not group_names:
+        raise ValueError(f"the checkpoint holds no optimizer under {key!r}")
+    saved = metadata.state_dict_metadata
+    group_values = {name: _blank(saved[name], "cpu") for name in group_names}
+    dcp.load(group_values, storage_reader=storage_reader, process_group=optimizer.process_group)
+    groups = unflatten_state_dict(group_values, paths)["param_groups"]
+
+    def state_of(values: dict[str, Any]) -> dict[Any, Any]:
+        """By parameter index; torch.distributed.checkpoint makes strings of the keys of dicts."""
+        state = unflatten_state_dict(values, paths).get("state", {})
+        return {int(key) if key.isdigit() else key: entry for key, entry in state.items()}
+
+    state_names = [name for name, path in paths.items() if path[0] == "state"]
+    shapes = state_of({name: _blank(saved[name], "meta") for name in state_names})
+    mine = optimizer.claim(optimizer.check_state({"state": shapes, "param_groups": groups}))
+    others = {str(index) for index in shapes if isinstance(index, int)} - {str(index) for index in mine}
+    values = {name: _blank(saved[name], "cpu") for name in state_names if str(paths[name][1]) not in others}
+    dcp.load(values, storage_reader=storage_reader, process_group=optimizer.process_group)
+    optimizer.load_state_dict({"state": state_of(values), "param_groups": groups, "sharded_params": mine})
+
+
+def _blank(saved: Any, device: str) -> torch.Tensor | None:
+    """What a saved value is read into."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
+    return torch.empty(saved.size, dtype=saved.properties.dtype, device=device)

@@ -1,0 +1,1 @@
+"""What moves tensors between ranks, and what ranks tell each other."""
