@@ -13,11 +13,11 @@ from torch import nn
 
 from tests.harness import run_ranks
 from torchddp import _C, DistributedDataParallel
-from torchddp.plan import auto_plan, calibrate, plan_cache
+from torchddp.plan import auto_plan, cost, plan_cache
 from torchddp.plan.auto_plan import RECORDED_STEPS, WARMUP_STEPS
-from torchddp.plan.calibrate import measure_cost
+from torchddp.plan.buckets import buckets_of
+from torchddp.plan.cost import measure_cost
 from torchddp.plan.model_plan import plan_key
-from torchddp.plan.plan import buckets_of
 from torchddp.plan.step_profile import LinearCost
 
 PLANNING_STEPS = WARMUP_STEPS + RECORDED_STEPS
@@ -84,7 +84,7 @@ def test_what_is_measured_decides():
         ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="c10d")
         for index in range(PLANNING_STEPS):
             step(ddp, rank, index)
-        plan = ddp._auto_plan
+        plan = ddp._auto_plan.current
         step(ddp, rank, 99)
         decision = plan.decision
         assert 0 < decision.cost.alpha_s < 1 and 0 < decision.cost.beta_s_per_byte < 1e-6
@@ -293,7 +293,7 @@ def test_planning_that_fails_is_over(monkeypatch):
 
 
 def test_without_room_for_messages_buckets_stay(monkeypatch):
-    monkeypatch.setattr(calibrate, "_LAST_SHARED_BYTES", 64 << 20)
+    monkeypatch.setattr(cost, "_LAST_SHARED_BYTES", 64 << 20)
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32")
 
     def work(rank):

@@ -75,8 +75,8 @@ def _choose_links(asked: Sequence[str], profile: StepProfile) -> list[Link]:
 def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], scene: Scene) -> list[Point]:
     # Not before it is needed: `torchddp doctor` must start where the extension does not load.
     check_loads()
-    from torchddp.plan.candidates import DEFAULT_CAPS_MB, make_candidates
-    from torchddp.plan.plan import best_buckets
+    from torchddp.cli.tune_run import DEFAULT_CAPS_MB, make_candidates
+    from torchddp.plan.buckets import best_buckets
 
     candidates = make_candidates(profile, DEFAULT_CAPS_MB)
     by_cap = {candidate.cap_mb: candidate.buckets for candidate in candidates if candidate.cap_mb is not None}

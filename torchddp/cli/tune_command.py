@@ -24,7 +24,7 @@ from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
 if TYPE_CHECKING:
-    from torchddp.plan.sweep import TuneResult, TuneSettings
+    from torchddp.cli.tune_run import TuneResult, TuneSettings
 
 HELP = """Try bucket sizes and the planned buckets on a model and its group, and say which argument to use.
 
@@ -52,8 +52,7 @@ def check_settings(
     """What can be said before any rank starts."""
     check_loads()
     from torchddp.bench.arguments import check_numbers, parse_caps
-    from torchddp.plan.candidates import DEFAULT_CAPS_MB
-    from torchddp.plan.sweep import TuneSettings
+    from torchddp.cli.tune_run import DEFAULT_CAPS_MB, TuneSettings
 
     check_numbers(seconds, world_size)
     return TuneSettings(
@@ -67,7 +66,7 @@ def check_settings(
 
 def run_tune(settings: TuneSettings, console: Console) -> TuneResult | None:
     """What the ranks found; None on those of torchrun's that are not to speak."""
-    from torchddp.plan.sweep import tune_on_rank
+    from torchddp.cli.tune_run import tune_on_rank
 
     result: TuneResult | None = run_command("tune", tune_on_rank, settings, console, lambda done, total: "trying")
     return result
@@ -108,7 +107,7 @@ def tune(
 
 def _document(settings: TuneSettings, result: TuneResult, command: str) -> dict[str, Any]:
     from torchddp.bench.run import new_document
-    from torchddp.plan.tune_result import tune_document
+    from torchddp.cli.tune_run import tune_document
 
     return {**new_document(command, asdict(settings)), "results": [tune_document(result)]}
 

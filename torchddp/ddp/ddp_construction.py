@@ -19,7 +19,7 @@ from torchddp.diagnose import ddp_hangs, nonfinite
 from torchddp.diagnose.hang_monitor import HangMonitor
 from torchddp.diagnose.parameters import ParameterCheck
 from torchddp.plan import model_plan
-from torchddp.plan.auto_plan import AutoPlan
+from torchddp.plan.auto_plan import BucketPlanning
 from torchddp.transport import interruptible, select
 
 
@@ -99,7 +99,7 @@ class DDPConstruction(TorchDDP):
         # torch's mixed precision puts other tensors in the place of parameters, in every step.
         watched = parameters if self.mixed_precision is None else []
         self._parameter_watch = ParameterWatch(self.module, watched, names[: len(watched)])
-        self._auto_plan: AutoPlan | None = None
+        self._auto_plan: BucketPlanning | None = None
         if self._plans_itself:
             model_plan.start(self, look_for_kept=together)
         self._adopt_group(buffer_broadcast if self.reducer.transport is transport else None)

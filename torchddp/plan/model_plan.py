@@ -1,81 +1,78 @@
-"""The planning of one wrapped model: begun, carried on before each step, ended. Its state is ``model._auto_plan``."""
+"""The planning of one wrapped model, kept in ``model._auto_plan`` while it is under way."""
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING
+import datetime
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchddp.plan.auto_plan import AutoPlan
-from torchddp.plan.plan_cache import PlanKey, fingerprint, kept_plan
-from torchddp.transport.numbers import of_rank_0, ranks_per_host
-
-if TYPE_CHECKING:
-    from torchddp.ddp.ddp_construction import DDPConstruction
-
-logger = logging.getLogger("torchddp.ddp.module")
+from torchddp import _C
+from torchddp.plan.auto_plan import BucketPlanning
+from torchddp.plan.plan_cache import PlanKey
 
 
-def start(model: DDPConstruction, *, look_for_kept: bool) -> None:
-    """Plan in the steps to come, if there is a group to plan for; collective with ``look_for_kept``.
+class ModelSession:
+    """A wrapped model, as planning sees it."""
 
-    ``look_for_kept``: take the plan kept for this model and group, where rank 0 finds one.
-    """
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @property
+    def reducer(self) -> _C.Reducer:
+        return self._model.reducer
+
+    @property
+    def specs(self) -> Sequence[_C.ParamSpec]:
+        return self._model._specs
+
+    @property
+    def device(self) -> torch.device:
+        return self._model._module_parameters[0].device
+
+    @property
+    def wait_limit(self) -> datetime.timedelta:
+        return self._model._wait_limit()
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return self._model.process_group
+
+    @property
+    def has_comm_hook(self) -> bool:
+        return bool(self._model._comm_hooks)
+
+    @property
+    def joins(self) -> bool:
+        return self._model._join_config.enable
+
+
+def start(model: Any, *, look_for_kept: bool) -> None:
+    """See `BucketPlanning.start`."""
     end(model)
-    transport, device, timeout = model.reducer.transport, model._module_parameters[0].device, model._wait_limit()
-    if transport.size == 1:
-        return
-    if look_for_kept:
-        key = plan_key(model)
-        kept = kept_plan(model._specs, key) if transport.rank == 0 else None
-        (is_kept,) = of_rank_0(transport, device, timeout, kept is not None)
-        if is_kept:
-            model.reducer.adopt_plan(kept)
-            return
-    model._auto_plan = AutoPlan(model.reducer, model._specs, device, timeout)
+    planning = BucketPlanning(ModelSession(model))
+    planning.start(look_for_kept)
+    model._auto_plan = planning if planning.is_under_way else None
 
 
-def end(model: DDPConstruction) -> None:
-    """Give up, or be done; buckets stay as they are."""
+def before_step(model: Any, planning: BucketPlanning) -> None:
+    """See `BucketPlanning.before_step`."""
+    try:
+        planning.before_step()
+    finally:
+        if not planning.is_under_way:
+            model._auto_plan = None
+
+
+def end(model: Any) -> None:
+    """See `BucketPlanning.end`."""
     if model._auto_plan is not None:
-        model._auto_plan.stop()
+        model._auto_plan.end()
         model._auto_plan = None
 
 
-def plan_key(model: DDPConstruction) -> PlanKey:
-    """Collective: what a plan for this model and group is kept under."""
-    transport, device = model.reducer.transport, model._module_parameters[0].device
-    return PlanKey(
-        fingerprint=fingerprint(model._specs, device.type),
-        world_size=transport.size,
-        ranks_per_host=ranks_per_host(transport, device, model._wait_limit()),
-        transport=transport.name,
-        backend=dist.get_backend(model.process_group),
-    )
-
-
-@torch._disable_dynamo
-def before_step(model: DDPConstruction, planning: AutoPlan) -> None:
-    """At the begin of each synchronised step while ``planning`` is under way; collective in the one that plans."""
-    if reason := _reason_not_to_plan(model):
-        logger.warning("bucket_cap_mb='auto': the buckets stay as they are, for %s.", reason)
-        end(model)
-        return
-    is_over = True  # also if planning fails
-    try:
-        is_over = planning.before_step()
-    finally:
-        if is_over:
-            end(model)
-
-
-def _reason_not_to_plan(model: DDPConstruction) -> str:
-    """Why buckets must stay, the same on all ranks; empty if they need not."""
-    if model._join_config.enable:
-        # Ranks without inputs take no part, and the others can't know how many steps those have finished.
-        return "the model is used under join()"
-    if model._comm_hooks:
-        return "a communication hook may keep state by bucket, and what it costs is not known"
-    return "a captured CUDA graph holds them" if model.reducer.is_in_graph else ""
+def plan_key(model: Any) -> PlanKey:
+    """See `BucketPlanning.key`."""
+    return BucketPlanning(ModelSession(model)).key()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchddp import _C
-from torchddp.plan.merge import Buckets
+from torchddp.plan.buckets import Buckets
 from torchddp.whole_file import write_whole
 
 logger = logging.getLogger("torchddp.ddp.module")

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 FORMAT = 1
 
@@ -28,6 +28,8 @@ class Gradient:
     sparse: bool
     # Seconds from the begin of backward until the gradient is there, on the slowest rank (median over steps).
     ready_s: float
+    # As of a `ParamSpec`: all ranks get the average.
+    owner: ClassVar[int] = -1
 
     @property
     def nbytes(self) -> int:
@@ -100,6 +102,11 @@ class StepProfile:
         counts = (self.world_size, self.ranks_per_host, *sizes, *indices)
         if not all(isinstance(value, int) and 0 <= value < 2**48 for value in counts):
             raise ProfileError("The profile has a size or an index that is no number, below 0, or too large.")
+
+    @property
+    def ready_s(self) -> list[float]:
+        """Of each gradient, by its index."""
+        return [gradient.ready_s for gradient in self.gradients]
 
     @property
     def gradient_bytes(self) -> int:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from torchddp.harness.variants import ArgumentError
-from torchddp.plan.merge import Buckets
+from torchddp.plan.buckets import Buckets
 from torchddp.plan.step_profile import StepProfile
 from torchddp.simulate.collectives import ALGORITHMS, AUTO, NOTHING, RING, TREE, AllReduce, Layout, all_reduce_lines
 from torchddp.simulate.links import NVLINK, Link

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torchddp.plan.merge import Buckets
+from torchddp.plan.buckets import Buckets
 from torchddp.plan.step_profile import LinearCost, StepProfile
 from torchddp.simulate.collectives import AUTO, AllReduce, Layout
 from torchddp.simulate.links import MEASURED, NVLINK, Link

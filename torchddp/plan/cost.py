@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import datetime
 import statistics
+import threading
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchddp import _C
-from torchddp.plan.cost_fit import fit_line, misfit
-from torchddp.plan.host_cost import measure_host_cost
 from torchddp.plan.step_profile import LinearCost
 from torchddp.transport.numbers import of_rank_0
 
@@ -124,3 +126,88 @@ def _measure_copy(device: torch.device) -> float:
         target.copy_(source)
         times_s.append(time.perf_counter() - before_s)
     return statistics.median(times_s) / _COPY_BYTES
+
+
+# --- a line through measured times (pure) ---
+
+
+def fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(alpha, beta) of ``seconds = alpha + beta * nbytes``, neither below zero.
+
+    ``samples``: (nbytes, seconds > 0). Relative errors count, so that a message of a kilobyte says as much about alpha
+    as one of a megabyte about beta.
+
+    Raises:
+        ValueError: no samples, or a time that is not positive.
+    """
+    if not samples or any(seconds <= 0 for _, seconds in samples):
+        raise ValueError(f"fitting a line needs positive times, got {list(samples)}")
+    # Least squares of (alpha + beta * n - t) / t: minimise sum((alpha * u + beta * v - 1)^2), u = 1 / t, v = n / t.
+    u = [1 / seconds for _, seconds in samples]
+    v = [nbytes / seconds for nbytes, seconds in samples]
+    uu, uv, vv = (sum(a * b for a, b in zip(x, y, strict=True)) for x, y in ((u, u), (u, v), (v, v)))
+    determinant = uu * vv - uv * uv
+    if determinant > 1e-12 * uu * vv:
+        alpha = (sum(u) * vv - sum(v) * uv) / determinant
+        beta = (sum(v) * uu - sum(u) * uv) / determinant
+        if alpha >= 0 and beta >= 0:
+            return alpha, beta
+    # On the edge of what is allowed one of them is zero: the one that leaves the smaller error.
+    edges = [(sum(u) / uu, 0.0)]
+    if vv > 0:
+        edges.append((0.0, sum(v) / vv))
+    return min(edges, key=lambda edge: sum((edge[0] * a + edge[1] * b - 1) ** 2 for a, b in zip(u, v, strict=True)))
+
+
+def misfit(samples: Sequence[tuple[float, float]], alpha: float, beta: float) -> float:
+    """Median relative distance of the samples from the line."""
+    return statistics.median(abs(alpha + beta * nbytes - seconds) / seconds for nbytes, seconds in samples)
+
+
+# --- what the CPU has to do for a message that TCP carries, however fast the link is ---
+
+_SMALL_BYTES, _SMALL_ROUNDS = 16 * 1024, 15
+# More than caches hold, as in a training step.
+_LARGE_BYTES, _LARGE_ROUNDS = 16 * 1024 * 1024, 7
+_HOST_TIMEOUT = datetime.timedelta(seconds=10)
+
+
+def measure_host_cost() -> tuple[float, float]:
+    """CPU seconds of one rank per message and per byte of gloo's all-reduce between two ranks; about 0.2 s, and 32 MiB
+    meanwhile.
+
+    Both ranks are this process, connected over its own loopback interface: over a slow link the same CPU wakes up for
+    every packet, so what it needs there says nothing of a faster one. Not collective. (0, 0) without gloo.
+    """
+    if not dist.is_gloo_available():
+        return 0.0, 0.0
+    store = dist.HashStore()
+    groups: list[Any] = []  # of class ProcessGroupGloo, whose collectives torch's stubs don't know
+    # Each waits for the other to connect.
+    threads = [
+        threading.Thread(target=lambda rank=rank: groups.append(dist.ProcessGroupGloo(store, rank, 2, _HOST_TIMEOUT)))
+        for rank in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if len(groups) < 2:
+        return 0.0, 0.0
+    # Of the small ones the least: whatever else happens in the process is larger than they are.
+    small_s = min(_cpu_times_s(groups, _SMALL_BYTES, _SMALL_ROUNDS))
+    per_byte_s = statistics.median(_cpu_times_s(groups, _LARGE_BYTES, _LARGE_ROUNDS)) / _LARGE_BYTES
+    return max(0.0, small_s - per_byte_s * _SMALL_BYTES), per_byte_s
+
+
+def _cpu_times_s(groups: list[Any], nbytes: int, rounds: int) -> list[float]:
+    """CPU time of one rank for one all-reduce, `rounds` times."""
+    messages = [torch.ones(nbytes // 4) for _ in groups]
+    times_s = []
+    for _ in range(rounds):
+        before_s = time.process_time()
+        works = [group.allreduce([message]) for group, message in zip(groups, messages, strict=True)]
+        for work in works:
+            work.wait()
+        times_s.append((time.process_time() - before_s) / len(groups))
+    return times_s

@@ -13,12 +13,16 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from torchddp.plan.step_profile import LinearCost
+from torchddp.plan.step_profile import Gradient, LinearCost, StepProfile
 
 if TYPE_CHECKING:
     from torchddp import _C
 
+    Specs = Sequence[_C.ParamSpec] | Sequence[Gradient]
+
 Buckets = tuple[tuple[int, ...], ...]  # parameter indices of each bucket, in the order of launch
+# Fewer messages are worth this share of the finish: each costs the host some time that the model does not know of.
+SLACK_SHARE = 0.002
 # Gradients of one kind, which share a bucket: the kind, when the last of them is ready, bytes, seconds per byte.
 _Part = tuple[int, float, int, float]
 
@@ -59,8 +63,23 @@ class _Run:
         return _Run(self._cost, (*self._parts.values(), *run._parts.values()))
 
 
+def planned_buckets(specs: Specs, order: Sequence[int], ready_s: Sequence[float], cost: LinearCost) -> Buckets:
+    """The buckets that finish first."""
+    return merged_buckets(specs, order, ready_s, cost, SLACK_SHARE * max(ready_s))
+
+
+def best_buckets(profile: StepProfile, cost: LinearCost) -> Buckets:
+    """The buckets that finish first, by the profile's order and times."""
+    return planned_buckets(profile.gradients, profile.order, profile.ready_s, cost)
+
+
+def buckets_of(plan: _C.BucketPlan) -> Buckets:
+    """Parameter indices of each bucket, in the order of launch."""
+    return tuple(tuple(bucket.params) for bucket in plan.buckets)
+
+
 def merged_buckets(
-    specs: Sequence[_C.ParamSpec],
+    specs: Specs,
     order: Sequence[int],
     ready_s: Sequence[float],
     cost: LinearCost,
@@ -98,7 +117,7 @@ def merged_buckets(
     return tuple(bucket for begin, end in pairwise(cuts) for bucket in _buckets_of(order[begin:end], line[begin:end]))
 
 
-def finish_s(buckets: Buckets, specs: Sequence[_C.ParamSpec], ready_s: Sequence[float], cost: LinearCost) -> float:
+def finish_s(buckets: Buckets, specs: Specs, ready_s: Sequence[float], cost: LinearCost) -> float:
     """When the last bucket is reduced, in seconds since backward began.
 
     Raises:
