@@ -11,13 +11,19 @@ from rich.table import Table
 from rich.text import Text
 
 from torchddp.harness.tables import number, plain_table, ranks_text
-from torchddp.profiler.clocks import Clock
-from torchddp.profiler.merge import MergedBucket, MergedProfile, MergedStep, RankRecord, merge, traffic_dicts
-from torchddp.profiler.steps import BucketTimes, Step
+from torchddp.profiler.ranks import (
+    Clock,
+    MergedBucket,
+    MergedProfile,
+    MergedStep,
+    RankRecord,
+    merge,
+    traffic_dicts,
+)
+from torchddp.profiler.steps import BUCKET_TIMES, BucketTimes, Step
 from torchddp.traffic import text_of, total_wire_bytes
 
 WIDTH = 80
-TIMES = ("first_ready_ns", "last_ready_ns", "packed_ns", "launched_ns", "done_ns")
 FOOTNOTE = (
     "Times in ms from the begin of backward. done: as seen by the thread that waits for one bucket after the other, so "
     "an upper bound."
@@ -40,32 +46,30 @@ def rank_report(record: RankRecord) -> RenderableType:
     """The median step of one rank. Raises ValueError if it has no complete step."""
     if not record.steps:
         raise ValueError("no complete step was recorded: run forward and backward inside the profile")
-    step = merge([record], [Clock()]).median_step()
-    title = f"Step {step.index} of rank {record.rank}, the median of {len(record.steps)}"
-    return Group(
-        bucket_table(step, record.names, title),
-        "",
-        *_lines(summary_of(step)),
-        *_lines(sent_lines([record])),
-        *_lines(lost_lines([record])),
-        _note(),
-    )
+    profile = merge([record], [Clock()])
+    return _report(profile, f" of rank {record.rank}, the median of {len(record.steps)}")
 
 
 def merged_report(profile: MergedProfile) -> RenderableType:
     """The median step of all ranks, and who held the others up."""
+    return _report(profile, f", the median of {len(profile.steps)}, {ranks_text(len(profile.records))}")
+
+
+def _report(profile: MergedProfile, title: str) -> RenderableType:
     step = profile.median_step()
-    title = f"Step {step.index}, the median of {len(profile.steps)}, {ranks_text(len(profile.records))}"
-    return Group(
-        bucket_table(step, profile.names, title),
-        "",
-        *_lines(summary_of(step)),
-        *_lines(sent_lines(profile.records)),
-        *_lines(straggler_lines(profile, step)),
-        *_lines(clock_lines(profile)),
-        *_lines(lost_lines(profile.records)),
-        _note(),
-    )
+    table = bucket_table(step, profile.names, f"Step {step.index}{title}")
+    return Group(table, "", *map(Text, lines_of(profile, step)), Text(FOOTNOTE, style="dim"))
+
+
+def lines_of(profile: MergedProfile, step: MergedStep) -> list[str]:
+    """All that is said beside the table."""
+    return [
+        *summary_of(step),
+        *sent_lines(profile.records),
+        *straggler_lines(profile, step),
+        *clock_lines(profile),
+        *lost_lines(profile.records),
+    ]
 
 
 def bucket_table(step: MergedStep, names: Sequence[str], title: str) -> Table:
@@ -82,18 +86,12 @@ def bucket_table(step: MergedStep, names: Sequence[str], title: str) -> Table:
     return table
 
 
-def bucket_headings(step: MergedStep) -> list[str]:
-    """Of `bucket_rows`, for a page."""
-    rank = ["last rank"] if len(step.steps) > 1 else []
-    return ["bucket", "MB", "first ready", "last ready", "packed", "launched", "done", *rank, "held back by"]
-
-
 def bucket_rows(step: MergedStep, names: Sequence[str]) -> list[list[str]]:
     """The cells of the table: times in ms from the first rank's begin of backward."""
     zero_ns = min(rank.backward_begin_ns for rank in step.steps)
     rows = []
     for bucket in step.buckets:
-        times = [getattr(bucket, name) for name in TIMES]
+        times = [getattr(bucket, name) for name in BUCKET_TIMES]
         cells = [
             str(bucket.index),
             f"{bucket.nbytes / 1e6:.2f}",
@@ -192,14 +190,6 @@ def lost_lines(records: Iterable[RankRecord]) -> list[str]:
     return lines
 
 
-def _lines(texts: Iterable[str]) -> list[RenderableType]:
-    return [Text(text) for text in texts]
-
-
-def _note() -> Text:
-    return Text(FOOTNOTE, style="dim")
-
-
 # --- for JSON ---
 
 
@@ -260,7 +250,7 @@ def step_dict(step: Step, names: Sequence[str], zero_ns: int) -> dict[str, Any]:
 
 
 def _bucket_dict(bucket: BucketTimes | MergedBucket, names: Sequence[str], zero_ns: int) -> dict[str, Any]:
-    times = {name: getattr(bucket, name) for name in TIMES}
+    times = {name: getattr(bucket, name) for name in BUCKET_TIMES}
     return {
         "bucket": bucket.index,
         "bytes": bucket.nbytes,

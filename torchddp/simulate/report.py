@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
 from torchddp.harness.page import PagePlot, PageTable, Section, figure_png
+from torchddp.harness.plot_style import finish_panel, panels
 from torchddp.harness.tables import number, plain_table, ranks_text
 from torchddp.plan.step_profile import StepProfile
-from torchddp.simulate.predict import Prediction
-from torchddp.simulate.software import NO_SOFTWARE, software_of
-from torchddp.simulate.sweep import Point, Scene, model_error
+from torchddp.simulate.network import NO_SOFTWARE, software_of
+from torchddp.simulate.predict import Point, Prediction, Scene, model_error
 
 FORMAT = 1
 _MB = 1e6
@@ -126,12 +126,7 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
 
 def efficiency_png(points: Sequence[Point]) -> bytes:
     """Efficiency over ranks, a colour per link: the best plan as a line, the recorded one dotted."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(8.0, 4.5))
+    figure, ((axis,),) = panels(1, 1, 8.0, 4.5)
     for group in by_link(points):
         ranks = [point.world_size for point in group]
         (line,) = axis.plot(
@@ -143,11 +138,9 @@ def efficiency_png(points: Sequence[Point]) -> bytes:
     axis.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
     axis.minorticks_off()
     axis.set_ylim(0, 1.05)
-    axis.set_xlabel("ranks")
     axis.set_ylabel("efficiency (compute alone / step)")
-    axis.set_title("best plan (lines) and recorded plan (dotted)", fontsize=9)
     axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
+    finish_panel(axis, "best plan (lines) and recorded plan (dotted)", "ranks")
     axis.legend(fontsize=8, frameon=False)
     figure.tight_layout()
     return figure_png(figure)
@@ -171,15 +164,8 @@ def page_sections(profile: StepProfile, points: Sequence[Point], scene: Scene) -
 
 
 def _prediction_dict(prediction: Prediction) -> dict[str, Any]:
-    return {
-        "step_s": prediction.step_s,
-        "exposed_s": prediction.exposed_s,
-        "compute_s": prediction.compute_s,
-        "comm_s": prediction.comm_s,
-        "efficiency": prediction.efficiency,
-        "algorithm": prediction.algorithm,
-        "buckets": [list(bucket) for bucket in prediction.buckets],
-    }
+    buckets = [list(bucket) for bucket in prediction.buckets]
+    return {**asdict(prediction), "efficiency": prediction.efficiency, "buckets": buckets}
 
 
 def document(profile: StepProfile, points: Sequence[Point], scene: Scene, command: str) -> dict[str, Any]:
@@ -210,8 +196,3 @@ def document(profile: StepProfile, points: Sequence[Point], scene: Scene, comman
             for point in points
         ],
     }
-
-
-def dim(text: str) -> Text:
-    """A note under the tables."""
-    return Text(text, style="dim")

@@ -1,10 +1,11 @@
-"""What was built, what is running, what does not fit. Works where `import torchddp` fails."""
+"""`torchddp doctor`: what was built, what is running, what does not fit. Works where `import torchddp` fails."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -12,12 +13,32 @@ import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
 
 import torchddp
-from torchddp.cli import probe
-from torchddp.cli.variables import Variable, set_variables
+from torchddp.cli import checks
+from torchddp.cli.checks import Variable, set_variables
 
+HELP = """Say what was built, what is running, which transports work here, and what does not fit together.
+
+\b
+Transports are tried: processes of this machine reduce a tensor. Takes some seconds.
+Exit code 0: everything fits. 1: the extension does not load, was built for another torch, Python or
+CUDA, or a TORCHDDP_* variable has a value that is not allowed. A transport that can't be had here
+is no error: the reason is printed.
+
+\b
+Examples:
+  torchddp doctor
+  python -m torchddp doctor          the same, of the Python that runs it
+  torchddp doctor --json | python -m json.tool
+  torchddp doctor || echo "this environment will not train"
+"""
+WIDTH = 16
 PACKAGE_DIR = Path(torchddp.__file__).resolve().parent
 
 
@@ -227,11 +248,11 @@ def _gpus(torch: ModuleType) -> list[Gpu]:
 def _transports(built: Built, running: Running, load_error: str) -> list[Transport]:
     """c10d and shm are tried always; nccl where a GPU is."""
     if load_error:
-        return [Transport(name, False, "torchddp does not load") for name in probe.PROBES]
+        return [Transport(name, False, "torchddp does not load") for name in checks.PROBES]
     against_nccl = reason_against_nccl(built, running)
-    names = [name for name in probe.PROBES if name != "nccl" or not against_nccl]
-    failures = probe.failures(names) | ({"nccl": against_nccl} if against_nccl else {})
-    return [Transport(name, not failures[name], failures[name]) for name in probe.PROBES]
+    names = [name for name in checks.PROBES if name != "nccl" or not against_nccl]
+    failures = checks.failures(names) | ({"nccl": against_nccl} if against_nccl else {})
+    return [Transport(name, not failures[name], failures[name]) for name in checks.PROBES]
 
 
 def reason_against_nccl(built: Built, running: Running) -> str:
@@ -241,3 +262,64 @@ def reason_against_nccl(built: Built, running: Running) -> str:
     if not running.nccl:
         return f"torch {running.torch} has no NCCL"
     return "" if running.gpus else f"torch sees no GPU ({running.driver or 'there is no driver'})"
+
+
+# --- for people ---
+
+
+def show(found: Diagnosis, console: Console) -> None:
+    _section(console, "built", _built_rows(found.built))
+    _section(console, "running", _running_rows(found.running))
+    _section(
+        console, "transports", [(t.name, "[green]works[/]" if t.works else escape(t.reason)) for t in found.transports]
+    )
+    _section(console, "variables", [(v.name, escape(_variable(v.value, v.problem or v.note))) for v in found.variables])
+    for problem in found.problems:
+        console.print(f"[red]problem[/]: {escape(problem)}")
+    if not found.problems:
+        console.print("[green]no problems[/]")
+
+
+def _section(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
+    console.print(f"[bold]{title}[/]" + ("" if rows else ": none is set"))
+    width = max([WIDTH, *(len(name) + 1 for name, _ in rows)])
+    for name, text in rows:
+        console.print(f"  {name:<{width}}{text}")
+
+
+def _built_rows(built: Built) -> list[tuple[str, str]]:
+    if not built.torch:
+        files = ", ".join(built.files)
+        return [("torchddp", escape(built.version or "unknown")), ("extension", escape(files or "none"))]
+    cuda = f"{built.cuda}, NCCL {built.nccl}, for {built.archs}" if built.cuda else "none: a CPU build"
+    return [
+        ("torchddp", escape(built.version)),
+        ("for torch", escape(built.torch)),
+        ("for Python", escape(built.python)),
+        ("compiler", escape(built.compiler)),
+        ("CUDA", escape(cuda)),
+    ]
+
+
+def _running_rows(running: Running) -> list[tuple[str, str]]:
+    gpus = ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in running.gpus)
+    cuda = f"{running.cuda}, NCCL {running.nccl or 'none'}" if running.cuda else "none: a CPU build of torch"
+    rows = [("Python", running.python), ("torch", running.torch or "does not load"), ("CUDA", cuda)]
+    rows += [("driver", running.driver or "none"), ("GPUs", gpus or "none")]
+    rows += [("cores", str(running.cores)), ("kernels", running.cpu_capability or "the extension does not load")]
+    return [(name, escape(text)) for name, text in rows]
+
+
+def _variable(value: str, remark: str) -> str:
+    return f"{value!r}: {remark}" if remark else repr(value)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    found = diagnose()
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=1))
+    else:
+        show(found, Console(highlight=False, soft_wrap=True))
+    raise typer.Exit(1 if found.problems else 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,15 +9,26 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from torchddp.cli.rank_options import check_loads
-from torchddp.harness.command import check_output, make_console
+from torchddp.cli.options import check_loads, check_outputs, write_json, write_outputs
+from torchddp.harness.command import make_console
 from torchddp.harness.page import write_page
 from torchddp.harness.variants import ArgumentError
+from torchddp.plan.buckets import best_buckets
 from torchddp.plan.step_profile import ProfileError, StepProfile, load_profile
 from torchddp.simulate import report
-from torchddp.simulate.collectives import ALGORITHMS, AUTO, MAX_RANKS, Layout
-from torchddp.simulate.links import MEASURED, NETWORKS, NVLINK, PRESETS, Link, parse_link
-from torchddp.simulate.sweep import Point, Scene, sweep
+from torchddp.simulate.network import (
+    ALGORITHMS,
+    AUTO,
+    MAX_RANKS,
+    MEASURED,
+    NETWORKS,
+    NVLINK,
+    PRESETS,
+    Layout,
+    Link,
+    parse_link,
+)
+from torchddp.simulate.predict import Point, Scene, sweep
 
 HELP = f"""Predict step time and efficiency on other links and with more ranks, from a recorded profile.
 
@@ -53,18 +63,6 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def default_ranks() -> tuple[int, ...]:
-    """1, 2, 4, .. up to the most."""
-    return tuple(2**i for i in range(MAX_RANKS.bit_length()))
-
-
-def _read(path: Path) -> StepProfile:
-    try:
-        return load_profile(path)
-    except ProfileError as error:
-        raise ArgumentError(str(error)) from error
-
-
 def _choose_links(asked: Sequence[str], profile: StepProfile) -> list[Link]:
     if asked:
         return list({link.name: link for link in map(parse_link, asked)}.values())
@@ -76,7 +74,6 @@ def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], 
     # Not before it is needed: `torchddp doctor` must start where the extension does not load.
     check_loads()
     from torchddp.cli.tune_run import DEFAULT_CAPS_MB, make_candidates
-    from torchddp.plan.buckets import best_buckets
 
     candidates = make_candidates(profile, DEFAULT_CAPS_MB)
     by_cap = {candidate.cap_mb: candidate.buckets for candidate in candidates if candidate.cap_mb is not None}
@@ -91,7 +88,7 @@ def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: 
     for group in report.by_link(points):
         console.print(report.advice(profile, group), markup=False, highlight=False)
     for note in report.notes(profile, scene):
-        console.print(report.dim(note))
+        console.print(note, style="dim", markup=False, highlight=False)
 
 
 def simulate(
@@ -110,24 +107,23 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Write a PNG of efficiency over ranks.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one page with plans, plot and tables.")] = None,
 ) -> None:
-    world_sizes = default_ranks() if ranks is None else parse_ranks(ranks)
+    world_sizes = tuple(2**i for i in range(MAX_RANKS.bit_length())) if ranks is None else parse_ranks(ranks)
     Layout(1, ranks_per_host)  # refuses what no host can have
-    for path, option in ((json_path, "--json"), (plot, "--plot"), (html, "--html")):
-        check_output(path, option, folder=False)
+    check_outputs(json=json_path, plot=plot, html=html)
     scene = Scene(ranks_per_host, parse_link(inner_link), algorithm)
-    profile = _read(profile_path)
+    try:
+        profile = load_profile(profile_path)
+    except ProfileError as error:
+        raise ArgumentError(str(error)) from error
     points = _predict(profile, _choose_links(link or (), profile), world_sizes, scene)
     console = make_console()
     _show(profile, points, scene, console)
     command = context.obj["command"]
     document = report.document(profile, points, scene, command)
-    if json_path is not None:
-        json_path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    if plot is not None:
-        plot.write_bytes(report.efficiency_png(points))
-    if html is not None:
-        title = f"torchddp simulate: {profile.model}"
-        write_page(html, title, report.page_sections(profile, points, scene), [command], document)
-    for path in (json_path, plot, html):
-        if path is not None:
-            console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+    title = f"torchddp simulate: {profile.model}"
+    write_outputs(
+        console,
+        (json_path, lambda path: write_json(path, document)),
+        (plot, lambda path: path.write_bytes(report.efficiency_png(points))),
+        (html, lambda path: write_page(path, title, report.page_sections(profile, points, scene), [command], document)),
+    )

@@ -1,16 +1,18 @@
-"""Options of the commands that run a model on ranks: what can be said of them before any rank starts."""
+"""What the commands share: options that are checked before any rank starts, ranks that are run, files written."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from torchddp.bench.arguments import check_numbers
 from torchddp.bench.cases import MODEL_NAMES
-from torchddp.harness.command import make_console
+from torchddp.harness.command import check_output, make_console
 from torchddp.harness.launch import LaunchError
 from torchddp.harness.progress import Display, progress_bar
 from torchddp.harness.ranks import RankFunction, RankJob, run_ranks, started_by_torchrun
@@ -18,6 +20,8 @@ from torchddp.harness.tables import ranks_text
 from torchddp.harness.variants import ArgumentError
 
 MODEL_HELP = f"{', '.join(MODEL_NAMES)}, or your own by package.module:factory."
+TRANSPORT_HELP = "As of the constructor: auto, c10d, shm or nccl."
+WORLD_SIZE_HELP = "Number of ranks. [default: 2, or torchrun's]"
 
 
 def check_loads() -> None:
@@ -93,3 +97,25 @@ def rank_console() -> Console:
     """The terminal; silent on those of torchrun's ranks that are not to speak."""
     speaks = not started_by_torchrun() or os.environ["RANK"] == "0"
     return make_console() if speaks else Console(quiet=True)
+
+
+# --- files ---
+
+
+def check_outputs(**paths: Path | None) -> None:
+    """By option: refuse before the run what could not be written after it."""
+    for option, path in paths.items():
+        check_output(path, f"--{option}", folder=False)
+
+
+def write_outputs(console: Console, *outputs: tuple[Path | None, Callable[[Path], object]]) -> None:
+    """Write each file that was asked for, and say so."""
+    for path, write in outputs:
+        if path is not None:
+            write(path)
+            console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """For machines."""
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
