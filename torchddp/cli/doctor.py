@@ -13,11 +13,12 @@ import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 import torchddp
 from torchddp.cli import checks
@@ -39,6 +40,7 @@ Examples:
   torchddp doctor || echo "this environment will not train"
 """
 WIDTH = 16
+WORKS = "works"
 PACKAGE_DIR = Path(torchddp.__file__).resolve().parent
 
 
@@ -88,9 +90,6 @@ class Diagnosis:
     transports: list[Transport]
     variables: list[Variable]
     problems: list[str]
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def diagnose() -> Diagnosis:
@@ -270,10 +269,9 @@ def reason_against_nccl(built: Built, running: Running) -> str:
 def show(found: Diagnosis, console: Console) -> None:
     _section(console, "built", _built_rows(found.built))
     _section(console, "running", _running_rows(found.running))
-    _section(
-        console, "transports", [(t.name, "[green]works[/]" if t.works else escape(t.reason)) for t in found.transports]
-    )
-    _section(console, "variables", [(v.name, escape(_variable(v.value, v.problem or v.note))) for v in found.variables])
+    _section(console, "transports", [(t.name, WORKS if t.works else t.reason) for t in found.transports])
+    remarks = [(v, v.problem or v.note) for v in found.variables]
+    _section(console, "variables", [(v.name, f"{v.value!r}{remark and f': {remark}'}") for v, remark in remarks])
     for problem in found.problems:
         console.print(f"[red]problem[/]: {escape(problem)}")
     if not found.problems:
@@ -284,34 +282,32 @@ def _section(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
     console.print(f"[bold]{title}[/]" + ("" if rows else ": none is set"))
     width = max([WIDTH, *(len(name) + 1 for name, _ in rows)])
     for name, text in rows:
-        console.print(f"  {name:<{width}}{text}")
+        console.print(f"  {name:<{width}}", Text(text, "green" if text == WORKS else ""), sep="")
 
 
 def _built_rows(built: Built) -> list[tuple[str, str]]:
     if not built.torch:
-        files = ", ".join(built.files)
-        return [("torchddp", escape(built.version or "unknown")), ("extension", escape(files or "none"))]
-    cuda = f"{built.cuda}, NCCL {built.nccl}, for {built.archs}" if built.cuda else "none: a CPU build"
+        return [("torchddp", built.version or "unknown"), ("extension", ", ".join(built.files) or "none")]
     return [
-        ("torchddp", escape(built.version)),
-        ("for torch", escape(built.torch)),
-        ("for Python", escape(built.python)),
-        ("compiler", escape(built.compiler)),
-        ("CUDA", escape(cuda)),
+        ("torchddp", built.version),
+        ("for torch", built.torch),
+        ("for Python", built.python),
+        ("compiler", built.compiler),
+        ("CUDA", f"{built.cuda}, NCCL {built.nccl}, for {built.archs}" if built.cuda else "none: a CPU build"),
     ]
 
 
 def _running_rows(running: Running) -> list[tuple[str, str]]:
-    gpus = ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in running.gpus)
     cuda = f"{running.cuda}, NCCL {running.nccl or 'none'}" if running.cuda else "none: a CPU build of torch"
-    rows = [("Python", running.python), ("torch", running.torch or "does not load"), ("CUDA", cuda)]
-    rows += [("driver", running.driver or "none"), ("GPUs", gpus or "none")]
-    rows += [("cores", str(running.cores)), ("kernels", running.cpu_capability or "the extension does not load")]
-    return [(name, escape(text)) for name, text in rows]
-
-
-def _variable(value: str, remark: str) -> str:
-    return f"{value!r}: {remark}" if remark else repr(value)
+    return [
+        ("Python", running.python),
+        ("torch", running.torch or "does not load"),
+        ("CUDA", cuda),
+        ("driver", running.driver or "none"),
+        ("GPUs", ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in running.gpus) or "none"),
+        ("cores", str(running.cores)),
+        ("kernels", running.cpu_capability or "the extension does not load"),
+    ]
 
 
 def doctor(
@@ -319,7 +315,7 @@ def doctor(
 ) -> None:
     found = diagnose()
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=1))
+        typer.echo(json.dumps(dataclasses.asdict(found), indent=1))
     else:
         show(found, Console(highlight=False, soft_wrap=True))
     raise typer.Exit(1 if found.problems else 0)

@@ -119,23 +119,13 @@ def traffic_dicts(records: Sequence[RankRecord]) -> list[dict[str, dict[str, int
 
 
 @dataclass(frozen=True)
-class MergedBucket:
+class MergedBucket(BucketTimes):
     """A bucket over all ranks. Times in ns of rank 0's clock: the first of all ranks for `first_ready_ns`, else the
-    last."""
+    last. `holder` and `behind` are those of the rank that launched it last."""
 
-    index: int
-    nbytes: int
-    params: tuple[int, ...]
-    first_ready_ns: int | None
-    last_ready_ns: int | None
-    packed_ns: int | None
-    launched_ns: int | None
-    done_ns: int | None
-    last_rank: int | None  # to launch it; None if no rank did
-    late_ns: int  # how long after the first rank's launch
-    wait_ns: int  # how long ranks stood still for the last one here, all of them together
-    holder: int | None  # the parameter that came last on that rank
-    behind: int | None  # the earlier bucket it queued behind there
+    last_rank: int | None = None  # to launch it; None if no rank did
+    late_ns: int = 0  # how long after the first rank's launch
+    wait_ns: int = 0  # how long ranks stood still for the last one here, all of them together
 
 
 @dataclass(frozen=True)
@@ -230,24 +220,25 @@ def merge_step(steps: Sequence[Step]) -> MergedStep:
     return MergedStep(steps[0].index, tuple(steps), buckets, tuple(waits), _straggler(steps, waits))
 
 
-def _latest(times: Sequence[int | None]) -> int | None:
-    return max((time_ns for time_ns in times if time_ns is not None), default=None)
-
-
 def _merge_bucket(ranks: Sequence[BucketTimes]) -> MergedBucket:
     launches = [(bucket.launched_ns, rank) for rank, bucket in enumerate(ranks) if bucket.launched_ns is not None]
     # Of those who launch in the same instant, nobody was the last: the first rank stands for them.
     last_ns, last_rank = max(launches, key=lambda item: item[0], default=(None, None))
     last = ranks[last_rank] if last_rank is not None else None
+
+    def seen(name: str) -> list[int]:
+        times = [getattr(bucket, name) for bucket in ranks]
+        return [time_ns for time_ns in times if time_ns is not None]
+
     return MergedBucket(
         index=ranks[0].index,
         nbytes=ranks[0].nbytes,
         params=ranks[0].params,
-        first_ready_ns=min((b.first_ready_ns for b in ranks if b.first_ready_ns is not None), default=None),
-        last_ready_ns=_latest([bucket.last_ready_ns for bucket in ranks]),
-        packed_ns=_latest([bucket.packed_ns for bucket in ranks]),
+        first_ready_ns=min(seen("first_ready_ns"), default=None),
+        last_ready_ns=max(seen("last_ready_ns"), default=None),
+        packed_ns=max(seen("packed_ns"), default=None),
         launched_ns=last_ns,
-        done_ns=_latest([bucket.done_ns for bucket in ranks]),
+        done_ns=max(seen("done_ns"), default=None),
         last_rank=last_rank,
         late_ns=0 if last_ns is None else last_ns - min(launches)[0],
         wait_ns=0 if last_ns is None else sum(_stood_still_ns(b, last_ns) for b in ranks if b is not last),
@@ -274,19 +265,19 @@ def _straggler(steps: Sequence[Step], waits: Sequence[int]) -> Straggler | None:
 
 def _where_lost(late: Step, others: Sequence[Step]) -> tuple[str, int | None, int]:
     """The place at which it fell furthest behind the fastest of the others: largest growth of its lateness."""
-    behind_ns = late.forward_begin_ns - min(step.forward_begin_ns for step in others)
-    worst: tuple[str, int | None, int] = ("start", None, behind_ns)
-    now_ns = late.backward_begin_ns - min(step.backward_begin_ns for step in others)
-    if now_ns - behind_ns > worst[2]:
-        worst = ("forward", None, now_ns - behind_ns)
-    behind_ns = now_ns
     ready = [dict(step.gradients) for step in others]
+    # What it reached when, and when the others did.
+    places: list[tuple[str, int | None, int, list[int]]] = [
+        ("start", None, late.forward_begin_ns, [step.forward_begin_ns for step in others]),
+        ("forward", None, late.backward_begin_ns, [step.backward_begin_ns for step in others]),
+    ]
     for param, time_ns in late.gradients:
-        reached = [times[param] for times in ready if param in times]
-        if not reached:
-            continue
-        now_ns = time_ns - min(reached)
-        if now_ns - behind_ns > worst[2]:
-            worst = ("backward", param, now_ns - behind_ns)
-        behind_ns = now_ns
-    return worst
+        places.append(("backward", param, time_ns, [times[param] for times in ready if param in times]))
+    lost: list[tuple[str, int | None, int]] = []
+    behind_ns = 0
+    for where, parameter, time_ns, reached in places:
+        if reached:
+            now_ns = time_ns - min(reached)
+            lost.append((where, parameter, now_ns - behind_ns))
+            behind_ns = now_ns
+    return max(lost, key=lambda place: place[2])

@@ -218,30 +218,27 @@ def merged_dict(profile: MergedProfile, step: MergedStep) -> dict[str, Any]:
         "clock_uncertainty_us": [clock.uncertainty_ns / 1e3 for clock in profile.clocks],
         "events_dropped": [record.dropped for record in profile.records],
         "steps_incomplete": [record.incomplete for record in profile.records],
-        "buckets": [_merged_bucket_dict(bucket, profile.names, zero_ns) for bucket in step.buckets],
+        "buckets": [
+            {
+                **_bucket_dict(bucket, profile.names, zero_ns),
+                "last_rank": bucket.last_rank,
+                "late_us": bucket.late_ns / 1e3,
+                "wait_us": bucket.wait_ns / 1e3,
+            }
+            for bucket in step.buckets
+        ],
         "ranks": [
-            {**step_dict(rank_step, profile.names, zero_ns), "traffic": traffic}
+            {**_step_dict(rank_step, profile.names, zero_ns), "traffic": traffic}
             for rank_step, traffic in zip(step.steps, traffic_dicts(profile.records), strict=True)
         ],
     }
 
 
-def _merged_bucket_dict(bucket: MergedBucket, names: Sequence[str], zero_ns: int) -> dict[str, Any]:
-    return {
-        **_bucket_dict(bucket, names, zero_ns),
-        "last_rank": bucket.last_rank,
-        "late_us": bucket.late_ns / 1e3,
-        "wait_us": bucket.wait_ns / 1e3,
-    }
-
-
-def step_dict(step: Step, names: Sequence[str], zero_ns: int) -> dict[str, Any]:
+def _step_dict(step: Step, names: Sequence[str], zero_ns: int) -> dict[str, Any]:
     """One rank's part."""
+    times = ("forward_begin_ns", "backward_begin_ns", "compute_end_ns", "backward_end_ns")
     return {
-        "forward_begin_us": (step.forward_begin_ns - zero_ns) / 1e3,
-        "backward_begin_us": (step.backward_begin_ns - zero_ns) / 1e3,
-        "compute_end_us": (step.compute_end_ns - zero_ns) / 1e3,
-        "backward_end_us": (step.backward_end_ns - zero_ns) / 1e3,
+        **_times_us(step, times, zero_ns),
         "exposed_us": step.exposed_ns / 1e3,
         "comm_us": step.comm_ns / 1e3,
         "overlap_ratio": step.overlap_ratio,
@@ -249,13 +246,17 @@ def step_dict(step: Step, names: Sequence[str], zero_ns: int) -> dict[str, Any]:
     }
 
 
-def _bucket_dict(bucket: BucketTimes | MergedBucket, names: Sequence[str], zero_ns: int) -> dict[str, Any]:
-    times = {name: getattr(bucket, name) for name in BUCKET_TIMES}
+def _bucket_dict(bucket: BucketTimes, names: Sequence[str], zero_ns: int) -> dict[str, Any]:
     return {
         "bucket": bucket.index,
         "bytes": bucket.nbytes,
         "parameters": [names[param] for param in bucket.params],
-        **{f"{name[:-3]}_us": None if t is None else (t - zero_ns) / 1e3 for name, t in times.items()},
+        **_times_us(bucket, BUCKET_TIMES, zero_ns),
         "held_back_by": None if bucket.holder is None else names[bucket.holder],
         "queued_behind_bucket": bucket.behind,
     }
+
+
+def _times_us(of: Step | BucketTimes, names: Sequence[str], zero_ns: int) -> dict[str, float | None]:
+    times = {name.removesuffix("_ns"): getattr(of, name) for name in names}
+    return {f"{name}_us": None if time_ns is None else (time_ns - zero_ns) / 1e3 for name, time_ns in times.items()}
