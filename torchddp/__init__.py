@@ -32,9 +32,8 @@ try:
 
     from torchddp._C import finished_steps
     from torchddp.ddp.module import DistributedDataParallel
-    from torchddp.diagnose.fail_together import fail_together
+    from torchddp.diagnose.fail_together import PeerFailedError, fail_together
     from torchddp.diagnose.parameters import check_parameters
-    from torchddp.diagnose.peer_failure import PeerFailedError
     from torchddp.errors import DesyncError, InternalError, TransportError
     from torchddp.transport.shm_backend import register
 

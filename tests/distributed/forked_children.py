@@ -55,7 +55,7 @@ def how_it_ends(child, models) -> tuple[float, int]:
 
 
 def locks_of(model) -> list[threading.Lock]:
-    monitor = model._hang_monitor
+    monitor = model._hang_reports.monitor
     return [
         monitor._board._calls._lock,
         torchddp.transport.interruptible._lock,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torchddp
 from tests.harness import run_ranks
 from tests.models import Mlp, batch, seeded, step_on
-from torchddp.diagnose import processes
+from torchddp.diagnose import rank_state
 
 TRANSPORTS = ["shm", "c10d"]
 SECONDS = 60.0
@@ -140,7 +140,7 @@ def test_waits_within_each_other():
 def test_other_threads_run_while_an_error_waits_to_see_who_is_gone():
     def work(rank):
         reducer = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d").reducer
-        here = processes.identity()
+        here = rank_state.process_identity()
         reducer.set_peers([(1, here["pid"], here["started"])])  # which stays: it looks for as long as it does
         turns, over = [0], threading.Event()
 

@@ -6,10 +6,16 @@ import pytest
 import torch
 
 from torchddp import DesyncError
-from torchddp.diagnose.desync import Amount, Difference, find_difference, make_error
-from torchddp.diagnose.hashes import hash_tensors
 from torchddp.diagnose.nonfinite import check_choice
-from torchddp.diagnose.parameters import ParameterCheck, check_parameters
+from torchddp.diagnose.parameters import (
+    Amount,
+    Difference,
+    check_interval,
+    check_parameters,
+    find_difference,
+    hash_tensors,
+    make_error,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int8, torch.bool]
 
@@ -88,7 +94,7 @@ def test_the_error_tells_what_is_known():
 @pytest.mark.parametrize("wrong", [0, -3, 1.5, True, "100"])
 def test_wrong_intervals(wrong):
     with pytest.raises(ValueError, match=r"check_parameters_every must be a number of steps, 1 or more.*got"):
-        ParameterCheck(wrong)
+        check_interval(wrong)
 
 
 def test_wrong_choices():

@@ -64,9 +64,9 @@ def _check_install(value: str) -> None:
 
 
 def _check_stall_limit(_value: str) -> None:
-    from torchddp.diagnose import stall_limit
+    from torchddp.diagnose.hang_reports import choose_limit
 
-    stall_limit.choose(None, math.inf)  # reads the variable
+    choose_limit(None, math.inf)  # reads the variable
 
 
 def _check_nothing(_value: str) -> None:

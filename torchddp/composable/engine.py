@@ -61,9 +61,7 @@ class ReplicateEngine(DistributedDataParallel):
         """Not collective. The module's backwards reduce nothing from now on."""
         self._local.disconnect()
         self.reducer.remove_autograd_hooks()
-        if self._hang_monitor is not None:
-            self._hang_monitor.close()
-            self._hang_monitor = None
+        self._hang_reports.close()
 
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(

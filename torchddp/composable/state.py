@@ -13,7 +13,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp.composable.engine import ReplicateEngine
 from torchddp.composable.precision import ParameterCast, cast_tensors, in_backward
-from torchddp.diagnose import last_exception
+from torchddp.diagnose.rank_state import note_exception
 
 _CALL = torch.nn.Module._call_impl.__code__
 
@@ -102,7 +102,7 @@ class ReplicateState(_State):
         self._close()
         error = sys.exc_info()[1]
         if error is not None:
-            last_exception.note(error, "forward")
+            note_exception(error, "forward")
 
     # --- what they do ---
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import threading
+import weakref
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from torchddp import _C
 from torchddp.ddp import bucket_sizes, buffer_sync, model_check, wrapped_model
 from torchddp.ddp.logger import DDPLogger
 from torchddp.ddp.parameter_watch import ParameterWatch
-from torchddp.diagnose import ddp_hangs, nonfinite
-from torchddp.diagnose.hang_monitor import HangMonitor
+from torchddp.ddp.session import ModelSession
+from torchddp.diagnose import hang_reports, nonfinite
+from torchddp.diagnose.hang_reports import HangReports
+from torchddp.diagnose.nonfinite import NonFiniteFinder
 from torchddp.diagnose.parameters import ParameterCheck
 from torchddp.plan import model_plan
 from torchddp.plan.auto_plan import AutoPlan
@@ -35,7 +37,7 @@ class DDPConstruction(TorchDDP):
     _timeout: datetime.timedelta | None
     _stall_report_s: float | None
     _measures_gradients: bool
-    _parameter_check: ParameterCheck | None
+    _check_parameters_every: int | None
     _find_nonfinite: bool | str
     _views_asked_for: bool
     _sync_at_init: bool
@@ -43,9 +45,8 @@ class DDPConstruction(TorchDDP):
     _init_sync_buffers: bool
     _plans_itself: bool
     _caps_asked_for: list[float]
-    _hang_monitor: HangMonitor | None = None
+    _observers: tuple[HangReports | NonFiniteFinder | ParameterCheck, ...] = ()
     # Changed by what comes after.
-    training_thread: int  # whose forward was the last with gradients
     _group_without_rank: bool = False
     _has_builtin_hook: bool = False
     # What buckets of one owner travel as, if they are float32.
@@ -103,6 +104,7 @@ class DDPConstruction(TorchDDP):
         if self._plans_itself:
             model_plan.start(self, look_for_kept=together)
         self._adopt_group(buffer_broadcast if self.reducer.transport is transport else None)
+        self._observe_steps()
         self._has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
         self.logger = DDPLogger(self.reducer, self.process_group)
         self.logger.log_construction(self, parameters)
@@ -117,10 +119,7 @@ class DDPConstruction(TorchDDP):
 
     def _adopt_group(self, buffer_broadcast: _C.TensorBroadcast | None = None) -> None:
         self._own_rank = self.process_group.rank()
-        self.training_thread = threading.get_ident()
         self._buffer_broadcast = buffer_broadcast or self._broadcast_over(self.reducer.transport)
-        self._watch_for_hangs()
-        self._nonfinite_finder = self._watch_gradients()
         interruptible.register(self)
 
     def interrupt(self, reason: str) -> None:
@@ -130,22 +129,29 @@ class DDPConstruction(TorchDDP):
         """
         self.reducer.transport.interrupt(reason)
 
-    def _watch_for_hangs(self) -> None:
-        if self._hang_monitor is not None:
-            self._hang_monitor.close()
-        self._hang_monitor = None if self._is_copy else ddp_hangs.start(self, self._stall_limit_s())
+    def _observe_steps(self) -> None:
+        for old in self._observers:
+            old.close()
+        self.session = session = ModelSession(
+            weakref.ref(self),
+            self.reducer,
+            self._specs,
+            self._reduced_params,
+            self.process_group,
+            self._is_copy,
+            self._reduced_params[0].device,
+            self._wait_limit(),
+            self._own_rank,
+        )
+        every = self._check_parameters_every
+        self._hang_reports = HangReports(session, self._stall_report_s)
+        self._nonfinite_finder = NonFiniteFinder(session) if self._find_nonfinite else None
+        self._parameter_check = None if every is None else ParameterCheck(session, every)
+        observers = (self._hang_reports, self._nonfinite_finder, self._parameter_check)
+        self._observers = tuple(observer for observer in observers if observer is not None)
 
     def _stall_limit_s(self) -> float:
-        return ddp_hangs.limit_s(self._stall_report_s, self._timeout, self.process_group, self.device_type)
-
-    def _watch_gradients(self) -> nonfinite.NonFiniteFinder | None:
-        old = self.__dict__.get("_nonfinite_finder")
-        if old is not None:
-            old.close()
-        if not self._find_nonfinite:
-            return None
-        names = [spec.name for spec in self._specs]
-        return nonfinite.NonFiniteFinder(self, names, self._own_rank, None if self._is_copy else self.process_group)
+        return hang_reports.limit_of(self._stall_report_s, self._timeout, self.process_group, self.device_type)
 
     def _open_transport(self, parameters: list[torch.Tensor], names: list[str]) -> _C.Transport:
         """Collective, unless ``init_sync=False`` or this is a copy: then c10d, which needs no agreement."""

@@ -57,8 +57,9 @@ class DDPGroups(DDPConstruction):
         if self._plans_itself:
             model_plan.start(self, look_for_kept=False)
         self._adopt_group()
-        if self._parameter_check is not None:
-            self._parameter_check.restart()
+        self.session.process_group, self.session.rank = self.process_group, self._own_rank
+        for observer in self._observers:
+            observer.on_group_change()
         self.logger.rebind(self.process_group)
         for hook in hooks:
             hook.rebind(self)

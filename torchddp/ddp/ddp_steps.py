@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 
 import torch
 from torch.distributed.algorithms.join import Join
@@ -25,11 +24,10 @@ class DDPSteps(DDPConstruction):
                 "group that this rank is not in: it has nobody to reduce gradients with. Pass a group with this rank "
                 "to _update_process_group(), or train under no_sync()."
             )
-        self.__dict__["training_thread"] = threading.get_ident()  # past nn.Module, which would look for a parameter
-        if self._nonfinite_finder is not None:
-            self._nonfinite_finder.look_here()
-        if self._parameter_check is not None and self.require_backward_grad_sync:
-            self._parameter_check.before_step(self)
+        self.session.joins = self._join_config.enable
+        self.session.synchronises = self.require_backward_grad_sync
+        for observer in self._observers:
+            observer.before_step()
         try:
             if self.require_backward_grad_sync and self.reducer.prepare_for_forward():
                 self._parameter_watch.step_without_gradients()

@@ -30,8 +30,8 @@ from torchddp.ddp.ddp_groups import DDPGroups
 from torchddp.ddp.ddp_modes import DDPModes
 from torchddp.ddp.ddp_steps import DDPSteps
 from torchddp.ddp.sync_strategy import DDPSyncStrategy
-from torchddp.diagnose import last_exception, nonfinite, stall_limit
-from torchddp.diagnose.parameters import ParameterCheck
+from torchddp.diagnose import hang_reports, nonfinite, parameters
+from torchddp.diagnose.rank_state import note_exception
 from torchddp.plan import model_plan
 from torchddp.traffic import Traffic, of_model
 from torchddp.transport import select
@@ -150,7 +150,8 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
         hook = None if comm_hook is None else comm_hooks.resolve(comm_hook)
         nonfinite.check_choice(find_nonfinite)
         select.check_choice(transport)
-        stall_limit.check(stall_report_s)
+        hang_reports.check_limit(stall_report_s)
+        parameters.check_interval(check_parameters_every)
         if wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"wire_dtype must be torch.bfloat16, torch.float16 or None, got {wire_dtype!r}")
         views = gradient_as_bucket_view is None or bool(gradient_as_bucket_view)
@@ -163,7 +164,7 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
         self._timeout = None if timeout is None else min(timeout, select.LONGEST_TIMEOUT)
         self._stall_report_s = stall_report_s
         self._measures_gradients = gradient_stats
-        self._parameter_check = None if check_parameters_every is None else ParameterCheck(check_parameters_every)
+        self._check_parameters_every = check_parameters_every
         self._find_nonfinite = find_nonfinite
         self.sync_strategy = sync_strategy.choose(sync, find_unused_parameters)
         self._views_asked_for = bool(gradient_as_bucket_view)
@@ -223,7 +224,8 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         del state["_buffer_broadcast"], state["_auto_plan"], state["_specs"]
-        del state["_hang_monitor"], state["_nonfinite_finder"], state["_parameter_watch"]
+        del state["_parameter_watch"], state["session"], state["_observers"]
+        del state["_hang_reports"], state["_nonfinite_finder"], state["_parameter_check"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -231,8 +233,6 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
         # The new reducer has neither measured an order nor recorded a static graph.
         self._has_rebuilt_buckets = False
         self._static_graph_delay_allreduce_enqueued = False
-        if self._parameter_check is not None:
-            self._parameter_check.restart()  # its reducer counts from zero
 
     def _build_params_for_reducer(self) -> Any:
         # torch compares f"{module}.{parameter}", which for the outermost module begins with a dot that nobody writes.
@@ -258,7 +258,7 @@ class DistributedDataParallel(DDPModes, DDPGroups, DDPBuffers, DDPSteps):
         try:
             output = self.module(*inputs, **kwargs)
         except BaseException as error:
-            last_exception.note(error, "forward")
+            note_exception(error, "forward")
             raise
         finally:
             TorchDDP._active_ddp_module = outer

@@ -1,53 +1,67 @@
-"""Whether all ranks have the same parameters, bit for bit."""
+"""Whether all ranks have the same parameters, bit for bit: hashes, their comparison, and how a difference is told."""
 
 from __future__ import annotations
 
 import datetime
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C
-from torchddp.ddp.local_tensors import local_of
-from torchddp.diagnose.desync import Amount, find_difference, make_error
-from torchddp.diagnose.hashes import hash_tensors
+from torchddp.diagnose.session import Session
 from torchddp.errors import DesyncError, TransportError
+
+_AT_ONCE = 4 * 2**20  # elements: 128 MiB of memory for a part
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PLACE, _FIRST, _SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def check_interval(every: object) -> None:
+    """ValueError unless ``check_parameters_every`` is None or a number of steps."""
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise ValueError(
+            f"check_parameters_every must be a number of steps, 1 or more, or None for no checks; got {every!r}"
+        )
 
 
 class ParameterCheck:
-    """Every so many synchronised steps of a model.
+    """An observer of a model's steps: compares parameters every ``every`` finished synchronised steps.
 
-    Args:
-        every: finished synchronised steps between two checks; ValueError if it is less than 1 or no integer.
+    Not under `join()`, where ranks make different numbers of steps; torch leaves it switched on after its end.
     """
 
-    def __init__(self, every: int) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(
-                f"check_parameters_every must be a number of steps, 1 or more, or None for no checks; got {every!r}"
-            )
-        self.every = every
+    def __init__(self, session: Session, every: int) -> None:
+        self._session = session
+        self._every = every
         self._last: int | None = 0  # finished steps at the last check; None: those of the next step
 
     def restart(self) -> None:
         """Ranks may have counted unevenly so far: all begin again at the next step."""
         self._last = None
 
-    def before_step(self, model: Any) -> None:
-        """Collective every ``every`` steps, which are the same on all ranks. Raises DesyncError.
-
-        Not under `join()`, where ranks make different numbers of steps; torch leaves it switched on after its end.
-        """
-        if model._join_config.enable or (model.device_type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    def before_step(self) -> None:
+        """Collective every so many steps, which are the same on all ranks. Raises DesyncError."""
+        session = self._session
+        if session.joins or not session.synchronises:
             return
-        finished = model.reducer.finished_steps
+        if session.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        finished = session.reducer.finished_steps
         if self._last is None:
             self._last = finished
-        if finished - self._last >= self.every:
+        if finished - self._last >= self._every:
             self._last = finished
-            check_parameters(model)
+            _check(session)
+
+    def on_group_change(self) -> None:
+        self.restart()
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def check_parameters(model: TorchDDP) -> None:
@@ -65,15 +79,17 @@ def check_parameters(model: TorchDDP) -> None:
         DesyncError: on all ranks: the first parameter that differs, on which ranks, by how much.
         TransportError: a peer is gone, or did not come in time.
     """
-    engine: Any = model
-    if not hasattr(getattr(model, "reducer", None), "finished_steps"):
+    session: Any = getattr(model, "session", None)
+    if not hasattr(getattr(session, "reducer", None), "finished_steps"):
         raise TypeError(f"check_parameters() wants a torchddp.DistributedDataParallel, got {type(model).__name__}")
-    ignored = engine.parameters_to_ignore
-    named = [(name, local_of(p)) for name, p in engine.module.named_parameters() if name not in ignored]
-    exchange = _Exchange(engine.reducer.transport, engine._wait_limit(), engine._reduced_params[0].device)
-    steps = engine.reducer.finished_steps
+    _check(session)
+
+
+def _check(session: Session) -> None:
+    exchange = _Exchange(session.reducer.transport, session.wait_limit, session.device)
     if exchange.size == 1:
         return
+    named, steps = [*session.named_parameters()], session.reducer.finished_steps
     try:
         error = _find(named, exchange, steps)
     except TransportError as failure:
@@ -147,3 +163,121 @@ class _Exchange:
         self._transport.all_gather(everyone, mine, work)
         work.wait(self._timeout)
         return everyone.view(self.size, -1).cpu()
+
+
+# --- which differ, and how that is told ---
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first parameter that differs, in the order of registration."""
+
+    index: int
+    reference_rank: int  # one whose value the others are held against
+    ranks: tuple[int, ...]  # that have another
+    count: int  # parameters that differ in all
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How far a rank's parameter is from the reference."""
+
+    elements: int  # whose bits differ
+    largest: float  # difference, of those that are finite on both
+
+
+def find_difference(by_rank: Sequence[Sequence[object]]) -> Difference | None:
+    """From ``by_rank[rank][parameter]``, equal where the parameters are. The reference is what most ranks have.
+
+    Without a majority it is what rank 0 has.
+    """
+    differing = [index for index, values in enumerate(zip(*by_rank, strict=True)) if len(set(values)) > 1]
+    if not differing:
+        return None
+    values = [own[differing[0]] for own in by_rank]
+    most, votes = Counter(values).most_common(1)[0]
+    reference = most if votes * 2 > len(values) else values[0]
+    ranks = tuple(rank for rank, value in enumerate(values) if value != reference)
+    return Difference(differing[0], values.index(reference), ranks, len(differing))
+
+
+def make_error(
+    difference: Difference,
+    name: str,
+    parameter: str,
+    world_size: int,
+    num_parameters: int,
+    amounts: Sequence[Amount] | None,
+    steps: int,
+) -> DesyncError:
+    """The error of all ranks; `parameter` describes it, `amounts` are by rank, None where they were not found out."""
+    others = [rank for rank in range(world_size) if rank not in difference.ranks]
+    majority = len(others) * 2 > world_size
+    parts = []
+    largest = None
+    for rank, amount in ((rank, amounts[rank]) for rank in difference.ranks) if amounts is not None else ():
+        largest = amount.largest if largest is None else max(largest, amount.largest)
+        plural = "s" if amount.elements != 1 else ""
+        parts.append(f"rank {rank} in {amount.elements} element{plural}, by up to {amount.largest:.6g}")
+    told = f" ({'; '.join(parts)})" if parts else ""
+    verb = "differ" if len(difference.ranks) > 1 else "differs"
+    most = ", most of the ranks" if majority else ""
+    compared = f"{_ranks(difference.ranks)} {verb} from {_ranks(others)}{most}{told}"
+    text = (
+        f"Parameters are not the same on all ranks after {steps} synchronised steps: {difference.count} of "
+        f"{num_parameters} differ. The first is '{name}' ({parameter}): {compared}. Likely causes: a rank whose "
+        "optimizer, learning rate or gradient clipping is another, or that skipped a step; parameters that were "
+        "loaded, set or initialised on some ranks only; gradients changed after backward; results that depend on the "
+        "rank's hardware; a faulty machine. To go on, broadcast the parameters of a rank that is right, and its "
+        "optimizer's state."
+    )
+    return DesyncError(text, steps, name, difference.ranks, difference.count, largest)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# --- hashes: 64 bits of a tensor's bits, at the speed of memory ---
+
+
+@torch.no_grad()
+def hash_tensors(tensors: Sequence[torch.Tensor], *, by_operators: bool = False) -> list[int]:
+    """Of each tensor a hash of its bits in logical order: 0.0 and -0.0 differ, equal NaNs don't.
+
+    On the CPU a kernel does it. Elsewhere, or if ``by_operators``, torch's operators give another hash, with one wait
+    for each device.
+
+    Args:
+        tensors: strided, of any dtype. RuntimeError for others.
+    """
+    hashes = [0] * len(tensors)
+    sums: dict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise RuntimeError(f"tensor {index} has no memory to hash: got {tensor.layout} on {tensor.device}")
+        values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        if tensor.is_cpu and not by_operators:
+            hashes[index] = _C.hash_tensor(values)
+        else:
+            sums[tensor.device].append((index, _sum_of_words(values)))
+    for found in sums.values():
+        for (index, _), word in zip(found, torch.stack([total for _, total in found]).tolist(), strict=True):
+            # The length too: zeros at the end must count.
+            hashes[index] = _C.hash_tensor(torch.tensor([word, tensors[index].nbytes]))
+    return hashes
+
+
+def _sum_of_words(values: torch.Tensor) -> torch.Tensor:
+    """A bijection (splitmix64) of each word, another one in each place, and the sum: 0-d int64, on the device."""
+    real = torch.view_as_real(values) if values.is_complex() else values
+    words = real.reshape(-1).view(_WORDS[real.itemsize])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for begin in range(0, words.numel(), _AT_ONCE):
+        part = words[begin : begin + _AT_ONCE]
+        mixed = torch.arange(begin + 1, begin + 1 + part.numel(), dtype=torch.int64, device=values.device)
+        mixed.mul_(_PLACE).add_(part)
+        for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+            mixed.bitwise_xor_((mixed >> shift) & ((1 << (64 - shift)) - 1)).mul_(factor)  # as if unsigned
+        total += mixed.sum()
+    return total

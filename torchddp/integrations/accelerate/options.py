@@ -14,7 +14,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torchddp import comm_hooks
 from torchddp.ddp import bucket_sizes, sync_strategy
 from torchddp.ddp.sync_strategy import DDPSyncStrategy
-from torchddp.diagnose import nonfinite, stall_limit
+from torchddp.diagnose import hang_reports, nonfinite
 from torchddp.transport import select
 
 # What Accelerate does itself, once the model is wrapped.
@@ -64,7 +64,7 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
         bucket_sizes.check_caps(self.bucket_cap_mb, None)
         select.check_choice(self.transport)
         nonfinite.check_choice(self.find_nonfinite)
-        stall_limit.check(self.stall_report_s)
+        hang_reports.check_limit(self.stall_report_s)
         sync_strategy.choose(self.sync, self.find_unused_parameters)
         if self._is_torchs_hook():
             return

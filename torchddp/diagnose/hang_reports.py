@@ -1,26 +1,37 @@
-"""Looks after the waits of one model: asks the ranks when one is too long, answers, and has one of them report."""
+"""Hang reports: looks after a model's waits, asks the ranks when one is too long, answers, and has one of them report.
+
+See docs/hang_reports.md.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
+import hashlib
 import logging
+import math
+import os
+import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
-from torchddp.diagnose import last_exception, processes, report, stacks
-from torchddp.diagnose.diagnosis import diagnose
-from torchddp.diagnose.rank_state import GONE, STOPPED, RankState, from_status
+from torch.distributed.distributed_c10d import _world
+
+from torchddp.diagnose import rank_state
+from torchddp.diagnose.diagnosis import diagnose, report_json, report_text, write_report
+from torchddp.diagnose.rank_state import GONE, STOPPED, RankState
+from torchddp.diagnose.session import Session
+from torchddp.transport import select
 from torchddp.transport.board import Board
 from torchddp.transport.own_process import OwnProcess
 from torchddp.transport.watcher import Task, watch
 
-__all__ = ["HangMonitor"]
-
 logger = logging.getLogger("torchddp.hang")
 
+LIMIT_ENV = "TORCHDDP_STALL_REPORT_S"
+_DEFAULT_LIMIT_S = 60.0
 _AGAIN = 4.0  # a stall that lasts is reported again when it is so many times as long
 _MAX_POLL_S = 1.0
 _RANKS_A_POLL_S = 64  # worlds that are larger poll more seldom, so that the store has as much to do
@@ -30,45 +41,102 @@ _MEETINGS = 100  # looks after which a rank that has not said which process it i
 _GIVE_UP_ROUNDS = 10  # collection times after which nobody waits for a report any more
 
 
-class Subject:
-    """What is watched: held weakly, so that a model can go.
+def check_limit(stall_report_s: object) -> None:
+    """ValueError or TypeError unless it is None or a number of seconds, 0 or more."""
+    if stall_report_s is None:
+        return
+    if isinstance(stall_report_s, bool) or not isinstance(stall_report_s, int | float):
+        raise TypeError(
+            f"stall_report_s must be a number of seconds, or None; got {type(stall_report_s).__name__} "
+            f"{stall_report_s!r}"
+        )
+    if not math.isfinite(stall_report_s) or stall_report_s < 0:
+        raise ValueError(
+            f"stall_report_s must be a finite number of seconds, 0 (no reports) or more; got {stall_report_s}"
+        )
+
+
+def choose_limit(stall_report_s: float | None, timeout_s: float) -> float:
+    """The seconds that hold; 0: no reports.
 
     Args:
-        model: the wrapper; its attributes ``reducer`` and ``training_thread``, an id, are read at each look.
-        is_over: whether its process group has been destroyed.
-        describe: the names, shapes and dtypes of its parameters, and their digest; called while a stall lasts.
+        stall_report_s: the user's; None: the environment variable TORCHDDP_STALL_REPORT_S, or else the lesser of 60 and
+            a third of the timeout.
+        timeout_s: how long a reduction may take, at which its waits end anyhow.
+
+    Raises:
+        ValueError: one that was given is not below the timeout, or the variable holds no number of seconds.
+    """
+    source = "stall_report_s"
+    if stall_report_s is None and (text := os.environ.get(LIMIT_ENV)):
+        source = LIMIT_ENV
+        try:
+            stall_report_s = float(text)
+            check_limit(stall_report_s)
+        except ValueError:
+            raise ValueError(
+                f"the environment variable {LIMIT_ENV} must hold seconds, 0 (no reports) or more; got {text!r}"
+            ) from None
+    if stall_report_s is None:
+        return min(_DEFAULT_LIMIT_S, timeout_s / 3)
+    if stall_report_s >= timeout_s:
+        raise ValueError(
+            f"{source} is {stall_report_s:g} s, but a reduction fails after {timeout_s:g} s (`timeout`, or the process "
+            "group's own): no report would come before that. Take a smaller one, 0 for none, or a longer timeout."
+        )
+    return float(stall_report_s)
+
+
+def limit_of(
+    stall_report_s: float | None, wait_limit: datetime.timedelta | None, process_group: Any, device: str
+) -> float:
+    """`choose_limit` for a model whose reductions may take as long as its process group says, or ``wait_limit``."""
+    longest = wait_limit or select.group_timeout(process_group, device)
+    return choose_limit(stall_report_s, longest.total_seconds())
+
+
+class HangReports:
+    """An observer of a model's steps: reports of its waits over its process group as it is now.
+
+    Not collective, but all ranks must make as many, in the same order. A copy of a model, a group of one rank and a
+    group without a store, over which ranks could talk, have none.
+
+    Args:
+        stall_report_s: see `choose_limit`, also for the errors.
     """
 
-    def __init__(self, model: Any, is_over: Callable[[], bool], describe: Callable[[Any], tuple[str, list[str]]]):
-        self._model = weakref.ref(model)
-        self.is_over = is_over
-        self._describe = describe
+    def __init__(self, session: Session, stall_report_s: float | None) -> None:
+        self._session = session
+        self._stall_report_s = stall_report_s
+        self.monitor = self._open()
 
-    def status(self) -> dict[str, Any] | None:
-        """The reducer's, or None if the model is gone."""
-        model = self._model()
-        return None if model is None else model.reducer.status()
+    def before_step(self) -> None:
+        """Notes whose stack and exceptions a report tells of: those of the thread that trains."""
+        if self.monitor is not None:
+            self.monitor.thread_id = threading.get_ident()
 
-    def thread_id(self) -> int:
-        """Of the thread that trains; 0 if the model is gone."""
-        model = self._model()
-        return 0 if model is None else model.training_thread
+    def on_group_change(self) -> None:
+        self.close()
+        self.monitor = self._open()
 
-    def note_failure(self, text: str) -> None:
-        model = self._model()
-        if model is not None:
-            model.reducer.note_failure(text)
+    def close(self) -> None:
+        if self.monitor is not None:
+            self.monitor.close()
+            self.monitor = None
 
-    def set_peers(self, known: dict[int, dict[str, Any]]) -> None:
-        """Errors of the model's transport tell which of these processes (`processes.identity`, by rank) are gone."""
-        model = self._model()
-        if model is not None:
-            here = {rank: who for rank, who in known.items() if processes.is_here(who)}
-            model.reducer.set_peers([(rank, who["pid"], who["started"]) for rank, who in here.items()])
-
-    def describe(self) -> tuple[str, list[str]]:
-        model = self._model()
-        return ("", []) if model is None else self._describe(model)
+    def _open(self) -> HangMonitor | None:
+        session, group = self._session, self._session.process_group
+        if session.is_copy:
+            return None
+        stall_s = limit_of(self._stall_report_s, session.wait_limit, group, session.device.type)
+        if stall_s == 0 or group.size() == 1:
+            return None
+        try:
+            board = Board(group, "hang")
+        except RuntimeError as error:
+            logger.debug("no hang reports: %s", error)
+            return None
+        return HangMonitor(board, session, stall_s)
 
 
 class _Round:
@@ -84,7 +152,7 @@ class _Round:
 
 
 class HangMonitor:
-    """The task of one model on the watcher. Nothing here is collective, raises into training, or keeps the model.
+    """A model's task on the watcher. Nothing here is collective, raises into training, or keeps the model.
 
     A forked child is no rank: there its copy neither looks nor tells anything.
 
@@ -93,12 +161,15 @@ class HangMonitor:
 
     Args:
         board: over the model's process group.
-        subject: the model.
         stall_s: seconds of waiting after which ranks are asked.
     """
 
-    def __init__(self, board: Board, subject: Subject, stall_s: float) -> None:
-        self._board, self._subject, self._stall_s = board, subject, stall_s
+    def __init__(self, board: Board, session: Session, stall_s: float) -> None:
+        self._board, self._stall_s = board, stall_s
+        self._session: Session = weakref.proxy(session)
+        self._group = session.process_group
+        self._is_registered = self._group in _world.pg_map
+        self.thread_id = threading.get_ident()
         self._poll_s = min(_MAX_POLL_S, stall_s / 4) * max(1.0, board.size / _RANKS_A_POLL_S)
         self._collect_s = 2 * self._poll_s + 0.2
         self._report_at_s = stall_s
@@ -107,13 +178,24 @@ class HangMonitor:
         self._known: dict[int, dict[str, Any]] = {}
         self._knows_all, self._meetings = False, 0
         self._home = OwnProcess()
-        last_exception.install()
+        rank_state.note_uncaught()
         # Not later than the watcher's own end, which is registered before.
-        self._at_exit = lambda: self.close("" if subject.is_over() else "its program has ended")
+        self._at_exit = lambda: self.close("" if self._is_over else "its program has ended")
         atexit.register(self._at_exit)
         with contextlib.suppress(Exception):  # a report will say less of this rank
-            board.post_own("who", processes.identity())
+            board.post_own("who", rank_state.process_identity())
         self._task: Task = watch(self._look, min(_QUICK_S, self._poll_s))
+
+    @property
+    def _is_over(self) -> bool:
+        """Its process group has been destroyed."""
+        return self._is_registered and self._group not in _world.pg_map
+
+    def _status(self) -> dict[str, Any] | None:
+        """The reducer's, or None if the model is gone."""
+        with contextlib.suppress(ReferenceError):
+            return self._session.reducer.status()
+        return None
 
     def close(self, why: str = "") -> None:
         """Ends the task; ``why`` is told to the other ranks, if their store still answers."""
@@ -122,7 +204,7 @@ class HangMonitor:
             return
         self._task.close()
         if why:
-            told = last_exception.last(self._subject.thread_id())
+            told = rank_state.last_exception(self.thread_id)
             after = f" after {told['type']}: {told['message']}" if told and told["where"] == "the program" else ""
             with contextlib.suppress(Exception):
                 self._board.post_own("left", why + after)
@@ -139,10 +221,10 @@ class HangMonitor:
         self._task.every_s = min(_QUICK_S, self._poll_s) if busy else self._poll_s
 
     def _look_once(self) -> None:
-        if self._subject.is_over():
+        if self._is_over:
             self.close("its process group was destroyed")
             return
-        status = self._subject.status()
+        status = self._status()
         if status is None:
             self.close("its model was deleted")
             return
@@ -166,7 +248,7 @@ class HangMonitor:
             self._join_round(_Round(number, request["digest"], request["waited_s"]), status)
         elif stalls and self._round is None:
             number = self._last_number + 1
-            digest, waited_s = self._subject.describe()[0], status["waited_s"]
+            digest, waited_s = self._describe()[0], status["waited_s"]
             self._board.post("request", {"number": number, "digest": digest, "waited_s": waited_s})
             self._join_round(_Round(number, "", waited_s), status)
         if self._round is not None:
@@ -178,8 +260,10 @@ class HangMonitor:
         found = {rank: who for rank in unknown[:_KNOWN_A_LOOK] if (who := self._board.read(f"who/{rank}"))}
         if found:
             self._known |= found
-            own = self._board.rank
-            self._subject.set_peers({rank: who for rank, who in self._known.items() if rank != own})
+            # Errors of the model's transport tell which of these are gone.
+            here = [(rank, who) for rank, who in self._known.items() if rank_state.is_here(who)]
+            peers = [(rank, who["pid"], who["started"]) for rank, who in here if rank != self._board.rank]
+            self._session.reducer.set_peers(peers)
         self._meetings += 1
         self._knows_all = len(found) == len(unknown) or self._meetings > _MEETINGS
 
@@ -195,20 +279,24 @@ class HangMonitor:
         self._board.post(f"answer/{joined.number}/{self._board.rank}", state.to_json())
 
     def _own_state(self, status: dict[str, Any]) -> RankState:
-        state = from_status(self._board.rank, status)
-        state.who = processes.identity()
-        thread_id = self._subject.thread_id()
-        state.exception = last_exception.last(thread_id)
-        state.stack = stacks.of_thread(thread_id)
-        state.digest, state.parameters = self._subject.describe()
+        state = RankState.from_status(self._board.rank, status)
+        state.who = rank_state.process_identity()
+        state.exception = rank_state.last_exception(self.thread_id)
+        state.stack = rank_state.stack_of(self.thread_id)
+        state.digest, state.parameters = self._describe()
         return state
+
+    def _describe(self) -> tuple[str, list[str]]:
+        """The parameters, and a digest of that."""
+        lines = parameter_lines(self._session)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest(), lines
 
     def _go_on(self, asked: _Round) -> None:
         found = self._board.read(f"report/{asked.number}")
         if found is not None:
             self._round = None
             if found:
-                self._subject.note_failure(found)
+                self._session.reducer.note_failure(found)
             return
         if asked.age_s > _GIVE_UP_ROUNDS * self._collect_s:
             self._round = None
@@ -243,7 +331,7 @@ class HangMonitor:
     def _silent_state(self, rank: int) -> RankState:
         who = self._known.get(rank) or self._board.read(f"who/{rank}")
         left = self._board.read(f"left/{rank}") or ""
-        return RankState(rank, who=who, left=left, alive=processes.look_up(who) or "")
+        return RankState(rank, who=who, left=left, alive=rank_state.look_up(who) or "")
 
     # --- reports ---
 
@@ -255,40 +343,37 @@ class HangMonitor:
             return ""
         finding = diagnose(states)
         _drop_equal_lists(states)
-        path = report.write(report.as_json(finding, states, self._board.rank))
-        logger.error("%s", report.text(finding, states, path))
+        path = write_report(report_json(finding, states, self._board.rank))
+        logger.error("%s", report_text(finding, states, path))
         return f"Hang report: {finding.headline}"
 
     def _has_moved(self, told: RankState) -> bool:
         """Whether this rank's training went on since it said so."""
-        now = self._subject.status()
+        now = self._status()
         if now is None or now["step"] != told.step:
             return True
-        return told.waits and (now["phase"], now["waits_for"], now["bucket"]) != (
-            told.phase,
-            told.waits_for,
-            told.bucket,
-        )
+        then = (told.phase, told.waits_for, told.bucket)
+        return told.waits and (now["phase"], now["waits_for"], now["bucket"]) != then
 
     def _report_alone(self, status: dict[str, Any], error: Exception) -> None:
         """The store does not answer: what this rank knows by itself."""
         self._report_at_s = _AGAIN * max(status["waited_s"], self._stall_s)
         self._round = None
         others = [
-            RankState(rank, who=who, alive=processes.look_up(who) or "")
+            RankState(rank, who=who, alive=rank_state.look_up(who) or "")
             for rank, who in self._known.items()
             if rank != self._board.rank
         ]
         states = [self._own_state(status), *(state for state in others if state.alive in (GONE, STOPPED))]
         finding = diagnose(states)
-        path = report.write(report.as_json(finding, states, self._board.rank))
+        path = write_report(report_json(finding, states, self._board.rank))
         reason = str(error).partition("\n")[0]
         logger.error(
             "%s\n  rank %d can't ask the other ranks: the process group's store does not answer (%s); its host may be "
             "dead or stopped",
-            report.text(finding, states, path), self._board.rank, reason,
+            report_text(finding, states, path), self._board.rank, reason,
         )  # fmt: skip
-        self._subject.note_failure(f"Hang report of rank {self._board.rank} alone: {finding.headline}")
+        self._session.reducer.note_failure(f"Hang report of rank {self._board.rank} alone: {finding.headline}")
 
 
 def _drop_equal_lists(states: list[RankState]) -> None:
@@ -298,3 +383,11 @@ def _drop_equal_lists(states: list[RankState]) -> None:
         if state.digest in seen:
             state.parameters = None
         seen.add(state.digest)
+
+
+def parameter_lines(session: Session) -> list[str]:
+    """Of each parameter that is reduced its name, dtype and shape."""
+    return [
+        f"'{spec.name}' {str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
+        for spec, parameter in zip(session.specs, session.parameters, strict=True)
+    ]
