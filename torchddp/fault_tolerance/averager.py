@@ -8,10 +8,7 @@ import torch
 
 from torchddp.averaging.flat import DEFAULT_CAP_MB, plan_buckets
 from torchddp.averaging.parameters import ParamSource, named_parameters, problem_of
-from torchddp.fault_tolerance.manager_check import Manager, check_manager
-from torchddp.fault_tolerance.quorum import count_participants
-
-__all__ = ["PeriodicAverager"]
+from torchddp.fault_tolerance.manager import Manager, check_manager, count_participants
 
 
 class PeriodicAverager:

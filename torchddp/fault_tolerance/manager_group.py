@@ -15,13 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchddp.comm_hooks import CommHook
-from torchddp.fault_tolerance.manager_check import Manager
-from torchddp.fault_tolerance.manager_exchange import ManagerExchange
-from torchddp.fault_tolerance.quorum import count_participants
-
-__all__ = ["ManagerGroup"]
+from torchddp.fault_tolerance.manager import Manager, count_participants
 
 _SUM = dist.ReduceOp.SUM
 
@@ -82,6 +79,39 @@ class ManagerGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802  torch's name
         """For torch's logging."""
         return "torchft"
+
+
+class ManagerExchange:
+    """What a communication hook sends between the replicas: exact sums, and nothing else.
+
+    The part of `torchddp.comm_hooks.exchange.Exchange` that such hooks need. Not collective to make. A sum that fails
+    raises nothing: its values are of no use then, and the manager knows.
+    """
+
+    rank = 0
+    is_shared = True  # with the sums of maps of used parameters, which the main thread would send
+    is_alone = False  # a replica that heals must get the sum of the others, though only one takes part
+
+    def __init__(self, group: ManagerGroup) -> None:
+        self.process_group = group
+        self.sent_bytes = 0
+
+    @property
+    def world_size(self) -> int:
+        """How many replicas take part in this step."""
+        return count_participants(self.process_group.manager)
+
+    def step_after(self, number: int) -> int:
+        """All replicas count the steps that were committed, however many of them each has made itself."""
+        return self.process_group.manager.current_step() + 1
+
+    def sum_(self, flat: Tensor) -> None:
+        """In place: the sum over the replicas that take part, the same bits on each."""
+        if flat.numel() == 0:
+            return
+        self.process_group.allreduce([flat]).wait()
+        size = self.world_size
+        self.sent_bytes += 2 * flat.nbytes * (size - 1) // size
 
 
 class _Done(dist._Work):

@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchddp.fault_tolerance.manager_check import Manager, check_manager
-from torchddp.fault_tolerance.quorum import count_participants
-
-__all__ = ["PureDistributedDataParallel"]
+from torchddp.fault_tolerance.manager import Manager, check_manager, count_participants
 
 
 class PureDistributedDataParallel(nn.Module):

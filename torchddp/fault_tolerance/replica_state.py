@@ -11,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from torchddp.comm_hooks import CommHook
 
-__all__ = ["load_state_dict", "register", "state_dict"]
-
 _counts: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
