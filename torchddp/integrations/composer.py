@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchddp.ddp.module import DistributedDataParallel
-from torchddp.integrations.extras import require
+from torchddp.integrations import require
 from torchddp.sync import prepare_ddp_module, sync_context
 
 __all__ = ["disable", "enable", "enabled"]

@@ -14,14 +14,6 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from torchddp.diagnose.fail_together import FailTogether, fail_together
 
-__all__ = [
-    "FabricProcesses",
-    "FabricScripts",
-    "FailsTogether",
-    "TrainerProcesses",
-    "TrainerScripts",
-]
-
 
 class FailsTogether:
     """Part of a strategy: whatever its launcher runs fails on all ranks if it fails on one.
