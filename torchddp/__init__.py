@@ -14,7 +14,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from torchddp._command import is_command
+from torchddp._import_check import check_torch_matches, is_command
 
 if TYPE_CHECKING:
     from torchddp.composable import replicate
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 import_error: Exception | None = None
 try:
     import torch  # noqa: F401  the extension needs torch's libraries loaded first
-
-    from torchddp._build_check import check_torch_matches
 
     check_torch_matches()
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from torchddp import _C
-from torchddp._command import is_command
+from torchddp._import_check import is_command
 from torchddp.cli import diagnosis, probe
 from torchddp.cli.diagnosis import Built, Gpu, Running, has_kernels_for, mismatches, reason_against_nccl
 from torchddp.cli.variables import set_variables

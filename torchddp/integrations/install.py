@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C
-from torchddp._command import is_command
+from torchddp._import_check import is_command
 from torchddp.ddp.module import DistributedDataParallel
 
 __all__ = ["install", "installed", "uninstall"]
