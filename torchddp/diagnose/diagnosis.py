@@ -52,7 +52,7 @@ class Finding:
     @property
     def headline(self) -> str:
         """One sentence."""
-        waits = f"{ranks_text(self.waiting)} {_have(self.waiting)} waited {self.waited_s:.3g} s"
+        waits = f"{ranks_text(self.waiting)} {'has' if len(self.waiting) == 1 else 'have'} waited {self.waited_s:.3g} s"
         if not self.culprits:
             return f"{waits} for {self.waits_for}, and no rank is known to be missing: the network, or a rank's device?"
         shown = "; ".join(f"rank {culprit.rank} {culprit.why}" for culprit in self.culprits[:_SHOWN_RANKS])
@@ -91,10 +91,6 @@ def ranks_text(ranks: list[int]) -> str:
     parts = [part for run in runs for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(r) for r in run])]
     joined = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
     return f"rank{'s' if len(ranks) > 1 else ''} {joined}"
-
-
-def _have(ranks: list[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
 
 
 def _waits_for(state: RankState) -> str:

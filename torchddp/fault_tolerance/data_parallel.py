@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from torchddp.comm_hooks import CommHook
 from torchddp.ddp import module
 from torchddp.fault_tolerance import replica_state
-from torchddp.fault_tolerance.manager import Manager, check_manager
+from torchddp.fault_tolerance.manager import Manager, check_manager, count_participants
 from torchddp.fault_tolerance.manager_group import ManagerGroup
 
 _TALK = "replicas come and go, and one that has just been restarted must be able to wrap its model alone"
@@ -83,7 +84,7 @@ class DistributedDataParallel(module.DistributedDataParallel):
         super().__init__(module, **{**options, "process_group": group, "init_sync": False, "transport": "c10d"})
         self._manager_group = group
         self._has_rebuilt_buckets = True  # never: a replica that heals would keep the first ones
-        self.reducer.set_divisor(group.participants)
+        self.reducer.set_divisor(partial(count_participants, manager))
         replica_state.register(manager, self, weights=carry_weights)
 
     @property

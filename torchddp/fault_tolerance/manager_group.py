@@ -43,10 +43,6 @@ class ManagerGroup(dist.ProcessGroup):
         self.sums_used = False
         self.failed = False
 
-    def participants(self) -> int:
-        """Over how many replicas this step averages: see `count_participants`."""
-        return count_participants(self.manager)
-
     def take_failure(self) -> bool:
         """Whether something failed since this was last asked."""
         failed, self.failed = self.failed, False

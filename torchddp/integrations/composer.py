@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -67,16 +68,11 @@ def enabled() -> bool:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    accepted = _accepted()
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    accepted = set(parameters) - {"self", "module", "find_unused_parameters"}
     unknown = sorted(set(options) - accepted)
     if unknown:
         raise TypeError(f"enable() got {', '.join(map(repr, unknown))}; allowed are {', '.join(sorted(accepted))}")
-
-
-def _accepted() -> set[str]:
-    code = DistributedDataParallel.__init__.__code__
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    return set(names) - {"self", "module", "find_unused_parameters"}
 
 
 def _replace(modules: dict[str, ModuleType]) -> None:

@@ -21,14 +21,6 @@ from torchddp.sharded.oss import OSS
 
 logger = logging.getLogger(__name__)
 
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 _REFUSED = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
@@ -111,7 +103,7 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
         """Gives the plugin a clipping that sees all ranks' gradients, until teardown."""
         super().setup_precision_plugin()
         if isinstance(self.model, ShardedDataParallel):
-            self.precision_plugin.clip_gradients = _Clipping(self.precision_plugin)
+            self.precision_plugin.clip_gradients = functools.partial(_clip_gradients, self.precision_plugin)
 
     def teardown(self) -> None:
         """Parameters get memory of their own, and the wrapper is let go of. Optimizers can still be saved."""
@@ -124,28 +116,23 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
         super().teardown()
 
 
-class _Clipping:
+def _clip_gradients(
+    plugin: Precision,
+    optimizer: Any,
+    clip_val: float = 0.0,
+    gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+) -> None:
     """``clip_gradients`` of a precision plugin, for gradients that are spread over ranks. Collective."""
-
-    def __init__(self, plugin: Precision) -> None:
-        self._plugin = plugin
-
-    def __call__(
-        self,
-        optimizer: Any,
-        clip_val: float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-    ) -> None:
-        if clip_val is None or clip_val <= 0:
-            return
-        plain: Any = getattr(optimizer, "_optimizer", optimizer)  # a LightningOptimizer in manual optimization
-        scaler = getattr(self._plugin, "scaler", None) if isinstance(self._plugin, MixedPrecision) else None
-        if scaler is not None:
-            scaler.unscale_(plain)  # Lightning leaves it to an OSS, which would do it in its step
-        if gradient_clip_algorithm == GradClipAlgorithmType.NORM:
-            plain.clip_grad_norm(clip_val)
-        else:
-            self._plugin.clip_grad_by_value(plain, clip_val)
+    if clip_val is None or clip_val <= 0:
+        return
+    plain: Any = getattr(optimizer, "_optimizer", optimizer)  # a LightningOptimizer in manual optimization
+    scaler = getattr(plugin, "scaler", None) if isinstance(plugin, MixedPrecision) else None
+    if scaler is not None:
+        scaler.unscale_(plain)  # Lightning leaves it to an OSS, which would do it in its step
+    if gradient_clip_algorithm == GradClipAlgorithmType.NORM:
+        plain.clip_grad_norm(clip_val)
+    else:
+        plugin.clip_grad_by_value(plain, clip_val)
 
 
 def shard(optimizer: Optimizer) -> OSS:
@@ -158,8 +145,9 @@ def shard(optimizer: Optimizer) -> OSS:
         return optimizer
     kind = type(optimizer)
     sharded = OSS(optimizer.param_groups, optim=kind, **_arguments(optimizer))
-    for name in _HOOKS:
-        getattr(sharded, name).update(getattr(optimizer, name, {}))
+    for name, hooks in vars(sharded).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            hooks.update(getattr(optimizer, name, {}))
     if optimizer.state:
         sharded.load_state_dict(optimizer.state_dict())
     return sharded

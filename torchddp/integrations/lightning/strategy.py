@@ -19,13 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from torchddp.ddp.module import DistributedDataParallel
-from torchddp.integrations.lightning.together import (
-    FabricProcesses,
-    FabricScripts,
-    FailsTogether,
-    TrainerProcesses,
-    TrainerScripts,
-)
+from torchddp.integrations.lightning.together import FailsTogether
 
 # Of the wrapper's arguments: the strategy knows them itself.
 _OF_THE_STRATEGY = frozenset({"self", "module", "sharded_optimizer", "device_ids", "timeout"})
@@ -57,8 +51,6 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
             without the period.
     """
 
-    _scripts = TrainerScripts
-    _processes = TrainerProcesses
     _wrapper: type = DistributedDataParallel
 
     def __init__(
@@ -151,9 +143,6 @@ class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
     Raises:
         TypeError: an argument that nobody takes.
     """
-
-    _scripts = FabricScripts
-    _processes = FabricProcesses
 
     def __init__(
         self,
