@@ -36,7 +36,7 @@ try:
     from torchddp.diagnose.parameters import check_parameters
     from torchddp.diagnose.peer_failure import PeerFailedError
     from torchddp.errors import DesyncError, InternalError, TransportError
-    from torchddp.transport.shm_backend import register
+    from torchddp.transport.shm import register
 
     register()
     del register

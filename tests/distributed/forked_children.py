@@ -59,7 +59,7 @@ def locks_of(model) -> list[threading.Lock]:
     return [
         monitor._board._calls._lock,
         torchddp.transport.interruptible._lock,
-        torchddp.transport.watcher._watcher._lock,
+        torchddp.transport.worker._watcher._lock,
     ]
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchddp import _C
-from torchddp.transport.agreement import message_device, verify_agreement
+from torchddp.transport.agreement import verify_agreement
 
 Named = dict[str, torch.Tensor]
 # A module, its parameters with or without names, or an optimizer's groups.
@@ -106,7 +106,7 @@ def verify_same(named: Named, process_group: dist.ProcessGroup, who: str, option
     ValueError on a rank where they can't be averaged, RuntimeError with its reason on the others.
     """
     lines = [*options, *(f"'{n}' {p.dtype}{list(p.shape)} with strides {list(p.stride())}" for n, p in named.items())]
-    verify_agreement(lines, problem_of(named), process_group, message_device(process_group), who)
+    verify_agreement(lines, problem_of(named), process_group, who)
 
 
 def broadcast_from_first(named: Named, process_group: dist.ProcessGroup) -> None:

@@ -98,7 +98,9 @@ def _reduce(name: str, rank: int, ranks: int, store_path: str) -> None:
         if name == "shm":
             dist.all_reduce(tensor)
         else:
-            transport = select.open_transport(name, dist.group.WORLD, device=tensor.device)
+            group = dist.group.WORLD
+            assert group is not None
+            transport = select.open_transport(name, group, device=tensor.device)
             tensor = transport.allocate(NUMEL, like=tensor).copy_(tensor)
             work = transport.make_work()
             transport.all_reduce(tensor, work)

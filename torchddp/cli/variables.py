@@ -47,9 +47,9 @@ def _check_transport(_value: str) -> None:
 
 
 def _check_limit(_value: str) -> None:
-    from torchddp.transport import select
+    from torchddp.transport import shm
 
-    select.limit_bytes()
+    shm.limit_bytes()
 
 
 def _check_capability(value: str) -> None:

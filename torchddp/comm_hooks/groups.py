@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from torchddp import _C
-from torchddp.transport import group_names, select
-from torchddp.transport.object_exchange import gather_objects
+from torchddp.transport import select
+from torchddp.transport.agreement import GroupExchange, align_group_counts, ranks_by
 
 __all__ = ["Groups", "make_groups", "new_group"]
 
@@ -56,7 +56,7 @@ def make_groups(
         return Groups(_C.C10dTransport(process_group), None, process_group, is_shared=True, time_limit=timeout)
     timeout = timeout or select.group_timeout(process_group, device.type)
     ranks = dist.get_process_group_ranks(process_group)
-    group_names.even_out(process_group)
+    align_group_counts(process_group)
     own = new_group(ranks, device, timeout)
     everyone = select.open_transport("auto", own, device=device, timeout=timeout)
     hosts = _hosts_to_sum_in(own, hierarchical)
@@ -84,11 +84,7 @@ def _hosts_to_sum_in(group: Any, hierarchical: bool | str) -> list[list[int]]:
         raise ValueError(f"hierarchical must be True, False or 'auto', got {hierarchical!r}")
     if hierarchical is False:
         return []
-    identities = gather_objects(_C.host_identity(), group)
-    by_host: dict[str, list[int]] = {}
-    for rank, identity in enumerate(identities):
-        by_host.setdefault(identity, []).append(rank)
-    hosts = list(by_host.values())
+    hosts = list(ranks_by(GroupExchange(group).gather(_C.host_identity())).values())
     sizes = [len(host) for host in hosts]
     if max(sizes) == 1 or (hierarchical == "auto" and len(hosts) == 1):
         return []

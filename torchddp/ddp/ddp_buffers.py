@@ -7,8 +7,7 @@ import torch
 from torchddp import _C
 from torchddp.ddp import buffer_sync
 from torchddp.ddp.ddp_construction import DDPConstruction
-from torchddp.errors import TransportError
-from torchddp.transport.rank_problems import ADVICE_FOR_A_LOST_PEER
+from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
 
 
 class DDPBuffers(DDPConstruction):

@@ -11,7 +11,8 @@ from torchddp.comm_hooks import CommHook
 from torchddp.ddp import model_check
 from torchddp.ddp.ddp_construction import DDPConstruction
 from torchddp.plan import model_plan
-from torchddp.transport import group_names, select
+from torchddp.transport import select
+from torchddp.transport.agreement import align_group_counts
 
 
 class DDPGroups(DDPConstruction):
@@ -41,7 +42,7 @@ class DDPGroups(DDPConstruction):
         hooks = self._hooks_that_follow(new_process_group)
         self._reset_for(new_process_group)
         if new_process_group in _world.pg_map:
-            group_names.even_out(new_process_group)
+            align_group_counts(new_process_group)
         devices = [p.device for p in self._module_parameters]
         choice = select.intended_transport(self._transport_choice, new_process_group, devices, collective=True)
         names = [spec.name for spec in self._specs]
@@ -117,7 +118,7 @@ def _check_group(group: Any, device: Any) -> None:
         raise RuntimeError(
             f"the process group {_name_of(group)!r} was destroyed by destroy_process_group(): make a new one"
         )
-    if select._backend(group, device.type) is None:
+    if select.backend_of(group, device.type) is None:
         kinds = ", ".join(sorted({d.type for d in group._device_types})) or "none"
         raise ValueError(
             f"the process group has no backend for {device.type} tensors, and the model is on {device}: it has "

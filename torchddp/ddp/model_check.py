@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from torchddp.transport.object_exchange import gather_objects
-from torchddp.transport.waits import wait_for_work
+from torchddp.transport.agreement import GroupExchange, gather_if_different
 
 MAX_DIFFERENCES = 8
-
-
-def _number(text: str) -> int:
-    """62 bits of SHA-256."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
 
 @dataclass(frozen=True)
@@ -39,11 +31,6 @@ def describe(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[P
         ParamDescription(name, tuple(p.shape), tuple(p.stride()), str(p.dtype).removeprefix("torch."))
         for p, name in zip(parameters, names, strict=True)
     ]
-
-
-def _digest(descriptions: Sequence[ParamDescription]) -> int:
-    """Equal on ranks whose models agree, names included."""
-    return _number("\n".join(f"{d.name}|{d.shape}|{d.stride}|{d.dtype}" for d in descriptions))
 
 
 def find_differences(by_rank: Sequence[Sequence[ParamDescription]]) -> list[str]:
@@ -109,19 +96,13 @@ def verify_same_model(
     """Collective. Raise RuntimeError on every rank unless the parameters agree, ValueError unless the transports do.
 
     Parameters in number, order, shape, strides and dtype.
-    One all-gather of three integers when they do; the full descriptions travel only when they don't.
+    One all-gather of an integer when they do; the full descriptions travel only when they don't.
     """
-    world_size = process_group.size()
-    if world_size == 1:
+    if process_group.size() == 1:
         return
-    mine = describe(parameters, names)
-    local = torch.tensor([len(mine), _digest(mine), _number(transport)], dtype=torch.int64, device=device)
-    gathered = [torch.empty_like(local) for _ in range(world_size)]
-    # Here ranks wait for those that are late.
-    wait_for_work(dist.all_gather(gathered, local, group=process_group, async_op=True), process_group)
-    if all(torch.equal(other, gathered[0]) for other in gathered):
+    by_rank = gather_if_different((describe(parameters, names), transport), GroupExchange(process_group, device))
+    if by_rank is None:
         return
-    by_rank = gather_objects((mine, transport), process_group)
     transports = [choice for _, choice in by_rank]
     if len(set(transports)) > 1:
         listed = ", ".join(f"rank {rank}: {choice!r}" for rank, choice in enumerate(transports))

@@ -32,10 +32,10 @@ from torchddp.ddp.ddp_steps import DDPSteps
 from torchddp.ddp.sync_strategy import DDPSyncStrategy
 from torchddp.diagnose import last_exception, nonfinite, stall_limit
 from torchddp.diagnose.parameters import ParameterCheck
+from torchddp.errors import warn_user
 from torchddp.plan import model_plan
 from torchddp.traffic import Traffic, of_model
 from torchddp.transport import select
-from torchddp.user_warning import warn_user
 
 __all__ = ["DistributedDataParallel"]
 

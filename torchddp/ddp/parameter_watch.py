@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchddp.user_warning import warn_user
+from torchddp.errors import warn_user
 
 __all__ = ["ParameterWatch"]
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C
-from torchddp.user_warning import warn_user
+from torchddp.errors import warn_user
 
 
 def describe_changes(ddp: TorchDDP, reduced_ids: Collection[int]) -> str:

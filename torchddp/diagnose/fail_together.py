@@ -21,8 +21,7 @@ from torchddp.diagnose import last_exception
 from torchddp.diagnose.peer_failure import Failure, PeerFailedError
 from torchddp.transport.board import Board
 from torchddp.transport.interruptible import interrupt_all, members_of
-from torchddp.transport.own_process import OwnProcess
-from torchddp.transport.watcher import Task, watch
+from torchddp.transport.worker import OwnProcess, Task, watch
 
 __all__ = ["fail_together"]
 

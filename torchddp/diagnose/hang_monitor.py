@@ -14,8 +14,7 @@ from torchddp.diagnose import last_exception, processes, report, stacks
 from torchddp.diagnose.diagnosis import diagnose
 from torchddp.diagnose.rank_state import GONE, STOPPED, RankState, from_status
 from torchddp.transport.board import Board
-from torchddp.transport.own_process import OwnProcess
-from torchddp.transport.watcher import Task, watch
+from torchddp.transport.worker import OwnProcess, Task, watch
 
 __all__ = ["HangMonitor"]
 

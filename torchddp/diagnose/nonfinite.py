@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchddp.transport.board import Board
-from torchddp.transport.own_process import OwnProcess
-from torchddp.transport.watcher import Task, watch
+from torchddp.transport.worker import OwnProcess, Task, watch
 
 __all__ = ["NonFinite", "NonFiniteFinder", "check_choice"]
 

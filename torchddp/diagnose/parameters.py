@@ -14,6 +14,7 @@ from torchddp.ddp.local_tensors import local_of
 from torchddp.diagnose.desync import Amount, find_difference, make_error
 from torchddp.diagnose.hashes import hash_tensors
 from torchddp.errors import DesyncError, TransportError
+from torchddp.transport.agreement import TransportExchange
 
 
 class ParameterCheck:
@@ -70,22 +71,29 @@ def check_parameters(model: TorchDDP) -> None:
         raise TypeError(f"check_parameters() wants a torchddp.DistributedDataParallel, got {type(model).__name__}")
     ignored = engine.parameters_to_ignore
     named = [(name, local_of(p)) for name, p in engine.module.named_parameters() if name not in ignored]
-    exchange = _Exchange(engine.reducer.transport, engine._wait_limit(), engine._reduced_params[0].device)
+    transport = engine.reducer.transport
     steps = engine.reducer.finished_steps
-    if exchange.size == 1:
+    if transport.size == 1:
         return
     try:
-        error = _find(named, exchange, steps)
+        error = _find(named, transport, engine._reduced_params[0].device, engine._wait_limit(), steps)
     except TransportError as failure:
         raise TransportError(
-            f"rank {exchange.rank}: comparing parameters with those of the other ranks after {steps} synchronised "
+            f"rank {transport.rank}: comparing parameters with those of the other ranks after {steps} synchronised "
             f"steps failed: {failure}"
         ) from failure
     if error is not None:
         raise error
 
 
-def _find(named: Sequence[tuple[str, torch.Tensor]], exchange: _Exchange, steps: int) -> DesyncError | None:
+def _find(
+    named: Sequence[tuple[str, torch.Tensor]],
+    transport: _C.Transport,
+    device: torch.device,
+    timeout: datetime.timedelta,
+    steps: int,
+) -> DesyncError | None:
+    exchange = TransportExchange(transport, int, device, timeout)
     hashes = hash_tensors([p for _, p in named])
     combined = _C.hash_tensor(torch.tensor(hashes, dtype=torch.int64))
     by_rank = exchange.gather([combined, len(named)])
@@ -104,46 +112,33 @@ def _find(named: Sequence[tuple[str, torch.Tensor]], exchange: _Exchange, steps:
         return None  # hashes of hashes that differ come from hashes that do
     name, parameter = named[difference.index]
     same_size = len({own[difference.index][1] for own in pairs}) == 1
-    amounts = exchange.measure(parameter, difference.reference_rank) if same_size else None
+    amounts = None
+    if same_size:
+        amounts = _measure(parameter, difference.reference_rank, transport, device, timeout)
     described = f"{parameter.dtype} {list(parameter.shape)}"
     return make_error(difference, name, described, exchange.size, len(named), amounts, steps)
 
 
-class _Exchange:
-    """Messages between the ranks of a model, over its transport. All methods are collective."""
-
-    def __init__(self, transport: _C.Transport, timeout: datetime.timedelta, device: torch.device) -> None:
-        self.rank, self.size = transport.rank, transport.size
-        self._transport = transport
-        self._timeout = timeout
-        self._device = device
-
-    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """By rank: its numbers, as many on each, 64 bits."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        return self._gather(mine).tolist()
-
-    def measure(self, parameter: torch.Tensor, reference_rank: int) -> list[Amount]:
-        """By rank: how far it is from the reference. Takes two copies of the parameter, and more."""
-        own = parameter.detach().contiguous().to(self._device)
-        own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
-        own = own.reshape(-1)
-        words = own.view(torch.uint8).clone()
-        work = self._transport.make_work()
-        self._transport.broadcast(words, reference_rank, work)
-        work.wait(self._timeout)
-        theirs = words.view(own.dtype)
-        same_bits = own.view(torch.uint8).view(-1, own.itemsize) == words.view(-1, own.itemsize)
-        elements = (~same_bits.all(dim=1)).sum()
-        apart = (own.double() - theirs.double()).abs()
-        apart = apart[apart.isfinite()]
-        largest = apart.max() if apart.numel() > 0 else apart.new_zeros(())
-        found = self._gather(torch.stack([elements.double(), largest])).tolist()
-        return [Amount(int(count), largest) for count, largest in found]
-
-    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
-        everyone = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device=mine.device)
-        work = self._transport.make_work()
-        self._transport.all_gather(everyone, mine, work)
-        work.wait(self._timeout)
-        return everyone.view(self.size, -1).cpu()
+def _measure(
+    parameter: torch.Tensor,
+    reference_rank: int,
+    transport: _C.Transport,
+    device: torch.device,
+    timeout: datetime.timedelta,
+) -> list[Amount]:
+    """Collective. By rank: how far it is from the reference. Takes two copies of the parameter, and more."""
+    own = parameter.detach().contiguous().to(device)
+    own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
+    own = own.reshape(-1)
+    words = own.view(torch.uint8).clone()
+    work = transport.make_work()
+    transport.broadcast(words, reference_rank, work)
+    work.wait(timeout)
+    theirs = words.view(own.dtype)
+    same_bits = own.view(torch.uint8).view(-1, own.itemsize) == words.view(-1, own.itemsize)
+    elements = (~same_bits.all(dim=1)).sum()
+    apart = (own.double() - theirs.double()).abs()
+    apart = apart[apart.isfinite()]
+    largest = apart.max() if apart.numel() > 0 else apart.new_zeros(())
+    found = TransportExchange(transport, float, device, timeout).gather([float(elements), float(largest)])
+    return [Amount(int(count), largest) for count, largest in found]

@@ -12,7 +12,7 @@ from torchddp import _C
 from torchddp.plan.cost_fit import fit_line, misfit
 from torchddp.plan.host_cost import measure_host_cost
 from torchddp.plan.step_profile import LinearCost
-from torchddp.transport.numbers import of_rank_0
+from torchddp.transport.agreement import TransportExchange
 
 _FIRST_BYTES, _GROWTH, _LAST_BYTES = 4096, 4, 16 * 1024 * 1024
 # Shared memory is as fast at a megabyte as beyond it, and there is less of it.
@@ -53,7 +53,7 @@ class _Channel:
             torch.cuda.synchronize(self._device)
 
     def of_rank_0(self, *values: float) -> list[float]:
-        return of_rank_0(self._transport, self._device, self._timeout, *values)
+        return TransportExchange(self._transport, float, self._device, self._timeout).of_rank_0(values)
 
 
 def measure_cost(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torchddp.plan.auto_plan import AutoPlan
 from torchddp.plan.plan_cache import PlanKey, fingerprint, kept_plan
-from torchddp.transport.numbers import of_rank_0, ranks_per_host
+from torchddp.transport.agreement import TransportExchange, ranks_per_host
 
 if TYPE_CHECKING:
     from torchddp.ddp.ddp_construction import DDPConstruction
@@ -30,7 +30,7 @@ def start(model: DDPConstruction, *, look_for_kept: bool) -> None:
     if look_for_kept:
         key = plan_key(model)
         kept = kept_plan(model._specs, key) if transport.rank == 0 else None
-        (is_kept,) = of_rank_0(transport, device, timeout, kept is not None)
+        (is_kept,) = TransportExchange(transport, int, device, timeout).of_rank_0([kept is not None])
         if is_kept:
             model.reducer.adopt_plan(kept)
             return
@@ -50,7 +50,7 @@ def plan_key(model: DDPConstruction) -> PlanKey:
     return PlanKey(
         fingerprint=fingerprint(model._specs, device.type),
         world_size=transport.size,
-        ranks_per_host=ranks_per_host(transport, device, model._wait_limit()),
+        ranks_per_host=ranks_per_host(TransportExchange(transport, int, device, model._wait_limit())),
         transport=transport.name,
         backend=dist.get_backend(model.process_group),
     )

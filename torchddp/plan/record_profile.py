@@ -16,7 +16,7 @@ from torchddp.plan.model_plan import plan_key
 from torchddp.plan.plan import buckets_of
 from torchddp.plan.recorder import StepRecorder
 from torchddp.plan.step_profile import Gradient, StepProfile
-from torchddp.transport.numbers import of_all_ranks
+from torchddp.transport.agreement import TransportExchange
 
 WARMUP_STEPS = 4
 
@@ -70,7 +70,7 @@ def record_profile(
         backward_s=times.backward_s,
         cost=measure_cost(transport, device, timeout, host_too=True),
         buckets=buckets_of(reducer.plan),
-        step_s=max(seconds for (seconds,) in of_all_ranks(transport, device, timeout, step_s)),
+        step_s=max(seconds for (seconds,) in TransportExchange(transport, float, device, timeout).gather([step_s])),
         torchddp_version=_C.version,
         torch_version=torch.__version__,
     )

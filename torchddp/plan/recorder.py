@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from torchddp import _C
-from torchddp.transport.numbers import of_all_ranks
+from torchddp.transport.agreement import TransportExchange
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,6 @@ class StepRecorder:
                 "no synchronised step was recorded: each needs a forward and a backward outside of no_sync()"
             )
         mine = [statistics.median(column) for column in zip(*self._rows, strict=True)]
-        by_rank = of_all_ranks(self._reducer.transport, device, timeout, *mine)
+        by_rank = TransportExchange(self._reducer.transport, float, device, timeout).gather(mine)
         *ready_s, forward_s = (max(column) for column in zip(*by_rank, strict=True))
         return StepTimes(tuple(ready_s), forward_s)

@@ -17,7 +17,7 @@ from torchddp.profiler.chrome import chrome_trace, write_chrome_trace
 from torchddp.profiler.merge import MergedProfile, RankRecord, merge, traffic_dicts
 from torchddp.profiler.steps import BucketLayout, Layout, Layouts, Step, Steps, read_steps
 from torchddp.traffic import Traffic
-from torchddp.transport.object_exchange import gather_objects
+from torchddp.transport.agreement import GroupExchange
 
 DEFAULT_STEPS = 64
 # Per step: forward_begin, backward_begin, backward_end; per bucket, of which there are at most as many as parameters:
@@ -165,12 +165,13 @@ class Profile:
         Raises ValueError, on all ranks, if no step was recorded from begin to end on every rank.
         """
         group = self._model.process_group
-        records = gather_objects(self.record(), group)
+        exchange = GroupExchange(group)
+        records = exchange.gather(self.record())
         identities = [record.clock_identity for record in records]
         readings: list[Any] = [()] * group.size()
         if len(set(identities)) > 1:
             device = self._model.device if dist.get_backend(group) == "nccl" else "cpu"
-            readings = gather_objects(clocks.take_readings(group, device), group)
+            readings = exchange.gather(clocks.take_readings(group, device))
         return merge(records, clocks.align(identities, readings))
 
     def report(self, merged: bool = False) -> str:

@@ -18,7 +18,7 @@ from torchddp.sharded.oss import OSS
 from torchddp.sharded.parameter_gather import ParameterGather
 from torchddp.sharded.pending import PendingModules, is_compiling
 from torchddp.transport import select
-from torchddp.transport.agreement import message_device, verify_agreement
+from torchddp.transport.agreement import verify_agreement
 
 # Of a message with updated parameters: small enough that the first layers need not wait for the last ones.
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -330,7 +330,7 @@ def _agreed_optimizers(module: torch.nn.Module, given: Any, group: Any) -> list[
             raise ValueError("the module is, or contains, a DistributedDataParallel over these parameters: wrap once")
     except (TypeError, ValueError) as caught:
         error = caught
-    verify_agreement(lines, error, group, message_device(group), "ShardedDataParallel")
+    verify_agreement(lines, error, group, "ShardedDataParallel")
     return optimizers
 
 

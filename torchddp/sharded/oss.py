@@ -357,7 +357,7 @@ class OSS(Optimizer):
                 plan = self._plan_owners(wanted)
             except Exception as caught:
                 error = caught
-        verify_agreement(self._describe(), error, self._process_group, self._message_device())
+        verify_agreement(self._describe(), error, self._process_group)
         return plan
 
     def _plan_owners(self, wanted: list[bool]) -> Plan:

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from torchddp import _C
-from torchddp.errors import TransportError
+from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
 from torchddp.sharded.flat_parameters import Chunk, ChunkPlan
-from torchddp.transport.rank_problems import ADVICE_FOR_A_LOST_PEER
 
 
 class ParameterGather:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchddp.transport.object_exchange import object_of, tensor_of
+from torchddp.transport.agreement import object_of, tensor_of
 from torchddp.transport.waits import wait_for_work
 
 MESSAGE_NUMEL = 4 * 2**20  # elements of parameters whose state travels in one message
