@@ -22,7 +22,7 @@ __all__ = ["wait_for_future", "wait_for_keys", "wait_for_work"]
 _SLICE_S = 0.25
 
 
-def wait_for_work(work: Any, process_group: Any) -> None:
+def wait_for_work(work: Any, process_group: dist.ProcessGroup | None) -> None:
     """As ``work.wait()``, for an operation of this group (None: the default one).
 
     Handlers run meanwhile if the group is gloo's.
