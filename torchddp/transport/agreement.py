@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other, and what they agree on. All of it is collective."""
+"""What the ranks of a group tell each other, and what they agree on."""
 
 from __future__ import annotations
 
