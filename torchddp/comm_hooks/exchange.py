@@ -1,19 +1,34 @@
-"""What compressors send: exact sums, and messages of bytes between the ranks or the hosts."""
+"""What compressors send: exact sums, and messages of bytes between the ranks or the hosts.
+
+Over process groups of their own, so that nothing else is sent in between.
+
+Note [Hosts]
+~~~~~~~~~~~~
+With several hosts, the ranks of one first sum exactly in the memory they share; each then owns a shard of the bucket,
+and only that is compressed and sent to the ranks in its place on the other hosts. What is lost to rounding is then
+lost once a host, not once a rank, and a byte crosses the link once. On one host every rank counts as a host, or
+nothing would be compressed.
+"""
 
 from __future__ import annotations
 
 import datetime
+import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _world
 
 from torchddp import _C
-from torchddp.comm_hooks.groups import make_groups
-from torchddp.transport import interruptible
+from torchddp.transport import group_names, interruptible, select
+from torchddp.transport.object_exchange import gather_objects
 
-__all__ = ["Exchange", "shard_numel"]
+__all__ = ["Exchange", "new_group", "shard_numel"]
+
+logger = logging.getLogger(__name__)
 
 # Shards begin at multiples of it, if they are much larger: of every format's blocks.
 _ALIGNMENT = 1024
@@ -48,7 +63,7 @@ class Exchange:
         hierarchical: bool | str = "auto",
         timeout: datetime.timedelta | None = None,
     ) -> None:
-        groups = make_groups(process_group, device, hierarchical, timeout)
+        groups = _make_groups(process_group, device, hierarchical, timeout)
         self.world_size: int = groups.everyone.size
         self.rank: int = groups.everyone.rank
         self._everyone, self._inner, self._outer = groups.everyone, groups.inner, groups.outer
@@ -90,7 +105,7 @@ class Exchange:
         """In place: the sum over all ranks of fp32 [n], the same bits on each."""
         self._all_reduce(self._everyone, flat)
 
-    def each_ranks(self, value: float, device: torch.device) -> list[float]:
+    def each_ranks(self, value: float, device: torch.device | None) -> list[float]:
         """The numbers of all ranks, in rank order."""
         values = torch.zeros(self.world_size, dtype=torch.float64, device=device)
         values[self.rank] = value
@@ -165,3 +180,77 @@ def shard_numel(numel: int, count: int) -> int:
     """The length of each of ``count`` equal shards that cover ``numel`` elements."""
     alignment = _ALIGNMENT if numel >= 8 * count * _ALIGNMENT else _SMALL_ALIGNMENT
     return -(-numel // (count * alignment)) * alignment
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Who sends what to whom.
+
+    Attributes:
+        everyone: exact sums over all ranks.
+        inner: the ranks of this host; None where every rank counts as a host.
+        outer: the ranks in this one's place on each host, which exchange compressed shards.
+        is_shared: the process group itself, over which others send too.
+        time_limit: of each operation; None: unknown.
+    """
+
+    everyone: _C.Transport
+    inner: _C.Transport | None
+    outer: Any
+    is_shared: bool = False
+    time_limit: datetime.timedelta | None = None
+
+
+def _make_groups(
+    process_group: Any, device: torch.device, hierarchical: bool | str, timeout: datetime.timedelta | None
+) -> _Groups:
+    """Collective. ``hierarchical``: "auto", True or False; see Note [Hosts]."""
+    if process_group not in _world.pg_map:
+        # torch can make no group of its ranks (torchft's): nobody else may send over it during backward.
+        return _Groups(_C.C10dTransport(process_group), None, process_group, is_shared=True, time_limit=timeout)
+    timeout = timeout or select.group_timeout(process_group, device.type)
+    ranks = dist.get_process_group_ranks(process_group)
+    group_names.even_out(process_group)
+    own = new_group(ranks, device, timeout)
+    everyone = select.open_transport("auto", own, device=device, timeout=timeout)
+    hosts = _hosts_to_sum_in(own, hierarchical)
+    if not hosts:
+        return _Groups(everyone, None, own, time_limit=timeout)
+    mine = next(host for host in hosts if own.rank() in host)
+    place = mine.index(own.rank())
+    inner_group = new_group([ranks[rank] for rank in mine], device, timeout, among_them=True)
+    outer = new_group([ranks[host[place]] for host in hosts], device, timeout, among_them=True)
+    inner = select.open_transport("auto", inner_group, device=device, timeout=timeout)
+    return _Groups(everyone, inner, outer, time_limit=timeout)
+
+
+def new_group(ranks: list[int], device: torch.device, timeout: datetime.timedelta, among_them: bool = False) -> Any:
+    """A process group of these ranks of the default group, for tensors on ``device``. Collective among them."""
+    # Locally synchronised groups are named by how many groups a rank has; with all ranks that is not needed.
+    among_them = among_them or len(ranks) < dist.get_world_size()
+    backend = "gloo" if device.type == "cpu" else None
+    return dist.new_group(sorted(ranks), timeout=timeout, backend=backend, use_local_synchronization=among_them)
+
+
+def _hosts_to_sum_in(group: Any, hierarchical: bool | str) -> list[list[int]]:
+    """The ranks of each host, by their rank in the group; empty if every rank counts as a host."""
+    if hierarchical not in (True, False, "auto"):
+        raise ValueError(f"hierarchical must be True, False or 'auto', got {hierarchical!r}")
+    if hierarchical is False:
+        return []
+    identities = gather_objects(_C.host_identity(), group)
+    by_host: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        by_host.setdefault(identity, []).append(rank)
+    hosts = list(by_host.values())
+    sizes = [len(host) for host in hosts]
+    if max(sizes) == 1 or (hierarchical == "auto" and len(hosts) == 1):
+        return []
+    if len(set(sizes)) > 1:
+        if group.rank() == 0:
+            logger.warning(
+                "compressed gradients go from rank to rank, not from host to host: the hosts have %s ranks",
+                " and ".join(map(str, sizes)),
+            )
+        return []
+    return hosts

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchddp.comm_hooks.compressed_sum import sum_over_ranks
 from torchddp.comm_hooks.exchange import Exchange
 from torchddp.comm_hooks.layout import Layout, Piece, layout_of
 from torchddp.traffic import Traffic
@@ -61,10 +62,8 @@ class _Attachment:
 
     model: weakref.ReferenceType[Any]
     process_group: Any
-    exchange: Exchange
     names: dict[int, str]
-    shapes: dict[str, torch.Size]
-    device: torch.device
+    worker: Worker
     layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict)
 
 
@@ -94,16 +93,17 @@ class CommHook(abc.ABC):
         self.hierarchical = hierarchical
         self.timeout = timeout
         self._attachment: _Attachment | None = None
-        self._worker: Worker | None = None
         self._exchange: Any = None  # an Exchange, once attached
         self._step = _Step(0)
 
     # --- what a method must say ---
 
-    @abc.abstractmethod
     def _setup(self, setup: Setup) -> None:
         """Called by :meth:`attach`, and again by :meth:`rebind` with another exchange: checks the parameters, keeps
         what it needs. Collective."""
+        self._exchange, self._sum_format = setup.exchange, setup.sum_format
+        self._shapes = {name: p.shape for name, p in setup.parameters.items()}
+        self._device = next((p.device for p in setup.parameters.values()), None)
 
     def _follow(self, lead: int) -> None:  # noqa: B027  # most have nothing to make alike
         """After :meth:`_setup` for another group of ranks, of which some may be new: makes alike what must be alike.
@@ -134,6 +134,17 @@ class CommHook(abc.ABC):
     def _load_state(self, state: Mapping[str, Any]) -> None:
         """The way back; tensors of all parameters, by name."""
 
+    # --- for methods ---
+
+    def _average_exactly(self, flat: Tensor) -> None:
+        """In place: the average over all ranks, which travels as the setup says of exact sums."""
+        flat.mul_(1 / self._exchange.world_size)
+        sum_over_ranks(self._exchange, flat, self._sum_format)
+
+    def _named_state(self) -> dict[str, Any]:
+        """:meth:`_state` with the kind of hook that it is of."""
+        return {"hook": type(self).__name__, **self._state()}
+
     # --- life ---
 
     def attach(self, model: Any) -> None:
@@ -154,18 +165,16 @@ class CommHook(abc.ABC):
             raise RuntimeError(f"this {type(self).__name__} hook belongs to another model: make one for each")
         parameters = _reduced_parameters(model)
         _check_parameters(parameters, model)
-        device = next(iter(parameters.values())).device
-        exchange = self._open_exchange(model, device)
+        self._connect(model, parameters)
+        names = {id(p): name for name, p in parameters.items()}
+        self._attachment = _Attachment(weakref.ref(model), model.process_group, names, self._new_worker())
+
+    def _connect(self, model: Any, parameters: dict[str, nn.Parameter]) -> None:
+        exchange = self._open_exchange(model, next(iter(parameters.values())).device)
         self._setup(Setup(exchange, parameters, model.module))
-        self._attachment = _Attachment(
-            model=weakref.ref(model),
-            process_group=model.process_group,
-            exchange=exchange,
-            names={id(p): name for name, p in parameters.items()},
-            shapes={name: p.shape for name, p in parameters.items()},
-            device=device,
-        )
-        self._worker = Worker(f"torchddp {type(self).__name__}")
+
+    def _new_worker(self) -> Worker:
+        return Worker(f"torchddp {type(self).__name__}")
 
     def _open_exchange(self, model: Any, device: torch.device) -> Exchange:
         if (opens := getattr(model.process_group, "open_exchange", None)) is not None:  # a group with rules of its own
@@ -190,68 +199,64 @@ class CommHook(abc.ABC):
         Raises:
             RuntimeError: not attached to this model; a reduction of before that does not end.
         """
-        attachment, worker = self._attachment, self._worker
+        attachment = self._attachment
         owner = None if attachment is None else attachment.model()
-        if attachment is None or worker is None or owner is None or model is not owner:
+        if attachment is None or owner is None or model is not owner:
             raise RuntimeError(f"this {type(self).__name__} hook is not attached to the model: it can't follow it")
         # Each collective of before ends within its limit, and after one that failed no other begins.
-        limit = attachment.exchange.time_limit or dist.default_pg_timeout
-        if not worker.finish(limit.total_seconds() + _GRACE_S):
+        limit_s = (self._exchange.time_limit or dist.default_pg_timeout).total_seconds()
+        if not attachment.worker.finish(limit_s + _GRACE_S):
             raise RuntimeError(
-                f"{type(self).__name__} on rank {attachment.exchange.rank} still waits for ranks of its old process "
-                f"group, {limit.total_seconds():.0f} s after the step was given up"
+                f"{type(self).__name__} on rank {self._exchange.rank} still waits for ranks of its old process "
+                f"group, {limit_s:.0f} s after the step was given up"
             )
-        exchange = self._open_exchange(model, attachment.device)
-        parameters = _reduced_parameters(model)
-        self._setup(Setup(exchange, parameters, model.module))
+        self._connect(model, _reduced_parameters(model))
         # An error may have come between two ranks' ends of a step, and new ranks have made none.
-        steps = exchange.each_ranks(self._step.number, attachment.device)
+        steps = self._exchange.each_ranks(self._step.number, self._device)
         self._step = _Step(int(max(steps)))
         self._follow(steps.index(max(steps)))
-        attachment.process_group, attachment.exchange = model.process_group, exchange
-        self._worker = Worker(f"torchddp {type(self).__name__}")
+        attachment.process_group, attachment.worker = model.process_group, self._new_worker()
 
     def close(self) -> None:
         """End the hook's thread. It starts again if another bucket comes."""
-        if self._worker is not None:
-            self._worker.close()
+        if self._attachment is not None:
+            self._attachment.worker.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_attachment": None, "_worker": None, "_exchange": None}
+        return {**self.__dict__, "_attachment": None, "_exchange": None}
 
     # --- a step ---
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """torch's signature; ``state`` is not used. The future holds the bucket's buffer with the averages."""
-        attachment, worker = self._attachment, self._worker
-        if attachment is None or worker is None:
+        attachment, exchange = self._attachment, self._exchange
+        if attachment is None:
             raise RuntimeError(f"{type(self).__name__} was not attached: call hook.attach(model) on all ranks first")
+        who = f"{type(self).__name__} on rank {exchange.rank}"
         model = attachment.model()
         if model is not None and model.process_group is not attachment.process_group:
             raise RuntimeError(
-                f"{type(self).__name__} on rank {attachment.exchange.rank} sends over the process group that it was "
-                "attached with, and the model has another one now: call hook.rebind(model) on all its ranks"
+                f"{who} sends over the process group that it was attached with, and the model has another one now: "
+                "call hook.rebind(model) on all its ranks"
             )
         flat = bucket.buffer()
-        layout = self._layout(attachment, bucket, flat)
-        step = self._count(attachment.exchange, bucket, flat)
-        if attachment.exchange.is_alone:
+        layout = self._layout(attachment, bucket, flat, who)
+        step = self._count(exchange, bucket, flat)
+        if exchange.is_alone:
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(flat)
             return done
-        label = f"{type(self).__name__} on rank {attachment.exchange.rank}, step {step.number}, bucket {bucket.index()}"
-        return worker.submit(
-            lambda: self._run(attachment.exchange, flat, layout, step), f"{label} ({layout.names()})", flat.device
-        )
+        label = f"{who}, step {step.number}, bucket {bucket.index()} ({layout.names()})"
+        return attachment.worker.submit(lambda: self._run(exchange, flat, layout, step), label, flat.device)
 
-    def _layout(self, attachment: _Attachment, bucket: dist.GradBucket, flat: Tensor) -> Layout:
+    def _layout(self, attachment: _Attachment, bucket: dist.GradBucket, flat: Tensor, who: str) -> Layout:
         if flat.is_sparse or flat.dtype not in _DTYPES:
             what = "sparse" if flat.is_sparse else str(flat.dtype)
             name = next((attachment.names.get(id(p), "?") for p in bucket.parameters()), "?")
             kind = RuntimeError if flat.is_sparse else TypeError
             raise kind(
-                f"{type(self).__name__} on rank {attachment.exchange.rank}: bucket {bucket.index()} (with {name}) has "
-                f"{what} gradients; it takes dense ones in float32, bfloat16 or float16"
+                f"{who}: bucket {bucket.index()} (with {name}) has {what} gradients; it takes dense ones in float32, "
+                "bfloat16 or float16"
             )
         key = (flat.numel(), *map(id, bucket.parameters()))
         if key not in attachment.layouts:
@@ -287,7 +292,7 @@ class CommHook(abc.ABC):
 
         Error feedback differs between ranks, so every rank must save its own; it is in units of gradient / world_size.
         """
-        return {"hook": type(self).__name__, "step": self._step.number, **self._state()}
+        return {"step": self._step.number, **self._named_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a :meth:`state_dict`, once attached; the model may have other buckets. Every rank loads its own.

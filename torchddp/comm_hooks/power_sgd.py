@@ -13,12 +13,9 @@ from torch import Tensor
 
 from torchddp.comm_hooks.compressed_sum import sum_over_ranks
 from torchddp.comm_hooks.hook import CommHook, Setup
-from torchddp.comm_hooks.layout import Layout, Piece, Slot
-from torchddp.comm_hooks.orthogonal import orthonormal
-from torchddp.comm_hooks.quantized import check_names
-from torchddp.comm_hooks.residuals import Residuals
+from torchddp.comm_hooks.layout import Layout, Piece, Residuals, Slot, check_names
 
-__all__ = ["PowerSGD"]
+__all__ = ["PowerSGD", "orthonormal"]
 
 
 @dataclass(frozen=True)
@@ -105,9 +102,7 @@ class PowerSGD(CommHook):
         self._splits: dict[Layout, _Split] = {}
 
     def _setup(self, setup: Setup) -> None:
-        self._exchange, self._sum_format = setup.exchange, setup.sum_format
-        self._shapes = {name: p.shape for name, p in setup.parameters.items()}
-        self._device = next((p.device for p in setup.parameters.values()), None)
+        super()._setup(setup)
         for name, shape in self._shapes.items():
             if len(shape) < 2 or 0 in shape or self.clamp_rank:
                 continue
@@ -123,8 +118,7 @@ class PowerSGD(CommHook):
 
     def _reduce(self, piece: Piece) -> None:
         if piece.step <= self.start_step:  # steps count from 1 here
-            piece.flat.mul_(1 / self._exchange.world_size)
-            sum_over_ranks(self._exchange, piece.flat, self._sum_format)
+            self._average_exactly(piece.flat)
             return
         split = self._split(piece.layout)
         whole = piece.flat.mul_(1 / self._exchange.world_size)
@@ -284,3 +278,15 @@ def _gather(flat: Tensor, batch: _Batch) -> Tensor:
 
 def _pack(parts: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts]) if parts else like.new_empty(0)
+
+
+def orthonormal(matrices: Tensor) -> Tensor:
+    """Orthonormal columns that span at least those of ``matrices``: fp32 [..., n, r], n >= r, finite -> the same shape.
+
+    By Householder reflections in fp64, which need no division by a norm that may be zero: columns that depend on
+    others, or are zero, get directions of their own instead of NaN. Columns are scaled first, so that tiny ones count.
+    """
+    wide = matrices.double()
+    peak = wide.abs().amax(-2, keepdim=True)
+    wide = wide / peak.masked_fill(peak == 0, 1.0)
+    return torch.linalg.qr(wide).Q.float()

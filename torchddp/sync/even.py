@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from torchddp import _C
-from torchddp.comm_hooks.groups import new_group
+from torchddp.comm_hooks.exchange import new_group
 from torchddp.errors import TransportError
 from torchddp.sync.context import unwrapped
 from torchddp.transport import interruptible, select

@@ -1,34 +1,32 @@
-"""Hooks that send every gradient, in fewer bits."""
+"""Hooks that compress every gradient by itself: in fewer bits, or only the largest."""
 
 from __future__ import annotations
 
 import abc
-import datetime
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from torchddp.comm_hooks import formats
 from torchddp.comm_hooks.compressed_sum import server_shard, sum_compressed
-from torchddp.comm_hooks.hook import CommHook, Setup
-from torchddp.comm_hooks.layout import Layout, Piece
-from torchddp.comm_hooks.residuals import Residuals
+from torchddp.comm_hooks.hook import CommHook
+from torchddp.comm_hooks.layout import Layout, Piece, Residuals, check_names
 
-__all__ = ["BF16", "FP16", "Cast", "FlatHook", "Int4", "Int8", "Quantized", "Sign"]
+__all__ = ["BF16", "FP16", "Cast", "FlatHook", "Int4", "Int8", "Quantized", "Sign", "TopK"]
 
 
 class FlatHook(CommHook):
-    """A hook to which a bucket is a row of numbers: what it compresses is the host's sum, or this rank's gradients."""
+    """A hook to which a bucket is a row of numbers: what it compresses is the host's sum, or this rank's gradients.
+
+    ``options``: those of :class:`CommHook`.
+    """
 
     def __init__(self, *, error_feedback: bool, **options: Any) -> None:
         super().__init__(**options)
         self.error_feedback = error_feedback
         self._residuals = Residuals()
-
-    def _setup(self, setup: Setup) -> None:
-        self._exchange = setup.exchange
-        self._shapes = {name: p.shape for name, p in setup.parameters.items()}
-        self._device = next((p.device for p in setup.parameters.values()), None)
 
     def _reduce(self, piece: Piece) -> None:
         shard = self._exchange.sum_to_shards(piece.flat)
@@ -63,17 +61,6 @@ class FlatHook(CommHook):
         self._residuals.load_state_dict(state["residual"], self._device)
 
 
-def check_names(state: Mapping[str, Tensor], shapes: Mapping[str, Any]) -> None:
-    """ValueError unless each tensor belongs to a parameter, and has its shape."""
-    for name, value in state.items():
-        if name not in shapes:
-            raise ValueError(f"the state has parameter {name!r}, which the model has not (or does not train)")
-        if value.shape != shapes[name]:
-            raise ValueError(
-                f"the state of {name!r} has shape {tuple(value.shape)}, the parameter {tuple(shapes[name])}"
-            )
-
-
 class Quantized(FlatHook):
     """Sends gradients in a format of ``torchddp.comm_hooks.formats``.
 
@@ -83,15 +70,8 @@ class Quantized(FlatHook):
     of a host if they sum first), and of 1/W of that for the sums.
     """
 
-    def __init__(
-        self,
-        format: str,
-        error_feedback: bool = True,
-        *,
-        hierarchical: bool | str = "auto",
-        timeout: datetime.timedelta | None = None,
-    ) -> None:
-        super().__init__(error_feedback=error_feedback, hierarchical=hierarchical, timeout=timeout)
+    def __init__(self, format: str, error_feedback: bool = True, **options: Any) -> None:
+        super().__init__(error_feedback=error_feedback, **options)
         self.format = format
         self._server_residuals = Residuals()
 
@@ -168,3 +148,53 @@ class Sign(Quantized):
 
     def __init__(self, error_feedback: bool = True, **options: Any) -> None:
         super().__init__("sign", error_feedback, **options)
+
+
+class TopK(FlatHook):
+    """Sends the gradients of largest magnitude of each bucket (Aji and Heafield, EMNLP 2017; with error feedback:
+    Stich et al., NeurIPS 2018). The others wait in the residual until they are large enough.
+
+    Each rank sends ``8 * k`` bytes a bucket (place and value) to every other: this pays where there are few hosts.
+    Holds fp32 residuals of the gradients' size.
+
+    Args:
+        ratio: of a bucket's elements; at least one is sent.
+        k: their number, instead.
+
+    Raises:
+        ValueError: a ratio outside (0, 1], or both ``ratio`` and ``k``.
+    """
+
+    def __init__(
+        self, ratio: float | None = None, k: int | None = None, error_feedback: bool = True, **options: Any
+    ) -> None:
+        super().__init__(error_feedback=error_feedback, **options)
+        if ratio is not None and k is not None:
+            raise ValueError(f"give ratio or k, not both (got ratio={ratio}, k={k})")
+        if k is not None and k < 1:
+            raise ValueError(f"k must be 1 or more, got {k}")
+        self.ratio = 0.01 if ratio is None else ratio
+        self.k = k
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"ratio must be above 0 and at most 1, got {ratio}")
+
+    def _average_(self, shard: Tensor, residual: Tensor | None, layout: Layout, begin: int) -> None:
+        exchange = self._exchange
+        scale = 1 / exchange.world_size
+        if exchange.members == 1:
+            shard.mul_(scale)
+            return
+        numel = shard.numel()
+        count = min(numel, self.k if self.k is not None else max(1, round(self.ratio * numel)))
+        message = torch.empty(8 * count, dtype=torch.uint8, device=shard.device)
+        places, values = _places_and_values(message)
+        formats.select_top_k(shard, count, places, values, residual, scale)
+        shard.zero_()
+        for theirs in exchange.gather(message).unbind():  # in rank order: the same sums everywhere
+            places, values = _places_and_values(theirs)
+            shard.index_add_(0, places, values)
+
+
+def _places_and_values(message: Tensor) -> tuple[Tensor, Tensor]:
+    half = message.numel() // 2
+    return message[:half].view(torch.int32), message[half:].view(torch.float32)

@@ -1,29 +1,26 @@
-"""Other hooks for other parameters."""
+"""Hooks made of others: one for some parameters and another for the rest, 16 bits around another."""
 
-from __future__ import annotations
+# Annotations are no strings here: torch's register_comm_hook() compares those of hooks with the types themselves.
 
 import datetime
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from torchddp.comm_hooks.compressed_sum import sum_over_ranks
 from torchddp.comm_hooks.hook import CommHook, Setup
 from torchddp.comm_hooks.layout import Layout, Piece, Slot
 
-__all__ = ["PerParameter", "Which", "without_norms_and_biases"]
+__all__ = ["CastAround", "PerParameter", "Which", "cast_around_torch", "without_norms_and_biases"]
 
 # A glob on names, "norms", "biases", "vectors", a type of modules, or a function of name and parameter.
 Which = str | type[nn.Module] | Callable[[str, nn.Parameter], bool]
-_NORMS = (
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class PerParameter(CommHook):
@@ -69,7 +66,7 @@ class PerParameter(CommHook):
         self._parts: dict[Layout, list[tuple[CommHook | None, tuple[Slot, ...], Layout]]] = {}
 
     def _setup(self, setup: Setup) -> None:
-        self._exchange, self._sum_format = setup.exchange, setup.sum_format
+        super()._setup(setup)
         self._hook_of = dict.fromkeys(setup.parameters, self.default)
         for which, hook in reversed(self.rules):  # the first that fits is set last
             for name in _chosen(which, setup):
@@ -85,8 +82,7 @@ class PerParameter(CommHook):
         for hook, slots, packed in self._take_apart(piece.layout):
             flat = torch.cat([piece.slot(slot) for slot in slots])
             if hook is None:
-                flat.mul_(1 / self._exchange.world_size)
-                sum_over_ranks(self._exchange, flat, self._sum_format)
+                self._average_exactly(flat)
             else:
                 hook._reduce(Piece(packed, flat, piece.step))
             for slot, values in zip(slots, flat.split([slot.numel for slot in slots]), strict=True):
@@ -103,7 +99,7 @@ class PerParameter(CommHook):
         return self._parts[layout]
 
     def _state(self) -> dict[str, Any]:
-        return {"hooks": [{"hook": type(hook).__name__, **hook._state()} for hook in self.hooks]}
+        return {"hooks": [hook._named_state() for hook in self.hooks]}
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         kinds = [type(hook).__name__ for hook in self.hooks]
@@ -145,3 +141,78 @@ def _chosen(which: Which, setup: Setup) -> list[str]:
 def _held_by(kinds: tuple[type[nn.Module], ...], setup: Setup) -> list[str]:
     held = {id(p) for m in setup.module.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
     return [name for name, param in setup.parameters.items() if id(param) in held]
+
+
+class CastAround(CommHook):
+    """What ``inner`` gets is rounded to ``dtype``, and the exact sums that it sends travel in 16 bits.
+
+    As torch's ``fp16_compress_wrapper`` and ``bf16_compress_wrapper``, but sums stay in fp32. So PowerSGD's P and Q
+    take half the bytes; quantisers send what they send anyway. For hooks of torch, see :func:`cast_around_torch`.
+
+    Args:
+        inner: a hook of torchddp.comm_hooks.
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+
+    Raises:
+        TypeError: ``inner`` is no such hook.
+        ValueError: another dtype.
+    """
+
+    def __init__(self, inner: CommHook, dtype: torch.dtype = torch.float16) -> None:
+        if not isinstance(inner, CommHook):
+            raise TypeError(f"CastAround takes a hook of torchddp.comm_hooks, got {inner!r}; see cast_around_torch()")
+        super().__init__(hierarchical=inner.hierarchical, timeout=inner.timeout)
+        self.inner = inner
+        self.dtype = _checked(dtype)
+
+    def _setup(self, setup: Setup) -> None:
+        super()._setup(setup)
+        self.inner._setup(replace(setup, sum_format=_FORMATS[self.dtype]))
+
+    def _follow(self, lead: int) -> None:
+        self.inner._follow(lead)
+
+    def _reduce(self, piece: Piece) -> None:
+        piece.flat.copy_(piece.flat.to(self.dtype))
+        self.inner._reduce(piece)
+
+    def _state(self) -> dict[str, Any]:
+        return {"inner": self.inner._named_state()}
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        if state["inner"]["hook"] != type(self.inner).__name__:
+            raise ValueError(
+                f"this is the state of CastAround around {state['inner']['hook']}, not {type(self.inner).__name__}"
+            )
+        self.inner._load_state(state["inner"])
+
+
+def cast_around_torch(
+    hook: Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]], dtype: torch.dtype = torch.float16
+) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+    """A hook of torch's kind that gives ``hook`` the bucket in ``dtype``, and casts the result back.
+
+    torch's own wrappers do this too; this one also takes bfloat16 on CPU models.
+
+    Raises:
+        ValueError: a dtype that is neither ``torch.float16`` nor ``torch.bfloat16``.
+    """
+    _checked(dtype)
+
+    def cast_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        whole = bucket.buffer()
+        bucket.set_buffer(whole.to(dtype))
+
+        def back(future: torch.futures.Future[Any]) -> torch.Tensor:
+            value = future.value()
+            return whole.copy_(value[0] if isinstance(value, list | tuple) else value)
+
+        return hook(state, bucket).then(back)
+
+    return cast_hook
+
+
+def _checked(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in _FORMATS:
+        raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype!r}")
+    return dtype
