@@ -6,12 +6,10 @@ import abc
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
-from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatAverage
+from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatMeans
 from torchddp.averaging.parameters import (
-    Named,
     ParamSource,
     group_or_default,
     named_buffers,
@@ -37,36 +35,48 @@ class _Averager(ModelAverager, abc.ABC):
         super().__init__(group_or_default(process_group))
         if warmup_steps < 0:
             raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}")
-        if buffers and not isinstance(params, nn.Module):
-            raise TypeError(f"buffers=True needs a module as params, got {type(params).__name__}")
         self.warmup_steps = warmup_steps
         self.traffic = Traffic(0, 0)
-        self._buffers: Named = named_buffers(params) if buffers and isinstance(params, nn.Module) else {}
+        self._buffers = named_buffers(params, buffers)
         self._params = named_parameters(params)
         self._cap_mb = bucket_cap_mb
-        self._averages: dict[dist.ProcessGroup, FlatAverage] = {}
+        self._means: dict[dist.ProcessGroup, FlatMeans] = {}
 
     def _open(self, group: dist.ProcessGroup) -> None:
         who = type(self).__name__
         everything = {**self._params, **self._buffers}
         verify_same(everything, group, who, self._options())
-        self._averages[group] = FlatAverage(everything, group, who, self._cap_mb)
+        self._means[group] = FlatMeans(everything, group, who, self._cap_mb)
 
     @abc.abstractmethod
     def _options(self) -> list[str]:
         """What all ranks must have been given alike."""
+
+    @abc.abstractmethod
+    def _group_due(self) -> dist.ProcessGroup | None:
+        """That which averages after this step, which is no warm-up any more; None: no group does."""
+
+    def average_parameters(self, params: ParamSource | None = None) -> None:
+        """Counts a step, and averages if it is due, over the largest group for which it is. Raises TransportError.
+
+        ``params``: to be averaged instead of those of the constructor from now on; the same on all ranks.
+        """
+        group = self._group_due() if self.step >= self.warmup_steps else None
+        if group is not None:
+            self._average_over(group, params)
+        self.step += 1
 
     def _average_over(self, group: dist.ProcessGroup, params: ParamSource | None) -> None:
         if params is not None:
             given = named_parameters(params)
             if {id(p) for p in given.values()} != {id(p) for p in self._params.values()}:
                 self._params = given
-                self._averages.clear()
-        if group not in self._averages:
+                self._means.clear()
+        if group not in self._means:
             self._open(group)
-        average = self._averages[group]
-        average.run(self.step)
-        self.traffic = average.traffic
+        means = self._means[group]
+        means.average(self.step)
+        self.traffic = means.traffic
 
 
 class PeriodicAverager(_Averager):
@@ -118,14 +128,8 @@ class PeriodicAverager(_Averager):
     def _options(self) -> list[str]:
         return [f"period={self.period}, warmup_steps={self.warmup_steps}"]
 
-    def average_parameters(self, params: ParamSource | None = None) -> None:
-        """Counts a step, and averages if it is due. Raises TransportError.
-
-        ``params``: to be averaged instead of those of the constructor from now on; the same on all ranks.
-        """
-        if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
-            self.average_now(params)
-        self.step += 1
+    def _group_due(self) -> dist.ProcessGroup | None:
+        return self.process_group if (self.step - self.warmup_steps) % self.period == 0 else None
 
     def average_now(self, params: ParamSource | None = None) -> None:
         """Collective. Averages whatever the step is, and counts nothing. Raises TransportError."""
@@ -177,14 +181,9 @@ class HierarchicalAverager(_Averager):
     def _options(self) -> list[str]:
         return [f"{self._shown_levels}, warmup_steps={self.warmup_steps}"]
 
-    def average_parameters(self, params: ParamSource | None = None) -> None:
-        """Counts a step, and averages over the largest group that is due, if any. Raises TransportError."""
-        if self.step >= self.warmup_steps:
-            for period, group in reversed(self.period_process_group_dict.items()):
-                if self.step % period == 0:
-                    self._average_over(group, params)
-                    break
-        self.step += 1
+    def _group_due(self) -> dist.ProcessGroup | None:
+        by_size = reversed(self.period_process_group_dict.items())
+        return next((group for period, group in by_size if self.step % period == 0), None)
 
 
 def _check_levels(levels: Sequence[tuple[int, int]], world_size: int) -> None:

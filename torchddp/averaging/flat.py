@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torchddp import _C
 from torchddp.averaging.parameters import Named, memory_of, sum_dtype
-from torchddp.comm_hooks.compressed_sum import sum_compressed
+from torchddp.comm_hooks.compressed_sum import sum_over_ranks
 from torchddp.comm_hooks.exchange import Exchange
 from torchddp.ddp.wrapped_model import param_specs
 from torchddp.errors import TransportError
@@ -126,14 +126,11 @@ class FlatMean:
             flat: [n], contiguous; fp32 where it travels in another format.
             wire: that format; "fp32": as it is, whatever its dtype.
         """
-        exchange = self._exchange
         if wire == "fp32":
-            flat.div_(exchange.world_size)  # before the sum, as torch's averagers do: it can't overflow
-            exchange.sum_(flat)
-            return
-        shard = exchange.sum_to_shards(flat)
-        sum_compressed(exchange, wire, shard, 1.0 / exchange.world_size)
-        exchange.gather_shards(flat, shard)
+            flat.div_(self._exchange.world_size)  # before the sum, as torch's averagers do: it can't overflow
+            self._exchange.sum_(flat)
+        else:
+            sum_over_ranks(self._exchange, flat, wire, 1.0 / self._exchange.world_size)
 
 
 Pack = Callable[[FlatBucket, torch.Tensor], None]
@@ -142,7 +139,13 @@ Pack = Callable[[FlatBucket, torch.Tensor], None]
 class FlatMeans:
     """Means of many tensors, bucket by bucket. Holds the memory of one bucket. Construction is collective.
 
-    ``wire``: see `wire_of`.
+    Args:
+        who: the class that averages, for errors.
+        cap_mb: MiB of a bucket's tensors.
+        wire: see `wire_of`.
+
+    Attributes:
+        traffic: bytes of the last run.
     """
 
     def __init__(
@@ -178,6 +181,12 @@ class FlatMeans:
             yield bucket, flat
         self.traffic = Traffic(payload_bytes, self._mean.sent_bytes - before)
 
+    @torch.no_grad()
+    def average(self, step: int) -> None:
+        """Collective, in place. All ranks hold the same bits afterwards. Raises TransportError."""
+        for bucket, mean in self.run(step):
+            bucket.unpack(mean)
+
 
 def lost_peer(
     process_group: dist.ProcessGroup, who: str, step: int, what: str, names: Sequence[str], error: BaseException
@@ -189,26 +198,3 @@ def lost_peer(
         "A peer has died, left, or takes another number of steps: all ranks must take the same. Parameters may be "
         "averaged in part: go back to a checkpoint."
     )
-
-
-class FlatAverage:
-    """The average of tensors over the ranks, in place. Construction is collective."""
-
-    def __init__(self, named: Named, process_group: dist.ProcessGroup, who: str, cap_mb: float) -> None:
-        self._means = FlatMeans(named, process_group, who, cap_mb)
-        self._ids = {id(t) for t in named.values()}
-
-    @property
-    def traffic(self) -> Traffic:
-        """Of the last run."""
-        return self._means.traffic
-
-    def is_of(self, named: Named) -> bool:
-        """Whether these are the tensors."""
-        return self._ids == {id(t) for t in named.values()}
-
-    @torch.no_grad()
-    def run(self, step: int) -> None:
-        """Collective. All ranks hold the same bits afterwards. Raises TransportError."""
-        for bucket, mean in self._means.run(step):
-            bucket.unpack(mean)

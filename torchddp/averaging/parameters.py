@@ -14,8 +14,8 @@ from torchddp import _C
 from torchddp.transport.agreement import message_device, verify_agreement
 
 Named = dict[str, torch.Tensor]
-# A module, its parameters with or without names, or an optimizer's groups.
 _MESSAGE_BYTES = 25 * 1024 * 1024
+# A module, its parameters with or without names, or an optimizer's groups.
 ParamSource = nn.Module | Iterable[Any]
 
 
@@ -56,9 +56,17 @@ def _pairs(items: Iterable[Any]) -> Iterable[tuple[str, Any]]:
             index += 1
 
 
-def named_buffers(module: nn.Module) -> Named:
-    """The floating-point buffers of a module, running statistics for instance."""
-    return {name: b for name, b in module.named_buffers() if b.is_floating_point() and b.numel() > 0}
+def named_buffers(source: ParamSource, wanted: bool) -> Named:
+    """The floating-point buffers of a module, running statistics for instance; none unless ``wanted``.
+
+    Raises:
+        TypeError: they are wanted, of what is no module.
+    """
+    if not wanted:
+        return {}
+    if not isinstance(source, nn.Module):
+        raise TypeError(f"buffers=True needs a module as params, got {type(source).__name__}")
+    return {name: b for name, b in source.named_buffers() if b.is_floating_point() and b.numel() > 0}
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
