@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _world
 from torchddp import _C
 from torchddp.comm_hooks.exchange import new_group
 from torchddp.errors import TransportError
-from torchddp.sync.context import unwrapped
+from torchddp.sync.microbatches import unwrapped
 from torchddp.transport import interruptible, select
 
 __all__ = ["even_batches"]

@@ -1,17 +1,99 @@
-"""What surrounds one microbatch of a step."""
+"""Microbatches of a step: the loop over them, and Composer's functions for a module and for each of them."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from torchddp.ddp import sync_strategy
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.ddp.sync_strategy import DDPSyncStrategy
+
+__all__ = ["accumulate", "prepare_ddp_module", "sync_context", "unwrapped"]
+
+
+def prepare_ddp_module(
+    module: torch.nn.Module, find_unused_parameters: bool = False, **options: Any
+) -> torch.nn.Module:
+    """The module in a DistributedDataParallel; as it is if no parameter requires grad. Collective.
+
+    Composer's function, for torchddp's class. ``options`` are further arguments of that class.
+
+    Raises:
+        RuntimeError: there is no process group, or torch was built without torch.distributed; what
+            DistributedDataParallel raises.
+    """
+    if not dist.is_available():
+        raise RuntimeError(
+            "this torch was built without torch.distributed, which training on several ranks needs: install one with it"
+        )
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group: call torch.distributed.init_process_group() before prepare_ddp_module()"
+        )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module
+    return DistributedDataParallel(module, find_unused_parameters=find_unused_parameters, **options)
+
+
+def accumulate(
+    model: torch.nn.Module, steps: int, strategy: DDPSyncStrategy | str | None = None
+) -> Generator[int, None, None]:
+    """The microbatches of one step of the optimizer, numbered from 0; the loop's body is in `sync_context`.
+
+        for i in accumulate(model, 4):
+            (loss_of(model(microbatches[i])) / 4).backward()
+        optimizer.step()
+
+    When the loop has ended, gradients are sums over the microbatches and averages over the ranks. A loop that is left
+    early (``break``, ``return``, an exception) reduces nothing more, warns if gradients are left unreduced by that, and
+    does not leave the model under ``no_sync()``.
+
+    Args:
+        model: as for `sync_context`.
+        steps: how many microbatches. Every rank must give the same number.
+        strategy: None: the model's own (its argument ``sync=``).
+
+    Collective where gradients are reduced: see `sync_context`, whose errors it raises too.
+
+    Raises:
+        TypeError, ValueError: ``steps`` is no integer, or less than 1.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"steps must be an integer, the number of microbatches, got {steps!r}")
+    if steps < 1:
+        raise ValueError(f"steps must be 1 or more microbatches, got {steps}")
+    return _microbatches(model, steps, checked_strategy(unwrapped(model), strategy))
+
+
+def _microbatches(model: torch.nn.Module, steps: int, strategy: DDPSyncStrategy) -> Generator[int, None, None]:
+    for index in range(steps):
+        try:
+            with sync_context(model, index == steps - 1, strategy):
+                yield index
+        except GeneratorExit:
+            _warn_if_unreduced(unwrapped(model), index, steps, strategy)
+            raise
+
+
+def _warn_if_unreduced(model: torch.nn.Module, index: int, steps: int, strategy: DDPSyncStrategy) -> None:
+    if not isinstance(model, TorchDDP) or not model.require_backward_grad_sync:
+        return
+    if strategy is DDPSyncStrategy.MULTI_AUTO_SYNC:
+        return
+    if strategy is DDPSyncStrategy.SINGLE_AUTO_SYNC and index == steps - 1 and unreduced(model) is None:
+        return
+    warnings.warn(
+        f"A loop over accumulate() was left in microbatch {index} of 0 to {steps - 1}: with {strategy.name}, gradients "
+        "are not reduced, and differ between ranks. Clear them before the next step.",
+        stacklevel=3,
+    )
 
 
 @contextmanager
