@@ -18,7 +18,7 @@ from torch import nn
 from tests.unit.test_layers import ROOT, reachable_modules
 from torchddp.parallel.config import DTYPES, STRATEGIES, ParallelConfig
 from torchddp.parallel.fully import blocks_of
-from torchddp.parallel.layout import plan_layout
+from torchddp.parallel.groups import plan_layout
 
 pytestmark = pytest.mark.beyond_torch("has no ParallelConfig")
 

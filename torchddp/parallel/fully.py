@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,12 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from torchddp.parallel import checks
+from torchddp.parallel.config import ParallelConfig, nearest
+from torchddp.parallel.groups import Layout
 from torchddp.transport.waits import wait_for_work
-
-if TYPE_CHECKING:
-    from torchddp.parallel.config import ParallelConfig
-    from torchddp.parallel.layout import Layout
 
 
 def shard(model: nn.Module, config: ParallelConfig, layout: Layout, mesh: DeviceMesh) -> None:
@@ -58,7 +55,7 @@ def blocks_of(model: nn.Module, wrap: tuple[str | type[nn.Module], ...] | None) 
         if not matching:
             classes = dict.fromkeys(type(module).__name__ for module in model.modules())
             name = wanted if isinstance(wanted, str) else wanted.__name__
-            raise ValueError(f"wrap: the model has no module of class '{name}'{checks.nearest(name, classes)}")
+            raise ValueError(f"wrap: the model has no module of class '{name}'{nearest(name, classes)}")
         found += matching
     return [module for module in model.modules() if module is not model and any(module is other for other in found)]
 
