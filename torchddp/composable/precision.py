@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.utils import _apply_to_tensors
 
 
@@ -34,7 +33,7 @@ class ParameterCast:
     """
 
     def __init__(self, module: torch.nn.Module, parameters: Collection[torch.Tensor], dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         wanted = {id(p) for p in parameters if p.is_floating_point() and p.dtype != dtype}
         self.owners: list[_Owner] = []
         for owner in module.modules():
@@ -52,7 +51,7 @@ class ParameterCast:
         self.active = True
         copies: dict[int, torch.Tensor] = {}
         for owner in self.owners:
-            owner.put(copies, self._dtype)
+            owner.put(copies, self.dtype)
 
     def leave(self) -> None:
         """The modules have their parameters again."""
@@ -64,10 +63,6 @@ class ParameterCast:
         for owner in self.owners:
             for handle in owner.handles:
                 handle.remove()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
 
 
 class _Owner:
@@ -128,11 +123,6 @@ class _NoHook:
 
     def end(self, _module: torch.nn.Module, _args: Any, _output: Any) -> None:
         pass
-
-
-def wire_dtype_of(policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """What gradients are reduced in; None: in the dtype of their parameters."""
-    return policy.reduce_dtype or policy.param_dtype
 
 
 def reduce_in(dtype: torch.dtype) -> Callable[[dist.ProcessGroup, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
