@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,18 +51,17 @@ class GlobalWeights:
             view.copy_(self.weights[name].detach().to(bucket.dtype))
         torch._foreach_sub_(views, [bucket.named[name].detach().to(flat.dtype) for name in names])
 
-    def step(self, bucket: FlatBucket, flat: torch.Tensor) -> None:
-        """Moves the weights of a bucket by their outer gradient, which the optimizer may overwrite."""
+    def step(self, bucket: FlatBucket, flat: torch.Tensor, alpha: float = 0.0) -> None:
+        """Moves the weights of a bucket by their outer gradient, which the optimizer may overwrite.
+
+        The ranks' own parameters become ``alpha`` of themselves and 1 - ``alpha`` of these.
+        """
         names = list(bucket.named)
         for name, view in zip(names, bucket.views(flat), strict=True):
             self.weights[name].grad = view
         self.optimizer.step()  # leaves alone what has no gradient
         for name in names:
             self.weights[name].grad = None
-
-    def write(self, names: Sequence[str], alpha: float = 0.0) -> None:
-        """The ranks' own parameters become ``alpha`` of themselves and 1 - ``alpha`` of these."""
-        for name in names:
             local, weight = self._local[name].detach(), self.weights[name].detach()
             local.copy_(weight if alpha == 0 else torch.lerp(weight, local.to(weight.dtype), alpha))
 
@@ -254,7 +253,6 @@ class DiLoCo(OuterLoop):
         """Collective. An outer step now, whatever the count: at the end of training, for instance."""
         for bucket, mean in self._means.run(self.steps, self._global.pack_moved):
             self._global.step(bucket, mean)
-            self._global.write(list(bucket.named))
         self.traffic = self._means.traffic
         if self._buffers is not None:
             self._buffers.average(self.steps)

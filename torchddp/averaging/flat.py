@@ -20,7 +20,6 @@ from torchddp.traffic import Traffic
 DEFAULT_CAP_MB = 25.0
 WIRES = ("fp32", "bf16", "fp16", "int8", "int4")
 _MIB = 1024 * 1024
-_MOST_MESSAGES = 4  # one after the other, for a mean: two inside of a host, two between hosts
 _OWN_WIRE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -82,10 +81,10 @@ def plan_buckets(named: Named, cap_mb: float) -> list[FlatBucket]:
 
 def check_wire(wire: str | None, named: Named) -> None:
     """ValueError for an unknown format, TypeError for parameters that it can't carry."""
-    if wire is not None and wire not in WIRES:
-        raise ValueError(f"wire must be None or one of {', '.join(map(repr, WIRES))}, got {wire!r}")
     if wire is None:
         return
+    if wire not in WIRES:
+        raise ValueError(f"wire must be None or one of {', '.join(map(repr, WIRES))}, got {wire!r}")
     for name, tensor in named.items():
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(
@@ -99,38 +98,21 @@ def wire_of(wire: str | None, bucket: FlatBucket) -> str:
     return wire or _OWN_WIRE.get(bucket.dtype, "fp32")
 
 
-class FlatMean:
-    """The mean of flat messages over all ranks, over process groups of its own.
+def average_flat(exchange: Exchange, flat: torch.Tensor, wire: str) -> None:
+    """Collective, in place: the mean over the exchange's ranks, the same bits on each.
 
-    Construction is collective. Messages that are compressed are summed in fp32, and so are the ranks of a host before
-    anything is compressed, if there are several hosts (`Exchange`).
+    Messages that are compressed are summed in fp32, and so are the ranks of a host before anything is compressed, if
+    there are several hosts. RuntimeError if a peer does not take part.
+
+    Args:
+        flat: [n], contiguous; fp32 where it travels in another format.
+        wire: that format; "fp32": as it is, whatever its dtype.
     """
-
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
-        self._exchange = Exchange(process_group, device)
-
-    @property
-    def sent_bytes(self) -> int:
-        """What this rank has sent so far."""
-        return self._exchange.sent_bytes
-
-    @property
-    def limit_s(self) -> float:
-        """How long `run` may take: each of its messages ends within the time limit of the process group."""
-        return _MOST_MESSAGES * (self._exchange.time_limit or dist.default_pg_timeout).total_seconds()
-
-    def run(self, flat: torch.Tensor, wire: str) -> None:
-        """Collective, in place; all ranks hold the same bits afterwards. RuntimeError if a peer does not take part.
-
-        Args:
-            flat: [n], contiguous; fp32 where it travels in another format.
-            wire: that format; "fp32": as it is, whatever its dtype.
-        """
-        if wire == "fp32":
-            flat.div_(self._exchange.world_size)  # before the sum, as torch's averagers do: it can't overflow
-            self._exchange.sum_(flat)
-        else:
-            sum_over_ranks(self._exchange, flat, wire, 1.0 / self._exchange.world_size)
+    if wire == "fp32":
+        flat.div_(exchange.world_size)  # before the sum, as torch's averagers do: it can't overflow
+        exchange.sum_(flat)
+    else:
+        sum_over_ranks(exchange, flat, wire, 1.0 / exchange.world_size)
 
 
 Pack = Callable[[FlatBucket, torch.Tensor], None]
@@ -156,7 +138,7 @@ class FlatMeans:
         self.traffic = Traffic(0, 0)
         self._who, self._group = who, process_group
         device = next(iter(named.values())).device
-        self._mean = FlatMean(process_group, device)
+        self._exchange = Exchange(process_group, device)
         largest: dict[torch.dtype, int] = {}
         for bucket in self.buckets:
             largest[bucket.sum_dtype] = max(largest.get(bucket.sum_dtype, 0), bucket.numel)
@@ -168,18 +150,18 @@ class FlatMeans:
         Raises:
             TransportError: a peer is gone, or did not come here in time.
         """
-        before, payload_bytes = self._mean.sent_bytes, 0
+        before, payload_bytes = self._exchange.sent_bytes, 0
         for index, bucket in enumerate(self.buckets):
             flat = self._scratch[bucket.sum_dtype][: bucket.numel]
             pack(bucket, flat)
             payload_bytes += flat.nbytes
             try:
-                self._mean.run(flat, wire_of(self._wire, bucket))
+                average_flat(self._exchange, flat, wire_of(self._wire, bucket))
             except RuntimeError as error:
                 what = f"bucket {index} of {len(self.buckets)}"
                 raise lost_peer(self._group, self._who, step, what, list(bucket.named), error) from error
             yield bucket, flat
-        self.traffic = Traffic(payload_bytes, self._mean.sent_bytes - before)
+        self.traffic = Traffic(payload_bytes, self._exchange.sent_bytes - before)
 
     @torch.no_grad()
     def average(self, step: int) -> None:

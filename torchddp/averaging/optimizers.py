@@ -226,15 +226,12 @@ class SlowMo(OptimizerWrapper):
         averager = self.averager
         averager.step += 1
         done = averager.step - averager.warmup_steps
-        if done == 0:  # ranks that trained apart meanwhile would keep different beginnings
-            averager.average_now(self._inner.param_groups)
-            self._begin_round()
-        elif done > 0 and done % averager.period == 0:
-            averager.average_now(self._inner.param_groups)
+        if done < 0 or done % averager.period != 0:
+            return
+        # Before the first round too: ranks that trained apart meanwhile would keep different beginnings.
+        averager.average_now(self._inner.param_groups)
+        if done > 0:
             self._step_slowly()
-            self._begin_round()
-
-    def _begin_round(self) -> None:
         for name, param in self._named.items():
             self._begin[name].copy_(param)
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchddp.averaging.diloco import OuterFactory, OuterLoop
-from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatBucket, FlatMean, lost_peer, plan_buckets, wire_of
+from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatBucket, average_flat, lost_peer, plan_buckets, wire_of
 from torchddp.averaging.parameters import ParamSource
+from torchddp.comm_hooks.exchange import Exchange
 from torchddp.traffic import Traffic
 from torchddp.transport.waits import wait_for_future
 from torchddp.transport.worker import Worker
@@ -21,6 +22,7 @@ from torchddp.transport.worker import Worker
 __all__ = ["StreamingDiLoCo", "fragment_starts", "plan_fragments"]
 
 _GRACE_S = 10.0
+_MOST_MESSAGES = 4  # one after the other, for a mean: two inside of a host, two between hosts
 
 
 @dataclass
@@ -90,7 +92,7 @@ class StreamingDiLoCo(OuterLoop):
         self.overlap_steps, self.alpha = overlap_steps, alpha
         self.fragments = [plan_buckets({n: self._named[n] for n in part}, bucket_cap_mb) for part in names]
         self._starts = fragment_starts(sync_every, fragments)
-        self._mean = FlatMean(self.process_group, next(iter(self._named.values())).device)
+        self._exchange = Exchange(self.process_group, next(iter(self._named.values())).device)
         self._worker = Worker("torchddp_averaging")
         self._on_the_way: _OnTheWay | None = None
 
@@ -117,8 +119,8 @@ class StreamingDiLoCo(OuterLoop):
             weight = self._global.weights[next(iter(bucket.named))]
             flats.append(torch.empty(bucket.numel, dtype=bucket.sum_dtype, device=weight.device))
             self._global.pack_moved(bucket, flats[-1])
-        job = functools.partial(_average, self._mean, flats, [wire_of(self._wire, bucket) for bucket in buckets])
-        due, sent_before = self.steps + self.overlap_steps, self._mean.sent_bytes
+        job = functools.partial(_average, self._exchange, flats, [wire_of(self._wire, bucket) for bucket in buckets])
+        due, sent_before = self.steps + self.overlap_steps, self._exchange.sent_bytes
         future = self._worker.submit(job, f"fragment {fragment}", flats[0].device)
         self._on_the_way = _OnTheWay(fragment, due, flats, future, sent_before)
 
@@ -130,14 +132,15 @@ class StreamingDiLoCo(OuterLoop):
         self._wait(arrived)
         self._on_the_way = None
         for bucket, flat in zip(self.fragments[arrived.fragment], arrived.flats, strict=True):
-            self._global.step(bucket, flat)
-            self._global.write(list(bucket.named), self.alpha)
+            self._global.step(bucket, flat, self.alpha)
 
     def _wait(self, pending: _OnTheWay) -> None:
         """Until the means are there. The thread makes them, wherever the other ranks are in their steps."""
         if pending.future is None:
             return
-        limit_s = self._mean.limit_s * len(pending.flats) + _GRACE_S
+        # Each message ends within the time limit of the process group.
+        limit_s = (self._exchange.time_limit or dist.default_pg_timeout).total_seconds()
+        limit_s = _MOST_MESSAGES * limit_s * len(pending.flats) + _GRACE_S
         try:
             if not wait_for_future(pending.future, limit_s):
                 raise RuntimeError(f"it did not end within {limit_s:.0f} s")
@@ -146,7 +149,8 @@ class StreamingDiLoCo(OuterLoop):
             names = [name for bucket in self.fragments[pending.fragment] for name in bucket.named]
             what = f"fragment {pending.fragment}"
             raise lost_peer(self.process_group, "StreamingDiLoCo", self.steps, what, names, error) from error
-        self.traffic = Traffic(sum(flat.nbytes for flat in pending.flats), self._mean.sent_bytes - pending.sent_before)
+        payload_bytes = sum(flat.nbytes for flat in pending.flats)
+        self.traffic = Traffic(payload_bytes, self._exchange.sent_bytes - pending.sent_before)
         pending.future = None
 
     @torch.no_grad()
@@ -183,13 +187,13 @@ class StreamingDiLoCo(OuterLoop):
         return _OnTheWay(saved["fragment"], saved["due"], flats)
 
 
-def _average(mean: FlatMean, flats: list[torch.Tensor], wires: list[str]) -> torch.Tensor:
+def _average(exchange: Exchange, flats: list[torch.Tensor], wires: list[str]) -> torch.Tensor:
     """What the thread does for a fragment; it holds nothing of the model.
 
     Returns one of the means: on a device the future waits for the streams of what it holds.
     """
     for flat, wire in zip(flats, wires, strict=True):
-        mean.run(flat, wire)
+        average_flat(exchange, flat, wire)
     return flats[0]
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,20 +62,44 @@ class Exchange:
         hierarchical: bool | str = "auto",
         timeout: datetime.timedelta | None = None,
     ) -> None:
-        groups = _make_groups(process_group, device, hierarchical, timeout)
-        self.world_size: int = groups.everyone.size
-        self.rank: int = groups.everyone.rank
-        self._everyone, self._inner, self._outer = groups.everyone, groups.inner, groups.outer
+        # torch can make no group of the ranks of torchft's: nobody else may send over it during backward.
+        self.is_shared = process_group not in _world.pg_map
+        self.time_limit = timeout
+        self._inner: _C.Transport | None = None
+        if self.is_shared:
+            self._everyone: _C.Transport = _C.C10dTransport(process_group)
+            self._outer = process_group
+        else:
+            self.time_limit = timeout or select.group_timeout(process_group, device.type)
+            self._open_groups(process_group, device, hierarchical, self.time_limit)
+        self.world_size: int = self._everyone.size
+        self.rank: int = self._everyone.rank
         self.members: int = self._outer.size()
         self.member: int = self._outer.rank()
         self.places = 1 if self._inner is None else self._inner.size
         self.place = 0 if self._inner is None else self._inner.rank
-        self.is_shared = groups.is_shared
         self.process_group = process_group
         self._is_gloo = device.type == "cpu" and not self.is_shared
-        self.time_limit = groups.time_limit
         self.sent_bytes = 0
         interruptible.register(self)
+
+    def _open_groups(
+        self, process_group: Any, device: torch.device, hierarchical: bool | str, timeout: datetime.timedelta
+    ) -> None:
+        """Exact sums over all ranks, and over those of this host where hosts count as one rank each: then the ranks in
+        this one's place on each host exchange compressed shards. See Note [Hosts]."""
+        ranks = dist.get_process_group_ranks(process_group)
+        group_names.even_out(process_group)
+        own = self._outer = new_group(ranks, device, timeout)
+        self._everyone = select.open_transport("auto", own, device=device, timeout=timeout)
+        hosts = _hosts_to_sum_in(own, hierarchical)
+        if not hosts:
+            return
+        mine = next(host for host in hosts if own.rank() in host)
+        place = mine.index(own.rank())
+        inner_group = new_group([ranks[rank] for rank in mine], device, timeout, among_them=True)
+        self._outer = new_group([ranks[host[place]] for host in hosts], device, timeout, among_them=True)
+        self._inner = select.open_transport("auto", inner_group, device=device, timeout=timeout)
 
     @property
     def is_alone(self) -> bool:
@@ -180,48 +203,6 @@ def shard_numel(numel: int, count: int) -> int:
     """The length of each of ``count`` equal shards that cover ``numel`` elements."""
     alignment = _ALIGNMENT if numel >= 8 * count * _ALIGNMENT else _SMALL_ALIGNMENT
     return -(-numel // (count * alignment)) * alignment
-
-
-@dataclass(frozen=True)
-class _Groups:
-    """Who sends what to whom.
-
-    Attributes:
-        everyone: exact sums over all ranks.
-        inner: the ranks of this host; None where every rank counts as a host.
-        outer: the ranks in this one's place on each host, which exchange compressed shards.
-        is_shared: the process group itself, over which others send too.
-        time_limit: of each operation; None: unknown.
-    """
-
-    everyone: _C.Transport
-    inner: _C.Transport | None
-    outer: Any
-    is_shared: bool = False
-    time_limit: datetime.timedelta | None = None
-
-
-def _make_groups(
-    process_group: Any, device: torch.device, hierarchical: bool | str, timeout: datetime.timedelta | None
-) -> _Groups:
-    """Collective. ``hierarchical``: "auto", True or False; see Note [Hosts]."""
-    if process_group not in _world.pg_map:
-        # torch can make no group of its ranks (torchft's): nobody else may send over it during backward.
-        return _Groups(_C.C10dTransport(process_group), None, process_group, is_shared=True, time_limit=timeout)
-    timeout = timeout or select.group_timeout(process_group, device.type)
-    ranks = dist.get_process_group_ranks(process_group)
-    group_names.even_out(process_group)
-    own = new_group(ranks, device, timeout)
-    everyone = select.open_transport("auto", own, device=device, timeout=timeout)
-    hosts = _hosts_to_sum_in(own, hierarchical)
-    if not hosts:
-        return _Groups(everyone, None, own, time_limit=timeout)
-    mine = next(host for host in hosts if own.rank() in host)
-    place = mine.index(own.rank())
-    inner_group = new_group([ranks[rank] for rank in mine], device, timeout, among_them=True)
-    outer = new_group([ranks[host[place]] for host in hosts], device, timeout, among_them=True)
-    inner = select.open_transport("auto", inner_group, device=device, timeout=timeout)
-    return _Groups(everyone, inner, outer, time_limit=timeout)
 
 
 def new_group(ranks: list[int], device: torch.device, timeout: datetime.timedelta, among_them: bool = False) -> Any:

@@ -169,24 +169,21 @@ class CommHook(abc.ABC):
         names = {id(p): name for name, p in parameters.items()}
         self._attachment = _Attachment(weakref.ref(model), model.process_group, names, self._new_worker())
 
-    def _connect(self, model: Any, parameters: dict[str, nn.Parameter]) -> None:
-        exchange = self._open_exchange(model, next(iter(parameters.values())).device)
-        self._setup(Setup(exchange, parameters, model.module))
-
     def _new_worker(self) -> Worker:
         return Worker(f"torchddp {type(self).__name__}")
 
-    def _open_exchange(self, model: Any, device: torch.device) -> Exchange:
+    def _connect(self, model: Any, parameters: dict[str, nn.Parameter]) -> None:
         if (opens := getattr(model.process_group, "open_exchange", None)) is not None:  # a group with rules of its own
             exchange = opens(self)
         else:
+            device = next(iter(parameters.values())).device
             exchange = Exchange(model.process_group, device, self.hierarchical, self.timeout)
         if exchange.is_shared and (model.find_unused_parameters or getattr(model, "static_graph", False)):
             raise RuntimeError(
                 f"{type(self).__name__} would send over the process group over which unused parameters are found, and "
                 "torch can make no other of its ranks: use find_unused_parameters=False and static_graph=False"
             )
-        return exchange
+        self._setup(Setup(exchange, parameters, model.module))
 
     def rebind(self, model: Any) -> None:
         """Go on over the process group that the model has now. Collective among its ranks.

@@ -106,13 +106,18 @@ class PowerSGD(CommHook):
         for name, shape in self._shapes.items():
             if len(shape) < 2 or 0 in shape or self.clamp_rank:
                 continue
-            rows, columns = _as_matrix(shape)
-            if self.rank > min(rows, columns):
+            rows, columns, rank = self._as_matrix(shape)
+            if self.rank > rank:
                 raise ValueError(
                     f"PowerSGD(rank={self.rank}): parameter {name!r} of shape {tuple(shape)} is a matrix of {rows} x "
-                    f"{columns}; use a rank of at most {min(rows, columns)}, clamp_rank=True, or PerParameter to leave "
+                    f"{columns}; use a rank of at most {rank}, clamp_rank=True, or PerParameter to leave "
                     "it out"
                 )
+
+    def _as_matrix(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Rows, columns, and the columns of P and Q."""
+        rows, columns = (shape[0], _numel(shape[1:])) if len(shape) > 1 else (1, _numel(shape))
+        return rows, columns, min(self.rank, rows, columns)
 
     # --- a step ---
 
@@ -141,16 +146,15 @@ class PowerSGD(CommHook):
 
     def _split(self, layout: Layout) -> _Split:
         if layout not in self._splits:
-            by_shape: dict[tuple[int, int], list[Slot]] = {}
+            by_shape: dict[tuple[int, int, int], list[Slot]] = {}
             plain = []
             for slot in layout.slots:
-                rows, columns = _as_matrix(slot.shape)
-                rank = min(self.rank, rows, columns)
+                rows, columns, rank = self._as_matrix(slot.shape)
                 if (rows + columns) * rank * self.min_compression_rate < rows * columns:
-                    by_shape.setdefault((rows, columns), []).append(slot)
+                    by_shape.setdefault((rows, columns, rank), []).append(slot)
                 else:
                     plain.append(slot)
-            batches = tuple(_Batch(*shape, min(self.rank, *shape), tuple(slots)) for shape, slots in by_shape.items())
+            batches = tuple(_Batch(*shape, tuple(slots)) for shape, slots in by_shape.items())
             self._splits[layout] = _Split(batches, tuple(plain))
         return self._splits[layout]
 
@@ -220,8 +224,8 @@ class PowerSGD(CommHook):
     def _follow(self, lead: int) -> None:
         """Every rank goes on with the factors of the leading one: P is summed for one Q, the same on all."""
         for name, shape in self._shapes.items():
-            rows, columns = _as_matrix(shape)
-            factor = torch.zeros(columns * min(self.rank, rows, columns) + 1, device=self._device)
+            _, columns, rank = self._as_matrix(shape)
+            factor = torch.zeros(columns * rank + 1, device=self._device)
             if self._exchange.rank == lead and name in self._factors:
                 factor[:-1], factor[-1] = self._factors[name].reshape(-1), 1.0
             self._exchange.sum_(factor)
@@ -252,19 +256,11 @@ class PowerSGD(CommHook):
         for name, factor in state["factors"].items():
             if name not in self._shapes:
                 raise ValueError(f"the state has parameter {name!r}, which the model has not (or does not train)")
-            rows, columns = _as_matrix(self._shapes[name])
-            expected = (columns, min(self.rank, rows, columns))
-            if tuple(factor.shape) != expected:
+            if tuple(factor.shape) != (expected := self._as_matrix(self._shapes[name])[1:]):
                 raise ValueError(f"the state of {name!r} has a factor of {tuple(factor.shape)}, this hook {expected}")
         self._residuals.load_state_dict(state["residual"], self._device)
         self._factors = {n: f.detach().to(self._device, copy=True) for n, f in state["factors"].items()}
         self.seed = int(state["seed"])
-
-
-def _as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    if len(shape) < 2:
-        return 1, _numel(shape)
-    return shape[0], _numel(shape[1:])
 
 
 def _numel(shape: Sequence[int]) -> int:
