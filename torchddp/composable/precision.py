@@ -34,17 +34,13 @@ class ParameterCast:
 
     def __init__(self, module: torch.nn.Module, parameters: Collection[torch.Tensor], dtype: torch.dtype) -> None:
         self.dtype = dtype
-        wanted = {id(p) for p in parameters if p.is_floating_point() and p.dtype != dtype}
+        self.active = False
         self.owners: list[_Owner] = []
+        wanted = {id(p) for p in parameters if p.is_floating_point() and p.dtype != dtype}
         for owner in module.modules():
             slots = {name: p for name, p in owner._parameters.items() if p is not None and id(p) in wanted}
             if slots:
-                self.owners.append(_Owner(owner, slots))
-        for entry in self.owners:
-            again = _RunAgain(self, entry)
-            entry.handles.append(entry.module.register_forward_pre_hook(again.begin, prepend=True))
-            entry.handles.append(entry.module.register_forward_hook(again.end, always_call=True))
-        self.active = False
+                self.owners.append(_Owner(self, owner, slots))
 
     def enter(self) -> None:
         """From now on the modules compute with copies, one of each parameter, also of one that several share."""
@@ -66,12 +62,17 @@ class ParameterCast:
 
 
 class _Owner:
-    """A module with the parameters that are registered on itself."""
+    """A module with the parameters that are registered on itself, and hooks for a forward that is not the model's."""
 
-    def __init__(self, module: torch.nn.Module, slots: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, cast: ParameterCast, module: torch.nn.Module, slots: Mapping[str, torch.Tensor]) -> None:
         self.module = module
-        self.handles: list[Any] = []
+        self._cast = cast
         self._slots = slots
+        self._depth = 0  # of forwards that are run again
+        self.handles: list[Any] = [
+            module.register_forward_pre_hook(self.begin, prepend=True),
+            module.register_forward_hook(self.end, always_call=True),
+        ]
 
     def put(self, copies: dict[int, torch.Tensor], dtype: torch.dtype) -> None:
         registered: dict[str, Any] = self.module._parameters
@@ -91,32 +92,23 @@ class _Owner:
         if names is not None:
             self.module.__dict__["_flat_weights"] = [getattr(self.module, name, None) for name in names]
 
-
-class _RunAgain:
-    """The hooks of one owner, for a forward that is not part of the model's."""
-
-    def __init__(self, cast: ParameterCast, owner: _Owner) -> None:
-        self._cast = cast
-        self._owner = owner
-        self._depth = 0
-
     def begin(self, _module: torch.nn.Module, _args: Any) -> None:
         if not self._cast.active and in_backward():
             self._depth += 1
-            self._owner.put({}, self._cast.dtype)
+            self.put({}, self._cast.dtype)
 
     def end(self, _module: torch.nn.Module, _args: Any, _output: Any) -> None:
         if self._depth > 0:
             self._depth -= 1
             if self._depth == 0:
-                self._owner.restore()
+                self.restore()
 
     def __reduce__(self) -> tuple[Callable[[], _NoHook], tuple[()]]:
         return _NoHook, ()  # in a pickled copy of the module, which is not replicated
 
 
 class _NoHook:
-    """What is left of `_RunAgain` in a copy."""
+    """What is left of the hooks of an `_Owner` in a copy."""
 
     def begin(self, _module: torch.nn.Module, _args: Any) -> None:
         pass

@@ -196,13 +196,13 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def _check_types(config: ParallelConfig) -> None:
     """TypeError or ValueError for a field of another type, a number out of its range, or an unknown name."""
-    for name in ("use_fsdp", "cpu_offload", "sync_module_states"):
+    for name in read.FLAGS:
         _require(name, getattr(config, name), isinstance(getattr(config, name), bool), "true or false")
     for name in ("kind", "sharding_strategy", "parallel_backend", "device_type", "param_dtype", "reduce_dtype"):
         value, wanted = getattr(config, name), "a string" if name == "kind" else "a string or none"
         _require(name, value, isinstance(value, str) or (value is None and name != "kind"), wanted)
-    for name, least in (("model_parallel", 1), ("data_parallel", 1), ("forward_prefetch", 0), ("backward_prefetch", 0)):
-        value = getattr(config, name)
+    for name in read.NUMBERS:
+        value, least = getattr(config, name), 1 if name.endswith("_parallel") else 0
         if value is None and least == 1:
             continue
         _require(name, value, isinstance(value, int) and not isinstance(value, bool), "a whole number")

@@ -92,7 +92,10 @@ def sync_from_rank_0(model: nn.Module, mesh: DeviceMesh) -> None:
             "the parameters after parallelize (to_empty, then your initialisation)"
         )
     dp = mesh.get_group("dp")
-    mp = mesh.get_group("mp") if "mp" in (mesh.mesh_dim_names or ()) else _model_parallel_group(tensors.values())
+    if "mp" in (mesh.mesh_dim_names or ()):
+        mp: dist.ProcessGroup | None = mesh.get_group("mp")
+    else:  # that of the model's own plan
+        mp = next((tensor.device_mesh.get_group() for tensor in tensors.values() if isinstance(tensor, DTensor)), None)
     for tensor in tensors.values():
         if isinstance(tensor, DTensor):
             _broadcast(tensor.to_local(), dp)
@@ -100,10 +103,6 @@ def sync_from_rank_0(model: nn.Module, mesh: DeviceMesh) -> None:
             _broadcast(tensor, dp)
             if mp is not None:
                 _broadcast(tensor, mp)
-
-
-def _model_parallel_group(tensors: Any) -> dist.ProcessGroup | None:
-    return next((tensor.device_mesh.get_group() for tensor in tensors if isinstance(tensor, DTensor)), None)
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
