@@ -12,16 +12,12 @@ import torch.distributed as dist
 from torchddp import _C
 from torchddp.ddp import model_check, wrapped_model
 from torchddp.ddp.module import DistributedDataParallel
-from torchddp.sharded import flat_step, ownership
-from torchddp.sharded.flat_parameters import plan_chunks
+from torchddp.sharded import optimizer_checks
 from torchddp.sharded.oss import OSS
-from torchddp.sharded.parameter_gather import ParameterGather
-from torchddp.sharded.pending import PendingModules, is_compiling
+from torchddp.sharded.parameter_sync import ParameterGather
+from torchddp.sharded.pending_parameters import PendingModules, is_compiling
 from torchddp.transport import select
 from torchddp.transport.agreement import message_device, verify_agreement
-
-# Of a message with updated parameters: small enough that the first layers need not wait for the last ones.
-CHUNK_BYTES = 8 * 1024 * 1024
 
 
 class ShardedDataParallel(DistributedDataParallel):
@@ -114,7 +110,7 @@ class ShardedDataParallel(DistributedDataParallel):
         )
         self._trainable = self._trainable_now()
         for number, optimizer in enumerate(optimizers):
-            optimizer.deliver_through(_Delivery(self, number))
+            optimizer.attach(_StepHooks(self, number))
 
     # --- construction: what the parent's asks for ---
 
@@ -138,13 +134,11 @@ class ShardedDataParallel(DistributedDataParallel):
         if self.reducer.transport is not self._open:  # some rank had no room in shared memory
             self._open = self.reducer.transport
             self._lay_out(self._open)
-        for gather in self._gathers:
-            gather.tell(self.reducer)
         for pending in self._pending if self.overlap_gather else []:
             pending.install_hooks()
 
     def _owners(self, parameters: list[torch.Tensor]) -> list[int]:
-        return ownership.owners_of(parameters, self._optimizers)
+        return optimizer_checks.owners_of(parameters, self._optimizers)
 
     def _choose_caps(self, parameters: list[torch.Tensor], transport: _C.Transport) -> tuple[list[int], int]:
         caps, solo_bytes = super()._choose_caps(parameters, transport)
@@ -156,20 +150,11 @@ class ShardedDataParallel(DistributedDataParallel):
         frozen = {p for optimizer in self._optimizers for p in optimizer.param_to_rank if not p.requires_grad}
         for gather in self._gathers:
             for chunk in gather.chunks:
-                chunk.let_go(frozen)
+                chunk.detach(frozen)
         self._gathers, self._pending = [], []
         for optimizer in self._optimizers:
-            owned = [(p, rank) for p, rank in optimizer.param_to_rank.items() if p.requires_grad]
-            params = [p for p, _ in owned]
-            plans = plan_chunks(
-                [p.numel() for p in params],
-                [(p.device, p.dtype) for p in params],
-                [p.element_size() for p in params],
-                [rank for _, rank in owned],
-                CHUNK_BYTES,
-                flat_step.SMALL_NUMEL,
-            )
-            gather = ParameterGather(plans if transport.size > 1 else [], params, transport, self._wait_limit())
+            owners = {p: rank for p, rank in optimizer.param_to_rank.items() if p.requires_grad}
+            gather = ParameterGather(owners, transport, self._wait_limit())
             self._gathers.append(gather)
             self._pending.append(PendingModules(self.module, [chunk.params for chunk in gather.chunks]))
 
@@ -183,9 +168,9 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def _send_updated(self, number: int) -> None:
         gather, pending = self._gathers[number], self._pending[number]
-        gather.start()
+        gather.start(self.reducer)
         if self.overlap_gather:
-            pending.hold(gather.wait)
+            pending.wait_on_access(gather.wait)
         else:
             gather.finish()
 
@@ -193,7 +178,7 @@ class ShardedDataParallel(DistributedDataParallel):
         """Until all updated parameters are there. Needed before reading a tensor that was not got from a module."""
         for gather, pending in zip(self._gathers, self._pending, strict=True):
             gather.finish()
-            pending.settle()
+            pending.resolve()
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -214,7 +199,7 @@ class ShardedDataParallel(DistributedDataParallel):
                 pending.remove_hooks()
             self.reducer.remove_autograd_hooks()
             for optimizer in self._optimizers:
-                optimizer.deliver_through(None)
+                optimizer.detach()
             for param in self._module_parameters:
                 param.grad = None
                 param.data = param.data.clone()
@@ -323,9 +308,9 @@ def _agreed_optimizers(module: torch.nn.Module, given: Any, group: Any) -> list[
     lines: list[str] = []
     error: Exception | None = None
     try:
-        optimizers = ownership.check_optimizers(given, group)
-        ownership.check_coverage(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ()), optimizers)
-        lines = ownership.describe(module, optimizers)
+        optimizers = optimizer_checks.check_optimizers(given, group)
+        optimizer_checks.check_coverage(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ()), optimizers)
+        lines = optimizer_checks.describe(module, optimizers)
         if wrapped_model.wrapped_inside(module):
             raise ValueError("the module is, or contains, a DistributedDataParallel over these parameters: wrap once")
     except (TypeError, ValueError) as caught:
@@ -334,7 +319,7 @@ def _agreed_optimizers(module: torch.nn.Module, given: Any, group: Any) -> list[
     return optimizers
 
 
-class _Delivery:
+class _StepHooks:
     """How the n-th optimizer's updated parameters get to all ranks."""
 
     def __init__(self, model: ShardedDataParallel, number: int) -> None:
@@ -349,8 +334,8 @@ class _Delivery:
                 f"{strangers} of {len(params)} new parameters are not those of the ShardedDataParallel's module"
             )
 
-    def own_memory(self) -> list[torch.Tensor]:
-        return self._model._gathers[self._number].own_memory
+    def owned_buffers(self) -> list[torch.Tensor]:
+        return self._model._gathers[self._number].owned_buffers
 
     def owners_changed(self) -> None:
         self._model._owners_changed()

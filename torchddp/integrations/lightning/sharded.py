@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torchddp.integrations.lightning.optimizers import follow, shard
 from torchddp.integrations.lightning.strategy import TorchDDPStrategy
 from torchddp.sharded import ShardedDataParallel
-from torchddp.sharded.grad_scaling import ShardedGradScaler
+from torchddp.sharded.gradients import ShardedGradScaler
 from torchddp.sharded.oss import OSS
 
 __all__ = ["TorchDDPShardedStrategy"]

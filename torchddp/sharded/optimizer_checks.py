@@ -1,11 +1,11 @@
-"""Which rank owns which parameter of a module, by the optimizers that were made for it."""
+"""What ShardedDataParallel asks of its optimizers: an owner for each trainable parameter of the module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchddp.sharded.oss import OSS
 
@@ -13,7 +13,7 @@ MAX_NAMES = 8
 
 
 def describe(module: torch.nn.Module, optimizers: Sequence[OSS]) -> list[str]:
-    """One line a parameter: what must agree between ranks."""
+    """One line for each parameter: what must agree between ranks."""
     owners = {param: rank for optimizer in optimizers for param, rank in optimizer.param_to_rank.items()}
     return [
         f"'{name}' {list(param.shape)}, {f'of rank {owners[param]}' if param in owners else 'frozen'}"
@@ -21,9 +21,9 @@ def describe(module: torch.nn.Module, optimizers: Sequence[OSS]) -> list[str]:
     ]
 
 
-def check_optimizers(given: Any, process_group: Any) -> list[OSS]:
+def check_optimizers(given: OSS | Sequence[OSS], process_group: dist.ProcessGroup) -> list[OSS]:
     """The optimizers as a list. TypeError for what is no OSS, ValueError for one of another group or given twice."""
-    optimizers = list(given) if isinstance(given, (list, tuple)) else [given]
+    optimizers = [given] if isinstance(given, OSS) or not isinstance(given, Sequence) else list(given)
     if not optimizers:
         raise ValueError("ShardedDataParallel needs an optimizer: torchddp.optim.OSS, or a list of them")
     for optimizer in optimizers:
@@ -32,7 +32,7 @@ def check_optimizers(given: Any, process_group: Any) -> list[OSS]:
                 "ShardedDataParallel needs optimizers that know which rank owns a parameter, torchddp.optim.OSS, got "
                 f"{type(optimizer).__qualname__}: OSS(params, optim=torch.optim.AdamW, lr=1e-3)"
             )
-        if optimizer.is_delivered:
+        if optimizer.is_attached:
             raise ValueError(
                 "the optimizer belongs to another ShardedDataParallel already: make a new one for this module, and "
                 "load its state"
