@@ -58,7 +58,8 @@ def load_checkpoint(
 
     state_names = [name for name, path in paths.items() if path[0] == "state"]
     shapes = state_of({name: _blank(saved[name], "meta") for name in state_names})
-    mine = optimizer.assign_owners(optimizer.check_state({"state": shapes, "param_groups": groups}))
+    by_index, _ = optimizer.check_state({"state": shapes, "param_groups": groups})
+    mine = optimizer.assign_owners(by_index)
     others = {str(index) for index in shapes if isinstance(index, int)} - {str(index) for index in mine}
     values = {name: _blank(saved[name], "cpu") for name in state_names if str(paths[name][1]) not in others}
     state_dict_loader.load(values, storage_reader=storage_reader, process_group=optimizer.process_group)

@@ -16,7 +16,7 @@ from torchddp.sharded.flat_step import FlatStep
 from torchddp.sharded.gradients import sharded_norm, skips_step
 from torchddp.sharded.parameter_sync import ParameterBroadcast, StepHooks, plan_buckets
 from torchddp.sharded.partition import ParameterPartition
-from torchddp.sharded.sharded_state import check_state, gather_state, split_state
+from torchddp.sharded.sharded_state import check_state, gather_state
 from torchddp.transport.agreement import message_device, verify_agreement
 
 # What OSS and the inner optimizer each have of their own in a parameter group; all the rest is shared.
@@ -121,13 +121,15 @@ class OSS(Optimizer):
         self._flat_step.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. The new parameters go to the ranks that own the fewest elements. Collective."""
-        if self._step_hooks is not None:
-            new = param_group["params"]
-            new = param_group["params"] = [new] if isinstance(new, torch.Tensor) else list(new)
-            self._step_hooks.check_new([item[1] if isinstance(item, tuple) else item for item in new])
+        """As torch's. The new parameters go to the ranks that own the fewest elements. Collective.
+
+        Raises ValueError, and adds nothing, for parameters given twice or unknown to an attached data parallel module,
+        RuntimeError on every rank if the new parameters differ between ranks.
+        """
         super().add_param_group(param_group)
         try:
+            if self._step_hooks is not None:
+                self._step_hooks.check_new(self.param_groups[-1]["params"])
             self._partition.set_groups(self.param_groups)
             if not self._built:  # called by the constructor of torch's class: owners are found for all groups at once
                 return
@@ -263,7 +265,7 @@ class OSS(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, saved)
             saved = saved if changed is None else changed
-        by_index = self.check_state(saved)
+        by_index, others = self.check_state(saved)
         part = saved.get("sharded_params")
         missing = [] if part is None else sorted({*self._partition.owned()} - {*part})
         if missing:
@@ -272,13 +274,15 @@ class OSS(Optimizer):
                 "whole state (consolidate_state_dict) or a checkpoint (torchddp.optim.load_checkpoint)"
             )
         mine = self._partition.owned() if part is not None else self.assign_owners(by_index)
-        _, others = split_state(saved)
         self._load({**others, **{index: by_index[index] for index in mine if index in by_index}}, saved["param_groups"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def check_state(self, state_dict: Mapping[str, Any]) -> dict[int, Any]:
-        """The saved state by parameter index. Raises ValueError if it is of another model. Changes nothing."""
+    def check_state(self, state_dict: Mapping[str, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
+        """The saved state by parameter index, and that of no parameter. Raises ValueError for another model's.
+
+        Changes nothing.
+        """
         torch_own = self._optim.__module__.startswith("torch.optim")
         return check_state(state_dict, self.param_groups, self._partition, self._inner.state, torch_own)
 

@@ -74,25 +74,14 @@ def _send_tensor(data: torch.Tensor, numel: int, source: int, target: int, group
     return received
 
 
-def split_state(saved: Mapping[str, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
-    """A state dict's state by parameter index, and what belongs to no parameter.
-
-    The order of the saved groups tells which index a saved parameter id stands for, as in torch.
-    """
-    ids = [param_id for group in saved["param_groups"] for param_id in group["params"]]
-    index_of = {param_id: index for index, param_id in enumerate(ids)}
-    by_index = {index_of[key]: value for key, value in saved["state"].items() if key in index_of}
-    return by_index, {key: value for key, value in saved["state"].items() if key not in index_of}
-
-
 def check_state(
     saved: Mapping[str, Any],
     param_groups: Sequence[Mapping[str, Any]],
     parameters: ParameterPartition,
     live: Mapping[torch.Tensor, Mapping[str, Any]],
     torch_own: bool,
-) -> dict[int, Any]:
-    """The state of a saved state dict by parameter index. Raises ValueError if it is of another model.
+) -> tuple[dict[int, Any], dict[Any, Any]]:
+    """A saved state dict's state by parameter index, and what belongs to no parameter. ValueError for another model's.
 
     ``param_groups`` and ``parameters`` are the optimizer's. What its ``live`` state (by parameter) holds as well must
     have the same shape; with ``torch_own`` the rules of torch's optimizers hold: of the parameter's shape or a scalar,
@@ -113,7 +102,10 @@ def check_state(
                 f"the state dict is of another model: its parameter group {number} has {theirs} parameters, the "
                 f"optimizer's {len(group['params'])}"
             )
-    by_index, _ = split_state(saved)
+    # The order of the saved groups tells which index a saved parameter id stands for, as in torch.
+    ids = [param_id for group in saved["param_groups"] for param_id in group["params"]]
+    index_of = {param_id: index for index, param_id in enumerate(ids)}
+    by_index = {index_of[key]: value for key, value in saved["state"].items() if key in index_of}
     for index, entry in by_index.items():
         param, name = parameters.params[index], parameters.names[index]
         if not isinstance(entry, Mapping):
@@ -128,7 +120,7 @@ def check_state(
                     f"the state dict is of another model: its {key!r} for {name} has shape "
                     f"{list(value.shape)}, which does not fit the parameter's {list(param.shape)}"
                 )
-    return by_index
+    return by_index, {key: value for key, value in saved["state"].items() if key not in index_of}
 
 
 def _fits(key: str, value: torch.Tensor, param: torch.Tensor) -> bool:
