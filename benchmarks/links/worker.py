@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.links.field import OUR_DEFAULT, PLANNED
 from benchmarks.two_hosts.worker import serve_inherited
 from torchddp.bench.cases import Job
-from torchddp.harness.worker import Reporter
+from torchddp.harness.launch import Reporter
 
 # Planning is over after eight synchronised steps.
 PLANNING_STEPS = 10

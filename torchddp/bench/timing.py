@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchddp.bench.cases import MAX_ROUNDS, MIN_ROUNDS, Job
-from torchddp.harness.model_spec import output_is_loss, run_forward
-from torchddp.harness.models import describe_model, find_model, make_batch, make_model
+from torchddp.harness.launch import Report
+from torchddp.harness.models import describe_model, find_model, make_batch, make_model, output_is_loss, run_forward
 from torchddp.harness.stats import slowest_rank
 from torchddp.harness.variants import Role, Variant, load_class
 
@@ -29,9 +29,6 @@ FULL_WARMUP_STEPS = 12
 RELATIVE_TOLERANCE = 1e-4
 # Time for the message with the starting time to reach every rank.
 START_DELAY_NS = 1_000_000
-
-# Seconds done, seconds in all.
-Report = Callable[[float, float], None]
 
 
 class WrongGradientsError(RuntimeError):
@@ -194,11 +191,11 @@ def enough(rounds: int, elapsed_s: float, seconds: float) -> bool:
     return rounds >= MIN_ROUNDS and (elapsed_s >= seconds or rounds >= MAX_ROUNDS)
 
 
-def agreed(decision: bool, job: Job) -> bool:
-    """Rank 0's decision, on every rank."""
-    flag = torch.tensor([decision], device=job.control_device)
-    dist.broadcast(flag, src=0)
-    return bool(flag.item())
+def agreed(number: int, device: str = "cpu") -> int:
+    """Rank 0's number, on every rank."""
+    agreed = torch.tensor([number], device=device)
+    dist.broadcast(agreed, src=0)
+    return int(agreed.item())
 
 
 def warm_up(runners: Sequence[Steps], batch: Any, job: Job) -> None:
@@ -207,7 +204,7 @@ def warm_up(runners: Sequence[Steps], batch: Any, job: Job) -> None:
     start_s = time.monotonic()
     for done in range(1, FULL_WARMUP_STEPS + 1):
         one_round(runners, batch, order, job.world_size)
-        if agreed(done >= MIN_WARMUP_STEPS and time.monotonic() - start_s > 0.2 * job.seconds, job):
+        if agreed(done >= MIN_WARMUP_STEPS and time.monotonic() - start_s > 0.2 * job.seconds, job.control_device):
             break
 
 
@@ -230,7 +227,7 @@ def timed_rounds(runners: Sequence[Steps], batch: Any, job: Job, report: Report)
             gc.collect(0)
             elapsed_s = time.monotonic() - start_s
             report(elapsed_s, max(job.seconds, elapsed_s))
-            finished = agreed(enough(len(rounds), elapsed_s, job.seconds), job)
+            finished = bool(agreed(enough(len(rounds), elapsed_s, job.seconds), job.control_device))
     finally:
         gc.enable()
         gc.unfreeze()

@@ -8,12 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from torchddp.bench.arguments import check_numbers
-from torchddp.bench.cases import MODEL_NAMES
-from torchddp.harness.command import make_console
-from torchddp.harness.launch import LaunchError
-from torchddp.harness.progress import Display, progress_bar
-from torchddp.harness.ranks import RankFunction, RankJob, run_ranks, started_by_torchrun
+from torchddp.harness.command import MODEL_NAMES, Display, check_numbers, make_console, progress_bar
+from torchddp.harness.launch import LaunchError, RankJob, run_ranks, started_by_torchrun
 from torchddp.harness.tables import ranks_text
 from torchddp.harness.variants import ArgumentError
 
@@ -66,7 +62,7 @@ def check_world_size(asked: int | None, purpose: str) -> int:
 
 
 def run_command(
-    case: str, function: RankFunction, settings: Any, console: Console, describe: Callable[[float, float], str]
+    case: str, function: Callable[..., Any], settings: Any, console: Console, describe: Callable[[float, float], str]
 ) -> Any:
     """What `function(report, settings)` brings back from rank 0, with a progress bar; None where torchrun started us
     as another rank.

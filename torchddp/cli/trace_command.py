@@ -107,7 +107,7 @@ def _deliver(
     plot: Path | None,
 ) -> None:
     """Print the report and write the files."""
-    from torchddp.bench.run import new_document
+    from torchddp.harness.machine import new_document
     from torchddp.profiler.chrome import write_chrome_trace
     from torchddp.profiler.report import merged_dict, merged_report, sent_lines
     from torchddp.profiler.session import merged_trace
@@ -127,7 +127,7 @@ def _deliver(
         json_path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
     if html is not None or plot is not None:
         from torchddp.cli.trace_page import write_trace_page
-        from torchddp.harness.page import figure_png
+        from torchddp.harness.plots import figure_png
         from torchddp.profiler.picture import draw
 
         below = "; ".join(sent_lines(profile.records))

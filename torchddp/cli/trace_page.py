@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torchddp.bench.report import origin
+from torchddp.harness.machine import origin
 from torchddp.harness.page import PagePlot, PageTable, Section, write_page
 from torchddp.profiler.merge import MergedProfile, MergedStep
 from torchddp.profiler.report import (

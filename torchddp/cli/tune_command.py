@@ -51,7 +51,7 @@ def check_settings(
 ) -> TuneSettings:
     """What can be said before any rank starts."""
     check_loads()
-    from torchddp.bench.arguments import check_numbers, parse_caps
+    from torchddp.harness.command import check_numbers, parse_caps
     from torchddp.plan.candidates import DEFAULT_CAPS_MB
     from torchddp.plan.sweep import TuneSettings
 
@@ -107,7 +107,7 @@ def tune(
 
 
 def _document(settings: TuneSettings, result: TuneResult, command: str) -> dict[str, Any]:
-    from torchddp.bench.run import new_document
+    from torchddp.harness.machine import new_document
     from torchddp.plan.tune_result import tune_document
 
     return {**new_document(command, asdict(settings)), "results": [tune_document(result)]}
@@ -146,8 +146,9 @@ def _write(
     html: Path | None,
     plot: Path | None,
 ) -> None:
-    from torchddp.bench.report import origin
-    from torchddp.harness.page import figure_png, write_page
+    from torchddp.harness.machine import origin
+    from torchddp.harness.page import write_page
+    from torchddp.harness.plots import figure_png
     from torchddp.plan.tune_report import draw_curve, page_sections, title
 
     found = document["results"][0]

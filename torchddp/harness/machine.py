@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from rich.text import Text
 
 # The checkout this file is in, if it is in one: an installed package says nothing of the folder above it.
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,3 +77,27 @@ def machine_slug(machine: dict[str, Any]) -> str:
     name = re.sub(r"\((?:r|tm)\)", "", (gpu["name"] if gpu else machine["cpu"]).lower())
     name = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
     return name if gpu else f"{name}-{machine['cores']}c"
+
+
+def new_document(command: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """What every saved run begins with; its results are still to come."""
+    return {
+        "format": 1,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "machine": describe_machine(),
+        "settings": settings,
+        "results": [],
+    }
+
+
+def origin(document: dict[str, Any]) -> Iterable[Text]:
+    """Where and with what the numbers were made."""
+    machine = document["machine"]
+    commit = (machine["git_commit"] or "no commit")[:12] + (" (changed)" if machine["git_dirty"] else "")
+    yield Text(
+        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average_1min']:g} · torch "
+        f"{machine['torch']} · torchddp {machine['torchddp'] or 'not installed'} · {commit}",
+        style="dim",
+    )
+    yield Text(document["command"], style="dim")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.bench.html_report import page_table
-from torchddp.harness.page import PagePlot, Section, figure_png
+from torchddp.harness.page import PagePlot, Section, page_table
+from torchddp.harness.plots import figure_png
 from torchddp.harness.tables import number, plain_table, ranks_text, ratio_text
 
 if TYPE_CHECKING:

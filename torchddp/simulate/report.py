@@ -8,7 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.harness.page import PagePlot, PageTable, Section, figure_png
+from torchddp.harness.page import PagePlot, PageTable, Section
+from torchddp.harness.plots import figure_png
 from torchddp.harness.tables import number, plain_table, ranks_text
 from torchddp.plan.step_profile import StepProfile
 from torchddp.simulate.predict import Prediction

@@ -1,7 +1,8 @@
-"""What all plots have in common."""
+"""What all plots have in common: no window, their colors, and their words."""
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,3 +33,13 @@ def finish_panel(axis: Any, title: str, xlabel: str) -> None:
     axis.set_title(title, fontsize=9)
     axis.set_xlabel(xlabel)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def figure_png(figure: Figure) -> bytes:
+    """The picture of a matplotlib figure, which is closed."""
+    from matplotlib import pyplot
+
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=120)
+    pyplot.close(figure)
+    return stream.getvalue()

@@ -1,26 +1,29 @@
-"""What the options of the benchmark may be. A user's mistake is an `ArgumentError`. Imports no torch."""
+"""The cases there are, and what can be asked of them. A user's mistake is an `ArgumentError`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchddp.bench.cases import CASES, DEFAULT_CASES, MODEL_NAMES
-from torchddp.bench.collective.operations import OPERATIONS
+from torchddp.bench import collective, gradients, memory, overlap, scaling, startup, step_time
+from torchddp.bench.cases import DEFAULT_CASES, BenchCase
+from torchddp.bench.collective_operations import OPERATIONS
+from torchddp.harness.command import MAX_WORLD_SIZE, MODEL_NAMES
 from torchddp.harness.variants import ArgumentError
 
 ALL = "all"
-MAX_WORLD_SIZE = 64
-
-
-def parse_caps(text: str) -> tuple[float, ...]:
-    """'1,5,25' -> (1.0, 5.0, 25.0)."""
-    try:
-        caps = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ArgumentError(f"--caps wants numbers of MiB with commas, like 1,5,25,100, not '{text}'.") from None
-    if not all(0 < cap < float("inf") for cap in caps):
-        raise ArgumentError(f"--caps wants positive numbers of MiB, not '{text}'.")
-    return tuple(dict.fromkeys(caps))
+CASES: dict[str, BenchCase] = {
+    case.name: case
+    for case in (
+        step_time.CASE,
+        overlap.CASE,
+        collective.CASE,
+        startup.CASE,
+        memory.CASE,
+        scaling.CASE,
+        gradients.PER_PARAM,
+        gradients.EXPOSED,
+    )
+}
 
 
 def parse_world_sizes(text: str) -> tuple[int, ...]:
@@ -82,11 +85,3 @@ def check_ranks(cases: Sequence[str], world_size: int | None, world_sizes: Seque
                 f"--world-size {world_size}: the case {case} needs {CASES[case].min_world_size} ranks or more, for "
                 "alone there is nothing to communicate; name other cases with --case."
             )
-
-
-def check_numbers(seconds: float | None, world_size: int | None) -> None:
-    """Ranges that no run can do without."""
-    if seconds is not None and not 0 < seconds <= 3600:
-        raise ArgumentError(f"--seconds wants a number above 0 and up to 3600, not {seconds:g}.")
-    if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise ArgumentError(f"--world-size wants 1 to {MAX_WORLD_SIZE} ranks, not {world_size}.")
