@@ -21,6 +21,7 @@ from torchddp.harness.command import (
     progress_bar,
     run_app,
 )
+from torchddp.harness.launch import LaunchError
 from torchddp.harness.variants import TORCHDDP, load_class
 
 HELP = """Time DistributedDataParallel classes against each other in one launch, interleaved step by step.
@@ -101,8 +102,11 @@ def benchmark(
     ] = None,
 ) -> None:
     # Not before it is needed: other commands of `torchddp` must start where torch or numpy is missing.
-    from torchddp.bench.registry import check_names, check_operations, check_ranks, parse_world_sizes
-    from torchddp.bench.report import write_document, write_report
+    try:
+        from torchddp.bench.registry import check_names, check_operations, check_ranks, parse_world_sizes
+        from torchddp.bench.report import write_document, write_report
+    except (ImportError, OSError) as error:
+        raise LaunchError(f"The benchmark does not load here, see `torchddp doctor`: {error}") from error
 
     models = tuple(dict.fromkeys(model or ()))
     sizes = parse_world_sizes(world_sizes) if world_sizes is not None else ()

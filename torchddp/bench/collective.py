@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,7 +38,7 @@ from torchddp.bench.collective_operations import (
     verify,
     whole_numel,
 )
-from torchddp.bench.timing import agreed, enough
+from torchddp.bench.timing import agreed, enough, no_collections
 from torchddp.harness.command import Display
 from torchddp.harness.launch import Report
 from torchddp.harness.plots import finish_panel, panels
@@ -72,16 +70,6 @@ def next_batch(rounds: int, elapsed_s: float, seconds: float) -> int:
     return min(max(affordable, 1), MAX_ROUNDS - rounds)
 
 
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def one_round(runs: Sequence[Run], order: Sequence[int], lead_in: int = LEAD_IN) -> list[float]:
     """One timed call of each in the given order; times in us, by index.
 
@@ -106,7 +94,7 @@ def timed_rounds(runs: Sequence[Run], seconds: float, seed: int, report: Report,
     for _ in range(WARMUP_ROUNDS):
         one_round(runs, order, lead_in)
     rounds: list[list[float]] = []
-    with _no_collections():
+    with no_collections():
         start_s = time.monotonic()
         while batch := agreed(next_batch(len(rounds), time.monotonic() - start_s, seconds)):
             for _ in range(batch):

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from torchddp.bench.cases import BenchCase, Job, one_launch
 from torchddp.bench.results import compared_rows, draw_bars, model_fields, row_style
-from torchddp.bench.timing import Runner, build_runners_of, start_together, time_runners
+from torchddp.bench.timing import Runner, build_runners, start_together, time_runners
 from torchddp.harness.launch import Report
 from torchddp.harness.models import run_forward
 from torchddp.harness.tables import number, plain_table, ratio_text, size_text
@@ -45,7 +45,7 @@ class TrainingRunner(Runner):
 
 def time_training(job: Job, model_name: str, report: Report) -> dict[str, Any]:
     """Training steps of all variants, interleaved, after their gradients proved equal. The same dict on every rank."""
-    return time_runners(job, model_name, build_runners_of(TrainingRunner, job, model_name), report)
+    return time_runners(job, model_name, build_runners(job, model_name, TrainingRunner), report)
 
 
 def step_time_result(variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:

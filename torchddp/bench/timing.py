@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -94,9 +95,6 @@ class Runner:
         return gradients_of(self.variant, self.module)
 
 
-RunnerType = TypeVar("RunnerType", bound=Runner)
-
-
 def gradients_of(variant: Variant, module: nn.Module) -> list[tuple[str, Tensor]]:
     """Gradients by the name of their parameter in the bare model, which a variant may have wrapped."""
     bare = module if variant.class_path is None else module.module
@@ -128,13 +126,8 @@ def loss_of(job: Job, model_name: str) -> Callable[[Any], Tensor]:
     return lambda output: weight * spec.loss(output)
 
 
-def build_runners(job: Job, model_name: str) -> list[Runner]:
-    """One wrapper per variant over copies of one model, all in this process group."""
-    return build_runners_of(Runner, job, model_name)
-
-
-def build_runners_of(kind: type[RunnerType], job: Job, model_name: str) -> list[RunnerType]:
-    """`build_runners`, with another kind of step."""
+def build_runners(job: Job, model_name: str, kind: type[Runner] = Runner) -> list[Runner]:
+    """One wrapper per variant over copies of one model, all in this process group; `kind` has another step."""
     original = make_model(model_name, job.seed)
     modules = wrap_copies(original, job.variants, lambda cls, module, options: cls(module, **options))
     loss = loss_of(job, model_name)
@@ -193,9 +186,9 @@ def enough(rounds: int, elapsed_s: float, seconds: float) -> bool:
 
 def agreed(number: int, device: str = "cpu") -> int:
     """Rank 0's number, on every rank."""
-    agreed = torch.tensor([number], device=device)
-    dist.broadcast(agreed, src=0)
-    return int(agreed.item())
+    shared = torch.tensor([number], device=device)
+    dist.broadcast(shared, src=0)
+    return int(shared.item())
 
 
 def warm_up(runners: Sequence[Steps], batch: Any, job: Job) -> None:
@@ -208,17 +201,27 @@ def warm_up(runners: Sequence[Steps], batch: Any, job: Job) -> None:
             break
 
 
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """No garbage collection but those that are asked for."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
 def timed_rounds(runners: Sequence[Steps], batch: Any, job: Job, report: Report) -> np.ndarray:
     """[variant, round] of step times in ms on this rank; [clock, variant, round] where a step has several times."""
     # The same shuffle on every rank, another one each round: no variant always runs in the wake of the same one.
     shuffler = random.Random(job.seed)
     order = list(range(len(runners)))
     rounds: list[list[float]] = []
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    start_s = time.monotonic()
-    try:
+    with no_collections():
+        start_s = time.monotonic()
         finished = False
         while not finished:
             shuffler.shuffle(order)
@@ -228,9 +231,6 @@ def timed_rounds(runners: Sequence[Steps], batch: Any, job: Job, report: Report)
             elapsed_s = time.monotonic() - start_s
             report(elapsed_s, max(job.seconds, elapsed_s))
             finished = bool(agreed(enough(len(rounds), elapsed_s, job.seconds), job.control_device))
-    finally:
-        gc.enable()
-        gc.unfreeze()
     return np.array(rounds).T
 
 
