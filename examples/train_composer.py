@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchddp
-from torchddp.integrations.extras import require
+from torchddp.integrations import require
 
 POINTS = 256
 CLASSES = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torchddp.profiler.merge import RankRecord
+from torchddp.profiler.ranks import RankRecord
 from torchddp.profiler.steps import BucketLayout, Layout, Step, read_steps
 
 MS = 1_000_000

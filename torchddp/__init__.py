@@ -14,10 +14,12 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from torchddp._command import is_command
+from torchddp._import_check import check_torch_matches, is_command
 
 if TYPE_CHECKING:
     from torchddp.composable import replicate
+    from torchddp.diagnose.fail_together import PeerFailedError, fail_together
+    from torchddp.diagnose.parameters import check_parameters
     from torchddp.integrations.install import install, installed, uninstall
     from torchddp.parallel import ParallelConfig, parallel_group_info, parallelize
     from torchddp.sharded import ShardedDataParallel
@@ -26,17 +28,12 @@ import_error: Exception | None = None
 try:
     import torch  # noqa: F401  the extension needs torch's libraries loaded first
 
-    from torchddp._build_check import check_torch_matches
-
     check_torch_matches()
 
     from torchddp._C import finished_steps
     from torchddp.ddp.module import DistributedDataParallel
-    from torchddp.diagnose.fail_together import fail_together
-    from torchddp.diagnose.parameters import check_parameters
-    from torchddp.diagnose.peer_failure import PeerFailedError
     from torchddp.errors import DesyncError, InternalError, TransportError
-    from torchddp.transport.shm_backend import register
+    from torchddp.transport.shm import register
 
     register()
     del register
@@ -73,7 +70,10 @@ __all__ = [
 # Importing these costs more than most programs want.
 _MODULE_OF = {
     "ParallelConfig": "parallel",
+    "PeerFailedError": "diagnose.fail_together",
     "ShardedDataParallel": "sharded",
+    "check_parameters": "diagnose.parameters",
+    "fail_together": "diagnose.fail_together",
     "install": "integrations.install",
     "installed": "integrations.install",
     "parallel_group_info": "parallel",
@@ -85,6 +85,7 @@ _MODULES = (
     "averaging",
     "comm_hooks",
     "composable",
+    "distributed",
     "fault_tolerance",
     "integrations",
     "optim",

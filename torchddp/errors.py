@@ -1,8 +1,26 @@
-"""The exceptions of torchddp, besides the ValueError, TypeError and RuntimeError that torch raises too."""
+"""What is told of a run that went wrong: exceptions beside torch's own, warnings, and gradients that are not finite."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
 
 from torchddp._C import InternalError, TransportError
 
-__all__ = ["DesyncError", "InternalError", "TransportError"]
+__all__ = ["ADVICE_FOR_A_LOST_PEER", "DesyncError", "InternalError", "NonFinite", "TransportError", "warn_user"]
+
+# Ends the error of a wait outside of a reduction, which says as much itself.
+ADVICE_FOR_A_LOST_PEER = (
+    "If ranks have different numbers of batches, give all of them as many (torchddp.sync.even_batches, a sampler with "
+    "drop_last=True), or train a DistributedDataParallel under `with model.join():`. Otherwise a peer has died, left, "
+    "or did not reach this step in time: look at the other ranks' logs for the first error."
+)
+_NOT_THE_USERS = (str(Path(__file__).parent) + "/", str(Path(torch.__file__).parent) + "/")
 
 
 class DesyncError(RuntimeError):
@@ -35,3 +53,25 @@ class DesyncError(RuntimeError):
     def __reduce__(self) -> tuple[object, ...]:
         details = (self.step, self.parameter, self.ranks, self.num_parameters, self.max_difference)
         return type(self), (self.args[0], *details)
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A gradient of one rank, before it was averaged, that was not finite."""
+
+    step: int  # synchronised forwards, from 1
+    rank: int
+    parameter: str
+    count: int | None  # its elements (parts of complex ones) that are infinite or NaN; None: not counted, on a device
+
+    def __str__(self) -> str:
+        return f"'{self.parameter}'" + ("" if self.count is None else f" ({self.count} values)")
+
+
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+    """``warnings.warn``, as if it stood in the innermost line that belongs neither to this package nor to torch."""
+    level = 1
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)

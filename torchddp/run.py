@@ -33,15 +33,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         del arguments[0]
     if not arguments or (not as_module and arguments[0].startswith("-")):
         wrong = f"unknown option {arguments[0]}" if arguments else "which program?"
-        sys.exit(_usage_error(wrong))
+        print(f"{USAGE}\ntorchddp.run: {wrong}", file=sys.stderr)
+        sys.exit(2)
     os.environ[ENV] = "1"
     install.install()
     (_run_module if as_module else _run_script)(arguments)
-
-
-def _usage_error(what: str) -> int:
-    print(f"{USAGE}\ntorchddp.run: {what}", file=sys.stderr)
-    return 2
 
 
 def _run_script(arguments: list[str]) -> None:

@@ -75,11 +75,9 @@ def text_of(traffic: Mapping[str, Traffic]) -> str:
     if not traffic:
         return "nothing"
     given = sum(each.payload_bytes for route, each in traffic.items() if route != OUTER)
-    sent = [f"{_mb(each.wire_bytes)} on the wire ({_ROUTES.get(route, route)})" for route, each in traffic.items()]
+    shown = {OUTER: "to other hosts"}
+    sent = [f"{_mb(each.wire_bytes)} on the wire ({shown.get(route, route)})" for route, each in traffic.items()]
     return ", ".join([f"{_mb(given)} as gradients", *sent])
-
-
-_ROUTES = {OUTER: "to other hosts"}
 
 
 def _mb(count: int | None) -> str:

@@ -10,7 +10,8 @@ import typer
 
 from benchmarks.chaos import plan
 from benchmarks.chaos.run import Settings, run
-from torchddp.harness.command import EXIT_FAILED, check_output, make_console, run_app, write_document
+from torchddp.bench.report import write_document
+from torchddp.harness.command import EXIT_FAILED, check_output, make_console, run_app
 from torchddp.harness.variants import ArgumentError
 
 HELP = """Inject faults into small training jobs, at random ranks, steps and phases, and judge what the other ranks do.

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from benchmarks.chaos.judge import COLUMNS
 from benchmarks.chaos.plan import KINDS, OVER
-from torchddp.bench.report import origin
+from torchddp.harness.machine import origin
 from torchddp.harness.tables import plain_table
 
 NOTE = (

@@ -20,7 +20,7 @@ from benchmarks.chaos.plan import Trial, cells, make_plan
 from benchmarks.chaos.replica import run_replica
 from benchmarks.chaos.report import failure_text, render
 from benchmarks.chaos.worker import run_rank, timeout_of
-from torchddp.bench.run import new_document
+from torchddp.harness.machine import new_document
 from torchddp.harness.variants import ArgumentError
 
 

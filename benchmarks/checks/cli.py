@@ -10,8 +10,8 @@ import typer
 
 from benchmarks.checks.field import DEFAULT_MODELS, MODELS
 from benchmarks.checks.run import Settings, run
-from torchddp.bench.arguments import check_numbers
-from torchddp.harness.command import check_output, make_console, run_app, write_document
+from torchddp.bench.report import write_document
+from torchddp.harness.command import check_numbers, check_output, make_console, run_app
 from torchddp.harness.variants import ArgumentError
 
 HELP = """What check_parameters_every and find_nonfinite cost: forward and backward with and without them.

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.checks.field import CHECKED
-from torchddp.bench.report import origin, size_text
-from torchddp.harness.tables import number, plain_table
+from torchddp.harness.machine import origin
+from torchddp.harness.tables import number, plain_table, size_text
 
 # What is claimed: a check adds less than this part of a step.
 GOAL = 0.02

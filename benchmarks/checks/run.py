@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,10 +12,9 @@ from benchmarks.checks.field import make_field
 from benchmarks.checks.report import render
 from benchmarks.checks.results import model_result
 from torchddp.bench.cases import Job
-from torchddp.bench.run import new_document
-from torchddp.harness.launch import launch
-from torchddp.harness.progress import Display, progress_bar
-from torchddp.harness.worker import Reporter, run_rank
+from torchddp.harness.command import Display, progress_bar
+from torchddp.harness.launch import Reporter, launch
+from torchddp.harness.machine import new_document
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
     with progress_bar(console) as progress:
         display = Display(progress)
         display.start("checks")
-        raws = launch(job, display.update, entry=partial(run_rank, measure=measure))
+        raws = launch(job, measure, display.update)
     document["results"] = [model_result(raw, variants, settings.world_size, settings.every) for raw in raws]
     console.print(render(document))
     return document

@@ -15,9 +15,9 @@ from benchmarks.compress.measure import FORMATS, make_calls, measure
 from benchmarks.compress.report import bytes_text, render
 from benchmarks.compress.results import size_result
 from torchddp import _C
-from torchddp.bench.run import new_document
-from torchddp.harness.command import check_output, make_console, run_app, write_document
-from torchddp.harness.progress import progress_bar
+from torchddp.bench.report import write_document
+from torchddp.harness.command import check_output, make_console, progress_bar, run_app
+from torchddp.harness.machine import new_document
 from torchddp.harness.variants import ArgumentError
 
 HELP = """The compression kernels against memcpy of the same fp32 bytes, on one core.

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.bench.report import origin
+from torchddp.harness.machine import origin
 from torchddp.harness.tables import number, plain_table
 
 # What is claimed of int8: at least so much of the speed of a copy.

@@ -15,7 +15,8 @@ from benchmarks.convergence.plot import save_convergence
 from benchmarks.convergence.report import markdown
 from benchmarks.convergence.run import run
 from benchmarks.training.arguments import choose_methods, load_document
-from torchddp.harness.command import check_output, make_console, run_app, write_document
+from torchddp.bench.report import write_document
+from torchddp.harness.command import check_output, make_console, run_app
 from torchddp.harness.variants import ArgumentError
 
 ALL_TASKS = ("gpt", "digits")

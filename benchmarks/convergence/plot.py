@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchddp.harness.plot_style import finish_panel, panels
+from torchddp.harness.plots import finish_panel, panels
 
 
 def known(curve: Sequence[dict[str, float | None]], key: str) -> tuple[list[float], list[float]]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.training.tables import bytes_text, holds_text, markdown_table
-from torchddp.bench.report import origin
+from torchddp.harness.machine import origin
 from torchddp.harness.tables import plain_table, ranks_text
 
 NOTE = (

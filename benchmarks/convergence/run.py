@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -13,10 +12,9 @@ from benchmarks.convergence.report import render
 from benchmarks.convergence.results import task_result
 from benchmarks.convergence.worker import measure
 from benchmarks.training.methods import METHODS
-from torchddp.bench.run import new_document
+from torchddp.harness.command import Display, progress_bar
 from torchddp.harness.launch import launch
-from torchddp.harness.progress import Display, progress_bar
-from torchddp.harness.worker import run_rank
+from torchddp.harness.machine import new_document
 
 
 def run(job: ConvergenceJob, command: str, console: Console) -> dict[str, Any]:
@@ -25,7 +23,7 @@ def run(job: ConvergenceJob, command: str, console: Console) -> dict[str, Any]:
     with progress_bar(console) as progress:
         display = Display(progress)
         display.start(job.case)
-        raws = launch(job, display.update, entry=partial(run_rank, measure=measure))
+        raws = launch(job, measure, display.update)
     whats = {name: METHODS[name].what for name in job.methods}
     document["results"] = [{**task_result(raw, whats), "world_size": job.world_size} for raw in raws]
     console.print(render(document))

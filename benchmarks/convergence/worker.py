@@ -12,7 +12,7 @@ from benchmarks.convergence.job import QUICK_STEPS, ConvergenceJob, evaluation_s
 from benchmarks.training.attempt import entrant
 from benchmarks.training.replica import Replica
 from benchmarks.training.tasks import TASKS, shortened
-from torchddp.harness.worker import Reporter
+from torchddp.harness.launch import Reporter
 
 
 class Course:

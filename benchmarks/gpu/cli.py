@@ -10,8 +10,8 @@ import typer
 
 from benchmarks.gpu.cases import MODELS_CASE
 from benchmarks.gpu.run import Settings, run
-from torchddp.bench.arguments import check_numbers, parse_caps
-from torchddp.harness.command import check_output, make_console, run_app, write_document
+from torchddp.bench.report import write_document
+from torchddp.harness.command import check_numbers, check_output, make_console, parse_caps, run_app
 from torchddp.harness.variants import ArgumentError
 
 DEVICES, BACKENDS = ("cuda", "cpu"), ("nccl", "gloo")

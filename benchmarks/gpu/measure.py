@@ -16,7 +16,8 @@ from benchmarks.gpu import trace
 from benchmarks.gpu.cases import GpuJob
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.models import MODELS, make_batch, make_model
-from torchddp.bench.timing import Report, check_gradients, gradients_of, timed_rounds, warm_up, wrap_copies
+from torchddp.bench.timing import check_gradients, gradients_of, timed_rounds, warm_up, wrap_copies
+from torchddp.harness.launch import Report
 from torchddp.harness.stats import slowest_rank
 from torchddp.harness.variants import Variant
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.cases import GpuJob
-from torchddp.harness.models import GPT2_VOCABULARY, SMALL_NUMEL, Gpt, ManySmallTensors
-from torchddp.harness.resnet import ResNet
+from torchddp.harness.networks import GPT2_VOCABULARY, SMALL_NUMEL, Gpt, ManySmallTensors, ResNet
 
 IMAGE_BATCH, IMAGE_SIDE = 64, 224
 TEXT_BATCH = 8

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.gpu.cases import MODELS_CASE
-from torchddp.bench.report import goal_text, origin, our_row, size_text
-from torchddp.harness.tables import number, plain_table, ratio_text
+from torchddp.bench.gradients import goal_text, our_row
+from torchddp.harness.machine import origin
+from torchddp.harness.tables import number, plain_table, ratio_text, size_text
 
 
 def model_table(result: dict[str, Any]) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.gpu.cases import MODELS_CASE
-from torchddp.bench.results import timed_result
+from torchddp.bench.gradients import timed_result
 from torchddp.harness.stats import summarize
 from torchddp.harness.variants import Variant
 

@@ -11,10 +11,10 @@ from benchmarks.gpu.cases import MODELS_CASE, GpuJob
 from benchmarks.gpu.report import render
 from benchmarks.gpu.results import model_result
 from benchmarks.gpu.variants import make_field
-from benchmarks.gpu.worker import run_gpu_rank
-from torchddp.bench.run import new_document
+from benchmarks.gpu.worker import measure
+from torchddp.harness.command import Display, progress_bar
 from torchddp.harness.launch import launch
-from torchddp.harness.progress import Display, progress_bar
+from torchddp.harness.machine import new_document
 from torchddp.harness.variants import TORCHDDP, ArgumentError, load_class
 
 # Of the time asked for: warm-up takes a fifth of a model's, building and checking the rest.
@@ -81,7 +81,7 @@ def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
     with progress_bar(console) as progress:
         display = Display(progress)
         display.start(MODELS_CASE.name)
-        raws = launch(job, display.update, entry=run_gpu_rank)
+        raws = launch(job, measure, display.update)
     for raw in raws:
         if raw["kind"] == "gpu":
             document["machine"]["gpu"] = raw["gpu"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.gpu.cases import GpuJob
 from torchddp.bench.cases import Job
-from torchddp.harness.worker import Reporter, run_rank
+from torchddp.harness.launch import Reporter
 
 
 def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
@@ -22,8 +22,3 @@ def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
         report = Reporter(channel, model, enabled=rank == 0)
         results.append({"kind": "model", **time_model(job, model, rank, device, report)})
     return results
-
-
-def run_gpu_rank(rank: int, job: GpuJob, store_path: str, channel: Connection) -> None:
-    """Entry point of a worker process."""
-    run_rank(rank, job, store_path, channel, measure)

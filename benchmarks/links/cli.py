@@ -12,8 +12,8 @@ from benchmarks.links.field import CASE, SWEPT_CAPS_MB
 from benchmarks.links.plot import save_links
 from benchmarks.links.run import Settings, run
 from benchmarks.two_hosts.network import parse_rate
-from torchddp.bench.arguments import check_numbers, parse_caps
-from torchddp.harness.command import check_output, make_console, run_app, write_document
+from torchddp.bench.report import write_document
+from torchddp.harness.command import check_numbers, check_output, make_console, parse_caps, run_app
 from torchddp.harness.variants import ArgumentError
 
 HELP = """Planned buckets against every bucket size, over links of several rates; and predicted against measured steps.

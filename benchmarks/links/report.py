@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.links.field import PLANNED
-from torchddp.bench.report import origin, size_text
-from torchddp.harness.tables import number, plain_table, ratio_text
+from torchddp.harness.machine import origin
+from torchddp.harness.tables import number, plain_table, ratio_text, size_text
 
 # What is claimed: planned buckets this near the best of the sweep, predictions this near the measurement.
 GOAL_TO_BEST, GOAL_ERROR = 1.05, 0.15

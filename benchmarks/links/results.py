@@ -11,7 +11,7 @@ from benchmarks.links.field import LOCALHOST, OUR_DEFAULT, PLANNED, TORCH_DEFAUL
 from torchddp.harness.stats import paired_ratio, summarize
 from torchddp.harness.variants import Variant
 from torchddp.plan.step_profile import StepProfile
-from torchddp.simulate.links import Link
+from torchddp.simulate.network import Link
 from torchddp.simulate.predict import predict
 
 # Of what a shaped link carries, 1448 of 1514 bytes are the program's: the limit counts Ethernet headers, but neither

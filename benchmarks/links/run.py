@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -19,10 +18,9 @@ from benchmarks.two_hosts.network import two_hosts
 from benchmarks.two_hosts.report import rate_text
 from benchmarks.two_hosts.run import patience
 from torchddp.bench.cases import Job
-from torchddp.bench.run import new_document
+from torchddp.harness.command import Display, progress_bar
 from torchddp.harness.launch import STALL_TIMEOUT_S, launch
-from torchddp.harness.progress import Display, progress_bar
-from torchddp.harness.worker import run_rank
+from torchddp.harness.machine import new_document
 from torchddp.plan.plan_cache import CACHE_ENV
 from torchddp.plan.step_profile import StepProfile
 
@@ -57,7 +55,7 @@ def _measure_place(
         environment = {CACHE_ENV: folder}  # no plan that was kept for such a model
         stall_s = STALL_TIMEOUT_S * slowness
         if rate is None:
-            raws: list[dict[str, Any]] = launch(job, update, environment, stall_s, partial(run_rank, measure=measure))
+            raws: list[dict[str, Any]] = launch(job, measure, update, environment, stall_s)
             return raws
         with two_hosts(rate) as hosts:
             raws = launch_on_hosts(

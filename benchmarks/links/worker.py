@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.links.field import OUR_DEFAULT, PLANNED
 from benchmarks.two_hosts.worker import serve_inherited
 from torchddp.bench.cases import Job
-from torchddp.harness.worker import Reporter
+from torchddp.harness.launch import Reporter
 
 # Planning is over after eight synchronised steps.
 PLANNING_STEPS = 10
@@ -30,7 +30,7 @@ def measure(job: Job, rank: int, channel: Connection) -> list[dict[str, Any]]:
         batch = make_batch(model, job.seed, rank, 0)
         for _ in range(PLANNING_STEPS):
             planned.step(batch)
-        assert planned.module._auto_plan is None
+        assert not planned.module.observers.get("bucket_planning").is_under_way
         timed = time_runners(job, model, list(runners.values()), Reporter(channel, model, enabled=rank == 0))
         profile = record_profile(ours.module, lambda ours=ours, batch=batch: ours.step(batch), name=model)  # type: ignore[misc]
         results.append(

@@ -13,9 +13,8 @@ from benchmarks.sharded.plot import save_memory, save_speed
 from benchmarks.sharded.report import field_table
 from benchmarks.sharded.results import MEMORY_CASE, SPEED_CASE
 from benchmarks.sharded.run import Settings, run
-from torchddp.bench.arguments import MAX_WORLD_SIZE, check_numbers
-from torchddp.bench.cases import MODEL_NAMES
-from torchddp.harness.command import check_output, make_console, run_app, write_document
+from torchddp.bench.report import write_document
+from torchddp.harness.command import MAX_WORLD_SIZE, MODEL_NAMES, check_numbers, check_output, make_console, run_app
 from torchddp.harness.variants import ArgumentError
 
 DEFAULT_MODELS, SPEED_RANKS, MEMORY_RANKS = "mlp,gpt", "2", "2,4"

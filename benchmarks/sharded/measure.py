@@ -16,9 +16,9 @@ from benchmarks.sharded.proof import TOLERANCE, first_problem, training_error
 from benchmarks.sharded.trainer import LEARNING_RATE, Trainer
 from torchddp.bench.cases import Job
 from torchddp.bench.timing import over_ranks, timed_rounds, warm_up
+from torchddp.harness.launch import Reporter
 from torchddp.harness.models import describe_model, find_model, make_batch, make_model
 from torchddp.harness.variants import Role, Variant
-from torchddp.harness.worker import Reporter
 
 PROOF_STEPS = 3
 

@@ -17,8 +17,7 @@ from benchmarks.sharded.proof import first_problem
 from benchmarks.sharded.trainer import Trainer, storage_bytes
 from torchddp.bench.cases import Job
 from torchddp.bench.memory import parse_bytes, pay_fixed_costs, reset_peak
-from torchddp.harness.model_spec import run_forward
-from torchddp.harness.models import describe_model, find_model, make_batch, make_model
+from torchddp.harness.models import describe_model, find_model, make_batch, make_model, run_forward
 from torchddp.harness.variants import Role
 
 WARMUP_STEPS, MEASURED_STEPS = 4, 3

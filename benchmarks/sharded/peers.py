@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from benchmarks.sharded.trainer import LEARNING_RATE, Trainer, tensors_in
-from torchddp.harness.model_spec import run_forward
+from torchddp.harness.models import run_forward
 from torchddp.harness.variants import Variant, load_class
 
 # Stage 2 of ZeRO, in fp32; the rest as it comes, but for clipping, which is on (norm 1) unless told otherwise: that

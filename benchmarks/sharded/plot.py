@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchddp.harness.plot_style import COLORS, bar_panels, finish_panel
+from torchddp.harness.plots import COLORS, bar_panels, finish_panel
 from torchddp.harness.tables import MB, ranks_text
 
 HELD_COLORS = {"parameter_bytes": "#dee2e6", "gradient_bytes": "#4c6ef5", "state_bytes": "#d9480f"}

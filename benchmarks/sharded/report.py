@@ -11,7 +11,8 @@ from rich.text import Text
 
 from benchmarks.sharded.field import FIELD, missing_package
 from benchmarks.sharded.results import MEMORY_CASE, MEMORY_KEYS, SPEED_CASE
-from torchddp.bench.report import origin, verdict_text
+from torchddp.bench.gradients import verdict_text
+from torchddp.harness.machine import origin
 from torchddp.harness.tables import MB, number, plain_table, ratio_text, size_text
 
 HEADINGS = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -14,12 +13,12 @@ from benchmarks.sharded import measure, memory
 from benchmarks.sharded.field import PACKAGES, choose_variants
 from benchmarks.sharded.report import render
 from benchmarks.sharded.results import MEMORY_CASE, SPEED_CASE, memory_result, speed_result
-from torchddp.bench.cases import ALLOCATOR_ENVIRONMENT, Job
-from torchddp.bench.run import new_document
+from torchddp.bench.cases import Job
+from torchddp.bench.memory import ALLOCATOR_ENVIRONMENT
+from torchddp.harness.command import Display, progress_bar
 from torchddp.harness.launch import launch
-from torchddp.harness.progress import Display, progress_bar
+from torchddp.harness.machine import new_document
 from torchddp.harness.variants import Variant
-from torchddp.harness.worker import run_rank
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def _speed(settings: Settings, variants: tuple[Variant, ...], world_size: int, d
     """All models in one launch, all variants side by side."""
     display.start(SPEED_CASE)
     job = Job(SPEED_CASE, settings.models, variants, world_size, settings.seconds, settings.seed)
-    raws = launch(job, display.update, entry=partial(run_rank, measure=measure.measure))
+    raws = launch(job, measure.measure, display.update)
     return [speed_result(variants, raw, world_size) for raw in raws]
 
 
@@ -60,9 +59,7 @@ def _memory(settings: Settings, variants: tuple[Variant, ...], world_size: int, 
             display.start(MEMORY_CASE)
             display.update(f"{model}, {variant.name}, {world_size} ranks", index, len(variants))
             job = Job(MEMORY_CASE, (model,), (variant,), world_size, settings.seconds, settings.seed)
-            raws.append(
-                launch(job, display.update, ALLOCATOR_ENVIRONMENT, entry=partial(run_rank, measure=memory.measure))
-            )
+            raws.append(launch(job, memory.measure, display.update, ALLOCATOR_ENVIRONMENT))
         results.append(memory_result(variants, raws, world_size))
     return results
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchddp.bench.timing import start_together
-from torchddp.harness.model_spec import output_is_loss, run_forward
+from torchddp.harness.models import output_is_loss, run_forward
 from torchddp.harness.variants import Variant
 
 LEARNING_RATE = 1e-3

@@ -15,7 +15,8 @@ from benchmarks.slow_link.report import markdown
 from benchmarks.slow_link.run import run
 from benchmarks.training.arguments import choose_methods, load_document
 from benchmarks.two_hosts.network import parse_rate
-from torchddp.harness.command import check_output, make_console, run_app, write_document
+from torchddp.bench.report import write_document
+from torchddp.harness.command import check_output, make_console, run_app
 from torchddp.harness.variants import ArgumentError
 
 MAX_RANKS_PER_HOST = 8

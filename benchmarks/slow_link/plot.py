@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torchddp.harness.plot_style import finish_panel, panels
+from torchddp.harness.plots import finish_panel, panels
 
 
 def save_slow_link(result: dict[str, Any], path: Path) -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from benchmarks.training.tables import bytes_text, holds_text, markdown_table
 from benchmarks.two_hosts.report import rate_text
-from torchddp.bench.report import origin
+from torchddp.harness.machine import origin
 from torchddp.harness.tables import number, plain_table, ranks_text
 
 HEADINGS = ("method", "steps to\nthe loss", "s a step", "s to\nthe loss", "torch DDP\n/ this", "sent a step\nby a host")

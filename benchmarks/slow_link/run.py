@@ -13,9 +13,9 @@ from benchmarks.slow_link.results import race_result
 from benchmarks.training.methods import METHODS
 from benchmarks.two_hosts.launch import launch_on_hosts
 from benchmarks.two_hosts.network import two_hosts
-from torchddp.bench.run import new_document
+from torchddp.harness.command import Display, progress_bar
 from torchddp.harness.launch import STALL_TIMEOUT_S
-from torchddp.harness.progress import Display, progress_bar
+from torchddp.harness.machine import new_document
 
 # The limits on waiting suit a link of at least this many bits a second; on a slower one everything takes longer.
 FULL_SPEED = 100_000_000

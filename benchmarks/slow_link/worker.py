@@ -20,7 +20,7 @@ from benchmarks.training.replica import Replica
 from benchmarks.training.tasks import Task, gpt_for_a_slow_link, shortened
 from benchmarks.two_hosts.network import tx_bytes_path
 from benchmarks.two_hosts.worker import serve_inherited
-from torchddp.harness.worker import Reporter
+from torchddp.harness.launch import Reporter
 
 # For the last acknowledgements to leave.
 SETTLE_S = 0.02

@@ -11,8 +11,8 @@ import typer
 from benchmarks.two_hosts.network import parse_rate
 from benchmarks.two_hosts.results import AUTO, CASE
 from benchmarks.two_hosts.run import Settings, run
-from torchddp.bench.arguments import check_numbers, parse_caps
-from torchddp.harness.command import check_output, make_console, run_app, write_document
+from torchddp.bench.report import write_document
+from torchddp.harness.command import check_numbers, check_output, make_console, parse_caps, run_app
 from torchddp.harness.variants import TORCHDDP, ArgumentError
 
 HELP = """Time DistributedDataParallel classes over two emulated hosts joined by a slow link.

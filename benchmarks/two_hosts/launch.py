@@ -11,8 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.two_hosts.network import INTERFACE, RANKS_PER_HOST, Host, inside
-from torchddp.bench.cases import RankSettings
-from torchddp.harness.launch import ONE_THREAD, Inbox, Progress, follow
+from torchddp.harness.launch import ONE_THREAD, Inbox, Progress, RankSettings, follow
 
 # The first host's namespace is new and nobody else's: every port is free there.
 STORE_PORT = 29500

@@ -9,8 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.bench.report import MB, goal_text, origin, our_row, size_text
-from torchddp.harness.tables import number, plain_table, ratio_text
+from torchddp.bench.gradients import goal_text, our_row
+from torchddp.harness.machine import origin
+from torchddp.harness.tables import MB, number, plain_table, ratio_text, size_text
 
 
 def rate_text(rate: int) -> str:

@@ -10,7 +10,8 @@ import numpy as np
 
 from benchmarks.two_hosts.network import RANKS_PER_HOST
 from torchddp.bench.cases import Case
-from torchddp.bench.results import best_torch, timed_result
+from torchddp.bench.gradients import timed_result
+from torchddp.bench.results import best_torch
 from torchddp.harness.stats import paired_ratio
 from torchddp.harness.variants import Role, Variant
 

@@ -12,9 +12,9 @@ from benchmarks.two_hosts.network import two_hosts
 from benchmarks.two_hosts.report import render
 from benchmarks.two_hosts.results import CASE, two_hosts_result, with_transport
 from torchddp.bench.cases import Job
-from torchddp.bench.run import new_document
+from torchddp.harness.command import Display, progress_bar
 from torchddp.harness.launch import STALL_TIMEOUT_S
-from torchddp.harness.progress import Display, progress_bar
+from torchddp.harness.machine import new_document
 from torchddp.harness.variants import load_class, make_variants
 
 # The limits on waiting suit a link of at least this many bits a second; on a slower one everything takes longer.

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from torchddp.bench.cases import Job
-from torchddp.harness.worker import Measure, Reporter, serve_rank
+from torchddp.harness.launch import Measure, Reporter, serve_rank
 
 
 def _die_with_parent(channel: Connection) -> None:

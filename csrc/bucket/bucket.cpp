@@ -39,7 +39,7 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
     slots_.emplace_back(flat_, slot.offset, params[static_cast<size_t>(slot.param)], view_storage);
   }
   if (given_away_) {
-    let_go();
+    release_memory();
   }
   if (slots_.size() == 1 && flat_.is_cpu() && !flat_.is_complex()) {
     slots_[0].allow_adoption(transport);
@@ -86,13 +86,13 @@ std::vector<int64_t> Bucket::move(transport::Transport& transport) {
   return stay;
 }
 
-void Bucket::let_go() {
+void Bucket::release_memory() {
   point_at(at::empty({0}, flat_.options()));
   if (flat_.is_complex()) {
     wire_.reset();
   }
   for (auto& slot : slots_) {
-    slot.let_go();
+    slot.release_memory();
   }
 }
 

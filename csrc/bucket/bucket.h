@@ -61,7 +61,7 @@ class Bucket {
   void take_memory(const at::Tensor& memory);
   // Other memory with the same values. Returns the parameters whose views stay where they were.
   std::vector<int64_t> move(transport::Transport& transport);
-  void let_go();
+  void release_memory();
 
   // One thread at a time writes it, any thread may read it for a report.
   std::atomic<BucketState> state{BucketState::kIdle};

@@ -162,7 +162,7 @@ bool SlotView::part_from_holders() {
   return true;
 }
 
-void SlotView::let_go() {
+void SlotView::release_memory() {
   view_.reset();
   storage_ = {};
   adopted_ = false;
@@ -170,7 +170,7 @@ void SlotView::let_go() {
 }
 
 void SlotView::rebind() {
-  let_go();
+  release_memory();
   data_ = address();
 }
 

@@ -54,7 +54,7 @@ class SlotView {
   // The flat tensor was given other memory with the same values: the view and what is kept of it move there. False if they can't.
   bool follow();
   // The flat tensor's memory goes; the slot is of no use until it has some again.
-  void let_go();
+  void release_memory();
 
  protected:
   // Whether `grad` is an ordinary CPU tensor of the slot's own dtype and layout.

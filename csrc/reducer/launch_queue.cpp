@@ -79,7 +79,7 @@ void LaunchQueue::finish_early() {
     }
     finish(next_finish_);
     if (bucket.is_given_away()) {
-      bucket.let_go();
+      bucket.release_memory();
     }
   }
 }

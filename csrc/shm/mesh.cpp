@@ -129,10 +129,10 @@ std::string local_rank(size_t rank) { return "local rank " + std::to_string(rank
 // segment that can't be sent because too many descriptors are under way that nobody has read yet (RLIMIT_NOFILE limits those of a user),
 // are tried again, and what has come is read meanwhile, so that others can go on. Nobody else at the listener holds up anybody: who says
 // nothing of ours is let go of, and the oldest of those who say nothing at all when they are too many.
-class Meeting {
+class Handshake {
  public:
-  Meeting(int listener, const std::vector<std::string>& addresses, const Hello& hello, const Segment& own,
-          Clock::time_point deadline)
+  Handshake(int listener, const std::vector<std::string>& addresses, const Hello& hello, const Segment& own,
+            Clock::time_point deadline)
       : listener_(listener),
         addresses_(addresses),
         hello_(hello),
@@ -422,7 +422,7 @@ std::vector<Peer> Listener::connect(const std::vector<std::string>& addresses, i
   hello.rank = rank;
   hello.size = size;
   std::copy_n(address_.begin(), kAddressLength, hello.address.begin());
-  return Meeting(listener.get(), addresses, hello, own, deadline_after(timeout)).run();
+  return Handshake(listener.get(), addresses, hello, own, deadline_after(timeout)).run();
 }
 
 }  // namespace torchddp::shm

@@ -76,7 +76,7 @@ def train(strategy: str | None, microbatch: int, **options: Any) -> dict[str, An
     trainer.fit()
     made = {
         "class": f"{type(trainer.state.model).__module__}.{type(trainer.state.model).__qualname__}",
-        "transport": getattr(trainer.state.model, "_transport_choice", None),
+        "transport": trainer.state.model.session.options.transport if hasattr(trainer.state.model, "session") else None,
         "find_unused_parameters": trainer.state.model.find_unused_parameters,
         "steps": torchddp.finished_steps() - before,
         "parameters": [parameter.detach().clone() for parameter in model.parameters()],

@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from tests.clients.lightning_matrix import QUIET
 from tests.clients.lightning_models import Plain, batches
 from torchddp.integrations import lightning as ours
-from torchddp.integrations.lightning.optimizers import follow, shard
+from torchddp.integrations.lightning.sharded import follow, shard
 from torchddp.optim import OSS
 
 pytestmark = pytest.mark.timeout(300)

@@ -55,11 +55,11 @@ def how_it_ends(child, models) -> tuple[float, int]:
 
 
 def locks_of(model) -> list[threading.Lock]:
-    monitor = model._hang_monitor
+    monitor = model.observers.get("hang_reports").monitor
     return [
         monitor._board._calls._lock,
         torchddp.transport.interruptible._lock,
-        torchddp.transport.watcher._watcher._lock,
+        torchddp.transport.worker._watcher._lock,
     ]
 
 

@@ -13,11 +13,10 @@ from torch import nn
 
 from tests.harness import run_ranks
 from torchddp import _C, DistributedDataParallel
-from torchddp.plan import auto_plan, calibrate, plan_cache
-from torchddp.plan.auto_plan import RECORDED_STEPS, WARMUP_STEPS
-from torchddp.plan.calibrate import measure_cost
-from torchddp.plan.model_plan import plan_key
-from torchddp.plan.plan import buckets_of
+from torchddp.plan import auto_plan, cost, plan_cache
+from torchddp.plan.auto_plan import RECORDED_STEPS, WARMUP_STEPS, plan_key
+from torchddp.plan.buckets import buckets_of
+from torchddp.plan.cost import measure_cost
 from torchddp.plan.step_profile import LinearCost
 
 PLANNING_STEPS = WARMUP_STEPS + RECORDED_STEPS
@@ -39,9 +38,17 @@ def fixed_cost(monkeypatch, cost=DEAR):
     monkeypatch.setattr(auto_plan, "measure_cost", lambda *_: cost)
 
 
+def planning_of(ddp):
+    """The planning that is under way, or None."""
+    planning = ddp.observers.get("bucket_planning")
+    return None if planning is None else planning.current
+
+
 def small_buckets(ddp):
     """Another start than one bucket, so that planning has something to do."""
-    ddp.reducer.adopt_plan(_C.BucketPlan([[index] for index in reversed(range(len(ddp._specs)))], ddp._specs))
+    ddp.reducer.adopt_plan(
+        _C.BucketPlan([[index] for index in reversed(range(len(ddp.session.specs)))], ddp.session.specs)
+    )
 
 
 def step(model, rank, index):
@@ -67,7 +74,7 @@ def test_results_stay_and_buckets_change_once(monkeypatch, world_size, transport
                 exact = world_size <= 2 or transport == "shm"
                 torch.testing.assert_close(mine, theirs, **({"rtol": 0, "atol": 0} if exact else {}))
             counts.append(len(auto.reducer.plan))
-        assert auto._auto_plan is None
+        assert planning_of(auto) is None
         return counts, buckets_of(auto.reducer.plan)
 
     if world_size == 1 and transport == "shm":
@@ -84,7 +91,7 @@ def test_what_is_measured_decides():
         ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="c10d")
         for index in range(PLANNING_STEPS):
             step(ddp, rank, index)
-        plan = ddp._auto_plan
+        plan = planning_of(ddp)
         step(ddp, rank, 99)
         decision = plan.decision
         assert 0 < decision.cost.alpha_s < 1 and 0 < decision.cost.beta_s_per_byte < 1e-6
@@ -106,7 +113,7 @@ def test_poor_buckets_are_mended():
         ddp.replan()
         for index in range(PLANNING_STEPS + 1):
             step(ddp, rank, index)
-        assert ddp._auto_plan is None
+        assert planning_of(ddp) is None
         return len(ddp.reducer.plan)
 
     first, second = run_ranks(work, 2)
@@ -147,7 +154,7 @@ def test_with_options_and_accumulation(monkeypatch, options):
                 grads.append([p.grad.clone() for p in model.parameters()])
             for mine, theirs in zip(*grads, strict=True):
                 torch.testing.assert_close(mine, theirs)
-        assert auto._auto_plan is None and len(auto.reducer.plan) == 1
+        assert planning_of(auto) is None and len(auto.reducer.plan) == 1
 
     run_ranks(work, 2)
 
@@ -155,7 +162,7 @@ def test_with_options_and_accumulation(monkeypatch, options):
 def test_a_kept_plan_is_taken_at_once(caplog):
     def work(rank):
         probe = DistributedDataParallel(layers())
-        key = plan_key(probe)
+        key = plan_key(probe.session)
         assert (key.world_size, key.ranks_per_host, key.transport, key.backend) == (2, 2, "shm", "gloo")
         path = key.path
         wanted = ((7, 6, 5), (4, 3, 2, 1, 0))
@@ -163,7 +170,7 @@ def test_a_kept_plan_is_taken_at_once(caplog):
             plan_cache.save_plan(path, wanted, key, None)
         dist.barrier()
         ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-        assert ddp._auto_plan is None and buckets_of(ddp.reducer.plan) == wanted
+        assert planning_of(ddp) is None and buckets_of(ddp.reducer.plan) == wanted
         for index in range(PLANNING_STEPS + 1):
             step(ddp, rank, index)
         assert buckets_of(ddp.reducer.plan) == wanted
@@ -174,7 +181,7 @@ def test_a_kept_plan_is_taken_at_once(caplog):
         dist.barrier()
         with _Records() as records:
             ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-        assert ddp._auto_plan is not None
+        assert planning_of(ddp) is not None
         assert [("world_size is 5" in r, "measures anew" in r) for r in records] == [(True, True)] * (rank == 0)
 
     run_ranks(work, 2)
@@ -209,7 +216,7 @@ def test_replan_measures_again(monkeypatch):
         ddp.replan()  # again, in the middle of it
         for index in range(PLANNING_STEPS + 1):
             step(ddp, rank, index)
-        assert len(ddp.reducer.plan) == 1 and ddp._auto_plan is None
+        assert len(ddp.reducer.plan) == 1 and planning_of(ddp) is None
 
     run_ranks(work, 2)
 
@@ -225,7 +232,7 @@ def test_copies_plan_for_themselves(monkeypatch):
             small_buckets(twin)
             for index in range(PLANNING_STEPS + 1):
                 step(twin, rank, index)
-            assert len(twin.reducer.plan) == 1 and twin._auto_plan is None
+            assert len(twin.reducer.plan) == 1 and planning_of(twin) is None
 
     run_ranks(work, 2)
 
@@ -245,7 +252,7 @@ def test_join_ends_planning(monkeypatch, steps_before):
         ddp.reducer.enable_timeline(1000)
         for index in range(PLANNING_STEPS + 1):
             step(ddp, rank, index)
-        assert len(ddp.reducer.plan) == 8 and ddp._auto_plan is None
+        assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
         kinds = [event.kind for event in ddp.reducer.timeline()]
         kinds = kinds[: kinds.index("backward_end")]
         assert kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")  # they overlap
@@ -268,7 +275,7 @@ def test_a_hook_keeps_its_buckets(monkeypatch):
         with _Records() as records:
             for index in range(PLANNING_STEPS + 1):
                 step(ddp, rank, index)
-        assert len(ddp.reducer.plan) == 8 and ddp._auto_plan is None
+        assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
         assert sum("communication hook" in record for record in records) == 1
 
     run_ranks(work, 2)
@@ -286,14 +293,14 @@ def test_planning_that_fails_is_over(monkeypatch):
             step(ddp, rank, index)
         with pytest.raises(RuntimeError, match="no luck"):
             step(ddp, rank, 0)
-        assert ddp._auto_plan is None
+        assert planning_of(ddp) is None
         step(ddp, rank, 0)
 
     run_ranks(work, 2)
 
 
 def test_without_room_for_messages_buckets_stay(monkeypatch):
-    monkeypatch.setattr(calibrate, "_LAST_SHARED_BYTES", 64 << 20)
+    monkeypatch.setattr(cost, "_LAST_SHARED_BYTES", 64 << 20)
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32")
 
     def work(rank):
@@ -301,7 +308,7 @@ def test_without_room_for_messages_buckets_stay(monkeypatch):
         before = buckets_of(ddp.reducer.plan)
         for index in range(PLANNING_STEPS + 2):
             step(ddp, rank, index)
-        assert ddp._auto_plan is None and buckets_of(ddp.reducer.plan) == before
+        assert planning_of(ddp) is None and buckets_of(ddp.reducer.plan) == before
 
     run_ranks(work, 2)
 
@@ -315,7 +322,7 @@ def test_a_group_that_changes_while_recording(monkeypatch):
         for index in range(WARMUP_STEPS + 2):
             step(ddp, rank, index)
         ddp._update_process_group(dist.new_group([0, 1]))
-        assert ddp._auto_plan is None  # nobody asked for planning on the new one
+        assert planning_of(ddp) is None  # nobody asked for planning on the new one
         ddp.reducer.enable_timeline(1000)
         small_buckets(ddp)
         step(ddp, rank, 0)
@@ -332,9 +339,9 @@ def test_another_group_is_planned_for(monkeypatch):
         ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
         for index in range(PLANNING_STEPS + 1):
             step(ddp, rank, index)
-        assert ddp._auto_plan is None
+        assert planning_of(ddp) is None
         ddp._update_process_group(dist.new_group([0, 1]))
-        assert ddp._auto_plan is not None
+        assert planning_of(ddp) is not None
         small_buckets(ddp)
         for index in range(PLANNING_STEPS + 1):
             step(ddp, rank, index)
@@ -366,7 +373,7 @@ def test_calibration_is_short_and_agreed(transport):
         agreed = ddp.reducer.transport
         cost = measure_cost(agreed, torch.device("cpu"), host_too=True)
         assert time.monotonic() - begin_s < 5  # 0.6 on a quiet machine
-        assert _C.agree_on_memory(agreed, ddp._wait_limit()) is agreed  # no rank has lost memory
+        assert _C.agree_on_memory(agreed, ddp.session.wait_limit) is agreed  # no rank has lost memory
         assert cost.host_s_per_byte > 0
         return cost
 

@@ -20,7 +20,7 @@ from tests.averaging import (
 )
 from tests.harness import run_ranks
 from torchddp.averaging import DiLoCo, HierarchicalAverager, StreamingDiLoCo
-from torchddp.averaging.fragments import fragment_starts, plan_fragments
+from torchddp.averaging.streaming import fragment_starts, plan_fragments
 
 
 def sgd(params):

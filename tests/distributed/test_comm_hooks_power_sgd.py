@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from tests.comm_hooks import SHAPES, Given, assert_near, average, given, hooked, live_on, step_of
 from tests.harness import run_ranks
 from torchddp.comm_hooks import BF16, FP16, CastAround, PowerSGD, cast_around_torch
-from torchddp.comm_hooks.orthogonal import orthonormal
+from torchddp.comm_hooks.power_sgd import orthonormal
 
 pytestmark = pytest.mark.beyond_torch("hooks of its own")
 MATRICES = ("embed", "wide", "narrow")

@@ -82,14 +82,14 @@ def test_defaults_reach_the_class_and_the_callers_words_win():
         with torchddp.install(transport="c10d", comm_hook="bf16"):
             for _ in range(2):  # each model has a hook of its own
                 model = framework.wrap(net(torch.float32))
-                assert model._transport_choice == "c10d" and len(model._comm_hooks) == 1
+                assert model.session.options.transport == "c10d" and len(model._comm_hooks) == 1
             model = framework.wrap(net(), transport="shm", comm_hook=None)
-            assert model._transport_choice == "shm" and not model._comm_hooks
+            assert model.session.options.transport == "shm" and not model._comm_hooks
 
             class Derived(TorchDDP):
                 pass
 
-            assert Derived(net(torch.float32))._transport_choice == "c10d"
+            assert Derived(net(torch.float32)).session.options.transport == "c10d"
 
     run_ranks(work, 2)
 
@@ -98,12 +98,12 @@ def test_torchs_arguments_have_defaults_too():
     def work(rank):
         with torchddp.install(gradient_as_bucket_view=True, bucket_cap_mb=3, device_ids=None, dim=0):
             model = framework.wrap(net())
-            assert model._views_asked_for
+            assert model.session.options.gradient_as_bucket_view
             assert model.bucket_bytes_cap == 3 * 2**20
             assert framework.wrap(net(), bucket_cap_mb=7).bucket_bytes_cap == 7 * 2**20
             by_place = torch.nn.parallel.DistributedDataParallel(net(), None, None, 0)
-            assert by_place._views_asked_for
-            assert not framework.wrap(net(), gradient_as_bucket_view=False)._views_asked_for
+            assert by_place.session.options.gradient_as_bucket_view
+            assert not framework.wrap(net(), gradient_as_bucket_view=False).session.options.gradient_as_bucket_view
 
     run_ranks(work, 2)
 

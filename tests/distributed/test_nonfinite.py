@@ -220,7 +220,7 @@ def listen():
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("torchddp.ddp.module").addHandler(handler)
+    logging.getLogger("torchddp.distributed").addHandler(handler)
     return lines
 
 

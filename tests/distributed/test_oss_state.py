@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader
 
 from tests.harness import run_ranks
 from tests.oss import assert_same_state, float_mlp, twins, two_groups
@@ -189,8 +190,8 @@ def test_each_rank_reads_its_own_part_of_a_checkpoint(tmp_path, monkeypatch):
     def work(rank):
         fresh = twins(torch.optim.SGD, {"momentum": 0.9}, two_groups).oss
         read = []
-        load = dcp.load
-        monkeypatch.setattr(dcp, "load", lambda values, **k: (read.extend(values), load(values, **k)))
+        load = state_dict_loader.load
+        monkeypatch.setattr(state_dict_loader, "load", lambda values, **k: (read.extend(values), load(values, **k)))
         load_checkpoint(fresh, storage_reader=dcp.FileSystemReader(tmp_path / "state.dcp"))
         part = fresh.local_state_dict()["sharded_params"]
         assert [n for n in sorted(read) if ".state." in n] == [f"optim.state.{i}.momentum_buffer" for i in part]

@@ -138,7 +138,7 @@ def test_options_of_ddp_arrive():
             parallelize(seeded(Net), ParallelConfig(ddp={"wire_dtype": "int3"}))
         narrow = parallelize(seeded(Net).float(), ParallelConfig(ddp={"wire_dtype": torch.bfloat16}))
         data = model._get_ddp_logging_data()
-        return data["bucket_cap_bytes"], model._timeout.total_seconds(), narrow._wire_dtype
+        return data["bucket_cap_bytes"], model.session.wait_limit.total_seconds(), narrow.session.options.wire_dtype
 
     assert run_ranks(work, 2) == [(1048, 20.0, torch.bfloat16)] * 2
 

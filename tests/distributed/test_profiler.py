@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.harness import run_ranks
 from torchddp import DistributedDataParallel
-from torchddp.profiler import clocks, monitor, profile
-from torchddp.profiler.clocks import Clock
+from torchddp.profiler import monitor, profile, ranks
+from torchddp.profiler.ranks import Clock
 
 SLEEP_S = 0.1
 
@@ -209,10 +209,10 @@ def test_clocks_of_other_hosts_are_aligned(monkeypatch: pytest.MonkeyPatch) -> N
     def work(rank: int) -> None:
         real = time.monotonic_ns
         if rank == 1:
-            monkeypatch.setattr(clocks.time, "monotonic_ns", lambda: real() + ahead_ns)
+            monkeypatch.setattr(ranks.time, "monotonic_ns", lambda: real() + ahead_ns)
         readings: list[Any] = [None, None]
-        dist.all_gather_object(readings, clocks.take_readings(None, "cpu"))
-        here, there = clocks.align(["a", "b"], readings)
+        dist.all_gather_object(readings, ranks.take_readings(None, "cpu"))
+        here, there = ranks.align(["a", "b"], readings)
         assert here == Clock()
         assert abs(there.offset_ns + ahead_ns) <= there.uncertainty_ns < 20_000_000
 
@@ -221,7 +221,7 @@ def test_clocks_of_other_hosts_are_aligned(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_profiles_of_other_hosts_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int) -> None:
-        monkeypatch.setattr(clocks, "clock_identity", lambda: f"host {rank}")
+        monkeypatch.setattr(ranks, "clock_identity", lambda: f"host {rank}")
         ddp = model()
         with profile(ddp) as recorded:
             steps(ddp, 2)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torchddp
 from tests.harness import run_ranks
 from tests.models import Mlp, batch, seeded, step_on
-from torchddp.diagnose import processes
+from torchddp.diagnose import rank_state
 
 TRANSPORTS = ["shm", "c10d"]
 SECONDS = 60.0
@@ -140,7 +140,7 @@ def test_waits_within_each_other():
 def test_other_threads_run_while_an_error_waits_to_see_who_is_gone():
     def work(rank):
         reducer = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d").reducer
-        here = processes.identity()
+        here = rank_state.process_identity()
         reducer.set_peers([(1, here["pid"], here["started"])])  # which stays: it looks for as long as it does
         turns, over = [0], threading.Event()
 
@@ -191,7 +191,7 @@ def test_plans_outlive_the_buckets_they_describe():
         ddp.reducer._push_all_rebuilt_params()
         plan, buckets = ddp.reducer.plan, ddp.reducer.plan.buckets
         before = [(b.params, b.offsets, b.numel) for b in buckets]
-        one = torchddp._C.make_bucket_plan(ddp._specs, list(range(len(ddp._specs))), [1 << 30])
+        one = torchddp._C.make_bucket_plan(ddp.session.specs, list(range(len(ddp.session.specs))), [1 << 30])
         assert ddp.reducer.adopt_plan(one)
         assert len(ddp.reducer.plan) == 1 < len(before)
         assert [(b.params, b.offsets, b.numel) for b in plan.buckets] == before
@@ -216,7 +216,7 @@ def test_a_step_that_fails_while_a_bucket_is_launched():
 
         ddp.register_comm_hook(None, hook)
         ddp(batch(rank))
-        last = len(ddp._specs) - 1  # a bucket of its own, and the first
+        last = len(ddp.session.specs) - 1  # a bucket of its own, and the first
         assert ddp.reducer.plan.buckets[0].params == [last]
         parameters = list(ddp.parameters())
         parameters[last].grad = torch.zeros_like(parameters[last])

@@ -239,7 +239,7 @@ def test_layers_by_themselves_then_the_rest():
         train(model, rank, steps=2)
         assert torchddp.finished_steps() - before == 4
         engine = torchddp.composable.engine_of
-        assert [s.name for s in engine(model)._specs] == ["first.weight", "first.bias", "last.weight"]
+        assert [s.name for s in engine(model).session.specs] == ["first.weight", "first.bias", "last.weight"]
         train(wrapped, rank, steps=2)
         assert_same(model, wrapped)
         model.set_requires_gradient_sync(False)

@@ -154,7 +154,7 @@ def test_parts_that_fully_shard_manages_are_left_to_it():
         model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
         fully_shard(model.middle, mesh=init_device_mesh("cpu", (2,)))
         torchddp.replicate(model)
-        assert [s.name for s in engine_of(model)._specs] == ["first.weight", "first.bias", "last.weight"]
+        assert [s.name for s in engine_of(model).session.specs] == ["first.weight", "first.bias", "last.weight"]
         for step in range(3):
             for net in (model, wrapped):
                 net.zero_grad()

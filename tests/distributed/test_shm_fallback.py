@@ -10,7 +10,7 @@ import torch
 
 from tests.harness import run_ranks
 from tests.models import Mlp, NormNet, assert_grads, batch, expected_grads, grads_of, loss_of, seeded
-from torchddp.transport import select
+from torchddp.transport import select, shm
 
 SOON_S = 5.0
 # Room for this rank's segment, which is as large as the machine's memory, and not for a second.
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.beyond_torch("has no transports")
 
 @pytest.fixture(autouse=True)
 def _no_choice_from_outside(monkeypatch):
-    for name in (select.CHOICE_ENV, select.LIMIT_ENV, "TORCHDDP_HOST_ID"):
+    for name in (select.CHOICE_ENV, shm.LIMIT_ENV, "TORCHDDP_HOST_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -77,14 +77,14 @@ def no_endpoint():
     def fail(*_):
         raise RuntimeError("no sockets here")
 
-    select._C.ShmEndpoint = fail
+    shm._C.ShmEndpoint = fail
 
 
 def no_connection():
     def fail(*_, **__):
         raise RuntimeError("no memory here")
 
-    select._C.ShmEndpoint.connect = fail
+    shm._C.ShmEndpoint.connect = fail
 
 
 # name -> (what to do to a rank, what it is called in the log)
@@ -124,12 +124,12 @@ def test_shared_memory_or_nothing(ddp_class, trouble):
     cause, reason = TROUBLES[trouble]
 
     def work(rank):
-        real = select._C.ShmEndpoint.connect
+        real = shm._C.ShmEndpoint.connect
         if rank == 1:
             cause()
         with pytest.raises(RuntimeError, match=f"transport='shm' is impossible: .*rank 1: {reason}"):
             ddp_class(seeded(Mlp), transport="shm")
-        select._C.ShmEndpoint.connect = real
+        shm._C.ShmEndpoint.connect = real
         assert_trains(ddp_class(seeded(Mlp), transport="c10d"), rank)
 
     run_ranks(work, 2, timeout=60)
@@ -160,8 +160,8 @@ def test_no_line_where_nothing_is_wrong(ddp_class):
 def test_limit_that_is_no_size(ddp_class, text):
     def work(rank):
         if rank == 1:
-            os.environ[select.LIMIT_ENV] = text
-        with pytest.raises(RuntimeError, match=f"rank 1: {select.LIMIT_ENV} must be .* got '{text}'"):
+            os.environ[shm.LIMIT_ENV] = text
+        with pytest.raises(RuntimeError, match=f"rank 1: {shm.LIMIT_ENV} must be .* got '{text}'"):
             ddp_class(seeded(Mlp), transport="shm")
         ddp, lines = wrapped(ddp_class)
         assert_trains(ddp, rank)
@@ -177,7 +177,7 @@ def test_gradients_that_do_not_fit(ddp_class, limited, limit_mb, capfd):
 
     def work(rank):
         if rank in limited:
-            os.environ[select.LIMIT_ENV] = limit_mb
+            os.environ[shm.LIMIT_ENV] = limit_mb
         ddp, _ = wrapped(ddp_class, lambda: Mlp(WIDTH))
         assert_trains(ddp, rank, WIDTH)
         return ddp.reducer.transport_name
@@ -190,7 +190,7 @@ def test_gradients_that_do_not_fit(ddp_class, limited, limit_mb, capfd):
 
 def test_gradients_that_just_fit(ddp_class):
     def work(rank):
-        os.environ[select.LIMIT_ENV] = "16"
+        os.environ[shm.LIMIT_ENV] = "16"
         ddp, _ = wrapped(ddp_class, lambda: Mlp(WIDTH))
         assert_trains(ddp, rank, WIDTH)
         return ddp.reducer.transport_name
@@ -209,7 +209,7 @@ def test_buffers_that_do_not_fit(ddp_class, limited):
 
     def work(rank):
         if rank == limited:
-            os.environ[select.LIMIT_ENV] = "1"
+            os.environ[shm.LIMIT_ENV] = "1"
         ddp, _ = wrapped(ddp_class, Wide)
         for step in range(3):
             if rank == 1:
@@ -237,7 +237,7 @@ def test_no_room_in_mid_training(ddp_class, limited):
 
     def work(rank):
         if rank in limited:
-            os.environ[select.LIMIT_ENV] = "9"
+            os.environ[shm.LIMIT_ENV] = "9"
         ddp, _ = wrapped(ddp_class, Reordered, bucket_cap_mb=3.5)
         names = []
         for step in range(4):

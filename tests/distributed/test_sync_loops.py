@@ -140,7 +140,7 @@ def test_planned_buckets_stay_as_they_are():
         for step in range(10):
             for micro in accumulate(model, 2, FORCED):
                 step_on(model, rank, 2 * step + micro)
-        assert model._auto_plan is None
+        assert not model.observers.get("bucket_planning").is_under_way
         assert_equal_on_all_ranks(model)
 
     run_ranks(work, 2)

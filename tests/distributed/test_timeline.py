@@ -63,7 +63,7 @@ def test_torchs_profiler_shows_buckets_by_name(transport):
             ddp(torch.randn(2, 16)).sum().backward()
         names = [event.name for event in recorded.events()]
         for index, bucket in enumerate(ddp.reducer.plan.buckets):
-            first = ddp._specs[bucket.params[0]].name
+            first = ddp.session.specs[bucket.params[0]].name
             for what in ("launch", "wait"):
                 start = f"torchddp.{what} bucket {index} ({bucket.nbytes} bytes: '{first}'"
                 assert sum(name.startswith(start) for name in names) == 1, (start, names)

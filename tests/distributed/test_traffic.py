@@ -124,7 +124,7 @@ def test_sharded_gradients_go_to_their_owners(world_size: int) -> None:
             oss.step()
             ddp.synchronize()
             buckets = ddp.reducer.plan.buckets
-            mine = sum(bucket.nbytes for bucket in buckets if ddp._specs[bucket.params[0]].owner == rank)
+            mine = sum(bucket.nbytes for bucket in buckets if ddp.session.specs[bucket.params[0]].owner == rank)
             given = sum(bucket.nbytes for bucket in buckets)
             sent = given - mine if transport == "c10d" else (world_size - 1) * mine
             assert ddp.traffic() == {transport: Traffic(given, sent)}

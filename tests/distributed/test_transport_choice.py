@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from tests.harness import run_ranks
 from tests.models import Mlp, assert_grads, expected_grads, grads_of, seeded, step_on
+from torchddp import _C
+from torchddp.transport import select
 from torchddp.transport.select import CHOICE_ENV, intended_transport
 
 pytestmark = pytest.mark.beyond_torch("has no transports")
@@ -213,3 +215,56 @@ def test_new_process_group_is_asked_again(ddp_class):
         return found
 
     assert run_ranks(work, 2) == [["shm", "c10d", "shm"]] * 2
+
+
+class SecondGroup:
+    """A transport of somebody else's: another gloo group of the same ranks. Counts how often it was opened."""
+
+    def __init__(self, reason=""):
+        self.opened, self.reason = 0, reason
+
+    def connect(self, group, device, timeout):
+        self.opened += 1
+        ranks = dist.get_process_group_ranks(group)
+        return self.reason or _C.C10dTransport(dist.new_group(ranks, backend="gloo", timeout=timeout))
+
+    def register(self, **options):
+        misfit = lambda devices: "" if {d.type for d in devices} == {"cpu"} else "there are others"  # noqa: E731
+        select.register(select.TransportKind("second", "cpu", "moves CPU tensors", misfit, self.connect, **options))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_one_that_was_registered(ddp_class, monkeypatch, world_size):
+    """By name, by the environment variable; errors list it; what it can't move is refused; "auto" does not take it."""
+
+    def work(rank):
+        kind = SecondGroup()
+        kind.register()
+        assert transport_of(ddp_class(seeded(Mlp))) != "second" and kind.opened == 0
+        assert_trains(ddp_class(seeded(Mlp), transport="second"), rank)
+        monkeypatch.setenv(CHOICE_ENV, "second")
+        assert_trains(ddp_class(seeded(Mlp)), rank)
+        assert kind.opened == 2
+        with pytest.raises(ValueError, match="'nccl' or 'second', got 'third'"):
+            ddp_class(seeded(Mlp), transport="third")
+        with pytest.raises(ValueError, match="transport='second' moves CPU tensors, but there are others"):
+            intended_transport("second", dist.group.WORLD, [torch.device("meta")], collective=True)
+        SecondGroup("no cable").register()
+        with pytest.raises(RuntimeError, match="transport='second' is impossible: no cable"):
+            ddp_class(seeded(Mlp))
+
+    run_ranks(work, world_size)
+
+
+def test_one_that_stands_in_for_gloo(ddp_class):
+    """The first that is registered for a device comes first: shared memory, unless there is none."""
+
+    def work(rank):
+        kind = SecondGroup()
+        kind.register(stands_in_for=("gloo",))
+        assert transport_of(ddp_class(seeded(Mlp))) == "shm" and kind.opened == 0
+        del select._kinds["shm"]
+        assert_trains(ddp_class(seeded(Mlp)), rank)
+        return kind.opened
+
+    assert run_ranks(work, 2) == [1, 1]

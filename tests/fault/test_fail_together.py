@@ -13,7 +13,7 @@ import torchddp
 from tests.harness import run_outcomes, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp.averaging import PeriodicAverager
-from torchddp.diagnose.peer_failure import PeerFailedError
+from torchddp.diagnose.fail_together import PeerFailedError
 
 LIMIT_S = 5.0
 LONG_S = 30.0

@@ -18,7 +18,7 @@ import torchddp
 from tests.distributed.test_reducer_status import Branching
 from tests.harness import run_outcomes, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded, step_on
-from torchddp.diagnose import report
+from torchddp.diagnose import diagnosis
 
 STALL_S = 0.5
 TIMEOUT_S = 1.8  # of a reduction, less than four stalls: none is reported twice
@@ -110,7 +110,7 @@ EXPECTED = {
 
 
 def _rank(rank, culprit, case, transport, folder):
-    os.environ[report.FOLDER_ENV] = folder
+    os.environ[diagnosis.FOLDER_ENV] = folder
     reports = Reports()
     other = dist.new_group(timeout=timedelta(seconds=RAISED_S))
     differs = case is has_another_model
@@ -197,18 +197,23 @@ def test_a_dead_rank(transport, tmp_path):
         check_report(values, died, 1, tmp_path)
 
 
+def monitor_of(ddp):
+    reports = ddp.observers.get("hang_reports")
+    return None if reports is None else reports.monitor
+
+
 def test_no_report_without_a_stall(tmp_path):
     """A slow rank below the limit, buffers, a deleted model, a destroyed group: silence, also in other logs."""
 
     def work(rank):
-        os.environ[report.FOLDER_ENV] = str(tmp_path)
+        os.environ[diagnosis.FOLDER_ENV] = str(tmp_path)
         reports = Reports()
         logging.getLogger("torchddp").setLevel(logging.WARNING)
         logging.getLogger("torchddp").addHandler(reports)
         ddp = torchddp.DistributedDataParallel(
             torch.nn.Sequential(seeded(Mlp), torch.nn.BatchNorm1d(8, dtype=torch.float64)), stall_report_s=STALL_S
         )
-        monitor = ddp._hang_monitor
+        monitor = monitor_of(ddp)
         for step in range(8):
             if rank == 1:
                 time.sleep(STALL_S / 4)
@@ -221,9 +226,10 @@ def test_no_report_without_a_stall(tmp_path):
         assert monitor._task.closed
         for options in ({"stall_report_s": 0}, {"init_sync": True}):
             other = torchddp.DistributedDataParallel(seeded(Mlp), **options)
-            assert (other._hang_monitor is None) == ("stall_report_s" in options)
-            if other._hang_monitor is not None:
-                assert other._hang_monitor._stall_s == 10.0  # a third of the group's timeout
+            monitor = monitor_of(other)
+            assert (monitor is None) == ("stall_report_s" in options)
+            if monitor is not None:
+                assert monitor._stall_s == 10.0  # a third of the group's timeout
         dist.barrier()
         dist.destroy_process_group()
         time.sleep(0.3)
@@ -237,7 +243,7 @@ def test_a_training_loop_in_another_thread(tmp_path):
     """As trainers run it: what the main thread handles meanwhile is nobody's reason, and the thread's place is told."""
 
     def work(rank):
-        os.environ[report.FOLDER_ENV] = str(tmp_path)
+        os.environ[diagnosis.FOLDER_ENV] = str(tmp_path)
         reports = Reports()
         ddp = torchddp.DistributedDataParallel(
             seeded(Mlp), transport="c10d", timeout=timedelta(seconds=TIMEOUT_S), stall_report_s=STALL_S
@@ -271,21 +277,21 @@ def test_reports_are_this_users_alone(in_the_way, tmp_path, monkeypatch):
     theirs, target = tmp_path / "tmp", tmp_path / "of_the_user"
     theirs.mkdir()
     target.write_text("precious")
-    monkeypatch.setenv(report.FOLDER_ENV, str(theirs))
-    monkeypatch.setattr(report.secrets, "token_hex", lambda _: "guessed")
+    monkeypatch.setenv(diagnosis.FOLDER_ENV, str(theirs))
+    monkeypatch.setattr(diagnosis.secrets, "token_hex", lambda _: "guessed")
     content = {"written_by": 0, "step": 4, "headline": "x"}
-    first = report.write(content)
+    first = diagnosis.write_report(content)
     assert first is not None and stat.S_IMODE(first.stat().st_mode) == 0o600
     first.unlink()
     # The same names again, this time taken.
-    monkeypatch.setattr(report.time, "strftime", lambda _: first.name.removeprefix("torchddp-hang-")[:15])
+    monkeypatch.setattr(diagnosis.time, "strftime", lambda _: first.name.removeprefix("torchddp-hang-")[:15])
     for name in (first, first.with_name(f"{first.name}.guessed.part")):
         name.symlink_to(target) if in_the_way == "link" else name.write_text("theirs")
-    assert report.write(content) is None
+    assert diagnosis.write_report(content) is None
     assert target.read_text() == "precious" and first.read_text() in ("precious", "theirs")
     monkeypatch.undo()
-    monkeypatch.setenv(report.FOLDER_ENV, str(theirs))
-    assert report.write(content) is not None
+    monkeypatch.setenv(diagnosis.FOLDER_ENV, str(theirs))
+    assert diagnosis.write_report(content) is not None
     assert target.read_text() == "precious"
 
 
@@ -293,7 +299,7 @@ def test_a_stall_that_ends_while_ranks_are_asked(tmp_path):
     """A rank that comes late, again and again, just as a report would be made: none, or one that names it."""
 
     def work(rank):
-        os.environ[report.FOLDER_ENV] = str(tmp_path)
+        os.environ[diagnosis.FOLDER_ENV] = str(tmp_path)
         reports = Reports()
         ddp = torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=0.2)
         for step in range(6):
@@ -313,7 +319,7 @@ def test_the_process_with_the_store_is_stopped(tmp_path):
     """torch's client of its store then waits for ever: each rank says what it knows alone."""
 
     def work(rank):
-        os.environ[report.FOLDER_ENV] = str(tmp_path)
+        os.environ[diagnosis.FOLDER_ENV] = str(tmp_path)
         reports = Reports()
         port = [0]
         if rank == 0:
@@ -330,7 +336,7 @@ def test_the_process_with_the_store_is_stopped(tmp_path):
         )
         step_on(ddp, rank)
         until_s = time.monotonic() + 5
-        while len(ddp._hang_monitor._known) < 3 and time.monotonic() < until_s:
+        while monitor_of(len(ddp)._known) < 3 and time.monotonic() < until_s:
             time.sleep(0.02)
         dist.barrier()
         if rank == 0:
@@ -359,7 +365,7 @@ def test_wrong_limits():
         with pytest.raises(ValueError, match="TORCHDDP_STALL_REPORT_S must hold seconds"):
             torchddp.DistributedDataParallel(seeded(Mlp))
         os.environ["TORCHDDP_STALL_REPORT_S"] = "7"
-        assert torchddp.DistributedDataParallel(seeded(Mlp))._hang_monitor._stall_s == 7
-        assert torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=5)._hang_monitor._stall_s == 5
+        assert monitor_of(torchddp.DistributedDataParallel(seeded(Mlp)))._stall_s == 7
+        assert monitor_of(torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=5))._stall_s == 5
 
     run_ranks(work, 2)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.chaos.leaks import holders_of, segments_of
 from tests.harness import run_outcomes, run_ranks
 from tests.models import Branches, Mlp, assert_grads, batch, grads_of, local_grads, loss_of, mean_grads, seeded, step_on
-from torchddp.transport import select
+from torchddp.transport import shm
 
 LIMIT_S = 1.0  # of an operation, where a test waits for it to run out
 NOTICED_S = 2.0
@@ -233,7 +233,7 @@ def test_death_before_the_ranks_have_met(ddp_class):
 
     def work(rank):
         if rank == 1:
-            select._C.ShmEndpoint.connect = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+            shm._C.ShmEndpoint.connect = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         return error_of(lambda: wrap(ddp_class))
 
     for told in values_of(run_outcomes(work, 3, needed_ranks=[0, 2], timeout=30, straggler_s=25), [0, 2]):

@@ -15,6 +15,8 @@ import torchddp
 from benchmarks.chaos.leaks import holders_of, segments_of, shared_files
 from tests.fault.deaths import die_in
 from tests.harness import run_outcomes
+from torchddp.ddp import module
+from torchddp.ddp.session import ReducerSession
 from torchddp.optim import OSS
 
 NUM_KILLS = 200
@@ -98,21 +100,22 @@ def train(rank: int, ddp_class: type, plan: Kill, folder: Path) -> dict:
     log = folder / "death"
     seen = {"steps": 0, "types": [], "text": "", "time_s": 0.0, "segments": set()}
 
-    class Watched(torchddp.ShardedDataParallel if plan.sharded else ddp_class):
-        def _sync_module(self, transport, src, *, buffers):
+    class Watched(ReducerSession):
+        def sync_states(self, transport, src, *, buffers):
             seen["segments"] |= segments_of()
             if rank == plan.victim and plan.phase == "construction":
                 die_in(plan.delay_us, log)
-            return super()._sync_module(transport, src, buffers=buffers)
+            return super().sync_states(transport, src, buffers=buffers)
 
+    module.ReducerSession = Watched  # in this rank's process
     if rank == plan.victim:
         calls = arm(plan, model, log)
     try:
         if plan.sharded:
             optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.5)
-            ddp = Watched(model, optimizer, reduce_buffer_size=250, transport="shm")
+            ddp = torchddp.ShardedDataParallel(model, optimizer, reduce_buffer_size=250, transport="shm")
         else:
-            ddp = Watched(model, bucket_cap_mb=0.001, transport="shm")
+            ddp = ddp_class(model, bucket_cap_mb=0.001, transport="shm")
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         for step in range(STEPS):
             calls["step"][0] = step

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from benchmarks.gpu import trace
 from tests.models import seeded
 from torchddp import DistributedDataParallel
-from torchddp.harness.models import ManySmallTensors
+from torchddp.harness.networks import ManySmallTensors
 
 STEPS = 3
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from torchddp.bench.cases import CASES
-from torchddp.bench.overlap.results import overlap_result
-from torchddp.bench.results import timed_result
-from torchddp.bench.scaling.results import scaling_result
-from torchddp.bench.startup.results import startup_result
-from torchddp.bench.step_time.results import step_time_result
+from torchddp.bench.gradients import timed_result
+from torchddp.bench.overlap import overlap_result
+from torchddp.bench.registry import CASES
+from torchddp.bench.scaling import scaling_result
+from torchddp.bench.startup import startup_result
+from torchddp.bench.step_time import step_time_result
 from torchddp.harness.machine import describe_machine
 from torchddp.harness.variants import make_variants
 

@@ -21,15 +21,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
-from torchddp.bench import cli, report, results, timing
-from torchddp.bench.arguments import check_names, parse_caps
-from torchddp.bench.cases import CASES, MAX_ROUNDS, MIN_ROUNDS
-from torchddp.bench.memory import parse_peak_bytes
-from torchddp.bench.plot import bars
-from torchddp.bench.saving import save_results
+from torchddp.bench import cli, gradients, report, timing
+from torchddp.bench.cases import MAX_ROUNDS, MIN_ROUNDS
+from torchddp.bench.memory import memory_result, parse_bytes
+from torchddp.bench.registry import CASES, check_names
+from torchddp.bench.report import save_results
+from torchddp.bench.results import bars
 from torchddp.harness import machine, stats
+from torchddp.harness.command import parse_caps
 from torchddp.harness.models import MODELS, make_batch, make_model
-from torchddp.harness.variants import TORCH_DDP, ArgumentError, Role, Variant, load_class, main_variant, make_variants
+from torchddp.harness.tables import number
+from torchddp.harness.variants import TORCH_DDP, ArgumentError, Role, Variant, load_class, make_variants
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = ["--ours", TORCH_DDP]
@@ -156,13 +158,11 @@ def test_the_field_has_torch_default_torch_tuned_ours_and_peers() -> None:
         "static_graph": True,
         "bucket_cap_mb": 25,
     }
-    assert main_variant(variants).name == "torchddp default"
 
 
 def test_ours_tuned_adds_rows_but_the_default_stands_for_us() -> None:
     variants = make_variants("torchddp.DistributedDataParallel", [], (5,), ours_tuned=True)
     assert [v.name for v in variants if v.role is Role.OURS] == ["torchddp default", "torchddp tuned, cap 5"]
-    assert not main_variant(variants).options
 
 
 def fake_result(case: str = "exposed", ours_ms: float = 2.0) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def fake_result(case: str = "exposed", ours_ms: float = 2.0) -> dict[str, Any]:
     added_ms = np.array([0.0, 4.0, 2.5, 3.0, ours_ms, 8.0, 8.0])
     step_ms = 10.0 + added_ms[:, None] + np.zeros((1, 40))
     raw = {"model": "small", "title": "1000 small tensors", "parameters": 1000, "gradient_bytes": 256000}
-    return results.timed_result(CASES[case], field(), {**raw, "step_ms": step_ms}, world_size=2)
+    return gradients.timed_result(CASES[case], field(), {**raw, "step_ms": step_ms}, world_size=2)
 
 
 def row(result: dict[str, Any], name: str) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def test_memory_counts_beyond_the_bare_model_in_gradient_copies() -> None:
     variants = (Variant("no DDP", Role.LOCAL), Variant("ours", Role.OURS, "a.B"))
     common = {"model": "mlp", "title": "MLP", "parameters": 12, "gradient_bytes": 20, "method": "x"}
     raws = [{**common, "peak_rss_bytes": peak, "grad_storage_bytes": 20} for peak in (100, 130)]
-    result = results.memory_result(variants, raws, world_size=2)
+    result = memory_result(variants, raws, world_size=2)
     assert [entry["extra_bytes"] for entry in result["variants"]] == [0, 30]
     assert result["variants"][1]["extra_gradient_copies"] == 1.5
 
@@ -259,7 +259,7 @@ def test_report_fits_80_columns_and_cuts_nothing() -> None:
 
 def test_summary_names_torchs_best_cap_and_keeps_a_loss() -> None:
     lost = fake_result(ours_ms=5.0)
-    text = printed(report.summary_table([fake_result(), lost]))
+    text = printed(gradients.summary_table([fake_result(), lost]))
     assert text.count("2.50 @1") == 2
     assert "0.95 met" in text and "0.95 missed" in text
     assert "2.00 [2.00..2.00]" in text
@@ -267,21 +267,21 @@ def test_summary_names_torchs_best_cap_and_keeps_a_loss() -> None:
 
 def test_a_goal_within_the_noise_is_neither_met_nor_missed() -> None:
     result = fake_result()
-    ratio = report.our_row(result)["ratio_to_best_torch"]
+    ratio = gradients.our_row(result)["ratio_to_best_torch"]
     ratio.update(median=0.94, ci95_low=0.9, ci95_high=0.97)
-    assert str(report.goal_text(result)) == "0.95 unclear"
+    assert str(gradients.goal_text(result)) == "0.95 unclear"
     ratio.update(median=0.5, ci95_low=0.4, ci95_high=0.6)
-    assert str(report.goal_text(result)) == "0.95 met"
+    assert str(gradients.goal_text(result)) == "0.95 met"
     ratio.update(odd_rounds=ratio["rounds"] // 2)
-    assert str(report.goal_text(result)) == "0.95 unclear"
+    assert str(gradients.goal_text(result)) == "0.95 unclear"
 
 
 def test_a_goal_is_for_the_models_of_the_case_only() -> None:
     raw = {"model": "a.b:c", "title": "a.b:c", "parameters": 2, "gradient_bytes": 8, "step_ms": np.ones((7, 40))}
-    result = results.timed_result(CASES["per_param"], field(), raw, world_size=1)
-    assert result["goal_ratio"] is None and str(report.goal_text(result)) == ""
+    result = gradients.timed_result(CASES["per_param"], field(), raw, world_size=1)
+    assert result["goal_ratio"] is None and str(gradients.goal_text(result)) == ""
     assert fake_result("per_param")["goal_ratio"] == 0.15
-    text = printed(report.summary_table([result]))
+    text = printed(gradients.summary_table([result]))
     assert max(map(len, text.splitlines())) <= 80 and "a.b:c" in text
 
 
@@ -290,7 +290,7 @@ def test_a_goal_is_for_the_models_of_the_case_only() -> None:
     [(123.4, "123"), (12.34, "12.3"), (1.234, "1.23"), (0.1234, "0.123"), (-12.34, "-12.3"), (None, "inf")],
 )
 def test_numbers_have_three_digits(value: float | None, text: str) -> None:
-    assert report.number(value) == text
+    assert number(value) == text
 
 
 def test_saved_results_are_split_by_case_and_read_back(tmp_path: Path) -> None:
@@ -311,9 +311,9 @@ def test_machine_slug_is_a_plain_file_name() -> None:
 
 
 def test_peak_of_a_status_text() -> None:
-    assert parse_peak_bytes("Name:\tx\nVmHWM:\t    12 kB\nVmRSS:\t 3 kB\n") == 12 * 1024
+    assert parse_bytes("Name:\tx\nVmHWM:\t    12 kB\nVmRSS:\t 3 kB\n", "VmHWM") == 12 * 1024
     with pytest.raises(ValueError, match="VmHWM"):
-        parse_peak_bytes("Name:\tx\n")
+        parse_bytes("Name:\tx\n", "VmHWM")
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------

@@ -17,16 +17,13 @@ from torch import nn
 
 from tests.unit.benchmark_results import FIELD, MODEL, ROUNDS, constant, document, overlap, scaling, startup, step_time
 from torchddp.bench import cli, report
-from torchddp.bench.arguments import check_ranks, parse_world_sizes
-from torchddp.bench.cases import CASES, MIN_ROUNDS, Case
-from torchddp.bench.overlap.replay import Replay
-from torchddp.bench.overlap.report import hidden_text
-from torchddp.bench.overlap.results import hidden_share
-from torchddp.bench.plot import bars, save_plot
-from torchddp.bench.scaling.plot import lines
-from torchddp.bench.scaling.results import scaling_result
-from torchddp.bench.settings import Settings
-from torchddp.bench.step_time.measure import TrainingRunner
+from torchddp.bench.cases import MIN_ROUNDS, Case, Settings
+from torchddp.bench.overlap import Replay, hidden_share, hidden_text
+from torchddp.bench.registry import CASES, check_ranks, parse_world_sizes
+from torchddp.bench.report import save_plot
+from torchddp.bench.results import bars
+from torchddp.bench.scaling import lines, scaling_result
+from torchddp.bench.step_time import TrainingRunner
 from torchddp.harness.variants import LOCAL, TORCH_DDP, ArgumentError
 
 
@@ -147,7 +144,7 @@ def test_tables_fit_80_columns_and_cut_nothing(make: Any, words: list[str]) -> N
 
 def test_ranks_within_the_cores_have_no_footnote() -> None:
     raws = {n: {**MODEL, "step_ms": constant(10, 20, 15, 12)} for n in (1, 2)}
-    assert "*" not in printed(report.TABLES["scaling"](scaling_result(FIELD, raws, cores=2)))
+    assert "*" not in printed(CASES["scaling"].table(scaling_result(FIELD, raws, cores=2)))
 
 
 @pytest.mark.parametrize("make", [step_time, overlap, startup, scaling])
@@ -157,8 +154,8 @@ def test_every_case_has_a_picture(make: Any, tmp_path: Path) -> None:
 
 
 def test_bars_are_of_what_the_case_is_about() -> None:
-    assert [entry[2] for entry in bars(step_time())] == [10, 20, 16, 12]
-    assert [entry[2] for entry in bars(startup())] == [60, 60, 20]
+    assert [entry[2] for entry in bars(step_time(), "step_ms", with_local=True)] == [10, 20, 16, 12]
+    assert [entry[2] for entry in bars(startup(), "total_ms")] == [60, 60, 20]
 
 
 def test_lines_follow_a_variant_over_the_ranks() -> None:

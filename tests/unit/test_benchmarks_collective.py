@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.harness import run_ranks
-from torchddp.bench import cli, plot, report
-from torchddp.bench.cases import CASES, MAX_ROUNDS, MIN_ROUNDS, Job
-from torchddp.bench.collective import check, implementations, measure, operations
-from torchddp.bench.collective.names import IMPLEMENTATIONS
-from torchddp.bench.collective.operations import OPERATIONS
-from torchddp.bench.collective.report import collective_table
-from torchddp.bench.collective.results import collective_result
+from torchddp.bench import cli, collective, report
+from torchddp.bench import collective_operations as operations
+from torchddp.bench.cases import MAX_ROUNDS, MIN_ROUNDS, Job
+from torchddp.bench.collective import collective_result, collective_table, curve
+from torchddp.bench.collective_operations import IMPLEMENTATIONS, OPERATIONS
+from torchddp.bench.registry import CASES, check_operations
 
 MB = 1024**2
 REASON = "transport must be 'auto' or 'c10d', got 'shm'"
@@ -98,7 +97,7 @@ def test_only_a_large_all_reduce_between_ranks_has_a_roofline() -> None:
     ],
 )
 def test_the_clock_is_looked_at_about_eight_times(rounds: int, elapsed_s: float, batch: int) -> None:
-    assert measure.next_batch(rounds, elapsed_s, seconds=10.0) == batch
+    assert collective.next_batch(rounds, elapsed_s, seconds=10.0) == batch
 
 
 # --- rounds ----------------------------------------------------------------------------------------------------------
@@ -108,7 +107,7 @@ def test_the_clock_is_looked_at_about_eight_times(rounds: int, elapsed_s: float,
 def test_each_is_called_in_its_turn_and_timed_once(lead_in: int) -> None:
     calls: list[str] = []
     runs = [partial(calls.append, name) for name in "abc"]
-    times_us = measure.one_round(runs, [2, 0, 1], lead_in)
+    times_us = collective.one_round(runs, [2, 0, 1], lead_in)
     assert "".join(calls) == "".join(name * (lead_in + 1) for name in "cab")
     assert len(times_us) == 3 and all(time_us >= 0 for time_us in times_us)
 
@@ -119,19 +118,19 @@ def test_each_is_called_in_its_turn_and_timed_once(lead_in: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_expected_outputs_are_those_of_the_stamped_inputs(world_size: int) -> None:
     numel = 600 * world_size
-    inputs = [check.stamp(rank, numel) for rank in range(world_size)]
+    inputs = [operations.stamp(rank, numel) for rank in range(world_size)]
     total = torch.stack(inputs).sum(0)
     for rank in range(world_size):
         mine = slice(rank * 600, (rank + 1) * 600)
-        assert torch.equal(check.expected("all_reduce", rank, world_size, numel), total)
-        assert torch.equal(check.expected("reduce_scatter", rank, world_size, numel), total[mine])
-        assert torch.equal(check.expected("broadcast", rank, world_size, numel), inputs[-1])
-        gathered = check.expected("all_gather", rank, world_size, numel)
-        assert torch.equal(gathered[mine], check.stamp(rank, 600))
+        assert torch.equal(operations.expected("all_reduce", rank, world_size, numel), total)
+        assert torch.equal(operations.expected("reduce_scatter", rank, world_size, numel), total[mine])
+        assert torch.equal(operations.expected("broadcast", rank, world_size, numel), inputs[-1])
+        gathered = operations.expected("all_gather", rank, world_size, numel)
+        assert torch.equal(gathered[mine], operations.stamp(rank, 600))
 
 
 def test_stamps_differ_between_ranks_and_sum_exactly() -> None:
-    stamps = [check.stamp(rank, 300) for rank in range(64)]
+    stamps = [operations.stamp(rank, 300) for rank in range(64)]
     assert all(not torch.equal(a, b) for i, a in enumerate(stamps) for b in stamps[:i])
     assert torch.equal(torch.stack(stamps).sum(0).double(), torch.stack(stamps).double().sum(0))
 
@@ -139,8 +138,10 @@ def test_stamps_differ_between_ranks_and_sum_exactly() -> None:
 def test_a_wrong_result_is_named() -> None:
     def work(rank: int) -> None:
         tensor = torch.empty(1000)
-        with pytest.raises(check.WrongResultError, match=r"all_reduce of 'idle' on rank \d, 1000 elements: .* wrong"):
-            check.verify("idle", "all_reduce", lambda: None, tensor, tensor)
+        with pytest.raises(
+            operations.WrongResultError, match=r"all_reduce of 'idle' on rank \d, 1000 elements: .* wrong"
+        ):
+            operations.verify("idle", "all_reduce", lambda: None, tensor, tensor)
 
     run_ranks(work, 2)
 
@@ -160,7 +161,7 @@ def without_progress(done: float, total: float) -> None:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_implementation_that_opens_is_timed(name: str) -> None:
     def work(rank: int) -> dict[str, Any]:
-        return measure.time_operation(brief_job(name), name, without_progress)
+        return collective.time_operation(brief_job(name), name, without_progress)
 
     raw = run_ranks(work, 2)[0]
     here = [one for one in IMPLEMENTATIONS if one not in raw["unavailable"]]
@@ -173,15 +174,15 @@ def test_every_implementation_that_opens_is_timed(name: str) -> None:
 
 def test_what_does_not_open_on_one_rank_is_left_out_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int) -> tuple[list[str], dict[str, str]]:
-        real = implementations.open_transport
+        real = operations.open_transport
 
         def open_transport(choice: str, group: Any) -> Any:
             if choice == "shm" and rank == 1:
                 raise RuntimeError("no room on this host\nand a long trace")
             return real("c10d", group)
 
-        monkeypatch.setattr(implementations, "open_transport", open_transport)
-        opened, reasons = implementations.open_all()
+        monkeypatch.setattr(operations, "open_transport", open_transport)
+        opened, reasons = operations.open_all()
         return [one.name for one in opened], reasons
 
     assert run_ranks(work, 2) == [(["gloo", "c10d"], {"shm": "no room on this host"})] * 2
@@ -189,15 +190,15 @@ def test_what_does_not_open_on_one_rank_is_left_out_on_all(monkeypatch: pytest.M
 
 def test_what_cannot_allocate_one_size_is_left_out_there(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int) -> dict[str, Any]:
-        real = implementations.Ours.allocate
+        real = operations.Ours.allocate
 
-        def allocate(self: implementations.Ours, numel: int) -> torch.Tensor:
+        def allocate(self: operations.Ours, numel: int) -> torch.Tensor:
             if numel == 1024:
                 raise RuntimeError("too large")
             return real(self, numel)
 
-        monkeypatch.setattr(implementations.Ours, "allocate", allocate)
-        return measure.time_operation(brief_job("all_reduce"), "all_reduce", without_progress)
+        monkeypatch.setattr(operations.Ours, "allocate", allocate)
+        return collective.time_operation(brief_job("all_reduce"), "all_reduce", without_progress)
 
     small, large = run_ranks(work, 2)[0]["sizes"]
     assert small["unavailable"] == {} and "c10d" in small["names"]
@@ -286,9 +287,9 @@ def test_the_report_of_collectives_alone_has_no_words_on_ddp_options() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_plot_has_a_curve_for_each_implementation(world_size: int, tmp_path: Path) -> None:
     result = fake_result(world_size=world_size)
-    assert plot.curve(result, "shm")[:2] == ([1024, 16 * MB], [pytest.approx(5.0), pytest.approx(4000.0)])
-    assert plot.curve(without_shm(), "shm") == ([], [], [])
-    plot.save_plot([result, without_shm()], tmp_path / "x.png")
+    assert curve(result, "shm")[:2] == ([1024, 16 * MB], [pytest.approx(5.0), pytest.approx(4000.0)])
+    assert curve(without_shm(), "shm") == ([], [], [])
+    report.save_plot([result, without_shm()], tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -311,6 +312,6 @@ def test_a_bad_argument_is_one_sentence_and_exit_code_2(
 
 
 def test_an_operation_alone_selects_its_case() -> None:
-    assert cli.check_operations([], [], ["broadcast", "broadcast"]) == (("collective",), ("broadcast",))
-    assert cli.check_operations([], [], []) == ([], ("all_reduce",))
+    assert check_operations([], [], ["broadcast", "broadcast"]) == (("collective",), ("broadcast",))
+    assert check_operations([], [], []) == ([], ("all_reduce",))
     assert "collective" in CASES

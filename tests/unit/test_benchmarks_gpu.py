@@ -20,7 +20,7 @@ from benchmarks.gpu.models import MODELS, make_batch, make_model
 from benchmarks.gpu.results import model_result
 from benchmarks.gpu.run import Settings, seconds_each
 from benchmarks.gpu.variants import known_options, make_field
-from torchddp.bench.saving import save_results
+from torchddp.bench.report import save_results
 from torchddp.harness import machine
 from torchddp.harness.variants import LOCAL, TORCHDDP, Role, Variant
 

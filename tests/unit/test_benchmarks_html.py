@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from tests.unit.benchmark_results import document, exposed, overlap, scaling, startup, step_time
-from torchddp.bench.html_report import page_table, write_report
-from torchddp.bench.report import TABLES, summary_table
+from torchddp.bench.gradients import summary_table
+from torchddp.bench.registry import CASES
+from torchddp.bench.report import write_report
+from torchddp.harness.page import page_table
 from torchddp.harness.variants import TORCH_DDP, ArgumentError, load_class
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -35,7 +37,7 @@ def pictures_of(page: str) -> list[bytes]:
 
 
 def test_a_table_of_the_page_is_that_of_the_terminal() -> None:
-    table = page_table(TABLES["scaling"](scaling()))
+    table = page_table(CASES["scaling"].table(scaling()))
     assert table.headings[:5] == ["ranks", "variant", "step p50 ms", "step p90", "efficiency"]
     assert table.rows[0][:3] == ["1", "no DDP", "10.0"]
     assert table.rows[11][1:5] == ["torchddp default", "24.0", "24.0", "42%"]
@@ -49,7 +51,7 @@ def test_the_page_holds_every_row_and_a_picture_of_each_case(tmp_path: Path) -> 
     page = path.read_text()
     rows = rows_of(page)
     for result in results:
-        table = page_table(TABLES[result["case"]](result))
+        table = page_table(CASES[result["case"]].table(result))
         assert len(table.rows) >= 4
         for row in (table.headings, *table.rows):
             assert list(row) in rows

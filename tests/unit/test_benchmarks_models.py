@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,22 @@ from torch import nn
 
 from tests.unit import benchmark_models
 from torchddp.bench import cli
-from torchddp.bench.cases import CASES, DEFAULT_CASES, MODEL_NAMES
-from torchddp.bench.courses import COURSES
-from torchddp.bench.measures import MEASURES
-from torchddp.bench.report import NOTES, TABLES
-from torchddp.harness.factory import load_factory
-from torchddp.harness.llama import rotate
-from torchddp.harness.model_spec import run_forward
-from torchddp.harness.models import MODELS, describe_model, make_batch, make_model
+from torchddp.bench.cases import DEFAULT_CASES
+from torchddp.bench.collective_operations import OPERATIONS
+from torchddp.bench.registry import CASES
+from torchddp.harness.command import MODEL_NAMES
+from torchddp.harness.models import MODELS, describe_model, load_factory, make_batch, make_model, run_forward
+from torchddp.harness.networks import rotate
 from torchddp.harness.variants import TORCH_DDP
 
 OWN = benchmark_models.__name__
 BRIEF = ["--seconds", "0.1", "--caps", "25", "--quick", "--ours", TORCH_DDP]
 
 
-def test_every_case_has_its_course_measure_table_and_note() -> None:
-    for registry in (COURSES, MEASURES, TABLES, NOTES):
-        assert list(registry) == list(CASES)
+def test_the_names_known_without_torch_are_those_of_the_cases() -> None:
     assert set(DEFAULT_CASES) <= CASES.keys()
+    assert re.findall(r"^  (\w+)  ", cli.HELP, re.MULTILINE) == list(CASES)
+    assert ", ".join(OPERATIONS) in cli.OP_HELP
 
 
 def test_the_names_known_without_torch_are_those_of_the_models() -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchddp import _C
-from torchddp.ddp import buffer_sync, module
+from torchddp.ddp import model as ddp_model
+from torchddp.ddp import options
 
 # A module of the tree: its parent, the buffers that it is given, and a module that it has as a child besides.
 Node = tuple[int, list[int], int]
@@ -35,22 +36,22 @@ def _tree(nodes: list[Node]) -> nn.Module:
 @given(NODES)
 def test_buffers_are_those_of_torch_in_its_order(nodes: list[Node]) -> None:
     module = _tree(nodes)
-    assert [id(buffer) for buffer in buffer_sync.buffers_of(module)] == [id(buffer) for buffer in module.buffers()]
+    assert [id(buffer) for buffer in ddp_model.buffers_of(module)] == [id(buffer) for buffer in module.buffers()]
 
 
 def test_a_buffer_that_was_put_in_the_place_of_another_is_found() -> None:
     module = nn.Sequential(nn.BatchNorm1d(3))
-    first = buffer_sync.buffers_of(module)
+    first = ddp_model.buffers_of(module)
     module[0].running_mean = torch.ones(3)
     module[0]._buffers["running_var"] = torch.ones(3)
-    second = buffer_sync.buffers_of(module)
+    second = ddp_model.buffers_of(module)
     assert [a is b for a, b in zip(first, second, strict=True)] == [False, False, True]
     assert second[0] is module[0].running_mean and second[1] is module[0].running_var
 
 
 def test_buffers_of_a_scripted_module() -> None:
     module = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    found = buffer_sync.buffers_of(module)
+    found = ddp_model.buffers_of(module)
     assert [buffer.data_ptr() for buffer in found] == [buffer.data_ptr() for buffer in module.buffers()]
     assert len(found) == 3
 
@@ -76,7 +77,7 @@ def test_what_can_travel_as_bytes() -> None:
 def test_a_torch_that_has_one_word_for_both_is_told_in_that(
     monkeypatch: pytest.MonkeyPatch, forward: bool | None, both: bool | None, said: bool
 ) -> None:
-    older = module.TORCH_ARGUMENTS - {"forward_sync_buffers"}
-    monkeypatch.setattr(module, "TORCH_ARGUMENTS", older)
-    given = module._only_torch_arguments(broadcast_buffers=both, forward_sync_buffers=forward)
-    assert given == {"broadcast_buffers": said}
+    older = options._TORCH_ARGUMENTS - {"forward_sync_buffers"}
+    monkeypatch.setattr(options, "_TORCH_ARGUMENTS", older)
+    given = options.DDPOptions(broadcast_buffers=both, forward_sync_buffers=forward).for_torch(views=True)
+    assert given["broadcast_buffers"] == said and "forward_sync_buffers" not in given

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from torchddp._build_check import check_torch_matches, minor
+from torchddp._import_check import check_torch_matches, minor
 
 
 def test_minor_of_versions():

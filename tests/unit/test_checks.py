@@ -6,10 +6,15 @@ import pytest
 import torch
 
 from torchddp import DesyncError
-from torchddp.diagnose.desync import Amount, Difference, find_difference, make_error
-from torchddp.diagnose.hashes import hash_tensors
-from torchddp.diagnose.nonfinite import check_choice
-from torchddp.diagnose.parameters import ParameterCheck, check_parameters
+from torchddp.ddp.options import DDPOptions
+from torchddp.diagnose.parameters import (
+    Amount,
+    Difference,
+    check_parameters,
+    find_difference,
+    hash_tensors,
+    make_error,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int8, torch.bool]
 
@@ -88,13 +93,13 @@ def test_the_error_tells_what_is_known():
 @pytest.mark.parametrize("wrong", [0, -3, 1.5, True, "100"])
 def test_wrong_intervals(wrong):
     with pytest.raises(ValueError, match=r"check_parameters_every must be a number of steps, 1 or more.*got"):
-        ParameterCheck(wrong)
+        DDPOptions(check_parameters_every=wrong)
 
 
 def test_wrong_choices():
     for choice in (False, True, "raise"):
-        check_choice(choice)
+        DDPOptions(find_nonfinite=choice)
     with pytest.raises(ValueError, match="find_nonfinite must be False, True or \"raise\", got 'warn'"):
-        check_choice("warn")
+        DDPOptions(find_nonfinite="warn")
     with pytest.raises(TypeError, match=r"wants a torchddp\.DistributedDataParallel, got Linear"):
         check_parameters(torch.nn.Linear(1, 1))

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from torchddp.comm_hooks.hook import CommHook, _Step
-from torchddp.comm_hooks.layout import Layout, Slot
-from torchddp.comm_hooks.residuals import Residuals
+from torchddp.comm_hooks.layout import Layout, Residuals, Slot
 
 A, B, C = Slot("a", 0, (2, 2), 4), Slot("b", 8, (3,), 3), Slot("c", 11, (2,), 2)
 PADDED = Layout((A, B, C), 16)

@@ -9,10 +9,11 @@ import sys
 import pytest
 
 from torchddp import _C
-from torchddp._command import is_command
-from torchddp.cli import diagnosis, probe
-from torchddp.cli.diagnosis import Built, Gpu, Running, has_kernels_for, mismatches, reason_against_nccl
-from torchddp.cli.variables import set_variables
+from torchddp._import_check import is_command
+from torchddp.cli import checks
+from torchddp.cli import doctor as doctor_command
+from torchddp.cli.checks import set_variables
+from torchddp.cli.doctor import Built, Gpu, Running, has_kernels_for, mismatches, reason_against_nccl
 
 SUFFIX = ".cpython-311-x86_64-linux-gnu.so"
 CUDA_BUILT = Built(
@@ -98,7 +99,7 @@ def test_only_the_command_survives_a_failing_import() -> None:
     [
         (["/venv/bin/torchddp", "doctor"], ["python", "/venv/bin/torchddp", "doctor"], True),
         (["-m", "doctor"], ["python", "-X", "dev", "-m", "torchddp", "doctor"], True),
-        (["-m"], ["python", "-m", "torchddp.cli.probe", "shm"], False),
+        (["-m"], ["python", "-m", "torchddp.cli.checks", "shm"], False),
         (["-m"], ["python", "-m", "pytest", "torchddp"], False),
         (["train.py", "torchddp"], ["python", "train.py", "torchddp"], False),
         (["-c"], ["python", "-c", "import torchddp"], False),
@@ -191,20 +192,20 @@ def test_build_info_is_what_the_stub_promises() -> None:
 @pytest.mark.thorough
 def test_a_transport_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "nonsense")
-    assert "TORCHDDP_SHM_LIMIT_MB must be a positive number of MiB" in probe.failures(["shm"])["shm"]
+    assert "TORCHDDP_SHM_LIMIT_MB must be a positive number of MiB" in checks.failures(["shm"])["shm"]
 
 
 def test_a_transport_that_hangs_is_told() -> None:
-    assert probe.failures(["shm"], timeout_s=0.05)["shm"] == "process 0 gave no answer within 0.05 s"
+    assert checks.failures(["shm"], timeout_s=0.05)["shm"] == "process 0 gave no answer within 0.05 s"
 
 
 def test_an_answer_is_read_from_the_last_line() -> None:
-    assert probe.read_answer('noise\n{"failure": ""}\n', "", 0, 0) == ""
-    assert probe.read_answer('{"failure": "no room"}', "a warning", 0, 0) == "no room"
-    assert probe.read_answer("", "Traceback\nImportError: no torch", 1, 1) == (
+    assert checks.read_answer('noise\n{"failure": ""}\n', "", 0, 0) == ""
+    assert checks.read_answer('{"failure": "no room"}', "a warning", 0, 0) == "no room"
+    assert checks.read_answer("", "Traceback\nImportError: no torch", 1, 1) == (
         "process 1 ended with exit code 1: ImportError: no torch"
     )
-    assert probe.read_answer("half a {", "", 0, -11) == "process 0 ended with exit code -11: it said nothing"
+    assert checks.read_answer("half a {", "", 0, -11) == "process 0 ended with exit code -11: it said nothing"
 
 
 def test_variables_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,4 +229,4 @@ def test_variables_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_installed_version_is_the_extensions() -> None:
-    assert diagnosis.installed_version() == _C.version
+    assert doctor_command.installed_version() == _C.version

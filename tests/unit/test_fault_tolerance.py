@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from torchddp.fault_tolerance.lighthouse import check_lighthouse
+from torchddp.fault_tolerance.manager import check_lighthouse
 
 
 def _python(code):

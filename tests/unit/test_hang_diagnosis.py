@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from torchddp.diagnose import last_exception, processes, report, stacks, stall_limit
+from torchddp.ddp import options
+from torchddp.diagnose import diagnosis, rank_state
 from torchddp.diagnose.diagnosis import diagnose, ranks_text
-from torchddp.diagnose.rank_state import RankState
-from torchddp.diagnose.stacks import Frame
+from torchddp.diagnose.rank_state import Frame, RankState
 
 WHO = {"host": "node1", "pid": 17, "kernel": "", "started": 0}
 TRAIN = Frame("/home/me/train.py", 88, "load", "user")
@@ -144,13 +144,13 @@ def test_ranks_in_words(ranks, text):
 
 
 def test_text_and_file(tmp_path, monkeypatch):
-    monkeypatch.setenv(report.FOLDER_ENV, str(tmp_path / "new"))
+    monkeypatch.setenv(diagnosis.FOLDER_ENV, str(tmp_path / "new"))
     states = [waits(0), other(1, armed=True, missing={5: ["a"]}, stack=[TRAIN, *IN_BARRIER])]
     finding = diagnose(states)
-    content = report.as_json(finding, states, 0)
-    path = report.write(content)
+    content = diagnosis.report_json(finding, states, 0)
+    path = diagnosis.write_report(content)
     assert path is not None and json.loads(path.read_text()) == json.loads(json.dumps(content))
-    lines = report.text(finding, states, path).splitlines()
+    lines = diagnosis.report_text(finding, states, path).splitlines()
     assert lines[0] == f"torchddp hang report: {finding.headline}"
     assert lines[1:4] == [
         "  rank 1: process 17 on node1",
@@ -159,26 +159,26 @@ def test_text_and_file(tmp_path, monkeypatch):
     ]
     assert lines[-1] == f"  all of it: {path}"
     (tmp_path / "file").touch()
-    monkeypatch.setenv(report.FOLDER_ENV, str(tmp_path / "file" / "no folder"))
-    assert report.write(content) is None
-    assert "all of it" not in report.text(finding, states, None)
+    monkeypatch.setenv(diagnosis.FOLDER_ENV, str(tmp_path / "file" / "no folder"))
+    assert diagnosis.write_report(content) is None
+    assert "all of it" not in diagnosis.report_text(finding, states, None)
 
 
 def test_processes_as_the_kernel_sees_them():
-    assert processes.look_up(processes.identity()) == "running"
+    assert rank_state.look_up(rank_state.process_identity()) == "running"
     child = subprocess.Popen(["sleep", "60"])
-    who = {**processes.identity(), "pid": child.pid, "started": processes._stat(child.pid)[1]}
+    who = {**rank_state.process_identity(), "pid": child.pid, "started": rank_state._stat(child.pid)[1]}
     try:
-        assert processes.look_up(who) == "running"
+        assert rank_state.look_up(who) == "running"
         child.send_signal(signal.SIGSTOP)
-        assert soon(lambda: processes.look_up(who) == "stopped")
-        assert processes.look_up({**who, "kernel": "another"}) is None
-        assert processes.look_up({**who, "started": who["started"] + 1}) == "gone"
+        assert soon(lambda: rank_state.look_up(who) == "stopped")
+        assert rank_state.look_up({**who, "kernel": "another"}) is None
+        assert rank_state.look_up({**who, "started": who["started"] + 1}) == "gone"
     finally:
         child.kill()
-    assert soon(lambda: processes.look_up(who) == "gone")  # also while nobody has waited for it
+    assert soon(lambda: rank_state.look_up(who) == "gone")  # also while nobody has waited for it
     child.wait()
-    assert processes.look_up(who) == "gone" and processes.look_up(None) is None
+    assert rank_state.look_up(who) == "gone" and rank_state.look_up(None) is None
     assert who["pid"] != os.getpid()
 
 
@@ -199,13 +199,13 @@ def test_stack_of_a_thread():
     thread = threading.Thread(target=named_so)
     thread.start()
     entered.wait()
-    stack = stacks.of_thread(thread.ident or 0)
+    stack = rank_state.stack_of(thread.ident or 0)
     leaves.set()
     thread.join()
-    assert "named_so" in [frame.function for frame in stacks.user_part(stack)]
-    assert {frame.part for frame in stack} == {"user", "python"} and stacks.of_thread(0) == []
-    assert stacks.collective(IN_BARRIER) == "barrier, called from train.py:88"
-    assert stacks.collective([TRAIN]) is None and stacks.collective([*IN_BARRIER, TRAIN]) is None
+    assert "named_so" in [frame.function for frame in rank_state.user_part(stack)]
+    assert {frame.part for frame in stack} == {"user", "python"} and rank_state.stack_of(0) == []
+    assert rank_state.collective_in(IN_BARRIER) == "barrier, called from train.py:88"
+    assert rank_state.collective_in([TRAIN]) is None and rank_state.collective_in([*IN_BARRIER, TRAIN]) is None
 
 
 def test_exceptions_are_remembered_as_text():
@@ -216,10 +216,10 @@ def test_exceptions_are_remembered_as_text():
     try:
         fails()
     except KeyError as error:
-        handled = last_exception.last(here)
-        last_exception.note(error, "forward")
+        handled = rank_state.last_exception(here)
+        rank_state.note_exception(error, "forward")
     assert handled is not None and (handled["type"], handled["where"]) == ("KeyError", "handled")
-    told = last_exception.last(here)
+    told = rank_state.last_exception(here)
     assert told is not None and (told["type"], told["message"], told["where"]) == ("KeyError", "'lost'", "forward")
     assert told["stack"][-1][2] == "fails" and 0 <= told["age_s"] < 60
 
@@ -233,7 +233,7 @@ def test_an_exception_is_one_of_its_thread():
         except KeyError as error:
             handles.set()
             goes_on.wait()
-            last_exception.note(error, "forward")
+            rank_state.note_exception(error, "forward")
 
     thread = threading.Thread(target=handle)
     thread.start()
@@ -242,38 +242,39 @@ def test_an_exception_is_one_of_its_thread():
     try:
         raise ValueError("of this one")
     except ValueError as error:
-        last_exception.note(error, "forward")
-    assert (last_exception.last(there) or {})["message"] == "'of another thread'"
+        rank_state.note_exception(error, "forward")
+    assert (rank_state.last_exception(there) or {})["message"] == "'of another thread'"
     goes_on.set()
     thread.join()
-    told = last_exception.last(there)
+    told = rank_state.last_exception(there)
     assert told is not None and (told["type"], told["where"]) == ("KeyError", "forward")
-    assert (last_exception.last(here) or {})["message"] == "of this one"
+    assert (rank_state.last_exception(here) or {})["message"] == "of this one"
 
 
 def test_uncaught_exceptions_are_noted_and_shown():
-    code = (  # alone: the package imports torch
-        "import atexit, last_exception as e; e.install(); e.install()\n"
-        "atexit.register(lambda: print(e.last(1)['type'], e.last(1)['where']))\nraise ValueError('seen')"
+    code = (  # alone: without the package
+        "import atexit, rank_state as s; s.note_uncaught(); s.note_uncaught()\n"
+        "atexit.register(lambda: print(s.last_exception(1)['type'], s.last_exception(1)['where']))\n"
+        "raise ValueError('seen')"
     )
-    folder = Path(last_exception.__file__).parent
+    folder = Path(rank_state.__file__).parent
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
     assert done.stdout == "ValueError the program\n" and "ValueError: seen" in done.stderr and done.returncode == 1
 
 
 def test_limits(monkeypatch):
-    monkeypatch.delenv(stall_limit.ENV, raising=False)
-    assert stall_limit.choose(None, 1800) == 60 and stall_limit.choose(None, 30) == 10
-    assert stall_limit.choose(0, 30) == 0 and stall_limit.choose(29.5, 30) == 29.5
-    monkeypatch.setenv(stall_limit.ENV, "12")
-    assert stall_limit.choose(None, 30) == 12 and stall_limit.choose(3, 30) == 3
+    monkeypatch.delenv(options.STALL_ENV, raising=False)
+    assert options.stall_limit_s(None, 1800) == 60 and options.stall_limit_s(None, 30) == 10
+    assert options.stall_limit_s(0, 30) == 0 and options.stall_limit_s(29.5, 30) == 29.5
+    monkeypatch.setenv(options.STALL_ENV, "12")
+    assert options.stall_limit_s(None, 30) == 12 and options.stall_limit_s(3, 30) == 3
     for text in ("soon", "-1", "nan"):
-        monkeypatch.setenv(stall_limit.ENV, text)
+        monkeypatch.setenv(options.STALL_ENV, text)
         with pytest.raises(ValueError, match=f"TORCHDDP_STALL_REPORT_S must hold seconds.*got '{text}'"):
-            stall_limit.choose(None, 30)
-    monkeypatch.setenv(stall_limit.ENV, "31")
+            options.stall_limit_s(None, 30)
+    monkeypatch.setenv(options.STALL_ENV, "31")
     with pytest.raises(ValueError, match="TORCHDDP_STALL_REPORT_S is 31 s, but a reduction fails after 30 s"):
-        stall_limit.choose(None, 30)
+        options.stall_limit_s(None, 30)
     for wrong in ("1", True, [1]):
         with pytest.raises(TypeError, match="stall_report_s must be a number"):
-            stall_limit.check(wrong)
+            options.DDPOptions(stall_report_s=wrong)

@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 import torchddp
 from torchddp import run
 from torchddp.integrations import install as install_module
-from torchddp.integrations.extras import require
+from torchddp.integrations import require
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = type(TorchDDP)

@@ -1,7 +1,10 @@
 """The rooms of csrc and of the package include only what stands below them (docs/architecture.md)."""
 
 import ast
+import graphlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,89 +111,125 @@ def test_right_includes_are_not_found(tmp_path: Path) -> None:
 
 # --- Python ---
 
-
-def module_path(package_parent: Path, module: str) -> Path | None:
-    base = package_parent.joinpath(*module.split("."))
-    for path in (base.with_suffix(".py"), base / "__init__.py"):
-        if path.is_file():
-            return path
-    return None
-
-
-def is_for_type_checkers(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-
-
-def imported_modules(package_parent: Path, module: str) -> set[str]:
-    """Modules of the same top-level package that `module` imports anywhere in its file, also inside functions."""
-    path = module_path(package_parent, module)
-    if path is None:
-        return set()
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    found: set[str] = set()
-    tree = ast.parse(path.read_text(), str(path))
-    if "." not in module:  # what the package's own list of names imports for type checkers, nothing does at run time
-        tree.body = [node for node in tree.body if not is_for_type_checkers(node)]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*parent, base] if base else parent)
-            # `from torchddp import x` names a module or an attribute: a module only if there is such a file.
-            submodules = {f"{base}.{alias.name}" for alias in node.names}
-            inner = {name for name in submodules if module_path(package_parent, name)}
-            found |= inner
-            if base != module.split(".")[0] or len(inner) < len(submodules):
-                found.add(base)
-    return {name for name in found if name.split(".")[0] == module.split(".")[0]}
+# Modules and rooms of the package, lower ones first: each may import those before it.
+PACKAGE = (
+    "_import_check",
+    "errors",
+    "traffic",
+    "transport",
+    "ddp",
+    "distributed",
+    "whole_file",
+    "diagnose",
+    "plan",
+    "comm_hooks",
+    "averaging",
+    "sync",
+    "sharded",
+    "optim",
+    "composable",
+    "parallel",
+    "fault_tolerance",
+    "harness",
+    "profiler",
+    "simulate",
+    "integrations",
+    "run",
+    "bench",
+    "cli",
+    "__main__",
+)
+MOST_MODULES = 30
 
 
-def reachable_modules(package_parent: Path, module: str) -> set[str]:
-    seen: set[str] = set()
-    todo = [module]
-    while todo:
-        current = todo.pop()
-        if current not in seen:
-            seen.add(current)
-            todo += imported_modules(package_parent, current)
-    return seen
+def modules_of(package: Path) -> dict[str, Path]:
+    """By dotted name, without the package's own ``__init__``, which only lists what others have."""
+    found = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if name != package.name:
+            found[name] = path
+    return found
 
 
-FORBIDDEN = ("torchddp.integrations", "torchddp.cli", "torchddp.averaging", "torchddp.composable", "torchddp.parallel")
+def imports_of(package: Path) -> dict[str, set[str]]:
+    """Which modules each module imports anywhere in its file: in functions and for type checkers too."""
+    modules = modules_of(package)
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    own = module if path.name == "__init__.py" else module.rpartition(".")[0]
+                    parent = own.split(".")[: len(own.split(".")) - node.level + 1]
+                    base = ".".join([*parent, base] if base else parent)
+                # `from torchddp import x` names a module or an attribute: a module only if there is such a file.
+                inner = {f"{base}.{alias.name}" for alias in node.names} & set(modules)
+                names |= inner if len(inner) == len(node.names) else inner | {base}
+        graph[module] = names & set(modules) - {module}
+    return graph
 
 
-def forbidden_modules(package_parent: Path) -> set[str]:
-    reached = reachable_modules(package_parent, "torchddp.ddp.module")
-    return {name for name in reached if name.startswith(FORBIDDEN)}
+def import_problems(package: Path) -> list[str]:
+    """Circles between modules, rooms without a place in `PACKAGE`, and imports of what stands above."""
+    graph = imports_of(package)
+    problems = []
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        problems.append(f"a circle of imports: {' -> '.join(reversed(error.args[1]))}")
+    for module, names in sorted(graph.items()):
+        room = module.split(".")[1]
+        if room not in PACKAGE:
+            problems.append(f"{module}: '{room}' is no room of the package")
+            continue
+        above = [name for name in sorted(names) if name.split(".")[1] not in PACKAGE[: PACKAGE.index(room) + 1]]
+        problems += [f"{module} may not import {name}" for name in above]
+    return problems
 
 
-def test_distributed_knows_nothing_above_it() -> None:
-    assert module_path(ROOT, "torchddp.ddp.module") is not None
-    assert forbidden_modules(ROOT) == set()
+def test_imports_follow_the_rooms_without_a_circle() -> None:
+    assert len(modules_of(ROOT / "torchddp")) > 100
+    assert import_problems(ROOT / "torchddp") == []
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("file", "line", "words"),
     [
-        "import torchddp.cli",
-        "from torchddp.integrations import lightning",
-        "from torchddp import averaging",
-        "from ..averaging import local_sgd",
-        "def f():\n    from .. import cli",
-        "from torchddp.middle import thing",
+        ("ddp/a.py", "import torchddp.cli.b", "ddp.a may not import torchddp.cli.b"),
+        ("ddp/a.py", "from torchddp.plan import b", "ddp.a may not import torchddp.plan.b"),
+        ("ddp/a.py", "def f():\n    from ..plan import b", "ddp.a may not import torchddp.plan.b"),
+        ("transport/a.py", "if TYPE_CHECKING:\n    from torchddp.ddp.b import c", "may not import torchddp.ddp.b"),
+        ("ddp/a.py", "from torchddp.ddp import c\n", "a circle of imports: torchddp.ddp."),
+        ("attic/a.py", "", "'attic' is no room"),
     ],
 )
-def test_an_import_upwards_is_found(tmp_path: Path, line: str) -> None:
+def test_a_wrong_import_is_found(tmp_path: Path, file: str, line: str, words: str) -> None:
     package = tmp_path / "torchddp"
-    for name in ("integrations", "cli", "averaging", "ddp"):
-        (package / name).mkdir(parents=True)
-        (package / name / "__init__.py").touch()
-    (package / "__init__.py").touch()
-    (package / "middle.py").write_text("import torchddp.cli\n")
-    (package / "ddp" / "module.py").write_text(f"import torch\n{line}\n")
-    assert forbidden_modules(tmp_path)
-    (package / "ddp" / "module.py").write_text("import torch\nfrom torchddp import errors\n")
-    assert not forbidden_modules(tmp_path)
+    for room in ("transport", "ddp", "plan", "cli", "attic"):
+        (package / room).mkdir(parents=True)
+        (package / room / "b.py").write_text("from torchddp import errors\n" if room != "attic" else "")
+    (package / "attic" / "b.py").unlink()
+    (package / "errors.py").touch()
+    (package / "ddp" / "c.py").write_text("if TYPE_CHECKING:\n    from torchddp.ddp import a\n")
+    path = package / file
+    path.write_text("from torchddp import errors\nfrom torchddp.transport.b import something\n")
+    if "attic" not in file and "transport" not in file:
+        assert import_problems(tmp_path / "torchddp") == []
+    path.write_text(f"{line}\n")
+    assert any(words in problem for problem in import_problems(tmp_path / "torchddp"))
+
+
+def test_import_torchddp_loads_little() -> None:
+    """What a program without compression, planning and sharding has no use for is not loaded."""
+    listing = "import sys, torchddp; print(*(m for m in sys.modules if m.split('.')[0] == 'torchddp'))"
+    done = subprocess.run([sys.executable, "-c", listing], check=True, capture_output=True, text=True, cwd=ROOT)
+    loaded = done.stdout.split()
+    assert "torchddp.ddp.module" in loaded and len(loaded) <= MOST_MODULES, loaded
+    allowed = PACKAGE[: PACKAGE.index("ddp") + 1] + ("_C",)
+    assert [name for name in loaded if name != "torchddp" and name.split(".")[1] not in allowed] == []

@@ -114,6 +114,6 @@ def test_a_mistake_is_one_sentence(arguments: list[str], words: str, capsys: pyt
 
 
 def test_every_model_of_the_case_exists() -> None:
-    from torchddp.bench.cases import MODEL_NAMES
+    from torchddp.harness.command import MODEL_NAMES
 
     assert set(CASE.models) <= set(MODEL_NAMES)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchddp import _C
-from torchddp.plan.merge import finish_s, merged_buckets
+from torchddp.plan.buckets import finish_s, merged_buckets
 from torchddp.plan.step_profile import LinearCost
 
 

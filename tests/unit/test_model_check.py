@@ -2,7 +2,7 @@
 
 import torch
 
-from torchddp.ddp.model_check import MAX_DIFFERENCES, describe, find_differences
+from torchddp.ddp.same_model import MAX_DIFFERENCES, describe, find_differences
 
 
 def _model(**shapes: tuple[int, ...]):

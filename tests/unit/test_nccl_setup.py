@@ -14,22 +14,42 @@ import torch.distributed as dist
 from tests.harness import run_ranks
 from torchddp import _C
 from torchddp.transport import nccl
-from torchddp.transport.nccl import Card, meet, reason_against
+from torchddp.transport.agreement import StoreExchange, connect_all, part_of_store
+from torchddp.transport.nccl import NcclPeer
 from torchddp.transport.select import intended_transport, open_transport
 
 CUDA = torch.device("cuda", 0)
 MINUTE = datetime.timedelta(minutes=1)
 
 
-def cards(count, **changes):
-    """One sound card a rank; `changes`: by rank."""
-    sound = [Card(count, f"gpu{rank}", 22907, False, "00" * 128 if rank == 0 else "", "") for rank in range(count)]
-    return [dataclasses.replace(card, **changes.get(f"rank{rank}", {})) for rank, card in enumerate(sound)]
+def peers(count, **changes):
+    """What each rank tells of itself, all sound; `changes`: by rank."""
+    sound = [
+        NcclPeer(size=count, device=f"gpu{rank}", version=22907, shares_gpu=False, id="" if rank else "00" * 128)
+        for rank in range(count)
+    ]
+    return [dataclasses.replace(peer, **changes.get(f"rank{rank}", {})) for rank, peer in enumerate(sound)]
+
+
+class Told:
+    """An exchange in which the other ranks say what `others` make of this rank's value, one for each round."""
+
+    def __init__(self, *others):
+        self._others = list(others)
+
+    def gather(self, value):
+        return self._others.pop(0)(value)
+
+
+def reason_against(told):
+    """What these ranks hear; "" if they may go on."""
+    exchange = Told(lambda _: [dataclasses.asdict(peer) for peer in told], lambda own: [own])
+    return connect_all(exchange, told[0], nccl.reason_against, lambda _: "")
 
 
 def test_ranks_that_agree_have_nothing_against_it():
-    assert reason_against(cards(1)) == ""
-    assert reason_against(cards(4)) == ""
+    assert reason_against(peers(1)) == ""
+    assert reason_against(peers(4)) == ""
 
 
 @pytest.mark.parametrize(
@@ -43,14 +63,14 @@ def test_ranks_that_agree_have_nothing_against_it():
     ],
 )
 def test_ranks_that_can_not_are_told_why(changes, words):
-    reason = reason_against(cards(3, **changes))
+    reason = reason_against(peers(3, **changes))
     assert all(word in reason for word in words), reason
 
 
 def test_a_gpu_is_shared_only_if_nccl_can_and_was_told_to():
     def of(version, shares):
         same = {"device": "gpu0", "version": version, "shares_gpu": shares}
-        return reason_against(cards(2, rank0=same, rank1=same))
+        return reason_against(peers(2, rank0=same, rank1=same))
 
     assert of(23000, True) == ""
     assert "same GPU" in of(22907, True)
@@ -91,27 +111,22 @@ def test_a_rank_connects_with_the_id_of_rank_0():
     transport = mock.Mock(name="transport")
     made = mock.Mock(return_value=transport)
 
-    def exchange(value):
-        if isinstance(value, str):
-            return [value, ""]
-        zero = {**value, "id": "ab" * 128, "device": "gpu7"}
-        return [zero, value]
-
+    exchange = Told(lambda own: [{**own, "id": "ab" * 128, "device": "gpu7"}, own], lambda own: [own, {"problem": ""}])
     with replaced(NcclTransport=made):
-        assert meet(Group(rank=1), CUDA, MINUTE, exchange) is transport
+        assert nccl.connect(Group(rank=1), CUDA, MINUTE, exchange) is transport
     args, kwargs = made.call_args
     assert args == (b"\xab" * 128,)
     assert (kwargs["rank"], kwargs["size"], kwargs["device_index"], kwargs["timeout"]) == (1, 2, 0, MINUTE)
 
 
 def test_a_rank_that_fails_to_connect_tells_the_others():
-    def exchange(value):
-        return [value, "the network is down"] if isinstance(value, str) else [value, {**value, "device": "gpu7"}]
+    def exchange():
+        return Told(lambda own: [own, {**own, "device": "gpu7"}], lambda own: [own, {"problem": "the network is down"}])
 
     with replaced():
-        assert meet(Group(), CUDA, MINUTE, exchange) == "rank 1: the network is down"
+        assert nccl.connect(Group(), CUDA, MINUTE, exchange()) == "rank 1: the network is down"
     with replaced(NcclTransport=mock.Mock(side_effect=RuntimeError("out of memory"))):
-        assert meet(Group(), CUDA, MINUTE, exchange) == "rank 0: out of memory; rank 1: the network is down"
+        assert nccl.connect(Group(), CUDA, MINUTE, exchange()) == "rank 0: out of memory; rank 1: the network is down"
 
 
 @pytest.mark.parametrize(
@@ -125,23 +140,23 @@ def test_a_rank_that_fails_to_connect_tells_the_others():
 )
 def test_what_a_rank_lacks_is_its_problem(functions, words):
     with replaced(**functions):
-        assert words in Card.of_this_rank(Group(), CUDA).problem
+        assert words in NcclPeer.of_this_rank(Group(), CUDA).problem
 
 
 def test_a_group_that_is_bound_to_another_device_is_refused():
     group = Group()
     group.bound_device_id = torch.device("cuda", 1)
     with replaced():
-        assert "bound to cuda:1, but the model is on cuda:0" in Card.of_this_rank(group, CUDA).problem
+        assert "bound to cuda:1, but the model is on cuda:0" in NcclPeer.of_this_rank(group, CUDA).problem
         group.bound_device_id = CUDA
-        assert Card.of_this_rank(group, CUDA).problem == ""
+        assert NcclPeer.of_this_rank(group, CUDA).problem == ""
 
 
 def test_the_store_carries_values_between_ranks():
     def work(rank):
         group = dist.group.WORLD
-        first, second = nccl.over_store(group), nccl.over_store(group)
-        return [first({"rank": rank}), first("a"), second(rank)]
+        first, second = (StoreExchange(part_of_store(group, "nccl"), rank, 3, MINUTE, "this test") for _ in range(2))
+        return [first.gather({"rank": rank}), first.gather("a"), second.gather(rank)]
 
     expected = [[{"rank": rank} for rank in range(3)], ["a"] * 3, [0, 1, 2]]
     assert run_ranks(work, 3) == [expected] * 3
@@ -176,7 +191,7 @@ def fake_group(backend_name):
     backend = SimpleNamespace(name=lambda: backend_name)
     return (
         group,
-        mock.patch("torchddp.transport.select._backend", return_value=backend),
+        mock.patch("torchddp.transport.select.backend_of", return_value=backend),
         mock.patch.dict("torchddp.transport.select._world.pg_map", {group: (backend_name, None)}),
     )
 
@@ -210,5 +225,5 @@ def test_nccl_is_for_one_gpu(monkeypatch, devices):
 
 
 def test_what_is_exchanged_is_json():
-    card = cards(1)[0]
-    assert Card(**json.loads(json.dumps(dataclasses.asdict(card)))) == card
+    peer = peers(1)[0]
+    assert NcclPeer(**json.loads(json.dumps(dataclasses.asdict(peer)))) == peer

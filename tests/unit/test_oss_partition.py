@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchddp.sharded.parameter_broadcast import plan_buckets
+from torchddp.sharded.parameter_sync import plan_buckets
 from torchddp.sharded.partition import partition
 from torchddp.transport.agreement import first_difference
 

@@ -13,7 +13,7 @@ from scripts.build_wheel import NOT_IN_THE_WHEEL, minor_version, variant_name
 from scripts.check_cuda_binary import code_problems, cuda_sources
 from scripts.check_cuda_spills import Function, read_log
 from scripts.check_wheel import content_problems, metadata_problems, runpath_problems
-from torchddp.cli import variables
+from torchddp.cli import checks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -254,4 +254,4 @@ def test_doctor_knows_every_variable_that_is_read() -> None:
     read = {
         name for text in texts for name in re.findall(r'(?:getenv\(|\b(?:[A-Z]+_)?ENV = )"(TORCHDDP_[A-Z_]+)"', text)
     }
-    assert read == variables.KNOWN - variables.READ_BY_THE_BUILD
+    assert read == checks.KNOWN - checks.READ_BY_THE_BUILD

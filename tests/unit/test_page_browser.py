@@ -15,8 +15,9 @@ import pytest
 from matplotlib import image
 
 from tests.unit.benchmark_results import document, exposed, overlap, scaling, startup, step_time
-from torchddp.bench.html_report import page_table, write_report
-from torchddp.bench.report import TABLES
+from torchddp.bench.registry import CASES
+from torchddp.bench.report import write_report
+from torchddp.harness.page import page_table
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
@@ -73,7 +74,7 @@ def problems(seen: dict[str, Any], results: list[dict[str, Any]]) -> list[str]:
     if len(seen["images"]) != len(results):
         found.append(f"{len(seen['images'])} images for {len(results)} cases")
     for result in results:
-        rows = page_table(TABLES[result["case"]](result)).rows
+        rows = page_table(CASES[result["case"]].table(result)).rows
         found += [f"no row {row} of {result['case']}" for row in rows if list(row) not in seen["rows"]]
     return found + (["the page is wider than the window"] if seen["wide"] else [])
 

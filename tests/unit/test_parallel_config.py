@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.unit.test_layers import ROOT, reachable_modules
 from torchddp.parallel.config import DTYPES, STRATEGIES, ParallelConfig
 from torchddp.parallel.fully import blocks_of
-from torchddp.parallel.layout import plan_layout
+from torchddp.parallel.groups import plan_layout
 
 pytestmark = pytest.mark.beyond_torch("has no ParallelConfig")
 
@@ -31,10 +30,6 @@ def test_nothing_is_imported_before_it_is_asked_for():
         "assert {'ParallelConfig', 'parallelize', 'parallel_group_info'} <= {*torchddp.__all__}\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_distributed_does_not_know_it():
-    assert not [name for name in reachable_modules(ROOT, "torchddp.ddp.module") if name.startswith("torchddp.parallel")]
 
 
 # --- what is refused ---

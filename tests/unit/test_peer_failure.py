@@ -7,8 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from torchddp import PeerFailedError, TransportError
-from torchddp.diagnose.fail_together import FailTogether
-from torchddp.diagnose.peer_failure import Failure, is_consequence
+from torchddp.diagnose.fail_together import FailTogether, Failure, is_consequence
 
 
 def failure_of(error: BaseException, step: int | None = 7) -> Failure:

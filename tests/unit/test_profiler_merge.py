@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from tests.profiler_events import LAYOUT, MS, NAMES, one_step, record, step_events, waiting_step
 from torchddp.profiler import report
-from torchddp.profiler.chrome import chrome_trace
-from torchddp.profiler.clocks import Clock, align, clock_identity
-from torchddp.profiler.merge import MergedProfile, merge, merge_step
-from torchddp.profiler.picture import bars, draw
+from torchddp.profiler.export import bars, chrome_trace, draw
+from torchddp.profiler.ranks import Clock, MergedProfile, align, clock_identity, merge, merge_step
 from torchddp.profiler.session import merged_trace
 from torchddp.profiler.steps import read_steps
 

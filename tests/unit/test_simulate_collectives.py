@@ -12,19 +12,23 @@ from hypothesis import strategies as st
 from tests.simulated import make_profile, with_host
 from torchddp.harness.variants import ArgumentError
 from torchddp.plan.step_profile import LinearCost
-from torchddp.simulate.collectives import (
+from torchddp.simulate.network import (
     DOUBLING,
     HIERARCHICAL,
+    MEASURED,
+    PRESETS,
     RING,
     TREE,
     AllReduce,
+    Hop,
     Layout,
     Line,
+    Link,
     all_reduce_lines,
+    make_hop,
+    parse_link,
 )
-from torchddp.simulate.links import MEASURED, PRESETS, Link, parse_link
 from torchddp.simulate.predict import make_all_reduce
-from torchddp.simulate.software import Hop, make_hop
 
 # alpha 10 us, beta 1 ns per byte between hosts; 1 us, 0.01 ns inside.
 OUTER = Hop(10e-6, 1e-9, 0.0, 0.0)

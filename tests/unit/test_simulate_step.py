@@ -9,16 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulated import MB, make_profile, with_host
+from torchddp.cli.tune_run import DEFAULT_CAPS_MB, make_candidates
 from torchddp.harness.variants import ArgumentError
-from torchddp.plan.candidates import DEFAULT_CAPS_MB, make_candidates
-from torchddp.plan.merge import Buckets
-from torchddp.plan.plan import best_buckets
+from torchddp.plan.buckets import Buckets, best_buckets
 from torchddp.plan.step_profile import LinearCost, StepProfile
-from torchddp.simulate.collectives import ALGORITHMS, RING
-from torchddp.simulate.links import MEASURED, PRESETS, Link
-from torchddp.simulate.predict import predict
-from torchddp.simulate.step import Message, run_backward
-from torchddp.simulate.sweep import Scene, make_point, model_error, sweep
+from torchddp.simulate.network import ALGORITHMS, MEASURED, PRESETS, RING, Link
+from torchddp.simulate.predict import Message, Scene, make_point, model_error, predict, run_backward, sweep
 
 
 def test_three_buckets_that_hide_but_for_the_last() -> None:

@@ -84,7 +84,7 @@ def test_a_plan_that_does_not_fit_is_one_sentence(
 
 @pytest.mark.thorough
 def test_a_kept_plan_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from torchddp.ddp.wrapped_model import param_specs
+    from torchddp.ddp.model import param_specs
     from torchddp.harness.models import make_model
     from torchddp.plan.plan_cache import PlanKey, fingerprint, save_plan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchddp.profiler.merge import RankRecord, traffic_dicts
+from torchddp.profiler.ranks import RankRecord, traffic_dicts
 from torchddp.profiler.report import sent_lines
 from torchddp.traffic import Traffic, text_of, total_wire_bytes
 

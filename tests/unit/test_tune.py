@@ -9,14 +9,12 @@ import pytest
 from rich.console import Console
 
 from torchddp.cli.app import app
+from torchddp.cli.tune import answer, draw_curve, page_sections, tune_table
+from torchddp.cli.tune_run import TuneResult, choose, make_candidates, predicted_ms, tune_document
 from torchddp.harness.command import run_app
 from torchddp.harness.page import make_page
-from torchddp.plan.candidates import make_candidates
 from torchddp.plan.plan_cache import PlanKey, load_plan
 from torchddp.plan.step_profile import Gradient, LinearCost, StepProfile, load_profile
-from torchddp.plan.sweep import TuneResult
-from torchddp.plan.tune_report import answer, draw_curve, page_sections, tune_table
-from torchddp.plan.tune_result import choose, predicted_ms, tune_document
 
 MIB = 1024 * 1024
 

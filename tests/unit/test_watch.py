@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from tests.harness import run_ranks
 from torchddp.transport.board import Board
-from torchddp.transport.bounded_calls import BoundedCalls
-from torchddp.transport.watcher import watch
+from torchddp.transport.worker import BoundedCalls, watch
 
 SOON_S = 5.0
 
@@ -95,7 +94,7 @@ def test_a_call_that_does_not_return_holds_nobody_up():
         calls.call(lambda: 1)
     assert time.monotonic() - begun_s < 0.2
     goes_on.set()
-    assert wait_until(lambda: calls._late is not None and calls._late.done.is_set())
+    assert wait_until(lambda: calls._late is not None and calls._late.done())
     assert calls.call(lambda: 1) == 1
 
 
@@ -103,8 +102,8 @@ def test_the_thread_of_calls_ends_with_them():
     def used_up() -> threading.Thread:
         calls = BoundedCalls(5.0)
         calls.call(int)
-        assert calls._thread is not None
-        return calls._thread
+        assert calls._jobs is not None
+        return calls._jobs._thread
 
     thread = used_up()
     assert wait_until(lambda: not thread.is_alive())

@@ -2,8 +2,7 @@
 
 from torchddp.averaging.averagers import HierarchicalAverager, PeriodicAverager
 from torchddp.averaging.diloco import DiLoCo
-from torchddp.averaging.post_local_sgd import PostLocalSGD
-from torchddp.averaging.slowmo import SlowMo
+from torchddp.averaging.optimizers import PostLocalSGD, SlowMo
 from torchddp.averaging.streaming import StreamingDiLoCo
 
 __all__ = ["DiLoCo", "HierarchicalAverager", "PeriodicAverager", "PostLocalSGD", "SlowMo", "StreamingDiLoCo"]

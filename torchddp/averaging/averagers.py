@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
-from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatAverage
+from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatMeans
 from torchddp.averaging.parameters import (
-    Named,
     ParamSource,
     group_or_default,
     named_buffers,
@@ -20,11 +19,11 @@ from torchddp.averaging.parameters import (
 )
 from torchddp.traffic import Traffic
 
-__all__ = ["HierarchicalAverager", "PeriodicAverager"]
-
 
 class _Averager(ModelAverager, abc.ABC):
     """Parameters, and a count of steps; which steps average what is up to the classes below."""
+
+    _alike: str  # what all ranks must have been given alike
 
     def __init__(
         self,
@@ -37,62 +36,69 @@ class _Averager(ModelAverager, abc.ABC):
         super().__init__(group_or_default(process_group))
         if warmup_steps < 0:
             raise ValueError(f"warmup_steps must be at least 0, got {warmup_steps}")
-        if buffers and not isinstance(params, nn.Module):
-            raise TypeError(f"buffers=True needs a module as params, got {type(params).__name__}")
         self.warmup_steps = warmup_steps
         self.traffic = Traffic(0, 0)
-        self._buffers: Named = named_buffers(params) if buffers and isinstance(params, nn.Module) else {}
+        self._buffers = named_buffers(params, buffers)
         self._params = named_parameters(params)
         self._cap_mb = bucket_cap_mb
-        self._averages: dict[dist.ProcessGroup, FlatAverage] = {}
+        self._means: dict[dist.ProcessGroup, FlatMeans] = {}
 
     def _open(self, group: dist.ProcessGroup) -> None:
         who = type(self).__name__
         everything = {**self._params, **self._buffers}
-        verify_same(everything, group, who, self._options())
-        self._averages[group] = FlatAverage(everything, group, who, self._cap_mb)
+        verify_same(everything, group, who, [self._alike])
+        self._means[group] = FlatMeans(everything, group, who, self._cap_mb)
 
     @abc.abstractmethod
-    def _options(self) -> list[str]:
-        """What all ranks must have been given alike."""
+    def _group_due(self) -> dist.ProcessGroup | None:
+        """That which averages after this step, which is no warm-up any more; None: no group does."""
+
+    def average_parameters(self, params: ParamSource | None = None) -> None:
+        """Counts a step, and averages if it is due, over the largest group for which it is. Raises TransportError.
+
+        ``params``: to be averaged instead of those of the constructor from now on; the same on all ranks.
+        """
+        group = self._group_due() if self.step >= self.warmup_steps else None
+        if group is not None:
+            self._average_over(group, params)
+        self.step += 1
 
     def _average_over(self, group: dist.ProcessGroup, params: ParamSource | None) -> None:
         if params is not None:
             given = named_parameters(params)
             if {id(p) for p in given.values()} != {id(p) for p in self._params.values()}:
                 self._params = given
-                self._averages.clear()
-        if group not in self._averages:
+                self._means.clear()
+        if group not in self._means:
             self._open(group)
-        average = self._averages[group]
-        average.run(self.step)
-        self.traffic = average.traffic
+        means = self._means[group]
+        means.average(self.step)
+        self.traffic = means.traffic
 
 
 class PeriodicAverager(_Averager):
-    """Averages parameters over the ranks every ``period`` steps (local SGD, Stich 2019; Lin et al. 2020 with warm-up).
+    """Averages parameters over the ranks every ``period`` steps (local SGD, Stich 2019; with warm-up, Lin et al. 2020).
 
         averager = PeriodicAverager(model, period=8, warmup_steps=100)
         for batch in loader:
             ...; optimizer.step()
             averager.average_parameters()
 
-    Averages after steps ``warmup_steps + 1``, ``warmup_steps + 1 + period`` and so on, as torch's PeriodicModelAverager
-    does, whose place it takes anywhere (``average_parameters(params)``, ``step``). Unlike that one it averages all
-    parameters with ``requires_grad``, also those that have no gradient now: ranks may differ in what they used. All
-    ranks hold the same bits afterwards. Parameters of 16 bits travel as they are and are summed in fp32.
+    Averages after steps ``warmup_steps + 1``, ``warmup_steps + 1 + period`` and so on. Replaces torch's
+    PeriodicModelAverager, but averages all parameters with ``requires_grad``, also those without a gradient: ranks may
+    use different ones. All ranks then hold the same bits. 16-bit parameters are sent as they are, and summed in fp32.
 
     Args:
         params: a module, or its parameters (with names, if errors should name them), or an optimizer's groups.
         period: steps from one average to the next.
-        warmup_steps: steps before the first; gradients are then averaged some other way, by
-            `DistributedDataParallel` for instance. The weights that ranks begin with are not made equal here.
+        warmup_steps: steps before the first, whose gradients something else averages (`DistributedDataParallel`). The
+            weights that ranks begin with are not made equal here.
         process_group: None: the default one.
         buffers: average floating-point buffers too; ``params`` must be a module.
         bucket_cap_mb: MiB of one message, and of the memory that is held for it.
 
-    Construction is collective, and so is each average. Raises ValueError for options and parameters that are no good,
-    TypeError for what is no parameter, RuntimeError on all ranks where these differ.
+    Construction and averages are collective. Raises ValueError for bad options and parameters, TypeError for what is no
+    parameter, RuntimeError on all ranks where these differ.
 
     Attributes:
         step: calls of `average_parameters` so far; checkpoint it.
@@ -113,19 +119,11 @@ class PeriodicAverager(_Averager):
         if period < 1:
             raise ValueError(f"period must be at least 1 step, got {period}")
         self.period = period
+        self._alike = f"{period=}, {warmup_steps=}"
         self._open(self.process_group)
 
-    def _options(self) -> list[str]:
-        return [f"period={self.period}, warmup_steps={self.warmup_steps}"]
-
-    def average_parameters(self, params: ParamSource | None = None) -> None:
-        """Counts a step, and averages if it is due. Raises TransportError.
-
-        ``params``: to be averaged instead of those of the constructor from now on; the same on all ranks.
-        """
-        if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
-            self.average_now(params)
-        self.step += 1
+    def _group_due(self) -> dist.ProcessGroup | None:
+        return self.process_group if (self.step - self.warmup_steps) % self.period == 0 else None
 
     def average_now(self, params: ParamSource | None = None) -> None:
         """Collective. Averages whatever the step is, and counts nothing. Raises TransportError."""
@@ -160,12 +158,11 @@ class HierarchicalAverager(_Averager):
         bucket_cap_mb: float = DEFAULT_CAP_MB,
     ) -> None:
         super().__init__(params, warmup_steps, process_group, buffers, bucket_cap_mb)
-        pairs: list[tuple[int, int | dist.ProcessGroup]] = list(
-            periods.items() if isinstance(periods, Mapping) else periods
-        )
+        pairs: list[tuple[int, Any]] = list(periods.items() if isinstance(periods, Mapping) else periods)
         sizes = [(period, size if isinstance(size, int) else size.size()) for period, size in pairs]
         _check_levels(sizes, self.process_group.size())
-        self._shown_levels = ", ".join(f"{size} ranks every {period} steps" for period, size in sizes)
+        levels = ", ".join(f"{size} ranks every {period} steps" for period, size in sizes)
+        self._alike = f"{levels}, {warmup_steps=}"
         self.period_process_group_dict: dict[int, dist.ProcessGroup] = {}
         for period, group in pairs:
             if isinstance(group, int):
@@ -174,17 +171,9 @@ class HierarchicalAverager(_Averager):
             self.period_process_group_dict[period] = group
             self._open(group)
 
-    def _options(self) -> list[str]:
-        return [f"{self._shown_levels}, warmup_steps={self.warmup_steps}"]
-
-    def average_parameters(self, params: ParamSource | None = None) -> None:
-        """Counts a step, and averages over the largest group that is due, if any. Raises TransportError."""
-        if self.step >= self.warmup_steps:
-            for period, group in reversed(self.period_process_group_dict.items()):
-                if self.step % period == 0:
-                    self._average_over(group, params)
-                    break
-        self.step += 1
+    def _group_due(self) -> dist.ProcessGroup | None:
+        by_size = reversed(self.period_process_group_dict.items())
+        return next((group for period, group in by_size if self.step % period == 0), None)
 
 
 def _check_levels(levels: Sequence[tuple[int, int]], world_size: int) -> None:

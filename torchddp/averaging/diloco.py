@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatAverage, FlatMeans, check_wire
-from torchddp.averaging.global_weights import GlobalWeights, OuterFactory, make_outer_factory
+from torchddp.averaging.flat import DEFAULT_CAP_MB, FlatBucket, FlatMeans, check_wire
+from torchddp.averaging.optimizers import OptimizerWrapper
 from torchddp.averaging.parameters import (
     Named,
     ParamSource,
@@ -18,29 +19,80 @@ from torchddp.averaging.parameters import (
     group_or_default,
     named_buffers,
     named_parameters,
+    sum_dtype,
     verify_same,
 )
-from torchddp.averaging.wrapper import OptimizerWrapper
 from torchddp.traffic import Traffic
 
-__all__ = ["DiLoCo"]
+OuterFactory = Callable[[list[nn.Parameter]], Optimizer]
+
+
+class GlobalWeights:
+    """A copy of the parameters in at least fp32, and the optimizer that is given what ranks have moved away from it.
+
+    Equal on all ranks as long as all are given the same means.
+    """
+
+    def __init__(self, local: Named, make_optimizer: OuterFactory) -> None:
+        self._local = local
+        self.weights = {name: nn.Parameter(p.detach().to(sum_dtype(p.dtype), copy=True)) for name, p in local.items()}
+        self.optimizer = make_optimizer(list(self.weights.values()))
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(f"outer_optimizer must return an optimizer, got {type(self.optimizer).__name__}")
+
+    def pack_moved(self, bucket: FlatBucket, flat: torch.Tensor) -> None:
+        """This rank's outer gradient: how far its parameters have moved, with the sign of a gradient."""
+        views = bucket.views(flat)
+        for view, name in zip(views, bucket.named, strict=True):
+            # As the ranks have got it: rounding to 16 bits is no movement.
+            view.copy_(self.weights[name].detach().to(bucket.dtype))
+        torch._foreach_sub_(views, [local.detach().to(flat.dtype) for local in bucket.named.values()])
+
+    def step(self, bucket: FlatBucket, flat: torch.Tensor, alpha: float = 0.0) -> None:
+        """Moves the weights of a bucket by their outer gradient, which the optimizer may overwrite.
+
+        The ranks' own parameters become ``alpha`` of themselves and 1 - ``alpha`` of these.
+        """
+        for name, view in zip(bucket.named, bucket.views(flat), strict=True):
+            self.weights[name].grad = view
+        self.optimizer.step()  # leaves alone what has no gradient
+        for name in bucket.named:
+            self.weights[name].grad = None
+            local, weight = self._local[name].detach(), self.weights[name].detach()
+            local.copy_(weight if alpha == 0 else torch.lerp(weight, local.to(weight.dtype), alpha))
+
+    def state_dict(self) -> dict[str, Any]:
+        weights = {name: weight.detach() for name, weight in self.weights.items()}
+        return {"weights": weights, "outer": self.optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["weights"]
+        if different := sorted(set(saved) ^ set(self.weights)):
+            names = ", ".join(map(repr, different[:3]))
+            raise ValueError(f"the state dict is of another model: {names} is in one of them")
+        for name, weight in self.weights.items():
+            weight.copy_(saved[name])
+        self.optimizer.load_state_dict(state_dict["outer"])
 
 
 class OuterLoop(OptimizerWrapper):
     """What DiLoCo and Streaming DiLoCo share: global weights, a count of steps, and how both are saved."""
-
-    _key: str  # of the state dict
 
     def __init__(
         self,
         params: ParamSource,
         optimizer: Optimizer,
         sync_every: int,
-        make_outer: OuterFactory,
+        outer_lr: float,
+        outer_momentum: float,
+        nesterov: bool,
+        outer_optimizer: OuterFactory | None,
         wire: str | None,
         process_group: dist.ProcessGroup | None,
-        options: str,
+        options: str = "",  # what else all ranks must have been given alike
     ) -> None:
+        make_outer = _outer_factory(outer_optimizer, outer_lr, outer_momentum, nesterov)
         super().__init__(optimizer)
         if sync_every < 1:
             raise ValueError(f"sync_every must be at least 1 step, got {sync_every}")
@@ -52,7 +104,8 @@ class OuterLoop(OptimizerWrapper):
         self._named = named_parameters(params)
         self._check(optimizer)
         check_wire(wire, self._named)
-        verify_same(self._named, self.process_group, type(self).__name__, [f"sync_every={sync_every}, {options}"])
+        alike = f"{sync_every=}, {outer_lr=}, {outer_momentum=}, {nesterov=}, wire={wire}{options}"
+        verify_same(self._named, self.process_group, type(self).__name__, [alike])
         broadcast_from_first(self._named, self.process_group)
         self._global = GlobalWeights(self._named, make_outer)
 
@@ -78,10 +131,6 @@ class OuterLoop(OptimizerWrapper):
         """By name: what all ranks agree on, in at least fp32. To be read only."""
         return {name: weight.detach() for name, weight in self._global.weights.items()}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: global weights belong to the parameters of the constructor."""
-        raise RuntimeError(f"{type(self).__name__} takes no parameters later: make it after all groups were added")
-
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and under the method's name the step, the global weights and the outer optimizer's.
 
@@ -91,11 +140,30 @@ class OuterLoop(OptimizerWrapper):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Exact, together with the model's, in any order. ValueError if another optimizer or model was saved."""
-        if self._key not in state_dict:
-            raise ValueError(f"the state dict has no '{self._key}': it was saved by another optimizer")
-        self._global.load_state_dict(state_dict[self._key])
+        saved = self._saved_part(state_dict)
+        self._global.load_state_dict(saved)
         self._inner.load_state_dict(state_dict)
-        self.steps = state_dict[self._key]["step"]
+        self.steps = saved["step"]
+
+
+def _outer_factory(
+    outer_optimizer: OuterFactory | None, outer_lr: float, outer_momentum: float, nesterov: bool
+) -> OuterFactory:
+    if isinstance(outer_optimizer, Optimizer):
+        raise TypeError(
+            "outer_optimizer must be a function from parameters to an optimizer, for it moves a copy of the model's: "
+            "lambda params: torch.optim.SGD(params, lr=0.7)"
+        )
+    if outer_optimizer is not None:
+        if not callable(outer_optimizer):
+            raise TypeError(f"outer_optimizer must be a function, got {type(outer_optimizer).__name__}")
+        return outer_optimizer
+    if not outer_lr > 0:
+        raise ValueError(f"outer_lr must be above 0, got {outer_lr}")
+    if not 0 <= outer_momentum < 1:
+        raise ValueError(f"outer_momentum must be at least 0 and below 1, got {outer_momentum}")
+    use_nesterov = nesterov and outer_momentum > 0
+    return lambda params: torch.optim.SGD(params, lr=outer_lr, momentum=outer_momentum, nesterov=use_nesterov)
 
 
 class DiLoCo(OuterLoop):
@@ -126,8 +194,8 @@ class DiLoCo(OuterLoop):
 
     Held per rank: the parameters in fp32, the outer momentum, one message.
 
-    Raises TypeError and ValueError for options, parameters and optimizers that are no good, RuntimeError on all ranks
-    where parameters or ``sync_every`` differ; `step` raises TransportError.
+    Raises TypeError and ValueError for bad options, parameters and optimizers, RuntimeError on all ranks where
+    parameters or ``sync_every`` differ; `step` raises TransportError.
 
     Attributes:
         steps: of the inner optimizer, so far.
@@ -151,21 +219,17 @@ class DiLoCo(OuterLoop):
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = DEFAULT_CAP_MB,
     ) -> None:
-        if buffers and not isinstance(params, nn.Module):
-            raise TypeError(f"buffers=True needs a module as params, got {type(params).__name__}")
-        module_buffers = named_buffers(params) if buffers and isinstance(params, nn.Module) else {}
-        make_outer = make_outer_factory(outer_optimizer, outer_lr, outer_momentum, nesterov)
-        options = f"outer_lr={outer_lr}, outer_momentum={outer_momentum}, nesterov={nesterov}, wire={wire}"
-        super().__init__(params, optimizer, sync_every, make_outer, wire, process_group, options)
+        averaged_buffers = named_buffers(params, buffers)
+        outer = (outer_lr, outer_momentum, nesterov, outer_optimizer)
+        super().__init__(params, optimizer, sync_every, *outer, wire, process_group)
         self._means = FlatMeans(self._named, self.process_group, "DiLoCo", bucket_cap_mb, wire)
         self._buffers = None
-        if module_buffers:
-            verify_same(module_buffers, self.process_group, "DiLoCo")
-            self._buffers = FlatAverage(module_buffers, self.process_group, "DiLoCo", bucket_cap_mb)
+        if averaged_buffers:
+            verify_same(averaged_buffers, self.process_group, "DiLoCo")
+            self._buffers = FlatMeans(averaged_buffers, self.process_group, "DiLoCo", bucket_cap_mb)
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """See `OptimizerWrapper.after_step`."""
         self.steps += 1
         if self.steps % self.sync_every == 0:
             self.synchronize()
@@ -175,7 +239,6 @@ class DiLoCo(OuterLoop):
         """Collective. An outer step now, whatever the count: at the end of training, for instance."""
         for bucket, mean in self._means.run(self.steps, self._global.pack_moved):
             self._global.step(bucket, mean)
-            self._global.write(list(bucket.named))
         self.traffic = self._means.traffic
         if self._buffers is not None:
-            self._buffers.run(self.steps)
+            self._buffers.average(self.steps)

@@ -11,16 +11,15 @@ import torch.distributed as dist
 
 from torchddp import _C
 from torchddp.averaging.parameters import Named, memory_of, sum_dtype
-from torchddp.comm_hooks.compressed_sum import sum_compressed
+from torchddp.comm_hooks.compressed_sum import sum_over_ranks
 from torchddp.comm_hooks.exchange import Exchange
-from torchddp.ddp.wrapped_model import param_specs
+from torchddp.ddp.model import param_specs
 from torchddp.errors import TransportError
 from torchddp.traffic import Traffic
 
 DEFAULT_CAP_MB = 25.0
 WIRES = ("fp32", "bf16", "fp16", "int8", "int4")
 _MIB = 1024 * 1024
-_MOST_MESSAGES = 4  # one after the other, for a mean: two inside of a host, two between hosts
 _OWN_WIRE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -34,19 +33,21 @@ class FlatBucket:
 
     @classmethod
     def of(cls, named: Named) -> FlatBucket:
-        """The tensors one behind the other, without gaps."""
         ends = list(accumulate((memory_of(t).numel() for t in named.values()), initial=0))
         return cls(named, tuple(ends[:-1]), ends[-1])
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensors."""
         return next(iter(self.named.values())).dtype
 
     @property
     def sum_dtype(self) -> torch.dtype:
         """Of the message."""
         return sum_dtype(self.dtype)
+
+    def new_flat(self) -> torch.Tensor:
+        """Memory for the message."""
+        return torch.empty(self.numel, dtype=self.sum_dtype, device=next(iter(self.named.values())).device)
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The tensors' places in the message, 1-d."""
@@ -62,11 +63,9 @@ class FlatBucket:
         ]
 
     def pack(self, flat: torch.Tensor) -> None:
-        """Tensors to message."""
         torch._foreach_copy_(self.pieces(flat), [memory_of(t) for t in self.named.values()])
 
     def unpack(self, flat: torch.Tensor) -> None:
-        """Message to tensors."""
         torch._foreach_copy_([memory_of(t) for t in self.named.values()], self.pieces(flat))
 
 
@@ -82,10 +81,10 @@ def plan_buckets(named: Named, cap_mb: float) -> list[FlatBucket]:
 
 def check_wire(wire: str | None, named: Named) -> None:
     """ValueError for an unknown format, TypeError for parameters that it can't carry."""
-    if wire is not None and wire not in WIRES:
-        raise ValueError(f"wire must be None or one of {', '.join(map(repr, WIRES))}, got {wire!r}")
     if wire is None:
         return
+    if wire not in WIRES:
+        raise ValueError(f"wire must be None or one of {', '.join(map(repr, WIRES))}, got {wire!r}")
     for name, tensor in named.items():
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(
@@ -99,41 +98,16 @@ def wire_of(wire: str | None, bucket: FlatBucket) -> str:
     return wire or _OWN_WIRE.get(bucket.dtype, "fp32")
 
 
-class FlatMean:
-    """The mean of flat messages over all ranks, over process groups of its own.
+def average_flat(exchange: Exchange, flat: torch.Tensor, wire: str) -> None:
+    """Collective, in place: the mean over the exchange's ranks, the same bits on each; RuntimeError without a peer.
 
-    Construction is collective. Messages that are compressed are summed in fp32, and so are the ranks of a host before
-    anything is compressed, if there are several hosts (`Exchange`).
+    ``flat``: [n], contiguous; fp32 where it travels in another format. ``wire``: that format; "fp32": as it is.
     """
-
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
-        self._exchange = Exchange(process_group, device)
-
-    @property
-    def sent_bytes(self) -> int:
-        """What this rank has sent so far."""
-        return self._exchange.sent_bytes
-
-    @property
-    def limit_s(self) -> float:
-        """How long `run` may take: each of its messages ends within the time limit of the process group."""
-        return _MOST_MESSAGES * (self._exchange.time_limit or dist.default_pg_timeout).total_seconds()
-
-    def run(self, flat: torch.Tensor, wire: str) -> None:
-        """Collective, in place; all ranks hold the same bits afterwards. RuntimeError if a peer does not take part.
-
-        Args:
-            flat: [n], contiguous; fp32 where it travels in another format.
-            wire: that format; "fp32": as it is, whatever its dtype.
-        """
-        exchange = self._exchange
-        if wire == "fp32":
-            flat.div_(exchange.world_size)  # before the sum, as torch's averagers do: it can't overflow
-            exchange.sum_(flat)
-            return
-        shard = exchange.sum_to_shards(flat)
-        sum_compressed(exchange, wire, shard, 1.0 / exchange.world_size)
-        exchange.gather_shards(flat, shard)
+    if wire == "fp32":
+        flat.div_(exchange.world_size)  # before the sum, as torch's averagers do: it can't overflow
+        exchange.sum_(flat)
+    else:
+        sum_over_ranks(exchange, flat, wire, 1.0 / exchange.world_size)
 
 
 Pack = Callable[[FlatBucket, torch.Tensor], None]
@@ -142,7 +116,7 @@ Pack = Callable[[FlatBucket, torch.Tensor], None]
 class FlatMeans:
     """Means of many tensors, bucket by bucket. Holds the memory of one bucket. Construction is collective.
 
-    ``wire``: see `wire_of`.
+    ``who``: the class that averages, for errors. ``traffic``: bytes of the last run.
     """
 
     def __init__(
@@ -153,7 +127,7 @@ class FlatMeans:
         self.traffic = Traffic(0, 0)
         self._who, self._group = who, process_group
         device = next(iter(named.values())).device
-        self._mean = FlatMean(process_group, device)
+        self._exchange = Exchange(process_group, device)
         largest: dict[torch.dtype, int] = {}
         for bucket in self.buckets:
             largest[bucket.sum_dtype] = max(largest.get(bucket.sum_dtype, 0), bucket.numel)
@@ -162,53 +136,34 @@ class FlatMeans:
     def run(self, step: int, pack: Pack = FlatBucket.pack) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
         """Collective. Each bucket with the mean of what ``pack`` gave, valid until the next is asked for. Exhaust it.
 
-        Raises:
-            TransportError: a peer is gone, or did not come here in time.
+        Raises TransportError: a peer is gone, or did not come here in time.
         """
-        before, payload_bytes = self._mean.sent_bytes, 0
+        before, payload_bytes = self._exchange.sent_bytes, 0
         for index, bucket in enumerate(self.buckets):
             flat = self._scratch[bucket.sum_dtype][: bucket.numel]
             pack(bucket, flat)
             payload_bytes += flat.nbytes
             try:
-                self._mean.run(flat, wire_of(self._wire, bucket))
+                average_flat(self._exchange, flat, wire_of(self._wire, bucket))
             except RuntimeError as error:
                 what = f"bucket {index} of {len(self.buckets)}"
                 raise lost_peer(self._group, self._who, step, what, list(bucket.named), error) from error
             yield bucket, flat
-        self.traffic = Traffic(payload_bytes, self._mean.sent_bytes - before)
+        self.traffic = Traffic(payload_bytes, self._exchange.sent_bytes - before)
+
+    @torch.no_grad()
+    def average(self, step: int) -> None:
+        """Collective, in place. All ranks hold the same bits afterwards. Raises TransportError."""
+        for bucket, mean in self.run(step):
+            bucket.unpack(mean)
 
 
 def lost_peer(
     process_group: dist.ProcessGroup, who: str, step: int, what: str, names: Sequence[str], error: BaseException
 ) -> TransportError:
-    """The error of a rank whose peers did not take part."""
     shown = ", ".join(f"'{name}'" for name in names[:3]) + (", ..." if len(names) > 3 else "")
     return TransportError(
         f"rank {process_group.rank()}: {who} could not average {what} ({shown}) at step {step}: {error}\n"
         "A peer has died, left, or takes another number of steps: all ranks must take the same. Parameters may be "
         "averaged in part: go back to a checkpoint."
     )
-
-
-class FlatAverage:
-    """The average of tensors over the ranks, in place. Construction is collective."""
-
-    def __init__(self, named: Named, process_group: dist.ProcessGroup, who: str, cap_mb: float) -> None:
-        self._means = FlatMeans(named, process_group, who, cap_mb)
-        self._ids = {id(t) for t in named.values()}
-
-    @property
-    def traffic(self) -> Traffic:
-        """Of the last run."""
-        return self._means.traffic
-
-    def is_of(self, named: Named) -> bool:
-        """Whether these are the tensors."""
-        return self._ids == {id(t) for t in named.values()}
-
-    @torch.no_grad()
-    def run(self, step: int) -> None:
-        """Collective. All ranks hold the same bits afterwards. Raises TransportError."""
-        for bucket, mean in self._means.run(step):
-            bucket.unpack(mean)

@@ -11,24 +11,22 @@ import torch.distributed as dist
 from torch import nn
 
 from torchddp import _C
-from torchddp.transport.agreement import message_device, verify_agreement
+from torchddp.transport.agreement import verify_agreement
 
 Named = dict[str, torch.Tensor]
-# A module, its parameters with or without names, or an optimizer's groups.
 _MESSAGE_BYTES = 25 * 1024 * 1024
+# A module, its parameters with or without names, or an optimizer's groups.
 ParamSource = nn.Module | Iterable[Any]
 
 
 def named_parameters(source: ParamSource) -> Named:
     """The parameters that are trained (``requires_grad``), each once, in their order. Without a name: "params[3]".
 
-    Raises:
-        TypeError: something in ``source`` is none of these.
+    TypeError: something in ``source`` is none of these.
     """
     if isinstance(source, torch.Tensor):
-        raise TypeError(
-            "params must be a module, or an iterable of parameters, named parameters or groups, got a tensor"
-        )
+        kinds = "a module, or an iterable of parameters, named parameters or groups"
+        raise TypeError(f"params must be {kinds}, got a tensor")
     if isinstance(source, nn.parallel.DistributedDataParallel):
         source = source.module  # with the names of the bare one: checkpoints are interchangeable
     pairs = source.named_parameters() if isinstance(source, nn.Module) else _pairs(source)
@@ -56,9 +54,13 @@ def _pairs(items: Iterable[Any]) -> Iterable[tuple[str, Any]]:
             index += 1
 
 
-def named_buffers(module: nn.Module) -> Named:
-    """The floating-point buffers of a module, running statistics for instance."""
-    return {name: b for name, b in module.named_buffers() if b.is_floating_point() and b.numel() > 0}
+def named_buffers(source: ParamSource, wanted: bool) -> Named:
+    """The floating-point buffers of a module, such as running statistics; none unless ``wanted``."""
+    if not wanted:
+        return {}
+    if not isinstance(source, nn.Module):
+        raise TypeError(f"buffers=True needs a module as params, got {type(source).__name__}")
+    return {name: b for name, b in source.named_buffers() if b.is_floating_point() and b.numel() > 0}
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,7 +108,7 @@ def verify_same(named: Named, process_group: dist.ProcessGroup, who: str, option
     ValueError on a rank where they can't be averaged, RuntimeError with its reason on the others.
     """
     lines = [*options, *(f"'{n}' {p.dtype}{list(p.shape)} with strides {list(p.stride())}" for n, p in named.items())]
-    verify_agreement(lines, problem_of(named), process_group, message_device(process_group), who)
+    verify_agreement(lines, problem_of(named), process_group, who)
 
 
 def broadcast_from_first(named: Named, process_group: dist.ProcessGroup) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,18 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from torchddp.averaging.diloco import OuterLoop
-from torchddp.averaging.flat import FlatBucket, FlatMean, lost_peer, plan_buckets, wire_of
-from torchddp.averaging.fragments import fragment_starts, plan_fragments
-from torchddp.averaging.global_weights import OuterFactory, make_outer_factory
+from torchddp.averaging.diloco import OuterFactory, OuterLoop
+from torchddp.averaging.flat import DEFAULT_CAP_MB, average_flat, lost_peer, plan_buckets, wire_of
 from torchddp.averaging.parameters import ParamSource
+from torchddp.comm_hooks.exchange import Exchange
 from torchddp.traffic import Traffic
 from torchddp.transport.waits import wait_for_future
 from torchddp.transport.worker import Worker
 
-__all__ = ["StreamingDiLoCo"]
-
 _GRACE_S = 10.0
+_MOST_MESSAGES = 4  # one after the other, for a mean: two inside of a host, two between hosts
 
 
 @dataclass
@@ -29,8 +29,9 @@ class _OnTheWay:
 
     fragment: int
     due: int
-    flats: list[torch.Tensor]  # one for each bucket; means once the job is done
-    job: tuple[_Job, torch.futures.Future[torch.Tensor]] | None  # None: they are means already
+    flats: list[torch.Tensor]  # one for each bucket; means once the future is done
+    future: torch.futures.Future[torch.Tensor] | None = None  # None: they are means already
+    sent_before: int = 0  # bytes
 
 
 class StreamingDiLoCo(OuterLoop):
@@ -39,11 +40,10 @@ class StreamingDiLoCo(OuterLoop):
         optimizer = StreamingDiLoCo(model, torch.optim.AdamW(model.parameters(), lr=1e-3), sync_every=100,
                                     fragments=4, overlap_steps=5)
 
-    Each fragment (every F-th layer) is synchronised every ``sync_every`` steps, one after the other, evenly spread. Its
-    outer gradients are taken after one step, averaged by a thread while ``overlap_steps`` more go on, and merged: the
-    outer optimizer moves the global weights, and the rank's parameters become ``alpha`` of their own and 1 - ``alpha``
-    of the global ones. Peak bandwidth falls by the number of fragments, and latency is hidden by the overlap. With one
-    fragment, no overlap and ``alpha=0`` this is `DiLoCo`.
+    Each fragment (every F-th layer) is synchronised every ``sync_every`` steps, evenly spread. A thread averages its
+    outer gradients during ``overlap_steps`` more steps; then the outer optimizer moves the global weights, and the
+    rank's parameters become ``alpha`` of their own and 1 - ``alpha`` of the global ones. Peak bandwidth falls by the
+    number of fragments. With one fragment, no overlap and ``alpha=0`` this is `DiLoCo`.
 
     Args:
         fragments: how many (F), at most one for each parameter.
@@ -77,28 +77,24 @@ class StreamingDiLoCo(OuterLoop):
         overlap_steps: int = 0,
         alpha: float = 0.0,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float = DEFAULT_CAP_MB,
     ) -> None:
         if not 0 <= alpha < 1:
             raise ValueError(f"alpha must be at least 0 and below 1 (which would keep ranks apart), got {alpha}")
-        options = (
-            f"outer_lr={outer_lr}, outer_momentum={outer_momentum}, nesterov={nesterov}, wire={wire}, "
-            f"fragments={fragments}, overlap_steps={overlap_steps}, alpha={alpha}"
-        )
-        make_outer = make_outer_factory(outer_optimizer, outer_lr, outer_momentum, nesterov)
-        super().__init__(params, optimizer, sync_every, make_outer, wire, process_group, options)
+        options = f", {fragments=}, {overlap_steps=}, {alpha=}"
+        outer = (outer_lr, outer_momentum, nesterov, outer_optimizer)
+        super().__init__(params, optimizer, sync_every, *outer, wire, process_group, options)
         names = plan_fragments(list(self._named), fragments)
         _check_overlap(overlap_steps, sync_every, fragments)
         self.overlap_steps, self.alpha = overlap_steps, alpha
         self.fragments = [plan_buckets({n: self._named[n] for n in part}, bucket_cap_mb) for part in names]
         self._starts = fragment_starts(sync_every, fragments)
-        self._mean = FlatMean(self.process_group, next(iter(self._named.values())).device)
+        self._exchange = Exchange(self.process_group, next(iter(self._named.values())).device)
         self._worker = Worker("torchddp_averaging")
         self._on_the_way: _OnTheWay | None = None
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """See `OptimizerWrapper.after_step`."""
         self.steps += 1
         self._merge_if_due()
         in_round = (self.steps - 1) % self.sync_every + 1
@@ -109,47 +105,46 @@ class StreamingDiLoCo(OuterLoop):
     @torch.no_grad()
     def finish(self) -> None:
         """Merges now what is on the way: at the end of training. All ranks must, after the same step."""
-        if self._on_the_way is not None:
-            self._merge(self._on_the_way)
-
-    def _start(self, fragment: int) -> None:
-        buckets = self.fragments[fragment]
-        flats = []
-        for bucket in buckets:
-            weight = self._global.weights[next(iter(bucket.named))]
-            flats.append(torch.empty(bucket.numel, dtype=bucket.sum_dtype, device=weight.device))
-            self._global.pack_moved(bucket, flats[-1])
-        job = _Job(self._mean, flats, [wire_of(self._wire, bucket) for bucket in buckets])
-        future = self._worker.submit(job, f"fragment {fragment}", flats[0].device)
-        self._on_the_way = _OnTheWay(fragment, self.steps + self.overlap_steps, flats, (job, future))
-
-    def _merge_if_due(self) -> None:
-        if self._on_the_way is not None and self._on_the_way.due <= self.steps:
-            self._merge(self._on_the_way)
-
-    def _merge(self, arrived: _OnTheWay) -> None:
+        arrived = self._on_the_way
+        if arrived is None:
+            return
         self._wait(arrived)
         self._on_the_way = None
         for bucket, flat in zip(self.fragments[arrived.fragment], arrived.flats, strict=True):
-            self._global.step(bucket, flat)
-            self._global.write(list(bucket.named), self.alpha)
+            self._global.step(bucket, flat, self.alpha)
+
+    def _start(self, fragment: int) -> None:
+        buckets = self.fragments[fragment]
+        flats = [bucket.new_flat() for bucket in buckets]
+        for bucket, flat in zip(buckets, flats, strict=True):
+            self._global.pack_moved(bucket, flat)
+        job = functools.partial(_average, self._exchange, flats, [wire_of(self._wire, bucket) for bucket in buckets])
+        due, sent_before = self.steps + self.overlap_steps, self._exchange.sent_bytes
+        future = self._worker.submit(job, f"fragment {fragment}", flats[0].device)
+        self._on_the_way = _OnTheWay(fragment, due, flats, future, sent_before)
+
+    def _merge_if_due(self) -> None:
+        if self._on_the_way is not None and self._on_the_way.due <= self.steps:
+            self.finish()
 
     def _wait(self, pending: _OnTheWay) -> None:
         """Until the means are there. The thread makes them, wherever the other ranks are in their steps."""
-        if pending.job is None:
+        if pending.future is None:
             return
-        job, future = pending.job
-        limit_s = self._mean.limit_s * len(pending.flats) + _GRACE_S
+        # Each message ends within the time limit of the process group.
+        limit_s = (self._exchange.time_limit or dist.default_pg_timeout).total_seconds()
+        limit_s = _MOST_MESSAGES * limit_s * len(pending.flats) + _GRACE_S
         try:
-            if not wait_for_future(future, limit_s):
+            if not wait_for_future(pending.future, limit_s):
                 raise RuntimeError(f"it did not end within {limit_s:.0f} s")
-            future.wait()
+            pending.future.wait()
         except RuntimeError as error:
             names = [name for bucket in self.fragments[pending.fragment] for name in bucket.named]
             what = f"fragment {pending.fragment}"
             raise lost_peer(self.process_group, "StreamingDiLoCo", self.steps, what, names, error) from error
-        self.traffic = Traffic(sum(flat.nbytes for flat in pending.flats), job.sent_bytes)
-        pending.job = None
+        payload_bytes = sum(flat.nbytes for flat in pending.flats)
+        self.traffic = Traffic(payload_bytes, self._exchange.sent_bytes - pending.sent_before)
+        pending.future = None
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -181,32 +176,18 @@ class StreamingDiLoCo(OuterLoop):
         buckets = self.fragments[saved["fragment"]] if saved["fragment"] < len(self.fragments) else []
         if {name for bucket in buckets for name in bucket.named} != set(saved["means"]):
             raise ValueError("a fragment was on the way when the state was saved, and fragments are others now")
-        flats = [_flat_of(bucket, saved["means"]) for bucket in buckets]
-        return _OnTheWay(saved["fragment"], saved["due"], flats, None)
+        flats = [bucket.new_flat() for bucket in buckets]
+        for bucket, flat in zip(buckets, flats, strict=True):
+            for name, view in zip(bucket.named, bucket.views(flat), strict=True):
+                view.copy_(saved["means"][name])
+        return _OnTheWay(saved["fragment"], saved["due"], flats)
 
 
-class _Job:
-    """What the thread does for a fragment; it holds nothing of the model."""
-
-    def __init__(self, mean: FlatMean, flats: list[torch.Tensor], wires: list[str]) -> None:
-        self._mean, self._flats, self._wires = mean, flats, wires
-        self.sent_bytes = 0
-
-    def __call__(self) -> torch.Tensor:
-        """One of the means: on a device the future waits for the streams of what it holds."""
-        before = self._mean.sent_bytes
-        for flat, wire in zip(self._flats, self._wires, strict=True):
-            self._mean.run(flat, wire)
-        self.sent_bytes = self._mean.sent_bytes - before
-        return self._flats[0]
-
-
-def _flat_of(bucket: FlatBucket, means: dict[str, torch.Tensor]) -> torch.Tensor:
-    first = next(iter(bucket.named.values()))
-    flat = torch.empty(bucket.numel, dtype=bucket.sum_dtype, device=first.device)
-    for name, view in zip(bucket.named, bucket.views(flat), strict=True):
-        view.copy_(means[name])
-    return flat
+def _average(exchange: Exchange, flats: list[torch.Tensor], wires: list[str]) -> torch.Tensor:
+    """For the thread; holds nothing of the model. Returns a mean: on a device the future waits for its stream."""
+    for flat, wire in zip(flats, wires, strict=True):
+        average_flat(exchange, flat, wire)
+    return flats[0]
 
 
 def _check_overlap(overlap_steps: int, sync_every: int, fragments: int) -> None:
@@ -217,3 +198,33 @@ def _check_overlap(overlap_steps: int, sync_every: int, fragments: int) -> None:
             f"overlap_steps must be at least 0 and below sync_every // fragments = {sync_every // fragments}, so that "
             f"one fragment is on the way at a time, got {overlap_steps}"
         )
+
+
+def plan_fragments(names: Sequence[str], fragments: int) -> list[list[str]]:
+    """Names by fragment: each takes every ``fragments``-th layer ("strided" in Douillard et al. 2025).
+
+    A layer is what a number in the name tells apart ("blocks.3.attention.weight": "blocks.3"), otherwise a module.
+    Where there are fewer layers than fragments, each parameter counts as one. ValueError: too few or many fragments.
+    """
+    if not 1 <= fragments <= len(names):
+        raise ValueError(
+            f"fragments must be at least 1 and at most {len(names)}, the number of parameters, got {fragments}"
+        )
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layers.setdefault(_layer_of(name), []).append(name)
+    units = list(layers.values()) if len(layers) >= fragments else [[name] for name in names]
+    return [[name for unit in units[start::fragments] for name in unit] for start in range(fragments)]
+
+
+def fragment_starts(sync_every: int, fragments: int) -> list[int]:
+    """After which step of a round of ``sync_every`` (1 is the first) each fragment's synchronisation starts."""
+    return [(index + 1) * sync_every // fragments for index in range(fragments)]
+
+
+def _layer_of(name: str) -> str:
+    parts = name.split(".")
+    for index, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return ".".join(parts[:-1]) or name

@@ -1,151 +1,80 @@
-"""What is measured: the cases, their models and the settings of one run. Pure data, imports no torch."""
+"""What a case is, what one launch of it needs to know, and what the command line asked for.
+
+Imports neither torch nor numpy: `torchddp` must start where one of them does not load.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
 
-from torchddp.harness.variants import DEFAULT_CAPS_MB, Variant
+from rich.table import Table
 
+from torchddp.harness.command import Display
+from torchddp.harness.launch import Report, Reporter, launch
+from torchddp.harness.variants import DEFAULT_CAPS_MB, Variant, make_variants
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# About two minutes.
+DEFAULT_CASES = ("step_time", "overlap", "memory")
 # A round is one step of every variant. Below this many rounds a median says little.
 MIN_ROUNDS = 7
 MAX_ROUNDS = 5000
-# glibc keeps freed blocks below its (growing) threshold; pinned low, every gradient is its own mapping and the
-# resident set shows what is held, not what was once held.
-ALLOCATOR_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-
-
-# The built-in models, in torchddp.harness.models; all other names are `package.module:factory`.
-MODEL_NAMES = ("small", "mlp", "gpt", "conv", "resnet50", "gpt2", "llama")
 # Where the bucket size is not the question, torch's tuned row has torch's own default size.
 ONE_CAP_MB = (25.0,)
 DEFAULT_WORLD_SIZES = (1, 2, 4)
 QUICK_WORLD_SIZES = (1, 2)
+QUICK_SECONDS = 2.0
+
+Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One question the benchmark answers, and for which models; none where it asks about no DDP class."""
+    """One question, and for which models; none where it asks about no DDP class."""
 
     name: str
     title: str
     # Run without --model; with it, any model will do.
     models: tuple[str, ...]
     quick_models: tuple[str, ...]
-    default_world_size: int
-    unit: str
+    default_world_size: int = 2
+    unit: str = "ms"
     # The ratio to torch's best that we hold ourselves to; None where the case has no ratio.
     goal_ratio: float | None = None
     # For the timed rounds of each model, without --seconds.
     seconds: float = 45.0
     # Bucket sizes of the tuned rows, without --caps.
     caps_mb: tuple[float, ...] = DEFAULT_CAPS_MB
+    # Whether --caps changes them.
+    takes_caps: bool = True
     # With fewer ranks there is nothing to measure.
     min_world_size: int = 1
 
 
-CASES: dict[str, Case] = {
-    case.name: case
-    for case in (
-        Case(
-            name="step_time",
-            title="time of a training step (forward, backward, SGD)",
-            models=("mlp", "gpt"),
-            quick_models=("mlp",),
-            default_world_size=2,
-            unit="ms",
-            seconds=15.0,
-        ),
-        Case(
-            name="overlap",
-            title="how much of the communication hides behind the computation",
-            models=("gpt",),
-            quick_models=("mlp",),
-            default_world_size=2,
-            unit="ms",
-            seconds=15.0,
-            caps_mb=ONE_CAP_MB,
-            min_world_size=2,
-        ),
-        Case(
-            name="collective",
-            title="single collectives over message sizes (no model: torch's gloo and our transports)",
-            models=(),
-            quick_models=(),
-            default_world_size=2,
-            unit="us",
-        ),
-        Case(
-            name="startup",
-            title="time until training runs (constructor and first two steps)",
-            models=("small", "mlp"),
-            quick_models=("mlp",),
-            default_world_size=2,
-            unit="ms",
-            seconds=15.0,
-            caps_mb=ONE_CAP_MB,
-        ),
-        Case(
-            name="memory",
-            title="peak memory of a training step (resident set, one launch per variant)",
-            models=("mlp", "gpt"),
-            quick_models=("mlp",),
-            default_world_size=2,
-            unit="MB",
-            caps_mb=ONE_CAP_MB,
-        ),
-        Case(
-            name="scaling",
-            title="time of a training step over the number of ranks (the batch of a rank stays the same)",
-            models=("mlp",),
-            quick_models=("mlp",),
-            default_world_size=2,
-            unit="ms",
-            seconds=30.0,
-            caps_mb=ONE_CAP_MB,
-        ),
-        Case(
-            name="per_param",
-            title="cost per parameter (DDP step minus the same step without DDP, divided by the parameters)",
-            models=("small",),
-            quick_models=("small",),
-            default_world_size=1,
-            unit="us/param",
-            goal_ratio=0.15,
-        ),
-        Case(
-            name="exposed",
-            title="exposed cost (DDP step minus the same step without DDP, forward and backward)",
-            models=("small", "mlp", "gpt", "conv"),
-            quick_models=("small", "mlp", "conv"),
-            default_world_size=2,
-            unit="ms",
-            goal_ratio=0.95,
-        ),
-    )
-}
-# About two minutes.
-DEFAULT_CASES = ("step_time", "overlap", "memory")
+@dataclass(frozen=True, kw_only=True)
+class BenchCase(Case):
+    """A case of `torchddp bench`: the question, who measures it, and how its results are shown."""
 
+    # On every rank: what there is to know of one model, or one collective.
+    measure: Callable[[Job, str, Report], dict[str, Any]]
+    # The launches it takes, and what becomes of what they say: the results of all models or collectives.
+    course: Callable[[BenchCase, Settings, Display], list[Result]]
+    # Table and picture are made of results only, so a saved JSON gives the same.
+    table: Callable[[Result], Table]
+    draw: Callable[[Sequence[Result]], Figure]
+    # What a reader needs to know to judge it.
+    note: str
 
-class RankSettings(Protocol):
-    """What starting ranks needs to know of a job."""
-
-    @property
-    def case(self) -> str:
-        """Its name, for messages."""
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks."""
-
-    @property
-    def backend(self) -> str:
-        """Of their process group."""
-
-    @property
-    def collective_timeout_s(self) -> float:
-        """A rank that waits longer than this for another one gives up with an error."""
+    def launch(self, job: Job, display: Display, environment: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+        """Measure each model, or collective, of the job on fresh ranks."""
+        raws: list[dict[str, Any]] = launch(job, partial(_measure_each, self.measure), display.update, environment)
+        return raws
 
 
 @dataclass(frozen=True)
@@ -169,3 +98,75 @@ class Job:
     def control_device(self) -> str:
         """Where tensors must be for what the ranks tell each other beside the work that is timed."""
         return "cuda" if self.backend == "nccl" else "cpu"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line asked for, checked. None and () leave it to the case."""
+
+    cases: tuple[str, ...]
+    models: tuple[str, ...]
+    operations: tuple[str, ...]
+    seconds: float | None
+    world_size: int | None
+    world_sizes: tuple[int, ...]
+    caps_mb: tuple[float, ...] | None
+    ours: str
+    peers: tuple[str, ...]
+    ours_tuned: bool
+    quick: bool
+    seed: int
+
+    def models_of(self, case: Case) -> tuple[str, ...]:
+        return self.models or (case.quick_models if self.quick else case.models)
+
+    def seconds_of(self, case: Case) -> float:
+        if self.seconds is not None:
+            return self.seconds
+        return QUICK_SECONDS if self.quick else case.seconds
+
+    def scaling_world_sizes(self) -> tuple[int, ...]:
+        return self.world_sizes or (QUICK_WORLD_SIZES if self.quick else DEFAULT_WORLD_SIZES)
+
+    def variants_of(self, case: Case) -> tuple[Variant, ...]:
+        if self.caps_mb is not None and case.takes_caps:
+            caps_mb = self.caps_mb
+        else:
+            # With --quick the smallest and torch's own.
+            caps_mb = case.caps_mb[::2] if self.quick else case.caps_mb
+        return make_variants(self.ours, self.peers, caps_mb, ours_tuned=self.ours_tuned)
+
+    def job_of(self, case: Case) -> Job:
+        """All models and all variants of a case in one launch."""
+        return Job(
+            case=case.name,
+            models=self.models_of(case),
+            variants=self.variants_of(case),
+            world_size=self.world_size or case.default_world_size,
+            seconds=self.seconds_of(case),
+            seed=self.seed,
+        )
+
+
+def one_launch(
+    make_result: Callable[[Sequence[Variant], dict[str, Any], int], Result],
+    case: BenchCase,
+    settings: Settings,
+    display: Display,
+) -> list[Result]:
+    """The usual course. `make_result`: from the variants, a model's measurements and the world size."""
+    job = settings.job_of(case)
+    display.start(case.name)
+    return [make_result(job.variants, raw, job.world_size) for raw in case.launch(job, display)]
+
+
+def _measure_each(
+    measure: Callable[[Job, str, Report], dict[str, Any]], job: Job, rank: int, channel: Connection
+) -> list[dict[str, Any]]:
+    from torchddp.harness.models import prove
+
+    # What is wrong with a user's model is found before anything is timed.
+    for name in job.models:
+        if ":" in name:
+            prove(name, job.seed)
+    return [measure(job, name, Reporter(channel, name, enabled=rank == 0)) for name in job.operations or job.models]

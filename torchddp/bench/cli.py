@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from torchddp.bench.arguments import (
-    check_names,
+from torchddp.bench.cases import DEFAULT_CASES, Settings
+from torchddp.harness.command import (
+    MODEL_NAMES,
+    Display,
     check_numbers,
-    check_operations,
-    check_ranks,
+    check_output,
+    make_console,
+    output_option,
     parse_caps,
-    parse_world_sizes,
+    progress_bar,
+    run_app,
 )
-from torchddp.bench.cases import DEFAULT_CASES, MODEL_NAMES
-from torchddp.bench.collective.operations import OPERATIONS
-from torchddp.bench.settings import Settings
-from torchddp.harness.command import check_output, make_console, run_app, write_document
-from torchddp.harness.variants import TORCHDDP
+from torchddp.harness.launch import LaunchError
+from torchddp.harness.variants import TORCHDDP, load_class
 
 HELP = """Time DistributedDataParallel classes against each other in one launch, interleaved step by step.
 
@@ -62,7 +65,7 @@ Examples:
 
 CASE_HELP = f"One of the cases above, or all; repeatable. [default: {', '.join(DEFAULT_CASES)}]"
 MODEL_HELP = f"One of {', '.join(MODEL_NAMES)}, or your own as package.module:factory; repeatable. [default: by case]"
-OP_HELP = f"Of collective: one of {', '.join(OPERATIONS)}; repeatable. [default: all_reduce]"
+OP_HELP = "Of collective: one of all_reduce, broadcast, all_gather, reduce_scatter; repeatable. [default: all_reduce]"
 SECONDS_HELP = "Time for the timed rounds of each model or collective. [default: 15 to 45 by case, with --quick 2]"
 WORLD_SIZE_HELP = "Number of ranks. [default: 1 for per_param, else 2]"
 WORLD_SIZES_HELP = "Of scaling: numbers of ranks. [default: 1,2,4, with --quick 1,2]"
@@ -91,14 +94,21 @@ def benchmark(
     ours_tuned: Annotated[bool, typer.Option("--ours-tuned", help="Also ours with torch's tuned options.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Under 60 s: a smoke test, not to be quoted.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    json_path: Annotated[Path | None, output_option("Write everything to this file.", "--json")] = None,
     html_path: Annotated[
-        Path | None, typer.Option("--html", help="Write one page with tables and plots to this file.")
+        Path | None, output_option("Write one page with tables and plots to this file.", "--html")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write <date>-<case>-<machine>.json and a .png plot into this folder.")
     ] = None,
 ) -> None:
+    # Not before it is needed: other commands of `torchddp` must start where torch or numpy is missing.
+    try:
+        from torchddp.bench.registry import check_names, check_operations, check_ranks, parse_world_sizes
+        from torchddp.bench.report import write_document, write_report
+    except (ImportError, OSError) as error:
+        raise LaunchError(f"The benchmark does not load here, see `torchddp doctor`: {error}") from error
+
     models = tuple(dict.fromkeys(model or ()))
     sizes = parse_world_sizes(world_sizes) if world_sizes is not None else ()
     # An option of one case alone asks for that case.
@@ -106,8 +116,6 @@ def benchmark(
     cases = check_names(asked, models)
     check_numbers(seconds, world_size)
     check_ranks(cases, world_size, sizes)
-    check_output(json_path, "--json", folder=False)
-    check_output(html_path, "--html", folder=False)
     check_output(out, "--out", folder=True)
     settings = Settings(
         cases=cases,
@@ -123,21 +131,35 @@ def benchmark(
         quick=quick,
         seed=seed,
     )
-    _run(settings, context.obj["command"], json_path, html_path, out)
-
-
-def _run(settings: Settings, command: str, json_path: Path | None, html_path: Path | None, out: Path | None) -> None:
-    # Not before it is needed: other commands of `torchddp` must start where numpy is missing.
-    from torchddp.bench.run import run
-
     console = make_console()
-    document = run(settings, command, console)
+    document = run(settings, context.obj["command"], console)
     write_document(document, json_path, out, console)
     if html_path is not None:
-        from torchddp.bench.html_report import write_report
-
         write_report(document, html_path)
         console.print(f"wrote {html_path}")
+
+
+def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
+    from torchddp.bench.registry import CASES
+    from torchddp.bench.report import render
+    from torchddp.harness.machine import new_document
+    from torchddp.harness.models import find_factory
+
+    cases = [CASES[name] for name in settings.cases]
+    if any(case.models for case in cases):
+        # A class or a factory that is not there is found before the first launch.
+        for path in (settings.ours, *settings.peers):
+            load_class(path)
+        for model in settings.models:
+            if ":" in model:
+                find_factory(model)
+    document = new_document(command, asdict(settings))
+    with progress_bar(console) as progress:
+        display = Display(progress)
+        for case in cases:
+            document["results"] += case.course(case, settings, display)
+    console.print(render(document))
+    return document
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,20 +1,32 @@
-"""Worker side of the memory case: the peak resident set of one variant in its own processes."""
+"""The case `memory`: the peak resident set of each variant, in processes of its own."""
 
 from __future__ import annotations
 
 import resource
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 from torch import nn
 
-from torchddp.bench.cases import Job
-from torchddp.bench.timing import MIN_WARMUP_STEPS, Report, build_runners
+from torchddp.bench.cases import ONE_CAP_MB, BenchCase, Job, Settings
+from torchddp.bench.results import describe_variant, draw_bars, model_result, variants_table
+from torchddp.bench.timing import MIN_WARMUP_STEPS, build_runners
+from torchddp.harness.command import Display
+from torchddp.harness.launch import Report
 from torchddp.harness.models import describe_model, make_batch
+from torchddp.harness.tables import MB
+from torchddp.harness.variants import Role, Variant
 
 MEASURED_STEPS = 5
+# glibc keeps freed blocks below its (growing) threshold; pinned low, every gradient is its own mapping and the
+# resident set shows what is held, not what was once held.
+ALLOCATOR_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def reset_peak() -> bool:
@@ -34,14 +46,9 @@ def parse_bytes(text: str, key: str) -> int:
     raise ValueError(f"no {key} line in the text")
 
 
-def parse_peak_bytes(status: str) -> int:
-    """VmHWM of a /proc/<pid>/status text, in bytes."""
-    return parse_bytes(status, "VmHWM")
-
-
 def _peak_rss_bytes() -> int:
     try:
-        return parse_peak_bytes(Path("/proc/self/status").read_text())
+        return parse_bytes(Path("/proc/self/status").read_text(), "VmHWM")
     except (OSError, ValueError):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -73,7 +80,67 @@ def measure_memory(job: Job, model_name: str, _report: Report) -> dict[str, Any]
     dist.all_gather_object(by_rank, mine)
     return {
         **describe_model(model_name, runner.module, job.seed),
-        "peak_rss_bytes": max(entry["peak_rss_bytes"] for entry in by_rank),
-        "grad_storage_bytes": max(entry["grad_storage_bytes"] for entry in by_rank),
+        **{key: max(entry[key] for entry in by_rank) for key in mine},
         "method": "VmHWM over the measured steps" if was_reset else "peak since the process started",
     }
+
+
+def _course(case: BenchCase, settings: Settings, display: Display) -> list[dict[str, Any]]:
+    """Each variant in processes of its own: what one leaves behind must not count for the next."""
+    job = settings.job_of(case)
+    raws: dict[str, list[dict[str, Any]]] = {model: [] for model in job.models}
+    launches = [(model, variant) for model in job.models for variant in job.variants]
+    for index, (model, variant) in enumerate(launches):
+        display.start(case.name)
+        display.update(f"{model}, {variant.name}", index, len(launches))
+        raws[model] += case.launch(replace(job, models=(model,), variants=(variant,)), display, ALLOCATOR_ENVIRONMENT)
+    return [memory_result(job.variants, raws[model], job.world_size) for model in job.models]
+
+
+def memory_result(variants: Sequence[Variant], raws: Sequence[dict[str, Any]], world_size: int) -> dict[str, Any]:
+    """The result of one model: peaks, and what each wrapper holds beyond the bare model."""
+    local = next(raw for variant, raw in zip(variants, raws, strict=True) if variant.role is Role.LOCAL)
+    rows = []
+    for variant, raw in zip(variants, raws, strict=True):
+        extra_bytes = raw["peak_rss_bytes"] - local["peak_rss_bytes"]
+        rows.append(
+            {
+                **describe_variant(variant),
+                "peak_rss_bytes": raw["peak_rss_bytes"],
+                "grad_storage_bytes": raw["grad_storage_bytes"],
+                "extra_bytes": extra_bytes,
+                # 1.0 means: a whole second copy of the gradients.
+                "extra_gradient_copies": extra_bytes / local["gradient_bytes"],
+            }
+        )
+    return model_result("memory", local, world_size, rows, method=local["method"])
+
+
+def memory_table(result: dict[str, Any]) -> Table:
+    def cells(row: dict[str, Any]) -> list[str]:
+        extra = [f"{row['extra_bytes'] / MB:.1f}", f"{row['extra_gradient_copies']:.2f}"]
+        held = ["", ""] if row["role"] == "local" else extra
+        return [f"{row['peak_rss_bytes'] / MB:.1f}", *held, f"{row['grad_storage_bytes'] / MB:.1f}"]
+
+    columns = ("peak\nMB", "beyond no DDP\nMB", "in copies of\nthe gradients", "held by .grad\nMB")
+    return variants_table(result, columns, cells)
+
+
+CASE = BenchCase(
+    name="memory",
+    title="peak memory of a training step (resident set, one launch per variant)",
+    models=("mlp", "gpt"),
+    quick_models=("mlp",),
+    unit="MB",
+    caps_mb=ONE_CAP_MB,
+    # Bucket size hardly matters here, and each row is a launch of its own.
+    takes_caps=False,
+    measure=measure_memory,
+    course=_course,
+    table=memory_table,
+    draw=partial(draw_bars, key="extra_bytes", label="MB beyond no DDP"),
+    note=(
+        "memory: resident set of the largest rank, each variant in its own processes. Beyond no DDP: buckets, the "
+        "transport's own buffers, and gradients alive beside their bucket."
+    ),
+)

@@ -1,167 +1,40 @@
-"""The tables a person reads. Built from result dicts only, so a saved JSON gives the same tables."""
+"""A run, for people: in the terminal, as a page, and kept as files. Made of its document only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from torchddp.bench.collective import report as collective
-from torchddp.bench.overlap import report as overlap
-from torchddp.bench.scaling import report as scaling
-from torchddp.bench.startup import report as startup
-from torchddp.bench.step_time import report as step_time
-from torchddp.harness.tables import MB, number, plain_table, ratio_text, size_text
+from torchddp.bench.gradients import MAX_ODD_SHARE, summaries
+from torchddp.bench.registry import CASES
+from torchddp.bench.results import draw_bars
+from torchddp.harness.machine import machine_slug, origin, write_json
+from torchddp.harness.page import Block, PagePlot, Section, table_blocks, write_page
+from torchddp.harness.plots import figure_png
 
-# With more rounds than this in which noise exceeded torch's cost, a table says nothing about a goal.
-MAX_ODD_SHARE = 0.1
-
-
-def timed_table(result: dict[str, Any]) -> Table:
-    """One model: every variant with its step, its cost and its ratio to torch's best."""
-    table = plain_table(f"{result['case']} · {size_text(result)}, {result['rounds']} rounds", "variant")
-    for heading in ("step p50\nms", "step\np90", f"cost p50\n{result['unit']}", "cost\np90"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column(Text("to torch's best\np50 [p25..p75]"), justify="right", no_wrap=True)
-    for row in result["variants"]:
-        cells: list[str | Text] = [row["name"], number(row["step_ms"]["median"]), number(row["step_ms"]["p90"])]
-        if "cost" in row:
-            cells += [number(row["cost"]["median"]), number(row["cost"]["p90"])]
-            cells.append(ratio_text(row["ratio_to_best_torch"]))
-        else:
-            cells += ["", "", ""]
-        table.add_row(*cells, style="bold" if row["role"] == "ours" else "")
-    return table
-
-
-def memory_table(result: dict[str, Any]) -> Table:
-    """One model: peak resident set of each variant and what it holds beyond the bare model."""
-    table = plain_table(f"memory · {size_text(result)}", "variant")
-    for heading in ("peak\nMB", "beyond no DDP\nMB", "in copies of\nthe gradients", "held by .grad\nMB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in result["variants"]:
-        local = row["role"] == "local"
-        table.add_row(
-            row["name"],
-            f"{row['peak_rss_bytes'] / MB:.1f}",
-            "" if local else f"{row['extra_bytes'] / MB:.1f}",
-            "" if local else f"{row['extra_gradient_copies']:.2f}",
-            f"{row['grad_storage_bytes'] / MB:.1f}",
-            style="bold" if row["role"] == "ours" else "",
-        )
-    return table
-
-
-def _row(result: dict[str, Any], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(row for row in result["variants"] if row["name"] == name)
-    return found
-
-
-def our_row(result: dict[str, Any]) -> dict[str, Any]:
-    """The class under test: its first row, which is the one that was not tuned."""
-    found: dict[str, Any] = next(row for row in result["variants"] if row["role"] == "ours")
-    return found
-
-
-def goal_text(result: dict[str, Any]) -> Text:
-    """What became of the result's goal, if there is one."""
-    return verdict_text(result["goal_ratio"], our_row(result)["ratio_to_best_torch"])
-
-
-def verdict_text(goal: float | None, ratio: dict[str, Any]) -> Text:
-    """Whether the goal, if there is one, is met, missed, or within the noise (the median's 95% interval holds it)."""
-    if goal is None:
-        return Text("")
-    if ratio["odd_rounds"] > MAX_ODD_SHARE * ratio["rounds"]:
-        return Text(f"{goal:g} unclear", style="yellow")
-    low, high = ratio["ci95_low"], ratio["ci95_high"]
-    if high is not None and high <= goal:
-        return Text(f"{goal:g} met", style="green")
-    if low is None or low > goal:
-        return Text(f"{goal:g} missed", style="red")
-    return Text(f"{goal:g} unclear", style="yellow")
-
-
-def summary_table(results: Sequence[dict[str, Any]]) -> Table:
-    """All timed results, one line each, wins and losses alike."""
-    table = plain_table("Summary: cost of ours against torch's best (per_param in us, exposed in ms)", "case")
-    table.add_column("model", overflow="fold")
-    for heading in ("torch\ndefault", "torch best\n@ cap MiB", "ours", "ours / torch best\np50 [p25..p75]"):
-        table.add_column(Text(heading), justify="right", no_wrap=True)
-    table.add_column("goal", no_wrap=True)
-    for result in results:
-        best, ours = _row(result, result["best_torch"]), our_row(result)
-        cap = f" @{best['options']['bucket_cap_mb']:g}" if best["options"] else " default"
-        table.add_row(
-            result["case"],
-            result["model"],
-            number(_row(result, "torch default")["cost"]["median"]),
-            number(best["cost"]["median"]) + cap,
-            number(ours["cost"]["median"]),
-            ratio_text(ours["ratio_to_best_torch"]),
-            goal_text(result),
-        )
-    return table
-
-
-def origin(document: dict[str, Any]) -> Iterable[Text]:
-    """Where and with what the numbers were made."""
-    machine = document["machine"]
-    commit = (machine["git_commit"] or "no commit")[:12] + (" (changed)" if machine["git_dirty"] else "")
-    yield Text(
-        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average_1min']:g} · torch "
-        f"{machine['torch']} · torchddp {machine['torchddp'] or 'not installed'} · {commit}",
-        style="dim",
-    )
-    yield Text(document["command"], style="dim")
-
-
-COST_NOTE = (
-    "A cost is the step minus the local step near it; a ratio is per round; both are then medians over the rounds."
-)
-MEMORY_NOTE = (
-    "memory: resident set of the largest rank, each variant in its own processes. Beyond no DDP: buckets, the "
-    "transport's own buffers, and gradients alive beside their bucket."
-)
 TUNED_NOTE = "tuned: gradient_as_bucket_view, batched_grad_copy, static_graph, and the bucket_cap_mb named."
 
-# By case: how a result is shown, and what a reader needs to know to judge it.
-TABLES: dict[str, Callable[[dict[str, Any]], Table]] = {
-    "step_time": step_time.step_time_table,
-    "overlap": overlap.overlap_table,
-    "collective": collective.collective_table,
-    "startup": startup.startup_table,
-    "memory": memory_table,
-    "scaling": scaling.scaling_table,
-    "per_param": timed_table,
-    "exposed": timed_table,
-}
-NOTES: dict[str, str] = {
-    "step_time": step_time.FOOTNOTE,
-    "overlap": overlap.FOOTNOTE,
-    "collective": collective.FOOTNOTE,
-    "startup": startup.FOOTNOTE,
-    "memory": MEMORY_NOTE,
-    "scaling": scaling.FOOTNOTE,
-    "per_param": COST_NOTE,
-    "exposed": COST_NOTE,
-}
+SavePlot = Callable[[Sequence[dict[str, Any]], Path], None]
 
 
 def case_names(document: dict[str, Any]) -> tuple[str, ...]:
-    """The cases of a run, in its order."""
     return tuple(dict.fromkeys(result["case"] for result in document["results"]))
+
+
+def results_of(document: dict[str, Any], case: str) -> list[dict[str, Any]]:
+    return [result for result in document["results"] if result["case"] == case]
 
 
 def case_notes(document: dict[str, Any]) -> Iterable[str]:
     """What each case of the run means, once."""
-    cases = case_names(document)
-    if set(cases) - {"collective"}:
+    cases = [CASES[name] for name in case_names(document)]
+    if any(case.models for case in cases):
         yield TUNED_NOTE
-    yield from dict.fromkeys(NOTES[case] for case in cases)
+    yield from dict.fromkeys(case.note for case in cases)
 
 
 def warnings(document: dict[str, Any]) -> Iterable[str]:
@@ -180,17 +53,90 @@ def _odd_share(result: dict[str, Any]) -> float:
     return max((ratio["odd_rounds"] / ratio["rounds"] for ratio in ratios if ratio), default=0.0)
 
 
-def summaries(results: Sequence[dict[str, Any]]) -> list[Table]:
-    """The summary of the costs, where there are any."""
-    costs = [result for result in results if result["case"] in ("per_param", "exposed")]
-    return [summary_table(costs)] if costs else []
-
-
 def render(document: dict[str, Any]) -> RenderableType:
-    """The whole report."""
     results = document["results"]
     parts: list[RenderableType] = []
-    for table in [*(TABLES[result["case"]](result) for result in results), *summaries(results)]:
+    for table in [*(CASES[result["case"]].table(result) for result in results), *summaries(results)]:
         parts += [table, ""]
     parts += [Text(note, style="dim") for note in case_notes(document)]
     return Group(*parts, *origin(document), *(Text(text, style="yellow") for text in warnings(document)))
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def case_section(document: dict[str, Any], name: str) -> Section:
+    case, results = CASES[name], results_of(document, name)
+    blocks: list[Block] = []
+    for result in results:
+        blocks += table_blocks(case.table(result))
+    # The numbers of the tables above; who can't see the picture misses none.
+    described = f"Plot of the case {name}: {', '.join(row_names(results))}"
+    blocks += [PagePlot(figure_png(case.draw(results)), described), case.note]
+    if case.models:
+        blocks.append(TUNED_NOTE)
+    return Section(f"{name}: {case.title}", blocks)
+
+
+def row_names(results: Iterable[dict[str, Any]]) -> list[str]:
+    """What the plot compares, each once."""
+    names: dict[str, None] = {}
+    for result in results:
+        for group in (result, *result.get("sizes", ())):
+            rows = group.get("variants") or group.get("implementations") or ()
+            names.update(dict.fromkeys(row["name"] for row in rows))
+    return list(names)
+
+
+def write_report(document: dict[str, Any], path: Path) -> None:
+    """Write the page of a run's document; the document itself is kept in it, as JSON."""
+    sections = [case_section(document, case) for case in case_names(document)]
+    for table in summaries(document["results"]):
+        sections.append(Section("Summary", list(table_blocks(table))))
+    if found := list(warnings(document)):
+        sections.append(Section("Beware", found))
+    machine = document["machine"]
+    where = f"{document['date']} · {machine['system']} · Python {machine['python']}"
+    write_page(path, "torchddp bench", sections, [where, *map(str, origin(document))], document)
+
+
+# --- the files -------------------------------------------------------------------------------------------------------
+
+
+def save_plot(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """The picture of one case, as a file; of costs where the case is none of ours."""
+    case = CASES.get(results[0]["case"])
+    path.write_bytes(figure_png((case.draw if case else draw_bars)(results), dpi=150))
+
+
+def save_results(document: dict[str, Any], folder: Path, own_plots: Mapping[str, SavePlot] | None = None) -> list[Path]:
+    """Write <date>-<case>-<machine>.json and .png for each case; the paths written.
+
+    `own_plots`: by case, who draws it if not we.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for case in case_names(document):
+        results = results_of(document, case)
+        stem = f"{document['date'][:10]}-{case}-{machine_slug(document['machine'])}"
+        json_path, plot_path = folder / f"{stem}.json", folder / f"{stem}.png"
+        write_json(json_path, {**document, "results": results})
+        (own_plots or {}).get(case, save_plot)(results, plot_path)
+        written += [json_path, plot_path]
+    return written
+
+
+def write_document(
+    document: dict[str, Any],
+    json_path: Path | None,
+    out: Path | None,
+    console: Console,
+    own_plots: Mapping[str, SavePlot] | None = None,
+) -> None:
+    """Keep the numbers where --json and --out said."""
+    if json_path is not None:
+        write_json(json_path, document)
+        console.print(f"wrote {json_path}")
+    if out is not None:
+        for path in save_results(document, out, own_plots):
+            console.print(f"wrote {path}")

@@ -1,15 +1,21 @@
-"""From raw step times to the numbers we quote. Pure."""
+"""What the results of several cases have in common: their rows, their tables and their bars."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.table import Table
+from rich.text import Text
 
-from torchddp.bench.cases import Case
+from torchddp.harness.plots import COLORS, bar_panels, finish_panel
 from torchddp.harness.stats import paired_ratio, running_median, summarize
+from torchddp.harness.tables import MB, plain_table, ranks_text, size_text
 from torchddp.harness.variants import Role, Variant
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Rounds on either side whose local steps count too: near enough to follow the machine's drift, and enough of them that
 # the noise of one local step does not end up in every cost of its round.
@@ -17,13 +23,34 @@ LOCAL_HALF_WINDOW = 4
 
 
 def describe_variant(variant: Variant) -> dict[str, Any]:
-    """What a row says about its variant."""
     return {
         "name": variant.name,
         "role": variant.role.value,
         "class": variant.class_path,
         "options": variant.keywords,
     }
+
+
+def model_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    return {key: raw[key] for key in ("model", "title", "parameters", "gradient_bytes")}
+
+
+def model_result(
+    case: str, raw: dict[str, Any], world_size: int, rows: list[dict[str, Any]], **about: Any
+) -> dict[str, Any]:
+    """The result of one model, ready for the table and for JSON."""
+    return {"case": case, **model_fields(raw), "world_size": world_size, **about, "variants": rows}
+
+
+def variants_table(
+    result: dict[str, Any], columns: Sequence[str], cells: Callable[[dict[str, Any]], Sequence[str | Text]]
+) -> Table:
+    """A line for each variant; `cells`: what stands behind its name."""
+    rounds = f", {result['rounds']} rounds" if "rounds" in result else ""
+    table = plain_table(f"{result['case']} · {size_text(result)}{rounds}", "variant", *columns)
+    for row in result["variants"]:
+        table.add_row(row["name"], *cells(row), style=row_style(row))
+    return table
 
 
 def added_ms(variants: Sequence[Variant], step_ms: np.ndarray) -> np.ndarray:
@@ -33,70 +60,61 @@ def added_ms(variants: Sequence[Variant], step_ms: np.ndarray) -> np.ndarray:
     return added
 
 
-def costs(case: Case, variants: Sequence[Variant], step_ms: np.ndarray, parameters: int) -> np.ndarray:
-    """[variant, round] of what each wrapper adds to the local step around its round, in the case's unit."""
-    added = added_ms(variants, step_ms)
-    return added * 1000.0 / parameters if case.name == "per_param" else added
-
-
 def best_torch(variants: Sequence[Variant], medians: Sequence[float]) -> int:
     """The index of torch's fastest row. Chosen by the very numbers it is quoted with, which favours torch."""
     candidates = [index for index, variant in enumerate(variants) if variant.role is Role.TORCH]
     return min(candidates, key=lambda index: medians[index])
 
 
-def timed_result(case: Case, variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """The result of one model of a timed case, ready for the table and for JSON."""
-    step_ms = raw["step_ms"]
-    cost = costs(case, variants, step_ms, raw["parameters"])
-    summaries = [summarize(row) for row in cost]
+def compared_rows(
+    variants: Sequence[Variant], times_ms: np.ndarray, key: str = "step_ms"
+) -> tuple[str, list[dict[str, Any]]]:
+    """The name of torch's fastest row, and a row per variant: its time, and its ratio to torch's fastest by round."""
+    summaries = [summarize(row) for row in times_ms]
     best = best_torch(variants, [summary.median for summary in summaries])
-    rows = []
-    for index, variant in enumerate(variants):
-        row = {**describe_variant(variant), "step_ms": summarize(step_ms[index]).to_dict()}
-        if variant.role is not Role.LOCAL:
-            row["cost"] = summaries[index].to_dict()
-            row["ratio_to_best_torch"] = None if index == best else paired_ratio(cost[index], cost[best]).to_dict()
-        rows.append(row)
-    return {
-        "case": case.name,
-        "model": raw["model"],
-        "title": raw["title"],
-        "parameters": raw["parameters"],
-        "gradient_bytes": raw["gradient_bytes"],
-        "world_size": world_size,
-        "unit": case.unit,
-        "rounds": int(step_ms.shape[1]),
-        "best_torch": variants[best].name,
-        # Set for the models of the case, not for any model.
-        "goal_ratio": case.goal_ratio if raw["model"] in case.models else None,
-        "variants": rows,
-    }
+    rows = [
+        {
+            **describe_variant(variant),
+            key: summaries[index].to_dict(),
+            "ratio_to_best_torch": None if index == best else paired_ratio(times_ms[index], times_ms[best]).to_dict(),
+        }
+        for index, variant in enumerate(variants)
+    ]
+    return variants[best].name, rows
 
 
-def memory_result(variants: Sequence[Variant], raws: Sequence[dict[str, Any]], world_size: int) -> dict[str, Any]:
-    """The result of one model of the memory case: peaks, and what each wrapper holds beyond the bare model."""
-    local = next(raw for variant, raw in zip(variants, raws, strict=True) if variant.role is Role.LOCAL)
-    rows = []
-    for variant, raw in zip(variants, raws, strict=True):
-        extra_bytes = raw["peak_rss_bytes"] - local["peak_rss_bytes"]
-        rows.append(
-            {
-                **describe_variant(variant),
-                "peak_rss_bytes": raw["peak_rss_bytes"],
-                "grad_storage_bytes": raw["grad_storage_bytes"],
-                "extra_bytes": extra_bytes,
-                # 1.0 means: a whole second copy of the gradients.
-                "extra_gradient_copies": extra_bytes / local["gradient_bytes"],
-            }
-        )
-    return {
-        "case": "memory",
-        "model": local["model"],
-        "title": local["title"],
-        "parameters": local["parameters"],
-        "gradient_bytes": local["gradient_bytes"],
-        "world_size": world_size,
-        "method": local["method"],
-        "variants": rows,
-    }
+def row_style(row: dict[str, Any]) -> str:
+    return "bold" if row["role"] == "ours" else ""
+
+
+def bars(
+    result: dict[str, Any], key: str = "cost", *, with_local: bool = False
+) -> list[tuple[str, str, float, float, float]]:
+    """(name, role, height, below, above) of each bar; the spread, where there is one, reaches from p25 to p75."""
+    found = []
+    for row in result["variants"]:
+        if row["role"] == "local" and not with_local:
+            continue
+        if isinstance(row[key], dict):
+            median = row[key]["median"]
+            found.append((row["name"], row["role"], median, median - row[key]["q25"], row[key]["q75"] - median))
+        else:
+            found.append((row["name"], row["role"], row[key] / MB, 0.0, 0.0))
+    return found
+
+
+def draw_bars(
+    results: Sequence[dict[str, Any]], key: str = "cost", label: str = "", *, with_local: bool = False
+) -> Figure:
+    """One panel per model, side by side: the summary, or the bytes, that every row has under `key`."""
+    figure, axes = bar_panels(len(results), max(len(result["variants"]) for result in results))
+    for axis, result in zip(axes, results, strict=True):
+        names, roles, heights, below, above = zip(*bars(result, key, with_local=with_local), strict=True)
+        positions = range(len(names))
+        colors = [COLORS[role] for role in roles]
+        axis.barh(positions, heights, xerr=[below, above], color=colors, error_kw={"elinewidth": 1, "capsize": 2})
+        axis.set_yticks(positions, names)
+        xlabel = label or f"{key}, {result['unit']} (p25..p75)"
+        finish_panel(axis, f"{result['title']}, {ranks_text(result['world_size'])}", xlabel)
+    axes[0].invert_yaxis()
+    return figure

@@ -7,9 +7,10 @@ import gc
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchddp.bench.cases import MAX_ROUNDS, MIN_ROUNDS, Job
-from torchddp.harness.model_spec import output_is_loss, run_forward
-from torchddp.harness.models import describe_model, find_model, make_batch, make_model
+from torchddp.harness.launch import Report
+from torchddp.harness.models import describe_model, find_model, make_batch, make_model, output_is_loss, run_forward
 from torchddp.harness.stats import slowest_rank
 from torchddp.harness.variants import Role, Variant, load_class
 
@@ -29,9 +30,6 @@ FULL_WARMUP_STEPS = 12
 RELATIVE_TOLERANCE = 1e-4
 # Time for the message with the starting time to reach every rank.
 START_DELAY_NS = 1_000_000
-
-# Seconds done, seconds in all.
-Report = Callable[[float, float], None]
 
 
 class WrongGradientsError(RuntimeError):
@@ -93,11 +91,7 @@ class Runner:
         return (time.perf_counter_ns() - start_ns) / 1e6
 
     def gradients(self) -> list[tuple[str, Tensor]]:
-        """Gradients by the name of their parameter in the bare model."""
         return gradients_of(self.variant, self.module)
-
-
-RunnerType = TypeVar("RunnerType", bound=Runner)
 
 
 def gradients_of(variant: Variant, module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -131,13 +125,8 @@ def loss_of(job: Job, model_name: str) -> Callable[[Any], Tensor]:
     return lambda output: weight * spec.loss(output)
 
 
-def build_runners(job: Job, model_name: str) -> list[Runner]:
+def build_runners(job: Job, model_name: str, kind: type[Runner] = Runner) -> list[Runner]:
     """One wrapper per variant over copies of one model, all in this process group."""
-    return build_runners_of(Runner, job, model_name)
-
-
-def build_runners_of(kind: type[RunnerType], job: Job, model_name: str) -> list[RunnerType]:
-    """`build_runners`, with another kind of step."""
     original = make_model(model_name, job.seed)
     modules = wrap_copies(original, job.variants, lambda cls, module, options: cls(module, **options))
     loss = loss_of(job, model_name)
@@ -194,11 +183,11 @@ def enough(rounds: int, elapsed_s: float, seconds: float) -> bool:
     return rounds >= MIN_ROUNDS and (elapsed_s >= seconds or rounds >= MAX_ROUNDS)
 
 
-def agreed(decision: bool, job: Job) -> bool:
-    """Rank 0's decision, on every rank."""
-    flag = torch.tensor([decision], device=job.control_device)
-    dist.broadcast(flag, src=0)
-    return bool(flag.item())
+def agreed(number: int, device: str = "cpu") -> int:
+    """Rank 0's number, on every rank."""
+    shared = torch.tensor([number], device=device)
+    dist.broadcast(shared, src=0)
+    return int(shared.item())
 
 
 def warm_up(runners: Sequence[Steps], batch: Any, job: Job) -> None:
@@ -207,8 +196,21 @@ def warm_up(runners: Sequence[Steps], batch: Any, job: Job) -> None:
     start_s = time.monotonic()
     for done in range(1, FULL_WARMUP_STEPS + 1):
         one_round(runners, batch, order, job.world_size)
-        if agreed(done >= MIN_WARMUP_STEPS and time.monotonic() - start_s > 0.2 * job.seconds, job):
+        if agreed(done >= MIN_WARMUP_STEPS and time.monotonic() - start_s > 0.2 * job.seconds, job.control_device):
             break
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """No collection of garbage falls into what is timed."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def timed_rounds(runners: Sequence[Steps], batch: Any, job: Job, report: Report) -> np.ndarray:
@@ -217,23 +219,15 @@ def timed_rounds(runners: Sequence[Steps], batch: Any, job: Job, report: Report)
     shuffler = random.Random(job.seed)
     order = list(range(len(runners)))
     rounds: list[list[float]] = []
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    start_s = time.monotonic()
-    try:
-        finished = False
+    with no_collections():
+        start_s, finished = time.monotonic(), False
         while not finished:
             shuffler.shuffle(order)
             rounds.append(one_round(runners, batch, order, job.world_size))
-            # Only what this round made; no collection ever falls into a timed step.
-            gc.collect(0)
+            gc.collect(0)  # only what this round made
             elapsed_s = time.monotonic() - start_s
             report(elapsed_s, max(job.seconds, elapsed_s))
-            finished = agreed(enough(len(rounds), elapsed_s, job.seconds), job)
-    finally:
-        gc.enable()
-        gc.unfreeze()
+            finished = bool(agreed(enough(len(rounds), elapsed_s, job.seconds), job.control_device))
     return np.array(rounds).T
 
 

@@ -1,22 +1,20 @@
-"""What `torchddp` can do: one function per command."""
+"""What `torchddp` can do: its commands."""
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from torchddp.cli import diagnosis, doctor_report, simulate_command, trace_command, tune_command
-from torchddp.cli.bench_command import add_bench
+from torchddp.bench import cli as bench
+from torchddp.cli import doctor, simulate, trace, tune
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"torchddp {diagnosis.installed_version() or 'of unknown version (its metadata is not installed)'}")
+        typer.echo(f"torchddp {doctor.installed_version() or 'of unknown version (its metadata is not installed)'}")
         raise typer.Exit
 
 
@@ -32,34 +30,8 @@ def torchddp(
         typer.echo(context.get_help())
 
 
-@app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Say what was built, what is running, which transports work here, and what does not fit together.
-
-    \b
-    Transports are tried: processes of this machine reduce a tensor. Takes some seconds.
-    Exit code 0: everything fits. 1: the extension does not load, was built for another torch, Python or
-    CUDA, or a TORCHDDP_* variable has a value that is not allowed. A transport that can't be had here
-    is no error: the reason is printed.
-
-    \b
-    Examples:
-      torchddp doctor
-      python -m torchddp doctor          the same, of the Python that runs it
-      torchddp doctor --json | python -m json.tool
-      torchddp doctor || echo "this environment will not train"
-    """
-    found = diagnosis.diagnose()
-    if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=1))
-    else:
-        doctor_report.show(found, Console(highlight=False, soft_wrap=True))
-    raise typer.Exit(1 if found.problems else 0)
-
-
-add_bench(app)
-app.command(help=simulate_command.HELP)(simulate_command.simulate)
-app.command(help=trace_command.HELP)(trace_command.trace)
-app.command(help=tune_command.HELP)(tune_command.tune)
+app.command("doctor", help=doctor.HELP)(doctor.doctor)
+app.command("bench", help=bench.HELP)(bench.benchmark)
+app.command("simulate", help=simulate.HELP)(simulate.simulate)
+app.command("trace", help=trace.HELP)(trace.trace)
+app.command("tune", help=tune.HELP)(tune.tune)

@@ -1,12 +1,14 @@
 """Communication hooks: gradients that travel compressed. See docs/comm_hooks.md."""
 
-from torchddp.comm_hooks.cast_around import CastAround, cast_around_torch
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchddp.comm_hooks.composed import CastAround, PerParameter, cast_around_torch, without_norms_and_biases
+from torchddp.comm_hooks.elementwise import BF16, FP16, Cast, Int4, Int8, Sign, TopK
 from torchddp.comm_hooks.hook import CommHook
 from torchddp.comm_hooks.power_sgd import PowerSGD
-from torchddp.comm_hooks.quantized import BF16, FP16, Cast, Int4, Int8, Sign
-from torchddp.comm_hooks.resolve import NAMES, resolve
-from torchddp.comm_hooks.rules import PerParameter, without_norms_and_biases
-from torchddp.comm_hooks.top_k import TopK
 
 __all__ = [
     "BF16",
@@ -25,3 +27,39 @@ __all__ = [
     "resolve",
     "without_norms_and_biases",
 ]
+
+NAMES: dict[str, Callable[[], CommHook]] = {
+    "fp16": FP16,
+    "bf16": BF16,
+    "int8": Int8,
+    "int4": Int4,
+    "topk": TopK,
+    "powersgd": lambda: PowerSGD(clamp_rank=True),
+    "sign": Sign,
+}
+
+
+def resolve(spec: Any) -> tuple[Any, Callable[..., Any]]:
+    """The ``(state, hook)`` that ``register_comm_hook`` takes.
+
+    Args:
+        spec: a :class:`CommHook`; a name (of ``NAMES``, with default options; "powersgd" takes smaller ranks for small
+            matrices); a function ``hook(state, bucket)`` of torch's kind; or a pair of a state and such a function.
+
+    Raises:
+        ValueError: an unknown name. TypeError: anything else.
+    """
+    if isinstance(spec, str):
+        if spec.lower() not in NAMES:
+            raise ValueError(f"comm_hook must be one of {', '.join(map(repr, NAMES))} or a hook, got {spec!r}")
+        return None, NAMES[spec.lower()]()
+    if isinstance(spec, type) and issubclass(spec, CommHook):
+        raise TypeError(f"comm_hook takes a hook, not its class: write {spec.__name__}()")
+    if isinstance(spec, tuple) and len(spec) == 2 and callable(spec[1]):
+        return spec
+    if callable(spec):
+        return None, spec
+    raise TypeError(
+        "comm_hook must be a name, a hook of torchddp.comm_hooks, a function hook(state, bucket) or a pair (state, "
+        f"hook), got {spec!r}"
+    )

@@ -8,17 +8,14 @@ from torch import Tensor
 from torchddp.comm_hooks import formats
 from torchddp.comm_hooks.exchange import Exchange, shard_numel
 
-__all__ = ["server_shard", "sum_compressed", "sum_over_ranks"]
 
-
-def sum_over_ranks(exchange: Exchange, flat: Tensor, format: str | None) -> None:
-    """In place: the sum over all ranks of fp32 [n], the same bits on each; ``format``: "fp16", "bf16" or None
-    (exact)."""
+def sum_over_ranks(exchange: Exchange, flat: Tensor, format: str | None, scale: float = 1.0) -> None:
+    """In place: the sum of ``flat * scale`` over all ranks, fp32 [n], the same bits on each. No ``format``: exact."""
     if format is None:
-        exchange.sum_(flat)
+        exchange.sum_(flat if scale == 1.0 else flat.mul_(scale))
         return
     shard = exchange.sum_to_shards(flat)
-    sum_compressed(exchange, format, shard)
+    sum_compressed(exchange, format, shard, scale)
     exchange.gather_shards(flat, shard)
 
 
@@ -43,43 +40,14 @@ def sum_compressed(
     """
     if exchange.members == 1:
         flat.mul_(scale)
-    elif exchange.members == 2:
+        return
+    if exchange.members == 2:
         size = formats.compressed_bytes(format, flat.numel())
         message = _messages(flat, size, 1)[0]
         formats.compress(format, flat, message[:size], residual, scale)
-        first, second = exchange.gather(message).unbind()
-        formats.decompress(format, first[:size], flat)
-        formats.decompress(format, second[:size], flat, True)
-    else:
-        _sum_by_shards(exchange, format, flat, scale, residual, server_residual)
-
-
-def server_shard(exchange: Exchange, numel: int) -> tuple[int, int]:
-    """What this member sums of ``numel`` elements, as [begin, end); nothing where members send each other all."""
-    if exchange.members <= 2:
-        return 0, 0
-    return _shards(numel, exchange.members)[exchange.member]
-
-
-def _shards(numel: int, members: int) -> list[tuple[int, int]]:
-    size = shard_numel(numel, members)
-    return [(min(i * size, numel), min((i + 1) * size, numel)) for i in range(members)]
-
-
-def _messages(flat: Tensor, size: int, count: int) -> Tensor:
-    """uint8 [count, size, rounded up]: a message begins with fp32 scales, so each row begins where such a number
-    may."""
-    return torch.empty(count, -(-size // 4) * 4, dtype=torch.uint8, device=flat.device)
-
-
-def _sum_by_shards(
-    exchange: Exchange,
-    format: str,
-    flat: Tensor,
-    scale: float,
-    residual: Tensor | None,
-    server_residual: Tensor | None,
-) -> None:
+        for index, theirs in enumerate(exchange.gather(message).unbind()):
+            formats.decompress(format, theirs[:size], flat, index > 0)
+        return
     shards = _shards(flat.numel(), exchange.members)
     sizes = [formats.compressed_bytes(format, end - begin) for begin, end in shards]
     messages = _messages(flat, sizes[0], exchange.members)
@@ -95,3 +63,20 @@ def _sum_by_shards(
     formats.compress(format, total, answer[:size], server_residual, 1.0)
     for (begin, end), size, message in zip(shards, sizes, exchange.gather(answer).unbind(), strict=True):
         formats.decompress(format, message[:size], flat[begin:end])
+
+
+def server_shard(exchange: Exchange, numel: int) -> tuple[int, int]:
+    """What this member sums of ``numel`` elements, as [begin, end); nothing where members send each other all."""
+    if exchange.members <= 2:
+        return 0, 0
+    return _shards(numel, exchange.members)[exchange.member]
+
+
+def _shards(numel: int, members: int) -> list[tuple[int, int]]:
+    size = shard_numel(numel, members)
+    return [(min(i * size, numel), min((i + 1) * size, numel)) for i in range(members)]
+
+
+def _messages(flat: Tensor, size: int, count: int) -> Tensor:
+    """uint8 [count, size, rounded up to 4]: each row begins with fp32 scales, which must be aligned."""
+    return torch.empty(count, -(-size // 4) * 4, dtype=torch.uint8, device=flat.device)

@@ -1,19 +1,31 @@
-"""What compressors send: exact sums, and messages of bytes between the ranks or the hosts."""
+"""What compressors send: exact sums, and messages of bytes between the ranks or the hosts.
+
+Over process groups of their own, so that nothing else is sent in between.
+
+Note [Hosts]
+~~~~~~~~~~~~
+With several hosts, the ranks of one first sum exactly in the memory they share; each then owns a shard of the bucket,
+and only that is compressed and sent to the ranks in its place on the other hosts. What is lost to rounding is then
+lost once a host, not once a rank, and a byte crosses the link once. On one host every rank counts as a host, or
+nothing would be compressed.
+"""
 
 from __future__ import annotations
 
 import datetime
+import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _world
 
 from torchddp import _C
-from torchddp.comm_hooks.groups import make_groups
-from torchddp.transport import interruptible
+from torchddp.transport import interruptible, select
+from torchddp.transport.agreement import GroupExchange, align_group_counts, ranks_by
 
-__all__ = ["Exchange", "shard_numel"]
+logger = logging.getLogger(__name__)
 
 # Shards begin at multiples of it, if they are much larger: of every format's blocks.
 _ALIGNMENT = 1024
@@ -23,7 +35,7 @@ _SMALL_ALIGNMENT = 16
 class Exchange:
     """Collectives of one hook, over process groups of its own; called by its thread alone, on all ranks in one order.
 
-    Collective. All operations end within the time limit of the process group, with an error that torch raises.
+    Collective. All operations end within the process group's time limit, with an error of torch's.
 
     Args:
         process_group: the model's.
@@ -48,24 +60,46 @@ class Exchange:
         hierarchical: bool | str = "auto",
         timeout: datetime.timedelta | None = None,
     ) -> None:
-        groups = make_groups(process_group, device, hierarchical, timeout)
-        self.world_size: int = groups.everyone.size
-        self.rank: int = groups.everyone.rank
-        self._everyone, self._inner, self._outer = groups.everyone, groups.inner, groups.outer
+        # torch can make no group of the ranks of torchft's: nobody else may send over it during backward.
+        self.is_shared = process_group not in _world.pg_map
+        self.time_limit = timeout
+        self._inner: _C.Transport | None = None
+        if self.is_shared:
+            self._everyone: _C.Transport = _C.C10dTransport(process_group)
+            self._outer = process_group
+        else:
+            self.time_limit = timeout or select.group_timeout(process_group, device.type)
+            self._open_groups(process_group, device, hierarchical, self.time_limit)
+        self.world_size: int = self._everyone.size
+        self.rank: int = self._everyone.rank
         self.members: int = self._outer.size()
         self.member: int = self._outer.rank()
         self.places = 1 if self._inner is None else self._inner.size
         self.place = 0 if self._inner is None else self._inner.rank
-        self.is_shared = groups.is_shared
         self.process_group = process_group
         self._is_gloo = device.type == "cpu" and not self.is_shared
-        self.time_limit = groups.time_limit
         self.sent_bytes = 0
         interruptible.register(self)
 
+    def _open_groups(
+        self, process_group: Any, device: torch.device, hierarchical: bool | str, timeout: datetime.timedelta
+    ) -> None:
+        """For exact sums, and for the shards of ranks in one place on each host: see Note [Hosts]."""
+        ranks = dist.get_process_group_ranks(process_group)
+        align_group_counts(process_group)
+        own = self._outer = new_group(ranks, device, timeout)
+        self._everyone = select.open_transport("auto", own, device=device, timeout=timeout)
+        hosts = _hosts_to_sum_in(own, hierarchical)
+        if not hosts:
+            return
+        mine = next(host for host in hosts if own.rank() in host)
+        place = mine.index(own.rank())
+        inner_group = new_group([ranks[rank] for rank in mine], device, timeout, among_them=True)
+        self._outer = new_group([ranks[host[place]] for host in hosts], device, timeout, among_them=True)
+        self._inner = select.open_transport("auto", inner_group, device=device, timeout=timeout)
+
     @property
     def is_alone(self) -> bool:
-        """There is nobody to send anything to."""
         return self.world_size == 1
 
     def step_after(self, number: int) -> int:
@@ -90,15 +124,13 @@ class Exchange:
         """In place: the sum over all ranks of fp32 [n], the same bits on each."""
         self._all_reduce(self._everyone, flat)
 
-    def each_ranks(self, value: float, device: torch.device) -> list[float]:
-        """The numbers of all ranks, in rank order."""
+    def each_ranks(self, value: float, device: torch.device | None) -> list[float]:
         values = torch.zeros(self.world_size, dtype=torch.float64, device=device)
         values[self.rank] = value
         self._all_reduce(self._everyone, values)
         return list(values.tolist())
 
     def sum_in_host_(self, flat: Tensor) -> None:
-        """In place: the sum over the ranks of this host."""
         if self._inner is not None:
             self._all_reduce(self._inner, flat)
 
@@ -113,14 +145,12 @@ class Exchange:
     # --- shards of a host ---
 
     def host_shard(self, numel: int) -> tuple[int, int]:
-        """The part of ``numel`` elements that this rank owns in its host, as [begin, end); all ranks' are equally long,
-        so that the last may reach beyond the end."""
+        """What this rank owns of ``numel`` elements in its host, as [begin, end): all equally long, maybe beyond it."""
         size = shard_numel(numel, self.places)
         return self.place * size, (self.place + 1) * size
 
     def sum_to_shards(self, flat: Tensor) -> Tensor:
-        """This rank's part of the sum over its host: fp32 [n] -> [n / places, rounded up]. One rank a host:
-        ``flat``."""
+        """This rank's part of the host's sum: fp32 [n] -> [n / places, rounded up]. One rank a host: ``flat``."""
         if self._inner is None:
             return flat
         begin, end = self.host_shard(flat.numel())
@@ -165,3 +195,31 @@ def shard_numel(numel: int, count: int) -> int:
     """The length of each of ``count`` equal shards that cover ``numel`` elements."""
     alignment = _ALIGNMENT if numel >= 8 * count * _ALIGNMENT else _SMALL_ALIGNMENT
     return -(-numel // (count * alignment)) * alignment
+
+
+def new_group(ranks: list[int], device: torch.device, timeout: datetime.timedelta, among_them: bool = False) -> Any:
+    """A process group of these ranks of the default group, for tensors on ``device``. Collective among them."""
+    # Locally synchronised groups are named by how many groups a rank has; with all ranks that is not needed.
+    among_them = among_them or len(ranks) < dist.get_world_size()
+    backend = "gloo" if device.type == "cpu" else None
+    return dist.new_group(sorted(ranks), timeout=timeout, backend=backend, use_local_synchronization=among_them)
+
+
+def _hosts_to_sum_in(group: Any, hierarchical: bool | str) -> list[list[int]]:
+    """The ranks of each host, by their rank in the group; empty if every rank counts as a host."""
+    if hierarchical not in (True, False, "auto"):
+        raise ValueError(f"hierarchical must be True, False or 'auto', got {hierarchical!r}")
+    if hierarchical is False:
+        return []
+    hosts = list(ranks_by(GroupExchange(group).gather(_C.host_identity())).values())
+    sizes = [len(host) for host in hosts]
+    if max(sizes) == 1 or (hierarchical == "auto" and len(hosts) == 1):
+        return []
+    if len(set(sizes)) > 1:
+        if group.rank() == 0:
+            logger.warning(
+                "compressed gradients go from rank to rank, not from host to host: the hosts have %s ranks",
+                " and ".join(map(str, sizes)),
+            )
+        return []
+    return hosts

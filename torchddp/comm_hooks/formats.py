@@ -15,10 +15,9 @@ from torch import Tensor
 
 from torchddp import _C
 
-__all__ = ["FORMATS", "compress", "compressed_bytes", "decompress", "select_top_k"]
-
 # Elements that share a scale; None: no scales.
-FORMATS: dict[str, int | None] = {"fp16": None, "bf16": None, "int8": 256, "int4": 64, "sign": 1024}
+_BLOCKS = {"int8": 256, "int4": 64, "sign": 1024}
+FORMATS: dict[str, int | None] = {"fp16": None, "bf16": None, **_BLOCKS}
 _CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _LARGEST_CODE = {"int8": 127.0, "int4": 7.0}
 
@@ -26,12 +25,6 @@ _LARGEST_CODE = {"int8": 127.0, "int4": 7.0}
 def compressed_bytes(format: str, numel: int) -> int:
     """Bytes that ``numel`` fp32 values take in ``format``. ValueError for an unknown format."""
     return _C.compressed_bytes(format, numel)
-
-
-def num_blocks(format: str, numel: int) -> int:
-    """Scales in a message of ``numel`` values."""
-    block = FORMATS[format]
-    return 0 if block is None else -(-numel // block)
 
 
 def compress(format: str, source: Tensor, out: Tensor, residual: Tensor | None = None, scale: float = 1.0) -> None:
@@ -45,10 +38,8 @@ def compress(format: str, source: Tensor, out: Tensor, residual: Tensor | None =
         out: uint8 [compressed_bytes(format, n)], contiguous.
         residual: fp32 [n], updated in place; None: no error feedback.
     """
-    if source.device.type == "cpu":
-        _C.compress(format, source, out, residual, scale)
-    else:
-        compress_reference(format, source, out, residual, scale)
+    code = _C.compress if source.device.type == "cpu" else compress_reference
+    code(format, source, out, residual, scale)
 
 
 def decompress(format: str, data: Tensor, out: Tensor, accumulate: bool = False) -> None:
@@ -59,10 +50,8 @@ def decompress(format: str, data: Tensor, out: Tensor, accumulate: bool = False)
         out: fp32 [n], contiguous.
         accumulate: add to what ``out`` holds.
     """
-    if out.device.type == "cpu":
-        _C.decompress(format, data, out, accumulate)
-    else:
-        decompress_reference(format, data, out, accumulate)
+    decode = _C.decompress if out.device.type == "cpu" else decompress_reference
+    decode(format, data, out, accumulate)
 
 
 def select_top_k(
@@ -79,10 +68,8 @@ def select_top_k(
         values: fp32 [k], written.
         residual: fp32 [n], updated in place; None: what is not chosen is lost.
     """
-    if source.device.type == "cpu":
-        _C.select_top_k(source, k, indices, values, residual, scale)
-    else:
-        select_top_k_reference(source, k, indices, values, residual, scale)
+    select = _C.select_top_k if source.device.type == "cpu" else select_top_k_reference
+    select(source, k, indices, values, residual, scale)
 
 
 # --- the same in torch operators ---
@@ -91,7 +78,6 @@ def select_top_k(
 def compress_reference(
     format: str, source: Tensor, out: Tensor, residual: Tensor | None = None, scale: float = 1.0
 ) -> None:
-    """:func:`compress` in torch operators."""
     value = _with_residual(source, residual, scale)
     if format in _CASTS:
         out.view(_CASTS[format]).copy_(value)
@@ -108,14 +94,13 @@ def compress_reference(
 
 
 def decompress_reference(format: str, data: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    """:func:`decompress` in torch operators."""
     if format in _CASTS:
         value = data.view(_CASTS[format])
         out.add_(value) if accumulate else out.copy_(value)
         return
     numel = out.numel()
     scales, codes = _split(format, data, numel)
-    rows = _as_blocks(_decode_codes(format, codes, numel), FORMATS[format])
+    rows = _as_blocks(format, _decode_codes(format, codes, numel))
     value = (rows * scales[:, None]).view(-1)[:numel]
     out.add_(value) if accumulate else out.copy_(value)
 
@@ -123,7 +108,6 @@ def decompress_reference(format: str, data: Tensor, out: Tensor, accumulate: boo
 def select_top_k_reference(
     source: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None = None, scale: float = 1.0
 ) -> None:
-    """:func:`select_top_k` in torch operators."""
     value = _with_residual(source, residual, scale)
     order = torch.sort(value.abs(), descending=True, stable=True).indices[:k]  # to sort(), NaN is largest
     chosen = order.sort().values
@@ -139,22 +123,24 @@ def _with_residual(source: Tensor, residual: Tensor | None, scale: float) -> Ten
     return value if residual is None else value.add_(residual)
 
 
-def _as_blocks(value: Tensor, block: int | None) -> Tensor:
-    assert block is not None
-    padding = -value.numel() % block
-    return torch.nn.functional.pad(value, (0, padding)).view(-1, block)
+def _pad_to(value: Tensor, multiple: int) -> Tensor:
+    return torch.nn.functional.pad(value, (0, -value.numel() % multiple))
+
+
+def _as_blocks(format: str, value: Tensor) -> Tensor:
+    return _pad_to(value, _BLOCKS[format]).view(-1, _BLOCKS[format])
 
 
 def _split(format: str, data: Tensor, numel: int) -> tuple[Tensor, Tensor]:
     """Scales and codes of a message, as views."""
-    size = 4 * num_blocks(format, numel)
+    size = 4 * -(-numel // _BLOCKS[format])
     return data[:size].view(torch.float32), data[size:]
 
 
 def _encode_blocks(format: str, value: Tensor, out: Tensor) -> Tensor:
     """Writes scales and codes; which elements are in a block with NaN or Inf."""
     numel = value.numel()
-    rows = _as_blocks(value, FORMATS[format])
+    rows = _as_blocks(format, value)
     scales, codes = _split(format, out, numel)
     spoilt = ~torch.isfinite(rows).all(1)
     if format == "sign":
@@ -182,10 +168,6 @@ def _encode_blocks(format: str, value: Tensor, out: Tensor) -> Tensor:
             codes.copy_(nibbles[:, 0] | (nibbles[:, 1] << 4))
     scales.copy_(block_scales.masked_fill(spoilt, float("nan")))
     return spoilt.repeat_interleave(rows.shape[1])[:numel]
-
-
-def _pad_to(value: Tensor, multiple: int) -> Tensor:
-    return torch.nn.functional.pad(value, (0, -value.numel() % multiple))
 
 
 def _decode_codes(format: str, codes: Tensor, numel: int) -> Tensor:

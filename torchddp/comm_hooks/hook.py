@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchddp.comm_hooks.compressed_sum import sum_over_ranks
 from torchddp.comm_hooks.exchange import Exchange
 from torchddp.comm_hooks.layout import Layout, Piece, layout_of
 from torchddp.traffic import Traffic
 from torchddp.transport.worker import Worker
-
-__all__ = ["CommHook", "Setup"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GRACE_S = 5.0  # beyond the limit of a collective, for its thread to end
@@ -41,7 +40,6 @@ class Setup:
     sum_format: str | None = None
 
     def among(self, names: set[str]) -> "Setup":
-        """The same for some of the parameters."""
         return replace(self, parameters={n: p for n, p in self.parameters.items() if n in names})
 
 
@@ -61,10 +59,8 @@ class _Attachment:
 
     model: weakref.ReferenceType[Any]
     process_group: Any
-    exchange: Exchange
     names: dict[int, str]
-    shapes: dict[str, torch.Size]
-    device: torch.device
+    worker: Worker
     layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict)
 
 
@@ -72,14 +68,12 @@ class CommHook(abc.ABC):
     """Reduces gradients its own way; given to ``DistributedDataParallel(comm_hook=...)`` or ``register_comm_hook``.
 
     Every bucket becomes the average over all ranks, or what the method makes of it: the same bits on every rank (of
-    machines with equal CPUs or GPUs, where the method computes after the exchange). The work is done by a thread of the
-    hook's own, bucket after bucket, while backward goes on: Note [One thread per hook]. With one rank nothing is sent
-    and gradients stay as they are.
+    machines with equal CPUs or GPUs, where the method computes after the exchange). The hook's own thread does the
+    work while backward goes on: Note [One thread per hook]. With one rank gradients stay as they are.
 
     One hook belongs to one model, over the model's process group. Gradients may be fp32, bf16 or fp16; sums are in
-    fp32. A NaN or Inf in a gradient is visible in the average on all ranks, and gone with the next finite step. With
-    ``no_sync()`` nothing happens until the step that is synchronised. A copy (pickle, deepcopy) belongs to no model
-    yet.
+    fp32. A NaN or Inf in a gradient is in the average on all ranks, and gone with the next finite step. Under
+    ``no_sync()`` nothing happens. A copy (pickle, deepcopy) belongs to no model yet.
 
     Args:
         hierarchical: "auto": between hosts of equally many ranks, sum exactly inside each and compress only what hosts
@@ -94,22 +88,19 @@ class CommHook(abc.ABC):
         self.hierarchical = hierarchical
         self.timeout = timeout
         self._attachment: _Attachment | None = None
-        self._worker: Worker | None = None
         self._exchange: Any = None  # an Exchange, once attached
         self._step = _Step(0)
 
     # --- what a method must say ---
 
-    @abc.abstractmethod
     def _setup(self, setup: Setup) -> None:
-        """Called by :meth:`attach`, and again by :meth:`rebind` with another exchange: checks the parameters, keeps
-        what it needs. Collective."""
+        """Collective. In :meth:`attach`, and in :meth:`rebind` with another exchange: checks and keeps parameters."""
+        self._exchange, self._sum_format = setup.exchange, setup.sum_format
+        self._shapes = {name: p.shape for name, p in setup.parameters.items()}
+        self._device = next((p.device for p in setup.parameters.values()), None)
 
     def _follow(self, lead: int) -> None:  # noqa: B027  # most have nothing to make alike
-        """After :meth:`_setup` for another group of ranks, of which some may be new: makes alike what must be alike.
-
-        Collective. ``lead``: the rank to go by.
-        """
+        """Collective. After :meth:`_setup` for other ranks, some new: makes alike what must be, as ``lead`` has it."""
 
     @abc.abstractmethod
     def _reduce(self, piece: Piece) -> None:
@@ -134,6 +125,16 @@ class CommHook(abc.ABC):
     def _load_state(self, state: Mapping[str, Any]) -> None:
         """The way back; tensors of all parameters, by name."""
 
+    # --- for methods ---
+
+    def _average_exactly(self, flat: Tensor) -> None:
+        """In place: the average over all ranks, which travels as the setup says of exact sums."""
+        flat.mul_(1 / self._exchange.world_size)
+        sum_over_ranks(self._exchange, flat, self._sum_format)
+
+    def _named_state(self) -> dict[str, Any]:
+        return {"hook": type(self).__name__, **self._state()}
+
     # --- life ---
 
     def attach(self, model: Any) -> None:
@@ -154,104 +155,93 @@ class CommHook(abc.ABC):
             raise RuntimeError(f"this {type(self).__name__} hook belongs to another model: make one for each")
         parameters = _reduced_parameters(model)
         _check_parameters(parameters, model)
-        device = next(iter(parameters.values())).device
-        exchange = self._open_exchange(model, device)
-        self._setup(Setup(exchange, parameters, model.module))
-        self._attachment = _Attachment(
-            model=weakref.ref(model),
-            process_group=model.process_group,
-            exchange=exchange,
-            names={id(p): name for name, p in parameters.items()},
-            shapes={name: p.shape for name, p in parameters.items()},
-            device=device,
-        )
-        self._worker = Worker(f"torchddp {type(self).__name__}")
+        self._connect(model, parameters)
+        names = {id(p): name for name, p in parameters.items()}
+        worker = Worker(f"torchddp {type(self).__name__}")
+        self._attachment = _Attachment(weakref.ref(model), model.process_group, names, worker)
 
-    def _open_exchange(self, model: Any, device: torch.device) -> Exchange:
+    def _connect(self, model: Any, parameters: dict[str, nn.Parameter]) -> None:
         if (opens := getattr(model.process_group, "open_exchange", None)) is not None:  # a group with rules of its own
             exchange = opens(self)
         else:
+            device = next(iter(parameters.values())).device
             exchange = Exchange(model.process_group, device, self.hierarchical, self.timeout)
         if exchange.is_shared and (model.find_unused_parameters or getattr(model, "static_graph", False)):
             raise RuntimeError(
                 f"{type(self).__name__} would send over the process group over which unused parameters are found, and "
                 "torch can make no other of its ranks: use find_unused_parameters=False and static_graph=False"
             )
-        return exchange
+        self._setup(Setup(exchange, parameters, model.module))
 
     def rebind(self, model: Any) -> None:
         """Go on over the process group that the model has now. Collective among its ranks.
 
-        Called by ``_update_process_group()`` of torchddp's class; after torch's own, call it. What was held back stays,
-        by parameter, and is sent with the next steps; a rank that is new begins with zeros, and what a rank that is
-        gone held back is lost. Steps are counted on from the largest count of the ranks. The process groups of before
-        are left to ``destroy_process_group()``.
+        Called by ``_update_process_group()`` of torchddp's class; after torch's own, call it. What was held back is
+        sent with the next steps; new ranks begin with zeros, and what ranks that are gone held back is lost. Steps
+        count on from the ranks' largest count. The old process groups are left to ``destroy_process_group()``.
 
         Raises:
             RuntimeError: not attached to this model; a reduction of before that does not end.
         """
-        attachment, worker = self._attachment, self._worker
+        attachment = self._attachment
         owner = None if attachment is None else attachment.model()
-        if attachment is None or worker is None or owner is None or model is not owner:
+        if attachment is None or owner is None or model is not owner:
             raise RuntimeError(f"this {type(self).__name__} hook is not attached to the model: it can't follow it")
         # Each collective of before ends within its limit, and after one that failed no other begins.
-        limit = attachment.exchange.time_limit or dist.default_pg_timeout
-        if not worker.finish(limit.total_seconds() + _GRACE_S):
+        limit_s = (self._exchange.time_limit or dist.default_pg_timeout).total_seconds()
+        if not attachment.worker.finish(limit_s + _GRACE_S):
             raise RuntimeError(
-                f"{type(self).__name__} on rank {attachment.exchange.rank} still waits for ranks of its old process "
-                f"group, {limit.total_seconds():.0f} s after the step was given up"
+                f"{type(self).__name__} on rank {self._exchange.rank} still waits for ranks of its old process "
+                f"group, {limit_s:.0f} s after the step was given up"
             )
-        exchange = self._open_exchange(model, attachment.device)
-        parameters = _reduced_parameters(model)
-        self._setup(Setup(exchange, parameters, model.module))
+        self._connect(model, _reduced_parameters(model))
         # An error may have come between two ranks' ends of a step, and new ranks have made none.
-        steps = exchange.each_ranks(self._step.number, attachment.device)
+        steps = self._exchange.each_ranks(self._step.number, self._device)
         self._step = _Step(int(max(steps)))
         self._follow(steps.index(max(steps)))
-        attachment.process_group, attachment.exchange = model.process_group, exchange
-        self._worker = Worker(f"torchddp {type(self).__name__}")
+        attachment.process_group = model.process_group
+        attachment.worker = Worker(f"torchddp {type(self).__name__}")
 
     def close(self) -> None:
         """End the hook's thread. It starts again if another bucket comes."""
-        if self._worker is not None:
-            self._worker.close()
+        if self._attachment is not None:
+            self._attachment.worker.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_attachment": None, "_worker": None, "_exchange": None}
+        return {**self.__dict__, "_attachment": None, "_exchange": None}
 
     # --- a step ---
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """torch's signature; ``state`` is not used. The future holds the bucket's buffer with the averages."""
-        attachment, worker = self._attachment, self._worker
-        if attachment is None or worker is None:
+        attachment, exchange = self._attachment, self._exchange
+        if attachment is None:
             raise RuntimeError(f"{type(self).__name__} was not attached: call hook.attach(model) on all ranks first")
+        who = f"{type(self).__name__} on rank {exchange.rank}"
         model = attachment.model()
         if model is not None and model.process_group is not attachment.process_group:
             raise RuntimeError(
-                f"{type(self).__name__} on rank {attachment.exchange.rank} sends over the process group that it was "
-                "attached with, and the model has another one now: call hook.rebind(model) on all its ranks"
+                f"{who} sends over the process group that it was attached with, and the model has another one now: "
+                "call hook.rebind(model) on all its ranks"
             )
         flat = bucket.buffer()
-        layout = self._layout(attachment, bucket, flat)
-        step = self._count(attachment.exchange, bucket, flat)
-        if attachment.exchange.is_alone:
+        layout = self._layout(attachment, bucket, flat, who)
+        step = self._count(exchange, bucket, flat)
+        if exchange.is_alone:
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(flat)
             return done
-        label = f"{type(self).__name__} on rank {attachment.exchange.rank}, step {step.number}, bucket {bucket.index()}"
-        return worker.submit(
-            lambda: self._run(attachment.exchange, flat, layout, step), f"{label} ({layout.names()})", flat.device
-        )
+        label = f"{who}, step {step.number}, bucket {bucket.index()} ({layout.names()})"
+        return attachment.worker.submit(lambda: self._run(exchange, flat, layout, step), label, flat.device)
 
-    def _layout(self, attachment: _Attachment, bucket: dist.GradBucket, flat: Tensor) -> Layout:
+    def _layout(self, attachment: _Attachment, bucket: dist.GradBucket, flat: Tensor, who: str) -> Layout:
         if flat.is_sparse or flat.dtype not in _DTYPES:
             what = "sparse" if flat.is_sparse else str(flat.dtype)
             name = next((attachment.names.get(id(p), "?") for p in bucket.parameters()), "?")
             kind = RuntimeError if flat.is_sparse else TypeError
             raise kind(
-                f"{type(self).__name__} on rank {attachment.exchange.rank}: bucket {bucket.index()} (with {name}) has "
-                f"{what} gradients; it takes dense ones in float32, bfloat16 or float16"
+                f"{who}: bucket {bucket.index()} (with {name}) has {what} gradients; it takes dense ones in float32, "
+                "bfloat16 or float16"
             )
         key = (flat.numel(), *map(id, bucket.parameters()))
         if key not in attachment.layouts:
@@ -287,7 +277,7 @@ class CommHook(abc.ABC):
 
         Error feedback differs between ranks, so every rank must save its own; it is in units of gradient / world_size.
         """
-        return {"hook": type(self).__name__, "step": self._step.number, **self._state()}
+        return {"step": self._step.number, **self._named_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a :meth:`state_dict`, once attached; the model may have other buckets. Every rank loads its own.

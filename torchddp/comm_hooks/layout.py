@@ -1,14 +1,14 @@
-"""Where the gradients of a bucket lie in its flat memory."""
+"""Where the gradients of a bucket lie in its flat memory, and what compression has left out of them so far."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
-
-__all__ = ["Layout", "Piece", "Slot", "layout_of"]
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,8 @@ class Layout:
     @classmethod
     def packed(cls, slots: Sequence[Slot]) -> Layout:
         """The same parameters one after the other."""
-        packed, end = [], 0
-        for slot in slots:
-            packed.append(Slot(slot.name, end, slot.shape, slot.numel))
-            end += slot.numel
-        return cls(tuple(packed), end)
+        *offsets, end = accumulate((slot.numel for slot in slots), initial=0)
+        return cls(tuple(replace(slot, offset=offset) for slot, offset in zip(slots, offsets, strict=True)), end)
 
     def names(self) -> str:
         """For messages; the first few if there are many."""
@@ -64,10 +61,7 @@ class Layout:
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
     def clear_gaps(self, flat: Tensor, begin: int = 0) -> None:
-        """What belongs to no parameter to zero: compressors write to it, and the next step would send that.
-
-        ``flat``: elements from ``begin`` on, and perhaps more behind the end.
-        """
+        """Zeros what belongs to no parameter in ``flat``, elements from ``begin`` on: compressors write to it."""
         for first, last in self.gaps:
             flat[max(first - begin, 0) : max(last - begin, 0)].zero_()
         flat[max(self.numel - begin, 0) :].zero_()
@@ -98,3 +92,90 @@ def layout_of(bucket: torch.distributed.GradBucket, names: dict[int, str]) -> La
         offset = int(grad.storage_offset() - flat.storage_offset())
         slots.append(Slot(names[id(param)], offset, tuple(param.shape), int(param.numel())))
     return Layout(tuple(sorted(slots, key=lambda slot: slot.offset)), flat.numel())
+
+
+class Residuals:
+    """Error feedback: fp32 memory laid out as the buckets are, moved when the buckets change.
+
+    A rank holds all of a bucket's residual, or a part of it where ranks share the work. In a state dict it is by
+    name, in the parameter's shape, with zeros in what other ranks hold.
+    """
+
+    def __init__(self) -> None:
+        self._flats: dict[tuple[Layout, int, int], Tensor] = {}
+        # By parameter: the part of it that is held, flat, and where in the parameter that begins.
+        self._parts: dict[str, tuple[Tensor, int]] = {}
+
+    def of(
+        self, layout: Layout, like: Tensor, begin: int, end: int, add_parts: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        """Elements [begin, end) of the residual of these parameters: fp32 [end - begin], to be updated in place.
+
+        ``add_parts``: sums a tensor over the ranks that hold parts; collective. None: each rank holds all.
+        """
+        key = (layout, begin, end)
+        if key not in self._flats:
+            # With some room to spare: of a gradient's exact size it could take shared memory that awaits the gradient.
+            flat = torch.zeros(end - begin + 16, dtype=torch.float32, device=like.device)[: end - begin]
+            if any(slot.name in self._parts for slot in layout.slots):
+                flat[: max(0, layout.numel - begin)] = self._collect(layout, like, add_parts)[begin:end]
+            self._forget(layout)
+            self._flats[key] = flat
+            for slot in layout.slots:
+                first = min(max(slot.offset, begin), slot.end)
+                last = max(min(slot.end, end), first)
+                part = flat[first - begin : last - begin] if last > first else flat[:0]
+                self._parts[slot.name] = (part, first - slot.offset)
+        held = self._flats[key]
+        layout.clear_gaps(held, begin)
+        return held
+
+    def _collect(self, layout: Layout, like: Tensor, add_parts: Callable[[Tensor], None] | None) -> Tensor:
+        whole = torch.zeros(layout.numel, dtype=torch.float32, device=like.device)
+        for slot in layout.slots:
+            if slot.name in self._parts:
+                held, first = self._parts[slot.name]
+                begin = slot.offset + first
+                whole[begin : begin + held.numel()] = held
+        if add_parts is not None:
+            add_parts(whole)
+        return whole
+
+    def _forget(self, layout: Layout) -> None:
+        names = {slot.name for slot in layout.slots}
+        self._flats = {k: flat for k, flat in self._flats.items() if not any(s.name in names for s in k[0].slots)}
+
+    def state_dict(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+        """Copies by parameter name, fp32, in the parameter's shape."""
+        state = {}
+        for name, (held, first) in self._parts.items():
+            whole = torch.zeros(shapes[name].numel(), dtype=torch.float32, device=held.device)
+            whole[first : first + held.numel()] = held
+            state[name] = whole.view(shapes[name])
+        return state
+
+    def restart(
+        self, shapes: Mapping[str, torch.Size], device: torch.device | None, more: Residuals | None = None
+    ) -> None:
+        """Among other ranks: the same memory by name, with ``more`` added; zeros for the rest. All ranks have all."""
+        state = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in shapes.items()}
+        for residuals in (self, more):
+            for name, held in (residuals.state_dict(shapes) if residuals is not None else {}).items():
+                state[name] += held
+        self.load_state_dict(state, device)
+
+    def load_state_dict(self, state: Mapping[str, Tensor], device: torch.device | None = None) -> None:
+        """Go on from a :meth:`state_dict`, of whatever buckets."""
+        self._flats.clear()
+        self._parts = {n: (t.detach().to(device, torch.float32, copy=True).reshape(-1), 0) for n, t in state.items()}
+
+
+def check_names(state: Mapping[str, Tensor], shapes: Mapping[str, Any]) -> None:
+    """ValueError unless each tensor belongs to a parameter, and has its shape."""
+    for name, value in state.items():
+        if name not in shapes:
+            raise ValueError(f"the state has parameter {name!r}, which the model has not (or does not train)")
+        if value.shape != shapes[name]:
+            raise ValueError(
+                f"the state of {name!r} has shape {tuple(value.shape)}, the parameter {tuple(shapes[name])}"
+            )

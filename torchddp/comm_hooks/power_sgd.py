@@ -13,12 +13,7 @@ from torch import Tensor
 
 from torchddp.comm_hooks.compressed_sum import sum_over_ranks
 from torchddp.comm_hooks.hook import CommHook, Setup
-from torchddp.comm_hooks.layout import Layout, Piece, Slot
-from torchddp.comm_hooks.orthogonal import orthonormal
-from torchddp.comm_hooks.quantized import check_names
-from torchddp.comm_hooks.residuals import Residuals
-
-__all__ = ["PowerSGD"]
+from torchddp.comm_hooks.layout import Layout, Piece, Residuals, Slot, check_names
 
 
 @dataclass(frozen=True)
@@ -105,26 +100,28 @@ class PowerSGD(CommHook):
         self._splits: dict[Layout, _Split] = {}
 
     def _setup(self, setup: Setup) -> None:
-        self._exchange, self._sum_format = setup.exchange, setup.sum_format
-        self._shapes = {name: p.shape for name, p in setup.parameters.items()}
-        self._device = next((p.device for p in setup.parameters.values()), None)
+        super()._setup(setup)
         for name, shape in self._shapes.items():
             if len(shape) < 2 or 0 in shape or self.clamp_rank:
                 continue
-            rows, columns = _as_matrix(shape)
-            if self.rank > min(rows, columns):
+            rows, columns, rank = self._as_matrix(shape)
+            if self.rank > rank:
                 raise ValueError(
                     f"PowerSGD(rank={self.rank}): parameter {name!r} of shape {tuple(shape)} is a matrix of {rows} x "
-                    f"{columns}; use a rank of at most {min(rows, columns)}, clamp_rank=True, or PerParameter to leave "
+                    f"{columns}; use a rank of at most {rank}, clamp_rank=True, or PerParameter to leave "
                     "it out"
                 )
+
+    def _as_matrix(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Rows, columns, and the columns of P and Q."""
+        rows, columns = (shape[0], _numel(shape[1:])) if len(shape) > 1 else (1, _numel(shape))
+        return rows, columns, min(self.rank, rows, columns)
 
     # --- a step ---
 
     def _reduce(self, piece: Piece) -> None:
         if piece.step <= self.start_step:  # steps count from 1 here
-            piece.flat.mul_(1 / self._exchange.world_size)
-            sum_over_ranks(self._exchange, piece.flat, self._sum_format)
+            self._average_exactly(piece.flat)
             return
         split = self._split(piece.layout)
         whole = piece.flat.mul_(1 / self._exchange.world_size)
@@ -142,21 +139,31 @@ class PowerSGD(CommHook):
         rights = self._sum_rights(split, matrices, lefts, poisoned)
         for batch, matrix, left, right, bad in zip(split.batches, matrices, lefts, rights, poisoned, strict=True):
             # A sum of finite numbers may still have overflowed.
-            bad = bad | ~torch.isfinite(right).all(-1).all(-1)
-            self._finish(batch, piece, residual, matrix, left @ right.mT, right, bad.tolist())
+            poisoned_now = (bad | ~torch.isfinite(right).all(-1).all(-1)).tolist()
+            average = left @ right.mT
+            for index, slot in enumerate(batch.slots):
+                values = piece.slot(slot).view(batch.rows, batch.columns)
+                if poisoned_now[index]:
+                    values.fill_(float("nan"))  # and what was left out before stays as it was
+                    continue
+                if residual is not None:
+                    left_out = residual[slot.offset : slot.end].view(batch.rows, batch.columns)
+                    torch.sub(matrix[index], average[index], alpha=1 / self._exchange.world_size, out=left_out)
+                values.copy_(average[index])
+                if self.warm_start:
+                    self._factors[slot.name] = right[index].clone()
 
     def _split(self, layout: Layout) -> _Split:
         if layout not in self._splits:
-            by_shape: dict[tuple[int, int], list[Slot]] = {}
+            by_shape: dict[tuple[int, int, int], list[Slot]] = {}
             plain = []
             for slot in layout.slots:
-                rows, columns = _as_matrix(slot.shape)
-                rank = min(self.rank, rows, columns)
+                rows, columns, rank = self._as_matrix(slot.shape)
                 if (rows + columns) * rank * self.min_compression_rate < rows * columns:
-                    by_shape.setdefault((rows, columns), []).append(slot)
+                    by_shape.setdefault((rows, columns, rank), []).append(slot)
                 else:
                     plain.append(slot)
-            batches = tuple(_Batch(*shape, min(self.rank, *shape), tuple(slots)) for shape, slots in by_shape.items())
+            batches = tuple(_Batch(*shape, tuple(slots)) for shape, slots in by_shape.items())
             self._splits[layout] = _Split(batches, tuple(plain))
         return self._splits[layout]
 
@@ -189,45 +196,22 @@ class PowerSGD(CommHook):
         self, split: _Split, matrices: list[Tensor], lefts: list[Tensor], poisoned: list[Tensor]
     ) -> list[Tensor]:
         """Q of all matrices; zero for those with NaN or Inf on any rank."""
-        parts = []
-        for matrix, left, bad in zip(matrices, lefts, poisoned, strict=True):
-            parts.append((matrix.mT @ left).masked_fill_(bad[:, None, None], 0.0))
-        if not parts:
+        if not matrices:
             return []
+        each = zip(matrices, lefts, poisoned, strict=True)
+        parts = [(matrix.mT @ left).masked_fill_(bad[:, None, None], 0.0) for matrix, left, bad in each]
         message = _pack(parts, parts[0])
         sum_over_ranks(self._exchange, message, self._sum_format)
         rights = message.split([_numel(batch.q_shape) for batch in split.batches])
         return [right.view(batch.q_shape) for right, batch in zip(rights, split.batches, strict=True)]
-
-    def _finish(
-        self,
-        batch: _Batch,
-        piece: Piece,
-        residual: Tensor | None,
-        matrix: Tensor,
-        average: Tensor,
-        right: Tensor,
-        poisoned: Sequence[bool],
-    ) -> None:
-        for index, slot in enumerate(batch.slots):
-            values = piece.slot(slot).view(batch.rows, batch.columns)
-            if poisoned[index]:
-                values.fill_(float("nan"))  # and what was left out before stays as it was
-                continue
-            if residual is not None:
-                left_out = residual[slot.offset : slot.end].view(batch.rows, batch.columns)
-                torch.sub(matrix[index], average[index], alpha=1 / self._exchange.world_size, out=left_out)
-            values.copy_(average[index])
-            if self.warm_start:
-                self._factors[slot.name] = right[index].clone()
 
     # --- other ranks ---
 
     def _follow(self, lead: int) -> None:
         """Every rank goes on with the factors of the leading one: P is summed for one Q, the same on all."""
         for name, shape in self._shapes.items():
-            rows, columns = _as_matrix(shape)
-            factor = torch.zeros(columns * min(self.rank, rows, columns) + 1, device=self._device)
+            _, columns, rank = self._as_matrix(shape)
+            factor = torch.zeros(columns * rank + 1, device=self._device)
             if self._exchange.rank == lead and name in self._factors:
                 factor[:-1], factor[-1] = self._factors[name].reshape(-1), 1.0
             self._exchange.sum_(factor)
@@ -237,12 +221,10 @@ class PowerSGD(CommHook):
                 self._factors.pop(name, None)
 
     def carried_state(self) -> dict[str, Any]:
-        """Q, by parameter."""
         return {"factors": {name: factor.clone() for name, factor in self._factors.items()}}
 
     def start_over(self, state: Mapping[str, Any] | None = None) -> None:
-        """Without residuals, and with the given Q. (Any Q will do, and another one on each rank too: P is then of a
-        sum of other projections, and what is left out is fed back as ever. From the next step on Q is that of all.)"""
+        """Without residuals, with the given Q. Any will do, also another on each rank: the next is that of all."""
         self._residuals = Residuals()
         factors = {} if state is None else state["factors"]
         self._factors = {name: f.detach().to(self._device, copy=True) for name, f in factors.items()}
@@ -258,19 +240,11 @@ class PowerSGD(CommHook):
         for name, factor in state["factors"].items():
             if name not in self._shapes:
                 raise ValueError(f"the state has parameter {name!r}, which the model has not (or does not train)")
-            rows, columns = _as_matrix(self._shapes[name])
-            expected = (columns, min(self.rank, rows, columns))
-            if tuple(factor.shape) != expected:
+            if tuple(factor.shape) != (expected := self._as_matrix(self._shapes[name])[1:]):
                 raise ValueError(f"the state of {name!r} has a factor of {tuple(factor.shape)}, this hook {expected}")
         self._residuals.load_state_dict(state["residual"], self._device)
         self._factors = {n: f.detach().to(self._device, copy=True) for n, f in state["factors"].items()}
         self.seed = int(state["seed"])
-
-
-def _as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    if len(shape) < 2:
-        return 1, _numel(shape)
-    return shape[0], _numel(shape[1:])
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -284,3 +258,15 @@ def _gather(flat: Tensor, batch: _Batch) -> Tensor:
 
 def _pack(parts: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts]) if parts else like.new_empty(0)
+
+
+def orthonormal(matrices: Tensor) -> Tensor:
+    """Orthonormal columns that span at least those of ``matrices``: fp32 [..., n, r], n >= r, finite -> the same shape.
+
+    By Householder reflections in fp64, which need no division by a norm that may be zero: columns that depend on
+    others, or are zero, get directions of their own instead of NaN. Columns are scaled first, so that tiny ones count.
+    """
+    wide = matrices.double()
+    peak = wide.abs().amax(-2, keepdim=True)
+    wide = wide / peak.masked_fill(peak == 0, 1.0)
+    return torch.linalg.qr(wide).Q.float()

@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed._composable import contract
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from torchddp.composable import arguments
 from torchddp.composable.engine import ReplicateEngine
-from torchddp.composable.module import NAME, forget, make_replicated, state_of
-from torchddp.composable.precision import ParameterCast, reduce_in, wire_dtype_of
-from torchddp.composable.state import ReplicateState
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from torchddp.composable.module import (
+    NAME,
+    ReplicateModule,
+    ReplicateState,
+    find_state,
+    forget,
+    make_replicated,
+    state_of,
+)
+from torchddp.composable.precision import ParameterCast, reduce_in
+from torchddp.ddp.model import is_dtensor
+from torchddp.ddp.module import DistributedDataParallel
 
 M = TypeVar("M", bound=torch.nn.Module)
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DistributedDataParallel looks for names
+# Of DistributedDataParallel's, with what stands in their place.
+_INSTEAD = {
+    "device_mesh": "mesh=",
+    "process_group": "mesh=",
+    "mixed_precision": "mp_policy=",
+    "device_ids": "device_id=",
+    "output_device": "no argument: outputs stay where the module makes them",
+    "dim": "no argument: it was for several devices a process",
+    "check_reduction": "no argument: it is deprecated and does nothing",
+    "broadcast_buffers": "forward_sync_buffers=",
+    "delay_all_reduce_named_params": "ignored_params= and a reduction of your own",
+    "param_to_hook_all_reduce": "ignored_params= and a reduction of your own",
+}
+_OPTIONS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", *_INSTEAD}
 
 
 def replicate(
@@ -36,11 +59,10 @@ def replicate(
 ) -> M:
     """Data parallelism as :class:`torchddp.DistributedDataParallel` does it, by hooks in the place of a wrapper.
 
-    ``module`` itself is returned: names of parameters, keys of its state dict and its attributes stay, ``isinstance``
-    of its class holds, and its parameters are the same objects, so an optimizer may be made before or after. It is a
-    :class:`torchddp.composable.ReplicateModule` too, with ``set_requires_gradient_sync`` and ``no_sync``. Modules
-    inside that are replicated or sharded by themselves already are left to that. A copy (deepcopy, pickle) is a module
-    of the original class, which is not replicated.
+    Returns ``module`` itself: names, state dict keys, attributes and ``isinstance`` stay, and so do the parameter
+    objects: an optimizer may be made before or after. It is a :class:`torchddp.composable.ReplicateModule` too, with
+    ``set_requires_gradient_sync`` and ``no_sync``. Modules inside that are replicated or sharded already are left to
+    that. A copy (deepcopy, pickle) is a module of the original class, not replicated.
 
     Collective, and so are forwards and backwards where those of DistributedDataParallel are.
 
@@ -67,17 +89,17 @@ def replicate(
 
     The idea and names are those of torch's ``torch.distributed._composable.replicate`` and ``fully_shard``.
     """
-    arguments.check_options(options)
-    arguments.check_module(module)
+    _check_options(options)
+    _check_module(module)
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}")
-    group = arguments.group_of(mesh)
-    left_out, left_out_names = arguments.left_to_others(module, ignored_modules, ignored_params)
+    group = _group_of(mesh)
+    left_out, left_out_names = _left_to_others(module, ignored_modules, ignored_params)
     parameters = {name: p for name, p in module.named_parameters() if id(p) not in left_out}
-    arguments.check_parameters(module, parameters, mesh, dist.get_rank())
-    sent_in = _differing_dtype(wire_dtype_of(policy), parameters.values())
-    arguments.check_wire_dtype(sent_in, options)
+    _check_parameters(module, parameters, mesh, dist.get_rank())
+    sent_in = _differing_dtype(policy.reduce_dtype or policy.param_dtype, parameters.values())
+    _check_wire_dtype(sent_in, options)
     with _ignoring(module, left_out_names):
         engine = ReplicateEngine(
             module, device_ids=_device_ids(device_id, parameters.values()), process_group=group, **options
@@ -106,8 +128,7 @@ def unreplicate(module: M) -> M:
     Raises:
         TypeError: the module is not replicated.
     """
-    state = state_of(module)
-    state.remove()
+    state_of(module).remove()
     forget(module)
     return module
 
@@ -150,3 +171,110 @@ def _ignoring(module: torch.nn.Module, names: set[str]) -> Iterator[None]:
             del module.__dict__[_IGNORED]
         else:
             module.__dict__[_IGNORED] = before
+
+
+# --- whether it can do what it is asked for, and with which ranks and parameters ---
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name in _INSTEAD:
+            raise TypeError(f"replicate() has no argument {name!r}: use {_INSTEAD[name]}")
+        if name not in _OPTIONS:
+            raise TypeError(f"replicate() has no argument {name!r}; its options are {', '.join(sorted(_OPTIONS))}")
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"replicate() wants one torch.nn.Module, got {type(module).__name__}")
+    kind = type(module).__name__
+    if isinstance(module, ReplicateModule):
+        raise RuntimeError(f"this {kind} is already replicated. torchddp.composable.unreplicate() undoes it.")
+    taken = {"fully_shard", "replicate"} & set(_get_registry(module) or ())
+    if taken:
+        raise RuntimeError(f"this {kind} was given to torch's {taken.pop()}() already, which reduces its gradients")
+    inner = next((name for name, m in module.named_modules() if isinstance(m, TorchDDP)), None)
+    if inner is not None:
+        where = f"contains a DistributedDataParallel ({inner!r})" if inner else "is a DistributedDataParallel"
+        raise RuntimeError(f"this {kind} {where}: its gradients would be reduced twice. Replicate the model inside.")
+    if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)) and (
+        type(module).forward in (torch.nn.Module.forward, torch.nn.ModuleList.forward, torch.nn.ModuleDict.forward)
+    ):
+        raise ValueError(
+            f"a {kind} has no forward, and what replicate() adds happens around it: replicate its members, or the "
+            "module that holds it"
+        )
+
+
+def _group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    if mesh is None:
+        return None
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+        raise ValueError(
+            f"replicate() wants a mesh of one dimension, the one that it replicates over; got one of shape "
+            f"{tuple(mesh.mesh.shape)} with dimensions {', '.join(names)}. Pass one of them, e.g. "
+            f"mesh[{names[0]!r}]"
+            + ("." if mesh.mesh_dim_names else ", after giving them names with init_device_mesh(mesh_dim_names=...).")
+        )
+    return mesh.get_group()
+
+
+def _left_to_others(
+    module: torch.nn.Module,
+    ignored_modules: Iterable[torch.nn.Module] | None,
+    ignored_params: Iterable[torch.nn.Parameter] | None,
+) -> tuple[set[int], set[str]]:
+    """Ids and all names of tensors that are ignored, or in modules inside that are replicated or sharded themselves."""
+    ignored = list(ignored_modules or ())
+    wrong = [type(m).__name__ for m in ignored if not isinstance(m, torch.nn.Module)]
+    if wrong:
+        raise TypeError(f"ignored_modules must be modules, got {', '.join(wrong)}")
+    own_way = [m for m in module.modules() if find_state(m) is not None or "fully_shard" in (_get_registry(m) or {})]
+    ids = {id(p) for p in ignored_params or ()}
+    for other in [*ignored, *own_way]:
+        ids |= {id(t) for t in [*other.parameters(), *other.buffers()]}
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return ids, {name for name, tensor in named if id(tensor) in ids}
+
+
+def _check_parameters(
+    module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], mesh: DeviceMesh | None, rank: int
+) -> None:
+    kind = type(module).__name__
+    if not any(p.requires_grad for p in parameters.values()):
+        raise RuntimeError(
+            f"this {kind} has no parameter that requires grad and is not ignored (rank {rank}): nothing to replicate"
+        )
+    on_meta = [name for name, p in parameters.items() if p.device.type == "meta"]
+    if on_meta:
+        raise RuntimeError(
+            f"{len(on_meta)} parameters of this {kind} are on the meta device, without values ({', '.join(on_meta[:4])}"
+            "): give them memory by module.to_empty(device=...) and initialise them, then replicate"
+        )
+    if mesh is not None:
+        elsewhere = sorted({p.device.type for p in parameters.values()} - {mesh.device_type})
+        if elsewhere:
+            raise ValueError(
+                f"the mesh is one of {mesh.device_type} devices, parameters of this {kind} are on "
+                f"{', '.join(elsewhere)}: move the module first, or make the mesh for its devices"
+            )
+    ranks = set(range(dist.get_world_size())) if mesh is None else set(mesh.mesh.flatten().tolist())
+    for name, parameter in parameters.items():
+        theirs = set(parameter.device_mesh.mesh.flatten().tolist()) if is_dtensor(parameter) else set()  # type: ignore[attr-defined]
+        if len(ranks & theirs) > 1:
+            raise ValueError(
+                f"parameter {name!r} is a DTensor over ranks {sorted(theirs)}, and replicate() is to average over "
+                f"ranks {sorted(ranks)}: they may have only one in common. Make a mesh of two dimensions and give one "
+                "to each: parallelize_module(module, mesh['tp'], ...), then replicate(module, mesh=mesh['dp'])"
+            )
+
+
+def _check_wire_dtype(wire_dtype: torch.dtype | None, options: Mapping[str, Any]) -> None:
+    """``wire_dtype``: what a policy wants gradients to be cast to on their way; None: nothing."""
+    for name in ("comm_hook", "wire_dtype") if wire_dtype is not None else ():
+        if options.get(name):
+            raise ValueError(
+                f"mp_policy reduces gradients in {wire_dtype} by a communication hook, which does not go with {name}=. "
+                "Give it a reduce_dtype= equal to the parameters' own dtype, which needs no hook."
+            )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchddp import _C
-from torchddp.ddp.local_tensors import is_dtensor, local_of
+from torchddp.ddp.model import is_dtensor, local_of
 
 GRADIENT_IS_LATE = 3  # callbacks in a row after which the reducer's own, which may queue another, has run
 
@@ -73,6 +73,10 @@ class LocalParameters:
             self.for_reducer.append(parameter)
         self._handles: list[Any] = []
 
+    def leaves(self) -> dict[int, torch.nn.Parameter]:
+        """By the id of the DTensor."""
+        return {id(pair.dtensor): pair.leaf for pair in self.pairs}
+
     def __bool__(self) -> bool:
         return bool(self.pairs)
 
@@ -80,9 +84,8 @@ class LocalParameters:
         """From now on the reducer hears of the DTensors' gradients."""
         weak = weakref.ref(reducer)
         for pair in self.pairs:
-            self._handles.append(
-                pair.dtensor.register_post_accumulate_grad_hook(_ready_hook(pair.index, pair.leaf, weak))
-            )
+            hook = _ready_hook(pair.index, pair.leaf, weak)
+            self._handles.append(pair.dtensor.register_post_accumulate_grad_hook(hook))
 
     def disconnect(self) -> None:
         for handle in self._handles:
@@ -113,7 +116,7 @@ class LocalParameters:
 
     def reached_from(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """For the search for unused parameters: tensors whose graphs lead to the leaves of those that are used."""
-        by_id = {id(pair.dtensor): pair.leaf for pair in self.pairs}
+        by_id = self.leaves()
         todo = [t.grad_fn for t in outputs if t.grad_fn is not None]
         seen = set(todo)
         reached = []

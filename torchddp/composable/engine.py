@@ -8,27 +8,40 @@ import torch
 from torch.nn.parallel.distributed import _find_tensors
 
 from torchddp.composable.dtensors import LocalParameters
-from torchddp.ddp.local_tensors import local_of
+from torchddp.ddp.model import local_of
 from torchddp.ddp.module import DistributedDataParallel
+from torchddp.ddp.session import ReducerPolicy, ReducerSession
+
+
+class ReplicatePolicy(ReducerPolicy):
+    """The reducer works on what this rank holds of DTensors."""
+
+    def __init__(self) -> None:
+        self.local = LocalParameters([])
+
+    def parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        self.local = LocalParameters(parameters)
+        return self.local.for_reducer
+
+    def opened(self, session: ReducerSession) -> None:
+        self.local.connect(session.reducer)
 
 
 class ReplicateEngine(DistributedDataParallel):
     """Never called: the hooks of the module that it was made for begin and end its forward."""
 
-    _local: LocalParameters
+    def __init__(self, module: torch.nn.Module, **options: Any) -> None:
+        self._policy = self._replicate = ReplicatePolicy()
+        super().__init__(module, **options)
 
-    def _ddp_init_helper(
-        self,
-        parameters: list[torch.Tensor],
-        expect_sparse_gradient: Any,
-        param_to_name_mapping: Any,
-        static_graph: bool,
-    ) -> None:
-        self._local = LocalParameters(parameters)
-        self._leaves = {id(pair.dtensor): pair.leaf for pair in self._local.pairs}
-        super()._ddp_init_helper(self._local.for_reducer, expect_sparse_gradient, param_to_name_mapping, static_graph)
-        self._reduced_ids |= {id(p) for p in parameters}
-        self._local.connect(self.reducer)
+    @property
+    def _local(self) -> LocalParameters:
+        return self._replicate.local
+
+    @property
+    def _leaves(self) -> dict[int, torch.nn.Parameter]:
+        """For communication hooks: what stands in a bucket for a DTensor."""
+        return self._local.leaves()
 
     def _assign_modules_buffers(self) -> None:
         super()._assign_modules_buffers()
@@ -60,16 +73,14 @@ class ReplicateEngine(DistributedDataParallel):
     def release(self) -> None:
         """Not collective. The module's backwards reduce nothing from now on."""
         self._local.disconnect()
-        self.reducer.remove_autograd_hooks()
-        if self._hang_monitor is not None:
-            self._hang_monitor.close()
-            self._hang_monitor = None
+        self.session.close()
+        self.observers.close()
 
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            f"rank {self._own_rank}: a module of torchddp.replicate() can't be used with join(), which wants to stand "
-            "around the loop with a wrapper in hand. Give all ranks the same number of batches (torchddp.sync has "
-            "even_batches for that), or wrap the model in torchddp.DistributedDataParallel."
+            f"rank {self.session.rank}: a module of torchddp.replicate() can't be used with join(), which wants to "
+            "stand around the loop with a wrapper in hand. Give all ranks the same number of batches (torchddp.sync "
+            "has even_batches for that), or wrap the model in torchddp.DistributedDataParallel."
         )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.utils import _apply_to_tensors
 
 
@@ -34,28 +33,23 @@ class ParameterCast:
     """
 
     def __init__(self, module: torch.nn.Module, parameters: Collection[torch.Tensor], dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        wanted = {id(p) for p in parameters if p.is_floating_point() and p.dtype != dtype}
+        self.dtype = dtype
+        self.active = False
         self.owners: list[_Owner] = []
+        wanted = {id(p) for p in parameters if p.is_floating_point() and p.dtype != dtype}
         for owner in module.modules():
             slots = {name: p for name, p in owner._parameters.items() if p is not None and id(p) in wanted}
             if slots:
-                self.owners.append(_Owner(owner, slots))
-        for entry in self.owners:
-            again = _RunAgain(self, entry)
-            entry.handles.append(entry.module.register_forward_pre_hook(again.begin, prepend=True))
-            entry.handles.append(entry.module.register_forward_hook(again.end, always_call=True))
-        self.active = False
+                self.owners.append(_Owner(self, owner, slots))
 
     def enter(self) -> None:
         """From now on the modules compute with copies, one of each parameter, also of one that several share."""
         self.active = True
         copies: dict[int, torch.Tensor] = {}
         for owner in self.owners:
-            owner.put(copies, self._dtype)
+            owner.put(copies, self.dtype)
 
     def leave(self) -> None:
-        """The modules have their parameters again."""
         for owner in self.owners:
             owner.restore()
         self.active = False
@@ -65,18 +59,19 @@ class ParameterCast:
             for handle in owner.handles:
                 handle.remove()
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
 
 class _Owner:
-    """A module with the parameters that are registered on itself."""
+    """A module with the parameters that are registered on itself, and hooks for a forward that is not the model's."""
 
-    def __init__(self, module: torch.nn.Module, slots: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, cast: ParameterCast, module: torch.nn.Module, slots: Mapping[str, torch.Tensor]) -> None:
         self.module = module
-        self.handles: list[Any] = []
+        self._cast = cast
         self._slots = slots
+        self._depth = 0  # of forwards that are run again
+        self.handles: list[Any] = [
+            module.register_forward_pre_hook(self.begin, prepend=True),
+            module.register_forward_hook(self.end, always_call=True),
+        ]
 
     def put(self, copies: dict[int, torch.Tensor], dtype: torch.dtype) -> None:
         registered: dict[str, Any] = self.module._parameters
@@ -96,43 +91,28 @@ class _Owner:
         if names is not None:
             self.module.__dict__["_flat_weights"] = [getattr(self.module, name, None) for name in names]
 
-
-class _RunAgain:
-    """The hooks of one owner, for a forward that is not part of the model's."""
-
-    def __init__(self, cast: ParameterCast, owner: _Owner) -> None:
-        self._cast = cast
-        self._owner = owner
-        self._depth = 0
-
     def begin(self, _module: torch.nn.Module, _args: Any) -> None:
         if not self._cast.active and in_backward():
             self._depth += 1
-            self._owner.put({}, self._cast.dtype)
+            self.put({}, self._cast.dtype)
 
     def end(self, _module: torch.nn.Module, _args: Any, _output: Any) -> None:
         if self._depth > 0:
             self._depth -= 1
             if self._depth == 0:
-                self._owner.restore()
+                self.restore()
 
     def __reduce__(self) -> tuple[Callable[[], _NoHook], tuple[()]]:
         return _NoHook, ()  # in a pickled copy of the module, which is not replicated
 
 
 class _NoHook:
-    """What is left of `_RunAgain` in a copy."""
+    """What is left of the hooks of an `_Owner` in a copy."""
 
-    def begin(self, _module: torch.nn.Module, _args: Any) -> None:
+    def begin(self, *_: Any) -> None:
         pass
 
-    def end(self, _module: torch.nn.Module, _args: Any, _output: Any) -> None:
-        pass
-
-
-def wire_dtype_of(policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """What gradients are reduced in; None: in the dtype of their parameters."""
-    return policy.reduce_dtype or policy.param_dtype
+    end = begin
 
 
 def reduce_in(dtype: torch.dtype) -> Callable[[dist.ProcessGroup, dist.GradBucket], torch.futures.Future[torch.Tensor]]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from torchddp import _C
-
-if TYPE_CHECKING:
-    from torchddp.ddp.ddp_construction import DDPConstruction
+from torchddp.ddp.session import ReducerSession
 
 _ENVIRONMENT = {
     "master_port": "MASTER_PORT",
@@ -51,7 +49,7 @@ class DDPLogger(dist.Logger):
     base holds one over a single number that never gets a gradient.
     """
 
-    def __init__(self, reducer: _C.Reducer, process_group: Any) -> None:
+    def __init__(self, reducer: _C.Reducer, process_group: dist.ProcessGroup) -> None:
         self._anchor = dist.Reducer([torch.zeros(1, requires_grad=True)], [[0]], [4], process_group)
         super().__init__(self._anchor)
         self._reducer = reducer
@@ -59,7 +57,7 @@ class DDPLogger(dist.Logger):
         self._fixed = DDPLoggingData()
         self._events = DDPLoggingData()
 
-    def rebind(self, process_group: Any) -> None:
+    def rebind(self, process_group: dist.ProcessGroup) -> None:
         """Let go of the old process group."""
         self._anchor._update_process_group(process_group)
         self._fixed.ints_map.update(world_size=process_group.size(), rank=process_group.rank())
@@ -67,8 +65,9 @@ class DDPLogger(dist.Logger):
     def set_sample_rate(self, sample_rate: int) -> None:
         self._sample_rate = sample_rate
 
-    def log_construction(self, ddp: DDPConstruction, parameters: list[Any]) -> None:
+    def log_construction(self, ddp: Any, session: ReducerSession) -> None:
         """Take down what does not change after construction."""
+        parameters = session.parameters
         # Groups that torch does not know (torchft's) have their own word for it.
         known = ddp.process_group in _world.pg_map
         backend = dist.get_backend(ddp.process_group) if known else ddp.process_group.name()
@@ -81,16 +80,18 @@ class DDPLogger(dist.Logger):
         environment = _ENVIRONMENT | (_NCCL_ENVIRONMENT if "nccl" in backend else {})
         strings.update({key: os.environ.get(variable, "N/A") for key, variable in environment.items()})
         strings["bucket_sizes"] = self._bucket_sizes()
-        strings["bucket_caps_bytes"] = ", ".join(map(str, ddp._bucket_caps_bytes))  # those in force; the last repeats
+        # Those in force; the last repeats.
+        strings["bucket_caps_bytes"] = ", ".join(map(str, session.bucket_caps_bytes))
         self._fixed.ints_map.update(
             world_size=ddp.process_group.size(),
             rank=ddp.process_group.rank(),
             output_device=-1 if ddp.output_device is None else ddp.output_device,
             broadcast_buffers=int(ddp.broadcast_buffers),
-            has_sync_bn=int(ddp._has_sync_batch_norm),
+            has_sync_bn=int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in ddp.module.modules())),
             bucket_cap_bytes=ddp.bucket_bytes_cap,
             find_unused_parameters=int(ddp.find_unused_parameters),
-            gradient_as_bucket_view=int(ddp._views_asked_for),  # what the user said; the next field is what is done
+            # What the user said, and what is done.
+            gradient_as_bucket_view=int(bool(session.options.gradient_as_bucket_view)),
             gradients_are_bucket_views=int(ddp.gradient_as_bucket_view),
             is_multi_device_module=int(ddp.is_multi_device_module),
             num_parameter_tensors=len(parameters),

@@ -1,14 +1,24 @@
-"""From what ranks say of themselves to who holds up whom. Pure: no process is looked at here, nothing is sent."""
+"""From what ranks say of themselves to who holds up whom, and the finding as text for a terminal and a file of JSON.
+
+No process is looked at here, and nothing is sent.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import secrets
+import tempfile
+import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from torchddp.diagnose import stacks
-from torchddp.diagnose.rank_state import GONE, STOPPED, RankState
+from torchddp.diagnose.rank_state import GONE, STOPPED, RankState, collective_in, user_part
+from torchddp.whole_file import write_whole
 
+FOLDER_ENV = "TORCHDDP_HANG_REPORT_DIR"
 _SHOWN_RANKS = 4
 _SHOWN_NAMES = 3
 # An exception explains a stall if it is not much older than the wait.
@@ -42,7 +52,7 @@ class Finding:
     @property
     def headline(self) -> str:
         """One sentence."""
-        waits = f"{ranks_text(self.waiting)} {_have(self.waiting)} waited {self.waited_s:.3g} s"
+        waits = f"{ranks_text(self.waiting)} {'has' if len(self.waiting) == 1 else 'have'} waited {self.waited_s:.3g} s"
         if not self.culprits:
             return f"{waits} for {self.waits_for}, and no rank is known to be missing: the network, or a rank's device?"
         shown = "; ".join(f"rank {culprit.rank} {culprit.why}" for culprit in self.culprits[:_SHOWN_RANKS])
@@ -81,10 +91,6 @@ def ranks_text(ranks: list[int]) -> str:
     parts = [part for run in runs for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(r) for r in run])]
     joined = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
     return f"rank{'s' if len(ranks) > 1 else ''} {joined}"
-
-
-def _have(ranks: list[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
 
 
 def _waits_for(state: RankState) -> str:
@@ -156,18 +162,13 @@ def _other_step(state: RankState, first: RankState, states: list[RankState]) -> 
 def _same_step(state: RankState, first: RankState) -> str:
     if state.armed and state.missing:
         bucket = first.bucket if first.bucket in state.missing else min(state.missing)
-        names = state.missing[bucket]
-        listed = ", ".join(names[:_SHOWN_NAMES])
-        if len(names) > _SHOWN_NAMES:
-            listed += f" and {len(names) - _SHOWN_NAMES} more"
-        text = f"has not produced {listed} (bucket {bucket} of {state.num_buckets}, step {state.step})"
+        where = f"bucket {bucket} of {state.num_buckets}, step {state.step}"
+        text = f"has not produced {_listed(state.missing[bucket])} ({where})"
         if state.backward == "failed":
             return f"{text}; it left backward with {_first_line(state.backward_error)}{_activity(state)}"
         if state.backward == "ended":
             every = [name for names in state.missing.values() for name in names]
-            more = f" and {len(every) - _SHOWN_NAMES} more" if len(every) > _SHOWN_NAMES else ""
-            told = f"; its backward ended without {', '.join(every[:_SHOWN_NAMES])}{more}"
-            return f"{text}{told}{_activity(state)}"
+            return f"{text}; its backward ended without {_listed(every)}{_activity(state)}"
         begun = "" if state.backward == "running" else "; its backward has produced none yet"
         return text + begun + _exception(state, first) + _activity(state)
     if state.phase == "forward":
@@ -189,14 +190,66 @@ def _exception(state: RankState, first: RankState) -> str:
 
 
 def _activity(state: RankState) -> str:
-    within = stacks.collective(state.stack)
+    within = collective_in(state.stack)
     if within:
         return f"; it is in {within}"
-    user = stacks.user_part(state.stack)
+    user = user_part(state.stack)
     if not user:
         return ""
     return f"; it is at {Path(user[-1].file).name}:{user[-1].line} in {user[-1].function}"
 
 
+def _listed(names: list[str]) -> str:
+    more = len(names) - _SHOWN_NAMES
+    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
 def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0][:200]
+
+
+# --- the report ---
+
+
+def report_text(finding: Finding, states: list[RankState], path: Path | None) -> str:
+    """The headline, where the culprits are, what is waited for, and the file with everything else."""
+    lines = [f"torchddp hang report: {finding.headline}"]
+    by_rank = {state.rank: state for state in states}
+    for culprit in finding.culprits[:_SHOWN_RANKS]:
+        state = by_rank[culprit.rank]
+        if state.who and state.answered:
+            lines.append(f"  rank {culprit.rank}: process {state.who['pid']} on {state.who['host']}")
+        lines += [f"    {frame}" for frame in user_part(state.stack)]
+    if finding.culprits:
+        lines.append(f"  what is waited for: {finding.waits_for}")
+    if path is not None:
+        lines.append(f"  all of it: {path}")
+    return "\n".join(lines)
+
+
+def report_json(finding: Finding, states: list[RankState], by: int) -> dict[str, Any]:
+    """What the file holds. ``by``: the rank that has written it."""
+    return {
+        "headline": finding.headline,
+        **asdict(finding),
+        "written_by": by,
+        "time": time.time(),
+        "ranks": [state.to_json() for state in states],
+    }
+
+
+def write_report(content: dict[str, Any]) -> Path | None:
+    """Into TORCHDDP_HANG_REPORT_DIR, or else the system's temporary folder; None where that can't be written.
+
+    For this user alone, and under a name that nobody can know before: it tells of the program and its exceptions.
+    """
+    folder = Path(os.environ.get(FOLDER_ENV) or tempfile.gettempdir())
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    where = f"rank{content['written_by']}-{os.getpid()}-step{content['step']}"
+    path = folder / f"torchddp-hang-{stamp}-{where}-{secrets.token_hex(4)}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(content, indent=1), mode=0o600)  # this process may be ended meanwhile
+    except OSError:
+        return None
+    return path

@@ -12,19 +12,17 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from torchddp import _C
-from torchddp.diagnose import last_exception
-from torchddp.diagnose.peer_failure import Failure, PeerFailedError
+from torchddp.diagnose.rank_state import note_exception
+from torchddp.errors import TransportError
 from torchddp.transport.board import Board
 from torchddp.transport.interruptible import interrupt_all, members_of
-from torchddp.transport.own_process import OwnProcess
-from torchddp.transport.watcher import Task, watch
-
-__all__ = ["fail_together"]
+from torchddp.transport.worker import OwnProcess, Task, watch
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +36,78 @@ _CAUSE_S = 1.0
 # How long a rank stays for the others to read what was posted: it may be the one with the store.
 _LINGER_S = 1.0
 _MOMENT_S = 0.02
+_MESSAGE_CHARACTERS = 2000
+_TRACEBACK_CHARACTERS = 8000
+# What torch's backends say when a peer's end of a connection is gone (gloo's errors have no type of their own), and how
+# communication hooks report an error of their thread.
+_PEER_WORDS = ("gloo", "connection closed", "connection reset", "ncclremoteerror", "broken pipe", "transporterror: ")
+
+
+class PeerFailedError(TransportError):
+    """The training loop of another rank has ended with an exception: see :func:`torchddp.fail_together`.
+
+    Attributes:
+        rank: the one that failed first, by its number in the context's process group.
+        exception_type: the name of the type of its exception.
+        message: what that exception said.
+        step: how many steps the model of that rank had begun; None: it had none.
+        remote_traceback: where it was raised there, as Python prints it.
+    """
+
+    def __init__(
+        self,
+        rank: int = -1,
+        exception_type: str = "",
+        message: str = "",
+        step: int | None = None,
+        remote_traceback: str = "",
+    ) -> None:
+        super().__init__(rank, exception_type, message, step, remote_traceback)
+        self.rank = rank
+        self.exception_type = exception_type
+        self.message = message
+        self.step = step
+        self.remote_traceback = remote_traceback
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PeerFailedError, self.args  # also of the class that is made to be raised in another thread
+
+    def __str__(self) -> str:
+        when = "" if self.step is None else f" at step {self.step}"
+        return f"rank {self.rank} failed{when}: {self.exception_type}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The same, as it is posted; see `PeerFailedError` for the fields."""
+
+    rank: int
+    exception_type: str
+    message: str
+    step: int | None
+    remote_traceback: str
+    is_consequence: bool  # of another rank's end, as far as this one knows
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, step: int | None) -> Failure:
+        """Of an exception that was just caught."""
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return cls(
+            rank=rank,
+            exception_type=type(error).__name__,
+            message=str(error)[:_MESSAGE_CHARACTERS],
+            step=step,
+            remote_traceback=trace[-_TRACEBACK_CHARACTERS:],
+            is_consequence=is_consequence(error),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For a `Board`."""
+        return asdict(self)
+
+    def error(self) -> PeerFailedError:
+        """To be raised on another rank."""
+        return PeerFailedError(self.rank, self.exception_type, self.message, self.step, self.remote_traceback)
 
 
 def fail_together(process_group: Any = None, *, grace_s: float | None = 3.0) -> FailTogether:
@@ -131,7 +201,7 @@ class FailTogether(_C.AsyncGate):
         if self._task is not None:
             self._task.close()
         if failure is None and error is not None and _is_failure(error):
-            last_exception.note(error, "the training loop")
+            note_exception(error, "the training loop")
             failure = self._tell(error)
         elif failure is not None:
             self._linger()
@@ -282,3 +352,11 @@ def _is_failure(error: BaseException) -> bool:
 def _step_of(process_group: Any) -> int | None:
     steps = [member.reducer.stats()["iteration"] for member in members_of(process_group) if hasattr(member, "reducer")]
     return max(steps, default=None)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether this is what a rank raises because another one is gone."""
+    if isinstance(error, TransportError | dist.DistError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in _PEER_WORDS)

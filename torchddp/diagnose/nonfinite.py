@@ -6,57 +6,59 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from torchddp import _C
+from torchddp.ddp.observers import StepObserver
+from torchddp.ddp.session import ReducerSession
+from torchddp.errors import NonFinite
 from torchddp.transport.board import Board
-from torchddp.transport.own_process import OwnProcess
-from torchddp.transport.watcher import Task, watch
+from torchddp.transport.worker import OwnProcess, Task, watch
 
-__all__ = ["NonFinite", "NonFiniteFinder", "check_choice"]
-
-logger = logging.getLogger("torchddp.ddp.module")
+logger = logging.getLogger("torchddp.distributed")
 
 LOOK_EVERY_S = 0.5
-RAISE = "raise"
 _LISTED = 8
 
 
-@dataclass(frozen=True)
-class NonFinite:
-    """A gradient of one rank, before it was averaged, that was not finite."""
-
-    step: int  # synchronised forwards, from 1
-    rank: int
-    parameter: str
-    count: int | None  # its elements (parts of complex ones) that are infinite or NaN; None: not counted, on a device
-
-    def __str__(self) -> str:
-        return f"'{self.parameter}'" + ("" if self.count is None else f" ({self.count} values)")
-
-
-def check_choice(choice: bool | str) -> None:
-    """ValueError unless ``find_nonfinite`` is False, True or "raise"."""
-    if choice not in (False, True, RAISE):
-        raise ValueError(f'find_nonfinite must be False, True or "raise", got {choice!r}')
-
-
-class NonFiniteFinder:
+class NonFiniteFinder(StepObserver):
     """Tells the log, and the other ranks, of what the reducer has found.
 
     Nothing is sent while all gradients are finite, and nothing here is collective: ranks post on a `Board`, whenever
-    they come to it, and rank 0 looks there now and then.
-
-    Args:
-        model: held weakly; what ends the looking is its end.
-        names: of the reducer's parameters.
-        process_group: None: keep to this rank (copies of a model, which one rank alone may make).
+    they come to it, and rank 0 looks there now and then. A copy of a model, which one rank alone may make, keeps to
+    itself.
     """
 
-    def __init__(self, model: Any, names: Sequence[str], rank: int, process_group: Any) -> None:
-        self._model = weakref.ref(model)
-        self._names = list(names)
-        self._rank = rank
+    def __init__(self, session: ReducerSession) -> None:
+        self._session = session
+        self._finds = _Finds(session)
+
+    def before_step(self) -> None:
+        """Tells what was found since the last one. Costs next to nothing if that is nothing."""
+        self._finds.look_here(self._session.reducer)
+
+    def on_group_change(self) -> None:
+        """Looks anew: the other ranks are others."""
+        self.close()
+        self._finds = _Finds(self._session)
+
+    def close(self) -> None:
+        """No more looking; what was found stays readable."""
+        self._finds.close()
+
+    def found(self) -> list[NonFinite]:
+        """What all ranks have posted, and this one has found, by step and rank."""
+        self.before_step()
+        return sorted((one for own in self._finds.by_rank() for one in own), key=lambda one: (one.step, one.rank))
+
+
+class _Finds:
+    """Of the ranks of one process group."""
+
+    def __init__(self, session: ReducerSession) -> None:
+        self._session = weakref.ref(session)  # whose end is that of the looking
+        self._names = [spec.name for spec in session.specs]
+        self._rank = session.rank
         self._lock = threading.Lock()
         self._home = OwnProcess()
         self._version = 0
@@ -65,20 +67,16 @@ class NonFiniteFinder:
         self._posted: object = None  # the last post that this rank has seen
         self._news = False
         self._told: set[tuple[int, int]] = set()  # rank and first step of what rank 0 has logged
-        self._board = self._open_board(process_group)
+        self._board = None if session.is_copy else self._open_board(session.process_group)
         self._task: Task | None = watch(self._look, LOOK_EVERY_S) if self._board is not None else None
 
     def close(self) -> None:
-        """No more looking; what was found stays readable."""
         if self._task is not None:
             self._task.close()
 
-    def look_here(self) -> None:
-        """Logs and posts what this rank has found since the last call. Costs next to nothing if that is nothing."""
-        model = self._model()
-        if model is None:
-            return
-        version = model.reducer.nonfinite_version()
+    def look_here(self, reducer: _C.Reducer) -> None:
+        """Logs and posts what this rank has found since the last call."""
+        version = reducer.nonfinite_version()
         if version == self._version or not self._home.is_here:
             return
         with self._lock:
@@ -87,19 +85,13 @@ class NonFiniteFinder:
             self._version = version
             self._own = [
                 NonFinite(step, self._rank, self._names[param], count if count >= 0 else None)
-                for step, param, count in model.reducer.nonfinite()
+                for step, param, count in reducer.nonfinite()
             ]
             self._warn()
             self._post()
 
-    def found(self) -> list[NonFinite]:
-        """What all ranks have posted, and this one has found, by step and rank."""
-        self.look_here()
-        everyone = [self._own] if self._board is None else [*self._read()]
-        return sorted((one for own in everyone for one in own), key=lambda one: (one.step, one.rank))
-
     def _open_board(self, process_group: Any) -> Board | None:
-        if process_group is None or process_group.size() == 1:
+        if process_group.size() == 1:
             return None
         try:
             return Board(process_group, "nonfinite")
@@ -131,8 +123,10 @@ class NonFiniteFinder:
         except RuntimeError as error:
             logger.warning("find_nonfinite: rank %d can't tell the others what it found: %s", self._rank, error)
 
-    def _read(self) -> list[list[NonFinite]]:
-        assert self._board is not None
+    def by_rank(self) -> list[list[NonFinite]]:
+        """Of all ranks that can be heard."""
+        if self._board is None:
+            return [self._own]
         try:
             posted = self._board.read_of_ranks("found")
         except RuntimeError:
@@ -147,10 +141,12 @@ class NonFiniteFinder:
     # --- by the watcher's thread ---
 
     def _look(self) -> None:
-        if self._model() is None:
+        session = self._session()
+        if session is None:
             self.close()
             return
-        self.look_here()
+        self.look_here(session.reducer)
+        del session
         if self._rank != 0 or self._board is None:
             return
         try:
@@ -165,7 +161,7 @@ class NonFiniteFinder:
             self._tell()
 
     def _tell(self) -> None:
-        starts = {(found[0].rank, found[0].step): found for found in self._read() if found}
+        starts = {(found[0].rank, found[0].step): found for found in self.by_rank() if found}
         news = {start: found for start, found in starts.items() if start not in self._told}
         self._told = set(starts)
         if not news:

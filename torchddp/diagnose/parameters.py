@@ -1,53 +1,55 @@
-"""Whether all ranks have the same parameters, bit for bit."""
+"""Whether all ranks have the same parameters, bit for bit: hashes, their comparison, and how a difference is told."""
 
 from __future__ import annotations
 
-import datetime
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C
-from torchddp.ddp.local_tensors import local_of
-from torchddp.diagnose.desync import Amount, find_difference, make_error
-from torchddp.diagnose.hashes import hash_tensors
+from torchddp.ddp.observers import StepObserver
+from torchddp.ddp.session import ReducerSession
 from torchddp.errors import DesyncError, TransportError
+from torchddp.transport.agreement import TransportExchange
+
+_AT_ONCE = 4 * 2**20  # elements: 128 MiB of memory for a part
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PLACE, _FIRST, _SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-class ParameterCheck:
-    """Every so many synchronised steps of a model.
+class ParameterCheck(StepObserver):
+    """Compares parameters every ``check_parameters_every`` finished synchronised steps.
 
-    Args:
-        every: finished synchronised steps between two checks; ValueError if it is less than 1 or no integer.
+    Not under `join()`, where ranks make different numbers of steps; torch leaves it switched on after its end.
     """
 
-    def __init__(self, every: int) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(
-                f"check_parameters_every must be a number of steps, 1 or more, or None for no checks; got {every!r}"
-            )
-        self.every = every
+    def __init__(self, session: ReducerSession) -> None:
+        self._session = session
         self._last: int | None = 0  # finished steps at the last check; None: those of the next step
 
-    def restart(self) -> None:
-        """Ranks may have counted unevenly so far: all begin again at the next step."""
-        self._last = None
-
-    def before_step(self, model: Any) -> None:
-        """Collective every ``every`` steps, which are the same on all ranks. Raises DesyncError.
-
-        Not under `join()`, where ranks make different numbers of steps; torch leaves it switched on after its end.
-        """
-        if model._join_config.enable or (model.device_type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    def before_step(self) -> None:
+        """Collective every so many steps, which are the same on all ranks. Raises DesyncError."""
+        session = self._session
+        if session.joins:
+            self._last = None  # ranks may count unevenly from now on
+        every = session.options.check_parameters_every
+        if session.joins or not session.synchronises or every is None:
             return
-        finished = model.reducer.finished_steps
+        if session.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        finished = session.reducer.finished_steps
         if self._last is None:
             self._last = finished
-        if finished - self._last >= self.every:
+        if finished - self._last >= every:
             self._last = finished
-            check_parameters(model)
+            _check(session)
+
+    def on_group_change(self) -> None:
+        self._last = None  # ranks may have counted unevenly so far: all begin again at the next step
 
 
 def check_parameters(model: TorchDDP) -> None:
@@ -65,27 +67,30 @@ def check_parameters(model: TorchDDP) -> None:
         DesyncError: on all ranks: the first parameter that differs, on which ranks, by how much.
         TransportError: a peer is gone, or did not come in time.
     """
-    engine: Any = model
-    if not hasattr(getattr(model, "reducer", None), "finished_steps"):
+    session: Any = getattr(model, "session", None)
+    if not hasattr(getattr(session, "reducer", None), "finished_steps"):
         raise TypeError(f"check_parameters() wants a torchddp.DistributedDataParallel, got {type(model).__name__}")
-    ignored = engine.parameters_to_ignore
-    named = [(name, local_of(p)) for name, p in engine.module.named_parameters() if name not in ignored]
-    exchange = _Exchange(engine.reducer.transport, engine._wait_limit(), engine._reduced_params[0].device)
-    steps = engine.reducer.finished_steps
-    if exchange.size == 1:
+    _check(session)
+
+
+def _check(session: ReducerSession) -> None:
+    transport, steps = session.reducer.transport, session.reducer.finished_steps
+    if transport.size == 1:
         return
     try:
-        error = _find(named, exchange, steps)
+        error = _find(session, steps)
     except TransportError as failure:
         raise TransportError(
-            f"rank {exchange.rank}: comparing parameters with those of the other ranks after {steps} synchronised "
+            f"rank {transport.rank}: comparing parameters with those of the other ranks after {steps} synchronised "
             f"steps failed: {failure}"
         ) from failure
     if error is not None:
         raise error
 
 
-def _find(named: Sequence[tuple[str, torch.Tensor]], exchange: _Exchange, steps: int) -> DesyncError | None:
+def _find(session: ReducerSession, steps: int) -> DesyncError | None:
+    named = session.named_parameters()
+    exchange = TransportExchange(session.reducer.transport, int, session.device, session.wait_limit)
     hashes = hash_tensors([p for _, p in named])
     combined = _C.hash_tensor(torch.tensor(hashes, dtype=torch.int64))
     by_rank = exchange.gather([combined, len(named)])
@@ -104,46 +109,144 @@ def _find(named: Sequence[tuple[str, torch.Tensor]], exchange: _Exchange, steps:
         return None  # hashes of hashes that differ come from hashes that do
     name, parameter = named[difference.index]
     same_size = len({own[difference.index][1] for own in pairs}) == 1
-    amounts = exchange.measure(parameter, difference.reference_rank) if same_size else None
+    amounts = _measure(parameter, difference.reference_rank, session) if same_size else None
     described = f"{parameter.dtype} {list(parameter.shape)}"
     return make_error(difference, name, described, exchange.size, len(named), amounts, steps)
 
 
-class _Exchange:
-    """Messages between the ranks of a model, over its transport. All methods are collective."""
+def _measure(parameter: torch.Tensor, reference_rank: int, session: ReducerSession) -> list[Amount]:
+    """Collective. By rank: how far it is from the reference. Takes two copies of the parameter, and more."""
+    transport, device = session.reducer.transport, session.device
+    own = parameter.detach().contiguous().to(device)
+    own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
+    own = own.reshape(-1)
+    words = own.view(torch.uint8).clone()
+    work = transport.make_work()
+    transport.broadcast(words, reference_rank, work)
+    work.wait(session.wait_limit)
+    theirs = words.view(own.dtype)
+    same_bits = own.view(torch.uint8).view(-1, own.itemsize) == words.view(-1, own.itemsize)
+    elements = (~same_bits.all(dim=1)).sum()
+    apart = (own.double() - theirs.double()).abs()
+    apart = apart[apart.isfinite()]
+    largest = apart.max() if apart.numel() > 0 else apart.new_zeros(())
+    exchange = TransportExchange(transport, float, device, session.wait_limit)
+    return [Amount(int(count), most) for count, most in exchange.gather([float(elements), float(largest)])]
 
-    def __init__(self, transport: _C.Transport, timeout: datetime.timedelta, device: torch.device) -> None:
-        self.rank, self.size = transport.rank, transport.size
-        self._transport = transport
-        self._timeout = timeout
-        self._device = device
 
-    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """By rank: its numbers, as many on each, 64 bits."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        return self._gather(mine).tolist()
+# --- which differ, and how that is told ---
 
-    def measure(self, parameter: torch.Tensor, reference_rank: int) -> list[Amount]:
-        """By rank: how far it is from the reference. Takes two copies of the parameter, and more."""
-        own = parameter.detach().contiguous().to(self._device)
-        own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
-        own = own.reshape(-1)
-        words = own.view(torch.uint8).clone()
-        work = self._transport.make_work()
-        self._transport.broadcast(words, reference_rank, work)
-        work.wait(self._timeout)
-        theirs = words.view(own.dtype)
-        same_bits = own.view(torch.uint8).view(-1, own.itemsize) == words.view(-1, own.itemsize)
-        elements = (~same_bits.all(dim=1)).sum()
-        apart = (own.double() - theirs.double()).abs()
-        apart = apart[apart.isfinite()]
-        largest = apart.max() if apart.numel() > 0 else apart.new_zeros(())
-        found = self._gather(torch.stack([elements.double(), largest])).tolist()
-        return [Amount(int(count), largest) for count, largest in found]
 
-    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
-        everyone = torch.empty(self.size * mine.numel(), dtype=mine.dtype, device=mine.device)
-        work = self._transport.make_work()
-        self._transport.all_gather(everyone, mine, work)
-        work.wait(self._timeout)
-        return everyone.view(self.size, -1).cpu()
+@dataclass(frozen=True)
+class Difference:
+    """The first parameter that differs, in the order of registration."""
+
+    index: int
+    reference_rank: int  # one whose value the others are held against
+    ranks: tuple[int, ...]  # that have another
+    count: int  # parameters that differ in all
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How far a rank's parameter is from the reference."""
+
+    elements: int  # whose bits differ
+    largest: float  # difference, of those that are finite on both
+
+
+def find_difference(by_rank: Sequence[Sequence[object]]) -> Difference | None:
+    """From ``by_rank[rank][parameter]``, equal where the parameters are. The reference is what most ranks have.
+
+    Without a majority it is what rank 0 has.
+    """
+    differing = [index for index, values in enumerate(zip(*by_rank, strict=True)) if len(set(values)) > 1]
+    if not differing:
+        return None
+    values = [own[differing[0]] for own in by_rank]
+    most, votes = Counter(values).most_common(1)[0]
+    reference = most if votes * 2 > len(values) else values[0]
+    ranks = tuple(rank for rank, value in enumerate(values) if value != reference)
+    return Difference(differing[0], values.index(reference), ranks, len(differing))
+
+
+def make_error(
+    difference: Difference,
+    name: str,
+    parameter: str,
+    world_size: int,
+    num_parameters: int,
+    amounts: Sequence[Amount] | None,
+    steps: int,
+) -> DesyncError:
+    """The error of all ranks; `parameter` describes it, `amounts` are by rank, None where they were not found out."""
+    others = [rank for rank in range(world_size) if rank not in difference.ranks]
+    majority = len(others) * 2 > world_size
+    parts = []
+    largest = None
+    for rank, amount in ((rank, amounts[rank]) for rank in difference.ranks) if amounts is not None else ():
+        largest = amount.largest if largest is None else max(largest, amount.largest)
+        plural = "s" if amount.elements != 1 else ""
+        parts.append(f"rank {rank} in {amount.elements} element{plural}, by up to {amount.largest:.6g}")
+    told = f" ({'; '.join(parts)})" if parts else ""
+    verb = "differ" if len(difference.ranks) > 1 else "differs"
+    most = ", most of the ranks" if majority else ""
+    compared = f"{_ranks(difference.ranks)} {verb} from {_ranks(others)}{most}{told}"
+    text = (
+        f"Parameters are not the same on all ranks after {steps} synchronised steps: {difference.count} of "
+        f"{num_parameters} differ. The first is '{name}' ({parameter}): {compared}. Likely causes: a rank whose "
+        "optimizer, learning rate or gradient clipping is another, or that skipped a step; parameters that were "
+        "loaded, set or initialised on some ranks only; gradients changed after backward; results that depend on the "
+        "rank's hardware; a faulty machine. To go on, broadcast the parameters of a rank that is right, and its "
+        "optimizer's state."
+    )
+    return DesyncError(text, steps, name, difference.ranks, difference.count, largest)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# --- hashes: 64 bits of a tensor's bits, at the speed of memory ---
+
+
+@torch.no_grad()
+def hash_tensors(tensors: Sequence[torch.Tensor], *, by_operators: bool = False) -> list[int]:
+    """Of each tensor a hash of its bits in logical order: 0.0 and -0.0 differ, equal NaNs don't.
+
+    On the CPU a kernel does it. Elsewhere, or if ``by_operators``, torch's operators give another hash, with one wait
+    for each device.
+
+    Args:
+        tensors: strided, of any dtype. RuntimeError for others.
+    """
+    hashes = [0] * len(tensors)
+    sums: dict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise RuntimeError(f"tensor {index} has no memory to hash: got {tensor.layout} on {tensor.device}")
+        values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        if tensor.is_cpu and not by_operators:
+            hashes[index] = _C.hash_tensor(values)
+        else:
+            sums[tensor.device].append((index, _sum_of_words(values)))
+    for found in sums.values():
+        for (index, _), word in zip(found, torch.stack([total for _, total in found]).tolist(), strict=True):
+            # The length too: zeros at the end must count.
+            hashes[index] = _C.hash_tensor(torch.tensor([word, tensors[index].nbytes]))
+    return hashes
+
+
+def _sum_of_words(values: torch.Tensor) -> torch.Tensor:
+    """A bijection (splitmix64) of each word, another one in each place, and the sum: 0-d int64, on the device."""
+    real = torch.view_as_real(values) if values.is_complex() else values
+    words = real.reshape(-1).view(_WORDS[real.itemsize])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for begin in range(0, words.numel(), _AT_ONCE):
+        part = words[begin : begin + _AT_ONCE]
+        mixed = torch.arange(begin + 1, begin + 1 + part.numel(), dtype=torch.int64, device=values.device)
+        mixed.mul_(_PLACE).add_(part)
+        for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+            mixed.bitwise_xor_((mixed >> shift) & ((1 << (64 - shift)) - 1)).mul_(factor)  # as if unsigned
+        total += mixed.sum()
+    return total

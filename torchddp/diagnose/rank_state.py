@@ -1,14 +1,49 @@
-"""What a rank says of itself when ranks are asked why a reduction does not end."""
+"""What a rank says of itself when ranks are asked why a reduction does not end: its step, process, stack, exception."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
 
-from torchddp.diagnose.stacks import Frame
+import torch
 
-# Of `alive`, beside 'running': as another rank sees the process; '' if none could look.
+# Of `RankState.alive`, beside 'running': as another rank sees the process; '' if none could look.
 STOPPED, GONE = "stopped", "gone"
+_EXITING = 0x4  # PF_EXITING of the kernel
+
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_OWN = str(Path(__file__).parent.parent) + "/"
+_PYTHON = sysconfig.get_paths()["stdlib"] + "/"
+_MAX_FRAMES = 100
+_USER_FRAMES = 5
+
+_MAX_CHARS = 2000
+_PROGRAM = "the program"
+# By thread, None for what ended the program; and when. Without a lock, which a fork could leave taken.
+_noted: dict[int | None, tuple[float, dict[str, Any]]] = {}
+_hook_before: Any = None
+
+
+class Frame(NamedTuple):
+    """One frame; ``part`` is 'torch', 'torchddp', 'python' (its library) or 'user'. Lists of these go through JSON."""
+
+    file: str
+    line: int
+    function: str
+    part: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
 
 
 @dataclass
@@ -16,7 +51,7 @@ class RankState:
     """One rank at one moment. All but the first three are empty for a rank that has not answered.
 
     Attributes:
-        who: its process (`processes.identity`), or None if it never said.
+        who: its process (`process_identity`), or None if it never said.
         left: why it takes part no more, if it said so.
         step: synchronised forwards begun.
         phase: 'idle', 'forward', 'backward' or 'waiting'; '' if it has not answered.
@@ -25,7 +60,7 @@ class RankState:
         missing: by bucket index, the parameters without a gradient in this step.
         backward: 'none', 'running', 'ended' or 'failed'.
         error: what its reducer's last failed step said.
-        exception: `last_exception.last()` of the thread that trains; stack: of that thread.
+        exception: `last_exception` of the thread that trains; stack: of that thread.
         digest, parameters: of the names, shapes and dtypes of its parameters; the list only where ranks may differ.
     """
 
@@ -57,23 +92,159 @@ class RankState:
     def waits(self) -> bool:
         return self.phase == "waiting"
 
+    @classmethod
+    def from_status(cls, rank: int, status: dict[str, Any]) -> RankState:
+        """The part that a reducer knows: of its ``status()``."""
+        missing = {i: bucket["missing"] for i, bucket in enumerate(status["buckets"]) if bucket["missing"]}
+        same = {name: value for name, value in status.items() if name != "buckets"}
+        return cls(rank, missing=missing, **same)
+
     def to_json(self) -> dict[str, Any]:
         """Of types that JSON has."""
         return {**asdict(self), "missing": {str(i): names for i, names in self.missing.items()}}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RankState:
-        return cls(
-            **{
-                **values,
-                "missing": {int(i): names for i, names in values["missing"].items()},
-                "stack": [Frame(*frame) for frame in values["stack"]],
-            }
-        )
+        missing = {int(i): names for i, names in values["missing"].items()}
+        return cls(**{**values, "missing": missing, "stack": [Frame(*frame) for frame in values["stack"]]})
 
 
-def from_status(rank: int, status: dict[str, Any]) -> RankState:
-    """The part that a reducer knows: of its ``status()``."""
-    missing = {i: bucket["missing"] for i, bucket in enumerate(status["buckets"]) if bucket["missing"]}
-    same = {name: value for name, value in status.items() if name != "buckets"}
-    return RankState(rank, missing=missing, **same)
+# --- processes, as the kernel of their host tells ---
+
+
+def process_identity() -> dict[str, Any]:
+    """``{"host", "pid", "kernel", "started"}`` of this one. Ranks with one ``kernel`` see each other in /proc."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "kernel": _kernel(), "started": _stat(os.getpid())[1]}
+
+
+def is_here(who: dict[str, Any]) -> bool:
+    """Whether that process is one of this host, whose /proc tells of it."""
+    return bool(who["kernel"]) and who["kernel"] == _kernel()
+
+
+def look_up(who: dict[str, Any] | None) -> str | None:
+    """'running', 'stopped' or 'gone'; None where this host can't tell (another host, or a process not known)."""
+    if who is None or not is_here(who):
+        return None
+    state, started, exits = _stat(who["pid"])
+    if started != who["started"] or state in "ZX" or exits:  # the number may belong to another process by now
+        return GONE
+    return STOPPED if state in "Tt" else "running"
+
+
+def _kernel() -> str:
+    """The boot and the namespace in which process numbers hold; empty where /proc does not tell."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _stat(pid: int) -> tuple[str, int, bool]:
+    """State and start time of a process, and whether it is being ended; ('X', 0, True) if there is none."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[19]), bool(int(fields[6]) & _EXITING)
+    return "X", 0, True
+
+
+# --- stacks ---
+
+
+def stack_of(thread_id: int) -> list[Frame]:
+    """Innermost last; empty if there is no such thread."""
+    frame: FrameType | None = sys._current_frames().get(thread_id)
+    found: list[Frame] = []
+    while frame is not None and len(found) < _MAX_FRAMES:
+        file = frame.f_code.co_filename
+        found.append(Frame(file, frame.f_lineno or 0, frame.f_code.co_name, _part(file)))
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _part(file: str) -> str:
+    if file.startswith(_OWN):
+        return "torchddp"
+    if file.startswith(_TORCH):
+        return "torch"
+    return "python" if file.startswith((_PYTHON, "<")) and "site-packages" not in file else "user"
+
+
+def user_part(stack: list[Frame]) -> list[Frame]:
+    """The innermost frames that are the user's own."""
+    return [frame for frame in stack if frame.part == "user"][-_USER_FRAMES:]
+
+
+def collective_in(stack: list[Frame]) -> str | None:
+    """'all_reduce, called from train.py:88', if the thread is in a collective of torch.distributed now."""
+    name, caller = None, None
+    for frame in reversed(stack):
+        if frame.part == "user":
+            caller = frame
+            break
+        if frame.file.endswith("torch/distributed/distributed_c10d.py"):
+            name = frame.function
+    if name is None:
+        return None
+    return f"{name}, called from {Path(caller.file).name}:{caller.line}" if caller else name
+
+
+# --- the last exception of training, kept as text ---
+
+
+def note_exception(error: BaseException, where: str) -> None:
+    """Remembers an exception that leaves training in this thread, in place of the one before; no frame is kept alive.
+
+    Args:
+        error: what was raised.
+        where: in what, e.g. ``"forward"``; ends the sentence "it left ... with ValueError".
+    """
+    _noted[None if where == _PROGRAM else threading.get_ident()] = (time.monotonic(), _describe(error, where))
+
+
+def last_exception(thread_id: int) -> dict[str, Any] | None:
+    """``{"type", "message", "where", "stack", "age_s"}`` of a thread's last exception, or None. From any thread.
+
+    One that it handles right now comes first; what ended the program counts as every thread's. ``stack`` is a list of
+    ``[file, line, function]``, innermost last, of where it was raised; ``age_s`` the seconds since it was noted.
+    """
+    handled = _handled_now(thread_id)
+    if handled is not None:
+        return {**_describe(handled, "handled"), "age_s": 0.0}
+    found = [noted for noted in (_noted.get(thread_id), _noted.get(None)) if noted is not None]
+    if not found:
+        return None
+    noted_at_s, told = max(found, key=lambda noted: noted[0])
+    return {**told, "age_s": time.monotonic() - noted_at_s}
+
+
+def note_uncaught() -> None:
+    """From now on also what ends the interpreter is noted; the hook that was there is called after. Once a process."""
+    global _hook_before
+    if sys.excepthook is not _excepthook:
+        _hook_before, sys.excepthook = sys.excepthook, _excepthook
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    try:
+        note_exception(error, _PROGRAM)
+    finally:
+        (_hook_before or sys.__excepthook__)(kind, error, where)
+
+
+def _handled_now(thread_id: int) -> BaseException | None:
+    current: Any = sys._current_exceptions().get(thread_id)
+    if isinstance(current, tuple):  # before Python 3.12: as sys.exc_info()
+        current = current[1]
+    # What ends a loop or the process is no news.
+    return None if isinstance(current, StopIteration | SystemExit) else current
+
+
+def _describe(error: BaseException, where: str) -> dict[str, Any]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return {
+        "type": type(error).__name__,
+        "message": str(error)[:_MAX_CHARS],
+        "where": where,
+        "stack": [[frame.filename, frame.lineno, frame.name] for frame in frames],
+    }

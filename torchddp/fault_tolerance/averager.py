@@ -8,10 +8,7 @@ import torch
 
 from torchddp.averaging.flat import DEFAULT_CAP_MB, plan_buckets
 from torchddp.averaging.parameters import ParamSource, named_parameters, problem_of
-from torchddp.fault_tolerance.manager_check import Manager, check_manager
-from torchddp.fault_tolerance.quorum import count_participants
-
-__all__ = ["PeriodicAverager"]
+from torchddp.fault_tolerance.manager import check_manager, count_participants
 
 
 class PeriodicAverager:
@@ -48,7 +45,7 @@ class PeriodicAverager:
 
     def __init__(
         self,
-        manager: Manager,
+        manager: Any,
         params: ParamSource,
         period: int,
         warmup_steps: int = 0,
@@ -65,10 +62,10 @@ class PeriodicAverager:
             raise problem
         self.step = 0
         self.period, self.warmup_steps = period, warmup_steps
-        self._manager: Any = manager
-        self._device = next(iter(named.values())).device
+        self._manager = manager
         self._buckets = plan_buckets(named, bucket_cap_mb)
 
+    @torch.no_grad()
     def average_parameters(self) -> bool:
         """Counts a step, and averages if it is due. Whether parameters were averaged.
 
@@ -78,18 +75,14 @@ class PeriodicAverager:
         step, self.step = self.step, self.step + 1
         if step < self.warmup_steps or (step - self.warmup_steps) % self.period:
             return False
-        return self._average()
-
-    @torch.no_grad()
-    def _average(self) -> bool:
         manager = self._manager
         manager.start_quorum()
         count_participants(manager)
-        flats, works = [], []
-        for bucket in self._buckets:
-            flats.append(torch.empty(bucket.numel, dtype=bucket.sum_dtype, device=self._device))
-            bucket.pack(flats[-1])
-            works.append(manager.allreduce(flats[-1]))
+        flats = [bucket.new_flat() for bucket in self._buckets]
+        works = []
+        for bucket, flat in zip(self._buckets, flats, strict=True):
+            bucket.pack(flat)
+            works.append(manager.allreduce(flat))
         for work in works:
             work.wait()  # False after an error, which the manager knows of
         if not manager.should_commit():  # brings a replica that heals its weights, before they are averaged

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from torchddp.comm_hooks import CommHook
-from torchddp.ddp import module
+from torchddp.ddp.module import DistributedDataParallel as DDP
 from torchddp.fault_tolerance import replica_state
-from torchddp.fault_tolerance.manager_check import Manager, check_manager
+from torchddp.fault_tolerance.manager import check_manager, count_participants
 from torchddp.fault_tolerance.manager_group import ManagerGroup
-from torchddp.fault_tolerance.options import check_options
 
-__all__ = ["DistributedDataParallel"]
+_TALK = "replicas come and go, and one that has just been restarted must be able to wrap its model alone"
+# Option: (values that are as good as leaving it out, the reason against others).
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "process_group": ((None,), "gradients go through the manager"),
+    "device_mesh": ((None,), "gradients go through the manager"),
+    "init_sync": ((False,), f"{_TALK}: torchft's Manager brings the weights (init_sync=True there)"),
+    "broadcast_buffers": ((None, False), f"no replica's buffers are the right ones: {_TALK}"),
+    "forward_sync_buffers": ((None, False), f"no replica's buffers are the right ones: {_TALK}"),
+    "transport": (("auto", "c10d"), "the manager's process group moves the gradients"),
+    "timeout": ((None,), "the manager's timeout holds: torchft.Manager(timeout=...)"),
+    "wire_dtype": ((None,), "the manager's process group sends gradients as they are"),
+    "mixed_precision": ((None,), "its communication hook averages over a fixed group; use torch.autocast"),
+    "delay_all_reduce_named_params": ((None,), "it reduces over a fixed group"),
+    "param_to_hook_all_reduce": ((None,), "it reduces over a fixed group"),
+    "skip_all_reduce_unused_params": ((False,), "a replica can't know alone that the others skip the same buckets"),
+    "stall_report_s": ((None, 0), "a replica that stalls is left behind by the quorum, after the manager's timeout"),
+    "check_parameters_every": ((None,), "it compares ranks of a fixed group"),
+}
 
 
-class DistributedDataParallel(module.DistributedDataParallel):
+class DistributedDataParallel(DDP):
     """`torchddp.DistributedDataParallel` under a ``torchft.Manager``: replicas may die and join between steps.
 
         manager = torchft.Manager(pg=torchft.ProcessGroupGloo(), min_replica_size=1, load_state_dict=..., ...)
@@ -57,22 +74,19 @@ class DistributedDataParallel(module.DistributedDataParallel):
             can be reached.
     """
 
-    def __init__(
-        self, manager: Manager, module: torch.nn.Module, *, carry_weights: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, manager: Any, module: torch.nn.Module, *, carry_weights: bool = False, **kwargs: Any) -> None:
         check_manager(manager, "DistributedDataParallel")
-        check_options(kwargs, module)
+        _check_options(kwargs, module)
         group = ManagerGroup(manager)
         options = {**kwargs, "broadcast_buffers": None, "forward_sync_buffers": False}
         super().__init__(module, **{**options, "process_group": group, "init_sync": False, "transport": "c10d"})
         self._manager_group = group
         self._has_rebuilt_buckets = True  # never: a replica that heals would keep the first ones
-        self.reducer.set_divisor(group.participants)
+        self.reducer.set_divisor(partial(count_participants, manager))
         replica_state.register(manager, self, weights=carry_weights)
 
     @property
     def manager(self) -> Any:
-        """The one that was given."""
         return self._manager_group.manager
 
     def _begin_step(self) -> None:
@@ -112,3 +126,25 @@ class DistributedDataParallel(module.DistributedDataParallel):
 
     def _refuse(self, what: str, why: str) -> NoReturn:
         raise RuntimeError(f"{what} is not for a model under a torchft Manager: {why}.")
+
+
+def _check_options(options: Mapping[str, Any], module: torch.nn.Module) -> None:
+    """ValueError for an option that can't be had under a manager, with the reason, and for sparse gradients."""
+    for name, value in options.items():
+        if name not in _REFUSED:
+            continue
+        allowed, reason = _REFUSED[name]
+        if not any(value is a or (type(value) is type(a) and value == a) for a in allowed):
+            raise ValueError(f"{name}={value!r} does not go with a torchft Manager: {reason}")
+    if options.get("bucket_cap_mb") == "auto":
+        raise ValueError(
+            "bucket_cap_mb='auto' does not go with a torchft Manager: a replica that heals has measured nothing, and "
+            "must have the buckets of the others. Give a number of MiB, or None."
+        )
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
+            raise ValueError(f"embedding {name!r} has sparse=True: torchft's all-reduce takes no sparse gradients")
+    if torch._dynamo.config.optimize_ddp == "python_reducer":
+        raise ValueError(
+            "torch._dynamo.config.optimize_ddp='python_reducer' reduces over a fixed group, past the manager"
+        )

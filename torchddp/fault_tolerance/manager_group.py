@@ -15,13 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchddp.comm_hooks import CommHook
-from torchddp.fault_tolerance.manager_check import Manager
-from torchddp.fault_tolerance.manager_exchange import ManagerExchange
-from torchddp.fault_tolerance.quorum import count_participants
-
-__all__ = ["ManagerGroup"]
+from torchddp.fault_tolerance.manager import count_participants
 
 _SUM = dist.ReduceOp.SUM
 
@@ -32,7 +29,7 @@ class ManagerGroup(dist.ProcessGroup):
     Attributes:
         sums_used: whether maps of used parameters are summed over the replicas. Otherwise each replica goes by its own.
         refusal: what to tell who would average over this group, which would do nothing.
-        failed: a sum since `take_failure` did not succeed.
+        failed: a sum since the last `take_failure` did not succeed.
     """
 
     refusal = (
@@ -40,18 +37,13 @@ class ManagerGroup(dist.ProcessGroup):
         "torchddp.fault_tolerance.PeriodicAverager(manager, ...) averages parameters."
     )
 
-    def __init__(self, manager: Manager) -> None:
+    def __init__(self, manager: Any) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]  # torch's stubs lack this one
         self.manager = manager
         self.sums_used = False
         self.failed = False
 
-    def participants(self) -> int:
-        """Over how many replicas this step averages: see `count_participants`."""
-        return count_participants(self.manager)
-
     def take_failure(self) -> bool:
-        """Whether something failed since this was last asked."""
         failed, self.failed = self.failed, False
         return failed
 
@@ -72,16 +64,46 @@ class ManagerGroup(dist.ProcessGroup):
         return _ManagedSum(self, self.manager.allreduce(tensor, reduce_op=_SUM))
 
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """From the one rank to itself."""
         return _Done()
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """One rank waits for nobody."""
         return _Done()
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name
-        """For torch's logging."""
         return "torchft"
+
+
+class ManagerExchange:
+    """What a communication hook sends between the replicas: exact sums, and nothing else.
+
+    The part of `torchddp.comm_hooks.exchange.Exchange` that such hooks need. Not collective to make. A sum that fails
+    raises nothing: its values are of no use then, and the manager knows.
+    """
+
+    rank = 0
+    is_shared = True  # with the sums of maps of used parameters, which the main thread would send
+    is_alone = False  # a replica that heals must get the sum of the others, though only one takes part
+
+    def __init__(self, group: ManagerGroup) -> None:
+        self.process_group = group
+        self.sent_bytes = 0
+
+    @property
+    def world_size(self) -> int:
+        """How many replicas take part in this step."""
+        return count_participants(self.process_group.manager)
+
+    def step_after(self, number: int) -> int:
+        """All replicas count the steps that were committed, however many of them each has made itself."""
+        return self.process_group.manager.current_step() + 1
+
+    def sum_(self, flat: Tensor) -> None:
+        """In place: the sum over the replicas that take part, the same bits on each."""
+        if flat.numel() == 0:
+            return
+        self.process_group.allreduce([flat]).wait()
+        size = self.world_size
+        self.sent_bytes += 2 * flat.nbytes * (size - 1) // size
 
 
 class _Done(dist._Work):

@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchddp.fault_tolerance.manager_check import Manager, check_manager
-from torchddp.fault_tolerance.quorum import count_participants
-
-__all__ = ["PureDistributedDataParallel"]
+from torchddp.fault_tolerance.manager import check_manager, count_participants
 
 
 class PureDistributedDataParallel(nn.Module):
@@ -33,7 +30,7 @@ class PureDistributedDataParallel(nn.Module):
         TransportError: in backward: there was no quorum within the manager's time limits.
     """
 
-    def __init__(self, manager: Manager, module: nn.Module) -> None:
+    def __init__(self, manager: Any, module: nn.Module) -> None:
         super().__init__()
         check_manager(manager, "PureDistributedDataParallel")
         self.module = module
@@ -50,7 +47,7 @@ class PureDistributedDataParallel(nn.Module):
 class _Averages:
     """Those under way in the current backward."""
 
-    def __init__(self, manager: Manager) -> None:
+    def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._lock = threading.Lock()  # hooks of several devices run in several threads
         self._works: list[Any] = []

@@ -11,20 +11,17 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from torchddp.comm_hooks import CommHook
 
-__all__ = ["load_state_dict", "register", "state_dict"]
-
 _counts: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
 def bucket_names(model: Any) -> list[list[str]]:
     """The parameters of each bucket, in the order in which buckets are reduced."""
-    names = [spec.name for spec in model._specs]
+    names = [spec.name for spec in model.session.specs]
     return [[names[index] for index in bucket.params] for bucket in model.reducer.plan.buckets]
 
 
 def state_dict(model: TorchDDP) -> dict[str, Any]:
-    """Weights and buffers of the wrapped module under its own names ("module"), its buckets ("buckets"), and what its
-    communication hook carries on ("hooks").
+    """The wrapped module's state dict ("module"), its buckets ("buckets"), what its hook carries on ("hooks").
 
     Not collective. For `Manager.register_state_dict_fn`, or checkpoints; the tensors are the live ones.
     """
@@ -38,13 +35,10 @@ def load_state_dict(model: TorchDDP, state: Mapping[str, Any]) -> None:
         RuntimeError: the other has other buckets (names the first that differs): what the two sum would be nonsense.
             Or a module with other parameters, as torch tells it.
     """
-    check_buckets(model, state["buckets"])
-    model.module.load_state_dict(state["module"])
-    _load_hooks(model, state["hooks"])
+    _load(model, state, weights=True)
 
 
 def hooks_of(model: Any) -> list[CommHook]:
-    """Its communication hooks, one at most."""
     return [hook for hook, _ in model._comm_hooks if isinstance(hook, CommHook)]
 
 
@@ -52,16 +46,19 @@ def _hook_states(model: Any) -> list[dict[str, Any]]:
     return [{"hook": type(hook).__name__, **hook.carried_state()} for hook in hooks_of(model)]
 
 
-def _load_hooks(model: Any, states: list[dict[str, Any]]) -> None:
-    hooks = hooks_of(model)
+def _load(model: Any, state: Mapping[str, Any], *, weights: bool) -> None:
+    check_buckets(model, state["buckets"])
+    hooks, states = hooks_of(model), state["hooks"]
     mine, theirs = [type(hook).__name__ for hook in hooks], [state["hook"] for state in states]
     if mine != theirs:
         raise RuntimeError(
             f"replicas differ in their communication hook: here it is {mine or 'none'}, on the healthy replica "
             f"{theirs or 'none'}"
         )
-    for hook, state in zip(hooks, states, strict=True):
-        hook.start_over(state)
+    if weights:
+        model.module.load_state_dict(state["module"])
+    for hook, carried in zip(hooks, states, strict=True):
+        hook.start_over(carried)
 
 
 def check_buckets(model: Any, theirs: list[list[str]]) -> None:
@@ -86,17 +83,14 @@ def register(manager: Any, model: TorchDDP, *, weights: bool) -> None:
 
     def save() -> dict[str, Any]:
         owner = alive()
-        if owner is None:
-            return {"buckets": buckets, "hooks": []}
-        return state_dict(owner) if weights else {"buckets": buckets, "hooks": _hook_states(owner)}
+        if owner is not None and weights:
+            return state_dict(owner)
+        return {"buckets": buckets, "hooks": [] if owner is None else _hook_states(owner)}
 
     def load(state: Mapping[str, Any]) -> None:
         owner = alive()
         if owner is not None:
-            check_buckets(owner, state["buckets"])
-            _load_hooks(owner, state["hooks"])
-            if weights:
-                owner.module.load_state_dict(state["module"])
+            _load(owner, state, weights=weights)
 
     add(f"torchddp.{number}", load, save)
 

@@ -1,21 +1,44 @@
-"""What all our commands share: how they end, where they print, what they write."""
+"""What all our commands share: what their options may be, how they end, where they print."""
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from torchddp.harness.launch import LaunchError
 from torchddp.harness.variants import ArgumentError
 
+MAX_WORLD_SIZE = 64
+# The built-in models, in torchddp.harness.models; all other names are `package.module:factory`.
+MODEL_NAMES = ("small", "mlp", "gpt", "conv", "resnet50", "gpt2", "llama")
+
 EXIT_FAILED, EXIT_BAD_ARGUMENT, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def parse_caps(text: str) -> tuple[float, ...]:
+    """'1,5,25' -> (1.0, 5.0, 25.0)."""
+    try:
+        caps = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ArgumentError(f"--caps wants numbers of MiB with commas, like 1,5,25,100, not '{text}'.") from None
+    if not all(0 < cap < float("inf") for cap in caps):
+        raise ArgumentError(f"--caps wants positive numbers of MiB, not '{text}'.")
+    return tuple(dict.fromkeys(caps))
+
+
+def check_numbers(seconds: float | None, world_size: int | None) -> None:
+    """Ranges that no run can do without."""
+    if seconds is not None and not 0 < seconds <= 3600:
+        raise ArgumentError(f"--seconds wants a number above 0 and up to 3600, not {seconds:g}.")
+    if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise ArgumentError(f"--world-size wants 1 to {MAX_WORLD_SIZE} ranks, not {world_size}.")
 
 
 def check_output(path: Path | None, option: str, *, folder: bool) -> None:
@@ -32,28 +55,40 @@ def check_output(path: Path | None, option: str, *, folder: bool) -> None:
         raise ArgumentError(f"{option}: '{path}' can't be written.")
 
 
-def write_document(
-    document: dict[str, Any],
-    json_path: Path | None,
-    out: Path | None,
-    console: Console,
-    own_plots: Mapping[str, Any] | None = None,
-) -> None:
-    """Keep the numbers where --json and --out said."""
-    if json_path is not None:
-        json_path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-        console.print(f"wrote {json_path}")
-    if out is not None:
-        from torchddp.bench.saving import save_results
+def _checked_output(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    check_output(path, param.opts[0], folder=False)
+    return path
 
-        for path in save_results(document, out, own_plots):
-            console.print(f"wrote {path}")
+
+def output_option(help_text: str, *names: str) -> Any:
+    """An option that names a file to write, checked before the run."""
+    return typer.Option(*names, help=help_text, callback=_checked_output)
 
 
 def make_console() -> Console:
     """A terminal's own width up to 100 columns; 100 into a file or a pipe."""
     console = Console()
     return Console(width=min(console.width, 100) if console.is_terminal else 100, emoji=False)
+
+
+def progress_bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, refresh_per_second=2)
+
+
+class Display:
+    """The progress bar. Redrawn seldom: the ranks need the cores."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=None)
+
+    def start(self, case: str) -> None:
+        self._case = case
+        self._progress.reset(self._task, total=None, description=f"{case}: starting ranks")
+
+    def update(self, what: str, done: float, total: float) -> None:
+        self._progress.update(self._task, description=f"{self._case} · {what}", completed=done, total=total)
 
 
 def _describe_error(error: Exception, program: str) -> tuple[str, int]:

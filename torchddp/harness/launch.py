@@ -1,52 +1,76 @@
-"""Parent side: start the ranks, follow their messages, and leave no process behind."""
+"""Start ranks, run a function on each of them, and leave no process behind.
+
+The parent's side comes first, then that of a rank, then the ranks that torchrun started.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import multiprocessing
 import os
+import sys
 import tempfile
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
-from torchddp.bench.cases import RankSettings
 from torchddp.harness.variants import ArgumentError
-from torchddp.harness.worker import run_rank
 
 # A launch that says nothing for this long is dead. Warm-up of the largest model on a busy machine is far below it.
 STALL_TIMEOUT_S = 180.0
 # After the first error, so that the other ranks can say what they saw.
 ERROR_GRACE_S = 1.0
+# Often enough for a progress bar, too seldom to disturb a measurement.
+PROGRESS_INTERVAL_S = 0.5
 
 # One thread each, also for libraries that read the variable when they are loaded.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
+# What is being done, how much of it is done, and how much there is.
 Progress = Callable[[str, float, float], None]
+# The same of one subject, as a rank knows it: how much is done, and how much there is.
+Report = Callable[[float, float], None]
+# What a rank does once the process group is there, with the job, its rank and its way to the parent. Only rank 0's
+# result is kept. A function of a module: the ranks find it by name.
+Measure = Callable[[Any, int, Connection], Any]
 
 
 class LaunchError(RuntimeError):
     """The ranks did not deliver; the message says which and why."""
 
 
+class RankSettings(Protocol):
+    """What starting ranks needs to know of a job: its name, for messages, and their process group."""
+
+    @property
+    def case(self) -> str: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def collective_timeout_s(self) -> float: ...  # a rank that waits longer for another one gives up with an error
+
+
 @contextlib.contextmanager
 def _environment(extra: Mapping[str, str]) -> Iterator[None]:
-    before = {key: os.environ.get(key) for key in extra}
+    before = {key: os.environ[key] for key in extra if key in os.environ}
     os.environ.update(extra)
     try:
         yield
     finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
+        for key in extra:
+            del os.environ[key]
+        os.environ.update(before)
 
 
 def stop_processes(processes: Sequence[BaseProcess]) -> None:
-    """End these processes, however they are."""
     for process in processes:
         if process.is_alive():
             process.kill()
@@ -107,12 +131,12 @@ def follow(inbox: Inbox, job: RankSettings, stall_timeout_s: float) -> Any:
 
 def launch(
     job: RankSettings,
+    measure: Measure,
     progress: Progress,
     environment: Mapping[str, str] | None = None,
     stall_timeout_s: float = STALL_TIMEOUT_S,
-    entry: Callable[[int, Any, str, Connection], None] = run_rank,
 ) -> Any:
-    """Run the job on fresh processes, each in `entry`, and return rank 0's result."""
+    """Run `measure` on fresh processes, one for each rank of the job, and return rank 0's result."""
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
     receivers: list[Connection] = []
@@ -121,9 +145,8 @@ def launch(
             with _environment({**ONE_THREAD, **(environment or {})}):
                 for rank in range(job.world_size):
                     receiver, sender = context.Pipe(duplex=False)
-                    process = context.Process(
-                        target=entry, args=(rank, job, f"{folder}/store", sender), daemon=True, name=f"rank{rank}"
-                    )
+                    arguments = (rank, job, f"file://{folder}/store", sender, measure)
+                    process = context.Process(target=_run_rank, args=arguments, daemon=True, name=f"rank{rank}")
                     process.start()
                     sender.close()
                     processes.append(process)
@@ -131,3 +154,122 @@ def launch(
             return follow(Inbox(receivers, progress), job, stall_timeout_s)
         finally:
             stop_processes(processes)
+
+
+# --- on a rank -------------------------------------------------------------------------------------------------------
+
+
+class Reporter:
+    """Progress of rank 0, to the parent, throttled."""
+
+    def __init__(self, channel: Connection, what: str, enabled: bool) -> None:
+        self._channel, self._what, self._enabled = channel, what, enabled
+        self._last_s = 0.0
+
+    def __call__(self, done: float, total: float) -> None:
+        """Tell the parent, unless it was told a moment ago."""
+        now_s = time.monotonic()
+        if self._enabled and now_s - self._last_s >= PROGRESS_INTERVAL_S:
+            self._last_s = now_s
+            self._channel.send(("progress", (self._what, done, total)))
+
+
+def _die_with_parent() -> None:
+    # In a thread: a rank never outlives the command that started it.
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _run_rank(rank: int, job: RankSettings, init_method: str, channel: Connection, measure: Measure) -> None:
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    serve_rank(rank, job, init_method, channel, measure)
+
+
+def serve_rank(rank: int, job: RankSettings, init_method: str, channel: Connection, measure: Measure) -> NoReturn:
+    """Join the process group, measure, say what came of it to the parent, and end the process."""
+    exit_code = 1
+    try:
+        import torch
+        import torch.distributed as dist
+
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            job.backend,
+            init_method=init_method,
+            rank=rank,
+            world_size=job.world_size,
+            timeout=datetime.timedelta(seconds=job.collective_timeout_s),
+        )
+        results = measure(job, rank, channel)
+        # No rank may leave while another still reads from it.
+        dist.barrier()
+        channel.send(("result", results if rank == 0 else None))
+        exit_code = 0
+    except ArgumentError as error:
+        channel.send(("refusal", str(error)))
+    except BaseException as error:
+        channel.send(("error", f"{type(error).__name__}: {error}"))
+    channel.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Past the result nothing is left to do, and torch's threads sometimes abort an orderly interpreter exit.
+    os._exit(exit_code)
+
+
+# --- of a command that torchrun may have started ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """One call of `function(report, *arguments)` on every rank. Picklable: a function of a module, by name."""
+
+    case: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    world_size: int
+    backend: str = "gloo"
+    collective_timeout_s: float = 60.0
+    # Of each rank that we start; torchrun's have their own count.
+    threads: int = 1
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is a rank already, with all that init_process_group needs in its environment."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def run_ranks(job: RankJob, progress: Progress) -> Any:
+    """Rank 0's result. Under torchrun the ranks are those it started, and all but rank 0 get None.
+
+    Raises LaunchError if a rank fails, ArgumentError if a rank refused what the user asked for.
+    """
+    return _join_torchrun(job, progress) if started_by_torchrun() else launch(job, _call, progress)
+
+
+def _call(job: RankJob, rank: int, channel: Connection) -> Any:
+    import torch
+
+    torch.set_num_threads(job.threads)
+    return job.function(Reporter(channel, job.case, enabled=rank == 0), *job.arguments)
+
+
+def _join_torchrun(job: RankJob, progress: Progress) -> Any:
+    import torch.distributed as dist
+
+    dist.init_process_group(job.backend, timeout=datetime.timedelta(seconds=job.collective_timeout_s))
+    try:
+        rank = dist.get_rank()
+        result = job.function(
+            lambda done, total: progress(job.case, done, total) if rank == 0 else None, *job.arguments
+        )
+        dist.barrier()
+        return result if rank == 0 else None
+    except ArgumentError:
+        raise
+    except Exception as error:
+        raise LaunchError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}") from error
+    finally:
+        dist.destroy_process_group()

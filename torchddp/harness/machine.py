@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from rich.text import Text
 
 # The checkout this file is in, if it is in one: an installed package says nothing of the folder above it.
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +38,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -59,8 +64,8 @@ def describe_machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "load_average_1min": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "torch": _version("torch"),
-        "torchddp": _version("torchddp"),
+        "torch": package_version("torch"),
+        "torchddp": package_version("torchddp"),
         # A copy of the tree without its history is told where it comes from.
         "git_commit": _git("rev-parse", "HEAD") or os.environ.get("TORCHDDP_COMMIT") or None,
         "git_dirty": None if status is None else bool(status),
@@ -73,3 +78,31 @@ def machine_slug(machine: dict[str, Any]) -> str:
     name = re.sub(r"\((?:r|tm)\)", "", (gpu["name"] if gpu else machine["cpu"]).lower())
     name = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
     return name if gpu else f"{name}-{machine['cores']}c"
+
+
+def new_document(command: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """What every saved run begins with; its results are still to come."""
+    return {
+        "format": 1,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "machine": describe_machine(),
+        "settings": settings,
+        "results": [],
+    }
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def origin(document: dict[str, Any]) -> Iterable[Text]:
+    """Where and with what the numbers were made."""
+    machine = document["machine"]
+    commit = (machine["git_commit"] or "no commit")[:12] + (" (changed)" if machine["git_dirty"] else "")
+    yield Text(
+        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average_1min']:g} · torch "
+        f"{machine['torch']} · torchddp {machine['torchddp'] or 'not installed'} · {commit}",
+        style="dim",
+    )
+    yield Text(document["command"], style="dim")

@@ -1,137 +1,67 @@
-"""The models that are timed. Each returns its loss from `forward`, so that every variant runs the same step."""
+"""The models that are timed: the built-in ones, and the user's own by `package.module:factory`."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from torchddp.harness.factory import load_factory
-from torchddp.harness.llama import Llama
-from torchddp.harness.model_spec import ModelSpec
-from torchddp.harness.resnet import ResNet
+from torchddp.harness import networks
+from torchddp.harness.variants import ArgumentError, one_line
 
-SMALL_TENSORS = 1000
-SMALL_NUMEL = 64
-GPT2_VOCABULARY = 50257
+CONTRACT = (
+    "it must return (module, batch) or (module, batch, loss): batch is a tensor, a tuple or dict of the module's "
+    "arguments, or a function of a torch.Generator that makes one; loss is a function of the module's output"
+)
 
 
-class ManySmallTensors(nn.Module):
-    """500 scale-and-shift layers: a thousand tensors of 64 elements, ready one after the other in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.scales = nn.ParameterList(
-            1 + 0.01 * torch.randn(SMALL_NUMEL, generator=generator) for _ in range(SMALL_TENSORS // 2)
-        )
-        self.shifts = nn.ParameterList(
-            0.01 * torch.randn(SMALL_NUMEL, generator=generator) for _ in range(SMALL_TENSORS // 2)
-        )
-        # ParameterList.__getitem__ is slow; the layers are looked up once, outside the timed step.
-        self._layers: list[tuple[Tensor, Tensor]] = []
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if not self._layers:
-            self._layers = list(zip(self.scales, self.shifts, strict=True))
-        for scale, shift in self._layers:
-            hidden = torch.addcmul(shift, hidden, scale)
-        return hidden.square().mean()
+def output_is_loss(output: Any) -> Tensor:
+    """For a module that returns its loss."""
+    loss: Tensor = output
+    return loss
 
 
-class Mlp(nn.Module):
-    """Six linear layers of 1024 x 1024."""
+@dataclass(frozen=True)
+class ModelSpec:
+    """How to build a model and one batch for it, and what to differentiate."""
 
-    def __init__(self, width: int = 1024, depth: int = 6) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        for _ in range(depth):
-            layers += [nn.Linear(width, width), nn.ReLU()]
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layers(inputs).square().mean()
-
-
-class _GptBlock(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.projection = nn.Linear(width, width)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        batch, length, width = hidden.shape
-        qkv = self.qkv(self.attention_norm(hidden)).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
-        return hidden + self.down(F.gelu(self.up(self.mlp_norm(hidden))))
+    title: str
+    build: Callable[[], nn.Module]
+    # A tensor, or a tuple or dict of arguments for the module.
+    make_batch: Callable[[torch.Generator], Any]
+    # Of the module's output; the built-in models return their loss.
+    loss: Callable[[Any], Tensor] = output_is_loss
+    # Whether ranks get different batches. Where not, their gradients are equal, and averaging them shows nothing.
+    batches_differ: bool = True
 
 
-class Gpt(nn.Module):
-    """A decoder-only transformer; as it stands, over bytes and with about 17 M parameters."""
-
-    def __init__(
-        self,
-        vocabulary: int = 256,
-        width: int = 480,
-        depth: int = 6,
-        heads: int = 8,
-        max_length: int = 64,
-        *,
-        tied: bool = False,
-    ) -> None:
-        super().__init__()
-        self.max_length = max_length
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(self.max_length, width)
-        self.blocks = nn.Sequential(*(_GptBlock(width, heads) for _ in range(depth)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        if tied:
-            self.head.weight = self.tokens.weight
-            nn.init.normal_(self.tokens.weight, std=0.02)  # as a head, it would start with enormous logits
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.tokens(tokens[:, :-1])
-        hidden = hidden + self.positions.weight[: hidden.shape[1]]
-        logits = self.head(self.norm(self.blocks(hidden)))
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+def run_forward(module: nn.Module, batch: Any) -> Any:
+    """The module's output for a batch: a tensor, or a tuple or dict of its arguments."""
+    if isinstance(batch, dict):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, (tuple, list)) else module(batch)
 
 
-class ConvNet(nn.Module):
-    """Eight 3x3 convolutions with batch norm: buffers to broadcast, many one-dimensional parameters."""
-
-    def __init__(self, channels: tuple[int, ...] = (32, 32, 64, 64, 128, 128, 256, 256), classes: int = 10) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        previous = 3
-        for index, width in enumerate(channels):
-            stride = 2 if index % 2 == 0 else 1
-            layers += [
-                nn.Conv2d(previous, width, 3, stride=stride, padding=1, bias=False),
-                nn.BatchNorm2d(width),
-                nn.ReLU(),
-            ]
-            previous = width
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(previous, classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits = self.classifier(self.features(images).mean(dim=(2, 3)))
-        return F.cross_entropy(logits, torch.zeros(len(images), dtype=torch.long, device=images.device))
-
-
-def _gpt2() -> nn.Module:
-    return Gpt(GPT2_VOCABULARY, width=768, depth=12, heads=12, max_length=1024, tied=True)
+def default_loss(output: Any) -> Tensor:
+    """A scalar to differentiate: `output.loss`, `output["loss"]`, or the mean of the (first) tensor."""
+    if isinstance(output, dict) and "loss" in output:
+        output = output["loss"]
+    output = getattr(output, "loss", output)
+    if isinstance(output, dict):
+        output = tuple(output.values())
+    if isinstance(output, (tuple, list)):
+        output = next((item for item in output if isinstance(item, Tensor) and item.requires_grad), None)
+    if not isinstance(output, Tensor):
+        raise TypeError(f"found no tensor to differentiate in the model's output, a {type(output).__name__}")
+    return output if output.dim() == 0 else output.float().mean()
 
 
 def _tokens(vocabulary: int, length: int) -> Callable[[torch.Generator], Tensor]:
@@ -142,16 +72,20 @@ def _tokens(vocabulary: int, length: int) -> Callable[[torch.Generator], Tensor]
 MODELS: dict[str, ModelSpec] = {
     "small": ModelSpec(
         "small tensors",
-        ManySmallTensors,
-        lambda generator: torch.randn(SMALL_NUMEL, generator=generator),
+        networks.ManySmallTensors,
+        lambda generator: torch.randn(networks.SMALL_NUMEL, generator=generator),
     ),
-    "mlp": ModelSpec("MLP 6 x 1024x1024", Mlp, lambda generator: torch.randn(32, 1024, generator=generator)),
-    "gpt": ModelSpec("small GPT", Gpt, _tokens(256, 64)),
-    "conv": ModelSpec("batch-norm conv net", ConvNet, lambda generator: torch.randn(8, 3, 32, 32, generator=generator)),
+    "mlp": ModelSpec("MLP 6 x 1024x1024", networks.Mlp, lambda generator: torch.randn(32, 1024, generator=generator)),
+    "gpt": ModelSpec("small GPT", networks.Gpt, _tokens(256, 64)),
+    "conv": ModelSpec(
+        "batch-norm conv net", networks.ConvNet, lambda generator: torch.randn(8, 3, 32, 32, generator=generator)
+    ),
     # Small images and short texts: a step on one core should take a second at most.
-    "resnet50": ModelSpec("ResNet-50", ResNet, lambda generator: torch.randn(4, 3, 64, 64, generator=generator)),
-    "gpt2": ModelSpec("GPT-2 small", _gpt2, _tokens(GPT2_VOCABULARY, 32)),
-    "llama": ModelSpec("LLaMA-like", Llama, _tokens(4096, 64)),
+    "resnet50": ModelSpec(
+        "ResNet-50", networks.ResNet, lambda generator: torch.randn(4, 3, 64, 64, generator=generator)
+    ),
+    "gpt2": ModelSpec("GPT-2 small", networks.gpt2, _tokens(networks.GPT2_VOCABULARY, 32)),
+    "llama": ModelSpec("LLaMA-like", networks.Llama, _tokens(4096, 64)),
 }
 
 
@@ -169,7 +103,6 @@ def make_batch(name: str, seed: int, rank: int, index: int) -> Any:
 
 
 def find_model(name: str, seed: int = 0) -> ModelSpec:
-    """A built-in model, or the user's own by `package.module:factory` (torchddp.harness.factory)."""
     return load_factory(name, seed) if ":" in name else MODELS[name]
 
 
@@ -182,3 +115,71 @@ def describe_model(name: str, model: nn.Module, seed: int = 0) -> dict[str, Any]
         "parameters": len(parameters),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
     }
+
+
+def find_factory(path: str) -> Callable[[], Any]:
+    """The callable at `package.module:name`; ArgumentError in one sentence if there is none."""
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise ArgumentError(f"--model wants the name of a built-in model or package.module:factory, not '{path}'.")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does; the installed command does not
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing the user's code may raise anything
+        raise ArgumentError(f"--model {path}: cannot import '{module_name}': {one_line(error)}.") from error
+    found = module
+    for part in name.split("."):
+        found = getattr(found, part, None)  # type: ignore[assignment]
+    if not callable(found):
+        raise ArgumentError(f"--model {path}: module '{module_name}' has no function or class named '{name}'.")
+    return found
+
+
+@functools.cache
+def load_factory(path: str, seed: int = 0) -> ModelSpec:
+    """Call the factory, once per process; ArgumentError in one sentence if it raises or returns something else."""
+    factory = find_factory(path)
+    torch.manual_seed(seed)
+    try:
+        made = factory()
+    except Exception as error:
+        raise ArgumentError(f"--model {path}: the factory raised {type(error).__name__}: {one_line(error)}.") from error
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        raise ArgumentError(f"--model {path}: the factory returned a {type(made).__name__}; {CONTRACT}.")
+    module, batch = made[:2]
+    loss: Callable[[Any], Tensor] = made[2] if len(made) == 3 else default_loss
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ArgumentError(f"--model {path}: no parameter of the module requires a gradient.")
+    if not callable(loss):
+        raise ArgumentError(f"--model {path}: the factory's loss is a {type(loss).__name__}; {CONTRACT}.")
+    if callable(batch) and not isinstance(batch, Tensor):
+        return ModelSpec(path, lambda: module, batch, loss)
+    if not isinstance(batch, (Tensor, tuple, list, dict)):
+        raise ArgumentError(f"--model {path}: the factory's batch is a {type(batch).__name__}; {CONTRACT}.")
+    return ModelSpec(path, lambda: module, lambda generator: batch, loss, batches_differ=False)
+
+
+def prove(name: str, seed: int) -> None:
+    """One step; ArgumentError where it fails, or leaves a parameter without gradient."""
+    model = make_model(name, seed)
+    try:
+        batch = make_batch(name, seed, dist.get_rank(), 0)
+        loss = find_model(name, seed).loss(run_forward(model, batch))
+    except Exception as error:  # the user's code may raise anything
+        raise ArgumentError(
+            f"--model {name}: a step of the bare model raised {type(error).__name__}: {one_line(error)}."
+        ) from error
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise ArgumentError(f"--model {name}: the loss is no scalar tensor that can be differentiated.")
+    try:
+        loss.backward()
+    except Exception as error:
+        raise ArgumentError(f"--model {name}: backward raised {type(error).__name__}: {one_line(error)}.") from error
+    parameters = [(path, p) for path, p in model.named_parameters() if p.requires_grad]
+    for path, parameter in parameters:
+        if parameter.grad is None:
+            raise ArgumentError(f"--model {name}: parameter '{path}' got no gradient: no DDP class would train it.")
+        if parameter.grad.layout is not torch.strided:
+            raise ArgumentError(f"--model {name}: parameter '{path}' has a sparse gradient, which is not timed here.")
+    model.zero_grad(set_to_none=True)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from rich.table import Table
+from rich.text import Text
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --soft: #8882; }
@@ -56,14 +55,30 @@ class Section:
     blocks: Sequence[Block]
 
 
-def figure_png(figure: Figure) -> bytes:
-    """The picture of a matplotlib figure, which is closed."""
-    from matplotlib import pyplot
+def _plain(cell: Any) -> str:
+    """The words of a heading or a cell, without line breaks made for narrow columns."""
+    text = cell.plain if isinstance(cell, Text) else str(cell)
+    return text.replace("-\n", "").replace("\n", " ")
 
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=120)
-    pyplot.close(figure)
-    return stream.getvalue()
+
+def page_table(table: Table) -> PageTable:
+    """The same headings and rows as in the terminal; the bold ones marked."""
+    return PageTable(
+        headings=[_plain(column.header) for column in table.columns],
+        rows=[
+            list(row)
+            for row in zip(*([_plain(cell) for cell in column.cells] for column in table.columns), strict=True)
+        ],
+        marked=frozenset(index for index, row in enumerate(table.rows) if row.style == "bold"),
+    )
+
+
+def table_blocks(table: Table) -> Iterable[Block]:
+    """A terminal's table with its title above and its notes below."""
+    yield _plain(table.title)
+    yield page_table(table)
+    if table.caption:
+        yield from str(table.caption).splitlines()
 
 
 def _cell(tag: str, text: str) -> str:
@@ -103,5 +118,4 @@ def make_page(title: str, sections: Sequence[Section], origin: Sequence[str], da
 
 
 def write_page(path: Path, title: str, sections: Sequence[Section], origin: Sequence[str], data: Any = None) -> None:
-    """Write the page to a file."""
     path.write_text(make_page(title, sections, origin, data))

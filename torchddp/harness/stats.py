@@ -45,7 +45,6 @@ class PairedRatio:
 
 
 def summarize(values: Sequence[float] | np.ndarray) -> Summary:
-    """Median, quartiles, 90th and 99th percentile."""
     if len(values) == 0:
         raise ValueError("no values to summarize")
     fractions = (0.25, 0.5, 0.75, 0.9, 0.99)

@@ -13,12 +13,9 @@ import torch.distributed as dist
 
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.errors import TransportError
-from torchddp.harness.factory import one_line
 from torchddp.harness.machine import available_cores
-from torchddp.harness.model_spec import run_forward
-from torchddp.harness.models import find_model, make_batch, make_model
-from torchddp.harness.trial import prove
-from torchddp.harness.variants import ArgumentError
+from torchddp.harness.models import find_model, make_batch, make_model, prove, run_forward
+from torchddp.harness.variants import ArgumentError, one_line
 
 
 @dataclass(frozen=True)

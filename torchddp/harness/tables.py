@@ -22,7 +22,6 @@ def number(value: float | None) -> str:
 
 
 def ranks_text(count: int) -> str:
-    """'1 rank', '2 ranks'."""
     return f"{count} rank{'s' if count > 1 else ''}"
 
 
@@ -49,8 +48,8 @@ def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") 
     return Text(f"{_ratio(median)} [{_ratio(ratio['q25'])}..{_ratio(ratio['q75'])}]", style=style)
 
 
-def plain_table(title: str, first: str) -> Table:
-    """A table with its first column. Narrow gaps: every table fits a terminal of 80 columns."""
+def plain_table(title: str, first: str, *numbers: str) -> Table:
+    """A table with its first column and those of numbers. Narrow gaps: every table fits a terminal of 80 columns."""
     table = Table(
         title=title,
         box=box.SIMPLE_HEAD,
@@ -60,4 +59,6 @@ def plain_table(title: str, first: str) -> Table:
         min_width=min(len(title), MAX_WIDTH),  # a title is broken where its table ends
     )
     table.add_column(first, overflow="fold")
+    for heading in numbers:
+        table.add_column(Text(heading), justify="right", no_wrap=True)
     return table

@@ -19,6 +19,11 @@ class ArgumentError(ValueError):
     """The command line asks for something that cannot be; the message is one sentence for the user."""
 
 
+def one_line(error: Exception) -> str:
+    """The message of an error, as part of a sentence."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
 class Role(str, Enum):
     """What a variant stands for in the comparison."""
 
@@ -55,8 +60,7 @@ def load_class(path: str) -> type:
         module = importlib.import_module(module_name)
     except Exception as error:  # an extension that does not load raises more than ImportError
         hint = " (build it with `make build`)" if module_name.partition(".")[0] == "torchddp" else ""
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise ArgumentError(f"Cannot import '{module_name}', needed for '{path}': {reason}{hint}.") from error
+        raise ArgumentError(f"Cannot import '{module_name}', needed for '{path}': {one_line(error)}{hint}.") from error
     found = getattr(module, class_name, None)
     # Under the command `torchddp` the package itself imports even where its extension does not load.
     if found is None and isinstance(getattr(module, "import_error", None), Exception):
@@ -66,13 +70,9 @@ def load_class(path: str) -> type:
     return found
 
 
-def _short(number: float) -> str:
-    return f"{number:g}"
-
-
 def _tuned(name: str, role: Role, class_path: str, caps_mb: Iterable[float]) -> list[Variant]:
     return [
-        Variant(f"{name} tuned, cap {_short(cap)}", role, class_path, (*TUNED_OPTIONS.items(), ("bucket_cap_mb", cap)))
+        Variant(f"{name} tuned, cap {cap:g}", role, class_path, (*TUNED_OPTIONS.items(), ("bucket_cap_mb", cap)))
         for cap in caps_mb
     ]
 
@@ -95,8 +95,3 @@ def make_variants(
         suffix = f" ({seen[short_name]})" if seen[short_name] > 1 else ""
         variants.append(Variant(f"vs {short_name}{suffix}", Role.PEER, path))
     return tuple(variants)
-
-
-def main_variant(variants: Iterable[Variant]) -> Variant:
-    """The row that stands for us in a summary: the class under test with no options."""
-    return next(v for v in variants if v.role is Role.OURS and not v.options)

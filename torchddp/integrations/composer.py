@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -11,10 +12,8 @@ from typing import Any
 import torch
 
 from torchddp.ddp.module import DistributedDataParallel
-from torchddp.integrations.extras import require
+from torchddp.integrations import require
 from torchddp.sync import prepare_ddp_module, sync_context
-
-__all__ = ["disable", "enable", "enabled"]
 
 # Where Composer's two functions are looked up. The trainer has imported them by name.
 _PLACES = ("composer.trainer.trainer", "composer.distributed", "composer.distributed.dist_strategy")
@@ -42,7 +41,10 @@ def enable(**options: Any) -> ExitStack:
         ImportError: Composer is not installed (names the extra), or has no such function.
         TypeError: an option that the class does not have.
     """
-    _check_options(options)
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    accepted = set(parameters) - {"self", "module", "find_unused_parameters"}
+    if unknown := sorted(set(options) - accepted):
+        raise TypeError(f"enable() got {', '.join(map(repr, unknown))}; allowed are {', '.join(sorted(accepted))}")
     before = dict(_options) if enabled() else None
     if before is None:
         _replace({place: require(place, "composer") for place in _PLACES})
@@ -64,19 +66,6 @@ def disable() -> None:
 def enabled() -> bool:
     """Whether Composer's trainers wrap models in torchddp's class."""
     return bool(_originals)
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    accepted = _accepted()
-    unknown = sorted(set(options) - accepted)
-    if unknown:
-        raise TypeError(f"enable() got {', '.join(map(repr, unknown))}; allowed are {', '.join(sorted(accepted))}")
-
-
-def _accepted() -> set[str]:
-    code = DistributedDataParallel.__init__.__code__
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    return set(names) - {"self", "module", "find_unused_parameters"}
 
 
 def _replace(modules: dict[str, ModuleType]) -> None:

@@ -29,10 +29,8 @@ import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp import _C
-from torchddp._command import is_command
+from torchddp._import_check import is_command
 from torchddp.ddp.module import DistributedDataParallel
-
-__all__ = ["install", "installed", "uninstall"]
 
 logger = logging.getLogger("torchddp")
 
@@ -75,7 +73,12 @@ def install(**defaults: Any) -> ExitStack:
     Raises:
         TypeError: a default that is no such argument.
     """
-    _check_names(defaults)
+    unknown = sorted(set(defaults) - set(_DEFAULTABLE))
+    if unknown:
+        raise TypeError(
+            f"install() got {', '.join(map(repr, unknown))}; allowed are the arguments of DistributedDataParallel: "
+            f"{', '.join(_DEFAULTABLE)}"
+        )
     with _lock:
         before = _back_to(_defaults)
         _switch({**(_defaults or {}), **defaults})
@@ -95,8 +98,7 @@ def uninstall() -> ExitStack:
 
 
 def _back_to(defaults: dict[str, Any] | None) -> ExitStack:
-    """In a ``with``, its end brings this state back; otherwise nothing does."""
-    stack = ExitStack()
+    stack = ExitStack()  # in a ``with``, its end brings this state back; otherwise nothing does
     stack.callback(_switch, defaults)
     return stack
 
@@ -117,7 +119,6 @@ def install_by_variable() -> None:
 
 
 def check_variable(value: str) -> None:
-    """ValueError if ``value`` is none for TORCHDDP_INSTALL."""
     if value not in (*_OFF, "1"):
         raise ValueError(
             f"the environment variable {ENV} must be 1 (torch.nn.parallel.DistributedDataParallel makes torchddp's "
@@ -132,7 +133,7 @@ class DerivedDDP(DistributedDataParallel):
         super().__init__(*args, **_with_defaults(args, kwargs))
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
-        if "_transport_choice" not in self.__dict__:
+        if "_options" not in self.__dict__:
             raise TypeError(
                 f"{type(self).__qualname__} was derived from torch's DistributedDataParallel while torchddp was "
                 "installed, so its base is torchddp's; but its __init__ calls torch's class by its name, which skips "
@@ -171,15 +172,6 @@ def _switch(defaults: dict[str, Any] | None) -> None:
     with _lock:
         _defaults = defaults
         TorchDDP.__class__ = _PlainMeta if defaults is None else _InstalledMeta  # type: ignore[assignment]
-
-
-def _check_names(defaults: dict[str, Any]) -> None:
-    unknown = sorted(set(defaults) - set(_DEFAULTABLE))
-    if unknown:
-        raise TypeError(
-            f"install() got {', '.join(map(repr, unknown))}; allowed are the arguments of DistributedDataParallel: "
-            f"{', '.join(_DEFAULTABLE)}"
-        )
 
 
 def _with_defaults(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Optimizers for data parallel training: `OSS` shards any optimizer's state."""
 
 from torchddp.sharded.checkpoint import load_checkpoint
-from torchddp.sharded.grad_scaling import ShardedGradScaler
+from torchddp.sharded.gradients import ShardedGradScaler
 from torchddp.sharded.oss import OSS
 
 __all__ = ["OSS", "ShardedGradScaler", "load_checkpoint"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, TypeAlias, overload
 
@@ -17,9 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchddp.composable import replicate
+from torchddp.ddp.module import DistributedDataParallel
+from torchddp.optim import OSS
 from torchddp.parallel import fully, groups
 from torchddp.parallel.config import ParallelConfig
-from torchddp.parallel.layout import Layout, plan_layout
+from torchddp.sharded import ShardedDataParallel
 
 OptimizerFactory: TypeAlias = "Callable[..., Optimizer]"
 
@@ -66,7 +68,8 @@ def parallelize(
     _check_model(model)
     groups.require_process_group()
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    layout = plan_layout(config, world_size, groups.ranks_of_a_host(), _has_dtensors(model))
+    has_dtensors = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    layout = groups.plan_layout(config, world_size, groups.ranks_of_a_host(), has_dtensors)
     if layout.kind == "sharded" and optimizer is None:
         raise ValueError("kind 'sharded' shards the optimizer's state: pass optimizer=functools.partial(AdamW, lr=...)")
     mesh = groups.open_groups(layout, config, config.device_type or _device_type(model))
@@ -79,29 +82,20 @@ def parallelize(
     return model if optimizer is None else (model, optimizer(model.parameters()))
 
 
-def _apply(model: nn.Module, config: ParallelConfig, layout: Layout, mesh: DeviceMesh) -> nn.Module:
+def _apply(model: nn.Module, config: ParallelConfig, layout: groups.Layout, mesh: DeviceMesh) -> nn.Module:
     if layout.kind in ("fsdp", "hsdp"):
         fully.shard(model, config, layout, mesh)
         return model
-    options = _wrapper_options(config)
+    options = {"init_sync": config.sync_module_states, **_wrapper_options(config)}
     if layout.model_parallel > 1:
         # Parameters of a tensor parallel plan are DTensors, which a wrapper would have to take apart.
-        replicate = importlib.import_module("torchddp.composable").replicate
-        module: nn.Module = replicate(model, mesh=mesh["dp"], init_sync=config.sync_module_states, **options)
-        return module
-    from torchddp.ddp.module import DistributedDataParallel
-
-    return DistributedDataParallel(
-        model, process_group=mesh.get_group("dp"), init_sync=config.sync_module_states, **options
-    )
+        return replicate(model, mesh=mesh["dp"], **options)
+    return DistributedDataParallel(model, process_group=mesh.get_group("dp"), **options)
 
 
 def _shard_states(
     model: nn.Module, config: ParallelConfig, optimizer: OptimizerFactory, mesh: DeviceMesh
 ) -> tuple[nn.Module, Optimizer]:
-    from torchddp.optim import OSS
-    from torchddp.sharded import ShardedDataParallel
-
     group = mesh.get_group("dp")
     cls, given = (optimizer.func, optimizer) if isinstance(optimizer, functools.partial) else (optimizer, None)
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or (given is not None and given.args):
@@ -114,14 +108,8 @@ def _shard_states(
         options = {**options, "optim": cls}
         cls = OSS
     sharded = cls(model.parameters(), group=group, **options)
-    wrapper = ShardedDataParallel(
-        model,
-        sharded,
-        process_group=group,
-        sync_models_at_startup=config.sync_module_states,
-        **_wrapper_options(config),
-    )
-    return wrapper, sharded
+    options = {"sync_models_at_startup": config.sync_module_states, **_wrapper_options(config)}
+    return ShardedDataParallel(model, sharded, process_group=group, **options), sharded
 
 
 def _wrapper_options(config: ParallelConfig) -> dict[str, Any]:
@@ -156,10 +144,6 @@ def _check_model(model: nn.Module) -> None:
         if wrapped or "replicate" in (_get_registry(module) or {}):
             where = f"its module '{name}'" if name else "the model"
             raise ValueError(f"{where} is parallel already (a {type(module).__name__}): pass the bare model, once")
-
-
-def _has_dtensors(model: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _device_type(model: nn.Module) -> str:

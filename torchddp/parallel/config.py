@@ -1,21 +1,37 @@
-"""ParallelConfig: how a model is to be trained in parallel, as plain data."""
+"""ParallelConfig: how a model is to be trained in parallel, as plain data; what it may hold, and what goes together."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import difflib
+import inspect
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from torchddp.parallel import checks, read
+from torchddp.ddp.module import DistributedDataParallel
+from torchddp.parallel import read
+from torchddp.sharded import ShardedDataParallel
 
 KINDS = ("auto", "none", "ddp", "sharded", "fsdp", "hsdp")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+_ALLOWED = {"kind": KINDS, "sharding_strategy": STRATEGIES, "param_dtype": DTYPES, "reduce_dtype": DTYPES}
+# Set by parallelize itself, or under other names.
+_NOT_FOR_USERS = {
+    "self": "",
+    "module": "",
+    "sharded_optimizer": "parallelize's optimizer",
+    "process_group": "model_parallel, data_parallel and parallel_backend",
+    "device_mesh": "model_parallel and data_parallel",
+    "init_sync": "sync_module_states",
+    "sync_models_at_startup": "sync_module_states",
+}
+_FSDP_ONLY = ("cpu_offload", "param_dtype", "reduce_dtype", "wrap", "forward_prefetch", "backward_prefetch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +87,12 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype"):
-            self._set(name, _dtype_name(getattr(self, name)))
+            self._set(name, _plain(getattr(self, name)))
         wrap: Any = self.wrap
         if isinstance(wrap, list):  # as files have it
             self._set("wrap", tuple(wrap))
-        checks.check_types(self)
-        checks.check_one_of("kind", self.kind, KINDS)
-        checks.check_one_of("sharding_strategy", self.sharding_strategy, STRATEGIES, optional=True)
-        checks.check_one_of("param_dtype", self.param_dtype, DTYPES, optional=True)
-        checks.check_one_of("reduce_dtype", self.reduce_dtype, DTYPES, optional=True)
-        checks.check_together(self)
+        _check_types(self)
+        _check_together(self)
         self._set("ddp", {name: _plain(value) for name, value in self.ddp.items()})
 
     def _set(self, name: str, value: object) -> None:
@@ -141,7 +153,7 @@ def _made(values: Mapping[str, Any], source: str, base: ParallelConfig) -> Paral
     names = [item.name for item in dataclasses.fields(ParallelConfig)]
     for name in values:
         if name not in names:
-            raise ValueError(f"{source}: unknown option '{name}'{checks.nearest(name, names)}")
+            raise ValueError(f"{source}: unknown option '{name}'{nearest(name, names)}")
     changes = dict(values)
     if isinstance(changes.get("ddp"), Mapping):
         changes["ddp"] = {**base.ddp, **changes["ddp"]}
@@ -151,13 +163,11 @@ def _made(values: Mapping[str, Any], source: str, base: ParallelConfig) -> Paral
         raise type(error)(f"{source}: {error}") from None
 
 
-def _dtype_name(value: Any) -> Any:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-
-
 def _plain(value: Any) -> Any:
-    """An option of DDP as a file would have it."""
-    return value.total_seconds() if isinstance(value, datetime.timedelta) else _dtype_name(value)
+    """An option as a file would have it."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value.total_seconds() if isinstance(value, datetime.timedelta) else value
 
 
 def _filed(name: str, value: Any) -> Any:
@@ -169,3 +179,84 @@ def _filed(name: str, value: Any) -> Any:
                 raise TypeError(f"ddp.{option}: a {type(inner).__name__} can't be written to a file")
         return dict(value)
     return value
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """What to say after an unknown name: the nearest one that there is, and all that are allowed."""
+    names = list(names)
+    known = {candidate.lower(): candidate for candidate in names}
+    text = name.lower().replace("-", "_")
+    close = difflib.get_close_matches(text, list(known), n=1)
+    close = close or [candidate for candidate in known if len(text) > 2 and text in candidate]
+    meant = f"; did you mean '{known[close[0]]}'?" if close else ""
+    return f"{meant} (allowed: {', '.join(names)})"
+
+
+def _check_types(config: ParallelConfig) -> None:
+    """TypeError or ValueError for a field of another type, a number out of its range, or an unknown name."""
+    for name in read.FLAGS:
+        _require(name, getattr(config, name), isinstance(getattr(config, name), bool), "true or false")
+    for name in ("kind", "sharding_strategy", "parallel_backend", "device_type", "param_dtype", "reduce_dtype"):
+        value, wanted = getattr(config, name), "a string" if name == "kind" else "a string or none"
+        _require(name, value, isinstance(value, str) or (value is None and name != "kind"), wanted)
+    for name in read.NUMBERS:
+        value, least = getattr(config, name), 1 if name.endswith("_parallel") else 0
+        if value is None and least == 1:
+            continue
+        _require(name, value, isinstance(value, int) and not isinstance(value, bool), "a whole number")
+        if value < least:
+            raise ValueError(f"{name}: got {value}, allowed: {least} or more")
+    wrap = config.wrap
+    _require("wrap", wrap, wrap is None or isinstance(wrap, tuple), "a list of classes or names of classes, or none")
+    for item in wrap or ():
+        is_class = isinstance(item, type) and issubclass(item, torch.nn.Module)
+        _require("wrap", item, is_class or isinstance(item, str), "classes of modules, or their names")
+    _require("ddp", config.ddp, isinstance(config.ddp, Mapping), "a table of options")
+    for name, allowed in _ALLOWED.items():
+        value = getattr(config, name)
+        if value is not None and value not in allowed:
+            raise ValueError(f"{name}: got '{value}'{nearest(value, allowed)}")
+
+
+def _require(name: str, value: object, holds: bool, wanted: str) -> None:
+    if not holds:
+        raise TypeError(f"{name}: got {value!r} ({type(value).__name__}), allowed: {wanted}")
+
+
+def _check_together(config: ParallelConfig) -> None:
+    """ValueError for options that don't go together in a world of any size."""
+    kind, strategy = config.kind, config.sharding_strategy
+    if config.use_fsdp and kind in ("none", "ddp", "sharded"):
+        raise ValueError(f"use_fsdp with kind '{kind}': leave one out, or take kind 'fsdp' or 'hsdp'")
+    with_fsdp = config.use_fsdp or kind in ("fsdp", "hsdp")
+    if strategy is not None and not with_fsdp:
+        raise ValueError(f"sharding_strategy '{strategy}' without use_fsdp: set use_fsdp, or leave the strategy out")
+    if kind == "hsdp" and strategy is not None and not strategy.startswith("HYBRID_SHARD"):
+        raise ValueError(f"kind 'hsdp' with sharding_strategy '{strategy}': allowed: HYBRID_SHARD, HYBRID_SHARD_ZERO2")
+    if config.cpu_offload and not with_fsdp:
+        raise ValueError(
+            f"cpu_offload with kind '{config.chosen_kind}': nothing is offloaded here; take use_fsdp (torch's FSDP2) "
+            "or DeepSpeed"
+        )
+    for name in _FSDP_ONLY:
+        if not with_fsdp and getattr(config, name) not in (None, 0, False):
+            raise ValueError(f"{name} with kind '{config.chosen_kind}': it is an option of FSDP; set use_fsdp")
+    if with_fsdp and config.ddp:
+        raise ValueError(f"ddp.{next(iter(config.ddp))} with FSDP: options of DistributedDataParallel have no effect")
+    if kind == "sharded" and (config.model_parallel or 1) > 1:
+        raise ValueError(f"model_parallel {config.model_parallel} with kind 'sharded': take 'ddp', 'fsdp' or 'hsdp'")
+    if config.ddp:
+        _check_ddp_options(config.chosen_kind, config.ddp)
+
+
+def _check_ddp_options(kind: str, options: Mapping[str, Any]) -> None:
+    if kind == "none":
+        raise ValueError(f"ddp.{next(iter(options))} with kind 'none': there is no DistributedDataParallel")
+    wrapper: type = ShardedDataParallel if kind == "sharded" else DistributedDataParallel
+    parameters = inspect.signature(wrapper.__init__).parameters  # type: ignore[misc]
+    allowed = [name for name in parameters if name not in _NOT_FOR_USERS]
+    for name in map(str, options):
+        if _NOT_FOR_USERS.get(name):
+            raise ValueError(f"ddp.{name}: use {_NOT_FOR_USERS[name]} instead")
+        if name not in allowed:
+            raise ValueError(f"ddp.{name}: unknown option of {wrapper.__name__}{nearest(name, allowed)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,12 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from torchddp.parallel import checks
+from torchddp.parallel.config import ParallelConfig, nearest
+from torchddp.parallel.groups import Layout
 from torchddp.transport.waits import wait_for_work
-
-if TYPE_CHECKING:
-    from torchddp.parallel.config import ParallelConfig
-    from torchddp.parallel.layout import Layout
 
 
 def shard(model: nn.Module, config: ParallelConfig, layout: Layout, mesh: DeviceMesh) -> None:
@@ -58,7 +55,7 @@ def blocks_of(model: nn.Module, wrap: tuple[str | type[nn.Module], ...] | None) 
         if not matching:
             classes = dict.fromkeys(type(module).__name__ for module in model.modules())
             name = wanted if isinstance(wanted, str) else wanted.__name__
-            raise ValueError(f"wrap: the model has no module of class '{name}'{checks.nearest(name, classes)}")
+            raise ValueError(f"wrap: the model has no module of class '{name}'{nearest(name, classes)}")
         found += matching
     return [module for module in model.modules() if module is not model and any(module is other for other in found)]
 
@@ -95,7 +92,10 @@ def sync_from_rank_0(model: nn.Module, mesh: DeviceMesh) -> None:
             "the parameters after parallelize (to_empty, then your initialisation)"
         )
     dp = mesh.get_group("dp")
-    mp = mesh.get_group("mp") if "mp" in (mesh.mesh_dim_names or ()) else _model_parallel_group(tensors.values())
+    if "mp" in (mesh.mesh_dim_names or ()):
+        mp: dist.ProcessGroup | None = mesh.get_group("mp")
+    else:  # that of the model's own plan
+        mp = next((tensor.device_mesh.get_group() for tensor in tensors.values() if isinstance(tensor, DTensor)), None)
     for tensor in tensors.values():
         if isinstance(tensor, DTensor):
             _broadcast(tensor.to_local(), dp)
@@ -105,12 +105,7 @@ def sync_from_rank_0(model: nn.Module, mesh: DeviceMesh) -> None:
                 _broadcast(tensor, mp)
 
 
-def _model_parallel_group(tensors: Any) -> dist.ProcessGroup | None:
-    return next((tensor.device_mesh.get_group() for tensor in tensors if isinstance(tensor, DTensor)), None)
-
-
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """From the group's first rank."""
     if group.size() == 1:
         return
     values = tensor.detach()
@@ -121,7 +116,6 @@ def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _prefetch(blocks: list[nn.Module], forward: int, backward: int) -> None:
-    """Gathers so many blocks ahead, by order of registration."""
     modules: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     for number, module in enumerate(modules):
         if forward:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-_FLAGS = ("use_fsdp", "cpu_offload", "sync_module_states")
-_NUMBERS = ("model_parallel", "data_parallel", "forward_prefetch", "backward_prefetch")
+FLAGS = ("use_fsdp", "cpu_offload", "sync_module_states")
+NUMBERS = ("model_parallel", "data_parallel", "forward_prefetch", "backward_prefetch")
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 _SUFFIXES = ".toml, .yaml, .yml, .json"
 
@@ -80,9 +80,9 @@ def read_arguments(args: Iterable[str]) -> dict[str, Any]:
         name, _, option = key.removeprefix("--").partition(".")
         name, option = name.replace("-", "_"), option.replace("-", "_")
         if not has_value:
-            if name in _FLAGS:
+            if name in FLAGS:
                 text = "true"
-            elif name.removeprefix("no_") in _FLAGS:
+            elif name.removeprefix("no_") in FLAGS:
                 name, text = name.removeprefix("no_"), "false"
             elif waiting:
                 text = waiting.pop(0)
@@ -102,9 +102,9 @@ def _value(name: str, text: str) -> Any:
     """The value of the option ``name``. What can't be read stays a string, which the config refuses."""
     if name != "kind" and text.lower() in ("none", "null"):
         return None
-    if name in _FLAGS:
+    if name in FLAGS:
         return _WORDS.get(text.lower(), text)
-    if name in _NUMBERS:
+    if name in NUMBERS:
         try:
             return int(text)
         except ValueError:

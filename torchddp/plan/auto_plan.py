@@ -1,28 +1,91 @@
-"""``bucket_cap_mb="auto"``: measure the first steps, plan, switch once, and be quiet."""
+"""``bucket_cap_mb="auto"``: take the plan that was kept, or measure the first steps and plan once."""
 
 from __future__ import annotations
 
 import datetime
 import logging
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from torchddp import _C
-from torchddp.plan.calibrate import NoRoomError, measure_cost
-from torchddp.plan.merge import finish_s
-from torchddp.plan.plan import buckets_of, planned_buckets
-from torchddp.plan.recorder import StepRecorder, StepTimes
+from torchddp.ddp.observers import StepObserver
+from torchddp.ddp.session import ReducerSession
+from torchddp.plan.buckets import buckets_of, finish_s, planned_buckets
+from torchddp.plan.cost import NoRoomError, measure_cost
+from torchddp.plan.plan_cache import PlanKey, fingerprint, kept_plan
 from torchddp.plan.step_profile import LinearCost
+from torchddp.transport.agreement import TransportExchange, ranks_per_host
 
-logger = logging.getLogger("torchddp.ddp.module")
+logger = logging.getLogger("torchddp.distributed")
 
 # Buckets follow the measured order from the second step on, and first steps are slow for other reasons too.
 WARMUP_STEPS = 3
 RECORDED_STEPS = 5
 # Predictions closer than this are equal: the buckets stay as they are.
 LEAST_GAIN = 0.01
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Medians over the recorded steps of the slowest rank, in seconds. Equal on all ranks."""
+
+    ready_s: tuple[float, ...]  # by parameter, since backward began
+    forward_s: float
+
+    @property
+    def backward_s(self) -> float:
+        """Computation alone, up to the last gradient."""
+        return max(self.ready_s)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Parameter indices as they became ready."""
+        return tuple(sorted(range(len(self.ready_s)), key=lambda index: self.ready_s[index]))
+
+
+class StepRecorder:
+    """Records synchronised steps of one reducer. While it does, buckets wait for the last gradient of the step."""
+
+    def __init__(self, reducer: _C.Reducer) -> None:
+        self._reducer = reducer
+        self._rows: list[list[float]] = []
+        self._finished = reducer.stats()["finished"]
+        reducer.record_ready_times(True)
+        reducer.set_overlap(False)
+
+    @property
+    def steps(self) -> int:
+        return len(self._rows)
+
+    def collect(self) -> None:
+        """Between steps: take down the one that ended, if one did since the last call."""
+        stats = self._reducer.stats()
+        if stats["finished"] == self._finished:
+            return
+        self._finished = stats["finished"]
+        ready_ns, forward_ns = self._reducer.get_backward_stats(), self._reducer.forward_ns()
+        times_ns = [*ready_ns, forward_ns]
+        self._rows.append([time_ns / 1e9 for time_ns in times_ns])
+
+    def stop(self) -> None:
+        """Buckets are launched as soon as they are full again."""
+        self._reducer.set_overlap(True)
+        self._reducer.record_ready_times(False)
+
+    def times(self, device: torch.device, timeout: datetime.timedelta = datetime.timedelta(0)) -> StepTimes:
+        """Collective: what was recorded on all ranks. ``device``: of the parameters."""
+        if not self._rows:
+            raise ValueError(
+                "no synchronised step was recorded: each needs a forward and a backward outside of no_sync()"
+            )
+        mine = [statistics.median(column) for column in zip(*self._rows, strict=True)]
+        by_rank = TransportExchange(self._reducer.transport, float, device, timeout).gather(mine)
+        *ready_s, forward_s = (max(column) for column in zip(*by_rank, strict=True))
+        return StepTimes(tuple(ready_s), forward_s)
 
 
 @dataclass(frozen=True)
@@ -51,17 +114,11 @@ def decide(
 
 
 class AutoPlan:
-    """Plans once for one reducer. ``before_step`` is called at the begin of every step that will be synchronised."""
+    """Plans once. ``before_step`` is called at the begin of every step that will be synchronised."""
 
-    def __init__(
-        self,
-        reducer: _C.Reducer,
-        specs: Sequence[_C.ParamSpec],
-        device: torch.device,
-        timeout: datetime.timedelta = datetime.timedelta(0),
-    ) -> None:
-        self._reducer, self._specs, self._device, self._timeout = reducer, specs, device, timeout
-        self._begin_at = reducer.stats()["finished"] + WARMUP_STEPS
+    def __init__(self, session: ReducerSession) -> None:
+        self._session, self._reducer = session, session.reducer
+        self._begin_at = self._reducer.stats()["finished"] + WARMUP_STEPS
         self._recorder: StepRecorder | None = None
         self.decision: Decision | None = None
 
@@ -78,7 +135,7 @@ class AutoPlan:
         if self._recorder.steps < RECORDED_STEPS:
             return False
         self._recorder.stop()
-        times = self._recorder.times(self._device, self._timeout)
+        times = self._recorder.times(self._session.device, self._session.wait_limit)
         self._plan(times)
         return True
 
@@ -90,11 +147,11 @@ class AutoPlan:
     def _plan(self, times: StepTimes) -> None:
         transport = self._reducer.transport
         try:
-            cost = measure_cost(transport, self._device, self._timeout)
+            cost = measure_cost(transport, self._session.device, self._session.wait_limit)
         except NoRoomError as error:
             logger.warning("bucket_cap_mb='auto': the buckets stay as they are, for %s.", error)
             return
-        decision = self.decision = decide(self._specs, times, cost, self._reducer.plan)
+        decision = self.decision = decide(self._session.specs, times, cost, self._reducer.plan)
         count = len(self._reducer.plan)
         changed = self._reducer.adopt_plan(decision.plan)
         if transport.rank == 0:
@@ -108,3 +165,93 @@ class AutoPlan:
                 1e6 * cost.alpha_s,
                 1e9 * cost.beta_s_per_byte,
             )
+
+
+class BucketPlanning(StepObserver):
+    """The planning of one model: begun, carried on before each step, ended. Begins at once with ``"auto"``."""
+
+    def __init__(self, session: ReducerSession) -> None:
+        self._session = session
+        self.current: AutoPlan | None = None  # None: no planning is under way
+        if session.options.plans_buckets:
+            self.start(look_for_kept=session.is_collective)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the steps to come are measured and planned for."""
+        return self.current is not None
+
+    def start(self, look_for_kept: bool) -> None:
+        """Plan in the steps to come, if there is a group to plan for; collective with ``look_for_kept``.
+
+        ``look_for_kept``: take the plan kept for this model and group, where rank 0 finds one.
+        """
+        self.end()
+        session, transport = self._session, self._session.reducer.transport
+        if transport.size == 1:
+            return
+        if look_for_kept:
+            key = plan_key(session)
+            kept = kept_plan(session.specs, key) if transport.rank == 0 else None
+            (is_kept,) = TransportExchange(transport, int, session.device, session.wait_limit).of_rank_0(
+                [kept is not None]
+            )
+            if is_kept:
+                session.reducer.adopt_plan(kept)
+                return
+        self.current = AutoPlan(session)
+
+    def before_step(self) -> None:
+        """At the begin of each synchronised step; collective in the one that plans. Nothing unless under way."""
+        if self.current is not None and self._session.synchronises:
+            self._carry_on(self.current)
+
+    def end(self) -> None:
+        """Give up, or be done; buckets stay as they are."""
+        if self.current is not None:
+            self.current.stop()
+            self.current = None
+
+    def on_group_change(self) -> None:
+        self.end()
+        if self._session.options.plans_buckets:
+            self.start(look_for_kept=False)
+
+    def close(self) -> None:
+        self.end()
+
+    @torch._disable_dynamo
+    def _carry_on(self, planning: AutoPlan) -> None:
+        if reason := self._reason_not_to_plan():
+            logger.warning("bucket_cap_mb='auto': the buckets stay as they are, for %s.", reason)
+            self.end()
+            return
+        is_over = True  # also if planning fails
+        try:
+            is_over = planning.before_step()
+        finally:
+            if is_over:
+                self.end()
+
+    def _reason_not_to_plan(self) -> str:
+        """Why buckets must stay, the same on all ranks; empty if they need not."""
+        if self._session.joins:
+            # Ranks without inputs take no part, and the others can't know how many steps those have finished.
+            return "the model is used under join()"
+        if self._session.reduces_now:
+            return "gradients are reduced after backward"  # nobody waits for them: no order is better than another
+        if self._session.has_comm_hook:
+            return "a communication hook may keep state by bucket, and what it costs is not known"
+        return "a captured CUDA graph holds them" if self._session.reducer.is_in_graph else ""
+
+
+def plan_key(session: ReducerSession) -> PlanKey:
+    """Collective: what a plan for this model and group is kept under."""
+    transport = session.reducer.transport
+    return PlanKey(
+        fingerprint=fingerprint(session.specs, session.device.type),
+        world_size=transport.size,
+        ranks_per_host=ranks_per_host(TransportExchange(transport, int, session.device, session.wait_limit)),
+        transport=transport.name,
+        backend=dist.get_backend(session.process_group),
+    )

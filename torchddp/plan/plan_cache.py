@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from torchddp import _C
-from torchddp.plan.merge import Buckets
+from torchddp.plan.buckets import Buckets
 from torchddp.whole_file import write_whole
 
-logger = logging.getLogger("torchddp.ddp.module")
+logger = logging.getLogger("torchddp.distributed")
 
 CACHE_ENV = "TORCHDDP_CACHE_DIR"
 FORMAT = 1

@@ -10,21 +10,18 @@ from typing import Any
 import torch
 
 from torchddp import _C
-from torchddp.ddp.module import DistributedDataParallel
-from torchddp.plan.calibrate import measure_cost
-from torchddp.plan.model_plan import plan_key
-from torchddp.plan.plan import buckets_of
-from torchddp.plan.recorder import StepRecorder
+from torchddp.plan.auto_plan import StepRecorder, plan_key
+from torchddp.plan.buckets import buckets_of
+from torchddp.plan.cost import measure_cost
 from torchddp.plan.step_profile import Gradient, StepProfile
-from torchddp.transport.numbers import of_all_ranks
+from torchddp.transport.agreement import TransportExchange
 
 WARMUP_STEPS = 4
 
 
-def record_profile(
-    model: DistributedDataParallel, step: Callable[[], Any], *, name: str = "", steps: int = 9
-) -> StepProfile:
-    """Collective: run ``step`` (one forward and backward of ``model``) and measure. The same profile on all ranks.
+def record_profile(model: Any, step: Callable[[], Any], *, name: str = "", steps: int = 9) -> StepProfile:
+    """Collective: run ``step`` (one forward and backward of ``model``, a ``torchddp.DistributedDataParallel``) and
+    measure. The same profile on all ranks.
 
     Warm-up (four steps), ``steps`` with overlap for ``step_s``, and ``steps`` without it, in which ready times and the
     time of computation alone are taken; then the cost of messages is measured on the model's group. ``step`` may
@@ -37,9 +34,11 @@ def record_profile(
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    if model._auto_plan is not None:
+    planning = model.observers.get("bucket_planning")
+    if planning is not None and planning.is_under_way:
         raise ValueError("the model is still planning its buckets (bucket_cap_mb='auto' or replan()); record it later")
-    reducer, device = model.reducer, next(iter(model._module_parameters)).device
+    session = model.session
+    reducer, device = session.reducer, session.device
     for _ in range(WARMUP_STEPS):
         step()
     step_s = statistics.median(timed_step(step, device) for _ in range(steps))
@@ -50,9 +49,9 @@ def record_profile(
             recorder.collect()
     finally:
         recorder.stop()
-    transport, timeout = reducer.transport, model._wait_limit()
+    transport, timeout = reducer.transport, session.wait_limit
     times = recorder.times(device, timeout)
-    key = plan_key(model)
+    key = plan_key(session)
     return StepProfile(
         model=name or type(model.module).__name__,
         fingerprint=key.fingerprint,
@@ -63,14 +62,14 @@ def record_profile(
         device=device.type,
         gradients=tuple(
             Gradient(s.name, s.numel, s.itemsize, s.dtype, s.device, s.sparse, ready_s)
-            for s, ready_s in zip(model._specs, times.ready_s, strict=True)
+            for s, ready_s in zip(session.specs, times.ready_s, strict=True)
         ),
         order=times.order,
         forward_s=times.forward_s,
         backward_s=times.backward_s,
         cost=measure_cost(transport, device, timeout, host_too=True),
         buckets=buckets_of(reducer.plan),
-        step_s=max(seconds for (seconds,) in of_all_ranks(transport, device, timeout, step_s)),
+        step_s=max(seconds for (seconds,) in TransportExchange(transport, float, device, timeout).gather([step_s])),
         torchddp_version=_C.version,
         torch_version=torch.__version__,
     )

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 FORMAT = 1
 
@@ -28,10 +28,11 @@ class Gradient:
     sparse: bool
     # Seconds from the begin of backward until the gradient is there, on the slowest rank (median over steps).
     ready_s: float
+    # As of a `ParamSpec`: all ranks get the average.
+    owner: ClassVar[int] = -1
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gradient."""
         return self.numel * self.itemsize
 
 
@@ -102,16 +103,17 @@ class StepProfile:
             raise ProfileError("The profile has a size or an index that is no number, below 0, or too large.")
 
     @property
+    def ready_s(self) -> list[float]:
+        return [gradient.ready_s for gradient in self.gradients]
+
+    @property
     def gradient_bytes(self) -> int:
-        """Bytes of all gradients."""
         return sum(gradient.nbytes for gradient in self.gradients)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {"format": FORMAT, "kind": "torchddp step profile", **asdict(self)}
 
     def save(self, path: Path) -> None:
-        """Write JSON."""
         path.write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
 
 

@@ -11,13 +11,19 @@ from rich.table import Table
 from rich.text import Text
 
 from torchddp.harness.tables import number, plain_table, ranks_text
-from torchddp.profiler.clocks import Clock
-from torchddp.profiler.merge import MergedBucket, MergedProfile, MergedStep, RankRecord, merge, traffic_dicts
-from torchddp.profiler.steps import BucketTimes, Step
+from torchddp.profiler.ranks import (
+    Clock,
+    MergedBucket,
+    MergedProfile,
+    MergedStep,
+    RankRecord,
+    merge,
+    traffic_dicts,
+)
+from torchddp.profiler.steps import BUCKET_TIMES, BucketTimes, Step
 from torchddp.traffic import text_of, total_wire_bytes
 
 WIDTH = 80
-TIMES = ("first_ready_ns", "last_ready_ns", "packed_ns", "launched_ns", "done_ns")
 FOOTNOTE = (
     "Times in ms from the begin of backward. done: as seen by the thread that waits for one bucket after the other, so "
     "an upper bound."
@@ -25,14 +31,12 @@ FOOTNOTE = (
 
 
 def as_text(renderable: RenderableType) -> str:
-    """Plain text without colours."""
     stream = io.StringIO()
     Console(file=stream, width=WIDTH, color_system=None, legacy_windows=False).print(renderable)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
 def ms(time_ns: float) -> str:
-    """Nanoseconds as milliseconds, three digits or so."""
     return number(time_ns / 1e6)
 
 
@@ -40,52 +44,41 @@ def rank_report(record: RankRecord) -> RenderableType:
     """The median step of one rank. Raises ValueError if it has no complete step."""
     if not record.steps:
         raise ValueError("no complete step was recorded: run forward and backward inside the profile")
-    step = merge([record], [Clock()]).median_step()
-    title = f"Step {step.index} of rank {record.rank}, the median of {len(record.steps)}"
-    return Group(
-        bucket_table(step, record.names, title),
-        "",
-        *_lines(summary_of(step)),
-        *_lines(sent_lines([record])),
-        *_lines(lost_lines([record])),
-        _note(),
-    )
+    profile = merge([record], [Clock()])
+    return _report(profile, f" of rank {record.rank}, the median of {len(record.steps)}")
 
 
 def merged_report(profile: MergedProfile) -> RenderableType:
     """The median step of all ranks, and who held the others up."""
+    return _report(profile, f", the median of {len(profile.steps)}, {ranks_text(len(profile.records))}")
+
+
+def _report(profile: MergedProfile, title: str) -> RenderableType:
     step = profile.median_step()
-    title = f"Step {step.index}, the median of {len(profile.steps)}, {ranks_text(len(profile.records))}"
-    return Group(
-        bucket_table(step, profile.names, title),
-        "",
-        *_lines(summary_of(step)),
-        *_lines(sent_lines(profile.records)),
-        *_lines(straggler_lines(profile, step)),
-        *_lines(clock_lines(profile)),
-        *_lines(lost_lines(profile.records)),
-        _note(),
-    )
+    table = bucket_table(step, profile.names, f"Step {step.index}{title}")
+    return Group(table, "", *map(Text, lines_of(profile, step)), Text(FOOTNOTE, style="dim"))
+
+
+def lines_of(profile: MergedProfile, step: MergedStep) -> list[str]:
+    """All that is said beside the table."""
+    return [
+        *summary_of(step),
+        *sent_lines(profile.records),
+        *straggler_lines(profile, step),
+        *clock_lines(profile),
+        *lost_lines(profile.records),
+    ]
 
 
 def bucket_table(step: MergedStep, names: Sequence[str], title: str) -> Table:
-    """One line a bucket."""
-    table = plain_table(title, "bucket")
+    last_rank = ["last\nrank"] if len(step.steps) > 1 else []
+    columns = ("MB", "first\nready", "last\nready", "packed", "launched", "done", *last_rank)
+    table = plain_table(title, "bucket", *columns)
     table.columns[0].justify = "right"
-    for heading in ("MB", "first\nready", "last\nready", "packed", "launched", "done"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    if len(step.steps) > 1:
-        table.add_column("last\nrank", justify="right", no_wrap=True)
     table.add_column("held back by", overflow="fold")
     for row in bucket_rows(step, names):
         table.add_row(*map(Text, row))  # names are no markup
     return table
-
-
-def bucket_headings(step: MergedStep) -> list[str]:
-    """Of `bucket_rows`, for a page."""
-    rank = ["last rank"] if len(step.steps) > 1 else []
-    return ["bucket", "MB", "first ready", "last ready", "packed", "launched", "done", *rank, "held back by"]
 
 
 def bucket_rows(step: MergedStep, names: Sequence[str]) -> list[list[str]]:
@@ -93,7 +86,7 @@ def bucket_rows(step: MergedStep, names: Sequence[str]) -> list[list[str]]:
     zero_ns = min(rank.backward_begin_ns for rank in step.steps)
     rows = []
     for bucket in step.buckets:
-        times = [getattr(bucket, name) for name in TIMES]
+        times = [getattr(bucket, name) for name in BUCKET_TIMES]
         cells = [
             str(bucket.index),
             f"{bucket.nbytes / 1e6:.2f}",
@@ -134,7 +127,6 @@ def sent_lines(records: Sequence[RankRecord]) -> list[str]:
 
 
 def straggler_lines(profile: MergedProfile, step: MergedStep) -> list[str]:
-    """Who held the others up: in this step, and over all."""
     if len(profile.records) == 1:
         return []
     return [_straggler_line(step, profile.names), *_usual_straggler(profile)]
@@ -192,14 +184,6 @@ def lost_lines(records: Iterable[RankRecord]) -> list[str]:
     return lines
 
 
-def _lines(texts: Iterable[str]) -> list[RenderableType]:
-    return [Text(text) for text in texts]
-
-
-def _note() -> Text:
-    return Text(FOOTNOTE, style="dim")
-
-
 # --- for JSON ---
 
 
@@ -228,30 +212,26 @@ def merged_dict(profile: MergedProfile, step: MergedStep) -> dict[str, Any]:
         "clock_uncertainty_us": [clock.uncertainty_ns / 1e3 for clock in profile.clocks],
         "events_dropped": [record.dropped for record in profile.records],
         "steps_incomplete": [record.incomplete for record in profile.records],
-        "buckets": [_merged_bucket_dict(bucket, profile.names, zero_ns) for bucket in step.buckets],
+        "buckets": [
+            {
+                **_bucket_dict(bucket, profile.names, zero_ns),
+                "last_rank": bucket.last_rank,
+                "late_us": bucket.late_ns / 1e3,
+                "wait_us": bucket.wait_ns / 1e3,
+            }
+            for bucket in step.buckets
+        ],
         "ranks": [
-            {**step_dict(rank_step, profile.names, zero_ns), "traffic": traffic}
+            {**_step_dict(rank_step, profile.names, zero_ns), "traffic": traffic}
             for rank_step, traffic in zip(step.steps, traffic_dicts(profile.records), strict=True)
         ],
     }
 
 
-def _merged_bucket_dict(bucket: MergedBucket, names: Sequence[str], zero_ns: int) -> dict[str, Any]:
+def _step_dict(step: Step, names: Sequence[str], zero_ns: int) -> dict[str, Any]:
+    times = ("forward_begin_ns", "backward_begin_ns", "compute_end_ns", "backward_end_ns")
     return {
-        **_bucket_dict(bucket, names, zero_ns),
-        "last_rank": bucket.last_rank,
-        "late_us": bucket.late_ns / 1e3,
-        "wait_us": bucket.wait_ns / 1e3,
-    }
-
-
-def step_dict(step: Step, names: Sequence[str], zero_ns: int) -> dict[str, Any]:
-    """One rank's part."""
-    return {
-        "forward_begin_us": (step.forward_begin_ns - zero_ns) / 1e3,
-        "backward_begin_us": (step.backward_begin_ns - zero_ns) / 1e3,
-        "compute_end_us": (step.compute_end_ns - zero_ns) / 1e3,
-        "backward_end_us": (step.backward_end_ns - zero_ns) / 1e3,
+        **_times_us(step, times, zero_ns),
         "exposed_us": step.exposed_ns / 1e3,
         "comm_us": step.comm_ns / 1e3,
         "overlap_ratio": step.overlap_ratio,
@@ -259,13 +239,17 @@ def step_dict(step: Step, names: Sequence[str], zero_ns: int) -> dict[str, Any]:
     }
 
 
-def _bucket_dict(bucket: BucketTimes | MergedBucket, names: Sequence[str], zero_ns: int) -> dict[str, Any]:
-    times = {name: getattr(bucket, name) for name in TIMES}
+def _bucket_dict(bucket: BucketTimes, names: Sequence[str], zero_ns: int) -> dict[str, Any]:
     return {
         "bucket": bucket.index,
         "bytes": bucket.nbytes,
         "parameters": [names[param] for param in bucket.params],
-        **{f"{name[:-3]}_us": None if t is None else (t - zero_ns) / 1e3 for name, t in times.items()},
+        **_times_us(bucket, BUCKET_TIMES, zero_ns),
         "held_back_by": None if bucket.holder is None else names[bucket.holder],
         "queued_behind_bucket": bucket.behind,
     }
+
+
+def _times_us(of: Step | BucketTimes, names: Sequence[str], zero_ns: int) -> dict[str, float | None]:
+    times = {name.removesuffix("_ns"): getattr(of, name) for name in names}
+    return {f"{name}_us": None if time_ns is None else (time_ns - zero_ns) / 1e3 for name, time_ns in times.items()}

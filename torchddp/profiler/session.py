@@ -12,12 +12,12 @@ from typing import Any
 import torch.distributed as dist
 
 from torchddp.ddp.module import DistributedDataParallel
-from torchddp.profiler import clocks
-from torchddp.profiler.chrome import chrome_trace, write_chrome_trace
-from torchddp.profiler.merge import MergedProfile, RankRecord, merge, traffic_dicts
-from torchddp.profiler.steps import BucketLayout, Layout, Layouts, Step, Steps, read_steps
+from torchddp.profiler import ranks
+from torchddp.profiler.export import chrome_trace, write_chrome_trace
+from torchddp.profiler.ranks import MergedProfile, RankRecord, merge, traffic_dicts
+from torchddp.profiler.steps import BucketLayout, Layout, Layouts, Step, read_steps
 from torchddp.traffic import Traffic
-from torchddp.transport.object_exchange import gather_objects
+from torchddp.transport.agreement import GroupExchange
 
 DEFAULT_STEPS = 64
 # Per step: forward_begin, backward_begin, backward_end; per bucket, of which there are at most as many as parameters:
@@ -86,77 +86,65 @@ class Profile:
     def __init__(self, model: DistributedDataParallel, steps: int) -> None:
         self._model = model
         self._kept_steps = steps
-        self._names = tuple(spec.name for spec in model._specs)
+        # Of the parameters that are reduced; the steps speak of them by index.
+        self.names: tuple[str, ...] = tuple(spec.name for spec in model.session.specs)
         self._layouts = Layouts()
         self._hook: Any = None
-        # Once the context has ended; None before.
-        self._final: tuple[Steps, int] | None = None
-        self._final_traffic: dict[str, Traffic] | None = None
+        self._final: RankRecord | None = None  # once the context has ended
 
     def _start(self) -> None:
         self._note_layout()
         # After each forward: buckets are rebuilt early in a run, at the begin of a forward.
         self._hook = self._model.register_forward_hook(lambda module, inputs, output: self._note_layout())
-        per_step = _EVENTS_PER_STEP + _EVENTS_PER_PARAMETER * len(self._names)
+        per_step = _EVENTS_PER_STEP + _EVENTS_PER_PARAMETER * len(self.names)
         self._model.reducer.enable_timeline(self._kept_steps * per_step)
 
     def _stop(self) -> None:
         self._model.reducer.disable_timeline()
         if self._hook is not None:
             self._hook.remove()
-        self._final = self._read()
-        self._final_traffic = self._model.traffic()
+        self._final = self.record()
 
     def _note_layout(self) -> None:
         reducer = self._model.reducer
         layout: Layout = tuple(BucketLayout(tuple(b.params), b.nbytes) for b in reducer.plan.buckets)
         self._layouts.note(reducer.stats()["iteration"], layout)
 
-    def _read(self) -> tuple[Steps, int]:
-        reducer = self._model.reducer
-        return read_steps(reducer.timeline(), self._layouts.of), reducer.timeline_dropped()
-
-    @property
-    def _current(self) -> tuple[Steps, int]:
-        return self._read() if self._final is None else self._final
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the parameters that are reduced; the steps speak of them by index."""
-        return self._names
-
     @property
     def steps(self) -> tuple[Step, ...]:
         """This rank's complete steps, oldest first; the last ones if there were more than are kept."""
-        return self._current[0].complete[-self._kept_steps :]
+        return self.record().steps
 
     @property
     def dropped(self) -> int:
         """Events of earlier steps that were overwritten by later ones."""
-        return self._current[1]
+        return self.record().dropped
 
     @property
     def incomplete(self) -> int:
         """Steps seen only in part: cut off by later ones, begun before the context, or ended by an error."""
-        return self._current[0].incomplete
+        return self.record().incomplete
 
     @property
     def traffic(self) -> dict[str, Traffic]:
         """What this rank sent for the gradients of the last step, by transport: see `torchddp.traffic.of_model`."""
-        return self._model.traffic() if self._final_traffic is None else self._final_traffic
+        return self.record().traffic
 
     def record(self) -> RankRecord:
         """What this rank has to say to the others."""
-        read, dropped = self._current
+        if self._final is not None:
+            return self._final
+        reducer = self._model.reducer
+        read = read_steps(reducer.timeline(), self._layouts.of)
         return RankRecord(
             rank=self._model.process_group.rank(),
             host=socket.gethostname(),
-            clock_identity=clocks.clock_identity(),
-            names=self._names,
+            clock_identity=ranks.clock_identity(),
+            names=self.names,
             steps=read.complete[-self._kept_steps :],
-            dropped=dropped,
+            dropped=reducer.timeline_dropped(),
             incomplete=read.incomplete,
-            traffic=self.traffic,
+            traffic=self._model.traffic(),
         )
 
     def gather(self) -> MergedProfile:
@@ -165,13 +153,14 @@ class Profile:
         Raises ValueError, on all ranks, if no step was recorded from begin to end on every rank.
         """
         group = self._model.process_group
-        records = gather_objects(self.record(), group)
+        exchange = GroupExchange(group)
+        records = exchange.gather(self.record())
         identities = [record.clock_identity for record in records]
         readings: list[Any] = [()] * group.size()
         if len(set(identities)) > 1:
             device = self._model.device if dist.get_backend(group) == "nccl" else "cpu"
-            readings = gather_objects(clocks.take_readings(group, device), group)
-        return merge(records, clocks.align(identities, readings))
+            readings = exchange.gather(ranks.take_readings(group, device))
+        return merge(records, ranks.align(identities, readings))
 
     def report(self, merged: bool = False) -> str:
         """The median step as text of at most 80 columns: when each bucket was filled, sent and back, what held it back,
@@ -192,8 +181,8 @@ class Profile:
         """
         if not merged:
             record = self.record()
-            ranks = [(record.rank, _label(record), record.steps)]
-            write_chrome_trace(Path(path), chrome_trace(ranks, self._names, {"traffic": traffic_dicts([record])}))
+            mine = [(record.rank, _label(record), record.steps)]
+            write_chrome_trace(Path(path), chrome_trace(mine, self.names, {"traffic": traffic_dicts([record])}))
             return
         profile = self.gather()
         if self._model.process_group.rank() == 0:
@@ -203,12 +192,12 @@ class Profile:
 def merged_trace(profile: MergedProfile, only_step: int | None = None) -> dict[str, Any]:
     """All ranks' steps, or one of them by its number, in Chrome's trace format."""
     steps = [step for step in profile.steps if only_step in (None, step.index)]
-    ranks = [(r.rank, _label(r), [step.steps[place] for step in steps]) for place, r in enumerate(profile.records)]
+    each = [(r.rank, _label(r), [step.steps[place] for step in steps]) for place, r in enumerate(profile.records)]
     about = {
         "clock_uncertainty_us": [c.uncertainty_ns / 1e3 for c in profile.clocks],
         "traffic": traffic_dicts(profile.records),
     }
-    return chrome_trace(ranks, profile.names, about)
+    return chrome_trace(each, profile.names, about)
 
 
 def _label(record: RankRecord) -> str:

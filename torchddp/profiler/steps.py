@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+# What is shown of a bucket, in this order.
+BUCKET_TIMES = ("first_ready_ns", "last_ready_ns", "packed_ns", "launched_ns", "done_ns")
 
 
 class Event(Protocol):
@@ -94,28 +98,14 @@ class Step:
     def shifted(self, offset_ns: int) -> Step:
         """The same step on a clock that shows `offset_ns` more."""
 
-        def move(time_ns: int | None) -> int | None:
-            return None if time_ns is None else time_ns + offset_ns
+        def moved(times: BucketTimes | Step, *names: str) -> dict[str, Any]:
+            found = {name: getattr(times, name) for name in names}
+            return {name: None if time_ns is None else time_ns + offset_ns for name, time_ns in found.items()}
 
-        buckets = tuple(
-            replace(
-                bucket,
-                first_ready_ns=move(bucket.first_ready_ns),
-                last_ready_ns=move(bucket.last_ready_ns),
-                packed_ns=move(bucket.packed_ns),
-                launched_ns=move(bucket.launched_ns),
-                wait_begin_ns=move(bucket.wait_begin_ns),
-                done_ns=move(bucket.done_ns),
-            )
-            for bucket in self.buckets
-        )
         return replace(
             self,
-            forward_begin_ns=self.forward_begin_ns + offset_ns,
-            backward_begin_ns=self.backward_begin_ns + offset_ns,
-            compute_end_ns=self.compute_end_ns + offset_ns,
-            backward_end_ns=self.backward_end_ns + offset_ns,
-            buckets=buckets,
+            **moved(self, "forward_begin_ns", "backward_begin_ns", "compute_end_ns", "backward_end_ns"),
+            buckets=tuple(replace(bucket, **moved(bucket, *BUCKET_TIMES, "wait_begin_ns")) for bucket in self.buckets),
             gradients=tuple((param, time_ns + offset_ns) for param, time_ns in self.gradients),
         )
 
@@ -144,15 +134,9 @@ def union(spans: Iterable[tuple[int | None, int | None]]) -> list[tuple[int, int
 
 def read_steps(events: Iterable[Event], layout_of: Callable[[int], Layout]) -> Steps:
     """The complete steps of a timeline, oldest first. `layout_of`: the buckets that were in force in a step."""
-    complete: list[Step] = []
-    incomplete = 0
-    for group in _split(sorted(events, key=lambda event: event.time_ns)):
-        step = _read_step(group, layout_of)
-        if step is None:
-            incomplete += 1
-        else:
-            complete.append(step)
-    return Steps(tuple(complete), incomplete)
+    groups = _split(sorted(events, key=lambda event: event.time_ns))
+    complete = tuple(step for group in groups if (step := _read_step(group, layout_of)) is not None)
+    return Steps(complete, len(groups) - len(complete))
 
 
 def _split(events: Sequence[Event]) -> list[list[Event]]:
@@ -210,15 +194,13 @@ def _read_bucket(
 def _queued(buckets: Sequence[BucketTimes]) -> tuple[BucketTimes, ...]:
     """With `behind` filled in."""
     found: list[BucketTimes] = []
-    slowest: BucketTimes | None = None
+    slowest_ns, slowest = -math.inf, 0
     for bucket in buckets:
-        if bucket.packed_ns is None:
-            found.append(bucket)
-        elif slowest is None or slowest.packed_ns is None or bucket.packed_ns >= slowest.packed_ns:
-            slowest = bucket
-            found.append(bucket)
-        else:
-            found.append(replace(bucket, behind=slowest.index))
+        packed_ns = bucket.packed_ns
+        is_behind = packed_ns is not None and packed_ns < slowest_ns
+        found.append(replace(bucket, behind=slowest) if is_behind else bucket)
+        if packed_ns is not None and not is_behind:
+            slowest_ns, slowest = packed_ns, bucket.index
     return tuple(found)
 
 

@@ -9,8 +9,8 @@ import torch
 
 from torchddp.sharded.oss import OSS
 
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second: it is imported by those who load
-    from torch.distributed.checkpoint import StorageReader
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second: only those who load import it
+    from torch.distributed.checkpoint.storage import StorageReader
 
 
 def load_checkpoint(
@@ -20,18 +20,26 @@ def load_checkpoint(
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage_reader: StorageReader | None = None,
 ) -> None:
-    """Loads what all ranks saved as ``dcp.save({key: optimizer.local_state_dict(), ...})``. Collective.
+    """Loads what all ranks saved with ``dcp.save({key: optimizer.local_state_dict(), ...})``. Collective.
 
-    On any number of ranks; each reads only the state of its own parameters. Give the folder, or the reader of another
-    storage. Raises ValueError, and changes nothing, if there is no optimizer under ``key`` or that of another model.
+    On any number of ranks; each reads only the state of its own parameters, through the CPU.
+
+    Args:
+        optimizer: the OSS to load into, over the same parameters as the one that was saved.
+        key: where the optimizer is in the saved dict.
+        checkpoint_id: the checkpoint's folder.
+        storage_reader: the reader of another storage, instead of a folder.
+
+    Raises:
+        ValueError: neither folder nor reader; no optimizer under ``key``, or that of another model. Nothing is changed.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import filesystem, state_dict_loader
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
     if storage_reader is None:
         if checkpoint_id is None:
             raise ValueError("load_checkpoint needs checkpoint_id or storage_reader")
-        storage_reader = dcp.FileSystemReader(checkpoint_id)
+        storage_reader = filesystem.FileSystemReader(checkpoint_id)
     metadata = storage_reader.read_metadata()
     # Where each saved value was in local_state_dict(): ("state", "0", "exp_avg"), ("param_groups", 0, "lr").
     paths = {name: path[1:] for name, path in (metadata.planner_data or {}).items() if path[0] == key and path[1:]}
@@ -40,7 +48,7 @@ def load_checkpoint(
         raise ValueError(f"the checkpoint holds no optimizer under {key!r}")
     saved = metadata.state_dict_metadata
     group_values = {name: _blank(saved[name], "cpu") for name in group_names}
-    dcp.load(group_values, storage_reader=storage_reader, process_group=optimizer.process_group)
+    state_dict_loader.load(group_values, storage_reader=storage_reader, process_group=optimizer.process_group)
     groups = unflatten_state_dict(group_values, paths)["param_groups"]
 
     def state_of(values: dict[str, Any]) -> dict[Any, Any]:
@@ -50,10 +58,11 @@ def load_checkpoint(
 
     state_names = [name for name, path in paths.items() if path[0] == "state"]
     shapes = state_of({name: _blank(saved[name], "meta") for name in state_names})
-    mine = optimizer.claim(optimizer.check_state({"state": shapes, "param_groups": groups}))
+    by_index, _ = optimizer.check_state({"state": shapes, "param_groups": groups})
+    mine = optimizer.assign_owners(by_index)
     others = {str(index) for index in shapes if isinstance(index, int)} - {str(index) for index in mine}
     values = {name: _blank(saved[name], "cpu") for name in state_names if str(paths[name][1]) not in others}
-    dcp.load(values, storage_reader=storage_reader, process_group=optimizer.process_group)
+    state_dict_loader.load(values, storage_reader=storage_reader, process_group=optimizer.process_group)
     optimizer.load_state_dict({"state": state_of(values), "param_groups": groups, "sharded_params": mine})
 
 

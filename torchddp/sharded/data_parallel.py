@@ -9,19 +9,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from torchddp import _C
-from torchddp.ddp import model_check, wrapped_model
+from torchddp.ddp.model import wrapped_inside
 from torchddp.ddp.module import DistributedDataParallel
-from torchddp.sharded import flat_step, ownership
-from torchddp.sharded.flat_parameters import plan_chunks
+from torchddp.sharded import optimizer_checks
 from torchddp.sharded.oss import OSS
-from torchddp.sharded.parameter_gather import ParameterGather
-from torchddp.sharded.pending import PendingModules, is_compiling
-from torchddp.transport import select
-from torchddp.transport.agreement import message_device, verify_agreement
-
-# Of a message with updated parameters: small enough that the first layers need not wait for the last ones.
-CHUNK_BYTES = 8 * 1024 * 1024
+from torchddp.sharded.pending_parameters import is_compiling
+from torchddp.sharded.policy import ShardedPolicy
+from torchddp.transport.agreement import verify_agreement
 
 
 class ShardedDataParallel(DistributedDataParallel):
@@ -90,16 +84,16 @@ class ShardedDataParallel(DistributedDataParallel):
         if not dist.is_initialized():
             raise RuntimeError("ShardedDataParallel needs a process group: call init_process_group first")
         optimizers = _agreed_optimizers(module, sharded_optimizer, process_group or dist.group.WORLD)
-        # Read while torch's constructor runs: plain attributes only.
-        self._optimizers = optimizers
-        self._buffer_numel = reduce_buffer_size
         self._auto_refresh = auto_refresh_trainable
-        self._overlap_wanted = overlap_gather
-        self._reduce_dtype = torch.float16 if reduce_fp16 else None
-        self._open: _C.Transport | None = None
-        self._gathers: list[ParameterGather] = []
-        self._pending: list[PendingModules] = []
-        self._sync_at_startup = sync_models_at_startup
+        # Read while torch's constructor runs: a plain attribute only.
+        self._policy = self._shards = ShardedPolicy(
+            module,
+            optimizers,
+            buffer_numel=reduce_buffer_size,
+            reduce_dtype=torch.float16 if reduce_fp16 else None,
+            sends_states=sync_models_at_startup,
+            overlap_wanted=overlap_gather,
+        )
         self._refreshing = False
         super().__init__(
             module,
@@ -114,86 +108,18 @@ class ShardedDataParallel(DistributedDataParallel):
         )
         self._trainable = self._trainable_now()
         for number, optimizer in enumerate(optimizers):
-            optimizer.deliver_through(_Delivery(self, number))
-
-    # --- construction: what the parent's asks for ---
-
-    def _open_transport(self, parameters: list[torch.Tensor], names: list[str]) -> _C.Transport:
-        """Collective. The same transport for all reducers of this module."""
-        if self._open is None:
-            devices = [p.device for p in parameters]
-            choice = select.intended_transport(self._transport_choice, self.process_group, devices, collective=True)
-            model_check.verify_same_model(parameters, names, self.process_group, self.device, choice)
-            opened = select.open_transport(
-                choice, self.process_group, device=parameters[0].device, timeout=self._timeout
-            )
-            self._open = opened
-            if self._sync_at_startup:
-                self._open = self._sync_module(opened, 0, buffers=self._init_sync_buffers)
-        self._lay_out(self._open)
-        return self._open
-
-    def _ddp_init_helper(self, parameters: list[torch.Tensor], *arguments: Any) -> None:
-        super()._ddp_init_helper(parameters, *arguments)
-        if self.reducer.transport is not self._open:  # some rank had no room in shared memory
-            self._open = self.reducer.transport
-            self._lay_out(self._open)
-        for gather in self._gathers:
-            gather.tell(self.reducer)
-        for pending in self._pending if self.overlap_gather else []:
-            pending.install_hooks()
-
-    def _owners(self, parameters: list[torch.Tensor]) -> list[int]:
-        return ownership.owners_of(parameters, self._optimizers)
-
-    def _choose_caps(self, parameters: list[torch.Tensor], transport: _C.Transport) -> tuple[list[int], int]:
-        caps, solo_bytes = super()._choose_caps(parameters, transport)
-        largest = max(1, self._buffer_numel * max(p.element_size() for p in parameters))
-        return [min(cap, largest) for cap in caps], min(solo_bytes, largest) if solo_bytes else 0
-
-    def _lay_out(self, transport: _C.Transport) -> None:
-        """Moves each optimizer's parameters to flat memory of their owner's."""
-        frozen = {p for optimizer in self._optimizers for p in optimizer.param_to_rank if not p.requires_grad}
-        for gather in self._gathers:
-            for chunk in gather.chunks:
-                chunk.let_go(frozen)
-        self._gathers, self._pending = [], []
-        for optimizer in self._optimizers:
-            owned = [(p, rank) for p, rank in optimizer.param_to_rank.items() if p.requires_grad]
-            params = [p for p, _ in owned]
-            plans = plan_chunks(
-                [p.numel() for p in params],
-                [(p.device, p.dtype) for p in params],
-                [p.element_size() for p in params],
-                [rank for _, rank in owned],
-                CHUNK_BYTES,
-                flat_step.SMALL_NUMEL,
-            )
-            gather = ParameterGather(plans if transport.size > 1 else [], params, transport, self._wait_limit())
-            self._gathers.append(gather)
-            self._pending.append(PendingModules(self.module, [chunk.params for chunk in gather.chunks]))
+            optimizer.attach(_StepHooks(self, number))
 
     # --- parameters on their way ---
 
     @property
     def overlap_gather(self) -> bool:
         """Whether updated parameters travel while the next forward runs."""
-        # Ranks that share memory copy for themselves, and who waits for their copying must know that they are at it.
-        return self._overlap_wanted and self.reducer.transport.reaches_any_memory
-
-    def _send_updated(self, number: int) -> None:
-        gather, pending = self._gathers[number], self._pending[number]
-        gather.start()
-        if self.overlap_gather:
-            pending.hold(gather.wait)
-        else:
-            gather.finish()
+        return self._shards.overlaps
 
     def synchronize(self) -> None:
         """Until all updated parameters are there. Needed before reading a tensor that was not got from a module."""
-        for gather, pending in zip(self._gathers, self._pending, strict=True):
-            gather.finish()
-            pending.settle()
+        self._shards.synchronize()
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if is_compiling():
@@ -210,15 +136,12 @@ class ShardedDataParallel(DistributedDataParallel):
         try:
             self.synchronize()
         finally:
-            for pending in self._pending:
-                pending.remove_hooks()
-            self.reducer.remove_autograd_hooks()
-            for optimizer in self._optimizers:
-                optimizer.deliver_through(None)
+            self.observers.close()
+            self.session.close()
+            self._shards.release()
             for param in self._module_parameters:
                 param.grad = None
                 param.data = param.data.clone()
-            self._gathers, self._pending = [], []
         return self.module
 
     # --- frozen and thawed ---
@@ -235,7 +158,7 @@ class ShardedDataParallel(DistributedDataParallel):
         """After parameters were frozen or thawed: finds owners, and buckets without what is frozen. Collective."""
         self._refreshing = True
         try:
-            for optimizer in self._optimizers:
+            for optimizer in self._shards.optimizers:
                 optimizer.refresh_trainable()
         finally:
             self._refreshing = False
@@ -243,10 +166,11 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def _owners_changed(self) -> None:
         """An optimizer has new parameters, or new owners."""
-        trainable = [param for param in self._module_parameters if param.requires_grad]
-        known = [spec.owner for spec in self._specs]
+        trainable = {id(param) for param in self._module_parameters if param.requires_grad}
+        session = self.session
         if not self._refreshing and (
-            {*map(id, trainable)} != self._reduced_ids or self._owners(self._reduced_params) != known
+            trainable != session.reduced_ids
+            or self._shards.owners(session.parameters) != [spec.owner for spec in session.specs]
         ):
             self._rebuild()
 
@@ -255,10 +179,9 @@ class ShardedDataParallel(DistributedDataParallel):
         if not any(param.requires_grad for param in self.module.parameters()):
             raise RuntimeError("no parameter of the module requires grad: there is nothing to train")
         self.synchronize()
-        averages = dict(zip(self._reduced_params, self.reducer.averages(), strict=True))
-        self.reducer.remove_autograd_hooks()
-        for pending in self._pending:
-            pending.remove_hooks()
+        averages = dict(zip(self.session.parameters, self.reducer.averages(), strict=True))
+        self.session.close()
+        self._shards.remove_hooks()
         self._module_parameters = [
             p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
         ]
@@ -277,7 +200,7 @@ class ShardedDataParallel(DistributedDataParallel):
         device = next(iter(self._module_parameters)).device
         self.device, self.device_type = device, device.type
         if device.type != kind:
-            self._open = None
+            self._shards.forget_transport()
         self._rebuild()
         return self
 
@@ -323,18 +246,18 @@ def _agreed_optimizers(module: torch.nn.Module, given: Any, group: Any) -> list[
     lines: list[str] = []
     error: Exception | None = None
     try:
-        optimizers = ownership.check_optimizers(given, group)
-        ownership.check_coverage(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ()), optimizers)
-        lines = ownership.describe(module, optimizers)
-        if wrapped_model.wrapped_inside(module):
+        optimizers = optimizer_checks.check_optimizers(given, group)
+        optimizer_checks.check_coverage(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ()), optimizers)
+        lines = optimizer_checks.describe(module, optimizers)
+        if wrapped_inside(module):
             raise ValueError("the module is, or contains, a DistributedDataParallel over these parameters: wrap once")
     except (TypeError, ValueError) as caught:
         error = caught
-    verify_agreement(lines, error, group, message_device(group), "ShardedDataParallel")
+    verify_agreement(lines, error, group, "ShardedDataParallel")
     return optimizers
 
 
-class _Delivery:
+class _StepHooks:
     """How the n-th optimizer's updated parameters get to all ranks."""
 
     def __init__(self, model: ShardedDataParallel, number: int) -> None:
@@ -349,8 +272,8 @@ class _Delivery:
                 f"{strangers} of {len(params)} new parameters are not those of the ShardedDataParallel's module"
             )
 
-    def own_memory(self) -> list[torch.Tensor]:
-        return self._model._gathers[self._number].own_memory
+    def owned_buffers(self) -> list[torch.Tensor]:
+        return self._model._shards.gathers[self._number].owned_buffers
 
     def owners_changed(self) -> None:
         self._model._owners_changed()
@@ -359,4 +282,4 @@ class _Delivery:
         self._model.synchronize()
 
     def after_step(self) -> None:
-        self._model._send_updated(self._number)
+        self._model._shards.send_updated(self._number)

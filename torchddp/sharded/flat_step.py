@@ -1,21 +1,21 @@
 """Many small parameters stepped as a few flat ones, for optimizers that treat each element by itself.
 
-A step of a thousand small parameters is a thousand times a dozen calls of torch's; of the flat memory that
-ShardedDataParallel has put them in, it is a dozen. Small parameters of one group that are neighbours there are a
-`FlatRun`: their gradients are copied side by side, and the optimizer gets one parameter in their place.
+A step over a thousand small parameters takes a thousand times a dozen kernel calls; over the flat buffers that
+ShardedDataParallel has put them in, a dozen. Small parameters of one group that are neighbours in a buffer become a
+`FlatParameter` (as FSDP's): their gradients are copied side by side, and the optimizer steps one tensor in their place.
 
-Results are those of a step tensor by tensor, bit for bit, but for ``fused=True`` on the CPU (SGD, Adam, AdamW): torch's
-fused kernels round the last few elements of each tensor in another way than the rest, so a new value may differ by the
-rounding of one of its terms.
+Results equal those of a step tensor by tensor, bit for bit, except with ``fused=True`` on the CPU (SGD, Adam, AdamW):
+torch's fused kernels round the last few elements of each tensor differently from the rest, so a new value may differ by
+the rounding of one of its terms.
 
-A run stays as it is while its parameters have gradients, or have none, all together. Where they part, the run is cut in
-runs that don't, once, so that models with branches settle after a few steps. The state that users see is always up to
-date, and always read again if they changed it.
+A flat parameter stays as it is while its parameters all have gradients, or all have none. Where they differ it is split
+for good, so that models with branches settle after a few steps. The state that users see is always up to date, and is
+read again whenever they changed it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -25,11 +25,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from torchddp.sharded.flat_run import SCALARS, FlatRun
+from torchddp import _C
 
 # Parameters with at least as many elements stay alone: a call for each costs little beside the work on them, and
 # their gradients are not to be copied.
 SMALL_NUMEL = 65_536
+
+# State that torch's optimizers keep once for a whole parameter; all else they keep for each element.
+SCALAR_STATE = frozenset({"step", "mu_product"})
 
 # These classes themselves: a class derived from one of them may do anything.
 ELEMENTWISE = frozenset(
@@ -47,121 +50,210 @@ ELEMENTWISE = frozenset(
     }
 )
 
+State = MutableMapping[torch.Tensor, Any]  # an optimizer's: a dict for each parameter, as torch types it
+
 
 class FlatStep:
-    """Puts runs in the place of an optimizer's small parameters while it steps."""
+    """Puts flat parameters in the place of an optimizer's small ones while it steps."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._possible = type(optimizer) in ELEMENTWISE
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """To be called when the optimizer has other parameters, or other state: runs are found anew."""
-        self._memory: list[torch.Tensor] = []
-        self._runs: list[tuple[int, FlatRun]] = []  # with the number of their group
+    def reset(self) -> None:
+        """Call when the optimizer has other parameters or other state: the next step groups them anew."""
+        self._buffers: list[torch.Tensor] = []
+        self._flat: list[tuple[int, FlatParameter]] = []  # with the number of their group
         self._alone: list[list[torch.Tensor]] = []  # the other parameters, by group
 
     @contextmanager
-    def handed_over(self, memory: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Within, the optimizer's groups hold flat parameters. ``memory``: flat tensors that parameters may lie in.
+    def flattened(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+        """A context within which the optimizer's groups hold flat parameters.
 
-        Between the optimizer's parameters ``memory`` must be free to write to.
+        ``buffers``: the flat tensors that parameters may lie in. Between the optimizer's parameters they must be free
+        to write to.
         """
         hooks = self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks
-        if not memory or not self._possible or hooks:  # a hook is to see the parameters it knows
+        if not buffers or not self._possible or hooks:  # a hook is to see the parameters it knows
             yield
             return
-        self._refresh(memory)
+        self._update(buffers)
         groups, state = self._optimizer.param_groups, self._optimizer.state
         whole = [group["params"] for group in groups]
-        stepped = [(number, run) for number, run in self._runs if run.params[0].grad is not None]
+        stepped = [(number, flat) for number, flat in self._flat if flat.params[0].grad is not None]
         try:
             for group, alone in zip(groups, self._alone, strict=True):
                 group["params"] = list(alone)
-            for number, run in stepped:
-                run.hand_over(state)
-                groups[number]["params"].append(run.flat)
+            for number, flat in stepped:
+                flat.begin_step(state)
+                groups[number]["params"].append(flat.data)
             yield
         finally:
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
-            for _, run in stepped:
-                run.take_back(state)
+            for _, flat in stepped:
+                flat.end_step(state)
 
-    def _refresh(self, memory: Sequence[torch.Tensor]) -> None:
-        """Runs for the memory, gradients and state there are now."""
-        state = self._optimizer.state
-        if len(memory) != len(self._memory) or not all(map(is_, memory, self._memory)):
-            self.forget()
-            self._memory = list(memory)
-            for flat, places in zip(memory, self._by_memory(), strict=True):
-                self._runs += _cut(places, flat, state)
+    def _update(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Makes flat parameters for the buffers, gradients and state there are now."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        if len(buffers) != len(self._buffers) or not all(map(is_, buffers, self._buffers)):
+            self.reset()
+            self._buffers = list(buffers)
+            members = sorted(((n, p) for n, group in enumerate(groups) for p in group["params"]), key=_address)
+            for buffer in buffers:
+                begin = bisect_left(members, buffer.data_ptr(), key=_address)
+                end = bisect_left(members, buffer.data_ptr() + buffer.nbytes, key=_address)
+                self._flat += _merge_neighbours(members[begin:end], buffer, state)
+        elif all(flat.is_current(state) for _, flat in self._flat):
+            return
         else:
-            known, self._runs = self._runs, []
-            for number, run in known:
-                if run.is_current(state):
-                    self._runs.append((number, run))
+            known, self._flat = self._flat, []
+            for number, flat in known:
+                if flat.is_current(state):
+                    self._flat.append((number, flat))
                     continue
-                self._runs += _cut([(number, param) for param in run.params], run.memory, state)
-                if not all(_lies_in(param, run.memory) for param in run.params):
-                    self._memory = []  # it is brought back after this step: then there may be longer runs again
-            if len(known) == len(self._runs) and all(a is b for (_, a), (_, b) in zip(known, self._runs, strict=True)):
-                return
-        in_runs = {param for _, run in self._runs for param in run.params}
-        self._alone = [
-            [param for param in group["params"] if param not in in_runs] for group in self._optimizer.param_groups
+                self._flat += _merge_neighbours([(number, param) for param in flat.params], flat.buffer, state)
+                if not all(_lies_in(param, flat.buffer) for param in flat.params):
+                    self._buffers = []  # it is moved back after this step: group anew then, as more may be neighbours
+        merged = {param for _, flat in self._flat for param in flat.params}
+        self._alone = [[param for param in group["params"] if param not in merged] for group in groups]
+
+
+class FlatParameter:
+    """Parameters of equal dtype and device, each dense, in ascending order in ``buffer``, with equal state.
+
+    The optimizer steps `data`, which reaches from the first parameter's first element to the last one's last, gaps
+    included: an element of a gap never meets another. Users still see each parameter's own state: tensors of its shape,
+    which are views of the flat state, and its own scalars, which are kept equal to the flat ones.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], buffer: torch.Tensor, state: State) -> None:
+        self.params = list(params)
+        self.buffer = buffer
+        self._addresses = [param.data_ptr() for param in params]
+        self._offsets = [(address - self._addresses[0]) // buffer.itemsize for address in self._addresses]
+        begin = (self._addresses[0] - buffer.data_ptr()) // buffer.itemsize
+        self.data = buffer[begin : begin + self._offsets[-1] + self.params[-1].numel()]
+        self._grad = torch.zeros_like(self.data)
+        self._grads = self._views(self._grad)
+        self._state: dict[str, torch.Tensor] = {}
+        self._scalars: dict[str, tuple[torch.Tensor, int]] = {}  # all parameters' in one tensor, and its version
+        self._visible: list[torch.Tensor] = []  # the state that users see, in the order of parameters
+        self._flatten_state(state)
+
+    def is_current(self, state: Mapping[torch.Tensor, Any]) -> bool:
+        """Whether all parameters or none have gradients, and their memory and state are as they were left."""
+        grads = [param.grad for param in self.params]
+        missing = sum(grad is None for grad in grads)
+        visible = [value for param in self.params for value in state.get(param, {}).values()]
+        return (
+            missing in (0, len(grads))
+            and all(grad is None or grad.dtype == self.data.dtype for grad in grads)
+            and [param.data_ptr() for param in self.params] == self._addresses
+            and len(visible) == len(self._visible)
+            and all(map(is_, visible, self._visible))
+            and all(values._version == version for values, version in self._scalars.values())
+        )
+
+    def begin_step(self, state: State) -> None:
+        """Before the optimizer's step: sets the flat gradient and the flat state."""
+        torch._foreach_copy_(self._grads, [param.grad for param in self.params if param.grad is not None])
+        self.data.grad = self._grad
+        if self._state:
+            state[self.data] = dict(self._state)
+
+    def end_step(self, state: State) -> None:
+        """After the optimizer's step, even a failed one: brings each parameter's state up to date with the flat one."""
+        self.data.grad = None
+        torch.autograd.graph.increment_version(self.params)
+        stepped = state.pop(self.data, self._state)
+        if stepped.keys() != self._state.keys() or not all(map(is_, stepped.values(), self._state.values())):
+            self._expose_state(stepped, state)
+            return
+        for key, (values, _) in self._scalars.items():
+            values.copy_(stepped[key])
+            self._scalars[key] = (values, values._version)
+
+    def _flatten_state(self, state: State) -> None:
+        """Builds the flat state from the parameters': equal scalars, and other tensors of the parameters' shapes."""
+        entries = [dict(state.get(param, {})) for param in self.params]
+        flat: dict[str, torch.Tensor] = {}
+        for key, value in entries[0].items():
+            flat[key] = value.clone() if key in SCALAR_STATE else torch.zeros_like(self._grad, dtype=value.dtype)
+        if not flat:
+            return
+        self._expose_state(flat, state)
+        for key in flat.keys() - SCALAR_STATE:
+            torch._foreach_copy_([state[param][key] for param in self.params], [entry[key] for entry in entries])
+
+    def _expose_state(self, flat: dict[str, torch.Tensor], state: State) -> None:
+        """Gives each parameter its part of the flat state, and remembers it."""
+        parts: dict[str, Sequence[torch.Tensor]] = {}
+        self._state, self._scalars = flat, {}
+        for key, value in flat.items():
+            if key in SCALAR_STATE:
+                values = value.expand(len(self.params)).clone()
+                self._scalars[key] = (values, values._version)
+                parts[key] = values.unbind()
+            else:
+                parts[key] = self._views(value)
+        self._visible = []
+        for index, param in enumerate(self.params):
+            entry = {key: part[index] for key, part in parts.items()}
+            self._visible.extend(entry.values())
+            if entry or param in state:
+                state[param] = entry
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            _C.make_flat_view(flat, offset, param.detach().to(flat.dtype))
+            for param, offset in zip(self.params, self._offsets, strict=True)
         ]
 
-    def _by_memory(self) -> list[list[tuple[int, torch.Tensor]]]:
-        """The parameters in each flat tensor, in the order they lie there, with the number of their group."""
-        starts = sorted((flat.data_ptr(), place) for place, flat in enumerate(self._memory))
-        found: list[list[tuple[int, torch.Tensor]]] = [[] for _ in self._memory]
-        for number, group in enumerate(self._optimizer.param_groups):
-            for param in group["params"]:
-                at = bisect_right(starts, (param.data_ptr(), len(starts))) - 1
-                if at >= 0 and _lies_in(param, self._memory[starts[at][1]]):
-                    found[starts[at][1]].append((number, param))
-        return [sorted(places, key=lambda place: place[1].data_ptr()) for places in found]
 
-
-def _cut(
-    places: Sequence[tuple[int, torch.Tensor]], memory: torch.Tensor, state: MutableMapping[torch.Tensor, Any]
-) -> list[tuple[int, FlatRun]]:
-    """Runs of two or more neighbours that can be stepped as one. ``places``: parameters, and the numbers of groups."""
-    runs = []
-    for (number, kind), alike in groupby(places, lambda place: (place[0], _kind(place[1], memory, state))):
+def _merge_neighbours(
+    members: Sequence[tuple[int, torch.Tensor]], buffer: torch.Tensor, state: State
+) -> list[tuple[int, FlatParameter]]:
+    """Flat parameters of two or more neighbours each. ``members``: the number of its group, and the parameter."""
+    merged = []
+    for (number, kind), alike in groupby(members, lambda member: (member[0], _merge_kind(member[1], buffer, state))):
         params = [param for _, param in alike]
         if kind is not None and len(params) > 1:
-            runs.append((number, FlatRun(params, memory, state)))
-    return runs
+            merged.append((number, FlatParameter(params, buffer, state)))
+    return merged
 
 
-def _kind(param: torch.Tensor, memory: torch.Tensor, state: Mapping[torch.Tensor, Any]) -> Hashable:
-    """What parameters of a run have in common. None if this one can only be stepped alone."""
+def _address(member: tuple[int, torch.Tensor]) -> int:
+    return member[1].data_ptr()
+
+
+def _merge_kind(param: torch.Tensor, buffer: torch.Tensor, state: Mapping[torch.Tensor, Any]) -> Hashable:
+    """What members of a flat parameter have in common. None if this one can only be stepped alone."""
     grad, entry = param.grad, state.get(param, {})
     # The last elements of a tensor of 16 bits are rounded more often than the others on the CPU.
     exact = param.is_floating_point() and (param.itemsize >= 4 or param.device.type != "cpu")
     dense = param.is_contiguous() or param.is_contiguous(memory_format=torch.channels_last)
     plain = type(param) in (torch.Tensor, torch.nn.Parameter) and param.numel() < SMALL_NUMEL
-    if not (plain and exact and dense and _lies_in(param, memory)):
+    if not (plain and exact and dense and _lies_in(param, buffer)):
         return None
     if grad is not None and grad.dtype != param.dtype:
         return None
-    values = [_kind_of_state(key, value, param) for key, value in entry.items()]
+    values = [_state_kind(key, value, param) for key, value in entry.items()]
     return None if None in values else (grad is not None, *values)
 
 
-def _kind_of_state(key: str, value: Any, param: torch.Tensor) -> Hashable:
-    """As `_kind`, of one entry of the parameter's state."""
+def _state_kind(key: str, value: Any, param: torch.Tensor) -> Hashable:
+    """As `_merge_kind`, of one entry of the parameter's state."""
     if not isinstance(value, torch.Tensor):
         return None
-    if key in SCALARS:
+    if key in SCALAR_STATE:
         return (key, value.dtype, value.device, value.item()) if value.dim() == 0 else None
     return (key, value.dtype) if value.shape == param.shape and value.device == param.device else None
 
 
-def _lies_in(param: torch.Tensor, memory: torch.Tensor) -> bool:
-    begin = param.data_ptr() - memory.data_ptr()
-    inside = 0 <= begin and begin + param.numel() * param.itemsize <= memory.numel() * memory.itemsize
-    return inside and param.dtype == memory.dtype and param.device == memory.device and begin % memory.itemsize == 0
+def _lies_in(param: torch.Tensor, buffer: torch.Tensor) -> bool:
+    begin = param.data_ptr() - buffer.data_ptr()
+    inside = 0 <= begin and begin + param.numel() * param.itemsize <= buffer.numel() * buffer.itemsize
+    return inside and param.dtype == buffer.dtype and param.device == buffer.device and begin % buffer.itemsize == 0

@@ -1,9 +1,15 @@
-"""Which rank owns which parameter. Pure: the same lists give the same answer on every rank."""
+"""Which rank owns which parameter, and which parameters travel together."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def partition(
@@ -17,7 +23,8 @@ def partition(
 
     Greedy: the largest parameter first, to the rank with the fewest elements on its device; ties go to the lower index
     and the lower rank. The loads of two ranks on a device differ by its largest parameter at most. Parameters that
-    have an owner (``owners``) keep it and count; those that are not ``wanted`` get none.
+    have an owner (``owners``) keep it and count; those that are not ``wanted`` get none. Pure: the same lists give the
+    same answer on every rank.
     """
     count = len(numels)
     found: list[int | None] = list(owners) if owners is not None else [None] * count
@@ -41,3 +48,115 @@ def partition(
             found[index] = rank
             heapq.heapreplace(heap, (load + numels[index], rank))
     return found
+
+
+def pack(keys: Sequence[Key | None], sizes: Sequence[int], limit: float) -> list[tuple[Key, list[int]]]:
+    """Indices in bins: each holds those of one key, up to ``limit`` in total; a larger one is alone. Pure.
+
+    Bins come with their key and in the order of their first index, so that all ranks send the same messages in the same
+    order. An index whose key is None is in no bin.
+    """
+    bins: list[tuple[Key, list[int]]] = []
+    newest: dict[Key, list[int]] = {}
+    room: dict[Key, float] = {}
+    for index, (key, size) in enumerate(zip(keys, sizes, strict=True)):
+        if key is None:
+            continue
+        if key not in newest or size > room[key]:
+            newest[key], room[key] = [], limit
+            bins.append((key, newest[key]))
+        newest[key].append(index)
+        room[key] -= size
+    return bins
+
+
+class ParameterPartition:
+    """The parameters of an optimizer's groups by index: their names in messages, and their owners.
+
+    ``owners[index]`` is a rank of the group, or None for a parameter that was never trainable. ``active[index]`` says
+    whether the parameter takes part in steps: frozen ones keep their owner, but don't. ``owner_of`` holds those that
+    have an owner.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.params: list[torch.Tensor] = []
+        self.names: list[str] = []
+        self.owners: list[int | None] = []
+        self.owner_of: dict[torch.Tensor, int] = {}
+        self.active: list[bool] = []
+
+    def set_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Lists the parameters in the order of the groups. Raises ValueError, changing nothing, for one given twice."""
+        params: list[torch.Tensor] = []
+        names: list[str] = []
+        for number, group in enumerate(param_groups):
+            given = group.get("param_names")
+            for place, param in enumerate(group["params"]):
+                where = f"parameter {place} of group {number}"
+                names.append(f"{where} ('{given[place]}')" if given else where)
+                params.append(param)
+        if len(set(params)) != len(params):
+            twice = next(index for index, param in enumerate(params) if param in set(params[:index]))
+            raise ValueError(f"{names[twice]} is given twice")
+        self.params, self.names = params, names
+
+    def plan(self, wanted: Sequence[bool]) -> list[int | None]:
+        """Owners for those of the wanted parameters that have none; all others keep theirs. Changes nothing."""
+        known = [*self.owners, *[None] * (len(self.params) - len(self.owners))]
+        numels = [param.numel() for param in self.params]
+        return partition(numels, self._device_numbers(), self.world_size, known, wanted)
+
+    def assign(self, owners: list[int | None], active: list[bool]) -> bool:
+        """Makes a plan the present one. Returns whether anything differs from the last."""
+        changed = (owners, active) != (self.owners, self.active)
+        self.owners, self.active = owners, active
+        self.owner_of = {p: rank for p, rank in zip(self.params, owners, strict=True) if rank is not None}
+        return changed
+
+    def trainable(self) -> list[bool]:
+        """Whether each parameter requires a gradient now."""
+        return [param.requires_grad for param in self.params]
+
+    def owned(self) -> list[int]:
+        """The indices of this rank's parameters, frozen ones included."""
+        return [index for index, owner in enumerate(self.owners) if owner == self.rank]
+
+    def describe(self) -> list[str]:
+        """One line for each parameter: what must agree between ranks."""
+        return [
+            f"{name}: {str(p.dtype).removeprefix('torch.')}{list(p.shape)} on {p.device.type} device {device}, "
+            f"{'trainable' if p.requires_grad else 'frozen'}"
+            for name, p, device in zip(self.names, self.params, self._device_numbers(), strict=True)
+        ]
+
+    def check_gradients(self) -> None:
+        """Raises RuntimeError for a sparse gradient, or that of a parameter thawed without `refresh_trainable`."""
+        for index, param in enumerate(self.params):
+            if param.grad is None:
+                continue
+            if param.grad.layout != torch.strided:
+                raise RuntimeError(f"OSS takes no sparse gradients, and that of {self.names[index]} is sparse")
+            if param.requires_grad and not self.active[index]:
+                raise RuntimeError(
+                    f"{self.names[index]} has a gradient, but was frozen when owners were found: call "
+                    "refresh_trainable() on all ranks after thawing parameters"
+                )
+
+    @contextmanager
+    def frozen_gradients_hidden(self) -> Iterator[None]:
+        """A context without the gradients left on this rank's frozen parameters, which an optimizer would apply."""
+        hidden = [(p, p.grad) for p in (self.params[i] for i in self.owned() if not self.active[i])]
+        for param, _ in hidden:
+            param.grad = None
+        try:
+            yield
+        finally:
+            for param, grad in hidden:
+                param.grad = grad
+
+    def _device_numbers(self) -> list[int]:
+        """Devices by first appearance: each rank has the same parameter on another GPU."""
+        order = {device: number for number, device in enumerate(dict.fromkeys(p.device for p in self.params))}
+        return [order[param.device] for param in self.params]

@@ -1,17 +1,69 @@
-"""The step of a profile, on a link, with a number of ranks."""
+"""The step of a profile on other links with other numbers of ranks, event by event, and the best plan there."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torchddp.harness.variants import ArgumentError
-from torchddp.plan.merge import Buckets
-from torchddp.plan.step_profile import StepProfile
-from torchddp.simulate.collectives import ALGORITHMS, AUTO, NOTHING, RING, TREE, AllReduce, Layout, all_reduce_lines
-from torchddp.simulate.links import NVLINK, Link
-from torchddp.simulate.software import make_hop, runs_on_cpu
-from torchddp.simulate.step import Message, run_backward
+from torchddp.plan.buckets import Buckets
+from torchddp.plan.step_profile import LinearCost, StepProfile
+from torchddp.simulate.network import (
+    ALGORITHMS,
+    AUTO,
+    MEASURED,
+    NOTHING,
+    NVLINK,
+    RING,
+    TREE,
+    AllReduce,
+    Layout,
+    Link,
+    all_reduce_lines,
+    make_hop,
+    runs_on_cpu,
+)
+
+# The planner: the plan with the least exposed time for a cost that is linear in bytes.
+BestBuckets = Callable[[StepProfile, LinearCost], Buckets]
+# A plan has to save this share of the step before it is called better: less is beyond what a model can tell.
+MIN_GAIN = 0.005
+
+
+@dataclass(frozen=True)
+class Message:
+    """A bucket's all-reduce. Seconds: when it is ready if nothing is sent meanwhile; how long it takes; CPU time."""
+
+    ready_s: float
+    duration_s: float
+    host_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each message began and ended, and when all was over; seconds since backward began."""
+
+    spans: tuple[tuple[float, float], ...]
+    end_s: float
+
+
+def run_backward(backward_s: float, messages: Iterable[Message], *, shared_cpu: bool) -> Timeline:
+    """Backward with its messages, each of which waits for its gradients and for the message before it.
+
+    With `shared_cpu`, CPU time of the messages is taken from compute: until compute ends the core is never idle, so
+    after messages that needed h seconds of it compute lags by h, and what becomes ready then is late by as much.
+    """
+    free_s = lag_s = 0.0
+    spans = []
+    for message in messages:
+        start_s = max(free_s, message.ready_s + lag_s)
+        free_s = start_s + message.duration_s
+        spans.append((start_s, free_s))
+        if shared_cpu:
+            # A message cannot burn more than its own time of one core.
+            lag_s += min(message.host_s, message.duration_s)
+    return Timeline(tuple(spans), max(backward_s + lag_s, free_s))
 
 
 @dataclass(frozen=True)
@@ -89,3 +141,89 @@ def predict(
     """
     all_reduce = make_all_reduce(profile, link, Layout(world_size, ranks_per_host), algorithm, inner)
     return predict_with(profile, all_reduce, profile.buckets if buckets is None else buckets)
+
+
+# --- sweeps ---
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is asked: the ranks' place and how they reduce."""
+
+    ranks_per_host: int = 1
+    inner: Link = NVLINK
+    algorithm: str = AUTO
+
+
+@dataclass(frozen=True)
+class Point:
+    """One link and number of ranks: the recorded plan there, and the best one."""
+
+    link: Link
+    world_size: int
+    recorded: Prediction
+    best: Prediction
+    # The best of the plans that `bucket_cap_mb` alone gives, and that cap in MiB.
+    best_cap_mib: float
+    capped: Prediction
+
+    @property
+    def gain(self) -> float:
+        """Share of the recorded plan's step that the best plan saves."""
+        return 1 - self.best.step_s / self.recorded.step_s if self.recorded.step_s > 0 else 0.0
+
+    @property
+    def is_worth_changing(self) -> bool:
+        """Whether the best plan saves more than the model could be wrong by."""
+        return self.gain >= MIN_GAIN
+
+
+def _planned(profile: StepProfile, all_reduce: AllReduce, best_buckets: BestBuckets) -> list[Buckets]:
+    # Buckets of different sizes may take different lines, and the planner knows one line at a time: ask it for each.
+    smallest = min(gradient.nbytes for gradient in profile.gradients)
+    lines = all_reduce.lines_between(smallest, profile.gradient_bytes)
+    pack_s_per_byte = profile.cost.pack_s_per_byte
+    return [best_buckets(profile, replace(line.cost, pack_s_per_byte=pack_s_per_byte)) for line in lines]
+
+
+def _quickness(prediction: Prediction) -> tuple[float, int]:
+    # Of equals the one with the fewest messages.
+    return prediction.step_s, len(prediction.buckets)
+
+
+def make_point(
+    profile: StepProfile,
+    link: Link,
+    world_size: int,
+    scene: Scene,
+    by_cap: Mapping[float, Buckets],
+    best_buckets: BestBuckets,
+) -> Point:
+    """Predict one point. ArgumentError as `make_all_reduce`."""
+    layout = Layout(world_size, scene.ranks_per_host)
+    all_reduce = make_all_reduce(profile, link, layout, scene.algorithm, scene.inner)
+    recorded = predict_with(profile, all_reduce, profile.buckets)
+    capped = {cap_mib: predict_with(profile, all_reduce, buckets) for cap_mib, buckets in by_cap.items()}
+    planned = [predict_with(profile, all_reduce, plan) for plan in _planned(profile, all_reduce, best_buckets)]
+    best_cap_mib = min(capped, key=lambda cap_mib: _quickness(capped[cap_mib]))
+    best = min((recorded, *planned, *capped.values()), key=_quickness)
+    return Point(link, world_size, recorded, best, best_cap_mib, capped[best_cap_mib])
+
+
+def sweep(
+    profile: StepProfile,
+    links: Sequence[Link],
+    world_sizes: Sequence[int],
+    scene: Scene,
+    by_cap: Mapping[float, Buckets],
+    best_buckets: BestBuckets,
+) -> list[Point]:
+    """Every link with every number of ranks, links outermost."""
+    return [make_point(profile, link, n, scene, by_cap, best_buckets) for link in links for n in world_sizes]
+
+
+def model_error(profile: StepProfile) -> float | None:
+    """(predicted - measured) / measured of the recorded step itself; None where there is nothing to compare."""
+    if profile.world_size == 1 or profile.step_s == 0:
+        return None
+    return predict(profile, MEASURED, profile.world_size).step_s / profile.step_s - 1

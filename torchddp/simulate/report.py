@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
-from torchddp.harness.page import PagePlot, PageTable, Section, figure_png
+from torchddp.harness.page import PagePlot, Section, page_table
+from torchddp.harness.plots import figure_png, finish_panel, panels
 from torchddp.harness.tables import number, plain_table, ranks_text
 from torchddp.plan.step_profile import StepProfile
-from torchddp.simulate.predict import Prediction
-from torchddp.simulate.software import NO_SOFTWARE, software_of
-from torchddp.simulate.sweep import Point, Scene, model_error
+from torchddp.simulate.network import NO_SOFTWARE, software_of
+from torchddp.simulate.predict import Point, Prediction, Scene, model_error
 
 FORMAT = 1
 _MB = 1e6
@@ -41,7 +41,6 @@ def by_link(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def cells(point: Point) -> list[str]:
-    """A row of the table: the recorded plan, then the best one."""
     recorded, best = point.recorded, point.best
     row = [str(point.world_size), _ms(recorded.step_s), _ms(recorded.exposed_s), _percent(recorded.efficiency)]
     if point.world_size == 1:
@@ -52,33 +51,19 @@ def cells(point: Point) -> list[str]:
 
 
 def link_table(points: Sequence[Point]) -> Table:
-    """The points of one link."""
     link = points[0].link
-    table = plain_table(f"{link.name} · {link.title}", _HEADINGS[0])
-    for heading in _HEADINGS[1:]:
-        table.add_column(heading, justify="left" if heading == "algorithm" else "right", no_wrap=True)
+    table = plain_table(f"{link.name} · {link.title}", *_HEADINGS)
+    table.columns[_HEADINGS.index("algorithm")].justify = "left"
     for point in points:
         table.add_row(*cells(point))
     return table
 
 
 def profile_text(profile: StepProfile) -> str:
-    """What was recorded, in one line."""
     return (
         f"{profile.model}: {profile.gradient_bytes / _MB:.3g} MB in {len(profile.gradients)} gradients, recorded with "
         f"{ranks_text(profile.world_size)} ({profile.transport}, {profile.device}), step {_ms(profile.step_s)} ms, "
         f"{_buckets_text(len(profile.buckets))}"
-    )
-
-
-def check_text(profile: StepProfile) -> str | None:
-    """How well the model does on the one step whose time is known."""
-    error = model_error(profile)
-    if error is None:
-        return None
-    return (
-        f"Check: for the recorded step itself the model says {_ms(profile.step_s * (1 + error))} ms, measured were "
-        f"{_ms(profile.step_s)} ({error:+.1%})."
     )
 
 
@@ -110,7 +95,13 @@ def advice(profile: StepProfile, points: Sequence[Point]) -> str:
 
 def notes(profile: StepProfile, scene: Scene) -> list[str]:
     """What a reader needs to judge the numbers."""
-    found = [text for text in (check_text(profile),) if text is not None]
+    found = []
+    if (error := model_error(profile)) is not None:
+        # How well the model does on the one step whose time is known.
+        found.append(
+            f"Check: for the recorded step itself the model says {_ms(profile.step_s * (1 + error))} ms, measured were "
+            f"{_ms(profile.step_s)} ({error:+.1%})."
+        )
     if profile.world_size == 1:
         found.append("Recorded with one rank: what the transport's software costs is not known and counts as nothing.")
     elif software_of(profile, as_recorded=False) == NO_SOFTWARE:
@@ -126,12 +117,7 @@ def notes(profile: StepProfile, scene: Scene) -> list[str]:
 
 def efficiency_png(points: Sequence[Point]) -> bytes:
     """Efficiency over ranks, a colour per link: the best plan as a line, the recorded one dotted."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(8.0, 4.5))
+    figure, ((axis,),) = panels(1, 1, 8.0, 4.5)
     for group in by_link(points):
         ranks = [point.world_size for point in group]
         (line,) = axis.plot(
@@ -143,25 +129,15 @@ def efficiency_png(points: Sequence[Point]) -> bytes:
     axis.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
     axis.minorticks_off()
     axis.set_ylim(0, 1.05)
-    axis.set_xlabel("ranks")
-    axis.set_ylabel("efficiency (compute alone / step)")
-    axis.set_title("best plan (lines) and recorded plan (dotted)", fontsize=9)
-    axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
+    finish_panel(axis, "best plan (lines) and recorded plan (dotted)", "ranks", "efficiency (compute alone / step)")
     axis.legend(fontsize=8, frameon=False)
-    figure.tight_layout()
     return figure_png(figure)
 
 
 def page_sections(profile: StepProfile, points: Sequence[Point], scene: Scene) -> list[Section]:
-    """The report for `torchddp.harness.page`."""
     groups = by_link(points)
     plot = PagePlot(efficiency_png(points), "Efficiency over the number of ranks, a line per link.")
-    headings = [heading.replace("-\n", "").replace("\n", " ") for heading in _HEADINGS]
-    tables = [
-        Section(f"{group[0].link.name}: {group[0].link.title}", [PageTable(headings, [cells(p) for p in group])])
-        for group in groups
-    ]
+    tables = [Section(f"{g[0].link.name}: {g[0].link.title}", [page_table(link_table(g))]) for g in groups]
     return [
         Section("Best plans", [advice(profile, group) for group in groups]),
         Section("Efficiency", [plot]),
@@ -171,15 +147,8 @@ def page_sections(profile: StepProfile, points: Sequence[Point], scene: Scene) -
 
 
 def _prediction_dict(prediction: Prediction) -> dict[str, Any]:
-    return {
-        "step_s": prediction.step_s,
-        "exposed_s": prediction.exposed_s,
-        "compute_s": prediction.compute_s,
-        "comm_s": prediction.comm_s,
-        "efficiency": prediction.efficiency,
-        "algorithm": prediction.algorithm,
-        "buckets": [list(bucket) for bucket in prediction.buckets],
-    }
+    buckets = [list(bucket) for bucket in prediction.buckets]
+    return {**asdict(prediction), "efficiency": prediction.efficiency, "buckets": buckets}
 
 
 def document(profile: StepProfile, points: Sequence[Point], scene: Scene, command: str) -> dict[str, Any]:
@@ -210,8 +179,3 @@ def document(profile: StepProfile, points: Sequence[Point], scene: Scene, comman
             for point in points
         ],
     }
-
-
-def dim(text: str) -> Text:
-    """A note under the tables."""
-    return Text(text, style="dim")

@@ -11,12 +11,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from torchddp import _C
-from torchddp.comm_hooks.groups import new_group
+from torchddp.comm_hooks.exchange import new_group
 from torchddp.errors import TransportError
-from torchddp.sync.context import unwrapped
+from torchddp.sync.microbatches import unwrapped
 from torchddp.transport import interruptible, select
-
-__all__ = ["even_batches"]
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -32,10 +30,9 @@ def even_batches(batches: Iterable[T], model_or_group: Any = None) -> Iterator[T
         for batch in even_batches(loader, model):
             train_step(batch)
 
-    For loaders whose lengths differ between ranks, or are not known: neither a sampler that pads nor ``join()`` is
-    needed, and every step is one of all ranks. What the others have left is dropped. One batch is held in advance: a
-    rank tells the others whether it has another one before it hands out the one before, in a message of 4 bytes a rank,
-    which travels during that step. Messages go over a gloo group of their own, between no others' collectives.
+    For loaders whose lengths differ between ranks, or are not known, in place of a sampler that pads or ``join()``.
+    What the others have left is dropped. One batch is held in advance: before a rank hands out a batch it tells the
+    others whether it has another, in 4 bytes a rank over a gloo group of their own, which travel during that step.
 
     Args:
         batches: anything to iterate over; a new iterator of it is taken at the first batch.
@@ -55,7 +52,9 @@ def even_batches(batches: Iterable[T], model_or_group: Any = None) -> Iterator[T
     group = _group_of(model_or_group)
     if group is None or group.size() == 1:
         return iter(batches)
-    return _even(_Source(batches), _agreement_of(group))
+    if group not in _agreements:
+        _agreements[group] = _Agreement(group)
+    return _even(_Source(batches), _agreements[group])
 
 
 class _Source:
@@ -101,11 +100,9 @@ class _Agreement:
 
     @property
     def process_group(self) -> Any:
-        """That of the loops; None once it is gone."""
         return self._group()
 
     def interrupt(self, reason: str) -> None:
-        """See `torchddp.transport.interruptible`."""
         self._transport.interrupt(reason)
 
     def start(self, said: int) -> tuple[_C.Work, torch.Tensor]:
@@ -152,14 +149,8 @@ def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source, rank: int, num
     return not answers.any()
 
 
+# One for all loops over a group: process groups are dear.
 _agreements: weakref.WeakKeyDictionary[Any, _Agreement] = weakref.WeakKeyDictionary()
-
-
-def _agreement_of(process_group: Any) -> _Agreement:
-    """One for all loops over the group: process groups are dear."""
-    if process_group not in _agreements:
-        _agreements[process_group] = _Agreement(process_group)
-    return _agreements[process_group]
 
 
 def _group_of(model_or_group: Any) -> Any:

@@ -1,57 +1,268 @@
-"""Do all ranks shard the same parameters; if not, one error on every rank that names the first difference."""
+"""What the ranks of a group tell each other, and what they agree on. All of it is collective."""
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import datetime
 import hashlib
-from collections.abc import Sequence
+import json
+import operator
+import os
+import pickle
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store, _world
 
-from torchddp.transport.object_exchange import gather_objects
-from torchddp.transport.rank_problems import listed
-from torchddp.transport.waits import wait_for_work
+from torchddp import _C
+from torchddp.transport.waits import wait_for_keys, wait_for_work
+
+Value = TypeVar("Value")
+Key = TypeVar("Key", bound=Hashable)
+Number = TypeVar("Number", int, float)
+Connection = TypeVar("Connection")
+
+# How numbers of a kind travel, and what refuses those that would not be the same there: torch cuts fractions off.
+_KINDS: dict[type, tuple[torch.dtype, Callable[[Any], float]]] = {
+    int: (torch.int64, operator.index),
+    float: (torch.float64, float),
+}
+# Parts of a group's store so far, by process group and purpose: all ranks count alike.
+_parts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+# --- exchanges: every rank's value on all ranks ---
+
+
+class Exchange(Protocol[Value]):
+    """How ranks tell each other values of one kind."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def gather(self, value: Value) -> list[Value]:
+        """Every rank's value, in rank order."""
+
+
+class GroupExchange:
+    """Any values, pickled, over the collectives of a process group.
+
+    torch's ``all_gather_object`` does the same, where numpy is installed.
+
+    Args:
+        device: where messages travel; None: `message_device`.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+        self.rank, self.size = process_group.rank(), process_group.size()
+        self._group = process_group
+        self._device = device or message_device(process_group)
+
+    def gather(self, value: Value) -> list[Value]:
+        own = tensor_of(value).to(self._device)
+        lengths = self.gather_integer(own.numel())
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
+        padded[: own.numel()] = own
+        received = self._all_gather(padded)
+        return [object_of(data[:length]) for data, length in zip(received, lengths, strict=True)]
+
+    def gather_integer(self, value: int) -> list[int]:
+        """As `gather`, in one message: of 64 bits."""
+        own = torch.tensor([value], dtype=torch.int64, device=self._device)
+        return [int(received) for received in self._all_gather(own)]
+
+    def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        received = [torch.empty_like(own) for _ in range(self.size)]
+        # Here ranks wait for those that are late.
+        wait_for_work(dist.all_gather(received, own, group=self._group, async_op=True), self._group)
+        return received
+
+
+class StoreExchange:
+    """Values of JSON, over a store: it needs neither a device nor a working backend.
+
+    Args:
+        store: without keys of anybody else (`part_of_store`).
+        timeout: how long a `gather` waits for the other ranks.
+        who: is said to wait, in the error about a rank that does not come.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta, who: str) -> None:
+        self.rank, self.size = rank, size
+        self._store, self._timeout, self._who = store, timeout, who
+        self._rounds = 0
+
+    def gather(self, value: Value) -> list[Value]:
+        """See `Exchange`. RuntimeError with the rank that did not come in time."""
+        keys = self._keys(self._rounds)
+        self._rounds += 1
+        self._store.set(keys[self.rank], json.dumps(value))
+        deadline_s = time.monotonic() + self._timeout.total_seconds()
+        return [json.loads(self._read(key, rank, deadline_s)) for rank, key in enumerate(keys)]
+
+    def close(self) -> None:
+        """For a store that may be used again: to be called by every rank after its last gather. Nothing stays in it."""
+        if self._store.add("left", 1) < self.size:
+            return
+        for key in [*(key for number in range(self._rounds) for key in self._keys(number)), "left"]:
+            self._store.delete_key(key)
+
+    def _keys(self, number: int) -> list[str]:
+        return [f"{number}/{rank}" for rank in range(self.size)]
+
+    def _read(self, key: str, rank: int, deadline_s: float) -> bytes:
+        left_s = max(0.001, deadline_s - time.monotonic())
+        try:
+            wait_for_keys(self._store, [key], datetime.timedelta(seconds=left_s))
+        except RuntimeError as error:  # as torch's stores say it, without saying whose
+            raise RuntimeError(
+                f"rank {self.rank}: {self._who} heard nothing of rank {rank} within {self._timeout}: {error}"
+            ) from error
+        return self._store.get(key)
+
+
+class TransportExchange(Generic[Number]):
+    """Lists of numbers, over a transport, which is there whatever the process group is.
+
+    Args:
+        kind: int for integers of 64 bits, which stay exact, or float. A rank's values don't decide that: a whole number
+            on one rank may be none on another.
+        device: where the transport works.
+        timeout: zero for the transport's own.
+    """
+
+    def __init__(
+        self,
+        transport: _C.Transport,
+        kind: type[Number],
+        device: torch.device,
+        timeout: datetime.timedelta = datetime.timedelta(0),
+    ) -> None:
+        self.rank, self.size = transport.rank, transport.size
+        self._transport, self._device, self._timeout = transport, device, timeout
+        self._dtype, self._exact = _KINDS[kind]
+
+    def gather(self, value: Sequence[Number]) -> list[list[Number]]:
+        """See `Exchange`; equally many on all ranks."""
+        own = self._tensor(value)
+        if self.size == 1:
+            return [own.tolist()]
+        received = torch.empty(self.size * own.numel(), dtype=own.dtype, device=own.device)
+        work = self._transport.make_work()
+        self._transport.all_gather(received, own, work)
+        work.wait(self._timeout)
+        rows: list[list[Number]] = received.view(self.size, -1).tolist()
+        return rows
+
+    def of_rank_0(self, value: Sequence[Number]) -> list[Number]:
+        """What rank 0 gave; the others give equally many."""
+        tensor = self._tensor(value)
+        if self.size > 1:
+            work = self._transport.make_work()
+            self._transport.broadcast(tensor, 0, work)
+            work.wait(self._timeout)
+        numbers: list[Number] = tensor.tolist()
+        return numbers
+
+    def _tensor(self, numbers: Sequence[Number]) -> torch.Tensor:
+        return torch.tensor([self._exact(n) for n in numbers], dtype=self._dtype, device=self._device)
+
+
+# --- what messages and keys are ---
 
 
 def message_device(process_group: dist.ProcessGroup) -> torch.device:
     """Where messages that start on the CPU travel: there, if the group can."""
-    types = {device.type for device in process_group._device_types}
-    return torch.device("cpu" if "cpu" in types or not types else types.pop())
+    types = [device.type for device in process_group._device_types]
+    return torch.device("cpu" if "cpu" in types or not types else types[0])
+
+
+def tensor_of(value: object) -> torch.Tensor:
+    """The value, pickled, as bytes on the CPU."""
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def object_of(data: torch.Tensor) -> Any:
+    """What `tensor_of` was given. Without numpy, which neither torch nor this package needs to be there."""
+    data = data.cpu().contiguous()
+    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
+
+
+def part_of_store(process_group: dist.ProcessGroup, purpose: str) -> Store:
+    """The group's store, with other keys than everybody else has, and than this function has given before.
+
+    Not collective, but all ranks must call it equally often for a purpose. KeyError for a group that torch does not
+    know.
+    """
+    counts = _parts.setdefault(process_group, {})
+    number = counts[purpose] = counts.get(purpose, -1) + 1
+    # torchrun keeps its store when it restarts all ranks, and what is in there.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"torchddp/attempt_{attempt}/{purpose}/{number}", _get_process_group_store(process_group))
+
+
+# --- who has what ---
+
+
+def ranks_by(values: Iterable[Key]) -> dict[Key, list[int]]:
+    """The ranks that have each value, in the order of their first ones."""
+    found: dict[Key, list[int]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def list_problems(by_rank: Sequence[str]) -> str:
+    """The different problems, each with its ranks: what one rank can't do, all others may complain of. "" for none."""
+    return "; ".join(
+        f"rank {', '.join(map(str, ranks))}: {problem}" for problem, ranks in ranks_by(by_rank).items() if problem
+    )
+
+
+def ranks_per_host(exchange: Exchange[list[int]]) -> int:
+    """How many ranks the fullest host has."""
+    hosts = exchange.gather([zlib.crc32(_C.host_identity().encode())])
+    return max(map(len, ranks_by(host for (host,) in hosts).values()))
+
+
+# --- agreements ---
+
+
+def gather_if_different(value: Value, exchange: GroupExchange) -> list[Value] | None:
+    """Every rank's value, in rank order; None if all are the same, as `repr` tells them.
+
+    One integer a rank travels then, the values only where they differ.
+    """
+    if exchange.size == 1:
+        return None
+    digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 2
+    return None if len(set(exchange.gather_integer(digest))) == 1 else exchange.gather(value)
 
 
 def verify_agreement(
-    lines: Sequence[str],
-    error: Exception | None,
-    process_group: dist.ProcessGroup,
-    device: torch.device,
-    who: str = "OSS",
+    lines: Sequence[str], error: Exception | None, process_group: dist.ProcessGroup, who: str = "OSS"
 ) -> None:
-    """Collective. Raise on every rank if one failed (``error``), or if the descriptions in ``lines`` differ.
+    """Raise on every rank if one failed (``error``), or if the descriptions in ``lines`` differ.
 
-    A rank with an error raises that one, the others a RuntimeError which quotes it. Two integers per rank travel when
-    all is well, the descriptions only when they differ.
+    A rank with an error raises that one, the others a RuntimeError which quotes it.
     """
-    if process_group.size() > 1:
-        digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "big") >> 2
-        mine = torch.tensor([digest, error is not None], dtype=torch.int64, device=device)
-        gathered = [torch.empty_like(mine) for _ in range(process_group.size())]
-        wait_for_work(dist.all_gather(gathered, mine, group=process_group, async_op=True), process_group)
-        if any(bool(other[1]) or not torch.equal(other, gathered[0]) for other in gathered):
-            _raise_difference(lines, error, process_group, who)
-    if error is not None:
-        raise error
-
-
-def _raise_difference(
-    lines: Sequence[str], error: Exception | None, process_group: dist.ProcessGroup, who: str
-) -> None:
     problem = "" if error is None else f"{type(error).__name__}: {error}"
-    by_rank = gather_objects((problem, list(lines)), process_group)
+    by_rank = gather_if_different((problem, list(lines)), GroupExchange(process_group))
     if error is not None:
         raise error
-    problems = [problem for problem, _ in by_rank]
-    if any(problems):
-        raise RuntimeError(f"{who} failed on other ranks: {listed(problems)}")
+    if by_rank is None:
+        return
+    if problems := list_problems([problem for problem, _ in by_rank]):
+        raise RuntimeError(f"{who} failed on other ranks: {problems}")
     raise RuntimeError(f"{who} needs the same parameters on all ranks. {first_difference([ls for _, ls in by_rank])}")
 
 
@@ -70,3 +281,57 @@ def first_difference(by_rank: Sequence[Sequence[str]]) -> str:
                 f"has is {extra}."
             )
     return "No difference was found."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peer:
+    """What a rank tells the others before they connect.
+
+    Attributes:
+        problem: why it can't; empty if nothing is in the way.
+    """
+
+    problem: str = ""
+
+
+AnyPeer = TypeVar("AnyPeer", bound=Peer)
+# A peer's, of values that JSON has.
+Fields = dict[str, Any]
+
+
+def connect_all(
+    exchange: Exchange[Fields],
+    own: AnyPeer,
+    reason_against: Callable[[Sequence[AnyPeer]], str],
+    connect: Callable[[Sequence[AnyPeer]], Connection],
+) -> Connection | str:
+    """What ``connect`` makes on every rank, or on every rank the same reason why not.
+
+    Args:
+        reason_against: why peers without a problem of their own can't connect with each other, or nothing; the same for
+            the same peers.
+        connect: collective. Where it fails on some rank, the others let go of what they have made.
+    """
+    peers = [dataclasses.replace(own, **told) for told in exchange.gather(dataclasses.asdict(own))]
+    if reason := list_problems([peer.problem for peer in peers]) or reason_against(peers):
+        return reason
+    made: Connection | str = ""
+    problem = ""
+    try:
+        made = connect(peers)
+    except RuntimeError as error:
+        problem = str(error) or type(error).__name__
+    return list_problems([told["problem"] for told in exchange.gather({"problem": problem})]) or made
+
+
+def align_group_counts(process_group: dist.ProcessGroup) -> None:
+    """From now on groups that these ranks make by themselves have the same name on all of them.
+
+    ``new_group(use_local_synchronization=True)`` names a group by its ranks and by how many groups the rank has. Ranks
+    that have come from elsewhere have made fewer or more than the others, would wait under another name, and time out.
+    Those with fewer make groups of their own rank alone.
+    """
+    exchange = GroupExchange(process_group)
+    counts = exchange.gather_integer(len(_world.pg_names))
+    for _ in range(max(counts) - counts[exchange.rank]):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)

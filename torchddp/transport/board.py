@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import weakref
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
 
-from torchddp.transport.bounded_calls import BoundedCalls
+from torchddp.transport.agreement import part_of_store
+from torchddp.transport.worker import BoundedCalls
 
-__all__ = ["Board", "prefix_of_attempt"]
+__all__ = ["Board"]
 
 # A store that does not answer (its host is stopped) must not hold the watcher for longer.
 _STORE_TIMEOUT = datetime.timedelta(seconds=5)
-# Boards so far, by process group and purpose: all ranks count alike.
-_boards: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
-
-
-def prefix_of_attempt() -> str:
-    """What our keys begin with: torchrun keeps its store when it restarts all ranks, and what is in there."""
-    return f"torchddp/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 class Board:
@@ -38,21 +29,19 @@ class Board:
         purpose: keeps the keys of different users apart.
     """
 
-    def __init__(self, process_group: Any, purpose: str) -> None:
-        group: Any = process_group or dist.group.WORLD
-        counts = _boards.setdefault(group, {})
-        number = counts[purpose] = counts.get(purpose, -1) + 1
+    def __init__(self, process_group: dist.ProcessGroup | None, purpose: str) -> None:
+        group = process_group or dist.group.WORLD
+        assert group is not None
         self.rank, self.size = group.rank(), group.size()
         try:
-            store: Any = _get_process_group_store(group)
-            store = store.clone()
+            # torch's stubs lack clone().
+            self._store = part_of_store(group, purpose).clone()  # type: ignore[attr-defined]
         except Exception as error:
             raise RuntimeError(f"the process group of rank {self.rank} has no store to talk over: {error}") from error
-        store.set_timeout(_STORE_TIMEOUT)
+        self._store.set_timeout(_STORE_TIMEOUT)
         self._calls = BoundedCalls(_STORE_TIMEOUT.total_seconds())
-        self._store = dist.PrefixStore(f"{prefix_of_attempt()}/{purpose}/{number}", store)
 
-    def post(self, key: str, value: Any) -> None:
+    def post(self, key: str, value: object) -> None:
         """Puts a value (of JSON) where every rank can read it. RuntimeError if the store does not answer."""
         text = json.dumps(value)
         self._calls.call(lambda: self._store.set(key, text))
@@ -66,7 +55,7 @@ class Board:
         """By rank: what that rank has posted with `post_own`, or None."""
         return [self.read(f"{key}/{rank}") for rank in range(self.size)]
 
-    def post_own(self, key: str, value: Any) -> None:
+    def post_own(self, key: str, value: object) -> None:
         """As `post`, for a key that every rank has one of."""
         self.post(f"{key}/{self.rank}", value)
 

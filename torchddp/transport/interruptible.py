@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
@@ -20,14 +20,14 @@ class Interruptible(Protocol):
     """A model, or what averages one."""
 
     @property
-    def process_group(self) -> Any:
-        """Whose ranks it talks to."""
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Whose ranks it talks to; None: to nobody any more."""
 
     def interrupt(self, reason: str) -> None:
         """From any thread, without waiting: waits under way, and all later ones, raise TransportError(reason)."""
 
 
-_members: weakref.WeakSet[Any] = weakref.WeakSet()
+_members: weakref.WeakSet[Interruptible] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
@@ -45,14 +45,14 @@ def register(member: Interruptible) -> None:
         _members.add(member)
 
 
-def members_of(process_group: Any) -> list[Any]:
+def members_of(process_group: dist.ProcessGroup) -> list[Interruptible]:
     """Those that talk to ranks of this group alone: over it, or over a group of some of its ranks."""
     with _lock:
         members = list(_members)
     return [member for member in members if _is_within(member.process_group, process_group)]
 
 
-def interrupt_all(process_group: Any, reason: str) -> None:
+def interrupt_all(process_group: dist.ProcessGroup, reason: str) -> None:
     """Interrupts `members_of` the group; an error of one keeps no other from it."""
     for member in members_of(process_group):
         try:
@@ -61,9 +61,9 @@ def interrupt_all(process_group: Any, reason: str) -> None:
             logger.exception("could not interrupt a %s", type(member).__name__)
 
 
-def _is_within(inner: Any, outer: Any) -> bool:
+def _is_within(inner: dist.ProcessGroup | None, outer: dist.ProcessGroup) -> bool:
     if inner is outer:
         return True
-    if inner not in _world.pg_map or outer not in _world.pg_map:
+    if inner is None or inner not in _world.pg_map or outer not in _world.pg_map:
         return False  # torch does not know its ranks
     return set(dist.get_process_group_ranks(inner)) <= set(dist.get_process_group_ranks(outer))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from torchddp import _C
 
@@ -21,7 +22,7 @@ __all__ = ["wait_for_future", "wait_for_keys", "wait_for_work"]
 _SLICE_S = 0.25
 
 
-def wait_for_work(work: Any, process_group: Any) -> None:
+def wait_for_work(work: Any, process_group: dist.ProcessGroup | None) -> None:
     """As ``work.wait()``, for an operation of this group (None: the default one).
 
     Handlers run meanwhile if the group is gloo's.
@@ -40,7 +41,7 @@ def wait_for_future(future: torch.futures.Future[Any], limit_s: float) -> bool:
     return done.wait(min(limit_s, threading.TIMEOUT_MAX))
 
 
-def wait_for_keys(store: dist.Store, keys: Sequence[str], timeout: datetime.timedelta) -> None:
+def wait_for_keys(store: Store, keys: Sequence[str], timeout: datetime.timedelta) -> None:
     """As ``store.wait(keys, timeout)``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""One thread that reduces buckets, in the order in which they became ready.
+"""What has a thread of its own, beside the training: bucket after bucket, calls to a store, looks now and then.
 
 Note [One thread per hook]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -10,20 +10,81 @@ process groups that nobody else uses. Backward goes on meanwhile.
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures
+import functools
+import logging
+import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from torchddp.transport.own_process import OwnProcess
+__all__ = ["BoundedCalls", "OwnProcess", "Task", "Worker", "watch"]
 
-__all__ = ["Worker"]
+logger = logging.getLogger(__name__)
 
-_Future = torch.futures.Future
+Result = TypeVar("Result")
+
+# torch has no types for these.
+_make_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
+_make_stream: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
+_END_S = 2.0  # how long the interpreter waits at its exit for a look that is under way
+
+
+class OwnProcess:
+    """The process that it was made in: the child of a fork has none of its threads, and its locks as they happened to
+    be. Whatever has a thread or a lock holds one of these, and does nothing in another process.
+
+    To be asked before a lock is taken: the thread that holds it in a child may be one that exists in the parent only.
+    """
+
+    __slots__ = ("_pid",)
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """False in the child of a fork."""
+        return os.getpid() == self._pid
+
+
+class _Jobs:
+    """A thread that runs jobs in order, until `end` is called or its owner is gone."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self._home = OwnProcess()
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        # A daemon: it may be stuck when the process ends.
+        self._thread = threading.Thread(target=_run_jobs, args=(self._queue,), name=name, daemon=True)
+        self._thread.start()
+        self.end = weakref.finalize(owner, self._queue.put, None)
+        self.end.atexit = False  # daemons end with the process
+
+    @property
+    def is_here(self) -> bool:
+        """False in the child of a fork."""
+        return self._home.is_here
+
+    def put(self, job: Callable[[], object]) -> None:
+        self._queue.put(job)
+
+    def join(self, limit_s: float) -> bool:
+        """After `end`: whether the thread ended in time."""
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
+
+def _run_jobs(jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # while this waits, it holds nothing of a model or a store
 
 
 class Worker:
@@ -34,50 +95,35 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._home: OwnProcess | None = None  # of the thread
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._end: Any = None
+        self._jobs: _Jobs | None = None
+        self._order = _Order()
 
     def submit(self, job: Callable[[], Tensor], label: str, device: torch.device) -> torch.futures.Future[Tensor]:
         """A future with the tensor that ``job()`` returns, or with its error, which begins with ``label``."""
-        if not self._is_here():
-            self._start()
-        on_cuda = device.type == "cuda"
-        future: Any = _Future(devices=[device]) if on_cuda else _Future()
+        if self._jobs is None or not self._jobs.is_here:
+            self._jobs, self._order = _Jobs(self, self._name), _Order()
+        future: torch.futures.Future[Tensor | _Failure]
         ready = None
-        if on_cuda:
-            ready = torch.cuda.Event()
+        if device.type == "cuda":
+            future = torch.futures.Future(devices=[device])
+            ready = _make_event()
             ready.record(torch.cuda.current_stream(device))
-        self._queue.put((job, label, future, device, ready))
+        else:
+            future = torch.futures.Future()
+        self._jobs.put(functools.partial(self._order.run, job, label, future, device, ready))
         return future.then(_value_of)
-
-    def _start(self) -> None:
-        self._queue = queue.SimpleQueue()
-        self._home = OwnProcess()
-        self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
-        self._thread.start()
-        self._end = weakref.finalize(self, self._queue.put, None)
-        self._end.atexit = False  # daemon threads end with the process
 
     def close(self) -> None:
         """Ends the thread once its jobs are done. A later submit() starts a new one."""
-        if self._end is not None and self._is_here():
-            self._end()
-        self._home = None
+        if self._jobs is not None and self._jobs.is_here:
+            self._jobs.end()
+        self._jobs = None
 
     def finish(self, limit_s: float) -> bool:
         """As `close`, and waits for the end: whether it came in time."""
-        is_here = self._is_here()
+        jobs = self._jobs
         self.close()
-        if is_here and self._thread is not None:
-            self._thread.join(limit_s)
-            return not self._thread.is_alive()
-        return True
-
-    def _is_here(self) -> bool:
-        """Whether there is a thread: it was started, and in this process."""
-        return self._home is not None and self._home.is_here
+        return jobs is None or not jobs.is_here or jobs.join(limit_s)
 
 
 class _Failure:
@@ -89,39 +135,174 @@ class _Failure:
         self.error = error.with_traceback(None)  # whose frames hold the model
 
 
-def _value_of(future: Any) -> Tensor:
+def _value_of(future: torch.futures.Future[Tensor | _Failure]) -> Tensor:
     value = future.value()
     if isinstance(value, _Failure):
         raise RuntimeError(value.message) from value.error
     return value
 
 
-def _work(jobs: queue.SimpleQueue[Any]) -> None:
-    failure: _Failure | None = None
-    streams: dict[torch.device, torch.cuda.Stream] = {}
-    with torch.no_grad():
-        while (task := jobs.get()) is not None:
-            job, label, future, device, ready = task
-            result: Any
-            if failure is not None:
-                result = _Failure(label, failure.error, failure)
-            else:
-                try:
-                    result = job() if ready is None else _run_on_stream(job, device, ready, streams)
-                except BaseException as error:
-                    result = failure = _Failure(label, error)
-            future.set_result(result)
-            del task, job, future, result  # while it waits, nothing of the model is held
+class _Order:
+    """What the jobs of a thread have in common."""
+
+    def __init__(self) -> None:
+        self._failure: _Failure | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @torch.no_grad()
+    def run(
+        self,
+        job: Callable[[], Tensor],
+        label: str,
+        future: torch.futures.Future[Tensor | _Failure],
+        device: torch.device,
+        ready: torch.cuda.Event | None,
+    ) -> None:
+        result: Tensor | _Failure
+        if self._failure is not None:
+            result = _Failure(label, self._failure.error, self._failure)
+        else:
+            try:
+                if ready is not None:
+                    self._wait_on_stream(device, ready)
+                result = job()
+            except BaseException as error:
+                result = self._failure = _Failure(label, error)
+        future.set_result(result)
+
+    def _wait_on_stream(self, device: torch.device, ready: torch.cuda.Event) -> None:
+        if device not in self._streams:
+            self._streams[device] = _make_stream(device)
+        torch.cuda.set_stream(self._streams[device])  # this thread's alone; the future remembers it for who waits
+        self._streams[device].wait_event(ready)
 
 
-def _run_on_stream(
-    job: Callable[[], Tensor],
-    device: torch.device,
-    ready: torch.cuda.Event,
-    streams: dict[torch.device, torch.cuda.Stream],
-) -> Tensor:
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device)
-    torch.cuda.set_stream(streams[device])  # this thread's alone; the future remembers it for who waits
-    streams[device].wait_event(ready)
-    return job()
+class BoundedCalls:
+    """Makes calls that may never return, where they hold nobody up: one after the other on a thread of its own, there
+    from the first call on; thread-safe.
+
+    A client of torch's TCPStore waits without a limit for a server whose process is stopped, whatever timeout it has.
+    In a forked child every call raises RuntimeError: the thread is the parent's, and so is what it talks over.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._home = OwnProcess()
+        self._lock = threading.Lock()
+        self._jobs: _Jobs | None = None
+        self._late: concurrent.futures.Future[Any] | None = None
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """What ``function()`` gives or raises; RuntimeError if it takes too long, or an earlier one still does."""
+        if not self._home.is_here:
+            raise RuntimeError("this is the forked child of the process that makes these calls")
+        with self._lock:
+            if self._late is not None and not self._late.done():
+                raise RuntimeError(f"a call has not returned after {self._limit_s:g} s")
+            self._late = None
+            if self._jobs is None:
+                self._jobs = _Jobs(self, "torchddp-store")
+            answer: concurrent.futures.Future[Result] = concurrent.futures.Future()
+            self._jobs.put(functools.partial(_answer, answer, function))
+            concurrent.futures.wait([answer], self._limit_s)
+            if not answer.done():
+                self._late = answer
+                raise RuntimeError(f"no answer within {self._limit_s:g} s")
+        return answer.result()
+
+
+def _answer(answer: concurrent.futures.Future[Result], function: Callable[[], Result]) -> None:
+    try:
+        answer.set_result(function())
+    except Exception as error:
+        answer.set_exception(error)
+
+
+class Task:
+    """Something that is looked at every so often, until `close`; errors are logged, and end it."""
+
+    def __init__(self, look: Callable[[], None], every_s: float) -> None:
+        self.look = look
+        self.every_s = every_s
+        self.due_s = time.monotonic() + every_s
+        self.closed = False
+
+    def close(self) -> None:
+        """It is not looked at any more, though a look that is under way goes on. From any thread."""
+        self.closed = True
+
+    def run(self) -> None:
+        try:
+            self.look()
+        except Exception:
+            if not self.closed:
+                logger.exception("The watcher of rank processes (pid %d) gives up one of its tasks", os.getpid())
+            self.closed = True
+        self.due_s = time.monotonic() + self.every_s
+
+
+class _Watcher:
+    """The thread: there while there are tasks. A forked child starts with none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._tasks: list[Task] = []
+        self._thread: threading.Thread | None = None
+        self._ends = False
+
+    def add(self, task: Task) -> None:
+        with self._changed:
+            if self._ends:
+                return
+            self._tasks.append(task)
+            if self._thread is None or not self._thread.is_alive():
+                # A daemon: nothing that is watched may keep a process from ending.
+                self._thread = threading.Thread(target=self._run, name="torchddp-watcher", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._tasks = [task for task in self._tasks if not task.closed]
+                if self._ends or not self._tasks:
+                    self._thread = None
+                    return
+                task = min(self._tasks, key=lambda task: task.due_s)
+                wait_s = task.due_s - time.monotonic()
+                if wait_s > 0:
+                    self._changed.wait(wait_s)
+                    continue
+            task.run()
+
+    def end(self) -> None:
+        """Before the interpreter ends: a thread that comes back from C++ after that ends the process with SIGABRT."""
+        with self._changed:
+            self._ends = True
+            thread = self._thread
+            self._changed.notify()
+        if thread is not None:
+            thread.join(_END_S)
+
+
+_watcher = _Watcher()
+atexit.register(lambda: _watcher.end())
+
+
+def _after_fork() -> None:
+    global _watcher
+    _watcher = _Watcher()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def watch(look: Callable[[], None], every_s: float) -> Task:
+    """Calls ``look()`` every ``every_s`` seconds from a thread of this process, until the result is closed.
+
+    Looks share the thread: they must not wait, and a long one delays the others.
+    """
+    task = Task(look, every_s)
+    _watcher.add(task)
+    return task

@@ -4,7 +4,7 @@ namespace torchddp::reducer {
 
 void HandBack::run(bucket::Bucket& bucket) {
   if (bucket.is_given_away()) {
-    bucket.let_go();
+    bucket.release_memory();
     return;
   }
   if (bucket.is_sparse() || left_to_optimizer_ || context_.views) {

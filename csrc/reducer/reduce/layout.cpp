@@ -17,7 +17,7 @@ std::vector<bool> BucketLayout::find_views() const {
     auto* const slot = places_[i].slot;
     is_view[i] = slot != nullptr && grad.defined() && slot->holds(grad);
     if (is_view[i] && context_.keeps_apart() && !retired_) {
-      slot->let_go();
+      slot->release_memory();
       is_view[i] = bucket::is_unshared(grad, nullptr);
     }
   }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from torchddp.integrations.extras import require
+from torchddp.integrations import require
 
 if TYPE_CHECKING:
     from torchddp.integrations.accelerate.accelerator import Accelerator, adopt

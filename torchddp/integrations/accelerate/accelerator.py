@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,8 +124,9 @@ class Accelerator(AcceleratorMixin, accelerate.Accelerator):
         _refuse_other_plugins(given)
         handlers = list(given.pop("kwargs_handlers", None) or ())
         own = [handler for handler in handlers if isinstance(handler, TorchDDPKwargs)]
-        if own:
-            _refuse_two_handlers(handlers)
+        found = [type(handler).__name__ for handler in handlers if isinstance(handler, DistributedDataParallelKwargs)]
+        if own and len(found) > 1:
+            raise ValueError(f"kwargs_handlers may have one handler of DistributedDataParallel's options, got {found}")
         del given["self"]
         # Accelerate looks handlers up by their exact class.
         super().__init__(**given, kwargs_handlers=[handler for handler in handlers if handler not in own] or None)
@@ -191,12 +192,6 @@ def _refuse_other_types(accelerator: accelerate.Accelerator) -> None:
     for name, plugin in (("FSDP", "fsdp_plugin"), ("DeepSpeed", "deepspeed_plugin")):
         if getattr(state, plugin, None) is not None:
             raise ValueError(_not_beside(name, f"the accelerator has a {plugin}"))
-
-
-def _refuse_two_handlers(handlers: Sequence[Any]) -> None:
-    found = [type(handler).__name__ for handler in handlers if isinstance(handler, DistributedDataParallelKwargs)]
-    if len(found) > 1:
-        raise ValueError(f"kwargs_handlers may have one handler of DistributedDataParallel's options, got {found}")
 
 
 def _not_beside(name: str, why: str) -> str:

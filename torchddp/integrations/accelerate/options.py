@@ -12,10 +12,7 @@ import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
 from torchddp import comm_hooks
-from torchddp.ddp import bucket_sizes, sync_strategy
-from torchddp.ddp.sync_strategy import DDPSyncStrategy
-from torchddp.diagnose import nonfinite, stall_limit
-from torchddp.transport import select
+from torchddp.ddp.options import DDPOptions, DDPSyncStrategy
 
 # What Accelerate does itself, once the model is wrapped.
 _FOR_REGISTERING = ("comm_wrapper", "comm_state_option")
@@ -61,11 +58,7 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        bucket_sizes.check_caps(self.bucket_cap_mb, None)
-        select.check_choice(self.transport)
-        nonfinite.check_choice(self.find_nonfinite)
-        stall_limit.check(self.stall_report_s)
-        sync_strategy.choose(self.sync, self.find_unused_parameters)
+        DDPOptions.of(vars(self))  # checks the values
         if self._is_torchs_hook():
             return
         comm_hooks.resolve(self.comm_hook)

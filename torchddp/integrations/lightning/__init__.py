@@ -8,15 +8,46 @@ See ``docs/lightning.md``. Needs ``torchddp[lightning]``.
 
 from __future__ import annotations
 
-from torchddp.integrations.extras import require
+from typing import Any
+
+from torchddp.integrations import require
 
 require("lightning.pytorch", extra="lightning")
 
-from torchddp.integrations.lightning.fabric import TorchDDPFabricStrategy  # noqa: E402
-from torchddp.integrations.lightning.names import register  # noqa: E402
+from lightning.fabric.strategies import STRATEGY_REGISTRY  # noqa: E402
+from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
+
 from torchddp.integrations.lightning.sharded import TorchDDPShardedStrategy  # noqa: E402
-from torchddp.integrations.lightning.strategy import TorchDDPStrategy  # noqa: E402
+from torchddp.integrations.lightning.strategy import TorchDDPFabricStrategy, TorchDDPStrategy  # noqa: E402
 
 __all__ = ["TorchDDPFabricStrategy", "TorchDDPShardedStrategy", "TorchDDPStrategy", "register"]
+# As Lightning's own "ddp", "ddp_spawn" and so on.
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+
+
+def register() -> None:
+    """Makes the names known to Trainer and Fabric; done by importing the package. Harmless a second time.
+
+    ``torchddp``, ``torchddp_spawn``, ``torchddp_fork``, ``torchddp_notebook``, each also with
+    ``_find_unused_parameters_false`` and ``_true``; ``torchddp_sharded``, ``torchddp_sharded_spawn`` and
+    ``torchddp_sharded_fork`` for the Trainer.
+    """
+    for suffix, start_method in _START_METHODS.items():
+        variants: dict[str, dict[str, bool]] = {"": {}}
+        for unused in (False, True):
+            variants[f"_find_unused_parameters_{str(unused).lower()}"] = {"find_unused_parameters": unused}
+        for variant, options in variants.items():
+            name, arguments = f"torchddp{suffix}{variant}", {"start_method": start_method, **options}
+            _add(StrategyRegistry, name, TorchDDPStrategy, arguments)
+            _add(STRATEGY_REGISTRY, name, TorchDDPFabricStrategy, arguments)
+        if suffix != "_notebook":
+            name = f"torchddp_sharded{suffix}"
+            _add(StrategyRegistry, name, TorchDDPShardedStrategy, {"start_method": start_method})
+
+
+def _add(registry: Any, name: str, strategy: type, arguments: dict[str, Any]) -> None:
+    options = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    registry.register(name, strategy, description=f"{strategy.__name__}: {options}", override=True, **arguments)
+
 
 register()

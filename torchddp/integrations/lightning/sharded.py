@@ -1,21 +1,23 @@
-"""The Trainer's strategy over torchddp.ShardedDataParallel."""
+"""The Trainer's strategy over torchddp.ShardedDataParallel, and the optimizers and schedulers that go with it."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch.optim import Optimizer
 
-from torchddp.integrations.lightning.optimizers import follow, shard
-from torchddp.integrations.lightning.strategy import TorchDDPStrategy
+from torchddp.integrations.lightning.strategy import TorchDDPStrategy, side_stream
 from torchddp.sharded import ShardedDataParallel
-from torchddp.sharded.grad_scaling import ShardedGradScaler
+from torchddp.sharded.gradients import ShardedGradScaler
 from torchddp.sharded.oss import OSS
-
-__all__ = ["TorchDDPShardedStrategy"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +69,8 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
         super().setup_optimizers(trainer)
         self._check_scaler()
         trainable = {param for param in self.model.parameters() if param.requires_grad}
-        if not any(
-            param in trainable for opt in self.optimizers for group in opt.param_groups for param in group["params"]
-        ):
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        if not any(param in trainable for group in groups for param in group["params"]):
             raise ValueError(
                 f"{type(self).__name__} needs the LightningModule's optimizer: configure_optimizers returned none over "
                 "its trainable parameters"
@@ -80,13 +81,11 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
         self.model = self._setup_model(self.model)
 
     def _setup_model(self, model: torch.nn.Module) -> ShardedDataParallel:
-        """Wraps the model. Collective."""
         self._pl_static_graph_delay_done = False
         optimizers: list[OSS] = self.optimizers
-        with self._side_stream():
-            return ShardedDataParallel(
-                model, optimizers, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs
-            )
+        with side_stream(self.root_device):
+            device_ids = self.determine_ddp_device_ids()
+            return ShardedDataParallel(model, optimizers, device_ids=device_ids, **self._ddp_kwargs)
 
     def _check_scaler(self) -> None:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -101,7 +100,7 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
         """Gives the plugin a clipping that sees all ranks' gradients, until teardown."""
         super().setup_precision_plugin()
         if isinstance(self.model, ShardedDataParallel):
-            self.precision_plugin.clip_gradients = _Clipping(self.precision_plugin)
+            self.precision_plugin.clip_gradients = functools.partial(_clip_gradients, self.precision_plugin)
 
     def teardown(self) -> None:
         """Parameters get memory of their own, and the wrapper is let go of. Optimizers can still be saved."""
@@ -114,25 +113,82 @@ class TorchDDPShardedStrategy(TorchDDPStrategy):
         super().teardown()
 
 
-class _Clipping:
+def _clip_gradients(
+    plugin: Precision,
+    optimizer: Any,
+    clip_val: float = 0.0,
+    gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+) -> None:
     """``clip_gradients`` of a precision plugin, for gradients that are spread over ranks. Collective."""
+    if clip_val is None or clip_val <= 0:
+        return
+    plain: Any = getattr(optimizer, "_optimizer", optimizer)  # a LightningOptimizer in manual optimization
+    scaler = getattr(plugin, "scaler", None) if isinstance(plugin, MixedPrecision) else None
+    if scaler is not None:
+        scaler.unscale_(plain)  # Lightning leaves it to an OSS, which would do it in its step
+    if gradient_clip_algorithm == GradClipAlgorithmType.NORM:
+        plain.clip_grad_norm(clip_val)
+    else:
+        plugin.clip_grad_by_value(plain, clip_val)
 
-    def __init__(self, plugin: Precision) -> None:
-        self._plugin = plugin
 
-    def __call__(
-        self,
-        optimizer: Any,
-        clip_val: float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-    ) -> None:
-        if clip_val is None or clip_val <= 0:
-            return
-        plain: Any = getattr(optimizer, "_optimizer", optimizer)  # a LightningOptimizer in manual optimization
-        scaler = getattr(self._plugin, "scaler", None) if isinstance(self._plugin, MixedPrecision) else None
-        if scaler is not None:
-            scaler.unscale_(plain)  # Lightning leaves it to an OSS, which would do it in its step
-        if gradient_clip_algorithm == GradClipAlgorithmType.NORM:
-            plain.clip_grad_norm(clip_val)
-        else:
-            self._plugin.clip_grad_by_value(plain, clip_val)
+def shard(optimizer: Optimizer) -> OSS:
+    """An OSS in the place of an optimizer: its class, options, groups (the same dicts), hooks and state. Collective.
+
+    An OSS is left as it is. Raises TypeError for a class that can't be made again from its ``defaults``, or that OSS
+    refuses.
+    """
+    if isinstance(optimizer, OSS):
+        return optimizer
+    kind = type(optimizer)
+    sharded = OSS(optimizer.param_groups, optim=kind, **_arguments(optimizer))
+    for name, hooks in vars(sharded).items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            hooks.update(getattr(optimizer, name, {}))
+    if optimizer.state:
+        sharded.load_state_dict(optimizer.state_dict())
+    return sharded
+
+
+def _arguments(optimizer: Optimizer) -> dict[str, Any]:
+    """What its constructor was called with: of ``defaults`` what it takes (AdamW's have an entry of Adam's)."""
+    kind = type(optimizer)
+    parameters = list(inspect.signature(kind).parameters.values())[1:]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(optimizer.defaults)
+    names = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    needed = [p.name for p in parameters if p.name in names and p.default is p.empty]
+    missing = [name for name in needed if name not in optimizer.defaults]
+    if missing:
+        raise TypeError(
+            f"torchddp_sharded can't make another {kind.__name__}: its argument {missing[0]!r} is not among its "
+            f"defaults. Return torchddp.optim.OSS(params, optim={kind.__name__}, ...) from configure_optimizers"
+        )
+    return {name: optimizer.defaults[name] for name in names if name in optimizer.defaults}
+
+
+def follow(schedulers: Iterable[Any], replaced: list[tuple[Optimizer, OSS]]) -> None:
+    """Lets schedulers, and those inside of them, look at the optimizers that took the places of theirs."""
+    for scheduler in schedulers:
+        for old, new in replaced:
+            if getattr(scheduler, "optimizer", None) is old and new is not old:
+                scheduler.optimizer = new
+                if hasattr(old.step, "_wrapped_by_lr_sched"):
+                    _note_steps(new)
+        follow(getattr(scheduler, "_schedulers", ()), replaced)
+
+
+def _note_steps(optimizer: OSS) -> None:
+    """As schedulers do with the optimizer they are made for; they warn that its step() was not called otherwise."""
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return
+    owner = weakref.ref(optimizer)
+
+    @functools.wraps(optimizer.step)
+    def step(*arguments: Any, **more: Any) -> Any:
+        live: Any = owner()
+        live._opt_called = True
+        return type(live).step(live, *arguments, **more)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]

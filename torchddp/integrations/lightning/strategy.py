@@ -1,14 +1,17 @@
-"""The Trainer's strategy over torchddp.DistributedDataParallel."""
+"""The Trainer's and Fabric's strategies over torchddp.DistributedDataParallel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import _augment_message
@@ -16,10 +19,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from torchddp.ddp.module import DistributedDataParallel
-from torchddp.integrations.lightning.options import check_options
-from torchddp.integrations.lightning.together import FailsTogether, TrainerProcesses, TrainerScripts
+from torchddp.integrations.lightning.together import FailsTogether
 
-__all__ = ["TorchDDPStrategy"]
+# Of the wrapper's arguments: the strategy knows them itself.
+_OF_THE_STRATEGY = frozenset({"self", "module", "sharded_optimizer", "device_ids", "timeout"})
 
 
 class TorchDDPStrategy(FailsTogether, DDPStrategy):
@@ -48,8 +51,6 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
             without the period.
     """
 
-    _scripts = TrainerScripts
-    _processes = TrainerProcesses
     _wrapper: type = DistributedDataParallel
 
     def __init__(
@@ -71,7 +72,7 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
         fail_together_grace_s: float | None = 3.0,
         **kwargs: Any,
     ) -> None:
-        check_options(type(self).__name__, self._wrapper, kwargs)
+        _check_options(type(self).__name__, self._wrapper, kwargs)
         _check_hook(ddp_comm_hook, ddp_comm_wrapper, kwargs.get("comm_hook"))
         _check_averaging(model_averaging_period, ddp_comm_state)
         super().__init__(
@@ -92,15 +93,10 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
         self._choose_failing(fail_together, fail_together_grace_s)
 
     def _setup_model(self, model: torch.nn.Module) -> TorchDDP:
-        """Wraps the model. Collective."""
         # Of the wrapper before this one: in Lightning a second fit would not end its static graph's first step.
         self._pl_static_graph_delay_done = False
-        with self._side_stream():
+        with side_stream(self.root_device):
             return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
-
-    def _side_stream(self) -> Any:
-        """Where torch wants a model wrapped whose step may be captured in a CUDA graph."""
-        return torch.cuda.stream(torch.cuda.Stream()) if self.root_device.type == "cuda" else nullcontext()
 
     def _register_ddp_hooks(self) -> None:
         _register_ddp_comm_hook(
@@ -126,6 +122,76 @@ class TorchDDPStrategy(FailsTogether, DDPStrategy):
         """Lets go of the wrapper; the LightningModule is as it was, with the trained parameters."""
         self._model_averager = None
         super().teardown()
+
+
+class TorchDDPFabricStrategy(FailsTogether, FabricDDPStrategy):
+    """Fabric's DDPStrategy with torchddp's DistributedDataParallel; all of its arguments, in its order.
+
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=TorchDDPFabricStrategy())
+
+    ``fabric.no_backward_sync`` is our ``no_sync``. Communication hooks: ``comm_hook=``, a name or ``(state, hook)``.
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
+            start_method: as there.
+        timeout: of the process group, and so of every reduction.
+        fail_together, fail_together_grace_s: see `TorchDDPStrategy`; around the function that is given to
+            ``fabric.launch``. A script that calls ``launch()`` without one enters :func:`torchddp.fail_together`.
+        kwargs: of `torchddp.DistributedDataParallel`.
+
+    Raises:
+        TypeError: an argument that nobody takes.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: str = "popen",
+        *,
+        fail_together: bool = True,
+        fail_together_grace_s: float | None = 3.0,
+        **kwargs: Any,
+    ) -> None:
+        _check_options(type(self).__name__, DistributedDataParallel, kwargs)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **kwargs,
+        )
+        self._choose_failing(fail_together, fail_together_grace_s)
+
+    def setup_module(self, module: torch.nn.Module) -> TorchDDP:
+        """Wraps the module. Collective."""
+        with side_stream(self.root_device):
+            return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
+
+
+def side_stream(device: torch.device) -> Any:
+    """A context on the stream where torch wants a model wrapped whose step may be captured in a CUDA graph."""
+    return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()
+
+
+def _check_options(strategy: str, wrapper: type, given: Iterable[str]) -> None:
+    """TypeError for a name that ``wrapper`` does not take: Lightning's own find out when the model is wrapped."""
+    known = sorted(set(inspect.signature(wrapper.__init__).parameters) - _OF_THE_STRATEGY)  # type: ignore[misc]
+    for name in given:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, known, n=2)
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"It takes its own and: {', '.join(known)}"
+        raise TypeError(f"{strategy} got an argument {name!r} that torchddp.{wrapper.__name__} does not take. {hint}")
 
 
 def _check_hook(hook: Any, wrapper: Any, named: Any) -> None:

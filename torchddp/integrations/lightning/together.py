@@ -6,21 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher as FabricMultiProcessing
-from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as FabricSubprocess
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as TrainerMultiProcessing
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as TrainerSubprocess
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from torchddp.diagnose.fail_together import FailTogether, fail_together
-
-__all__ = [
-    "FabricProcesses",
-    "FabricScripts",
-    "FailsTogether",
-    "TrainerProcesses",
-    "TrainerScripts",
-]
 
 
 class FailsTogether:
@@ -30,8 +18,6 @@ class FailsTogether:
     from setup to teardown, in the process of each rank, however that was started.
     """
 
-    _scripts: type[Any]  # the launchers: of further commands, of forked or spawned ranks
-    _processes: type[Any]
     _fails_together = True
     _grace_s: float | None = 3.0
     _watch: FailTogether | None = None
@@ -44,15 +30,14 @@ class FailsTogether:
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: the names are those of `torchddp.integrations.lightning.register`."""
 
+    _launcher: Any  # Lightning's, which knows it by its class
+
     def _configure_launcher(self) -> None:
-        strategy: Any = self
-        assert strategy.cluster_environment is not None
-        if strategy._start_method == "popen":
-            launcher = self._scripts(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        else:
-            launcher = self._processes(strategy, start_method=strategy._start_method)
-        launcher.watched_by = self
-        strategy._launcher = launcher
+        super()._configure_launcher()  # type: ignore[misc]
+        self._launcher.launch = partial(self._launch, self._launcher)
+
+    def _launch(self, launcher: Any, function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        return type(launcher).launch(launcher, partial(self.run_watched, function), *arguments, **more)
 
     def setup_environment(self) -> None:
         """Makes the process group, and begins to look at what the other ranks say there."""
@@ -79,29 +64,3 @@ class FailsTogether:
         if stop is not None:
             raise stop
         return result
-
-
-class _Watched:
-    """Part of a launcher."""
-
-    watched_by: FailsTogether
-
-    def launch(self, function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-        """As the launcher it is mixed into."""
-        return super().launch(partial(self.watched_by.run_watched, function), *arguments, **more)  # type: ignore[misc]
-
-
-class TrainerScripts(_Watched, TrainerSubprocess):
-    """One process for each further rank, by the command line of this one."""
-
-
-class TrainerProcesses(_Watched, TrainerMultiProcessing):
-    """All ranks forked or spawned from this process."""
-
-
-class FabricScripts(_Watched, FabricSubprocess):
-    """As `TrainerScripts`, for Fabric."""
-
-
-class FabricProcesses(_Watched, FabricMultiProcessing):
-    """As `TrainerProcesses`, for Fabric."""

@@ -1,0 +1,175 @@
+"""Observers of steps: the one that docs/architecture.md adds in one file and one line, and what all are told."""
+
+import importlib
+import logging
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.harness import run_ranks
+from torchddp import DistributedDataParallel
+from torchddp.ddp import observers
+from torchddp.ddp.observers import StepObserver
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+
+
+def code_of(heading):
+    """The Python blocks below a heading, up to the next one."""
+    section = PAGE.read_text().split(f"### {heading}\n")[1].split("\n### ")[0].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+
+
+def step_on(model):
+    model(torch.ones(2, 3)).sum().backward()
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_observer_of_the_docs(tmp_path, world_size):
+    """One file and one line of registration; steps under no_sync() don't count, and each model has its own."""
+    file, line = code_of("To add an observer of steps")
+    assert file.count("\n") <= 30 and line.count("\n") == 1
+    (tmp_path / "step_rate.py").write_text(file)
+
+    def work(rank):
+        sys.path.insert(0, str(tmp_path))
+        lines = Lines()
+        logging.getLogger("torchddp").addHandler(lines)
+        exec(line, {"observers": observers})
+        assert "step_rate" not in sys.modules  # until a model wants it
+        without = DistributedDataParallel(nn.Linear(3, 2), static_graph=True)
+        assert without.observers.get("step_rate") is None
+        model, other = (DistributedDataParallel(nn.Linear(3, 2)) for _ in range(2))
+        importlib.import_module("step_rate").StepRate.EVERY = 3
+        for _ in range(7):
+            step_on(model)
+        with model.no_sync():
+            step_on(model)
+        step_on(other)
+        counts = [each.observers.get("step_rate")._steps for each in (model, other)]
+        return counts, [text for text in lines.lines if "steps a second" in text]
+
+    for rank, (counts, lines) in enumerate(run_ranks(work, world_size)):
+        assert counts == [1, 1] and len(lines) == (2 if rank == 0 else 0), lines
+
+
+class Told(StepObserver):
+    def __init__(self, session):
+        self.session, self.told = session, []
+
+    def before_step(self):
+        self.told.append("reduced" if self.session.synchronises else "kept")
+
+    def on_error(self, error):
+        self.told.append(type(error).__name__)
+
+    def on_group_change(self):
+        self.told.append(f"group of {self.session.process_group.size()}")
+
+    def close(self):
+        self.told.append("closed")
+
+
+class Only:
+    """All that is needed of one that derives from nothing."""
+
+    def __init__(self, session):
+        self.steps = 0
+
+    def before_step(self):
+        self.steps += 1
+
+    def on_error(self, error):
+        pass
+
+    def on_group_change(self):
+        self.steps = 0
+
+    def close(self):
+        self.steps = -1
+
+
+def test_what_observers_are_told():
+    """Steps of both kinds, errors, groups, the end of a group; nothing in evaluation."""
+
+    def work(rank):
+        observers.register("told", Told)
+        observers.register("only", Only)
+        model = DistributedDataParallel(nn.Linear(3, 2))
+        told = model.observers.get("told")
+        step_on(model)
+        with model.no_sync():
+            step_on(model)
+        with torch.no_grad():
+            model(torch.ones(1, 3))
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 5))
+        steps = model.observers.get("only").steps
+        step_on(model)
+        alone = [dist.new_group([each]) for each in range(2)]
+        model._update_process_group(alone[rank])
+        step_on(model)
+        model._update_process_group(dist.group.WORLD)
+        model._update_process_group(alone[1 - rank])
+        observers.unregister("told")
+        assert DistributedDataParallel(nn.Linear(3, 2)).observers.get("told") is None
+        return told.told, steps, model.observers.get("only").steps
+
+    for told, steps, at_the_end in run_ranks(work, 2):
+        assert told == [
+            "reduced", "kept", "reduced", "RuntimeError", "reduced", "group of 1", "reduced", "group of 2", "closed",
+        ]  # fmt: skip
+        assert (steps, at_the_end) == (3, -1)
+
+
+def test_an_error_of_an_observer_ends_the_forward():
+    def work(rank):
+        class Strict(StepObserver):
+            def __init__(self, session):
+                self.steps = 0
+
+            def before_step(self):
+                self.steps += 1
+                if self.steps == 2:
+                    raise ValueError("two steps are enough")
+
+        observers.register("strict", Strict)
+        model = DistributedDataParallel(nn.Linear(3, 2))
+        step_on(model)
+        with pytest.raises(ValueError, match="two steps are enough"):
+            step_on(model)
+        step_on(model)
+        return model.observers.get("strict").steps
+
+    assert run_ranks(work, 2) == [3, 3]
+
+
+def test_one_that_can_not_be_loaded():
+    """What was asked for is an error; hang reports, which come by themselves, are left out."""
+
+    def work(rank):
+        def fail(session):
+            raise OSError(24, "Too many open files")
+
+        observers.register("hang_reports", fail, is_optional=True)
+        assert DistributedDataParallel(nn.Linear(3, 2)).observers.get("hang_reports") is None
+        observers.register("hang_reports", fail)
+        with pytest.raises(OSError, match="Too many open files"):
+            DistributedDataParallel(nn.Linear(3, 2))
+        return True
+
+    assert run_ranks(work, 2) == [True, True]

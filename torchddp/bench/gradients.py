@@ -1,0 +1,156 @@
+"""The cases `exposed` and `per_param`: what a class adds to forward and backward, and whether our goals are met."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from torchddp.bench.cases import BenchCase, Case, Settings, one_launch
+from torchddp.bench.results import added_ms, compared_rows, draw_bars, model_result, variants_table
+from torchddp.bench.timing import time_model
+from torchddp.harness.command import Display
+from torchddp.harness.stats import summarize
+from torchddp.harness.tables import number, plain_table, ratio_text
+from torchddp.harness.variants import Variant
+
+PER_PARAM_UNIT = "us/param"
+# With more rounds than this in which noise exceeded torch's cost, a table says nothing about a goal.
+MAX_ODD_SHARE = 0.1
+
+
+def _course(case: BenchCase, settings: Settings, display: Display) -> list[dict[str, Any]]:
+    return one_launch(partial(timed_result, case), case, settings, display)
+
+
+def costs(case: Case, variants: Sequence[Variant], step_ms: np.ndarray, parameters: int) -> np.ndarray:
+    """[variant, round] of what each wrapper adds to the local step around its round, in the case's unit."""
+    added = added_ms(variants, step_ms)
+    return added * 1000.0 / parameters if case.unit == PER_PARAM_UNIT else added
+
+
+def timed_result(case: Case, variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:
+    step_ms = raw["step_ms"]
+    cost = costs(case, variants, step_ms, raw["parameters"])
+    best, rows = compared_rows(variants, cost, "cost")
+    for row, times_ms in zip(rows, step_ms, strict=True):
+        row["step_ms"] = summarize(times_ms).to_dict()
+        if row["role"] == "local":
+            del row["cost"], row["ratio_to_best_torch"]
+    return model_result(
+        case.name,
+        raw,
+        world_size,
+        rows,
+        unit=case.unit,
+        rounds=int(step_ms.shape[1]),
+        best_torch=best,
+        # Set for the models of the case, not for any model.
+        goal_ratio=case.goal_ratio if raw["model"] in case.models else None,
+    )
+
+
+def timed_table(result: dict[str, Any]) -> Table:
+    """One model: every variant with its step, its cost and its ratio to torch's best."""
+
+    def cells(row: dict[str, Any]) -> list[str | Text]:
+        times = [row["step_ms"], *([row["cost"]] if "cost" in row else [])]
+        ratio = [ratio_text(row["ratio_to_best_torch"])] if "cost" in row else []
+        return [*(number(time[key]) for time in times for key in ("median", "p90")), *ratio]
+
+    columns = (
+        "step p50\nms",
+        "step\np90",
+        f"cost p50\n{result['unit']}",
+        "cost\np90",
+        "to torch's best\np50 [p25..p75]",
+    )
+    return variants_table(result, columns, cells)
+
+
+def _row(result: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(row for row in result["variants"] if row["name"] == name)
+    return found
+
+
+def our_row(result: dict[str, Any]) -> dict[str, Any]:
+    """The class under test: its first row, which is the one that was not tuned."""
+    found: dict[str, Any] = next(row for row in result["variants"] if row["role"] == "ours")
+    return found
+
+
+def goal_text(result: dict[str, Any]) -> Text:
+    return verdict_text(result["goal_ratio"], our_row(result)["ratio_to_best_torch"])
+
+
+def verdict_text(goal: float | None, ratio: dict[str, Any]) -> Text:
+    """Whether the goal, if there is one, is met, missed, or within the noise (the median's 95% interval holds it)."""
+    if goal is None:
+        return Text("")
+    if ratio["odd_rounds"] > MAX_ODD_SHARE * ratio["rounds"]:
+        return Text(f"{goal:g} unclear", style="yellow")
+    low, high = ratio["ci95_low"], ratio["ci95_high"]
+    if high is not None and high <= goal:
+        return Text(f"{goal:g} met", style="green")
+    if low is None or low > goal:
+        return Text(f"{goal:g} missed", style="red")
+    return Text(f"{goal:g} unclear", style="yellow")
+
+
+def summary_table(results: Sequence[dict[str, Any]]) -> Table:
+    table = plain_table("Summary: cost of ours against torch's best (per_param in us, exposed in ms)", "case")
+    table.add_column("model", overflow="fold")
+    for heading in ("torch\ndefault", "torch best\n@ cap MiB", "ours", "ours / torch best\np50 [p25..p75]"):
+        table.add_column(Text(heading), justify="right", no_wrap=True)
+    table.add_column("goal", no_wrap=True)
+    for result in results:
+        best, ours = _row(result, result["best_torch"]), our_row(result)
+        cap = f" @{best['options']['bucket_cap_mb']:g}" if best["options"] else " default"
+        table.add_row(
+            result["case"],
+            result["model"],
+            number(_row(result, "torch default")["cost"]["median"]),
+            number(best["cost"]["median"]) + cap,
+            number(ours["cost"]["median"]),
+            ratio_text(ours["ratio_to_best_torch"]),
+            goal_text(result),
+        )
+    return table
+
+
+def summaries(results: Sequence[dict[str, Any]]) -> list[Table]:
+    found = [result for result in results if result["case"] in (PER_PARAM.name, EXPOSED.name)]
+    return [summary_table(found)] if found else []
+
+
+PER_PARAM = BenchCase(
+    name="per_param",
+    title="cost per parameter (DDP step minus the same step without DDP, divided by the parameters)",
+    models=("small",),
+    quick_models=("small",),
+    default_world_size=1,
+    unit=PER_PARAM_UNIT,
+    goal_ratio=0.15,
+    measure=time_model,
+    course=_course,
+    table=timed_table,
+    draw=draw_bars,
+    note=(
+        "A cost is the step minus the local step near it; a ratio is per round; both are then medians over the rounds."
+    ),
+)
+EXPOSED = replace(
+    PER_PARAM,
+    name="exposed",
+    title="exposed cost (DDP step minus the same step without DDP, forward and backward)",
+    models=("small", "mlp", "gpt", "conv"),
+    quick_models=("small", "mlp", "conv"),
+    default_world_size=2,
+    unit="ms",
+    goal_ratio=0.95,
+)

@@ -1,0 +1,197 @@
+"""The case `overlap`: how much of the communication hides behind the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from torchddp.bench.cases import ONE_CAP_MB, BenchCase, Job, one_launch
+from torchddp.bench.results import added_ms, describe_variant, model_result, variants_table
+from torchddp.bench.timing import Runner, build_runners, check_gradients, over_ranks, timed_rounds, warm_up, wrap_copies
+from torchddp.harness.launch import Report
+from torchddp.harness.models import describe_model, make_batch
+from torchddp.harness.plots import COLORS, bar_panels, finish_panel
+from torchddp.harness.stats import paired_ratio, summarize
+from torchddp.harness.tables import number, ranks_text
+from torchddp.harness.variants import Role, Variant
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Recorded(tuple[Tensor, ...]):
+    """Gradients that all copies of a module share."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recorded:
+        return self
+
+
+class _HandOut(torch.autograd.Function):
+    """All gradients at one moment: no computation is left that a reduction could hide behind."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Recorded, *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _loss: Tensor) -> tuple[Tensor | None, ...]:
+        # Copies, as a computed gradient is memory of its own, which autograd may give away.
+        return None, *(gradient.clone() for gradient in ctx.gradients)
+
+
+class Replay(nn.Module):
+    """The trainable parameters and the buffers of a model, with the gradients they had."""
+
+    def __init__(self, model: nn.Module, gradients: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(p.detach()) for p in model.parameters() if p.requires_grad)
+        for index, buffer in enumerate(model.buffers()):
+            self.register_buffer(f"buffer{index}", buffer.detach().clone())
+        self.recorded = Recorded(gradient.detach().clone() for gradient in gradients)
+
+    def forward(self) -> Tensor:
+        return _HandOut.apply(self.recorded, *self.weights)
+
+
+@dataclass
+class ReplayRunner(Runner):
+    """A variant around a model that computes nothing."""
+
+    def step(self, batch: Any, world_size: int = 1) -> float:
+        """As any step, but there is no batch."""
+        return super().step((), world_size)
+
+
+def build_replays(job: Job, runners: Sequence[Runner]) -> list[ReplayRunner]:
+    """Every variant again, around a replay of the gradients that the bare model has on this rank."""
+    local = next(runner for runner in runners if runner.variant.role is Role.LOCAL)
+    original = Replay(local.module, (gradient for _, gradient in local.gradients()))
+    modules = wrap_copies(original, job.variants, lambda cls, module, options: cls(module, **options))
+    return [ReplayRunner(variant, module) for variant, module in zip(job.variants, modules, strict=True)]
+
+
+def time_overlap(job: Job, model_name: str, report: Report) -> dict[str, Any]:
+    """Steps and replays of all variants, after their gradients proved equal. The same dict on every rank."""
+    rank = dist.get_rank()
+    batch, other_batch = (make_batch(model_name, job.seed, rank, index) for index in (0, 1))
+    runners = build_runners(job, model_name)
+    warm_up(runners, batch, job)
+    replays = build_replays(job, runners)
+    warm_up(replays, batch, job)
+
+    def check() -> None:
+        check_gradients(job, model_name, runners, other_batch)
+        check_gradients(job, model_name, replays, other_batch)
+
+    check()
+    samples = over_ranks(timed_rounds([*runners, *replays], batch, job, report), job)
+    check()
+    return {
+        **describe_model(model_name, runners[0].module, job.seed),
+        "step_ms": samples[: len(runners)],
+        "replay_ms": samples[len(runners) :],
+    }
+
+
+def hidden_share(exposed_ms: np.ndarray, comm_ms: np.ndarray) -> dict[str, Any]:
+    """1 - exposed/comm, round by round; below 0 and above 1 where noise, or the machine, made it so."""
+    ratio = paired_ratio(exposed_ms, comm_ms).to_dict()
+    mirrored = {"q25": "q75", "q75": "q25", "ci95_low": "ci95_high", "ci95_high": "ci95_low"}
+    counts = ("rounds", "odd_rounds")
+    shares = {key: ratio[mirrored.get(key, key)] for key in ratio if key not in counts}
+    return {
+        **{key: None if value is None else 1 - value for key, value in shares.items()},
+        **{key: ratio[key] for key in counts},
+    }
+
+
+def overlap_result(variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:
+    step_ms, replay_ms = raw["step_ms"], raw["replay_ms"]
+    exposed_ms, comm_ms = added_ms(variants, step_ms), added_ms(variants, replay_ms)
+    rows = []
+    for index, variant in enumerate(variants):
+        row = {
+            **describe_variant(variant),
+            "step_ms": summarize(step_ms[index]).to_dict(),
+            "replay_ms": summarize(replay_ms[index]).to_dict(),
+        }
+        if variant.role is not Role.LOCAL:
+            row["exposed_ms"] = summarize(exposed_ms[index]).to_dict()
+            row["comm_ms"] = summarize(comm_ms[index]).to_dict()
+            row["hidden"] = hidden_share(exposed_ms[index], comm_ms[index])
+        rows.append(row)
+    return model_result("overlap", raw, world_size, rows, unit="ms", rounds=int(step_ms.shape[1]))
+
+
+def _percent(value: float | None) -> str:
+    # No share can be told where the reduction alone cost nothing.
+    return "?" if value is None else f"{100 * min(max(value, 0.0), 1.0):.0f}%"
+
+
+def hidden_text(hidden: dict[str, Any]) -> str:
+    """'86% [80%..91%]', within 0 and 100%."""
+    return f"{_percent(hidden['median'])} [{_percent(hidden['q25'])}..{_percent(hidden['q75'])}]"
+
+
+def overlap_table(result: dict[str, Any]) -> Table:
+    """Every variant: its step, what of it is exposed, what there was to hide, and the share that was hidden."""
+
+    def cells(row: dict[str, Any]) -> list[str | Text]:
+        step = number(row["step_ms"]["median"])
+        if row["role"] == "local":
+            return [step, Text("compute", style="dim")]
+        exposed, comm = row["exposed_ms"], number(row["comm_ms"]["median"])
+        return [step, number(exposed["median"]), number(exposed["p90"]), comm, hidden_text(row["hidden"])]
+
+    columns = ("step p50\nms", "exposed\np50 ms", "exposed\np90", "comm alone\np50 ms", "hidden\np50 [p25..p75]")
+    return variants_table(result, columns, cells)
+
+
+def draw_overlap(results: Sequence[dict[str, Any]]) -> Figure:
+    """One panel per model: per variant a pale bar, communication alone, and a full one, the exposed part."""
+    figure, axes = bar_panels(len(results), 1 + max(len(result["variants"]) for result in results))
+    for axis, result in zip(axes, results, strict=True):
+        rows = [row for row in result["variants"] if row["role"] != "local"]
+        positions, colors = range(len(rows)), [COLORS[row["role"]] for row in rows]
+        axis.barh(positions, [row["comm_ms"]["median"] for row in rows], color=colors, alpha=0.3, label="alone")
+        exposed = [row["exposed_ms"] for row in rows]
+        spread = [[e["median"] - e["q25"] for e in exposed], [e["q75"] - e["median"] for e in exposed]]
+        style = {"elinewidth": 1, "capsize": 2}
+        medians = [e["median"] for e in exposed]
+        axis.barh(positions, medians, 0.4, xerr=spread, color=colors, error_kw=style, label="exposed (p25..p75)")
+        axis.set_yticks(positions, [row["name"] for row in rows])
+        finish_panel(axis, f"{result['title']}, {ranks_text(result['world_size'])}", "communication, ms")
+    axes[0].invert_yaxis()
+    axes[-1].legend(fontsize=7, frameon=False)
+    return figure
+
+
+CASE = BenchCase(
+    name="overlap",
+    title="how much of the communication hides behind the computation",
+    models=("gpt",),
+    quick_models=("mlp",),
+    seconds=15.0,
+    caps_mb=ONE_CAP_MB,
+    min_world_size=2,
+    measure=time_overlap,
+    course=partial(one_launch, overlap_result),
+    table=overlap_table,
+    draw=draw_overlap,
+    note=(
+        "overlap: compute is the bare model's step (forward and backward) and exposed what the class adds to it. comm "
+        "alone is what the class adds to a step without computation, whose backward hands out the same gradients all "
+        "at once: hooks, packing and reduction with nothing to hide behind. hidden: 1 - exposed / comm alone, per "
+        "round; beyond 0 or 100% it is shown as these, and kept as it is in JSON."
+    ),
+)

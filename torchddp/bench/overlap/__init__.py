@@ -1,1 +1,0 @@
-"""The case `overlap`: how much of the communication hides behind the computation."""

@@ -1,0 +1,87 @@
+"""The cases there are, and what can be asked of them. A user's mistake is an `ArgumentError`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchddp.bench import collective, gradients, memory, overlap, scaling, startup, step_time
+from torchddp.bench.cases import DEFAULT_CASES, BenchCase
+from torchddp.bench.collective_operations import OPERATIONS
+from torchddp.harness.command import MAX_WORLD_SIZE, MODEL_NAMES
+from torchddp.harness.variants import ArgumentError
+
+ALL = "all"
+CASES: dict[str, BenchCase] = {
+    case.name: case
+    for case in (
+        step_time.CASE,
+        overlap.CASE,
+        collective.CASE,
+        startup.CASE,
+        memory.CASE,
+        scaling.CASE,
+        gradients.PER_PARAM,
+        gradients.EXPOSED,
+    )
+}
+
+
+def parse_world_sizes(text: str) -> tuple[int, ...]:
+    """'1,4,2' -> (1, 2, 4); 1 must be among them, for efficiency is held against it."""
+    try:
+        sizes = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise ArgumentError(f"--world-sizes wants numbers of ranks with commas, like 1,2,4, not '{text}'.") from None
+    if not 1 <= sizes[0] <= sizes[-1] <= MAX_WORLD_SIZE:
+        raise ArgumentError(f"--world-sizes wants 1 to {MAX_WORLD_SIZE} ranks, not '{text}'.")
+    if sizes[0] != 1 or len(sizes) < 2:
+        raise ArgumentError(f"--world-sizes wants 1, which efficiency is held against, and more, not '{text}'.")
+    return tuple(sizes)
+
+
+def check_names(cases: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
+    """The cases to run; an unknown case or model, or models for cases without any, is an `ArgumentError`."""
+    for case in cases:
+        if case not in CASES and case != ALL:
+            raise ArgumentError(f"There is no case '{case}'; choose from {', '.join(CASES)}, {ALL}.")
+    chosen = tuple(CASES) if ALL in cases else tuple(dict.fromkeys(cases)) or DEFAULT_CASES
+    with_models = tuple(case for case in chosen if CASES[case].models)
+    if models and not with_models:
+        raise ArgumentError(f"--model: the case {', '.join(chosen)} has no models.")
+    for model in models:
+        if model not in MODEL_NAMES and ":" not in model:
+            raise ArgumentError(
+                f"No model '{model}'; choose from {', '.join(MODEL_NAMES)}, or name your own: package.module:factory."
+            )
+    # With --model, only the cases that have models.
+    return with_models if models else chosen
+
+
+def check_operations(
+    cases: Sequence[str], models: Sequence[str], operations: Sequence[str]
+) -> tuple[Sequence[str], tuple[str, ...]]:
+    """The cases asked for and the collectives to time; with --op alone, that case alone."""
+    for operation in operations:
+        if operation not in OPERATIONS:
+            raise ArgumentError(f"There is no collective '{operation}'; choose from {', '.join(OPERATIONS)}.")
+    if operations and not cases and not models:
+        cases = ("collective",)
+    if operations and not {"collective", ALL} & set(cases):
+        raise ArgumentError("--op is of the case collective, which was not asked for.")
+    return cases, tuple(dict.fromkeys(operations)) or ("all_reduce",)
+
+
+def check_ranks(cases: Sequence[str], world_size: int | None, world_sizes: Sequence[int]) -> None:
+    """Whether each of the cases means something with so many ranks."""
+    if world_sizes and "scaling" not in cases:
+        raise ArgumentError("--world-sizes is of the case scaling, which was not asked for.")
+    if world_size is None:
+        return
+    if tuple(cases) == ("scaling",):
+        raise ArgumentError("--world-size is of the other cases: scaling wants --world-sizes, like 1,2,4.")
+    for case in cases:
+        if world_size < CASES[case].min_world_size:
+            raise ArgumentError(
+                f"--world-size {world_size}: the case {case} needs {CASES[case].min_world_size} ranks or more, for "
+                "alone there is nothing to communicate; name other cases with --case."
+            )

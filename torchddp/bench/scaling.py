@@ -1,0 +1,141 @@
+"""The case `scaling`: training steps over the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from torchddp.bench.cases import ONE_CAP_MB, BenchCase, Settings
+from torchddp.bench.results import compared_rows, model_fields, row_style
+from torchddp.bench.step_time import time_training
+from torchddp.harness.command import Display
+from torchddp.harness.machine import available_cores
+from torchddp.harness.plots import COLORS, finish_panel, panels
+from torchddp.harness.tables import number, plain_table, ranks_text, ratio_text, weight_text
+from torchddp.harness.variants import Variant
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+OVERSUBSCRIBED = "* more ranks than cores: they take turns, and the step shows that first of all."
+MARKERS = "osD^v<>P"
+# A line needs more contrast than a bar.
+LOCAL_COLOR = "#495057"
+
+
+def _course(case: BenchCase, settings: Settings, display: Display) -> list[dict[str, Any]]:
+    """A launch for each world size, which share the time of a model."""
+    job, world_sizes = settings.job_of(case), settings.scaling_world_sizes()
+    raws: dict[str, dict[int, dict[str, Any]]] = {model: {} for model in job.models}
+    for world_size in world_sizes:
+        display.start(f"{case.name}, world size {world_size}")
+        share = replace(job, world_size=world_size, seconds=job.seconds / len(world_sizes))
+        for raw in case.launch(share, display):
+            raws[raw["model"]][world_size] = raw
+    return [scaling_result(job.variants, raws[model], available_cores()) for model in job.models]
+
+
+def scaling_result(variants: Sequence[Variant], raws: Mapping[int, dict[str, Any]], cores: int) -> dict[str, Any]:
+    """The result of one model, from what each world size gave; one of them is 1, which efficiency is held against."""
+    alone_ms: list[float] = []
+    sizes = []
+    for world_size, raw in sorted(raws.items()):
+        best, rows = compared_rows(variants, raw["step_ms"])
+        alone_ms = alone_ms or [row["step_ms"]["median"] for row in rows]
+        for row, alone in zip(rows, alone_ms, strict=True):
+            row["efficiency"] = alone / row["step_ms"]["median"]
+        sizes.append(
+            {
+                "world_size": world_size,
+                "oversubscribed": world_size > cores,
+                "rounds": int(raw["step_ms"].shape[1]),
+                "best_torch": best,
+                "variants": rows,
+            }
+        )
+    return {"case": "scaling", **model_fields(next(iter(raws.values()))), "unit": "ms", "sizes": sizes}
+
+
+def _ranks(size: dict[str, Any]) -> str:
+    return f"{size['world_size']}{'*' if size['oversubscribed'] else ''}"
+
+
+def scaling_table(result: dict[str, Any]) -> Table:
+    table = plain_table(f"scaling · {weight_text(result)}", "ranks")
+    table.columns[0].no_wrap = True
+    table.add_column("variant", overflow="fold")
+    for heading in ("step p50\nms", "step\np90", "effi-\nciency", "to torch's best\np50 [p25..p75]"):
+        table.add_column(Text(heading), justify="right", no_wrap=True)
+    for size in result["sizes"]:
+        ranks = _ranks(size)
+        for row in size["variants"]:
+            cells = [ranks, row["name"], number(row["step_ms"]["median"]), number(row["step_ms"]["p90"])]
+            cells.append(f"{row['efficiency']:.0%}")
+            table.add_row(*cells, ratio_text(row["ratio_to_best_torch"]), style=row_style(row))
+            ranks = ""
+        table.add_section()
+    rounds = ", ".join(f"{size['rounds']} with {ranks_text(size['world_size'])}" for size in result["sizes"])
+    notes = [f"rounds: {rounds}"]
+    if any(size["oversubscribed"] for size in result["sizes"]):
+        notes.append(OVERSUBSCRIBED)
+    table.caption = Text("\n".join(notes), style="dim")
+    table.caption_justify = "left"
+    return table
+
+
+def lines(result: dict[str, Any]) -> list[tuple[str, str, list[float], list[float]]]:
+    """(name, role, steps in ms, efficiencies) of each variant, over the world sizes."""
+    by_size = [size["variants"] for size in result["sizes"]]
+    return [
+        (
+            rows[0]["name"],
+            rows[0]["role"],
+            [row["step_ms"]["median"] for row in rows],
+            [row["efficiency"] for row in rows],
+        )
+        for rows in zip(*by_size, strict=True)
+    ]
+
+
+def draw_scaling(results: Sequence[dict[str, Any]]) -> Figure:
+    """Two panels per model: steps, and efficiencies."""
+    figure, axes = panels(len(results), 2, 9.0, 3.2 * len(results))
+    for row, result in zip(axes, results, strict=True):
+        ranks = [size["world_size"] for size in result["sizes"]]
+        for index, (name, role, steps_ms, efficiencies) in enumerate(lines(result)):
+            marker = MARKERS[index % len(MARKERS)]
+            style = {"color": COLORS[role], "marker": marker, "markersize": 4}
+            if role == "local":
+                style |= {"color": LOCAL_COLOR, "linestyle": "--"}
+            row[0].plot(ranks, steps_ms, label=name, **style)
+            row[1].plot(ranks, efficiencies, label=name, **style)
+        many = any(size["oversubscribed"] for size in result["sizes"])
+        for axis, label in zip(row, ("step p50, ms", "efficiency, t(1) / t(n)"), strict=True):
+            axis.set_xticks(ranks, [_ranks(size) for size in result["sizes"]])
+            axis.set_ylim(bottom=0)
+            finish_panel(axis, result["title"], "ranks (*: more than cores)" if many else "ranks", label)
+        row[0].legend(fontsize=8, frameon=False)
+    return figure
+
+
+CASE = BenchCase(
+    name="scaling",
+    title="time of a training step over the number of ranks (the batch of a rank stays the same)",
+    models=("mlp",),
+    quick_models=("mlp",),
+    seconds=30.0,
+    caps_mb=ONE_CAP_MB,
+    measure=time_training,
+    course=_course,
+    table=scaling_table,
+    draw=draw_scaling,
+    note=(
+        "scaling: training steps as in step_time, a launch for each number of ranks. Efficiency is the step of one "
+        "rank over that of n, of the same class (weak scaling: every rank keeps its batch): times of different "
+        "launches, so the machine's drift is in it. Ratios are within a launch."
+    ),
+)

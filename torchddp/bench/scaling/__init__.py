@@ -1,1 +1,0 @@
-"""The case `scaling`: training steps over the number of ranks."""

@@ -1,0 +1,122 @@
+"""The case `startup`: every variant built anew, again and again, with its constructor and its first two steps timed."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from torchddp.bench.cases import ONE_CAP_MB, BenchCase, Job, one_launch
+from torchddp.bench.results import compared_rows, draw_bars, model_result, variants_table
+from torchddp.bench.timing import (
+    Runner,
+    build_runners,
+    check_gradients,
+    loss_of,
+    over_ranks,
+    start_together,
+    timed_rounds,
+    wrap_copies,
+)
+from torchddp.harness.launch import Report
+from torchddp.harness.models import describe_model, make_batch, make_model
+from torchddp.harness.stats import summarize
+from torchddp.harness.tables import number, ratio_text
+from torchddp.harness.variants import Variant
+
+CLOCKS = ("constructor_ms", "first_step_ms", "second_step_ms")
+
+
+@dataclass
+class Beginning:
+    """A variant that every step builds anew."""
+
+    variant: Variant
+    original: nn.Module
+    loss: Callable[[Any], Tensor]
+
+    def step(self, batch: Any, world_size: int = 1) -> list[float]:
+        """Times in ms: of the constructor, 0 for the bare model, and of two steps. What was built is gone after it."""
+        constructor_ms = 0.0
+
+        def build(cls: type, module: nn.Module, options: dict[str, Any]) -> nn.Module:
+            nonlocal constructor_ms
+            start_together(world_size)
+            start_ns = time.perf_counter_ns()
+            wrapped: nn.Module = cls(module, **options)
+            constructor_ms = (time.perf_counter_ns() - start_ns) / 1e6
+            return wrapped
+
+        (module,) = wrap_copies(self.original, (self.variant,), build)
+        runner = Runner(self.variant, module, self.loss)
+        times_ms = [constructor_ms, runner.step(batch, world_size), runner.step(batch, world_size)]
+        del runner, module
+        # Outside the timed parts, and before a reducer's memory and threads could fall into the next variant's time.
+        gc.collect()
+        return times_ms
+
+
+def time_startup(job: Job, model_name: str, report: Report) -> dict[str, Any]:
+    """[clock, variant, round] of times in ms, after the gradients proved equal. The same dict on every rank."""
+    rank = dist.get_rank()
+    batch, other_batch = (make_batch(model_name, job.seed, rank, index) for index in (0, 1))
+    # What only the first wrapper of a process pays, such as imports, is paid here.
+    runners = build_runners(job, model_name)
+    check_gradients(job, model_name, runners, other_batch)
+    model = describe_model(model_name, runners[0].module, job.seed)
+    del runners
+
+    original, loss = make_model(model_name, job.seed), loss_of(job, model_name)
+    clocks = timed_rounds([Beginning(variant, original, loss) for variant in job.variants], batch, job, report)
+    return {**model, "times_ms": np.stack([over_ranks(clock, job) for clock in clocks])}
+
+
+def startup_result(variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """The result of one model; `total_ms` is the sum of the three, round by round, and what the ratio is of."""
+    times_ms = raw["times_ms"]  # [clock, variant, round]
+    best, rows = compared_rows(variants, times_ms.sum(axis=0), "total_ms")
+    for index, row in enumerate(rows):
+        row |= {name: summarize(clock[index]).to_dict() for name, clock in zip(CLOCKS, times_ms, strict=True)}
+    rounds = int(times_ms.shape[2])
+    return model_result("startup", raw, world_size, rows, unit="ms", rounds=rounds, best_torch=best)
+
+
+def startup_table(result: dict[str, Any]) -> Table:
+    """Every variant: its constructor, its first two steps, and their sum."""
+
+    def cells(row: dict[str, Any]) -> list[str | Text]:
+        constructor, *steps = (number(row[clock]["median"]) for clock in CLOCKS)
+        total = (number(row["total_ms"][key]) for key in ("median", "p90"))
+        built = "" if row["role"] == "local" else constructor
+        return [built, *steps, *total, ratio_text(row["ratio_to_best_torch"])]
+
+    columns = ("con-\nstructor", "step 1", "step 2", "total\np50", "total\np90", "to torch's best\np50 [p25..p75]")
+    return variants_table(result, columns, cells)
+
+
+CASE = BenchCase(
+    name="startup",
+    title="time until training runs (constructor and first two steps)",
+    models=("small", "mlp"),
+    quick_models=("mlp",),
+    seconds=15.0,
+    caps_mb=ONE_CAP_MB,
+    measure=time_startup,
+    course=partial(one_launch, startup_result),
+    table=startup_table,
+    draw=partial(draw_bars, key="total_ms", label="constructor and two steps, ms (p25..p75)"),
+    note=(
+        "startup: p50 in ms of the slowest rank, every variant built anew in each round, in a process that has built "
+        "each before: importing the package and opening the process group are not in it. Steps are forward and "
+        "backward. total: the sum of a round; the ratio is of it."
+    ),
+)

@@ -1,1 +1,0 @@
-"""The case `startup`: the constructor and the first two steps."""

@@ -1,1 +1,0 @@
-"""The case `step_time`: whole training steps."""

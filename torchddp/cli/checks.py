@@ -1,0 +1,201 @@
+"""What `torchddp doctor` tries: the transports, and the TORCHDDP_* variables of the environment.
+
+A transport is tried by processes of this machine that reduce a tensor with each other:
+`python -m torchddp.cli.checks NAME RANK RANKS STORE` is one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GROUP_TIMEOUT = datetime.timedelta(seconds=20)
+PROCESS_TIMEOUT_S = 60.0
+NUMEL = 4099  # no multiple of any vector's length
+
+
+@dataclass(frozen=True)
+class Probe:
+    """How a transport is tried. Shared memory is without gloo: that may be what fails."""
+
+    backend: str
+    device: str
+    ranks: int
+
+
+PROBES = {
+    "c10d": Probe(backend="gloo", device="cpu", ranks=2),
+    "shm": Probe(backend="torchddp_shm", device="cpu", ranks=2),
+    "nccl": Probe(backend="nccl", device="cuda:0", ranks=1),
+}
+
+
+def failures(names: list[str], timeout_s: float = PROCESS_TIMEOUT_S) -> dict[str, str]:
+    """By name: why it does not work, or "". They run at the same time."""
+    with tempfile.TemporaryDirectory(prefix="torchddp-doctor-") as folder:
+        running = {name: _start(name, Path(folder)) for name in names}
+        deadline_s = time.monotonic() + timeout_s
+        return {name: _collect(processes, deadline_s, timeout_s) for name, processes in running.items()}
+
+
+def _start(name: str, folder: Path) -> list[subprocess.Popen[str]]:
+    ranks = PROBES[name].ranks
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, "-m", __name__, name]
+    return [
+        subprocess.Popen([*command, str(rank), str(ranks), str(folder / name)], text=True, **pipes)
+        for rank in range(ranks)
+    ]
+
+
+def _collect(processes: list[subprocess.Popen[str]], deadline_s: float, timeout_s: float) -> str:
+    """The first rank's reason that has one."""
+    reasons = []
+    for rank, process in enumerate(processes):
+        try:
+            output, errors = process.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            reasons.append(f"process {rank} gave no answer within {timeout_s:g} s")
+            continue
+        reasons.append(read_answer(output, errors, rank, process.returncode))
+    return next(filter(None, reasons), "")
+
+
+def read_answer(output: str, errors: str, rank: int, exit_code: int) -> str:
+    """What a process said, or how it ended if it did not come to that."""
+    lines = output.strip().splitlines()
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(lines[-1] if lines else "")["failure"])
+    last = (errors.strip().splitlines() or ["it said nothing"])[-1]
+    return f"process {rank} ended with exit code {exit_code}: {last}"
+
+
+def _reduce(name: str, rank: int, ranks: int, store_path: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from torchddp.transport import select  # with the package, which registers the backend "torchddp_shm"
+
+    probe = PROBES[name]
+    store = dist.FileStore(store_path, ranks)
+    dist.init_process_group(probe.backend, store=store, rank=rank, world_size=ranks, timeout=GROUP_TIMEOUT)
+    try:
+        tensor = torch.arange(NUMEL, dtype=torch.float32, device=probe.device) + rank
+        expected = ranks * torch.arange(NUMEL, dtype=torch.float32) + sum(range(ranks))
+        if name == "shm":
+            dist.all_reduce(tensor)
+        else:
+            group = dist.group.WORLD
+            assert group is not None
+            transport = select.open_transport(name, group, device=tensor.device)
+            tensor = transport.allocate(NUMEL, like=tensor).copy_(tensor)
+            work = transport.make_work()
+            transport.all_reduce(tensor, work)
+            work.wait(GROUP_TIMEOUT)
+        if not torch.equal(tensor.cpu(), expected):
+            raise RuntimeError("the sum was wrong; please report it")
+    finally:
+        dist.destroy_process_group()
+
+
+def _main(name: str, rank: str, ranks: str, store_path: str) -> None:
+    failure = ""
+    try:
+        _reduce(name, int(rank), int(ranks), store_path)
+    except Exception as error:  # whatever it is, it is the answer
+        failure = " ".join(str(error).split()) or type(error).__name__
+    print(json.dumps({"failure": failure}))
+
+
+# --- variables ---
+
+PREFIX = "TORCHDDP_"
+CPU_CAPABILITIES = ("generic", "avx2", "avx512")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One that is set. `problem`: why its value is not allowed; `note`: what is odd, but no error."""
+
+    name: str
+    value: str
+    problem: str = ""
+    note: str = ""
+
+
+def set_variables() -> list[Variable]:
+    """Those set in this process's environment, by name."""
+    return [_judge(name, os.environ[name]) for name in sorted(os.environ) if name.startswith(PREFIX)]
+
+
+def _judge(name: str, value: str) -> Variable:
+    if name not in KNOWN:
+        return Variable(name, value, note="no variable of this version")
+    try:
+        if value and (check := _CHECKS.get(name)) is not None:
+            check(value)
+    except ValueError as error:
+        return Variable(name, value, problem=str(error))
+    except ImportError:
+        return Variable(name, value, note="can't be checked: torchddp does not load")
+    return Variable(name, value)
+
+
+def _check_transport(_value: str) -> None:
+    from torchddp.transport import select
+
+    select.check_choice("auto")  # reads the variable
+
+
+def _check_limit(_value: str) -> None:
+    from torchddp.transport import shm
+
+    shm.limit_bytes()
+
+
+def _check_capability(value: str) -> None:
+    if value not in CPU_CAPABILITIES:
+        raise ValueError(f"TORCHDDP_CPU_CAPABILITY must be 'generic', 'avx2' or 'avx512', got {value!r}")
+
+
+def _check_install(value: str) -> None:
+    from torchddp.integrations.install import check_variable
+
+    check_variable(value)
+
+
+def _check_stall_limit(_value: str) -> None:
+    from torchddp.ddp.options import stall_limit_s
+
+    stall_limit_s(None, math.inf)  # reads the variable
+
+
+_CHECKS: dict[str, Callable[[str], None] | None] = {
+    "TORCHDDP_CACHE_DIR": None,  # any path
+    "TORCHDDP_CPU_CAPABILITY": _check_capability,
+    "TORCHDDP_HANG_REPORT_DIR": None,  # any path
+    "TORCHDDP_HOST_ID": None,  # any text
+    "TORCHDDP_INSTALL": _check_install,
+    "TORCHDDP_SHM_LIMIT_MB": _check_limit,
+    "TORCHDDP_STALL_REPORT_S": _check_stall_limit,
+    "TORCHDDP_TRANSPORT": _check_transport,
+}
+READ_BY_THE_BUILD = frozenset({"TORCHDDP_CUDA", "TORCHDDP_WERROR"})
+KNOWN = _CHECKS.keys() | READ_BY_THE_BUILD
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

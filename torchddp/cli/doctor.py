@@ -1,0 +1,303 @@
+"""`torchddp doctor`: what was built, what is running, what does not fit. Works where `import torchddp` fails."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib
+import json
+import platform
+import re
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+import torchddp
+from torchddp.cli import checks
+from torchddp.cli.checks import Variable, set_variables
+from torchddp.harness.machine import available_cores, package_version
+
+HELP = """Say what was built, what is running, which transports work here, and what does not fit together.
+
+\b
+Transports are tried: processes of this machine reduce a tensor. Takes some seconds.
+Exit code 0: everything fits. 1: the extension does not load, was built for another torch, Python or
+CUDA, or a TORCHDDP_* variable has a value that is not allowed. A transport that can't be had here
+is no error: the reason is printed.
+
+\b
+Examples:
+  torchddp doctor
+  python -m torchddp doctor          the same, of the Python that runs it
+  torchddp doctor --json | python -m json.tool
+  torchddp doctor || echo "this environment will not train"
+"""
+WIDTH = 16
+WORKS = "works"
+EXTENSION = "torchddp._C"
+PACKAGE_DIR = Path(torchddp.__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    capability: str  # "9.0"
+
+
+@dataclass(frozen=True)
+class Built:
+    """The extension, as it says itself; empty where it does not load or has no such part."""
+
+    version: str = ""
+    torch: str = ""
+    python: str = ""
+    compiler: str = ""
+    cuda: str = ""
+    nccl: str = ""
+    archs: str = ""
+    files: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Running:
+    python: str = ""
+    torch: str = ""
+    cuda: str = ""
+    driver: str = ""
+    nccl: str = ""
+    gpus: list[Gpu] = field(default_factory=list)
+    cores: int = 0
+    cpu_capability: str = ""
+
+
+@dataclass(frozen=True)
+class Transport:
+    name: str
+    works: bool
+    reason: str = ""  # why it does not
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    built: Built
+    running: Running
+    transports: list[Transport]
+    variables: list[Variable]
+    problems: list[str]
+
+
+def diagnose() -> Diagnosis:
+    """Looks at everything, and tries the transports if the package loads."""
+    torch, extension = _module("torch"), _module(EXTENSION)
+    built, running = _built(extension), _running(torch, extension)
+    variables = set_variables()
+    load_error = str(torchddp.import_error) if torchddp.import_error is not None else ""
+    problems = [load_error] if load_error else []
+    problems += mismatches(built, running, extension_suffix=str(sysconfig.get_config_var("EXT_SUFFIX")))
+    problems += [variable.problem for variable in variables if variable.problem]
+    return Diagnosis(built, running, _transports(built, running, load_error), variables, problems)
+
+
+def installed_version() -> str:
+    """The version of the extension, or of the installed package if that does not load."""
+    extension = _module(EXTENSION)
+    if extension is not None:
+        return str(extension.version)
+    return package_version("torchddp") or ""
+
+
+# --- what does not fit (pure) ---
+
+
+def mismatches(built: Built, running: Running, extension_suffix: str) -> list[str]:
+    """Why this build can't run here, as far as loading it did not tell already."""
+    problems = []
+    if not any(name.endswith(extension_suffix) for name in built.files):
+        there = ", ".join(built.files) or "none"
+        problems.append(
+            f"Python {running.python} needs an extension named _C{extension_suffix}; there is: {there}. Install the "
+            "wheel for this Python, or build it here."
+        )
+    if built.cuda and running.torch and not running.cuda:
+        problems.append(
+            f"torchddp was built with CUDA {built.cuda}, but torch {running.torch} is a CPU build. Install torchddp's "
+            "CPU wheel, or a CUDA build of torch."
+        )
+    elif built.cuda and running.cuda and built.cuda.split(".")[0] != running.cuda.split(".")[0]:
+        problems.append(
+            f"torchddp was built with CUDA {built.cuda}, torch {running.torch} with CUDA {running.cuda}; the major "
+            "versions must be the same. Install the torchddp wheel for that CUDA."
+        )
+    if built.cuda:
+        problems += [
+            f"GPU {gpu.name} has compute capability {gpu.capability}; the kernels were built for {built.archs}."
+            for gpu in running.gpus
+            if not has_kernels_for(built.archs, gpu.capability)
+        ]
+    return problems
+
+
+def has_kernels_for(archs: str, capability: str) -> bool:
+    """Whether code for `archs` ("80-real 90-real 100") runs on a GPU of compute capability "9.0".
+
+    Machine code runs on later minor versions of its major one; PTX, which all but "-real" have, on all later ones.
+    """
+    major, minor = map(int, capability.split("."))
+    for arch in re.findall(r"(\d+)(\d)[a-z]?(-real|-virtual)?", archs):
+        arch_major, arch_minor, kind = int(arch[0]), int(arch[1]), arch[2]
+        if kind != "-virtual" and arch_major == major and arch_minor <= minor:
+            return True
+        if kind != "-real" and (arch_major, arch_minor) <= (major, minor):
+            return True
+    return False
+
+
+# --- what is there ---
+
+
+def _module(name: str) -> ModuleType | None:
+    """The module, if it loads; the extension that was built for another torch may load as well."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError):
+        return None
+
+
+def _built(extension: ModuleType | None) -> Built:
+    files = sorted(path.name for path in PACKAGE_DIR.glob("_C*.so"))
+    if extension is None:
+        return Built(version=installed_version(), files=files)
+    return Built(version=str(extension.version), files=files, **extension.build_info)
+
+
+def _running(torch: ModuleType | None, extension: ModuleType | None) -> Running:
+    running = Running(
+        python=platform.python_version(),
+        cores=available_cores(),
+        cpu_capability=str(extension.cpu_capability()) if extension is not None else "",
+    )
+    if torch is None:
+        return running
+    return dataclasses.replace(
+        running,
+        torch=str(torch.__version__),
+        cuda=str(torch.version.cuda or ""),
+        driver=_driver(),
+        nccl=_nccl(torch),
+        gpus=_gpus(torch),
+    )
+
+
+def _driver() -> str:
+    """The CUDA version that the driver can serve, and its own: "CUDA 13.0, driver 580.65.06"."""
+    parts = []
+    with contextlib.suppress(OSError, AttributeError):  # there is no driver
+        version = ctypes.c_int()
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
+            parts.append(f"CUDA {version.value // 1000}.{version.value % 1000 // 10}")
+    with contextlib.suppress(OSError):
+        parts.append(f"driver {Path('/sys/module/nvidia/version').read_text().strip()}")
+    return ", ".join(parts)
+
+
+def _nccl(torch: ModuleType) -> str:
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, RuntimeError):
+        return ""  # a torch without NCCL
+
+
+def _gpus(torch: ModuleType) -> list[Gpu]:
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        try:
+            major, minor = torch.cuda.get_device_capability(index)
+            gpus.append(Gpu(torch.cuda.get_device_name(index), f"{major}.{minor}"))
+        except RuntimeError as error:  # seen by the driver, but out of order
+            gpus.append(Gpu(f"{index}: {error}", "0.0"))
+    return gpus
+
+
+def _transports(built: Built, running: Running, load_error: str) -> list[Transport]:
+    """c10d and shm are tried always; nccl where a GPU is."""
+    if load_error:
+        return [Transport(name, False, "torchddp does not load") for name in checks.PROBES]
+    against_nccl = reason_against_nccl(built, running)
+    names = [name for name in checks.PROBES if name != "nccl" or not against_nccl]
+    failures = checks.failures(names) | ({"nccl": against_nccl} if against_nccl else {})
+    return [Transport(name, not failures[name], failures[name]) for name in checks.PROBES]
+
+
+def reason_against_nccl(built: Built, running: Running) -> str:
+    """Why NCCL need not be tried, or nothing."""
+    if not built.cuda:
+        return "torchddp was built without CUDA"
+    if not running.nccl:
+        return f"torch {running.torch} has no NCCL"
+    return "" if running.gpus else f"torch sees no GPU ({running.driver or 'there is no driver'})"
+
+
+# --- for people ---
+
+
+def show(found: Diagnosis, console: Console) -> None:
+    _section(console, "built", _built_rows(found.built))
+    _section(console, "running", _running_rows(found.running))
+    _section(console, "transports", [(t.name, WORKS if t.works else t.reason) for t in found.transports])
+    remarks = [(v, v.problem or v.note) for v in found.variables]
+    _section(console, "variables", [(v.name, f"{v.value!r}{remark and f': {remark}'}") for v, remark in remarks])
+    for problem in found.problems:
+        console.print(f"[red]problem[/]: {escape(problem)}")
+    if not found.problems:
+        console.print("[green]no problems[/]")
+
+
+def _section(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
+    console.print(f"[bold]{title}[/]" + ("" if rows else ": none is set"))
+    width = max([WIDTH, *(len(name) + 1 for name, _ in rows)])
+    for name, text in rows:
+        console.print(f"  {name:<{width}}", Text(text, "green" if text == WORKS else ""), sep="")
+
+
+def _built_rows(built: Built) -> list[tuple[str, str]]:
+    if not built.torch:
+        return [("torchddp", built.version or "unknown"), ("extension", ", ".join(built.files) or "none")]
+    return [
+        ("torchddp", built.version),
+        ("for torch", built.torch),
+        ("for Python", built.python),
+        ("compiler", built.compiler),
+        ("CUDA", f"{built.cuda}, NCCL {built.nccl}, for {built.archs}" if built.cuda else "none: a CPU build"),
+    ]
+
+
+def _running_rows(running: Running) -> list[tuple[str, str]]:
+    cuda = f"{running.cuda}, NCCL {running.nccl or 'none'}" if running.cuda else "none: a CPU build of torch"
+    return [
+        ("Python", running.python),
+        ("torch", running.torch or "does not load"),
+        ("CUDA", cuda),
+        ("driver", running.driver or "none"),
+        ("GPUs", ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in running.gpus) or "none"),
+        ("cores", str(running.cores)),
+        ("kernels", running.cpu_capability or "the extension does not load"),
+    ]
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    found = diagnose()
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found), indent=1))
+    else:
+        show(found, Console(highlight=False, soft_wrap=True))
+    raise typer.Exit(1 if found.problems else 0)

@@ -1,0 +1,108 @@
+"""What the commands share: options that are checked before any rank starts, ranks that are run, files written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from torchddp.harness.command import MODEL_NAMES, Display, check_numbers, make_console, output_option, progress_bar
+from torchddp.harness.launch import LaunchError, RankJob, run_ranks, started_by_torchrun
+from torchddp.harness.tables import ranks_text
+from torchddp.harness.variants import ArgumentError
+
+
+def check_loads() -> None:
+    """LaunchError if the package does not."""
+    from torchddp import import_error
+
+    if import_error is not None:
+        raise LaunchError(f"torchddp does not load here, see `torchddp doctor`: {import_error}")
+
+
+def _check_model(model: str) -> str:
+    if ":" not in model and model not in MODEL_NAMES:
+        raise ArgumentError(
+            f"There is no model '{model}'; choose from {', '.join(MODEL_NAMES)}, or package.module:factory."
+        )
+    return model
+
+
+def _check_transport(transport: str) -> str:
+    check_loads()
+    from torchddp.transport.select import check_choice
+
+    try:
+        check_choice(transport)
+    except ValueError as error:
+        raise ArgumentError(f"--transport: {error}.") from error
+    return transport
+
+
+Model = Annotated[
+    str, typer.Option(callback=_check_model, help=f"{', '.join(MODEL_NAMES)}, or your own by package.module:factory.")
+]
+Transport = Annotated[
+    str, typer.Option(callback=_check_transport, help="As of the constructor: auto, c10d, shm or nccl.")
+]
+WorldSize = Annotated[int | None, typer.Option(help="Number of ranks. [default: 2, or torchrun's]")]
+JsonFile = Annotated[Path | None, output_option("Write everything to this file.", "--json")]
+
+
+def check_world_size(asked: int | None, purpose: str) -> int:
+    """How many ranks there will be; an `ArgumentError` if that is one, or not what torchrun started.
+
+    `purpose`: what there is nothing of with one rank: "to trace".
+    """
+    check_numbers(None, asked)
+    started = int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else None
+    if started is not None and asked not in (None, started):
+        raise ArgumentError(f"--world-size {asked}: torchrun started {ranks_text(started)}; leave the option out.")
+    world_size = started or asked or 2
+    if world_size == 1:
+        raise ArgumentError(
+            f"With one rank there is nothing to synchronise, and so nothing {purpose}; take two or more."
+        )
+    return world_size
+
+
+def run_command(
+    case: str, function: Callable[..., Any], settings: Any, console: Console, describe: Callable[[float, float], str]
+) -> Any:
+    """What `function(report, settings)` brings back from rank 0, with a progress bar; None where torchrun started us
+    as another rank.
+
+    `settings` has a `world_size`; `describe(done, total)`: what the bar says.
+    """
+    from torchddp.harness.subject import choose_backend, threads_each
+
+    job = RankJob(
+        case=case,
+        function=function,
+        arguments=(settings,),
+        world_size=settings.world_size,
+        backend=choose_backend(settings.world_size),
+        threads=threads_each(settings.world_size),
+    )
+    with progress_bar(console) as progress:
+        display = Display(progress)
+        display.start(case)
+        return run_ranks(job, lambda _, done, total: display.update(describe(done, total), done, total))
+
+
+def rank_console() -> Console:
+    """The terminal; silent on those of torchrun's ranks that are not to speak."""
+    speaks = not started_by_torchrun() or os.environ["RANK"] == "0"
+    return make_console() if speaks else Console(quiet=True)
+
+
+def write_outputs(console: Console, *outputs: tuple[Path | None, Callable[[Path], object]]) -> None:
+    """Write each file that was asked for, and say so."""
+    for path, write in outputs:
+        if path is not None:
+            write(path)
+            console.print(f"wrote {path}", soft_wrap=True, highlight=False)

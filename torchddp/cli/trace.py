@@ -1,0 +1,183 @@
+"""`torchddp trace`: one step of a model, in detail, over all ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from torchddp.cli import options
+from torchddp.harness.command import output_option
+from torchddp.harness.page import PagePlot, Section, page_table, write_page
+from torchddp.harness.plots import figure_png
+from torchddp.harness.tables import ranks_text
+from torchddp.harness.variants import ArgumentError
+
+# torch and numpy load only when the command runs: `torchddp doctor` must start without them.
+if TYPE_CHECKING:
+    from torchddp.ddp.module import DistributedDataParallel
+    from torchddp.profiler.ranks import MergedProfile
+
+# Buckets are rebuilt at the second step; memory and caches are warm some steps later.
+WARMUP_STEPS = 5
+HELP = """Record some steps of a model on several ranks, and show the median one: in Perfetto and as text.
+
+For each bucket: when its first and last gradient were ready, when it was packed, launched and done, which rank was last
+and which parameter held it back. What was exposed, the overlap ratio, and the straggler by name.
+
+\b
+Examples:
+  torchddp trace
+      an MLP on two ranks of this machine; open trace.json at https://ui.perfetto.dev
+  torchddp trace --model mypackage.training:make --world-size 4 --steps 50
+      your model: a function that returns (module, batch) or (module, batch, loss)
+  torchddp trace --model gpt --bucket-cap-mb 5 --plot step.png --html step.html
+      other buckets, with a picture and a page to hand on
+  torchrun --nproc-per-node 2 -m torchddp trace --model gpt
+      on the ranks that torchrun started, also of several hosts
+"""
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    """What the command line asked for, checked."""
+
+    model: str
+    world_size: int
+    steps: int
+    bucket_cap_mb: float | None
+    plan: str | None  # a file's path
+    transport: str
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What the ranks found."""
+
+    profile: MergedProfile
+    transport: str  # that moved the buckets
+    device: str
+
+
+def _use_kept_plan(path: Path, model: DistributedDataParallel) -> None:
+    """Collective: the buckets that `torchddp tune` kept in a file, as rank 0 reads it.
+
+    ArgumentError on all ranks if they are not for this model and group.
+    """
+    import torch.distributed as dist
+
+    from torchddp import _C
+    from torchddp.plan.auto_plan import plan_key
+    from torchddp.plan.plan_cache import load_plan
+
+    key = plan_key(model.session)
+    plan: _C.BucketPlan | None = None
+    problem: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            buckets = load_plan(path, key)
+            if buckets is None:
+                raise ValueError(f"there is no file '{path}'.")
+            plan = _C.BucketPlan(buckets, model.session.specs)
+        except ValueError as error:
+            problem = [f"--plan: {error}"]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise ArgumentError(problem[0])
+    model.reducer.adopt_plan(plan)
+
+
+def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) -> Traced:
+    """One rank's part, collective: some steps to warm up, then those that are recorded. Every rank returns the same."""
+    from torchddp.harness.subject import make_subject
+    from torchddp.profiler import profile
+
+    subject = make_subject(
+        settings.model, settings.seed, bucket_cap_mb=settings.bucket_cap_mb, transport=settings.transport
+    )
+    ddp = subject.model
+    if settings.plan is not None:
+        _use_kept_plan(Path(settings.plan), ddp)
+    total = WARMUP_STEPS + settings.steps
+
+    def step(index: int) -> None:
+        subject.step(index)
+        report(index + 1, total)
+
+    for index in range(WARMUP_STEPS):
+        step(index)
+    with profile(ddp, steps=settings.steps) as recorded:
+        for index in range(WARMUP_STEPS, total):
+            step(index)
+    return Traced(recorded.gather(), ddp.reducer.transport_name, ddp.device_type)
+
+
+def trace(
+    context: typer.Context,
+    model: options.Model = "mlp",
+    world_size: options.WorldSize = None,
+    steps: Annotated[int, typer.Option(help="How many steps to record, after some to warm up.")] = 20,
+    out: Annotated[Path, output_option("Where the trace of the median step goes.")] = Path("trace.json"),
+    json_path: Annotated[Path | None, output_option("Write the report as JSON to this file.", "--json")] = None,
+    html: Annotated[Path | None, output_option("Write report and picture as one page to this file.")] = None,
+    plot: Annotated[Path | None, output_option("Write the picture, a PNG, to this file.")] = None,
+    bucket_cap_mb: Annotated[float | None, typer.Option(help="As of the constructor. [default: its own]")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Buckets that `torchddp tune` kept, by their file.")] = None,
+    transport: options.Transport = "auto",
+) -> None:
+    if not 1 <= steps <= 10_000:
+        raise ArgumentError(f"--steps wants 1 to 10000, not {steps}.")
+    if bucket_cap_mb is not None and not 0 < bucket_cap_mb < float("inf"):
+        raise ArgumentError(f"--bucket-cap-mb wants a positive number of MiB, not {bucket_cap_mb:g}.")
+    if plan is not None and bucket_cap_mb is not None:
+        raise ArgumentError("--plan has the buckets: leave --bucket-cap-mb out.")
+    ranks = options.check_world_size(world_size, "to trace")
+    settings = TraceSettings(model, ranks, steps, bucket_cap_mb, None if plan is None else str(plan), transport)
+    from torchddp.harness.machine import new_document, origin, write_json
+    from torchddp.profiler import report
+    from torchddp.profiler.export import draw, write_chrome_trace
+    from torchddp.profiler.session import merged_trace
+
+    console = options.rank_console()
+    traced: Traced | None = options.run_command(
+        "trace", trace_rank, settings, console, lambda done, total: f"step {done:.0f} of {total:.0f}"
+    )
+    if traced is None:
+        return
+    profile = traced.profile
+    step = profile.median_step()
+    document = new_document(context.obj["command"], asdict(settings))
+    document["results"] = [
+        {"transport": traced.transport, "device": traced.device, **report.merged_dict(profile, step)}
+    ]
+    title = f"{model}, {ranks_text(settings.world_size)}, {traced.device}, transport {traced.transport}"
+    console.print(f"{title}\n", markup=False, emoji=False)  # a factory's path may look like either
+    console.print(report.merged_report(profile))
+    write_chrome_trace(out, merged_trace(profile, only_step=step.index))
+    console.print(f"\nwrote {out}: open it at https://ui.perfetto.dev")
+
+    @functools.cache
+    def picture() -> bytes:
+        below = "; ".join(report.sent_lines(profile.records))
+        ranks = [record.rank for record in profile.records]
+        return figure_png(draw(step, ranks, f"{title}: step {step.index}\n{below}"))
+
+    def write_html(path: Path) -> None:
+        sections = [
+            Section("Where the time went", report.lines_of(profile, step)),
+            Section("The step", [PagePlot(picture(), "Forward, backward and each bucket over time, one panel a rank")]),
+            Section("Buckets", [page_table(report.bucket_table(step, profile.names, "")), report.FOOTNOTE]),
+        ]
+        write_page(path, f"torchddp trace: {title}", sections, [line.plain for line in origin(document)], document)
+
+    options.write_outputs(
+        console,
+        (json_path, lambda path: write_json(path, document)),
+        (html, write_html),
+        (plot, lambda path: path.write_bytes(picture())),
+    )

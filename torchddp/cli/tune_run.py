@@ -1,0 +1,180 @@
+"""`torchddp tune` without its command: what is tried, how ranks time it, and which buckets that speaks for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchddp import _C
+from torchddp.bench.cases import Job
+from torchddp.bench.timing import over_ranks, timed_rounds
+from torchddp.harness.stats import paired_ratio, summarize
+from torchddp.harness.subject import Subject, make_subject
+from torchddp.plan.buckets import Buckets, best_buckets, buckets_of, finish_s
+from torchddp.plan.record_profile import record_profile, timed_step
+from torchddp.plan.step_profile import StepProfile
+
+DEFAULT_CAPS_MB: tuple[float, ...] = (0.25, 0.5, 1, 2, 5, 10, 25, 50, 100)
+_MIB = 1024 * 1024
+# Steps of a candidate in a row: the first ones meet new memory.
+SETTLING_STEPS, TIMED_STEPS = 1, 2
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One row of the table: buckets, and the argument that makes them."""
+
+    name: str
+    argument: str  # of DistributedDataParallel; empty for its default
+    buckets: Buckets
+    cap_mb: float | None = None  # where the argument is a size: the place on the curve
+
+
+def make_candidates(profile: StepProfile, caps_mb: Sequence[float]) -> tuple[Candidate, ...]:
+    """The default of the profile, the planned one, and one per cap in the profile's order.
+
+    Of caps that make the same buckets the smallest; one as large as all gradients stands for every larger one.
+    """
+    specs = [
+        _C.ParamSpec(g.name, g.numel, g.itemsize, dtype=g.dtype, device=g.device, sparse=g.sparse)
+        for g in profile.gradients
+    ]
+    found = [
+        Candidate("default", "", profile.buckets),
+        Candidate("planned", 'bucket_cap_mb="auto"', best_buckets(profile, profile.cost)),
+    ]
+    for cap_mb in sorted(set(caps_mb)):
+        buckets = buckets_of(_C.make_bucket_plan(specs, profile.order, [max(1, int(cap_mb * _MIB))]))
+        if all(other.buckets != buckets for other in found if other.cap_mb is not None):
+            found.append(Candidate(f"{cap_mb:g} MiB", f"bucket_cap_mb={cap_mb:g}", buckets, cap_mb))
+        if len(buckets) == len({(g.dtype, g.device, g.sparse) for g in profile.gradients}):
+            break  # one of each kind: a larger cap changes nothing
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """What the command line asked for, checked."""
+
+    model: str
+    transport: str
+    caps_mb: tuple[float, ...]
+    seconds: float
+    world_size: int
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What rank 0 brings back. ``step_ms``: [candidate, round], of the slowest rank."""
+
+    profile: StepProfile
+    candidates: tuple[Candidate, ...]
+    step_ms: np.ndarray
+    threads: int = 1
+
+
+def tune_on_rank(report: Callable[[float, float], None], settings: TuneSettings) -> TuneResult:
+    """Collective: the whole of it, on every rank."""
+    subject = make_subject(settings.model, settings.seed, transport=settings.transport)
+    start_s = time.monotonic()
+
+    def step() -> None:
+        subject.step(0)
+        elapsed_s = time.monotonic() - start_s
+        report(elapsed_s, max(settings.seconds, elapsed_s))  # a round of a large model may take minutes
+
+    profile = record_profile(subject.model, step, name=settings.model)
+    candidates = make_candidates(profile, settings.caps_mb)
+    specs = subject.model.session.specs
+    runners = [_Runner(subject, step, _C.BucketPlan(candidate.buckets, specs)) for candidate in candidates]
+    job = Job(
+        "tune",
+        models=(settings.model,),
+        variants=(),
+        world_size=settings.world_size,
+        seconds=settings.seconds,
+        seed=settings.seed,
+        backend=dist.get_backend(),
+    )
+    step_ms = over_ranks(timed_rounds(runners, None, job, report), job)
+    return TuneResult(profile, candidates, step_ms, torch.get_num_threads())
+
+
+@dataclass(frozen=True)
+class _Runner:
+    subject: Subject
+    settle: Callable[[], None]
+    plan: _C.BucketPlan
+
+    def step(self, batch: Any, world_size: int = 1) -> float:
+        subject = self.subject
+        subject.model.reducer.adopt_plan(self.plan)
+        for _ in range(SETTLING_STEPS):
+            self.settle()
+        return float(np.median([1e3 * timed_step(lambda: subject.step(0), subject.device) for _ in range(TIMED_STEPS)]))
+
+
+# --- from step times to the answer (pure) ---
+
+
+def predicted_ms(profile: StepProfile, candidate: Candidate) -> float:
+    """The step that the planner expects of these buckets: forward, then backward until the last bucket is there."""
+    end_s = finish_s(candidate.buckets, profile.gradients, profile.ready_s, profile.cost)
+    return 1e3 * (profile.forward_s + max(end_s, profile.backward_s))
+
+
+def choose(step_ms: np.ndarray, candidates: tuple[Candidate, ...]) -> int:
+    """The fastest candidate; among those that no measurement tells from it, the default, then the planned one.
+
+    Told apart: the 95% interval of the paired ratio to the fastest does not hold 1.
+    """
+    fastest = int(np.argmin(np.median(step_ms, axis=1)))
+    for index in range(len(candidates)):  # the default and the planned one come first
+        if index == fastest or paired_ratio(step_ms[index], step_ms[fastest]).ci95_low <= 1.0:
+            return index
+    return fastest
+
+
+def tune_document(result: TuneResult) -> dict[str, Any]:
+    profile, candidates, step_ms = result.profile, result.candidates, result.step_ms
+    chosen = choose(step_ms, candidates)
+    rows = []
+    for index, candidate in enumerate(candidates):
+        rows.append(
+            {
+                "name": candidate.name,
+                "argument": candidate.argument,
+                "cap_mb": candidate.cap_mb,
+                "buckets": len(candidate.buckets),
+                "predicted_ms": predicted_ms(profile, candidate),
+                "step_ms": summarize(step_ms[index]).to_dict(),
+                "ratio_to_default": None if index == 0 else paired_ratio(step_ms[index], step_ms[0]).to_dict(),
+                "chosen": index == chosen,
+            }
+        )
+    return {
+        "case": "tune",
+        "model": profile.model,
+        "world_size": profile.world_size,
+        "transport": profile.transport,
+        "gradient_bytes": profile.gradient_bytes,
+        "parameters": len(profile.gradients),
+        "rounds": int(step_ms.shape[1]),
+        "threads": result.threads,
+        "compute_ms": 1e3 * (profile.forward_s + profile.backward_s),
+        "cost": {
+            "alpha_us": 1e6 * profile.cost.alpha_s,
+            "beta_ns_per_byte": 1e9 * profile.cost.beta_s_per_byte,
+            "misfit": profile.cost.misfit,
+        },
+        "argument": candidates[chosen].argument,
+        "candidates": rows,
+        "profile": profile.to_dict(),
+    }

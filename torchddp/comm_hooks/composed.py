@@ -1,0 +1,214 @@
+"""Hooks made of others: one for some parameters and another for the rest, 16 bits around another."""
+
+# Annotations are no strings here: torch's register_comm_hook() compares those of hooks with the types themselves.
+
+import datetime
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchddp.comm_hooks.hook import CommHook, Setup
+from torchddp.comm_hooks.layout import Layout, Piece, Slot
+
+# A glob on names, "norms", "biases", "vectors", a type of modules, or a function of name and parameter.
+Which = str | type[nn.Module] | Callable[[str, nn.Parameter], bool]
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+class PerParameter(CommHook):
+    """Reduces each parameter with the hook of the first rule that fits it, or else with ``default``.
+
+    A bucket is taken apart (copied) by hook, and each part reduced in turn; None sums exactly, in fp32. Sends and holds
+    what the hooks do.
+
+    Args:
+        default: a hook, or None.
+        rules: pairs of which parameters, and a hook or None. Which: a glob on the parameter's name ("encoder.*");
+            "norms" (those of normalisation layers), "biases" (named so), "vectors" (of one dimension at most); a class
+            of modules (``torch.nn.Embedding``: the parameters that such modules hold themselves); or a function
+            ``(name, parameter) -> bool``, which must answer alike on all ranks. A hook may be in several rules.
+        hierarchical, timeout: of this hook's exchange, over which all the others send; their own are not used.
+
+    Raises:
+        TypeError: what is neither a hook nor None; a rule that is none.
+        ValueError: at :meth:`attach`, a glob that no parameter's name fits.
+    """
+
+    def __init__(
+        self,
+        default: CommHook | None,
+        rules: Sequence[tuple[Which, CommHook | None]],
+        *,
+        hierarchical: bool | str = "auto",
+        timeout: datetime.timedelta | None = None,
+    ) -> None:
+        super().__init__(hierarchical=hierarchical, timeout=timeout)
+        self.default = default
+        self.rules = list(rules)
+        self.hooks: list[CommHook] = []  # each once
+        for hook in (default, *(hook for _, hook in self.rules)):
+            if hook is not None and not isinstance(hook, CommHook):
+                raise TypeError(f"PerParameter takes hooks of torchddp.comm_hooks or None, got {hook!r}")
+            if hook is not None and not any(hook is other for other in self.hooks):
+                self.hooks.append(hook)
+        for which, _ in self.rules:
+            if not (isinstance(which, str) or callable(which)):
+                raise TypeError(f"a rule is a glob, a class of modules or a function, got {which!r}")
+        self._hook_of: dict[str, CommHook | None] = {}
+        self._parts: dict[Layout, list[tuple[CommHook | None, tuple[Slot, ...], Layout]]] = {}
+
+    def _setup(self, setup: Setup) -> None:
+        super()._setup(setup)
+        self._hook_of = dict.fromkeys(setup.parameters, self.default)
+        for which, hook in reversed(self.rules):  # the first that fits is set last
+            for name in _chosen(which, setup):
+                self._hook_of[name] = hook
+        for hook in self.hooks:
+            hook._setup(setup.among({name for name, used in self._hook_of.items() if used is hook}))
+
+    def _follow(self, lead: int) -> None:
+        for hook in self.hooks:
+            hook._follow(lead)
+
+    def _reduce(self, piece: Piece) -> None:
+        for hook, slots, packed in self._take_apart(piece.layout):
+            flat = torch.cat([piece.slot(slot) for slot in slots])
+            if hook is None:
+                self._average_exactly(flat)
+            else:
+                hook._reduce(Piece(packed, flat, piece.step))
+            for slot, values in zip(slots, flat.split([slot.numel for slot in slots]), strict=True):
+                piece.slot(slot).copy_(values)
+
+    def _take_apart(self, layout: Layout) -> list[tuple[CommHook | None, tuple[Slot, ...], Layout]]:
+        if layout not in self._parts:
+            by_hook = [
+                (hook, tuple(slot for slot in layout.slots if self._hook_of[slot.name] is hook))
+                for hook in (*self.hooks, None)
+            ]
+            self._parts[layout] = [(hook, slots, Layout.packed(slots)) for hook, slots in by_hook if slots]
+        return self._parts[layout]
+
+    def _state(self) -> dict[str, Any]:
+        return {"hooks": [hook._named_state() for hook in self.hooks]}
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        kinds = [type(hook).__name__ for hook in self.hooks]
+        theirs = [part["hook"] for part in state["hooks"]]
+        if kinds != theirs:
+            raise ValueError(f"this is the state of PerParameter with hooks {theirs}, not with {kinds}")
+        for hook, part in zip(self.hooks, state["hooks"], strict=True):
+            hook._load_state(part)
+
+
+def without_norms_and_biases(hook: CommHook, **options: Any) -> PerParameter:
+    """``hook`` for all but normalisation layers and biases, which are small and matter: those are summed in fp32.
+
+    The options are those of :class:`PerParameter`.
+    """
+    return PerParameter(hook, [("norms", None), ("biases", None)], **options)
+
+
+def _chosen(which: Which, setup: Setup) -> list[str]:
+    if which == "norms":
+        return _held_by(_NORMS, setup)
+    if which == "biases":
+        return [name for name in setup.parameters if name.rpartition(".")[2].startswith("bias")]
+    if which == "vectors":
+        return [name for name, param in setup.parameters.items() if param.dim() <= 1]
+    if isinstance(which, str):
+        fitting = [name for name in setup.parameters if fnmatch.fnmatchcase(name, which)]
+        if not fitting:
+            raise ValueError(
+                f"the rule {which!r} fits no parameter; there are {', '.join(list(setup.parameters)[:8])}, ..."
+            )
+        return fitting
+    if isinstance(which, type):
+        return _held_by((which,), setup)
+    return [name for name, param in setup.parameters.items() if which(name, param)]
+
+
+def _held_by(kinds: tuple[type[nn.Module], ...], setup: Setup) -> list[str]:
+    held = {id(p) for m in setup.module.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
+    return [name for name, param in setup.parameters.items() if id(param) in held]
+
+
+class CastAround(CommHook):
+    """What ``inner`` gets is rounded to ``dtype``, and the exact sums that it sends travel in 16 bits.
+
+    As torch's ``fp16_compress_wrapper`` and ``bf16_compress_wrapper``, but sums stay in fp32. So PowerSGD's P and Q
+    take half the bytes; quantisers send what they send anyway. For hooks of torch, see :func:`cast_around_torch`.
+
+    Args:
+        inner: a hook of torchddp.comm_hooks.
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+
+    Raises:
+        TypeError: ``inner`` is no such hook.
+        ValueError: another dtype.
+    """
+
+    def __init__(self, inner: CommHook, dtype: torch.dtype = torch.float16) -> None:
+        if not isinstance(inner, CommHook):
+            raise TypeError(f"CastAround takes a hook of torchddp.comm_hooks, got {inner!r}; see cast_around_torch()")
+        super().__init__(hierarchical=inner.hierarchical, timeout=inner.timeout)
+        self.inner = inner
+        self.dtype = _checked(dtype)
+
+    def _setup(self, setup: Setup) -> None:
+        super()._setup(setup)
+        self.inner._setup(replace(setup, sum_format=_FORMATS[self.dtype]))
+
+    def _follow(self, lead: int) -> None:
+        self.inner._follow(lead)
+
+    def _reduce(self, piece: Piece) -> None:
+        piece.flat.copy_(piece.flat.to(self.dtype))
+        self.inner._reduce(piece)
+
+    def _state(self) -> dict[str, Any]:
+        return {"inner": self.inner._named_state()}
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        if state["inner"]["hook"] != type(self.inner).__name__:
+            raise ValueError(
+                f"this is the state of CastAround around {state['inner']['hook']}, not {type(self.inner).__name__}"
+            )
+        self.inner._load_state(state["inner"])
+
+
+def cast_around_torch(
+    hook: Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]], dtype: torch.dtype = torch.float16
+) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+    """A hook of torch's kind that gives ``hook`` the bucket in ``dtype``, and casts the result back.
+
+    torch's own wrappers do this too; this one also takes bfloat16 on CPU models.
+
+    Raises:
+        ValueError: a dtype that is neither ``torch.float16`` nor ``torch.bfloat16``.
+    """
+    _checked(dtype)
+
+    def cast_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        whole = bucket.buffer()
+        bucket.set_buffer(whole.to(dtype))
+
+        def back(future: torch.futures.Future[Any]) -> torch.Tensor:
+            value = future.value()
+            return whole.copy_(value[0] if isinstance(value, list | tuple) else value)
+
+        return hook(state, bucket).then(back)
+
+    return cast_hook
+
+
+def _checked(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in _FORMATS:
+        raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {dtype!r}")
+    return dtype

@@ -1,0 +1,114 @@
+"""Communication hooks: whether one can be called, what it returns, and whether it can follow to other ranks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+Hook = Callable[[Any, Any], Any]
+
+
+@runtime_checkable
+class AttachedHook(Protocol):
+    """One that has process groups of its own, as those of ``torchddp.comm_hooks`` do. Both methods are collective."""
+
+    def attach(self, model: Any) -> None:
+        """Makes them for a model; called when the hook is registered."""
+
+    def rebind(self, model: Any) -> None:
+        """Makes them anew for the process group that the model has now."""
+
+
+def check_hook_signature(hook: object) -> None:
+    """Raise TypeError or ValueError unless ``hook(state, bucket)`` can be called and its annotations, if any, fit."""
+    if not callable(hook):
+        raise TypeError(f"Communication hook must be callable. Got {type(hook).__name__}.")
+    try:
+        # Annotations are strings where the hook's file imports them from __future__.
+        signature = inspect.signature(hook, eval_str=True)
+    except (NameError, TypeError, AttributeError, SyntaxError):
+        signature = inspect.signature(hook)
+    try:
+        bound = signature.bind("state", "bucket")
+    except TypeError as error:
+        raise TypeError(f"Communication hook must be callable as hook(state, bucket): {error}.") from error
+    bucket = signature.parameters.get("bucket") or signature.parameters[list(bound.arguments)[-1]]
+    if bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket) and not isinstance(bucket.annotation, str):
+        raise ValueError(f"Communication hook: bucket annotation should be dist.GradBucket. Got {bucket.annotation!r}.")
+    returned = signature.return_annotation
+    if returned not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]) and not isinstance(returned, str):
+        raise ValueError(
+            f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. Got {returned!r}."
+        )
+
+
+def attach(hook: object, model: Any) -> None:
+    """Collective for an `AttachedHook`; does nothing for others."""
+    if isinstance(hook, AttachedHook):
+        hook.attach(model)
+
+
+def is_bf16(hook: object) -> bool:
+    """Whether it is one of torch's that send bfloat16."""
+    return getattr(hook, "__name__", "") in ("bf16_compress_hook", "bf16_compress_wrapper_hook")
+
+
+def checked(hook: Hook, rank: int) -> Hook:
+    """``hook`` with its return value checked: the engine can only wait for a torch future."""
+
+    @functools.wraps(hook)
+    def call(state: object, bucket: dist.GradBucket) -> Any:
+        future = hook(state, bucket)
+        if not isinstance(future, torch._C.Future):  # the base of torch.futures.Future: what Work.get_future() gives
+            raise RuntimeError(  # torch's type
+                f"Communication hook {getattr(hook, '__qualname__', hook)!r} returned {type(future).__name__} for "
+                f"bucket {bucket.index()} on rank {rank}: it must return a torch.futures.Future that holds one tensor."
+            )
+        return future
+
+    return call
+
+
+def hooks_that_follow(
+    hooks: Sequence[tuple[object, object]],
+    has_builtin_hook: bool,
+    rank: int,
+    old: dist.ProcessGroup,
+    new: dist.ProcessGroup,
+) -> list[AttachedHook]:
+    """Those to be bound to the new process group; RuntimeError for one that would go on sending to the old ranks."""
+    if has_builtin_hook and new is not old:
+        raise RuntimeError(
+            f"the built-in communication hook of rank {rank} sends over the process group that it was registered with: "
+            "use one of torchddp.comm_hooks, FP16 for instance, which follow"
+        )
+    for hook, state in hooks:
+        if not isinstance(hook, AttachedHook) and (reason := _reason_not_to_follow(hook, state, old, new)):
+            raise RuntimeError(
+                f"the communication hook {getattr(hook, '__qualname__', hook)!r} of rank {rank} can't follow to "
+                f"another process group: {reason}"
+            )
+    return [hook for hook, _ in hooks if isinstance(hook, AttachedHook)]
+
+
+def _reason_not_to_follow(hook: object, state: object, old: dist.ProcessGroup, new: dist.ProcessGroup) -> str:
+    """Why this hook of torch's kind would send to the wrong ranks; empty as far as can be seen."""
+    if state is old and new is not old:
+        return (
+            "its state is the old one. Give it a state that you can change, with the process group as an attribute, "
+            "and change that first"
+        )
+    if new is not old and getattr(state, "process_group", None) is old:
+        return "its state names the old one. Set state.process_group to the new one first"
+    is_torchs = getattr(hook, "__module__", "").startswith("torch.distributed.algorithms.ddp_comm_hooks")
+    if state is None and is_torchs and new is not dist.group.WORLD:
+        return (
+            "without a state, torch's hooks send to all ranks of the default group. Use one of torchddp.comm_hooks, "
+            "which follow"
+        )
+    return ""

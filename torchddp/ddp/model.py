@@ -1,0 +1,273 @@
+"""What must be known of the model that is wrapped: its parameters and buffers, wrappers inside, later changes."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _DDPSink, _tree_flatten_with_rref, _tree_unflatten_with_rref
+
+from torchddp import _C
+from torchddp.errors import warn_user
+
+# --- DTensors: what the engine works with is what this rank holds of them ---
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    if type(tensor) in _PLAIN:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; of a DTensor this rank's part: the same memory, without a graph. Not collective."""
+    if not is_dtensor(tensor):
+        return tensor
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # to_local() would make a Parameter of it
+    if hasattr(local, "trigger_wait"):  # a collective may still be on its way to it
+        local = local.wait()  # type: ignore[attr-defined]
+    return local
+
+
+# --- buffers and states ---
+
+
+def buffers_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Each buffer once, in the order of ``module.buffers()``; in less time, for every forward does this."""
+    found = _C.module_buffers(module)
+    return found if _C.can_travel_as_bytes(found) else [local_of(buffer) for buffer in found]
+
+
+def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: bool) -> Iterator[torch.Tensor]:
+    """What all ranks of a wrapped module start from: parameters, and buffers if wanted."""
+    for name, parameter in module.named_parameters():
+        if name not in ignored:
+            yield local_of(parameter).detach()
+    for name, buffer in module.named_buffers() if buffers else ():
+        if name not in ignored:
+            yield local_of(buffer).detach()
+
+
+# --- wrappers, and changes made after wrapping ---
+
+
+def describe_changes(ddp: TorchDDP, reduced_ids: Collection[int]) -> str:
+    """What was done to a model after it was wrapped, in words; empty if nothing was.
+
+    ``reduced_ids``: of the parameters whose gradients are reduced.
+    """
+    known = {id(p) for p in ddp._module_parameters}
+    current = {n: p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore}
+    added = [n for n, p in current.items() if id(p) not in known]
+    removed = len(known - {id(p) for p in current.values()})
+    frozen = [n for n, p in current.items() if not p.requires_grad and id(p) in reduced_ids]
+    parts = []
+    if added or removed:
+        parts.append(
+            f"{removed} parameters were removed or replaced, and these are new: {', '.join(added[:8]) or 'none'}"
+        )
+    if frozen:
+        parts.append(f"these no longer require grad: {', '.join(frozen[:8])}")
+    return f"The model was changed after it was wrapped ({'; '.join(parts)}): wrap it again." if parts else ""
+
+
+def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
+    """DDP modules inside ``module`` whose parameters would be reduced twice.
+
+    Raises:
+        ValueError: the gradients of one are views of another class's buckets, where two reducers spoil each other's.
+    """
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    mine = {id(p) for n, p in module.named_parameters() if n not in ignored and p.requires_grad}
+    inner = [
+        m for m in module.modules() if isinstance(m, TorchDDP) and any(id(p) in mine for p in m._module_parameters)
+    ]
+    for other in inner:
+        # Ours are told to copy instead (`copy_gradients`); torch's can't be told once they are made.
+        if other.gradient_as_bucket_view and not _has_our_reducer(other):
+            raise ValueError(
+                "DistributedDataParallel can't wrap a model in which torch.nn.parallel.DistributedDataParallel with "
+                "gradient_as_bucket_view=True wraps the same parameters: both would average the same gradients, in "
+                "memory of one of them. Wrap once: give this class the model itself (its .module)."
+            )
+    if inner:
+        warn_user(
+            "DistributedDataParallel wraps a model that is already wrapped: its gradients are reduced twice, at twice "
+            "the cost, and kept outside of buckets. Wrap once (trainers such as Accelerate wrap in prepare())."
+        )
+    return inner
+
+
+def copy_gradients(inner: Iterable[Any]) -> None:
+    """One ``.grad`` can't be in the buckets of two reducers: ours among these copy averages back instead."""
+    for ddp in inner:
+        if _has_our_reducer(ddp):
+            ddp.reducer.disable_views()
+            ddp.gradient_as_bucket_view = False
+
+
+def _has_our_reducer(ddp: TorchDDP) -> bool:
+    return isinstance(ddp.reducer, _C.Reducer)
+
+
+def check_outer(ddp: TorchDDP, outer: TorchDDP | None) -> None:
+    """Before the first forward of ``ddp``, inside the forward of ``outer``, if that is there.
+
+    Raises:
+        RuntimeError: torch's class wraps the same parameters, and their gradients are views of ``ddp``'s buckets.
+    """
+    if outer is None or _has_our_reducer(outer):
+        return  # ours has seen to it when it was made
+    shared = {id(p) for p in ddp._module_parameters} & {id(p) for p in outer._module_parameters}
+    if not shared:
+        return
+    what = (
+        "torch.nn.parallel.DistributedDataParallel wraps a model that is already wrapped by torchddp, so its gradients "
+        "are averaged twice"
+    )
+    once = "Wrap once (trainers such as Accelerate wrap in prepare(): give it the model itself)."
+    if ddp.gradient_as_bucket_view:
+        raise RuntimeError(f"{what}, in the same memory, with wrong results. {once}")
+    warn_user(f"{what}, at twice the cost. {once}")
+
+
+def reason_against_reducing(ddp: TorchDDP) -> str:
+    """Why gradients can't be reduced without a backward; empty if they can."""
+    if ddp.mixed_precision is not None:
+        return "with mixed_precision, gradients are reduced and cast back inside of backward"
+    if ddp._delay_all_reduce_params:
+        return "parameters of delay_all_reduce_named_params are reduced by a hook in backward"
+    if ddp._use_python_reducer:
+        return "torch._dynamo.config.optimize_ddp='python_reducer' reduces each gradient by itself in backward"
+    return "under join(), ranks that have run out of inputs can't know of it" if ddp._join_config.enable else ""
+
+
+def through_sink(ddp: TorchDDP, output: Any) -> Any:
+    """Routes outputs through an autograd node of torch's DDP.
+
+    Its backward is the first to run: it tells when the outermost backward of a static graph's first step begins, and
+    hands undefined gradients to the hooks of parameters whose outputs did not take part in the loss.
+    """
+    tensors, spec, is_rref = _tree_flatten_with_rref(output)
+    through = _DDPSink.apply(weakref.ref(ddp), *tensors)
+    # Tensors that no graph leads to stay as they are.
+    kept = [t if torch.is_tensor(t) and t.grad_fn is None else s for t, s in zip(tensors, through, strict=True)]
+    return _tree_unflatten_with_rref(kept, spec, is_rref)
+
+
+def param_specs(
+    parameters: Sequence[torch.Tensor],
+    names: Sequence[str],
+    sparse: Sequence[bool],
+    owners: Sequence[int] | None = None,
+) -> list[_C.ParamSpec]:
+    """The parameters as the reducer and the planner know them."""
+    owners = owners if owners is not None else [-1] * len(parameters)
+    dtypes = {dtype: i for i, dtype in enumerate(dict.fromkeys(p.dtype for p in parameters))}
+    devices = {device: i for i, device in enumerate(dict.fromkeys(p.device for p in parameters))}
+    return [
+        _C.ParamSpec(
+            name=name,
+            numel=p.numel(),
+            itemsize=p.element_size(),
+            dtype=dtypes[p.dtype],
+            device=devices[p.device],
+            sparse=is_sparse,
+            owner=owner,
+        )
+        for p, name, is_sparse, owner in zip(parameters, names, sparse, owners, strict=True)
+    ]
+
+
+_SHOWN_NAMES = 4
+_STATELESS = torch.nn.utils.stateless.__file__
+
+
+class ParameterWatch:
+    """Says once, in a warning, which parameters the reducer has lost.
+
+    Two things take them from it without an error: another parameter in the place of one (``load_state_dict`` with
+    ``assign=True``), and a conversion to another dtype or device, for which autograd gives the same parameter a new
+    node; the reducer's hook is on the old one. Then no gradient arrives, and each rank trains for itself.
+
+    To look costs some microseconds a hundred parameters. So that is done in the first step, and when a step has ended
+    in which no gradient came, at the first, second, fourth, eighth ... such step: nothing in steps that are as they
+    should be.
+    """
+
+    def __init__(self, module: torch.nn.Module, parameters: Sequence[torch.Tensor], names: Iterable[str]) -> None:
+        there = _ids(module)
+        self._hooked = [
+            (name, parameter, parameter.dtype, _node(parameter), id(parameter) in there)
+            for name, parameter in zip(names, parameters, strict=True)
+        ]
+        self.in_doubt = True
+        self._steps_without_gradients = 0
+
+    def step_without_gradients(self) -> None:
+        """The last synchronised forward was followed by no gradient; often there was no backward for it."""
+        self._steps_without_gradients += 1
+        self.in_doubt = self._steps_without_gradients & (self._steps_without_gradients - 1) == 0
+
+    @torch._disable_dynamo(recursive=True)
+    def look(self, module: torch.nn.Module, rank: int) -> None:
+        """Ends the doubt. Before forward, not collective."""
+        self.in_doubt = False
+        there = _ids(module)
+        replaced = [
+            name for name, parameter, _, _, was_there in self._hooked if was_there and id(parameter) not in there
+        ]
+        converted = [
+            f"{name} ({dtype} to {parameter.dtype})" if parameter.dtype != dtype else name
+            for name, parameter, dtype, node, _ in self._hooked
+            if parameter.requires_grad and _node(parameter) is not node
+        ]
+        if not (replaced or converted) or (replaced and _in_functional_call()):
+            return
+        self._hooked = []
+        found = [
+            f"{_listed(names)} {what}" for names, what in ((converted, _CONVERTED), (replaced, _REPLACED)) if names
+        ]
+        warn_user(
+            f"The model of this DistributedDataParallel (rank {rank}) was changed after it was wrapped: "
+            f"{'; '.join(found)}. Their gradients are not averaged any more: each rank trains them for itself. Convert "
+            "the model and load into it before wrapping, or wrap it again (the module itself, .module); a state dict "
+            "loaded without assign=True keeps the parameters."
+        )
+
+
+_CONVERTED = "converted to another dtype or device"
+_REPLACED = "replaced by other parameters (load_state_dict with assign=True, or an assignment)"
+
+
+def _ids(module: torch.nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters()}
+
+
+def _node(parameter: torch.Tensor) -> Any:
+    """Where autograd accumulates the gradient; the same object as long as somebody has it."""
+    return torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
+
+
+def _in_functional_call() -> bool:
+    """Whether other tensors stand in for the parameters for the time of this call."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == _STATELESS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN_NAMES
+    text = ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return f"{text} {'was' if len(names) == 1 else 'were'}"

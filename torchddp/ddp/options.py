@@ -1,0 +1,346 @@
+"""The arguments of DistributedDataParallel: defaults, checks, and what follows from them."""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import math
+import numbers
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
+from torchddp import _C
+from torchddp.errors import warn_user
+from torchddp.transport import select
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AUTO = "auto"  # bucket_cap_mb: planned from measurements
+RAISE = "raise"  # find_nonfinite: an error rather than a warning
+STALL_ENV = "TORCHDDP_STALL_REPORT_S"
+_DEFAULT_STALL_S = 60.0
+
+_TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
+# timedelta.max in microseconds, by which C++ is told, does not fit in 64 bits.
+_LONGEST_TIMEOUT = datetime.timedelta(days=100 * 365)
+
+_MIB = 1024 * 1024
+_DEFAULT_CAP_BYTES = 25 * _MIB
+# Between CPU ranks a bucket of 25 MiB takes longer than the backward of the layers in it, and the last one hides
+# behind nothing.
+_CPU_CAP_BYTES = 8 * _MIB
+# A CPU gradient this large is reduced where it lies, in a bucket of its own: a copy costs more than one more message.
+_CPU_SOLO_BYTES = 1 * _MIB
+# Over shared memory a bucket costs about a microsecond: small ones, which are reduced while they are in cache.
+_SHARED_CAP_BYTES = 1 * _MIB
+_SHARED_SOLO_BYTES = 256 * 1024
+
+
+class DDPSyncStrategy(str, Enum):
+    """How and when the gradients of a step of several microbatches are reduced (the names are Composer's).
+
+    Strings name members in any case: ``DDPSyncStrategy("forced_sync")``; ValueError for unknown ones.
+
+    * ``SINGLE_AUTO_SYNC``: while the last microbatch's backward runs. One reduction a step, which backward hides.
+    * ``MULTI_AUTO_SYNC``: while each microbatch's backward runs. As many reductions as microbatches.
+    * ``FORCED_SYNC``: all at once, after the last microbatch's backward. One reduction a step, which nothing hides, for
+      any use of parameters.
+    """
+
+    SINGLE_AUTO_SYNC = "single_auto_sync"
+    MULTI_AUTO_SYNC = "multi_auto_sync"
+    FORCED_SYNC = "forced_sync"
+
+    @classmethod
+    def _missing_(cls, value: object) -> DDPSyncStrategy:
+        if isinstance(value, str) and value.lower() in {member.value for member in cls}:
+            return cls(value.lower())
+        allowed = ", ".join(repr(member.value) for member in cls)
+        raise ValueError(f"unknown sync strategy {value!r}: it must be a DDPSyncStrategy, or one of {allowed}")
+
+    @classmethod
+    def choose(cls, asked_for: DDPSyncStrategy | str | None, find_unused_parameters: bool) -> DDPSyncStrategy:
+        """The strategy of a model; ``None``: as Composer's trainer chooses."""
+        if asked_for is not None:
+            return cls(asked_for)
+        return cls.MULTI_AUTO_SYNC if find_unused_parameters else cls.SINGLE_AUTO_SYNC
+
+
+@dataclass(frozen=True)
+class DDPOptions:
+    """Every argument of DistributedDataParallel but the module, in its order; checked when it is made.
+
+    Those up to ``forward_sync_buffers`` mean what they mean in torch's class, or what DistributedDataParallel says.
+
+    Args:
+        bucket_cap_mb: None: a first bucket of 1 MiB, then 25 MiB (models on CPU: 8 MiB, and a gradient of 1 MiB or more
+            has a bucket of its own and is reduced where it lies; over shared memory: 1 MiB, and 256 KiB;
+            ``bucket_bytes_cap``, which torch's compiler reads, says 25 MiB as in torch). A number given explicitly
+            holds for every bucket, the first included (torch does the same). Fractions are allowed; zero and negative
+            numbers raise ValueError. ``"auto"``: the buckets with the least exposed time for this model and group: a
+            plan that ``torchddp tune`` has kept, or else one made after eight synchronised steps, of which the last
+            five were measured (they overlap nothing, and the last ends with up to a second of timing messages). See
+            `DistributedDataParallel.replan`.
+        transport: what moves buckets between ranks. ``"c10d"``: the process group itself. ``"shm"``: memory that the
+            ranks of a host share, for models on CPU (several hosts: shared inside each, the process group between
+            them). ``"nccl"``: a NCCL communicator and a stream of its own, for models on one CUDA device a rank. Both
+            raise RuntimeError where that is impossible. ``"auto"``: shared memory if the process group is gloo's and
+            all ranks can, NCCL for a CUDA model if the process group is NCCL's and all ranks can, c10d otherwise; also
+            c10d with ``init_sync=False``, and for copies (pickle, deepcopy), which may be made by one rank alone. The
+            environment variable TORCHDDP_TRANSPORT chooses where this says "auto".
+        wire_dtype: ``torch.bfloat16`` or ``torch.float16``: fp32 gradients travel in 16 bits and are summed in fp32;
+            the same values on all ranks, but not those of full precision. Over shared memory only (RuntimeError
+            otherwise; the hook ``bf16_compress_hook`` works everywhere). Two hosts send half as much to each other; of
+            more, every host sends its part to every other. None: as they are.
+        timeout: how long a reduction may take, e.g. ``datetime.timedelta(seconds=30)``; None: the process group's own
+            limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and
+            parameters.
+        stall_report_s: seconds that a reduction may wait before the ranks tell each other, through the process group's
+            store, where they are, and one of them logs why they stand still (``docs/hang_reports.md``). 0: no reports.
+            None: the environment variable TORCHDDP_STALL_REPORT_S, or else the lesser of 60 and a third of the timeout.
+        gradient_stats: measure every bucket once it is reduced; see :meth:`gradient_stats`.
+        check_parameters_every: every so many synchronised steps, before forward, compare the parameters of all ranks
+            by a hash (collective); a difference raises :class:`torchddp.DesyncError` on all. Not once ``join()`` was
+            entered. None: never. See :func:`torchddp.check_parameters`.
+        find_nonfinite: look for infinities and NaNs in this rank's own gradients while they are packed; see
+            :meth:`nonfinite`. ``"raise"``: also raise FloatingPointError on all ranks at the end of a backward whose
+            averages are not all finite (not with ``join()``; on a CUDA device backward then waits).
+        comm_hook: as :meth:`register_comm_hook` with it: a hook ``hook(state, bucket)`` whose state is None, a tuple
+            ``(state, hook)``, or the name of one of ``torchddp.comm_hooks``.
+        sync: how ``torchddp.sync`` reduces accumulated microbatches, a ``DDPSyncStrategy`` or its name. None:
+            SINGLE_AUTO_SYNC, and MULTI_AUTO_SYNC with ``find_unused_parameters``.
+
+    Raises:
+        TypeError, ValueError: a value that is not allowed; says what is.
+    """
+
+    device_ids: Sequence[int | torch.device] | None = None
+    output_device: int | torch.device | None = None
+    dim: int = 0
+    broadcast_buffers: bool | None = None
+    init_sync: bool = True
+    process_group: dist.ProcessGroup | None = None
+    bucket_cap_mb: float | str | None = None
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool | None = None
+    static_graph: bool = False
+    delay_all_reduce_named_params: Any = None
+    param_to_hook_all_reduce: Any = None
+    mixed_precision: Any = None
+    device_mesh: DeviceMesh | None = None
+    skip_all_reduce_unused_params: bool = False
+    bucket_cap_mb_list: Sequence[float] | None = None
+    batched_grad_copy: bool = False
+    forward_sync_buffers: bool | None = None
+    transport: str = "auto"
+    wire_dtype: torch.dtype | None = None
+    timeout: datetime.timedelta | None = None
+    stall_report_s: float | None = None
+    gradient_stats: bool = False
+    check_parameters_every: int | None = None
+    find_nonfinite: bool | str = False
+    comm_hook: object = None
+    sync: DDPSyncStrategy | str | None = None
+
+    def __post_init__(self) -> None:
+        _check_caps(self.bucket_cap_mb, self.bucket_cap_mb_list)
+        select.check_choice(self.transport)
+        _check_stall_report(self.stall_report_s)
+        if self.wire_dtype not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(f"wire_dtype must be torch.bfloat16, torch.float16 or None, got {self.wire_dtype!r}")
+        if self.find_nonfinite not in (False, True, RAISE):
+            raise ValueError(f'find_nonfinite must be False, True or "raise", got {self.find_nonfinite!r}')
+        every = self.check_parameters_every
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ValueError(
+                f"check_parameters_every must be a number of steps, 1 or more, or None for no checks; got {every!r}"
+            )
+        DDPSyncStrategy.choose(self.sync, self.find_unused_parameters)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> DDPOptions:
+        """From a mapping that may hold other things besides."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
+
+    def kept(self) -> DDPOptions:
+        """Without what is needed once, and what no copy of the model could have."""
+        return replace(
+            self,
+            process_group=None,
+            device_mesh=None,
+            delay_all_reduce_named_params=None,
+            param_to_hook_all_reduce=None,
+            comm_hook=None,
+        )
+
+    # --- what follows from them ---
+
+    @property
+    def strategy(self) -> DDPSyncStrategy:
+        return DDPSyncStrategy.choose(self.sync, self.find_unused_parameters)
+
+    @property
+    def views(self) -> bool:
+        """Whether gradients are bucket memory, unless something stands against it."""
+        return self.gradient_as_bucket_view is None or bool(self.gradient_as_bucket_view)
+
+    @property
+    def plans_buckets(self) -> bool:
+        return self.bucket_cap_mb == AUTO
+
+    @property
+    def sends_buffers_at_init(self) -> bool:
+        return self.forward_sync_buffers is not None or self.broadcast_buffers is not False
+
+    @property
+    def wait_limit(self) -> datetime.timedelta:
+        """Of each reduction; zero: the process group's own."""
+        return datetime.timedelta(0) if self.timeout is None else min(self.timeout, _LONGEST_TIMEOUT)
+
+    def bucket_caps(self, parameters: Sequence[torch.Tensor], transport: _C.Transport) -> tuple[list[int], int]:
+        """Caps in bytes, the last one for all further buckets; from which size on a gradient has a bucket of its own.
+
+        What the user asked for, or what suits the transport.
+        """
+        cap_mb = None if isinstance(self.bucket_cap_mb, str) else self.bucket_cap_mb
+        asked_for = list(self.bucket_cap_mb_list or ()) or ([] if cap_mb is None else [cap_mb])
+        if asked_for:
+            return [max(1, int(cap * _MIB)) for cap in asked_for], 0
+        if not transport.reaches_any_memory:
+            return [_SHARED_CAP_BYTES], _SHARED_SOLO_BYTES
+        on_cpu = all(p.device.type == "cpu" for p in parameters)
+        cap_bytes = _CPU_CAP_BYTES if on_cpu else _DEFAULT_CAP_BYTES
+        return [min(dist._DEFAULT_FIRST_BUCKET_BYTES, cap_bytes), cap_bytes], _CPU_SOLO_BYTES if on_cpu else 0
+
+    def stall_limit_s(self, group_timeout: datetime.timedelta) -> float:
+        """Seconds of waiting after which ranks report why; 0: never. ValueError: `stall_limit_s`."""
+        return stall_limit_s(self.stall_report_s, (self.wait_limit or group_timeout).total_seconds())
+
+    # --- torch's constructor ---
+
+    def for_torch(self, *, views: bool) -> dict[str, Any]:
+        """The arguments of the running torch's constructor, with warnings about deprecated ones.
+
+        Raises:
+            TypeError: one that this torch does not know yet was given.
+        """
+        if self.check_reduction:
+            warn_user(
+                "The `check_reduction` argument in `DistributedDataParallel` module is deprecated: it does nothing. "
+                "Leave it out.",
+                FutureWarning,
+            )
+        arguments = {field.name: getattr(self, field.name) for field in fields(self)[: _LAST_OF_TORCH + 1]}
+        del arguments["check_reduction"]
+        arguments |= {
+            "init_sync": False,  # the session does it, with errors that name parameters and ranks
+            "bucket_cap_mb": None if self.plans_buckets else self.bucket_cap_mb,
+            "gradient_as_bucket_view": views,
+            **self._buffer_arguments(),
+        }
+        unknown = {name: value for name, value in arguments.items() if name not in _TORCH_ARGUMENTS}
+        asked_for = [name for name, value in unknown.items() if value and name != "batched_grad_copy"]
+        if asked_for:
+            raise TypeError(f"torch {torch.__version__} has no DistributedDataParallel argument {asked_for[0]!r}")
+        return {name: value for name, value in arguments.items() if name not in unknown}
+
+    def _buffer_arguments(self) -> dict[str, bool | None]:
+        """What the two arguments about buffers mean together, and a warning about the one that is deprecated.
+
+        Here, not in torch's constructor, for which the line that made the model would be one of ours.
+        """
+        new, old = self.forward_sync_buffers, self.broadcast_buffers
+        if "forward_sync_buffers" not in _TORCH_ARGUMENTS:
+            # Before torch 2.13 broadcast_buffers says both, and has no None.
+            chosen = new if new is not None else old
+            return {"broadcast_buffers": True if chosen is None else chosen, "forward_sync_buffers": None}
+        if old is not None and new is not None:
+            warn_user(
+                "Both `broadcast_buffers` and `forward_sync_buffers` were given: `broadcast_buffers` is deprecated, "
+                "and ignored here. Leave it out.",
+                FutureWarning,
+            )
+        elif old is not None:
+            warn_user(
+                "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; but forward_sync_buffers=False "
+                "still brings rank 0's buffers to all ranks when the model is wrapped, which broadcast_buffers=False "
+                "does not: keep that if each rank's buffers are to stay its own.",
+                FutureWarning,
+            )
+        return {"broadcast_buffers": None, "forward_sync_buffers": new if new is not None else old}
+
+
+_LAST_OF_TORCH = [field.name for field in fields(DDPOptions)].index("forward_sync_buffers")
+
+
+def _check_caps(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> None:
+    """ValueError for another text than "auto", what is not positive, or both kinds of caps; TypeError for no number."""
+    if isinstance(bucket_cap_mb, str):
+        if bucket_cap_mb != AUTO:
+            raise ValueError(f"bucket_cap_mb must be a number of MiB, None or {AUTO!r}, got {bucket_cap_mb!r}")
+        if bucket_cap_mb_list:
+            raise ValueError(f"bucket_cap_mb={AUTO!r} chooses the buckets itself: leave bucket_cap_mb_list out")
+        bucket_cap_mb = None
+    caps: list[tuple[str, Any]] = [("bucket_cap_mb_list", cap) for cap in bucket_cap_mb_list or []]
+    for name, cap in [("bucket_cap_mb", bucket_cap_mb), *caps]:
+        if cap is None:
+            continue
+        if not isinstance(cap, numbers.Real):  # numpy's are as well
+            error = ValueError if isinstance(cap, str) else TypeError
+            raise error(f"{name} must be a number of MiB, got {cap!r}")
+        if not float(cap) > 0:
+            raise ValueError(f"{name} must be a positive number of MiB, got {cap!r}")
+
+
+def stall_limit_s(asked_for_s: float | None, timeout_s: float) -> float:
+    """Seconds of waiting after which ranks report why; 0: never.
+
+    Args:
+        asked_for_s: by the user; None: the environment variable TORCHDDP_STALL_REPORT_S, or else the lesser of 60 and a
+            third of the timeout.
+        timeout_s: how long a reduction may take, at which its waits end anyhow.
+
+    Raises:
+        ValueError: one that was given is not below the timeout, or the variable holds no number of seconds.
+    """
+    source = "stall_report_s"
+    if asked_for_s is None and (text := os.environ.get(STALL_ENV)):
+        source = STALL_ENV
+        try:
+            asked_for_s = float(text)
+            _check_stall_report(asked_for_s)
+        except ValueError:
+            raise ValueError(
+                f"the environment variable {STALL_ENV} must hold seconds, 0 (no reports) or more; got {text!r}"
+            ) from None
+    if asked_for_s is None:
+        return min(_DEFAULT_STALL_S, timeout_s / 3)
+    if asked_for_s >= timeout_s:
+        raise ValueError(
+            f"{source} is {asked_for_s:g} s, but a reduction fails after {timeout_s:g} s (`timeout`, or the process "
+            "group's own): no report would come before that. Take a smaller one, 0 for none, or a longer timeout."
+        )
+    return float(asked_for_s)
+
+
+def _check_stall_report(stall_report_s: object) -> None:
+    if stall_report_s is None:
+        return
+    if isinstance(stall_report_s, bool) or not isinstance(stall_report_s, int | float):
+        raise TypeError(
+            f"stall_report_s must be a number of seconds, or None; got {type(stall_report_s).__name__} "
+            f"{stall_report_s!r}"
+        )
+    if not math.isfinite(stall_report_s) or stall_report_s < 0:
+        raise ValueError(
+            f"stall_report_s must be a finite number of seconds, 0 (no reports) or more; got {stall_report_s}"
+        )

@@ -1,0 +1,125 @@
+"""Whether all ranks wrap the same model; if not, one error that names what differs and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from torchddp.transport.agreement import GroupExchange, gather_if_different
+
+MAX_DIFFERENCES = 8
+
+
+@dataclass(frozen=True)
+class ParamDescription:
+    """What must agree between ranks for one parameter that DDP reduces."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"'{self.name}' {self.dtype}{list(self.shape)}"
+
+
+def describe(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[ParamDescription]:
+    return [
+        ParamDescription(name, tuple(p.shape), tuple(p.stride()), str(p.dtype).removeprefix("torch."))
+        for p, name in zip(parameters, names, strict=True)
+    ]
+
+
+def find_differences(by_rank: Sequence[Sequence[ParamDescription]]) -> list[str]:
+    """Sentences about every rank whose parameters do not match rank 0's; empty if gradients can be reduced together.
+
+    Names alone may differ (a rank may wrap the same layers under other names), unless the same names come in another
+    order: then gradients would be added to those of other layers.
+    """
+    found: list[str] = []
+    reference = by_rank[0]
+    for rank, mine in enumerate(by_rank[1:], start=1):
+        if len(mine) != len(reference):
+            found.append(_count_difference(rank, reference, mine))
+            continue
+        names, reference_names = [d.name for d in mine], [d.name for d in reference]
+        if names != reference_names and sorted(names) == sorted(reference_names):
+            at = next(i for i, (a, b) in enumerate(zip(reference_names, names, strict=True)) if a != b)
+            found.append(
+                f"[{rank}]: params[{at}] is '{names[at]}' in this process, '{reference_names[at]}' in process 0: "
+                f"the parameters of Rank {rank} are registered in another order than those of Rank 0"
+            )
+            continue
+        for i, (theirs, ours) in enumerate(zip(reference, mine, strict=True)):
+            if (theirs.shape, theirs.stride, theirs.dtype) != (ours.shape, ours.stride, ours.dtype):
+                found.append(_param_difference(rank, i, theirs, ours))
+    return found
+
+
+def _count_difference(rank: int, reference: Sequence[ParamDescription], mine: Sequence[ParamDescription]) -> str:
+    reference_names, names = {d.name for d in reference}, {d.name for d in mine}
+    text = (
+        f"DDP expects same model across all ranks, but Rank 0 has {len(reference)} params, "
+        f"while rank {rank} has inconsistent {len(mine)} params."
+    )
+    only_reference = [f"'{d.name}'" for d in reference if d.name not in names]
+    only_mine = [f"'{d.name}'" for d in mine if d.name not in reference_names]
+    if only_reference:
+        text += f" Only Rank 0 has {', '.join(only_reference[:MAX_DIFFERENCES])}."
+    if only_mine:
+        text += f" Only rank {rank} has {', '.join(only_mine[:MAX_DIFFERENCES])}."
+    return text
+
+
+def _param_difference(rank: int, index: int, theirs: ParamDescription, ours: ParamDescription) -> str:
+    if theirs.shape != ours.shape:
+        what, got, expected = "sizes", list(ours.shape), list(theirs.shape)
+    elif theirs.dtype != ours.dtype:
+        return (
+            f"[{rank}]: params[{index}] ('{ours.name}') in this process has dtype {ours.dtype}, "
+            f"in process 0 ('{theirs.name}') dtype {theirs.dtype}"
+        )
+    else:
+        what, got, expected = "strides", list(ours.stride), list(theirs.stride)
+    return (
+        f"[{rank}]: params[{index}] ('{ours.name}') in this process with {what} {got} appears not to match {what} "
+        f"of the same param in process 0 ('{theirs.name}', {expected})"
+    )
+
+
+def verify_same_model(
+    parameters: Sequence[torch.Tensor],
+    names: Sequence[str],
+    process_group: dist.ProcessGroup,
+    device: torch.device,
+    transport: str,
+) -> None:
+    """Collective. Raise RuntimeError on every rank unless the parameters agree, ValueError unless the transports do.
+
+    Parameters in number, order, shape, strides and dtype.
+    One all-gather of an integer when they do; the full descriptions travel only when they don't.
+    """
+    if process_group.size() == 1:
+        return
+    by_rank = gather_if_different((describe(parameters, names), transport), GroupExchange(process_group, device))
+    if by_rank is None:
+        return
+    transports = [choice for _, choice in by_rank]
+    if len(set(transports)) > 1:
+        listed = ", ".join(f"rank {rank}: {choice!r}" for rank, choice in enumerate(transports))
+        raise ValueError(
+            f"The ranks chose different transports ({listed}). Give all of them the same transport= and the same "
+            "TORCHDDP_TRANSPORT."
+        )
+    differences = find_differences([descriptions for descriptions, _ in by_rank])
+    if not differences:
+        return
+    more = len(differences) - MAX_DIFFERENCES
+    text = "\n".join(differences[:MAX_DIFFERENCES]) + (f"\n... and {more} more differences" if more > 0 else "")
+    raise RuntimeError(
+        "The model that is wrapped in DistributedDataParallel is not the same on all ranks. DDP expects same model "
+        f"across all ranks.\n{text}\nBuild the model from the same arguments on every rank."
+    )

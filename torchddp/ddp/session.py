@@ -1,0 +1,309 @@
+"""One model's engine over one process group: its transport, its reducer, and what those were made of."""
+
+from __future__ import annotations
+
+import datetime
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+from torch.distributed.utils import _sync_module_states
+
+from torchddp import _C
+from torchddp.ddp import model
+from torchddp.ddp.options import RAISE, DDPOptions
+from torchddp.ddp.same_model import verify_same_model
+from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
+from torchddp.transport import interruptible, select
+from torchddp.transport.agreement import align_group_counts
+
+__all__ = ["ReducerPolicy", "ReducerSession"]
+
+
+class ReducerPolicy:
+    """How the gradients of a model are reduced: here every rank gets the average of every parameter.
+
+    Other kinds of data parallelism derive from it, and hand it to the session, which asks while it opens.
+
+    Attributes:
+        reduce_dtype: what float32 gradients of buckets with an owner travel as; None: as they are.
+    """
+
+    reduce_dtype: torch.dtype | None = None
+
+    def parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the reducer hears of in the place of the model's parameters, one for each."""
+        return parameters
+
+    def transport(self, session: ReducerSession) -> _C.Transport:
+        """The transport, with all ranks' states equal, if the ranks may talk to each other now; collective then."""
+        transport = session.connect(collective=session.is_collective)
+        if not session.is_collective:
+            return transport
+        return session.sync_states(transport, 0, buffers=session.options.sends_buffers_at_init)
+
+    def owners(self, parameters: Sequence[torch.Tensor]) -> list[int] | None:
+        """The rank that alone gets each parameter's average; None: all ranks get all."""
+        return None
+
+    def bucket_caps(
+        self, options: DDPOptions, parameters: Sequence[torch.Tensor], transport: _C.Transport
+    ) -> tuple[list[int], int]:
+        """As `DDPOptions.bucket_caps`."""
+        return options.bucket_caps(parameters, transport)
+
+    def opened(self, session: ReducerSession) -> None:
+        """The reducer is there. Its transport may be another one: some rank had no room in shared memory."""
+
+
+class ReducerSession:
+    """Opened by the constructor, by unpickling, and again when the model's parameters or their owners change.
+
+    Attributes:
+        reducer: with hooks on `parameters`.
+        specs: names and sizes of them, in their order.
+        parameters: whose gradients are reduced; `reduced_ids` has the model's own too, where the reducer has others.
+        process_group, rank: those of now.
+        is_collective: whether ranks could talk to each other when it was opened (not with ``init_sync=False``).
+        is_copy: of a model that was pickled or copied, maybe by this rank alone: it keeps to itself.
+        reduces_now: the step has no backward (`DistributedDataParallel.reduce`).
+
+    Args:
+        ddp: held weakly; torch's constructor has run up to the reducer.
+        sparse: which parameters have sparse gradients.
+    """
+
+    def __init__(
+        self,
+        ddp: Any,
+        options: DDPOptions,
+        policy: ReducerPolicy,
+        parameters: list[torch.Tensor],
+        names: list[str],
+        sparse: list[bool],
+        *,
+        is_collective: bool,
+    ) -> None:
+        if not isinstance(ddp.process_group, dist.ProcessGroup):
+            raise TypeError(
+                f"process_group must be a process group that this rank is in, got {type(ddp.process_group).__name__} "
+                f"{ddp.process_group!r}; new_group() gives no group to ranks that it leaves out"
+            )
+        self.options, self.is_collective, self.is_copy = options, is_collective, ddp._is_copy
+        self._ddp = weakref.ref(ddp)
+        self._take_group(ddp.process_group)
+        self.parameters = policy.parameters(parameters)
+        self.device = self.parameters[0].device
+        self.reduced_ids = {id(p) for p in (*parameters, *self.parameters)}
+        self._names = names
+        self.reduces_now = False
+        _ = self.stall_limit_s  # a wrong one is an error before anything is sent
+        transport = policy.transport(self)
+        buffer_broadcast = self._reserved_broadcast(transport, ddp.modules_buffers)  # before ranks agree on memory
+        self.specs = model.param_specs(self.parameters, names, sparse, policy.owners(parameters))
+        self.bucket_caps_bytes, solo_bytes = policy.bucket_caps(options, self.parameters, transport)
+        self.reducer = _C.Reducer(
+            self.parameters,
+            self.specs,
+            self.process_group,
+            transport,
+            caps_bytes=self.bucket_caps_bytes,
+            solo_bytes=solo_bytes,
+            find_unused_parameters=ddp.find_unused_parameters,
+            gradient_as_bucket_view=ddp.gradient_as_bucket_view,
+            gradients_share_storage=bool(options.gradient_as_bucket_view),
+            skip_all_reduce_unused_params=ddp.skip_all_reduce_unused_params,
+            compiled_autograd_takes_over=ddp._use_python_reducer,
+            wire_dtype=options.wire_dtype,
+            reduce_dtype=policy.reduce_dtype,
+            gradient_stats=options.gradient_stats,
+            find_nonfinite=bool(options.find_nonfinite),
+            raise_nonfinite=options.find_nonfinite == RAISE,
+            timeout=self.wait_limit,
+        )
+        if ddp.mixed_precision is not None:
+            for index, parameter in enumerate(parameters):
+                parameter._idx = index  # type: ignore[attr-defined]  # torch's mixed-precision hooks pass it back
+        # torch's mixed precision puts other tensors in the place of parameters, in every step.
+        watched = self.parameters if ddp.mixed_precision is None else []
+        self._parameter_watch = model.ParameterWatch(ddp.module, watched, names[: len(watched)])
+        self._buffer_broadcast = (
+            buffer_broadcast if self.reducer.transport is transport else self._broadcast_over(self.reducer.transport)
+        )
+        interruptible.register(self)
+        policy.opened(self)
+
+    # --- what it knows ---
+
+    @property
+    def wait_limit(self) -> datetime.timedelta:
+        """Of each reduction; zero: the process group's own."""
+        return self.options.wait_limit
+
+    @property
+    def stall_limit_s(self) -> float:
+        """Seconds of waiting after which ranks report why; 0: never. ValueError: see `DDPOptions.stall_limit_s`."""
+        return self.options.stall_limit_s(select.group_timeout(self.process_group, self.device.type))
+
+    @property
+    def ddp(self) -> Any:
+        """The model; None once it is gone."""
+        return self._ddp()
+
+    def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """Those of the module as it is now, frozen ones too, but none it was told to ignore: what this rank holds."""
+        ddp = self.ddp
+        ignored = ddp.parameters_to_ignore
+        return [(name, model.local_of(p)) for name, p in ddp.module.named_parameters() if name not in ignored]
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether the gradients of the step to come are reduced."""
+        return bool(self.ddp.require_backward_grad_sync)
+
+    @property
+    def joins(self) -> bool:
+        """Whether the model is, or was, used under `join()`: then ranks may make different numbers of steps."""
+        return bool(self.ddp._join_config.enable)
+
+    @property
+    def has_comm_hook(self) -> bool:
+        return bool(self.ddp._comm_hooks)
+
+    # --- opening ---
+
+    def connect(self, *, collective: bool) -> _C.Transport:
+        """The transport that the options and the ranks choose; if ``collective``, they compare their models first.
+
+        A copy goes over the process group: for that no agreement is needed.
+        """
+        devices = [p.device for p in self.parameters]
+        choice = select.intended_transport(self.options.transport, self.process_group, devices, collective=collective)
+        if self.is_copy:
+            choice = "c10d"
+        if collective:
+            verify_same_model(self.parameters, self._names, self.process_group, self.device, choice)
+        return self._open_transport(choice, self.process_group)
+
+    def _open_transport(self, choice: str, process_group: dist.ProcessGroup) -> _C.Transport:
+        timeout = self.wait_limit or None
+        return select.open_transport(choice, process_group, device=self.device, timeout=timeout)
+
+    def sync_states(self, transport: _C.Transport, src: int, *, buffers: bool) -> _C.Transport:
+        """Gives all ranks one rank's parameters, and buffers if wanted. Collective.
+
+        Returns the transport, or the one that the ranks went on with because some had no room for a message.
+        ValueError: there is no rank ``src``.
+        """
+        if not 0 <= src < transport.size:
+            last = transport.size - 1
+            raise ValueError(f"src must be a rank of the model's process group, 0 to {last}, got {src}")
+        ddp = self.ddp
+        states = list(model.states_of(ddp.module, ddp.parameters_to_ignore, buffers=buffers))
+        if transport.size == 1 or not states:
+            return transport
+        if _C.can_travel_as_bytes(states):
+            broadcast = self._broadcast_over(transport)
+            broadcast.reserve(states)
+            agreed = _C.agree_on_memory(transport, self.wait_limit)
+            (broadcast if agreed is transport else self._broadcast_over(agreed)).run(states, src)
+            return agreed
+        _sync_module_states(
+            module=ddp.module,
+            process_group=self.process_group,
+            broadcast_bucket_size=ddp.broadcast_bucket_size,
+            src=src,
+            params_and_buffers_to_ignore=ddp.parameters_to_ignore,
+            broadcast_buffers=buffers,
+        )
+        return transport
+
+    def _reserved_broadcast(self, transport: _C.Transport, buffers: list[torch.Tensor]) -> _C.TensorBroadcast:
+        broadcast = self._broadcast_over(transport)
+        if transport.size > 1 and buffers and _C.can_travel_as_bytes(buffers):
+            broadcast.reserve(buffers)
+        return broadcast
+
+    def _broadcast_over(self, transport: _C.Transport) -> _C.TensorBroadcast:
+        return _C.TensorBroadcast(transport, self.ddp.broadcast_bucket_size, self.wait_limit)
+
+    # --- steps ---
+
+    def begin_step(self) -> None:
+        """Before a forward with gradients. Collective where the reducer rebuilds its buckets."""
+        ddp = self.ddp
+        if not self.is_in_group and ddp.require_backward_grad_sync:
+            raise RuntimeError(
+                f"This DistributedDataParallel (rank {self.rank} of its old process group) was given a process "
+                "group that this rank is not in: it has nobody to reduce gradients with. Pass a group with this rank "
+                "to _update_process_group(), or train under no_sync()."
+            )
+        if ddp.require_backward_grad_sync and self.reducer.prepare_for_forward():
+            self._parameter_watch.step_without_gradients()
+        if self._parameter_watch.in_doubt:
+            self._parameter_watch.look(ddp.module, self.rank)
+
+    def sync_buffers(self, buffers: list[torch.Tensor], root: int) -> None:
+        """One rank's buffers to all, as bytes. Collective."""
+        wait = self.reducer.begin_wait("the broadcast of buffers")
+        try:
+            self._buffer_broadcast.run(buffers, root)
+        except TransportError as error:
+            text = (
+                f"rank {self.rank}: the broadcast of {len(buffers)} buffers ({sum(b.nbytes for b in buffers)} bytes) "
+                f"from rank {root} failed: {error}\n{ADVICE_FOR_A_LOST_PEER}"
+            )
+            raise TransportError(self.reducer.with_failure_note(text)) from error
+        finally:
+            self.reducer.end_wait(wait)
+
+    def reduce(self) -> None:
+        """Averages the gradients there are, without a backward. Collective."""
+        frozen = [p for p in self.parameters if not p.requires_grad and p.grad is None]
+        self.reducer.reduce_now()
+        for parameter in frozen:
+            parameter.grad = None
+
+    # --- other ranks ---
+
+    def rebind(self, new_group: dist.ProcessGroup) -> None:
+        """Goes on over another process group, with a transport of its own. Collective among its ranks.
+
+        Raises:
+            ValueError, RuntimeError: ranks with different transports or models; the session keeps the group it had.
+        """
+        if new_group in _world.pg_map:
+            align_group_counts(new_group)
+        devices = [p.device for p in self.parameters]
+        choice = select.intended_transport(self.options.transport, new_group, devices, collective=True)
+        verify_same_model(self.parameters, self._names, new_group, self.device, choice)
+        transport = self._open_transport(choice, new_group)
+        self._take_group(new_group)
+        self.reducer.update_process_group(new_group, transport)
+        if not self.reducer.is_in_graph:
+            # Rank 0's buckets: a rank that joins has not measured the order that the others go by.
+            self.reducer.adopt_plan(None)
+            self.reducer.reset_state()
+        self._buffer_broadcast = self._broadcast_over(self.reducer.transport)
+        interruptible.register(self)
+
+    def leave_group(self) -> None:
+        """This rank is not in the new group: until it gets one with it, no step can be reduced."""
+        self.is_in_group = False
+
+    def _take_group(self, group: dist.ProcessGroup) -> None:
+        self.process_group, self.rank, self.is_in_group = group, group.rank(), True
+
+    def interrupt(self, reason: str) -> None:
+        """From any thread, not collective: waits for other ranks here, now or later, raise TransportError(reason).
+
+        Peers hear of it as of a rank that is gone. The model can only go on over another process group.
+        """
+        self.reducer.transport.interrupt(reason)
+
+    def close(self) -> None:
+        """Not collective. Backwards reduce nothing from now on."""
+        self.reducer.remove_autograd_hooks()

@@ -1,0 +1,233 @@
+"""The networks that are timed. Each returns its loss from `forward`, so that every variant runs the same step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+SMALL_TENSORS = 1000
+SMALL_NUMEL = 64
+GPT2_VOCABULARY = 50257
+ROTARY_BASE = 10_000.0
+
+
+class ManySmallTensors(nn.Module):
+    """500 scale-and-shift layers: a thousand tensors of 64 elements, ready one after the other in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.scales = nn.ParameterList(
+            1 + 0.01 * torch.randn(SMALL_NUMEL, generator=generator) for _ in range(SMALL_TENSORS // 2)
+        )
+        self.shifts = nn.ParameterList(
+            0.01 * torch.randn(SMALL_NUMEL, generator=generator) for _ in range(SMALL_TENSORS // 2)
+        )
+        # ParameterList.__getitem__ is slow; the layers are looked up once, outside the timed step.
+        self._layers: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self._layers:
+            self._layers = list(zip(self.scales, self.shifts, strict=True))
+        for scale, shift in self._layers:
+            hidden = torch.addcmul(shift, hidden, scale)
+        return hidden.square().mean()
+
+
+class Mlp(nn.Module):
+    """Six linear layers of 1024 x 1024."""
+
+    def __init__(self, width: int = 1024, depth: int = 6) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for _ in range(depth):
+            layers += [nn.Linear(width, width), nn.ReLU()]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs).square().mean()
+
+
+class _GptBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, length, width = hidden.shape
+        qkv = self.qkv(self.attention_norm(hidden)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
+        return hidden + self.down(F.gelu(self.up(self.mlp_norm(hidden))))
+
+
+class Gpt(nn.Module):
+    """A decoder-only transformer; as it stands, over bytes and with about 17 M parameters."""
+
+    def __init__(
+        self,
+        vocabulary: int = 256,
+        width: int = 480,
+        depth: int = 6,
+        heads: int = 8,
+        max_length: int = 64,
+        *,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(self.max_length, width)
+        self.blocks = nn.Sequential(*(_GptBlock(width, heads) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+            nn.init.normal_(self.tokens.weight, std=0.02)  # as a head, it would start with enormous logits
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.tokens(tokens[:, :-1])
+        hidden = hidden + self.positions.weight[: hidden.shape[1]]
+        logits = self.head(self.norm(self.blocks(hidden)))
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def gpt2() -> Gpt:
+    """GPT-2 small."""
+    return Gpt(GPT2_VOCABULARY, width=768, depth=12, heads=12, max_length=1024, tied=True)
+
+
+class ConvNet(nn.Module):
+    """Eight 3x3 convolutions with batch norm: buffers to broadcast, many one-dimensional parameters."""
+
+    def __init__(self, channels: tuple[int, ...] = (32, 32, 64, 64, 128, 128, 256, 256), classes: int = 10) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        previous = 3
+        for index, width in enumerate(channels):
+            stride = 2 if index % 2 == 0 else 1
+            layers += [
+                nn.Conv2d(previous, width, 3, stride=stride, padding=1, bias=False),
+                nn.BatchNorm2d(width),
+                nn.ReLU(),
+            ]
+            previous = width
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(previous, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits = self.classifier(self.features(images).mean(dim=(2, 3)))
+        return F.cross_entropy(logits, torch.zeros(len(images), dtype=torch.long, device=images.device))
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions around a shortcut."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.relu(self.body(hidden) + self.shortcut(hidden))
+
+
+class ResNet(nn.Module):
+    """After torchvision's ResNet; as it stands, the one of 50 layers with 25.6 M parameters in 161 tensors."""
+
+    def __init__(self, depths: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [
+            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        ]
+        channels = width
+        for stage, depth in enumerate(depths):
+            for block in range(depth):
+                stride = 2 if stage > 0 and block == 0 else 1
+                layers.append(Bottleneck(channels, width << stage, stride))
+                channels = 4 * (width << stage)
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(channels, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits = self.classifier(self.features(images).mean(dim=(2, 3)))
+        return F.cross_entropy(logits, torch.zeros(len(images), dtype=torch.long, device=images.device))
+
+
+def rotate(heads: Tensor) -> Tensor:
+    """Rotary positions on [batch, head, length, width]: each pair of channels turns with its token's place."""
+    length, half = heads.shape[2], heads.shape[3] // 2
+    # Made anew each time: a table kept as a buffer would be broadcast by every step of a DDP class.
+    pace = ROTARY_BASE ** (-torch.arange(half, device=heads.device) / half)
+    angle = torch.arange(length, device=heads.device)[:, None] * pace
+    cosine, sine = angle.cos(), angle.sin()
+    first, second = heads[..., :half], heads[..., half:]
+    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
+
+
+class _LlamaBlock(nn.Module):
+    def __init__(self, width: int, heads: int, hidden_width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.RMSNorm(width)
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width, bias=False)
+        self.projection = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.RMSNorm(width)
+        self.gate = nn.Linear(width, hidden_width, bias=False)
+        self.up = nn.Linear(width, hidden_width, bias=False)
+        self.down = nn.Linear(hidden_width, width, bias=False)
+
+    def _split(self, hidden: Tensor) -> Tensor:
+        return hidden.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed = self.attention_norm(hidden)
+        query, key, value = (self._split(project(normed)) for project in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        hidden = hidden + self.projection(mixed.transpose(1, 2).flatten(2))
+        normed = self.mlp_norm(hidden)
+        return hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Llama(nn.Module):
+    """A decoder after LLaMA, with RMSNorm, rotary attention, SwiGLU no biases; here 23 M parameters in 57 tensors."""
+
+    def __init__(
+        self, vocabulary: int = 4096, width: int = 512, depth: int = 6, heads: int = 8, hidden_width: int = 1376
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(_LlamaBlock(width, heads, hidden_width) for _ in range(depth)))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.norm(self.blocks(self.tokens(tokens[:, :-1]))))
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -1,0 +1,50 @@
+"""What all plots have in common: no window, their colors, and their words."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLORS = {"torch": "#9aa5b1", "ours": "#d9480f", "peer": "#4c6ef5", "local": "#dee2e6"}
+
+
+def panels(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Figure, Any]:
+    """A figure of no window, of that many inches, and its axes as [row][column]. `options`: of `pyplot.subplots`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(width, height), squeeze=False, **{"layout": "tight"} | options
+    )
+    return figure, axes
+
+
+def bar_panels(count: int, bars: int) -> tuple[Figure, Any]:
+    """A panel per model, side by side, for horizontal bars from the top down; one row of axes."""
+    figure, axes = panels(1, count, 2.0 + 3.4 * count, 1.4 + 0.36 * bars, sharey=True)
+    return figure, axes[0]
+
+
+def finish_panel(axis: Any, title: str, xlabel: str, ylabel: str | None = None) -> None:
+    """Its words, and no frame where there is no scale; a grid with `ylabel`, for curves."""
+    axis.set_title(title, fontsize=9)
+    axis.set_xlabel(xlabel)
+    if ylabel is not None:
+        axis.set_ylabel(ylabel)
+        axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def figure_png(figure: Figure, dpi: int = 120) -> bytes:
+    """The picture of a matplotlib figure, which is closed."""
+    from matplotlib import pyplot
+
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=dpi)
+    pyplot.close(figure)
+    return stream.getvalue()

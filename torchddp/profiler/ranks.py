@@ -1,0 +1,279 @@
+"""The same step of all ranks, on one clock: who was last at each bucket, who waited, and for whom.
+
+Note [Clocks of ranks]
+
+Ranks of one host read one CLOCK_MONOTONIC, and there is nothing to measure. Between hosts it is Cristian's argument
+over collectives: nobody leaves an all-reduce before everybody has entered it. A rank's leaving minus another's entering
+bounds the offset of their clocks from one side, and the other way round from the other; many rounds narrow the bounds.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchddp.profiler.steps import BucketTimes, Step
+from torchddp.traffic import Traffic
+
+ROUNDS = 32
+
+# When a rank entered and left each round, in ns of its own clock.
+Readings = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Add `offset_ns` to a time of this rank to have it on rank 0's clock; wrong by `uncertainty_ns` at most."""
+
+    offset_ns: int = 0
+    uncertainty_ns: int = 0
+
+
+def clock_identity() -> str:
+    """Equal for processes that read the same CLOCK_MONOTONIC: same boot, same time namespace."""
+    parts = []
+    for read in (
+        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        lambda: str(Path("/proc/self/ns/time").readlink()),
+    ):
+        try:
+            parts.append(read())
+        except OSError:
+            parts.append("unknown")
+    return " ".join([socket.gethostname() if parts[0] == "unknown" else "", *parts]).strip()
+
+
+def align(identities: Sequence[str], readings: Sequence[Readings]) -> list[Clock]:
+    """The clock of each rank against rank 0's.
+
+    Args:
+        identities: `clock_identity()` of each rank.
+        readings: of each rank; all have the same number of rounds. Empty where all identities are equal.
+    """
+    reference = identities[0]
+    members: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        members.setdefault(identity, []).append(rank)
+    clocks = {
+        identity: Clock() if identity == reference else _bounded(members[reference], ranks, readings)
+        for identity, ranks in members.items()
+    }
+    return [clocks[identity] for identity in identities]
+
+
+def _bounded(here: Sequence[int], there: Sequence[int], readings: Sequence[Readings]) -> Clock:
+    """What all pairs and rounds say about: time here minus time there."""
+    pairs = [pair for a, b in product(here, there) for pair in zip(readings[a], readings[b], strict=True)]
+    if not pairs:
+        raise ValueError("the clocks of different hosts cannot be aligned without readings")
+    low = max(entered_a - left_b for (entered_a, _), (_, left_b) in pairs)
+    high = min(left_a - entered_b for (_, left_a), (entered_b, _) in pairs)
+    # Clocks that drift apart during the rounds may leave nothing between the bounds: then these are the error.
+    return Clock(round((low + high) / 2), round(abs(high - low) / 2))
+
+
+def take_readings(group: Any, device: Any, rounds: int = ROUNDS) -> Readings:
+    """When this rank entered and left each of some small all-reduces. Collective."""
+    token = torch.ones(1, device=device)
+    readings = []
+    for _ in range(rounds):
+        entered_ns = time.monotonic_ns()
+        dist.all_reduce(token, op=dist.ReduceOp.MAX, group=group)
+        token.item()  # on a device the all-reduce is only queued before
+        readings.append((entered_ns, time.monotonic_ns()))
+    return readings
+
+
+# --- merging (pure) ---
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What a rank has to say: its steps on its own clock, and what it lost."""
+
+    rank: int
+    host: str
+    clock_identity: str
+    names: tuple[str, ...]
+    steps: tuple[Step, ...]
+    dropped: int = 0
+    incomplete: int = 0
+    traffic: dict[str, Traffic] = field(default_factory=dict)  # of the last step
+
+
+def traffic_dicts(records: Sequence[RankRecord]) -> list[dict[str, dict[str, int | None]]]:
+    """By rank and transport, for JSON."""
+    return [{route: asdict(each) for route, each in record.traffic.items()} for record in records]
+
+
+@dataclass(frozen=True)
+class MergedBucket(BucketTimes):
+    """A bucket over all ranks. Times in ns of rank 0's clock: the first of all ranks for `first_ready_ns`, else the
+    last. `holder` and `behind` are those of the rank that launched it last."""
+
+    last_rank: int | None = None  # to launch it; None if no rank did
+    late_ns: int = 0  # how long after the first rank's launch
+    wait_ns: int = 0  # how long ranks stood still for the last one here, all of them together
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank for whose gradients the others waited longest."""
+
+    rank: int
+    total_wait_ns: int  # of all others together
+    wait_ns: int  # of each of them, on average
+    # Where it fell behind: "start" (it began forward late), "forward" (or the head of backward: before its first
+    # gradient), "backward", and then before which parameter's gradient.
+    where: str
+    parameter: int | None
+    lost_ns: int  # there, against the fastest rank
+
+
+@dataclass(frozen=True)
+class MergedStep:
+    """One step of all ranks, on rank 0's clock."""
+
+    index: int
+    steps: tuple[Step, ...]  # by rank
+    buckets: tuple[MergedBucket, ...]
+    waits_ns: tuple[int, ...]  # by rank: how long the others stood still for it, together
+    straggler: Straggler | None  # None: nobody waited for anybody
+
+    @property
+    def duration_ns(self) -> int:
+        """Of the slowest rank."""
+        return max(step.duration_ns for step in self.steps)
+
+    @property
+    def exposed_ns(self) -> int:
+        """Of the rank that had most of it."""
+        return max(step.exposed_ns for step in self.steps)
+
+    @property
+    def overlap_ratio(self) -> float:
+        """Over all ranks' communication time."""
+        total = sum(step.comm_ns for step in self.steps)
+        return 1.0 if total == 0 else sum(step.overlap_ratio * step.comm_ns for step in self.steps) / total
+
+
+@dataclass(frozen=True)
+class MergedProfile:
+    """All ranks' steps."""
+
+    records: tuple[RankRecord, ...]  # as the ranks gave them, each on its own clock
+    clocks: tuple[Clock, ...]
+    steps: tuple[MergedStep, ...]  # those that every rank has
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.records[0].names
+
+    def median_step(self) -> MergedStep:
+        """The step of median duration (of an even number, the shorter of the two)."""
+        ordered = sorted(self.steps, key=lambda step: (step.duration_ns, step.index))
+        return ordered[(len(ordered) - 1) // 2]
+
+    def mean_waits_ns(self) -> list[float]:
+        """By rank: how long the others stood still for it in a step, together, on average."""
+        return [fmean(step.waits_ns[rank] for step in self.steps) for rank in range(len(self.records))]
+
+
+def merge(records: Sequence[RankRecord], clocks: Sequence[Clock]) -> MergedProfile:
+    """Steps that all ranks have, by number.
+
+    Raises ValueError if there is none.
+    """
+    by_rank = [
+        {step.index: step.shifted(clock.offset_ns) for step in record.steps}
+        for record, clock in zip(records, clocks, strict=True)
+    ]
+    common = sorted(set.intersection(*(set(steps) for steps in by_rank)))
+    if not common:
+        counts = ", ".join(f"rank {record.rank}: {len(record.steps)}" for record in records)
+        raise ValueError(f"no step was recorded from begin to end on all ranks (complete steps: {counts})")
+    steps = tuple(merge_step([steps[index] for steps in by_rank]) for index in common)
+    return MergedProfile(tuple(records), tuple(clocks), steps)
+
+
+def merge_step(steps: Sequence[Step]) -> MergedStep:
+    """One step, of all ranks in rank order, on one clock."""
+    count = min(len(step.buckets) for step in steps)
+    buckets = tuple(_merge_bucket([step.buckets[index] for step in steps]) for index in range(count))
+    waits = [0] * len(steps)
+    for bucket in buckets:
+        if bucket.last_rank is not None:
+            waits[bucket.last_rank] += bucket.wait_ns
+    return MergedStep(steps[0].index, tuple(steps), buckets, tuple(waits), _straggler(steps, waits))
+
+
+def _merge_bucket(ranks: Sequence[BucketTimes]) -> MergedBucket:
+    launches = [(bucket.launched_ns, rank) for rank, bucket in enumerate(ranks) if bucket.launched_ns is not None]
+    # Of those who launch in the same instant, nobody was the last: the first rank stands for them.
+    last_ns, last_rank = max(launches, key=lambda item: item[0], default=(None, None))
+    last = ranks[last_rank] if last_rank is not None else None
+
+    def seen(name: str) -> list[int]:
+        times = [getattr(bucket, name) for bucket in ranks]
+        return [time_ns for time_ns in times if time_ns is not None]
+
+    return MergedBucket(
+        index=ranks[0].index,
+        nbytes=ranks[0].nbytes,
+        params=ranks[0].params,
+        first_ready_ns=min(seen("first_ready_ns"), default=None),
+        last_ready_ns=max(seen("last_ready_ns"), default=None),
+        packed_ns=max(seen("packed_ns"), default=None),
+        launched_ns=last_ns,
+        done_ns=max(seen("done_ns"), default=None),
+        last_rank=last_rank,
+        late_ns=0 if last_ns is None else last_ns - min(launches)[0],
+        wait_ns=0 if last_ns is None else sum(_stood_still_ns(b, last_ns) for b in ranks if b is not last),
+        holder=last.holder if last else None,
+        behind=last.behind if last else None,
+    )
+
+
+def _stood_still_ns(bucket: BucketTimes, last_launch_ns: int) -> int:
+    """The part of a rank's wait in which the reduction could not begin, for one rank had not come."""
+    if bucket.wait_begin_ns is None or bucket.done_ns is None:
+        return 0
+    return max(0, min(bucket.done_ns, last_launch_ns) - bucket.wait_begin_ns)
+
+
+def _straggler(steps: Sequence[Step], waits: Sequence[int]) -> Straggler | None:
+    total = max(waits)
+    if len(steps) < 2 or total == 0:
+        return None
+    rank = waits.index(total)
+    where, parameter, lost_ns = _where_lost(steps[rank], [step for other, step in enumerate(steps) if other != rank])
+    return Straggler(rank, total, round(total / (len(steps) - 1)), where, parameter, lost_ns)
+
+
+def _where_lost(late: Step, others: Sequence[Step]) -> tuple[str, int | None, int]:
+    """The place at which it fell furthest behind the fastest of the others: largest growth of its lateness."""
+    ready = [dict(step.gradients) for step in others]
+    # What it reached when, and when the others did.
+    places: list[tuple[str, int | None, int, list[int]]] = [
+        ("start", None, late.forward_begin_ns, [step.forward_begin_ns for step in others]),
+        ("forward", None, late.backward_begin_ns, [step.backward_begin_ns for step in others]),
+    ]
+    for param, time_ns in late.gradients:
+        places.append(("backward", param, time_ns, [times[param] for times in ready if param in times]))
+    lost: list[tuple[str, int | None, int]] = []
+    behind_ns = 0
+    for where, parameter, time_ns, reached in places:
+        if reached:
+            now_ns = time_ns - min(reached)
+            lost.append((where, parameter, now_ns - behind_ns))
+            behind_ns = now_ns
+    return max(lost, key=lambda place: place[2])

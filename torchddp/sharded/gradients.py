@@ -1,0 +1,118 @@
+"""Gradients that each rank sees a part of: their norm, and what GradScaler leaves to the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from torchddp.transport.agreement import message_device
+from torchddp.transport.waits import wait_for_work
+
+
+@torch.no_grad()
+def sharded_norm(
+    grads: Sequence[torch.Tensor],
+    norm_type: float,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> torch.Tensor:
+    """The norm over all ranks' ``grads`` as a scalar of ``dtype`` on ``device``. Collective (one all-reduce).
+
+    NaN if any element is, and the same on all ranks. Raises ValueError for norms of order 0 and below.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be above 0, got {norm_type}")
+    local = torch.nn.utils.get_total_norm(grads, norm_type)
+    if group.size() == 1:
+        return local.to(device=device, dtype=dtype)
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    local = local.to(device=device, dtype=wide)
+    if math.isinf(norm_type):
+        # A maximum may lose a NaN, depending on the order of ranks: whether there is one travels beside it.
+        both = torch.stack([local.nan_to_num(nan=0.0, posinf=math.inf), local.isnan().to(wide)])
+        _all_reduce(both, group, dist.ReduceOp.MAX)
+        return torch.where(both[1] > 0, math.nan, both[0]).to(dtype)
+    total = local.pow(norm_type)
+    _all_reduce(total, group)
+    return total.pow(1.0 / norm_type).to(dtype)
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """torch's GradScaler for optimizers whose gradients are sharded over ranks (`torchddp.ShardedDataParallel`).
+
+    An inf or NaN that one rank finds in its gradients counts on all ranks: they skip the same steps, and their scales
+    stay equal. ``unscale_`` and the first ``step`` after a backward are collective. Optimizers other than `OSS` are
+    treated as by torch's class.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        group: dist.ProcessGroup | None = getattr(optimizer, "process_group", None)
+        if group is None or group.size() == 1:
+            return found
+        # A rank that owns nothing has no entry.
+        anywhere = sum((flag.to(found_inf.device) for flag in found.values()), torch.zeros_like(found_inf))
+        _all_reduce(anywhere, group, dist.ReduceOp.MAX)
+        return {found_inf.device: anywhere}
+
+
+@torch.no_grad()
+def skips_step(
+    optimizer: Optimizer, params: Sequence[torch.Tensor], group: dist.ProcessGroup, *, sharded: bool = False
+) -> bool:
+    """Whether all ranks are to skip this step, because of gradients that are not finite. Collective under a GradScaler.
+
+    If not, gradients that the scaler has not unscaled yet are unscaled. It leaves both to optimizers like OSS
+    (``_step_supports_amp_scaling``), and sets ``found_inf`` and ``grad_scale`` on them. ``sharded``: each rank sees its
+    own gradients only. Raises RuntimeError on every rank if only some found such values: their scales would drift
+    apart as well.
+    """
+    found_inf: torch.Tensor | None = getattr(optimizer, "found_inf", None)
+    if found_inf is None:
+        return False
+    if _agree_on_inf(bool(found_inf.item()), group, sharded):
+        return True
+    scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        inverse = scale.double().reciprocal().float()  # the arithmetic of GradScaler.unscale_
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        for grad in (param.grad for param in params if param.grad is not None):
+            by_kind[grad.device, grad.dtype].append(grad)
+        for (device, _), alike in by_kind.items():
+            known_to_be_finite = torch.zeros((), device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, known_to_be_finite, inverse.to(device))
+    return False
+
+
+def _agree_on_inf(mine: bool, group: dist.ProcessGroup, sharded: bool) -> bool:
+    if group.size() == 1:
+        return mine
+    flags = torch.zeros(group.size(), device=message_device(group))
+    flags[group.rank()] = float(mine)
+    _all_reduce(flags, group)
+    ranks = [rank for rank, flag in enumerate(flags.tolist()) if flag]
+    if 0 < len(ranks) < group.size():
+        why = (
+            "each rank looks at its own gradients only; use torchddp.optim.ShardedGradScaler with ShardedDataParallel"
+            if sharded
+            else "the gradients were not averaged (a step after no_sync()?) or changed on one rank"
+        )
+        raise RuntimeError(
+            f"GradScaler found gradients that are not finite on rank {', '.join(map(str, ranks))} only, of "
+            f"{group.size()} ranks: {why}."
+        )
+    return mine
+
+
+def _all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    wait_for_work(dist.all_reduce(tensor, op, group=group, async_op=True), group)

@@ -1,0 +1,306 @@
+"""How updated parameters get from their owners to all ranks.
+
+`OSS` alone sends them by `ParameterBroadcast` within the step. Under ShardedDataParallel parameters are views of flat
+memory, one owner's side by side, and `ParameterGather` sends them from there while the next forward runs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from torchddp import _C
+from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
+from torchddp.sharded.flat_step import SMALL_NUMEL
+from torchddp.sharded.partition import pack
+from torchddp.transport.waits import wait_for_work
+
+# The largest message of a gather: small enough that the first layers need not wait for the last ones.
+CHUNK_BYTES = 8 * 1024 * 1024
+
+# Views begin at multiples of this many bytes: what vectorised kernels like, and every dtype's alignment.
+ALIGNMENT_BYTES = 64
+
+
+class StepHooks(Protocol):
+    """What `OSS` calls on the data parallel module that reduces gradients to their owners, and sends parameters."""
+
+    def check_new(self, params: list[torch.Tensor]) -> None:
+        """Raises ValueError for new parameters that the module doesn't have."""
+
+    def owned_buffers(self) -> Sequence[torch.Tensor]:
+        """Flat tensors that this rank's parameters lie in, the same ones until parameters are moved.
+
+        What lies there between the optimizer's parameters belongs to nobody, and may be written to.
+        """
+
+    def before_step(self) -> None:
+        """Called before parameters are changed."""
+
+    def after_step(self) -> None:
+        """Called when this rank has updated its own. Collective."""
+
+    def owners_changed(self) -> None:
+        """Called when parameters were added, frozen, thawed, or got owners. Collective."""
+
+
+# --- OSS alone ---
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters of one owner, device and dtype that travel in one message."""
+
+    owner: int
+    params: list[torch.Tensor]
+
+    @property
+    def numel(self) -> int:
+        return sum(param.numel() for param in self.params)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.params[0].dtype
+
+
+def plan_buckets(params: Sequence[torch.Tensor], owners: Sequence[int | None], max_numel: int) -> list[Bucket]:
+    """Buckets of at most ``max_numel`` elements (-1: no limit), a larger parameter alone. See `pack`.
+
+    Parameters without an owner or without elements are in none.
+    """
+    packed = pack(_keys(params, owners), [p.numel() for p in params], max_numel if max_numel > 0 else math.inf)
+    return [Bucket(owner, [params[index] for index in indices]) for (owner, _, _), indices in packed]
+
+
+def _keys(
+    params: Sequence[torch.Tensor], owners: Sequence[int | None]
+) -> list[tuple[int, torch.device, torch.dtype] | None]:
+    """What parameters that travel together have in common; None for those that don't travel."""
+    return [
+        None if owner is None or param.numel() == 0 else (owner, param.device, param.dtype)
+        for param, owner in zip(params, owners, strict=True)
+    ]
+
+
+class ParameterBroadcast:
+    """A broadcast of each bucket from its owner. Flat memory is held only while messages are under way.
+
+    ``half``: float32 parameters travel as float16.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], group: dist.ProcessGroup, half: bool) -> None:
+        self._buckets = list(buckets)
+        self._group = group
+        self._rank = group.rank()
+        self._half = half
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Sends and receives all parameters. Collective. All messages are started before any is waited for."""
+        if self._group.size() == 1:
+            return
+        sent = [self._start(bucket) for bucket in self._buckets]
+        for bucket, (flat, work) in zip(self._buckets, sent, strict=True):
+            wait_for_work(work, self._group)
+            self._finish(bucket, flat)
+
+    def _start(self, bucket: Bucket) -> tuple[torch.Tensor, dist.Work | None]:
+        wire_dtype = self._wire_dtype(bucket)
+        if self._in_place(bucket):
+            flat = bucket.params[0].detach().view(-1)
+        elif self._rank != bucket.owner:
+            flat = torch.empty(bucket.numel, dtype=wire_dtype, device=bucket.params[0].device)
+        else:
+            flat = torch.cat([param.detach().reshape(-1) for param in bucket.params]).to(wire_dtype)
+        # As bytes: no backend has all dtypes, and a broadcast does no arithmetic.
+        work = dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=bucket.owner, async_op=True)
+        return flat, work
+
+    def _finish(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        rounded = flat.dtype != bucket.dtype  # then the owner, too, goes on with what the others got
+        if self._in_place(bucket) or (self._rank == bucket.owner and not rounded):
+            return
+        pieces = torch.split(flat, [param.numel() for param in bucket.params])
+        for param, piece in zip(bucket.params, pieces, strict=True):
+            param.copy_(piece.view(param.shape))
+
+    def _wire_dtype(self, bucket: Bucket) -> torch.dtype:
+        return torch.float16 if self._half and bucket.dtype == torch.float32 else bucket.dtype
+
+    def _in_place(self, bucket: Bucket) -> bool:
+        alone = len(bucket.params) == 1 and bucket.params[0].is_contiguous()
+        return alone and self._wire_dtype(bucket) == bucket.dtype
+
+
+# --- ShardedDataParallel ---
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Parameters of one owner, device and dtype that lie together: their indices, and where each begins (elements)."""
+
+    owner: int
+    params: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+
+
+def plan_chunks(
+    params: Sequence[torch.Tensor], owners: Sequence[int], max_bytes: int, small_numel: int
+) -> list[ChunkPlan]:
+    """Chunks of at most ``max_bytes`` each, a larger parameter alone. See `pack`. Changes nothing.
+
+    Parameters without elements are in none. In a chunk those of less than ``small_numel`` elements come first, so that
+    they are neighbours.
+    """
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
+    spans = [_aligned(param) for param in params]
+    sizes = [span * param.itemsize for span, param in zip(spans, params, strict=True)]
+    plans = []
+    for (owner, _, _), packed in pack(_keys(params, owners), sizes, max_bytes):
+        indices = sorted(packed, key=lambda index: (params[index].numel() >= small_numel, index))
+        offsets = [0, *accumulate(spans[index] for index in indices[:-1])]
+        plans.append(ChunkPlan(owner, tuple(indices), tuple(offsets), offsets[-1] + params[indices[-1]].numel()))
+    return plans
+
+
+def _aligned(param: torch.Tensor) -> int:
+    """Elements from the beginning of a parameter to that of the next."""
+    step = max(1, ALIGNMENT_BYTES // param.itemsize)
+    return -(-param.numel() // step) * step
+
+
+class Chunk:
+    """The flat memory of a `ChunkPlan`. Parameters keep their identity; their memory moves."""
+
+    def __init__(self, plan: ChunkPlan, params: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+        self.owner = plan.owner
+        self.params = [params[index] for index in plan.params]
+        self.flat = flat
+        self._views = [
+            _C.make_flat_view(flat, offset, _dense(param))
+            for param, offset in zip(self.params, plan.offsets, strict=True)
+        ]
+        self._addresses = [view.data_ptr() for view in self._views]
+
+    @torch.no_grad()
+    def attach(self) -> None:
+        """Moves parameters here whose memory is elsewhere: at first, or since user code gave them other memory."""
+        for param, view, address in zip(self.params, self._views, self._addresses, strict=True):
+            if param.data_ptr() == address:
+                continue
+            if param.shape != view.shape or param.dtype != view.dtype or param.device != view.device:
+                raise RuntimeError(
+                    f"a parameter was {view.dtype}{list(view.shape)} on {view.device} when the module was wrapped, and "
+                    f"is now {param.dtype}{list(param.shape)} on {param.device}: change it by the to() of the "
+                    "ShardedDataParallel, or wrap again"
+                )
+            view.copy_(param.detach())
+            param.data = view
+
+    @torch.no_grad()
+    def detach(self, params: Collection[torch.Tensor]) -> None:
+        """Gives those of ``params`` that lie here memory of their own, so that they don't keep the chunk's alive."""
+        for param, address in zip(self.params, self._addresses, strict=True):
+            if param in params and param.data_ptr() == address:
+                param.data = param.detach().clone()
+
+
+def _dense(param: torch.Tensor) -> torch.Tensor:
+    data = param.detach()
+    dense = data.is_contiguous() or data.is_contiguous(memory_format=torch.channels_last)
+    return data if dense else torch.empty_like(data, memory_format=torch.contiguous_format)
+
+
+class ParameterGather:
+    """One message for each chunk of an optimizer's parameters, from its owner's memory straight into the others'.
+
+    All messages are started at once, in the same order on all ranks; each is waited for when its parameters are needed.
+    A failed message raises TransportError, which names it.
+
+    The constructor moves the parameters (``owners``: the rank that owns each) into the chunks, unless this rank is
+    alone.
+    """
+
+    def __init__(
+        self, owners: Mapping[torch.Tensor, int], transport: _C.Transport, timeout: datetime.timedelta
+    ) -> None:
+        params = list(owners)
+        plans = plan_chunks(params, list(owners.values()), CHUNK_BYTES, SMALL_NUMEL) if transport.size > 1 else []
+        self.chunks = [Chunk(plan, params, _flat_memory(plan, params, transport)) for plan in plans]
+        self.owned_buffers = [chunk.flat for chunk in self.chunks if chunk.owner == transport.rank]
+        self._transport = transport
+        self._timeout = timeout
+        self._reducer: _C.Reducer
+        self._received = [p for chunk in self.chunks if chunk.owner != transport.rank for p in chunk.params]
+        self._attach_all()
+        self._messages = [chunk.flat.view(torch.uint8) for chunk in self.chunks]  # as bytes: no backend has all dtypes
+        self._works = [transport.make_work() for _ in self.chunks]
+        self._under_way: set[int] = set()
+
+    def start(self, reducer: _C.Reducer) -> None:
+        """Starts all messages. Collective, not blocking. ``reducer`` reports it when this rank hangs in a wait here."""
+        self.finish()
+        self._reducer = reducer
+        self._attach_all()
+        # A graph that saved the old values must not be run backward: autograd then says so.
+        torch.autograd.graph.increment_version(self._received)
+        for index, chunk in enumerate(self.chunks):
+            with self._failures_named(index):
+                self._transport.broadcast(self._messages[index], chunk.owner, self._works[index])
+            self._under_way.add(index)
+
+    def wait(self, indices: Iterable[int]) -> None:
+        """Waits until the parameters of these chunks may be read (and this rank's own changed)."""
+        for index in indices:
+            if index not in self._under_way:
+                continue
+            self._under_way.discard(index)
+            number = self._reducer.begin_wait("updated parameters of other ranks")
+            try:
+                with self._failures_named(index):
+                    self._works[index].wait(self._timeout)
+            finally:
+                self._reducer.end_wait(number)
+
+    def finish(self) -> None:
+        """Waits for all chunks."""
+        self.wait(range(len(self.chunks)))
+
+    def _attach_all(self) -> None:
+        for chunk in self.chunks:
+            chunk.attach()
+
+    @contextmanager
+    def _failures_named(self, index: int) -> Iterator[None]:
+        """A context in which a failure of the transport ends all messages, and says which one failed."""
+        try:
+            yield
+        except TransportError as error:
+            for work in self._works:
+                work.abandon()
+            self._under_way.clear()
+            chunk = self.chunks[index]
+            raise TransportError(
+                f"rank {self._transport.rank}: message {index} of {len(self.chunks)} with updated parameters "
+                f"({len(chunk.params)} of rank {chunk.owner}, {self._messages[index].numel()} bytes) failed: {error}\n"
+                f"{ADVICE_FOR_A_LOST_PEER}"
+            ) from error
+
+
+def _flat_memory(plan: ChunkPlan, params: Sequence[torch.Tensor], transport: _C.Transport) -> torch.Tensor:
+    first = params[plan.params[0]].detach()
+    if plan.owner == transport.rank and not transport.reaches_any_memory:
+        flat = transport.allocate(plan.numel, first)  # where the others can read it
+    else:
+        flat = torch.empty(plan.numel, dtype=first.dtype, device=first.device)
+    return flat.zero_()  # gaps travel too

@@ -1,0 +1,194 @@
+"""Microbatches of a step: the loop over them, and Composer's functions for a module and for each of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from torchddp.ddp.module import DistributedDataParallel
+from torchddp.ddp.options import DDPSyncStrategy
+
+
+def prepare_ddp_module(
+    module: torch.nn.Module, find_unused_parameters: bool = False, **options: Any
+) -> torch.nn.Module:
+    """The module in a DistributedDataParallel; as it is if no parameter requires grad. Collective.
+
+    Composer's function, for torchddp's class. ``options`` are further arguments of that class.
+
+    Raises:
+        RuntimeError: there is no process group, or torch was built without torch.distributed; what
+            DistributedDataParallel raises.
+    """
+    if not dist.is_available():
+        raise RuntimeError(
+            "this torch was built without torch.distributed, which training on several ranks needs: install one with it"
+        )
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group: call torch.distributed.init_process_group() before prepare_ddp_module()"
+        )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module
+    return DistributedDataParallel(module, find_unused_parameters=find_unused_parameters, **options)
+
+
+def accumulate(
+    model: torch.nn.Module, steps: int, strategy: DDPSyncStrategy | str | None = None
+) -> Generator[int, None, None]:
+    """The microbatches of one step of the optimizer, numbered from 0; the loop's body is in `sync_context`.
+
+        for i in accumulate(model, 4):
+            (loss_of(model(microbatches[i])) / 4).backward()
+        optimizer.step()
+
+    After the loop gradients are sums over the microbatches and averages over the ranks. A loop that is left early
+    (``break``, an exception) reduces nothing more, warns of unreduced gradients, and ends its ``no_sync()``.
+
+    Args:
+        model: as for `sync_context`.
+        steps: how many microbatches. Every rank must give the same number.
+        strategy: None: the model's own (its argument ``sync=``).
+
+    Collective where gradients are reduced: see `sync_context`, whose errors it raises too.
+
+    Raises:
+        TypeError, ValueError: ``steps`` is no integer, or less than 1.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"steps must be an integer, the number of microbatches, got {steps!r}")
+    if steps < 1:
+        raise ValueError(f"steps must be 1 or more microbatches, got {steps}")
+    return _microbatches(model, steps, checked_strategy(unwrapped(model), strategy))
+
+
+def _microbatches(model: torch.nn.Module, steps: int, strategy: DDPSyncStrategy) -> Generator[int, None, None]:
+    for index in range(steps):
+        try:
+            with sync_context(model, index == steps - 1, strategy):
+                yield index
+        except GeneratorExit:
+            _warn_if_unreduced(unwrapped(model), index, steps, strategy)
+            raise
+
+
+def _warn_if_unreduced(model: torch.nn.Module, index: int, steps: int, strategy: DDPSyncStrategy) -> None:
+    if not isinstance(model, TorchDDP) or not model.require_backward_grad_sync:
+        return
+    if strategy is DDPSyncStrategy.MULTI_AUTO_SYNC:
+        return
+    if strategy is DDPSyncStrategy.SINGLE_AUTO_SYNC and index == steps - 1 and unreduced(model) is None:
+        return
+    warnings.warn(
+        f"A loop over accumulate() was left in microbatch {index} of 0 to {steps - 1}: with {strategy.name}, gradients "
+        "are not reduced, and differ between ranks. Clear them before the next step.",
+        stacklevel=3,
+    )
+
+
+@contextmanager
+def sync_context(
+    model: torch.nn.Module, is_final_microbatch: bool, strategy: DDPSyncStrategy | str | None = None
+) -> Iterator[None]:
+    """Surrounds forward and backward of one microbatch, and has gradients reduced when the strategy says so.
+
+        for i, microbatch in enumerate(microbatches):
+            with sync_context(model, i == len(microbatches) - 1, "forced_sync"):
+                loss_of(model(microbatch)).backward()
+
+    Composer's ``ddp_sync_context``, for a model in place of its State. A model that is no DistributedDataParallel is
+    left alone. An outer ``no_sync()`` wins: nothing is reduced inside. If the body raises, nothing more is reduced.
+
+    Args:
+        model: torchddp's DistributedDataParallel, torch's, compiled or not; or any other module.
+        is_final_microbatch: whether it is the step's last. Every rank must say the same.
+        strategy: None: the model's own (its argument ``sync=``).
+
+    Collective where gradients are reduced: in backward, and with FORCED_SYNC on leaving the final microbatch.
+
+    Raises:
+        ValueError: an unknown strategy.
+        RuntimeError: FORCED_SYNC for torch's own class or in a mode that excludes it; the backward of the last
+            microbatch left gradients unreduced (names their parameters).
+        TransportError: a peer has died, or did not come in time.
+    """
+    wrapper = unwrapped(model)
+    chosen = checked_strategy(wrapper, strategy)
+    if not isinstance(wrapper, TorchDDP) or not wrapper.require_backward_grad_sync:
+        yield
+    elif chosen is DDPSyncStrategy.FORCED_SYNC:
+        with wrapper.no_sync():
+            yield
+        if is_final_microbatch and isinstance(wrapper, DistributedDataParallel):
+            wrapper.reduce()
+    elif chosen is DDPSyncStrategy.SINGLE_AUTO_SYNC and not is_final_microbatch:
+        with wrapper.no_sync():
+            yield
+    else:
+        finished_before = _finished_reductions(wrapper)
+        yield
+        if is_final_microbatch and _finished_reductions(wrapper) == finished_before:
+            _check_reduced(wrapper, chosen)
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that ``torch.compile`` was given, if this is what it returned."""
+    original = getattr(model, "_orig_mod", model)
+    return original if isinstance(original, torch.nn.Module) else model
+
+
+def checked_strategy(model: torch.nn.Module, asked_for: DDPSyncStrategy | str | None) -> DDPSyncStrategy:
+    """What was asked for, or else the model's own. Raises ValueError, and RuntimeError if it does not go with it."""
+    if asked_for is None and isinstance(model, DistributedDataParallel):
+        strategy = model.sync_strategy
+    else:
+        strategy = DDPSyncStrategy.choose(asked_for, getattr(model, "find_unused_parameters", False))
+    if strategy is DDPSyncStrategy.FORCED_SYNC and isinstance(model, TorchDDP):
+        if not isinstance(model, DistributedDataParallel):
+            raise RuntimeError(
+                "FORCED_SYNC reduces gradients in buckets after backward, which "
+                f"{type(model).__module__}.{type(model).__qualname__} can't: wrap the model in "
+                "torchddp.DistributedDataParallel, or take MULTI_AUTO_SYNC"
+            )
+        model.check_can_reduce()
+    return strategy
+
+
+def unreduced(model: TorchDDP) -> RuntimeError | None:
+    """The error of a synchronised forward that was not followed by all of its backward, if there was one."""
+    try:
+        model._check_reducer_finalized()
+    except RuntimeError as error:
+        return error
+    return None
+
+
+def _finished_reductions(model: TorchDDP) -> int | None:
+    return model.reducer.stats()["finished"] if isinstance(model, DistributedDataParallel) else None
+
+
+def _check_reduced(model: TorchDDP, strategy: DDPSyncStrategy) -> None:
+    """Nothing was reduced in the last microbatch: the next step of the optimizer would drop gradients."""
+    error = unreduced(model)
+    if error is None:
+        return
+    if isinstance(model, DistributedDataParallel) and not model.reducer.grad_ready_order():
+        if strategy is DDPSyncStrategy.SINGLE_AUTO_SYNC:
+            warnings.warn(
+                "The last microbatch of a step with SINGLE_AUTO_SYNC ended without a backward that reached parameters. "
+                "Gradients of the other microbatches are not reduced, and differ between ranks. Clear them, or take "
+                "FORCED_SYNC, which reduces whatever gradients there are.",
+                stacklevel=4,
+            )
+        return
+    raise RuntimeError(
+        f"the last microbatch of a step with {strategy.name} has ended, and gradients are not reduced. Parameters "
+        "that only other microbatches use need find_unused_parameters=True, or FORCED_SYNC, which reduces whatever "
+        f"gradients there are. {error}"
+    ) from error

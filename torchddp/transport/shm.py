@@ -1,0 +1,198 @@
+"""Memory that the ranks of a host share: how they come to it together, and as a backend of torch.distributed.
+
+    import torchddp
+    torch.distributed.init_process_group("torchddp_shm")  # or "cpu:torchddp_shm,cuda:nccl"
+
+The backend has all collectives on CPU tensors, for ranks of one host; point-to-point operations need a group with
+another backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, Store
+
+from torchddp import _C
+from torchddp.transport.agreement import Exchange, Fields, Peer, StoreExchange, connect_all, ranks_by
+
+__all__ = ["BACKEND_NAME", "LIMIT_ENV", "connect", "limit_bytes", "register"]
+
+BACKEND_NAME = "torchddp_shm"
+LIMIT_ENV = "TORCHDDP_SHM_LIMIT_MB"
+# Ranks reach this point within milliseconds of each other: it follows a collective.
+_CONNECT_TIMEOUT = datetime.timedelta(seconds=20)
+_MIB = 1024 * 1024
+_outer_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = weakref.WeakKeyDictionary()
+
+
+def limit_bytes() -> int:
+    """What TORCHDDP_SHM_LIMIT_MB allows a rank; 0: no limit. ValueError for what is no positive number."""
+    text = os.environ.get(LIMIT_ENV, "")
+    if not text:
+        return 0
+    try:
+        limit_mb = float(text)
+    except ValueError:
+        limit_mb = -1.0
+    if not 0 < limit_mb < float("inf"):
+        raise ValueError(f"{LIMIT_ENV} must be a positive number of MiB, got {text!r}")
+    return max(1, int(limit_mb * _MIB))
+
+
+# --- connecting ---
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShmPeer(Peer):
+    """See `Peer`."""
+
+    host: str
+    user: int
+    address: str
+
+
+def connect(
+    exchange: Exchange[Fields],
+    timeout: datetime.timedelta,
+    process_group: dist.ProcessGroup | None = None,
+    outer_timeout: datetime.timedelta | None = None,
+) -> _C.ShmTransport | str:
+    """Collective. A transport on every rank, or on every rank the same reason why not.
+
+    Args:
+        timeout: how long an operation may take.
+        process_group: that of the ranks; None: they must be on one host.
+        outer_timeout: the same for what is sent from host to host.
+    """
+    endpoint, problem, host = None, "", ""
+    try:
+        host = _C.host_identity()
+        endpoint = _C.ShmEndpoint(limit_bytes())
+    except (RuntimeError, ValueError) as error:
+        problem = str(error)
+    own = ShmPeer(problem=problem, host=host, user=os.geteuid(), address=endpoint.address if endpoint else "")
+
+    def reason_against(peers: Sequence[ShmPeer]) -> str:
+        return _reason_against(peers, may_span_hosts=process_group is not None)
+
+    def join(peers: Sequence[ShmPeer]) -> _C.ShmTransport:
+        nonlocal endpoint
+        socket, endpoint = endpoint, None  # gone when this returns: nobody should wait at it
+        assert socket is not None
+        hosts = list(ranks_by(peer.host for peer in peers).values())
+        mine = next(ranks for ranks in hosts if exchange.rank in ranks)
+        placement = _place(process_group, hosts)
+        return socket.connect(
+            process_group,
+            local_ranks=mine,
+            addresses=[peers[rank].address for rank in mine],
+            outer_group=None if process_group is None else _outer_group(process_group, placement, outer_timeout),
+            places=placement.places,
+            outer_ranks=placement.outer_ranks,
+            owners=placement.owners,
+            spans=len(hosts) > 1,
+            connect_timeout=_CONNECT_TIMEOUT,
+            timeout=timeout,
+        )
+
+    return connect_all(exchange, own, reason_against, join)
+
+
+def _reason_against(peers: Sequence[ShmPeer], *, may_span_hosts: bool) -> str:
+    """Why these ranks can't share memory, the same on all of them; or nothing."""
+    by_user = ranks_by(peer.user for peer in peers)
+    if len(by_user) > 1:
+        (user, _), (other, ranks) = list(by_user.items())[:2]
+        return f"rank 0 runs as user {user}, rank {ranks[0]} as user {other}"
+    hosts = list(ranks_by(peer.host for peer in peers).values())
+    if len(hosts) > 1 and not may_span_hosts:
+        return (
+            f"rank {hosts[1][0]} is on another host than rank {hosts[0][0]}, or can't see its processes (containers, "
+            "network namespaces); use gloo between hosts"
+        )
+    if len(hosts) > 1 and max(map(len, hosts)) == 1:
+        return "no two ranks are on the same host"
+    return ""
+
+
+@dataclasses.dataclass
+class _Placement:
+    """Where ranks are, and who reduces what between hosts."""
+
+    owners: int  # the first ranks of each host, which own a shard of every bucket each
+    places: list[int]  # by rank: its place among the ranks of its host
+    outer_ranks: list[int]  # by rank: its rank among those with its place, or -1 if that owns nothing
+    columns: list[list[int]]  # by place below `owners`: the global ranks that have it, ascending
+
+
+def _place(process_group: dist.ProcessGroup | None, hosts: Sequence[Sequence[int]]) -> _Placement:
+    owners = min(map(len, hosts))
+    size = sum(map(len, hosts))
+    places, outer_ranks = [0] * size, [-1] * size
+    columns = []
+    for ranks in hosts:
+        for place, rank in enumerate(ranks):
+            places[rank] = place
+    for place in range(owners if len(hosts) > 1 else 0):
+        assert process_group is not None
+        # In the order of new_group(), which sorts.
+        column = sorted((dist.get_global_rank(process_group, ranks[place]), ranks[place]) for ranks in hosts)
+        columns.append([global_rank for global_rank, _ in column])
+        for outer_rank, (_, rank) in enumerate(column):
+            outer_ranks[rank] = outer_rank
+    return _Placement(owners, places, outer_ranks, columns)
+
+
+def _outer_group(
+    process_group: dist.ProcessGroup, placement: _Placement, timeout: datetime.timedelta | None
+) -> dist.ProcessGroup | None:
+    """The ranks in this one's place on each host, or None if its place owns no shard. One per process group, kept."""
+    if not placement.columns:
+        return None
+    if process_group not in _outer_groups:
+        place = placement.places[process_group.rank()]
+        group = None
+        if place < placement.owners:
+            group = dist.new_group(
+                placement.columns[place], backend="gloo", timeout=timeout, use_local_synchronization=True
+            )
+        _outer_groups[process_group] = group
+    return _outer_groups[process_group]
+
+
+# --- the backend ---
+
+
+def register() -> None:
+    """Makes the name known to ``init_process_group`` and ``new_group``. Again: does nothing."""
+    if BACKEND_NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND_NAME, _create, devices=["cpu"])
+        dist.Backend._plugins = _Plugins(dist.Backend._plugins)
+
+
+class _Plugins(dict[str, Any]):
+    """torch's table of backends from elsewhere, without ours when it is listed.
+
+    Where a group is asked for by device ("cpu:gloo"), torch lists the table, and if it is not empty sets no default
+    backend: such groups would be called "undefined", and warn when they are destroyed, because torchddp was imported.
+    """
+
+    def keys(self) -> Any:
+        return {name: None for name in self if name != BACKEND_NAME.upper()}.keys()
+
+
+def _create(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Backend:
+    """What torch calls for each process group. Collective."""
+    exchange = StoreExchange(store, rank, size, timeout, f"the {BACKEND_NAME} backend")
+    transport = connect(exchange, timeout)
+    exchange.close()  # the store may serve the next process group of the same name
+    if isinstance(transport, str):
+        raise RuntimeError(f"rank {rank}: the {BACKEND_NAME} backend can't share memory here: {transport}")
+    return _C.make_shm_backend(transport, timeout)
