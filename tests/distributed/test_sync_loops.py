@@ -119,13 +119,14 @@ def test_modes_that_exclude_it():
         model = torchddp.DDP(seeded(Mlp))
         with model.join(), pytest.raises(RuntimeError, match=rf"on rank {rank}: under join\(\).*SINGLE_AUTO_SYNC"):
             run_nothing(model)
-        delayed = seeded(Mlp)
-        named = [("last.weight", delayed.last.weight)]
-        model = torchddp.DDP(
-            delayed, delay_all_reduce_named_params=named, param_to_hook_all_reduce=delayed.first.weight
-        )
-        with pytest.raises(RuntimeError, match="delay_all_reduce_named_params"):
-            run_nothing(model)
+        for count in (1, None):  # with all of them torch makes no reducer
+            delayed = seeded(Mlp)
+            named = list(delayed.named_parameters())[-1:] if count else list(delayed.named_parameters())
+            model = torchddp.DDP(
+                delayed, delay_all_reduce_named_params=named, param_to_hook_all_reduce=delayed.first.weight
+            )
+            with pytest.raises(RuntimeError, match="delay_all_reduce_named_params"):
+                run_nothing(model)
 
     def run_nothing(model):
         with sync_context(model, True, FORCED):

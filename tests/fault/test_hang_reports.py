@@ -336,7 +336,7 @@ def test_the_process_with_the_store_is_stopped(tmp_path):
         )
         step_on(ddp, rank)
         until_s = time.monotonic() + 5
-        while monitor_of(len(ddp)._known) < 3 and time.monotonic() < until_s:
+        while len(monitor_of(ddp)._known) < 3 and time.monotonic() < until_s:
             time.sleep(0.02)
         dist.barrier()
         if rank == 0:

@@ -279,9 +279,10 @@ class DistributedDataParallel(TorchDDP):
     def check_can_reduce(self) -> None:
         """RuntimeError, with the reason, if `reduce` can't work in this model's mode. Not collective."""
         if reason := model.reason_against_reducing(self):
+            rank = self.process_group.rank()  # not the session's: torch makes no reducer if it delays all parameters
             raise RuntimeError(
-                f"gradients can't be reduced after backward (reduce(), FORCED_SYNC) on rank {self.session.rank}: "
-                f"{reason}. Take SINGLE_AUTO_SYNC or MULTI_AUTO_SYNC."
+                f"gradients can't be reduced after backward (reduce(), FORCED_SYNC) on rank {rank}: {reason}. Take "
+                "SINGLE_AUTO_SYNC or MULTI_AUTO_SYNC."
             )
 
     # --- communication hooks, join ---
