@@ -119,12 +119,15 @@ def test_modes_that_exclude_it():
         model = torchddp.DDP(seeded(Mlp))
         with model.join(), pytest.raises(RuntimeError, match=rf"on rank {rank}: under join\(\).*SINGLE_AUTO_SYNC"):
             run_nothing(model)
-        for count in (1, None):  # with all of them torch makes no reducer
+        for first in (3, 1):  # with all that are trained torch makes no reducer
             delayed = seeded(Mlp)
-            named = list(delayed.named_parameters())[-1:] if count else list(delayed.named_parameters())
+            parameters = list(delayed.named_parameters())
+            for _, parameter in parameters[:first] if first == 1 else ():
+                parameter.requires_grad = False
             model = torchddp.DDP(
-                delayed, delay_all_reduce_named_params=named, param_to_hook_all_reduce=delayed.first.weight
+                delayed, delay_all_reduce_named_params=parameters[first:], param_to_hook_all_reduce=parameters[-1][1]
             )
+            assert ("session" in vars(model)) == (first == 3)
             with pytest.raises(RuntimeError, match="delay_all_reduce_named_params"):
                 run_nothing(model)
 
