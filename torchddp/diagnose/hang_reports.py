@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import hashlib
 import logging
+import os
 import threading
 import time
 import weakref
@@ -22,7 +23,7 @@ from torchddp.diagnose import rank_state
 from torchddp.diagnose.diagnosis import diagnose, report_json, report_text, write_report
 from torchddp.diagnose.rank_state import GONE, STOPPED, RankState
 from torchddp.transport.board import Board
-from torchddp.transport.worker import OwnProcess, Task, watch
+from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger("torchddp.hang")
 
@@ -113,7 +114,7 @@ class HangMonitor:
         self._last_number = 0
         self._known: dict[int, dict[str, Any]] = {}
         self._knows_all, self._meetings = False, 0
-        self._home = OwnProcess()
+        self._pid = os.getpid()  # a forked child has no watcher, and locks as they happened to be
         rank_state.note_uncaught()
         # Not later than the watcher's own end, which is registered before.
         self._at_exit = lambda: self.close("" if self._is_over else "its program has ended")
@@ -136,7 +137,7 @@ class HangMonitor:
     def close(self, why: str = "") -> None:
         """Ends the task; ``why`` is told to the other ranks, if their store still answers."""
         atexit.unregister(self._at_exit)
-        if self._task.closed or not self._home.is_here:
+        if self._task.closed or os.getpid() != self._pid:
             return
         self._task.close()
         if why:
