@@ -63,11 +63,8 @@ class PeerFailedError(TransportError):
         remote_traceback: str = "",
     ) -> None:
         super().__init__(rank, exception_type, message, step, remote_traceback)
-        self.rank = rank
-        self.exception_type = exception_type
-        self.message = message
-        self.step = step
-        self.remote_traceback = remote_traceback
+        self.rank, self.exception_type, self.message = rank, exception_type, message
+        self.step, self.remote_traceback = step, remote_traceback
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PeerFailedError, self.args  # also of the class that is made to be raised in another thread
@@ -102,7 +99,6 @@ class Failure:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For a `Board`."""
         return asdict(self)
 
     def error(self) -> PeerFailedError:
