@@ -6,8 +6,6 @@ import os
 import secrets
 from pathlib import Path
 
-__all__ = ["write_whole"]
-
 
 def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     """Puts a new file there, whole or not at all, in place of one that is there already; OSError if that can't be.

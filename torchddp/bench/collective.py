@@ -165,33 +165,30 @@ def time_operation(job: Job, name: str, report: Report) -> dict[str, Any]:
     return {"operation": name, "unavailable": reasons, "sizes": sizes}
 
 
-def _row(
-    name: str, operation: Operation, size: dict[str, Any], world_size: int, least_us: float | None
-) -> dict[str, Any]:
-    time_us: np.ndarray = size["time_us"][size["names"].index(name)]
-    gloo_us = size["time_us"][size["names"].index(GLOO)]
-    summary = summarize(time_us)
-    over_roofline = summary.median / least_us if least_us is not None and name == SHM else None
-    return {
-        "name": name,
-        "time_us": summary.to_dict(),
-        "algbw_gb_per_s": algbw_gb_per_s(size["bytes"], summary.median),
-        "busbw_gb_per_s": busbw_gb_per_s(operation, size["bytes"], summary.median, world_size),
-        "ratio_to_gloo": None if name == GLOO else paired_ratio(time_us, gloo_us).to_dict(),
-        "over_roofline": over_roofline,
-    }
-
-
 def _size_result(operation: Operation, size: dict[str, Any], world_size: int) -> dict[str, Any]:
     memory_gb_per_s = size["memory_gb_per_s"]
     least_us = None if memory_gb_per_s is None else roofline_us(size["bytes"], world_size, memory_gb_per_s)
+    times_us: dict[str, np.ndarray] = dict(zip(size["names"], size["time_us"], strict=True))
+    rows = []
+    for name, time_us in times_us.items():
+        summary = summarize(time_us)
+        rows.append(
+            {
+                "name": name,
+                "time_us": summary.to_dict(),
+                "algbw_gb_per_s": algbw_gb_per_s(size["bytes"], summary.median),
+                "busbw_gb_per_s": busbw_gb_per_s(operation, size["bytes"], summary.median, world_size),
+                "ratio_to_gloo": None if name == GLOO else paired_ratio(time_us, times_us[GLOO]).to_dict(),
+                "over_roofline": summary.median / least_us if least_us is not None and name == SHM else None,
+            }
+        )
     return {
         "bytes": size["bytes"],
         "rounds": int(size["time_us"].shape[1]),
         "memory_gb_per_s": memory_gb_per_s,
         "roofline_us": least_us,
         "unavailable": size["unavailable"],
-        "implementations": [_row(name, operation, size, world_size, least_us) for name in size["names"]],
+        "implementations": rows,
     }
 
 
@@ -205,11 +202,6 @@ def collective_result(raw: dict[str, Any], world_size: int) -> dict[str, Any]:
         "unavailable": raw["unavailable"],
         "sizes": [_size_result(operation, size, world_size) for size in raw["sizes"]],
     }
-
-
-def _rounds(result: dict[str, Any]) -> str:
-    rounds = sorted({size["rounds"] for size in result["sizes"]})
-    return f"{rounds[0]} to {rounds[-1]} rounds" if len(rounds) > 1 else f"{rounds[0]} rounds"
 
 
 def _notes(result: dict[str, Any]) -> list[str]:
@@ -244,15 +236,13 @@ def _cells(size: str, row: dict[str, Any]) -> list[str | Text]:
 
 
 def collective_table(result: dict[str, Any]) -> Table:
-    title = f"collective · {result['operation']}, fp32, {ranks_text(result['world_size'])}, {_rounds(result)}"
-    table = plain_table(title, "size")
-    table.columns[0].no_wrap = True
-    table.add_column("", no_wrap=True)
+    counts = sorted({size["rounds"] for size in result["sizes"]})
+    rounds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else counts[0]
+    title = f"collective · {result['operation']}, fp32, {ranks_text(result['world_size'])}, {rounds} rounds"
     headings = ["p50\nus", "p99\nus", "alg\nGB/s", "bus\nGB/s", "vs gloo\np50 [p25..p75]"]
     if any(size["roofline_us"] is not None for size in result["sizes"]):
         headings.append("x\nroof")
-    for heading in headings:
-        table.add_column(Text(heading), justify="right", no_wrap=True)
+    table = plain_table(title, "size", *headings, second="", notes=_notes(result))
     for size in result["sizes"]:
         text = size_text(size["bytes"])
         for row in size["implementations"]:
@@ -263,9 +253,6 @@ def collective_table(result: dict[str, Any]) -> Table:
         table.add_section()
     for name in result["unavailable"]:
         table.add_row(*_not_available("all", name))
-    if notes := _notes(result):
-        table.caption = Text("\n".join(notes), style="dim")
-        table.caption_justify = "left"
     return table
 
 

@@ -73,11 +73,6 @@ def timed_table(result: dict[str, Any]) -> Table:
     return variants_table(result, columns, cells)
 
 
-def _row(result: dict[str, Any], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(row for row in result["variants"] if row["name"] == name)
-    return found
-
-
 def our_row(result: dict[str, Any]) -> dict[str, Any]:
     """The class under test: its first row, which is the one that was not tuned."""
     found: dict[str, Any] = next(row for row in result["variants"] if row["role"] == "ours")
@@ -103,18 +98,18 @@ def verdict_text(goal: float | None, ratio: dict[str, Any]) -> Text:
 
 
 def summary_table(results: Sequence[dict[str, Any]]) -> Table:
-    table = plain_table("Summary: cost of ours against torch's best (per_param in us, exposed in ms)", "case")
-    table.add_column("model", overflow="fold")
-    for heading in ("torch\ndefault", "torch best\n@ cap MiB", "ours", "ours / torch best\np50 [p25..p75]"):
-        table.add_column(Text(heading), justify="right", no_wrap=True)
+    columns = ("torch\ndefault", "torch best\n@ cap MiB", "ours", "ours / torch best\np50 [p25..p75]")
+    title = "Summary: cost of ours against torch's best (per_param in us, exposed in ms)"
+    table = plain_table(title, "case", *columns, second="model")
     table.add_column("goal", no_wrap=True)
     for result in results:
-        best, ours = _row(result, result["best_torch"]), our_row(result)
+        rows, ours = {row["name"]: row for row in result["variants"]}, our_row(result)
+        best = rows[result["best_torch"]]
         cap = f" @{best['options']['bucket_cap_mb']:g}" if best["options"] else " default"
         table.add_row(
             result["case"],
             result["model"],
-            number(_row(result, "torch default")["cost"]["median"]),
+            number(rows["torch default"]["cost"]["median"]),
             number(best["cost"]["median"]) + cap,
             number(ours["cost"]["median"]),
             ratio_text(ours["ratio_to_best_torch"]),

@@ -9,19 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
 from torchddp.bench.cases import ONE_CAP_MB, BenchCase, Job, one_launch
-from torchddp.bench.results import added_ms, describe_variant, model_result, variants_table
-from torchddp.bench.timing import Runner, build_runners, check_gradients, over_ranks, timed_rounds, warm_up, wrap_copies
+from torchddp.bench.results import added_ms, bars, describe_variant, draw_bars, model_result, variants_table
+from torchddp.bench.timing import (
+    Runner,
+    build_runners,
+    check_gradients,
+    over_ranks,
+    timed_rounds,
+    two_batches,
+    warm_up,
+    wrap_copies,
+)
 from torchddp.harness.launch import Report
-from torchddp.harness.models import describe_model, make_batch
-from torchddp.harness.plots import COLORS, bar_panels, finish_panel
+from torchddp.harness.models import describe_model
+from torchddp.harness.plots import COLORS
 from torchddp.harness.stats import paired_ratio, summarize
-from torchddp.harness.tables import number, ranks_text
+from torchddp.harness.tables import number
 from torchddp.harness.variants import Role, Variant
 
 if TYPE_CHECKING:
@@ -82,8 +90,7 @@ def build_replays(job: Job, runners: Sequence[Runner]) -> list[ReplayRunner]:
 
 def time_overlap(job: Job, model_name: str, report: Report) -> dict[str, Any]:
     """Steps and replays of all variants, after their gradients proved equal. The same dict on every rank."""
-    rank = dist.get_rank()
-    batch, other_batch = (make_batch(model_name, job.seed, rank, index) for index in (0, 1))
+    batch, other_batch = two_batches(job, model_name)
     runners = build_runners(job, model_name)
     warm_up(runners, batch, job)
     replays = build_replays(job, runners)
@@ -107,12 +114,8 @@ def hidden_share(exposed_ms: np.ndarray, comm_ms: np.ndarray) -> dict[str, Any]:
     """1 - exposed/comm, round by round; below 0 and above 1 where noise, or the machine, made it so."""
     ratio = paired_ratio(exposed_ms, comm_ms).to_dict()
     mirrored = {"q25": "q75", "q75": "q25", "ci95_low": "ci95_high", "ci95_high": "ci95_low"}
-    counts = ("rounds", "odd_rounds")
-    shares = {key: ratio[mirrored.get(key, key)] for key in ratio if key not in counts}
-    return {
-        **{key: None if value is None else 1 - value for key, value in shares.items()},
-        **{key: ratio[key] for key in counts},
-    }
+    shares = {key: ratio[mirrored.get(key, key)] for key in ratio if key not in ("rounds", "odd_rounds")}
+    return ratio | {key: None if value is None else 1 - value for key, value in shares.items()}
 
 
 def overlap_result(variants: Sequence[Variant], raw: dict[str, Any], world_size: int) -> dict[str, Any]:
@@ -120,27 +123,21 @@ def overlap_result(variants: Sequence[Variant], raw: dict[str, Any], world_size:
     exposed_ms, comm_ms = added_ms(variants, step_ms), added_ms(variants, replay_ms)
     rows = []
     for index, variant in enumerate(variants):
-        row = {
-            **describe_variant(variant),
-            "step_ms": summarize(step_ms[index]).to_dict(),
-            "replay_ms": summarize(replay_ms[index]).to_dict(),
-        }
+        times = {"step_ms": step_ms, "replay_ms": replay_ms}
+        hidden = {}
         if variant.role is not Role.LOCAL:
-            row["exposed_ms"] = summarize(exposed_ms[index]).to_dict()
-            row["comm_ms"] = summarize(comm_ms[index]).to_dict()
-            row["hidden"] = hidden_share(exposed_ms[index], comm_ms[index])
-        rows.append(row)
+            times |= {"exposed_ms": exposed_ms, "comm_ms": comm_ms}
+            hidden = {"hidden": hidden_share(exposed_ms[index], comm_ms[index])}
+        summaries = {key: summarize(each[index]).to_dict() for key, each in times.items()}
+        rows.append({**describe_variant(variant), **summaries, **hidden})
     return model_result("overlap", raw, world_size, rows, unit="ms", rounds=int(step_ms.shape[1]))
 
 
-def _percent(value: float | None) -> str:
-    # No share can be told where the reduction alone cost nothing.
-    return "?" if value is None else f"{100 * min(max(value, 0.0), 1.0):.0f}%"
-
-
 def hidden_text(hidden: dict[str, Any]) -> str:
-    """'86% [80%..91%]', within 0 and 100%."""
-    return f"{_percent(hidden['median'])} [{_percent(hidden['q25'])}..{_percent(hidden['q75'])}]"
+    """'86% [80%..91%]', within 0 and 100%; '?' where the reduction alone cost nothing, so that no share can be told."""
+    values = (hidden[key] for key in ("median", "q25", "q75"))
+    median, q25, q75 = ("?" if value is None else f"{100 * min(max(value, 0.0), 1.0):.0f}%" for value in values)
+    return f"{median} [{q25}..{q75}]"
 
 
 def overlap_table(result: dict[str, Any]) -> Table:
@@ -159,20 +156,11 @@ def overlap_table(result: dict[str, Any]) -> Table:
 
 def draw_overlap(results: Sequence[dict[str, Any]]) -> Figure:
     """One panel per model: per variant a pale bar, communication alone, and a full one, the exposed part."""
-    figure, axes = bar_panels(len(results), 1 + max(len(result["variants"]) for result in results))
-    for axis, result in zip(axes, results, strict=True):
-        rows = [row for row in result["variants"] if row["role"] != "local"]
-        positions, colors = range(len(rows)), [COLORS[row["role"]] for row in rows]
-        axis.barh(positions, [row["comm_ms"]["median"] for row in rows], color=colors, alpha=0.3, label="alone")
-        exposed = [row["exposed_ms"] for row in rows]
-        spread = [[e["median"] - e["q25"] for e in exposed], [e["q75"] - e["median"] for e in exposed]]
-        style = {"elinewidth": 1, "capsize": 2}
-        medians = [e["median"] for e in exposed]
-        axis.barh(positions, medians, 0.4, xerr=spread, color=colors, error_kw=style, label="exposed (p25..p75)")
-        axis.set_yticks(positions, [row["name"] for row in rows])
-        finish_panel(axis, f"{result['title']}, {ranks_text(result['world_size'])}", "communication, ms")
-    axes[0].invert_yaxis()
-    axes[-1].legend(fontsize=7, frameon=False)
+    figure = draw_bars(results, "exposed_ms", "communication, ms", height=0.4)
+    for axis, result in zip(figure.axes, results, strict=True):
+        _, roles, heights, *_ = zip(*bars(result, "comm_ms"), strict=True)
+        axis.barh(range(len(roles)), heights, color=[COLORS[r] for r in roles], alpha=0.3, label="alone", zorder=0)
+    figure.axes[-1].legend(fontsize=7, frameon=False, reverse=True)
     return figure
 
 

@@ -80,12 +80,9 @@ def case_section(document: dict[str, Any], name: str) -> Section:
 
 def row_names(results: Iterable[dict[str, Any]]) -> list[str]:
     """What the plot compares, each once."""
-    names: dict[str, None] = {}
-    for result in results:
-        for group in (result, *result.get("sizes", ())):
-            rows = group.get("variants") or group.get("implementations") or ()
-            names.update(dict.fromkeys(row["name"] for row in rows))
-    return list(names)
+    groups = [group for result in results for group in (result, *result.get("sizes", ()))]
+    rows = [row for group in groups for row in group.get("variants") or group.get("implementations") or ()]
+    return list(dict.fromkeys(row["name"] for row in rows))
 
 
 def write_report(document: dict[str, Any], path: Path) -> None:

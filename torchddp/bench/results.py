@@ -104,7 +104,12 @@ def bars(
 
 
 def draw_bars(
-    results: Sequence[dict[str, Any]], key: str = "cost", label: str = "", *, with_local: bool = False
+    results: Sequence[dict[str, Any]],
+    key: str = "cost",
+    label: str = "",
+    *,
+    with_local: bool = False,
+    height: float = 0.8,
 ) -> Figure:
     """One panel per model, side by side: the summary, or the bytes, that every row has under `key`."""
     figure, axes = bar_panels(len(results), max(len(result["variants"]) for result in results))
@@ -112,7 +117,8 @@ def draw_bars(
         names, roles, heights, below, above = zip(*bars(result, key, with_local=with_local), strict=True)
         positions = range(len(names))
         colors = [COLORS[role] for role in roles]
-        axis.barh(positions, heights, xerr=[below, above], color=colors, error_kw={"elinewidth": 1, "capsize": 2})
+        style = {"error_kw": {"elinewidth": 1, "capsize": 2}, "label": f"{key.removesuffix('_ms')} (p25..p75)"}
+        axis.barh(positions, heights, height, xerr=[below, above], color=colors, **style)
         axis.set_yticks(positions, names)
         xlabel = label or f"{key}, {result['unit']} (p25..p75)"
         finish_panel(axis, f"{result['title']}, {ranks_text(result['world_size'])}", xlabel)

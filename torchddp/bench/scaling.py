@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
-from rich.text import Text
 
 from torchddp.bench.cases import ONE_CAP_MB, BenchCase, Settings
 from torchddp.bench.results import compared_rows, model_fields, row_style
@@ -65,11 +64,12 @@ def _ranks(size: dict[str, Any]) -> str:
 
 
 def scaling_table(result: dict[str, Any]) -> Table:
-    table = plain_table(f"scaling · {weight_text(result)}", "ranks")
-    table.columns[0].no_wrap = True
-    table.add_column("variant", overflow="fold")
-    for heading in ("step p50\nms", "step\np90", "effi-\nciency", "to torch's best\np50 [p25..p75]"):
-        table.add_column(Text(heading), justify="right", no_wrap=True)
+    rounds = ", ".join(f"{size['rounds']} with {ranks_text(size['world_size'])}" for size in result["sizes"])
+    notes = [f"rounds: {rounds}"]
+    if any(size["oversubscribed"] for size in result["sizes"]):
+        notes.append(OVERSUBSCRIBED)
+    columns = ("step p50\nms", "step\np90", "effi-\nciency", "to torch's best\np50 [p25..p75]")
+    table = plain_table(f"scaling · {weight_text(result)}", "ranks", *columns, second="variant", notes=notes)
     for size in result["sizes"]:
         ranks = _ranks(size)
         for row in size["variants"]:
@@ -78,12 +78,6 @@ def scaling_table(result: dict[str, Any]) -> Table:
             table.add_row(*cells, ratio_text(row["ratio_to_best_torch"]), style=row_style(row))
             ranks = ""
         table.add_section()
-    rounds = ", ".join(f"{size['rounds']} with {ranks_text(size['world_size'])}" for size in result["sizes"])
-    notes = [f"rounds: {rounds}"]
-    if any(size["oversubscribed"] for size in result["sizes"]):
-        notes.append(OVERSUBSCRIBED)
-    table.caption = Text("\n".join(notes), style="dim")
-    table.caption_justify = "left"
     return table
 
 

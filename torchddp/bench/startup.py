@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
@@ -25,10 +24,11 @@ from torchddp.bench.timing import (
     over_ranks,
     start_together,
     timed_rounds,
+    two_batches,
     wrap_copies,
 )
 from torchddp.harness.launch import Report
-from torchddp.harness.models import describe_model, make_batch, make_model
+from torchddp.harness.models import describe_model, make_model
 from torchddp.harness.stats import summarize
 from torchddp.harness.tables import number, ratio_text
 from torchddp.harness.variants import Variant
@@ -67,8 +67,7 @@ class Beginning:
 
 def time_startup(job: Job, model_name: str, report: Report) -> dict[str, Any]:
     """[clock, variant, round] of times in ms, after the gradients proved equal. The same dict on every rank."""
-    rank = dist.get_rank()
-    batch, other_batch = (make_batch(model_name, job.seed, rank, index) for index in (0, 1))
+    batch, other_batch = two_batches(job, model_name)
     # What only the first wrapper of a process pays, such as imports, is paid here.
     runners = build_runners(job, model_name)
     check_gradients(job, model_name, runners, other_batch)

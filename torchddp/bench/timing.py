@@ -133,6 +133,11 @@ def build_runners(job: Job, model_name: str, kind: type[Runner] = Runner) -> lis
     return [kind(variant, module, loss) for variant, module in zip(job.variants, modules, strict=True)]
 
 
+def two_batches(job: Job, model_name: str) -> list[Any]:
+    """This rank's to be timed, and another for the checks, so that a gradient left over from a step is seen."""
+    return [make_batch(model_name, job.seed, dist.get_rank(), index) for index in (0, 1)]
+
+
 def check_gradients(
     job: Job, model_name: str, runners: Sequence[AnyRunner], batch: Any, tolerance: float = RELATIVE_TOLERANCE
 ) -> None:
@@ -238,10 +243,8 @@ def time_model(job: Job, model_name: str, report: Report) -> dict[str, Any]:
 
 def time_runners(job: Job, model_name: str, runners: Sequence[Runner], report: Report) -> dict[str, Any]:
     """`time_model` for variants that are built already, and stay with the caller."""
-    rank = dist.get_rank()
-    batch, other_batch = (make_batch(model_name, job.seed, rank, index) for index in (0, 1))
+    batch, other_batch = two_batches(job, model_name)
     warm_up(runners, batch, job)
-    # Another batch than the warm-up's, so that a gradient left over from there is seen.
     check_gradients(job, model_name, runners, other_batch)
     samples = timed_rounds(runners, batch, job, report)
     check_gradients(job, model_name, runners, other_batch)

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -154,44 +155,21 @@ def _judge(name: str, value: str) -> Variable:
     return Variable(name, value)
 
 
-def _check_transport(_value: str) -> None:
-    from torchddp.transport import select
-
-    select.check_choice("auto")  # reads the variable
-
-
-def _check_limit(_value: str) -> None:
-    from torchddp.transport import shm
-
-    shm.limit_bytes()
-
-
 def _check_capability(value: str) -> None:
     if value not in CPU_CAPABILITIES:
         raise ValueError(f"TORCHDDP_CPU_CAPABILITY must be 'generic', 'avx2' or 'avx512', got {value!r}")
 
 
-def _check_install(value: str) -> None:
-    from torchddp.integrations.install import check_variable
-
-    check_variable(value)
-
-
-def _check_stall_limit(_value: str) -> None:
-    from torchddp.ddp.options import stall_limit_s
-
-    stall_limit_s(None, math.inf)  # reads the variable
-
-
-_CHECKS: dict[str, Callable[[str], None] | None] = {
+# Modules of the package are imported where the variable is set; most of the checks read it themselves.
+_CHECKS: dict[str, Callable[[str], object] | None] = {
     "TORCHDDP_CACHE_DIR": None,  # any path
     "TORCHDDP_CPU_CAPABILITY": _check_capability,
     "TORCHDDP_HANG_REPORT_DIR": None,  # any path
     "TORCHDDP_HOST_ID": None,  # any text
-    "TORCHDDP_INSTALL": _check_install,
-    "TORCHDDP_SHM_LIMIT_MB": _check_limit,
-    "TORCHDDP_STALL_REPORT_S": _check_stall_limit,
-    "TORCHDDP_TRANSPORT": _check_transport,
+    "TORCHDDP_INSTALL": lambda value: import_module("torchddp.integrations.install").check_variable(value),
+    "TORCHDDP_SHM_LIMIT_MB": lambda _: import_module("torchddp.transport.shm").limit_bytes(),
+    "TORCHDDP_STALL_REPORT_S": lambda _: import_module("torchddp.ddp.options").stall_limit_s(None, math.inf),
+    "TORCHDDP_TRANSPORT": lambda _: import_module("torchddp.transport.select").check_choice("auto"),
 }
 READ_BY_THE_BUILD = frozenset({"TORCHDDP_CUDA", "TORCHDDP_WERROR"})
 KNOWN = _CHECKS.keys() | READ_BY_THE_BUILD

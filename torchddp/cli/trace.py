@@ -55,15 +55,6 @@ class TraceSettings:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Traced:
-    """What the ranks found."""
-
-    profile: MergedProfile
-    transport: str  # that moved the buckets
-    device: str
-
-
 def _use_kept_plan(path: Path, model: DistributedDataParallel) -> None:
     """Collective: the buckets that `torchddp tune` kept in a file, as rank 0 reads it.
 
@@ -92,8 +83,11 @@ def _use_kept_plan(path: Path, model: DistributedDataParallel) -> None:
     model.reducer.adopt_plan(plan)
 
 
-def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) -> Traced:
-    """One rank's part, collective: some steps to warm up, then those that are recorded. Every rank returns the same."""
+def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) -> tuple[MergedProfile, str, str]:
+    """One rank's part, collective: some steps to warm up, then those that are recorded.
+
+    The profile, the transport that moved the buckets and the device; the same on every rank.
+    """
     from torchddp.harness.subject import make_subject
     from torchddp.profiler import profile
 
@@ -114,7 +108,7 @@ def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) 
     with profile(ddp, steps=settings.steps) as recorded:
         for index in range(WARMUP_STEPS, total):
             step(index)
-    return Traced(recorded.gather(), ddp.reducer.transport_name, ddp.device_type)
+    return recorded.gather(), ddp.reducer.transport_name, ddp.device_type
 
 
 def trace(
@@ -144,18 +138,16 @@ def trace(
     from torchddp.profiler.session import merged_trace
 
     console = options.rank_console()
-    traced: Traced | None = options.run_command(
+    traced: tuple[MergedProfile, str, str] | None = options.run_command(
         "trace", trace_rank, settings, console, lambda done, total: f"step {done:.0f} of {total:.0f}"
     )
     if traced is None:
         return
-    profile = traced.profile
+    profile, used_transport, device = traced
     step = profile.median_step()
     document = new_document(context.obj["command"], asdict(settings))
-    document["results"] = [
-        {"transport": traced.transport, "device": traced.device, **report.merged_dict(profile, step)}
-    ]
-    title = f"{model}, {ranks_text(settings.world_size)}, {traced.device}, transport {traced.transport}"
+    document["results"] = [{"transport": used_transport, "device": device, **report.merged_dict(profile, step)}]
+    title = f"{model}, {ranks_text(settings.world_size)}, {device}, transport {used_transport}"
     console.print(f"{title}\n", markup=False, emoji=False)  # a factory's path may look like either
     console.print(report.merged_report(profile))
     write_chrome_trace(out, merged_trace(profile, only_step=step.index))

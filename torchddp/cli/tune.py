@@ -13,7 +13,7 @@ from torchddp.cli import options
 from torchddp.harness.command import check_numbers, output_option, parse_caps
 from torchddp.harness.page import PagePlot, Section, page_table, write_page
 from torchddp.harness.plots import figure_png, finish_panel, panels
-from torchddp.harness.tables import number, plain_table, ranks_text, ratio_text
+from torchddp.harness.tables import MB, number, plain_table, ranks_text, ratio_text
 from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
@@ -72,7 +72,7 @@ def tune(
     found = tune_document(result)
     document = {**new_document(context.obj["command"], asdict(settings)), "results": [found]}
     console.print(tune_table(found))
-    for line in (*measured_lines(found), NOTE):
+    for line in (measured_text(found), NOTE):
         console.print(f"\n{line}", style="dim", markup=False, highlight=False)
     console.print(f"\n{answer(found)}", style="bold", markup=False, highlight=False, soft_wrap=True)
     name, lines = f"torchddp tune: {title(found)}", [line.plain for line in origin(document)]
@@ -105,7 +105,6 @@ def _keep(result: TuneResult, document: dict[str, Any]) -> Path:
 
 # --- what is shown, all from the document: a saved one gives the same ---
 
-MB = 1e6
 NOTE = (
     "A step is forward and backward of the slowest rank; ratios are per round. Expected: what the planner's model says "
     "from the measured times of gradients and messages. Marked: the choice, which is the fastest, or one that no "
@@ -120,12 +119,12 @@ def title(result: dict[str, Any]) -> str:
     )
 
 
-def measured_lines(result: dict[str, Any]) -> list[str]:
+def measured_text(result: dict[str, Any]) -> str:
     cost = result["cost"]
-    return [
+    return (
         f"Computation alone takes {number(result['compute_ms'])} ms. A message takes {number(cost['alpha_us'])} us and "
         f"{number(cost['beta_ns_per_byte'])} ns a byte (the line misses its points by {cost['misfit']:.0%})."
-    ]
+    )
 
 
 def answer(result: dict[str, Any]) -> str:
@@ -181,6 +180,6 @@ def draw_curve(result: dict[str, Any]) -> Figure:
 def page_sections(result: dict[str, Any]) -> list[Section]:
     curve = PagePlot(figure_png(draw_curve(result)), "Step time over bucket size, measured and expected")
     return [
-        Section("What to use", [answer(result), *measured_lines(result)]),
+        Section("What to use", [answer(result), measured_text(result)]),
         Section("Step time by bucket size", [curve, page_table(tune_table(result)), NOTE]),
     ]

@@ -17,7 +17,8 @@ from torchddp.bench.timing import over_ranks, timed_rounds
 from torchddp.harness.stats import paired_ratio, summarize
 from torchddp.harness.subject import Subject, make_subject
 from torchddp.plan.buckets import Buckets, best_buckets, buckets_of, finish_s
-from torchddp.plan.record_profile import record_profile, timed_step
+from torchddp.plan.cost import seconds_of
+from torchddp.plan.record_profile import record_profile
 from torchddp.plan.step_profile import StepProfile
 
 DEFAULT_CAPS_MB: tuple[float, ...] = (0.25, 0.5, 1, 2, 5, 10, 25, 50, 100)
@@ -118,7 +119,7 @@ class _Runner:
         subject.model.reducer.adopt_plan(self.plan)
         for _ in range(SETTLING_STEPS):
             self.settle()
-        return float(np.median([1e3 * timed_step(lambda: subject.step(0), subject.device) for _ in range(TIMED_STEPS)]))
+        return float(np.median([1e3 * seconds_of(lambda: subject.step(0), subject.device) for _ in range(TIMED_STEPS)]))
 
 
 # --- from step times to the answer (pure) ---
@@ -145,20 +146,19 @@ def choose(step_ms: np.ndarray, candidates: tuple[Candidate, ...]) -> int:
 def tune_document(result: TuneResult) -> dict[str, Any]:
     profile, candidates, step_ms = result.profile, result.candidates, result.step_ms
     chosen = choose(step_ms, candidates)
-    rows = []
-    for index, candidate in enumerate(candidates):
-        rows.append(
-            {
-                "name": candidate.name,
-                "argument": candidate.argument,
-                "cap_mb": candidate.cap_mb,
-                "buckets": len(candidate.buckets),
-                "predicted_ms": predicted_ms(profile, candidate),
-                "step_ms": summarize(step_ms[index]).to_dict(),
-                "ratio_to_default": None if index == 0 else paired_ratio(step_ms[index], step_ms[0]).to_dict(),
-                "chosen": index == chosen,
-            }
-        )
+    rows = [
+        {
+            "name": candidate.name,
+            "argument": candidate.argument,
+            "cap_mb": candidate.cap_mb,
+            "buckets": len(candidate.buckets),
+            "predicted_ms": predicted_ms(profile, candidate),
+            "step_ms": summarize(step_ms[index]).to_dict(),
+            "ratio_to_default": None if index == 0 else paired_ratio(step_ms[index], step_ms[0]).to_dict(),
+            "chosen": index == chosen,
+        }
+        for index, candidate in enumerate(candidates)
+    ]
     return {
         "case": "tune",
         "model": profile.model,

@@ -68,12 +68,9 @@ def diagnose(states: list[RankState]) -> Finding:
     # Whoever waits in the newest step has done the most; of those, what is waited for first.
     front = max((state.step for state in waiting), default=0)
     first = min((state for state in waiting if state.step == front), key=lambda state: (state.bucket < 0, state.bucket))
-    model = _common_digest(states)
-    culprits = []
-    for state in states:
-        why = _why(state, first, states, model)
-        if why:
-            culprits.append(Culprit(state.rank, why))
+    digests = Counter(state.digest for state in states if state.digest)
+    common = digests.most_common(1)[0][0] if digests else ""
+    culprits = [Culprit(state.rank, why) for state in states if (why := _why(state, first, states, common))]
     held = {culprit.rank for culprit in culprits}
     stuck = [state.rank for state in waiting if state.rank not in held] or [state.rank for state in waiting]
     longest = max(state.waited_s for state in waiting if state.rank in stuck)
@@ -97,11 +94,6 @@ def _waits_for(state: RankState) -> str:
     if state.bucket < 0:
         return f"{state.waits_for} (step {state.step})"
     return f"{state.waits_for} of bucket {state.bucket} of {state.num_buckets} (step {state.step})"
-
-
-def _common_digest(states: list[RankState]) -> str:
-    counts = Counter(state.digest for state in states if state.digest)
-    return counts.most_common(1)[0][0] if counts else ""
 
 
 def _why(state: RankState, first: RankState, states: list[RankState], model: str) -> str:

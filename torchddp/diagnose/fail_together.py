@@ -22,7 +22,7 @@ from torchddp.diagnose.rank_state import note_exception
 from torchddp.errors import TransportError
 from torchddp.transport.board import Board
 from torchddp.transport.interruptible import interrupt_all, members_of
-from torchddp.transport.worker import OwnProcess, Task, watch
+from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +63,8 @@ class PeerFailedError(TransportError):
         remote_traceback: str = "",
     ) -> None:
         super().__init__(rank, exception_type, message, step, remote_traceback)
-        self.rank = rank
-        self.exception_type = exception_type
-        self.message = message
-        self.step = step
-        self.remote_traceback = remote_traceback
+        self.rank, self.exception_type, self.message = rank, exception_type, message
+        self.step, self.remote_traceback = step, remote_traceback
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PeerFailedError, self.args  # also of the class that is made to be raised in another thread
@@ -102,7 +99,6 @@ class Failure:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For a `Board`."""
         return asdict(self)
 
     def error(self) -> PeerFailedError:
@@ -168,7 +164,7 @@ class FailTogether(_C.AsyncGate):
         self._warned = False
         self._board: Board | None = None
         self._task: Task | None = None
-        self._home = OwnProcess()
+        self._pid = os.getpid()  # a forked child has no watcher, and locks as they happened to be
         self._thread = 0
 
     # --- the thread of the body; called by AsyncGate, while nothing can be raised from outside ---
@@ -193,7 +189,7 @@ class FailTogether(_C.AsyncGate):
             self._task = watch(self._look, every_s)
 
     def _leave(self, error_type: Any, error: BaseException | None, trace: Any) -> bool:
-        if self._board is None or not self._home.is_here:
+        if self._board is None or os.getpid() != self._pid:
             return False
         with self._lock:  # after this the watcher interrupts nothing any more
             self._left = True

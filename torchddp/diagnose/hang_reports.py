@@ -9,9 +9,11 @@ import atexit
 import contextlib
 import hashlib
 import logging
+import os
 import threading
 import time
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.distributed_c10d import _world
@@ -22,7 +24,7 @@ from torchddp.diagnose import rank_state
 from torchddp.diagnose.diagnosis import diagnose, report_json, report_text, write_report
 from torchddp.diagnose.rank_state import GONE, STOPPED, RankState
 from torchddp.transport.board import Board
-from torchddp.transport.worker import OwnProcess, Task, watch
+from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger("torchddp.hang")
 
@@ -75,12 +77,14 @@ class HangReports(StepObserver):
         return HangMonitor(board, session, session.stall_limit_s)
 
 
+@dataclass(frozen=True)
 class _Round:
-    """One question to all ranks, and what this rank has to do about it."""
+    """One question to all ranks."""
 
-    def __init__(self, number: int, digest: str, waited_s: float) -> None:
-        self.number, self.digest, self.waited_s = number, digest, waited_s
-        self.begun_s = time.monotonic()
+    number: int
+    digest: str
+    waited_s: float
+    begun_s: float = field(default_factory=time.monotonic)
 
     @property
     def age_s(self) -> float:
@@ -113,7 +117,7 @@ class HangMonitor:
         self._last_number = 0
         self._known: dict[int, dict[str, Any]] = {}
         self._knows_all, self._meetings = False, 0
-        self._home = OwnProcess()
+        self._pid = os.getpid()  # a forked child has no watcher, and locks as they happened to be
         rank_state.note_uncaught()
         # Not later than the watcher's own end, which is registered before.
         self._at_exit = lambda: self.close("" if self._is_over else "its program has ended")
@@ -136,7 +140,7 @@ class HangMonitor:
     def close(self, why: str = "") -> None:
         """Ends the task; ``why`` is told to the other ranks, if their store still answers."""
         atexit.unregister(self._at_exit)
-        if self._task.closed or not self._home.is_here:
+        if self._task.closed or os.getpid() != self._pid:
             return
         self._task.close()
         if why:
@@ -223,8 +227,12 @@ class HangMonitor:
         return state
 
     def _describe(self) -> tuple[str, list[str]]:
-        """The parameters, and a digest of that."""
-        lines = parameter_lines(self._session)
+        """Of each parameter that is reduced its name, dtype and shape; a digest of these comes first."""
+        session = self._session
+        lines = [
+            f"'{spec.name}' {str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
+            for spec, parameter in zip(session.specs, session.parameters, strict=True)
+        ]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest(), lines
 
     def _go_on(self, asked: _Round) -> None:
@@ -278,7 +286,11 @@ class HangMonitor:
         if max((state.waited_s for state in states if state.waits), default=0.0) < self._stall_s:
             return ""
         finding = diagnose(states)
-        _drop_equal_lists(states)
+        seen: set[str] = set()  # each list of parameters stands in the file once
+        for state in states:
+            if state.digest in seen:
+                state.parameters = None
+            seen.add(state.digest)
         path = write_report(report_json(finding, states, self._board.rank))
         logger.error("%s", report_text(finding, states, path))
         return f"Hang report: {finding.headline}"
@@ -310,20 +322,3 @@ class HangMonitor:
             report_text(finding, states, path), self._board.rank, reason,
         )  # fmt: skip
         self._session.reducer.note_failure(f"Hang report of rank {self._board.rank} alone: {finding.headline}")
-
-
-def _drop_equal_lists(states: list[RankState]) -> None:
-    """Each list of parameters stands in the file once."""
-    seen: set[str] = set()
-    for state in states:
-        if state.digest in seen:
-            state.parameters = None
-        seen.add(state.digest)
-
-
-def parameter_lines(session: ReducerSession) -> list[str]:
-    """Of each parameter that is reduced its name, dtype and shape."""
-    return [
-        f"'{spec.name}' {str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
-        for spec, parameter in zip(session.specs, session.parameters, strict=True)
-    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.errors import NonFinite
 from torchddp.transport.board import Board
-from torchddp.transport.worker import OwnProcess, Task, watch
+from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger("torchddp.distributed")
 
@@ -60,7 +61,7 @@ class _Finds:
         self._names = [spec.name for spec in session.specs]
         self._rank = session.rank
         self._lock = threading.Lock()
-        self._home = OwnProcess()
+        self._pid = os.getpid()  # a forked child has no watcher, and locks as they happened to be
         self._version = 0
         self._own: list[NonFinite] = []
         self._warned_step = 0
@@ -77,7 +78,7 @@ class _Finds:
     def look_here(self, reducer: _C.Reducer) -> None:
         """Logs and posts what this rank has found since the last call."""
         version = reducer.nonfinite_version()
-        if version == self._version or not self._home.is_here:
+        if version == self._version or os.getpid() != self._pid:
             return
         with self._lock:
             if version == self._version:

@@ -182,12 +182,12 @@ def make_error(
     """The error of all ranks; `parameter` describes it, `amounts` are by rank, None where they were not found out."""
     others = [rank for rank in range(world_size) if rank not in difference.ranks]
     majority = len(others) * 2 > world_size
-    parts = []
-    largest = None
-    for rank, amount in ((rank, amounts[rank]) for rank in difference.ranks) if amounts is not None else ():
-        largest = amount.largest if largest is None else max(largest, amount.largest)
-        plural = "s" if amount.elements != 1 else ""
-        parts.append(f"rank {rank} in {amount.elements} element{plural}, by up to {amount.largest:.6g}")
+    found = {rank: amounts[rank] for rank in difference.ranks} if amounts is not None else {}
+    largest = max((amount.largest for amount in found.values()), default=None)
+    parts = [
+        f"rank {rank} in {amount.elements} element{'s' if amount.elements != 1 else ''}, by up to {amount.largest:.6g}"
+        for rank, amount in found.items()
+    ]
     told = f" ({'; '.join(parts)})" if parts else ""
     verb = "differ" if len(difference.ranks) > 1 else "differs"
     most = ", most of the ranks" if majority else ""

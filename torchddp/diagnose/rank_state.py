@@ -100,7 +100,6 @@ class RankState:
         return cls(rank, missing=missing, **same)
 
     def to_json(self) -> dict[str, Any]:
-        """Of types that JSON has."""
         return {**asdict(self), "missing": {str(i): names for i, names in self.missing.items()}}
 
     @classmethod

@@ -91,24 +91,17 @@ class Display:
         self._progress.update(self._task, description=f"{self._case} · {what}", completed=done, total=total)
 
 
-def _describe_error(error: Exception, program: str) -> tuple[str, int]:
-    if isinstance(error, ArgumentError):
-        return str(error), EXIT_BAD_ARGUMENT
-    if isinstance(error, typer.TyperException):
-        message = error.format_message().rstrip(".")
-        # Of several commands, the one that was asked for.
-        program = getattr(getattr(error, "ctx", None), "command_path", program)
-        return f"{message}; see {program} --help.", error.exit_code
-    return str(error), EXIT_FAILED
-
-
 def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
     """Run a command of ours; the exit code. Whatever stops it is one sentence on stderr."""
     command = shlex.join([*program.split(), *arguments])
     try:
         result = program_app(list(arguments), standalone_mode=False, prog_name=program, obj={"command": command})
     except (ArgumentError, LaunchError, typer.TyperException) as error:
-        message, code = _describe_error(error, program)
+        message, code = str(error), EXIT_BAD_ARGUMENT if isinstance(error, ArgumentError) else EXIT_FAILED
+        if isinstance(error, typer.TyperException):
+            # Of several commands, the one that was asked for.
+            program = getattr(getattr(error, "ctx", None), "command_path", program)
+            message, code = f"{error.format_message().rstrip('.')}; see {program} --help.", error.exit_code
         # ":x:" in what the user wrote is no emoji.
         Console(stderr=True, emoji=False).print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
         return code

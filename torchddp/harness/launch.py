@@ -167,7 +167,6 @@ class Reporter:
         self._last_s = 0.0
 
     def __call__(self, done: float, total: float) -> None:
-        """Tell the parent, unless it was told a moment ago."""
         now_s = time.monotonic()
         if self._enabled and now_s - self._last_s >= PROGRESS_INTERVAL_S:
             self._last_s = now_s

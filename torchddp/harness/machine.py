@@ -97,7 +97,6 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def origin(document: dict[str, Any]) -> Iterable[Text]:
-    """Where and with what the numbers were made."""
     machine = document["machine"]
     commit = (machine["git_commit"] or "no commit")[:12] + (" (changed)" if machine["git_dirty"] else "")
     yield Text(

@@ -64,26 +64,22 @@ def default_loss(output: Any) -> Tensor:
     return output if output.dim() == 0 else output.float().mean()
 
 
+def _noise(*shape: int) -> Callable[[torch.Generator], Tensor]:
+    return lambda generator: torch.randn(shape, generator=generator)
+
+
 def _tokens(vocabulary: int, length: int) -> Callable[[torch.Generator], Tensor]:
     # One more than the model sees: each token but the first is a target.
     return lambda generator: torch.randint(0, vocabulary, (1, length + 1), generator=generator)
 
 
 MODELS: dict[str, ModelSpec] = {
-    "small": ModelSpec(
-        "small tensors",
-        networks.ManySmallTensors,
-        lambda generator: torch.randn(networks.SMALL_NUMEL, generator=generator),
-    ),
-    "mlp": ModelSpec("MLP 6 x 1024x1024", networks.Mlp, lambda generator: torch.randn(32, 1024, generator=generator)),
+    "small": ModelSpec("small tensors", networks.ManySmallTensors, _noise(networks.SMALL_NUMEL)),
+    "mlp": ModelSpec("MLP 6 x 1024x1024", networks.Mlp, _noise(32, 1024)),
     "gpt": ModelSpec("small GPT", networks.Gpt, _tokens(256, 64)),
-    "conv": ModelSpec(
-        "batch-norm conv net", networks.ConvNet, lambda generator: torch.randn(8, 3, 32, 32, generator=generator)
-    ),
+    "conv": ModelSpec("batch-norm conv net", networks.ConvNet, _noise(8, 3, 32, 32)),
     # Small images and short texts: a step on one core should take a second at most.
-    "resnet50": ModelSpec(
-        "ResNet-50", networks.ResNet, lambda generator: torch.randn(4, 3, 64, 64, generator=generator)
-    ),
+    "resnet50": ModelSpec("ResNet-50", networks.ResNet, _noise(4, 3, 64, 64)),
     "gpt2": ModelSpec("GPT-2 small", networks.gpt2, _tokens(networks.GPT2_VOCABULARY, 32)),
     "llama": ModelSpec("LLaMA-like", networks.Llama, _tokens(4096, 64)),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,12 +20,9 @@ class ManySmallTensors(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.scales = nn.ParameterList(
-            1 + 0.01 * torch.randn(SMALL_NUMEL, generator=generator) for _ in range(SMALL_TENSORS // 2)
-        )
-        self.shifts = nn.ParameterList(
-            0.01 * torch.randn(SMALL_NUMEL, generator=generator) for _ in range(SMALL_TENSORS // 2)
-        )
+        noise = [0.01 * torch.randn(SMALL_NUMEL, generator=generator) for _ in range(SMALL_TENSORS)]
+        self.scales = nn.ParameterList(1 + values for values in noise[: SMALL_TENSORS // 2])
+        self.shifts = nn.ParameterList(noise[SMALL_TENSORS // 2 :])
         # ParameterList.__getitem__ is slow; the layers are looked up once, outside the timed step.
         self._layers: list[tuple[Tensor, Tensor]] = []
 
@@ -40,10 +39,7 @@ class Mlp(nn.Module):
 
     def __init__(self, width: int = 1024, depth: int = 6) -> None:
         super().__init__()
-        layers: list[nn.Module] = []
-        for _ in range(depth):
-            layers += [nn.Linear(width, width), nn.ReLU()]
-        self.layers = nn.Sequential(*layers)
+        self.layers = nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())))
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.layers(inputs).square().mean()
@@ -101,31 +97,34 @@ class Gpt(nn.Module):
 
 
 def gpt2() -> Gpt:
-    """GPT-2 small."""
     return Gpt(GPT2_VOCABULARY, width=768, depth=12, heads=12, max_length=1024, tied=True)
 
 
-class ConvNet(nn.Module):
-    """Eight 3x3 convolutions with batch norm: buffers to broadcast, many one-dimensional parameters."""
+def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
+    """With batch norm."""
+    convolution = nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
+    return [convolution, nn.BatchNorm2d(outputs)]
 
-    def __init__(self, channels: tuple[int, ...] = (32, 32, 64, 64, 128, 128, 256, 256), classes: int = 10) -> None:
+
+class _Classifier(nn.Module):
+    def __init__(self, layers: list[nn.Module], channels: int, classes: int) -> None:
         super().__init__()
-        layers: list[nn.Module] = []
-        previous = 3
-        for index, width in enumerate(channels):
-            stride = 2 if index % 2 == 0 else 1
-            layers += [
-                nn.Conv2d(previous, width, 3, stride=stride, padding=1, bias=False),
-                nn.BatchNorm2d(width),
-                nn.ReLU(),
-            ]
-            previous = width
         self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(previous, classes)
+        self.classifier = nn.Linear(channels, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         logits = self.classifier(self.features(images).mean(dim=(2, 3)))
         return F.cross_entropy(logits, torch.zeros(len(images), dtype=torch.long, device=images.device))
+
+
+class ConvNet(_Classifier):
+    """Eight 3x3 convolutions with batch norm: buffers to broadcast, many one-dimensional parameters."""
+
+    def __init__(self, channels: tuple[int, ...] = (32, 32, 64, 64, 128, 128, 256, 256), classes: int = 10) -> None:
+        layers: list[nn.Module] = []
+        for index, (inputs, width) in enumerate(pairwise((3, *channels))):
+            layers += [*_convolution(inputs, width, 3, stride=2 if index % 2 == 0 else 1), nn.ReLU()]
+        super().__init__(layers, channels[-1], classes)
 
 
 class Bottleneck(nn.Module):
@@ -135,48 +134,32 @@ class Bottleneck(nn.Module):
         super().__init__()
         outputs = 4 * width
         self.body = nn.Sequential(
-            nn.Conv2d(inputs, width, 1, bias=False),
-            nn.BatchNorm2d(width),
+            *_convolution(inputs, width, 1),
             nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False),
-            nn.BatchNorm2d(width),
+            *_convolution(width, width, 3, stride),
             nn.ReLU(inplace=True),
-            nn.Conv2d(width, outputs, 1, bias=False),
-            nn.BatchNorm2d(outputs),
+            *_convolution(width, outputs, 1),
         )
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+            self.shortcut = nn.Sequential(*_convolution(inputs, outputs, 1, stride))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.relu(self.body(hidden) + self.shortcut(hidden))
 
 
-class ResNet(nn.Module):
+class ResNet(_Classifier):
     """After torchvision's ResNet; as it stands, the one of 50 layers with 25.6 M parameters in 161 tensors."""
 
     def __init__(self, depths: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
-        super().__init__()
-        layers: list[nn.Module] = [
-            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(3, stride=2, padding=1),
-        ]
+        layers = [*_convolution(3, width, 7, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1)]
         channels = width
         for stage, depth in enumerate(depths):
             for block in range(depth):
                 stride = 2 if stage > 0 and block == 0 else 1
                 layers.append(Bottleneck(channels, width << stage, stride))
                 channels = 4 * (width << stage)
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(channels, classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits = self.classifier(self.features(images).mean(dim=(2, 3)))
-        return F.cross_entropy(logits, torch.zeros(len(images), dtype=torch.long, device=images.device))
+        super().__init__(layers, channels, classes)
 
 
 def rotate(heads: Tensor) -> Tensor:
@@ -195,10 +178,8 @@ class _LlamaBlock(nn.Module):
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.RMSNorm(width)
-        self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, width, bias=False)
-        self.value = nn.Linear(width, width, bias=False)
-        self.projection = nn.Linear(width, width, bias=False)
+        square = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.query, self.key, self.value, self.projection = square
         self.mlp_norm = nn.RMSNorm(width)
         self.gate = nn.Linear(width, hidden_width, bias=False)
         self.up = nn.Linear(width, hidden_width, bias=False)

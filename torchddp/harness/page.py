@@ -65,10 +65,7 @@ def page_table(table: Table) -> PageTable:
     """The same headings and rows as in the terminal; the bold ones marked."""
     return PageTable(
         headings=[_plain(column.header) for column in table.columns],
-        rows=[
-            list(row)
-            for row in zip(*([_plain(cell) for cell in column.cells] for column in table.columns), strict=True)
-        ],
+        rows=[list(row) for row in zip(*(map(_plain, column.cells) for column in table.columns), strict=True)],
         marked=frozenset(index for index, row in enumerate(table.rows) if row.style == "bold"),
     )
 
@@ -81,21 +78,15 @@ def table_blocks(table: Table) -> Iterable[Block]:
         yield from str(table.caption).splitlines()
 
 
-def _cell(tag: str, text: str) -> str:
-    return f"<{tag}>{html.escape(text)}</{tag}>"
-
-
 def _block(block: Block) -> str:
     if isinstance(block, str):
         return f"<p>{html.escape(block)}</p>"
     if isinstance(block, PagePlot):
         data = base64.b64encode(block.png).decode()
         return f'<p><img alt="{html.escape(block.description)}" src="data:image/png;base64,{data}"></p>'
-    head = "".join(_cell("th", heading) for heading in block.headings)
-    rows = "".join(
-        f"<tr{' class=ours' if index in block.marked else ''}>{''.join(_cell('td', cell) for cell in row)}</tr>"
-        for index, row in enumerate(block.rows)
-    )
+    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in block.headings)
+    cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in block.rows]
+    rows = "".join(f"<tr{' class=ours' if i in block.marked else ''}>{row}</tr>" for i, row in enumerate(cells))
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 

@@ -20,7 +20,6 @@ class Summary:
     p99: float
 
     def to_dict(self) -> dict[str, float]:
-        """For JSON."""
         return asdict(self)
 
 

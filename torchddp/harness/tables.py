@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -35,21 +36,20 @@ def size_text(result: dict[str, Any]) -> str:
     return f"{weight_text(result)}, {ranks_text(result['world_size'])}"
 
 
-def _ratio(value: float | None) -> str:
-    return "inf" if value is None else f"{value:.2f}"
-
-
 def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") -> Text:
     """'0.85 [0.80..0.91]', green below one, red above; `without` for the row that the others are held against."""
     if ratio is None:
         return Text(without, style="dim")
-    median = ratio["median"]
-    style = "red" if median is None or median > 1 else "green"
-    return Text(f"{_ratio(median)} [{_ratio(ratio['q25'])}..{_ratio(ratio['q75'])}]", style=style)
+    style = "red" if ratio["median"] is None or ratio["median"] > 1 else "green"
+    median, q25, q75 = ("inf" if ratio[key] is None else f"{ratio[key]:.2f}" for key in ("median", "q25", "q75"))
+    return Text(f"{median} [{q25}..{q75}]", style=style)
 
 
-def plain_table(title: str, first: str, *numbers: str) -> Table:
-    """A table with its first column and those of numbers. Narrow gaps: every table fits a terminal of 80 columns."""
+def plain_table(title: str, first: str, *numbers: str, second: str | None = None, notes: Sequence[str] = ()) -> Table:
+    """A table with its first column, maybe a second one of words, and those of numbers; notes are below it.
+
+    Narrow gaps: every table fits a terminal of 80 columns.
+    """
     table = Table(
         title=title,
         box=box.SIMPLE_HEAD,
@@ -57,8 +57,12 @@ def plain_table(title: str, first: str, *numbers: str) -> Table:
         padding=(0, 1, 0, 0),
         title_justify="left",
         min_width=min(len(title), MAX_WIDTH),  # a title is broken where its table ends
+        caption=Text("\n".join(notes), style="dim") if notes else None,
+        caption_justify="left",
     )
-    table.add_column(first, overflow="fold")
+    table.add_column(first, overflow="fold", no_wrap=second is not None)
+    if second is not None:
+        table.add_column(second, overflow="fold")
     for heading in numbers:
         table.add_column(Text(heading), justify="right", no_wrap=True)
     return table

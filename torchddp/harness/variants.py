@@ -44,7 +44,6 @@ class Variant:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The options as keyword arguments of the constructor."""
         return dict(self.options)
 
 

@@ -67,8 +67,7 @@ class StepRecorder:
         if stats["finished"] == self._finished:
             return
         self._finished = stats["finished"]
-        ready_ns, forward_ns = self._reducer.get_backward_stats(), self._reducer.forward_ns()
-        times_ns = [*ready_ns, forward_ns]
+        times_ns = (*self._reducer.get_backward_stats(), self._reducer.forward_ns())
         self._rows.append([time_ns / 1e9 for time_ns in times_ns])
 
     def stop(self) -> None:
@@ -76,7 +75,7 @@ class StepRecorder:
         self._reducer.set_overlap(True)
         self._reducer.record_ready_times(False)
 
-    def times(self, device: torch.device, timeout: datetime.timedelta = datetime.timedelta(0)) -> StepTimes:
+    def times(self, device: torch.device, timeout: datetime.timedelta) -> StepTimes:
         """Collective: what was recorded on all ranks. ``device``: of the parameters."""
         if not self._rows:
             raise ValueError(
@@ -99,12 +98,7 @@ class Decision:
     plan: _C.BucketPlan
 
 
-def decide(
-    specs: Sequence[_C.ParamSpec],
-    times: StepTimes,
-    cost: LinearCost,
-    current: _C.BucketPlan,
-) -> Decision:
+def decide(specs: Sequence[_C.ParamSpec], times: StepTimes, cost: LinearCost, current: _C.BucketPlan) -> Decision:
     """The plan with the least predicted exposed time; the current one if that is hardly worse. Pure."""
     best = planned_buckets(specs, times.order, times.ready_s, cost)
     before_s, after_s = (finish_s(buckets, specs, times.ready_s, cost) for buckets in (buckets_of(current), best))
@@ -135,8 +129,7 @@ class AutoPlan:
         if self._recorder.steps < RECORDED_STEPS:
             return False
         self._recorder.stop()
-        times = self._recorder.times(self._session.device, self._session.wait_limit)
-        self._plan(times)
+        self._plan(self._recorder.times(self._session.device, self._session.wait_limit))
         return True
 
     def stop(self) -> None:
@@ -186,7 +179,7 @@ class BucketPlanning(StepObserver):
 
         ``look_for_kept``: take the plan kept for this model and group, where rank 0 finds one.
         """
-        self.end()
+        self.close()
         session, transport = self._session, self._session.reducer.transport
         if transport.size == 1:
             return
@@ -206,32 +199,29 @@ class BucketPlanning(StepObserver):
         if self.current is not None and self._session.synchronises:
             self._carry_on(self.current)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Give up, or be done; buckets stay as they are."""
         if self.current is not None:
             self.current.stop()
             self.current = None
 
     def on_group_change(self) -> None:
-        self.end()
+        self.close()
         if self._session.options.plans_buckets:
             self.start(look_for_kept=False)
-
-    def close(self) -> None:
-        self.end()
 
     @torch._disable_dynamo
     def _carry_on(self, planning: AutoPlan) -> None:
         if reason := self._reason_not_to_plan():
             logger.warning("bucket_cap_mb='auto': the buckets stay as they are, for %s.", reason)
-            self.end()
+            self.close()
             return
         is_over = True  # also if planning fails
         try:
             is_over = planning.before_step()
         finally:
             if is_over:
-                self.end()
+                self.close()
 
     def _reason_not_to_plan(self) -> str:
         """Why buckets must stay, the same on all ranks; empty if they need not."""

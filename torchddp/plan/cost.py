@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import datetime
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -37,16 +37,9 @@ class _Channel:
         self._transport, self._device, self._timeout = transport, device, timeout
         self._work = transport.make_work()
         largest = _LAST_BYTES if transport.reaches_any_memory else _LAST_SHARED_BYTES
-        self._memory = transport.allocate(largest // 4, torch.empty(0, device=device)).zero_()
+        self.memory = transport.allocate(largest // 4, torch.empty(0, device=device)).zero_()
         if _C.agree_on_memory(transport, timeout) is not transport:
             raise NoRoomError(f"there is no room for a message of {largest} bytes in the memory that ranks share")
-
-    @property
-    def largest_bytes(self) -> int:
-        return self._memory.nbytes
-
-    def message(self, nbytes: int) -> torch.Tensor:
-        return self._memory[: nbytes // 4]
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         self._transport.all_reduce(tensor, self._work)
@@ -87,7 +80,7 @@ def measure_cost(
         # Warm-up, the call that is timed first, and at least one more.
         next_s = 3 * _GROWTH * wall_s
         late = len(wall) >= _LEAST_SIZES and time.monotonic() - start_s + next_s > _BUDGET_S
-        if channel.of_rank_0(float(late or nbytes > channel.largest_bytes))[0]:
+        if channel.of_rank_0(float(late or nbytes > channel.memory.nbytes))[0]:
             break
     alpha_s, beta_s = fit_line(wall)
     # Rank 0 alone, so that nobody takes the core meanwhile.
@@ -101,17 +94,20 @@ def measure_cost(
 
 
 def _time_message(channel: _Channel, nbytes: int) -> float:
-    message = channel.message(nbytes)
+    message = channel.memory[: nbytes // 4]
     channel.all_reduce(message)
     send = partial(channel.all_reduce, message)
-    affordable = _BUDGET_S / _MAX_SIZES / max(_seconds_of(send), 1e-9)
+    affordable = _BUDGET_S / _MAX_SIZES / max(seconds_of(send), 1e-9)
     repeats = int(channel.of_rank_0(min(_MAX_REPEATS, max(1, affordable)))[0])
-    return statistics.median(_seconds_of(send) for _ in range(repeats))
+    return statistics.median(seconds_of(send) for _ in range(repeats))
 
 
-def _seconds_of(call: Callable[[], object]) -> float:
+def seconds_of(call: Callable[[], object], device: torch.device | None = None) -> float:
+    """With ``device``: until it has done all of it."""
     before_s = time.perf_counter()
     call()
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - before_s
 
 
@@ -120,7 +116,7 @@ def _measure_copy(device: torch.device) -> float:
     if device.type != "cpu":
         return 0.0
     copy = partial(torch.zeros(_COPY_BYTES // 4).copy_, torch.zeros(_COPY_BYTES // 4))
-    return statistics.median(_seconds_of(copy) for _ in range(_MAX_REPEATS)) / _COPY_BYTES
+    return statistics.median(seconds_of(copy) for _ in range(_MAX_REPEATS)) / _COPY_BYTES
 
 
 # --- a line through measured times (pure) ---
@@ -171,22 +167,17 @@ def measure_host_cost() -> tuple[float, float]:
     meanwhile.
 
     Both ranks are this process, connected over its own loopback interface: over a slow link the same CPU wakes up for
-    every packet, so what it needs there says nothing of a faster one. Not collective. (0, 0) without gloo.
+    every packet, so what it needs there says nothing of a faster one. Not collective. (0, 0) without gloo,
+    or where the two don't connect.
     """
     if not dist.is_gloo_available():
         return 0.0, 0.0
     store = dist.HashStore()
-    groups: list[Any] = []  # of class ProcessGroupGloo, whose collectives torch's stubs don't know
-    # Each waits for the other to connect.
-    threads = [
-        threading.Thread(target=lambda rank=rank: groups.append(dist.ProcessGroupGloo(store, rank, 2, _HOST_TIMEOUT)))
-        for rank in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if len(groups) < 2:
+    groups: list[Any]  # of class ProcessGroupGloo, whose collectives torch's stubs don't know
+    try:
+        with ThreadPoolExecutor(2) as pool:  # each waits for the other to connect
+            groups = list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, _HOST_TIMEOUT), range(2)))
+    except RuntimeError:
         return 0.0, 0.0
     # Of the small ones the least: whatever else happens in the process is larger than they are.
     small_s = min(_cpu_times_s(groups, _SMALL_BYTES, _SMALL_ROUNDS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torchddp import _C
 from torchddp.plan.auto_plan import StepRecorder, plan_key
 from torchddp.plan.buckets import buckets_of
-from torchddp.plan.cost import measure_cost
+from torchddp.plan.cost import measure_cost, seconds_of
 from torchddp.plan.step_profile import Gradient, StepProfile
 from torchddp.transport.agreement import TransportExchange
 
@@ -41,7 +40,7 @@ def record_profile(model: Any, step: Callable[[], Any], *, name: str = "", steps
     reducer, device = session.reducer, session.device
     for _ in range(WARMUP_STEPS):
         step()
-    step_s = statistics.median(timed_step(step, device) for _ in range(steps))
+    step_s = statistics.median(seconds_of(step, device) for _ in range(steps))
     recorder = StepRecorder(reducer)
     try:
         for _ in range(steps):
@@ -73,12 +72,3 @@ def record_profile(model: Any, step: Callable[[], Any], *, name: str = "", steps
         torchddp_version=_C.version,
         torch_version=torch.__version__,
     )
-
-
-def timed_step(step: Callable[[], Any], device: torch.device) -> float:
-    """Seconds that one step takes; on a device, until it has done all of it."""
-    before_s = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - before_s

@@ -109,13 +109,12 @@ def _events(rank: int, step: Step, names: Sequence[str], zero_ns: int) -> Iterab
 
 
 def _about(thread: int, what: str, step: Step, names: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    if what.startswith("wait"):
+        return "exposed", {}
     if thread == AUTOGRAD:
-        if what.startswith("wait"):
-            return "exposed", {}
         return "exposed" if what == "exposed" else "compute", {"step": step.index}
-    if what in ("packing", "queued"):
-        return "bucket", {"step": step.index}
-    return "bucket", {"step": step.index, **_bucket_dict(step.buckets[thread - 1], names)}
+    bucket = {} if what in ("packing", "queued") else _bucket_dict(step.buckets[thread - 1], names)
+    return "bucket", {"step": step.index, **bucket}
 
 
 def _bucket_dict(bucket: BucketTimes, names: Sequence[str]) -> dict[str, Any]:

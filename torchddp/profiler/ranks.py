@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from torchddp.profiler.steps import BucketTimes, Step
 from torchddp.traffic import Traffic
+from torchddp.transport.agreement import ranks_by
 
 ROUNDS = 32
 
@@ -60,9 +61,7 @@ def align(identities: Sequence[str], readings: Sequence[Readings]) -> list[Clock
         readings: of each rank; all have the same number of rounds. Empty where all identities are equal.
     """
     reference = identities[0]
-    members: dict[str, list[int]] = {}
-    for rank, identity in enumerate(identities):
-        members.setdefault(identity, []).append(rank)
+    members = ranks_by(identities)
     clocks = {
         identity: Clock() if identity == reference else _bounded(members[reference], ranks, readings)
         for identity, ranks in members.items()

@@ -6,21 +6,13 @@ import bisect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torchddp._C import Event
 
 # What is shown of a bucket, in this order.
 BUCKET_TIMES = ("first_ready_ns", "last_ready_ns", "packed_ns", "launched_ns", "done_ns")
-
-
-class Event(Protocol):
-    """What the reducer's timeline holds (csrc/timeline/timeline.h)."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def id(self) -> int: ...
-    @property
-    def time_ns(self) -> int: ...
 
 
 class BucketLayout(NamedTuple):
@@ -208,16 +200,13 @@ class Layouts:
     """Which buckets were in force when: the reducer rebuilds them early in a run, and each step has its own."""
 
     def __init__(self) -> None:
-        self._since: list[int] = []
-        self._layouts: list[Layout] = []
+        self._since: list[tuple[int, Layout]] = []
 
     def note(self, step: int, layout: Layout) -> None:
         """From this step on, `layout`. Steps come in rising order."""
-        if self._layouts and self._layouts[-1] == layout:
-            return
-        self._since.append(step)
-        self._layouts.append(layout)
+        if not self._since or self._since[-1][1] != layout:
+            self._since.append((step, layout))
 
     def of(self, step: int) -> Layout:
         """The buckets of a step; those first noted for steps before."""
-        return self._layouts[max(0, bisect.bisect_right(self._since, step) - 1)]
+        return self._since[max(0, bisect.bisect_right(self._since, step, key=lambda since: since[0]) - 1)][1]

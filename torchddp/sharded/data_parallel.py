@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from torchddp.ddp.model import wrapped_inside
 from torchddp.ddp.module import DistributedDataParallel
-from torchddp.sharded import optimizer_checks
 from torchddp.sharded.oss import OSS
-from torchddp.sharded.pending_parameters import is_compiling
-from torchddp.sharded.policy import ShardedPolicy
-from torchddp.transport.agreement import verify_agreement
+from torchddp.sharded.parameter_sync import StepHooks, is_compiling
+from torchddp.sharded.policy import ShardedPolicy, agreed_optimizers
 
 
 class ShardedDataParallel(DistributedDataParallel):
@@ -83,7 +81,7 @@ class ShardedDataParallel(DistributedDataParallel):
             raise ValueError(f"reduce_buffer_size must be a number of elements, 0 or more, got {reduce_buffer_size!r}")
         if not dist.is_initialized():
             raise RuntimeError("ShardedDataParallel needs a process group: call init_process_group first")
-        optimizers = _agreed_optimizers(module, sharded_optimizer, process_group or dist.group.WORLD)
+        optimizers = agreed_optimizers(module, sharded_optimizer, process_group or dist.group.WORLD)
         self._auto_refresh = auto_refresh_trainable
         # Read while torch's constructor runs: a plain attribute only.
         self._policy = self._shards = ShardedPolicy(
@@ -108,7 +106,14 @@ class ShardedDataParallel(DistributedDataParallel):
         )
         self._trainable = self._trainable_now()
         for number, optimizer in enumerate(optimizers):
-            optimizer.attach(_StepHooks(self, number))
+            hooks = StepHooks(
+                check_new=self._check_new,
+                owned_buffers=partial(self._shards.owned_buffers, number),
+                before_step=self.synchronize,
+                after_step=partial(self._shards.send_updated, number),
+                owners_changed=self._owners_changed,
+            )
+            optimizer.attach(hooks)
 
     # --- parameters on their way ---
 
@@ -164,6 +169,13 @@ class ShardedDataParallel(DistributedDataParallel):
             self._refreshing = False
         self._rebuild()
 
+    def _check_new(self, params: list[torch.Tensor]) -> None:
+        known = set(self.module.parameters())
+        if strangers := sum(param not in known for param in params):
+            raise ValueError(
+                f"{strangers} of {len(params)} new parameters are not those of the ShardedDataParallel's module"
+            )
+
     def _owners_changed(self) -> None:
         """An optimizer has new parameters, or new owners."""
         trainable = {id(param) for param in self._module_parameters if param.requires_grad}
@@ -195,12 +207,9 @@ class ShardedDataParallel(DistributedDataParallel):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """``to``, ``half``, ``cuda`` and the like. Collective."""
         self.synchronize()
-        kind = self.device_type
         super()._apply(fn, recurse)
         device = next(iter(self._module_parameters)).device
         self.device, self.device_type = device, device.type
-        if device.type != kind:
-            self._shards.forget_transport()
         self._rebuild()
         return self
 
@@ -238,48 +247,3 @@ class ShardedDataParallel(DistributedDataParallel):
         raise TypeError(
             "a ShardedDataParallel can't be copied or pickled: it belongs to its optimizers. Copy its .module instead"
         )
-
-
-def _agreed_optimizers(module: torch.nn.Module, given: Any, group: Any) -> list[OSS]:
-    """Collective: the optimizers, or an error on all ranks."""
-    optimizers: list[OSS] = []
-    lines: list[str] = []
-    error: Exception | None = None
-    try:
-        optimizers = optimizer_checks.check_optimizers(given, group)
-        optimizer_checks.check_coverage(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ()), optimizers)
-        lines = optimizer_checks.describe(module, optimizers)
-        if wrapped_inside(module):
-            raise ValueError("the module is, or contains, a DistributedDataParallel over these parameters: wrap once")
-    except (TypeError, ValueError) as caught:
-        error = caught
-    verify_agreement(lines, error, group, "ShardedDataParallel")
-    return optimizers
-
-
-class _StepHooks:
-    """How the n-th optimizer's updated parameters get to all ranks."""
-
-    def __init__(self, model: ShardedDataParallel, number: int) -> None:
-        self._model = model
-        self._number = number
-
-    def check_new(self, params: list[torch.Tensor]) -> None:
-        known = set(self._model.module.parameters())
-        strangers = sum(param not in known for param in params)
-        if strangers:
-            raise ValueError(
-                f"{strangers} of {len(params)} new parameters are not those of the ShardedDataParallel's module"
-            )
-
-    def owned_buffers(self) -> list[torch.Tensor]:
-        return self._model._shards.gathers[self._number].owned_buffers
-
-    def owners_changed(self) -> None:
-        self._model._owners_changed()
-
-    def before_step(self) -> None:
-        self._model.synchronize()
-
-    def after_step(self) -> None:
-        self._model._shards.send_updated(self._number)

@@ -65,9 +65,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
 
 @torch.no_grad()
-def skips_step(
-    optimizer: Optimizer, params: Sequence[torch.Tensor], group: dist.ProcessGroup, *, sharded: bool = False
-) -> bool:
+def skips_step(optimizer: Optimizer, params: Sequence[torch.Tensor], group: dist.ProcessGroup, sharded: bool) -> bool:
     """Whether all ranks are to skip this step, because of gradients that are not finite. Collective under a GradScaler.
 
     If not, gradients that the scaler has not unscaled yet are unscaled. It leaves both to optimizers like OSS

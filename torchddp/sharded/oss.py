@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from torchddp.sharded.flat_step import FlatStep
 from torchddp.sharded.gradients import sharded_norm, skips_step
-from torchddp.sharded.parameter_sync import ParameterBroadcast, StepHooks, plan_buckets
+from torchddp.sharded.parameter_sync import StepHooks, broadcast_buckets, plan_buckets
 from torchddp.sharded.partition import ParameterPartition
 from torchddp.sharded.sharded_state import check_state, gather_state
 from torchddp.transport.agreement import message_device, verify_agreement
@@ -35,6 +35,11 @@ class OSS(Optimizer):
 
     ``param_groups`` holds all parameters, for learning rate schedulers and users to read and change; ``state`` only
     that of this rank's parameters. Parameters with ``requires_grad=False`` have no owner: see `refresh_trainable`.
+
+    Attributes:
+        optim: the optimizer of this rank's parameters. Its options are overwritten with those of ``param_groups``.
+        process_group, rank, world_size: the ranks that the state is sharded over, and which of them this is.
+        step_hooks: those of the ShardedDataParallel that sends the parameters, if one does.
 
     Args:
         params: parameters, groups, or ``named_parameters()``, as for any optimizer; the same on all ranks.
@@ -67,57 +72,36 @@ class OSS(Optimizer):
         _check_class(optim)
         if broadcast_buffer_size != -1 and broadcast_buffer_size < 1:
             raise ValueError(f"broadcast_buffer_size must be -1 or at least 1 element, got {broadcast_buffer_size}")
-        self._process_group = _resolve_group(group)
-        self.rank = self._process_group.rank()
-        self.world_size = self._process_group.size()
+        self.process_group = _resolve_group(group)
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self._optim, self._optim_options = optim, defaults
         self._bucket_numel, self._half = broadcast_buffer_size, broadcast_fp16
         self._partition = ParameterPartition(self.rank, self.world_size)
         self._consolidated: dict[Any, Any] | None = None
-        self._step_hooks: StepHooks | None = None
+        self.step_hooks: StepHooks | None = None
         error: Exception | None = None
         try:
-            self._inner = optim([{"params": []}], **defaults)
-            self._inner.param_groups.clear()
-            super().__init__(params, self._inner.defaults)
+            self.optim = optim([{"params": []}], **defaults)
+            self.optim.param_groups.clear()
+            super().__init__(params, self.optim.defaults)
         except Exception as caught:
             error = caught
         active = self._partition.trainable()
         owners, state = self._agree_on_owners(active, error)
         self._built = True
-        self._flat_step = FlatStep(self._inner)
+        self._flat_step = FlatStep(self.optim)
         self._apply(owners, active, state)
 
     # --- parameters and owners ---
-
-    @property
-    def optim(self) -> Optimizer:
-        """The optimizer of this rank's parameters. Its options are overwritten with those of ``param_groups``."""
-        return self._inner
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks that the state is sharded over."""
-        return self._process_group
 
     @property
     def param_to_rank(self) -> Mapping[torch.Tensor, int]:
         """The rank (in the group) that owns each parameter; parameters without an owner are not in it. Read-only."""
         return MappingProxyType(self._partition.owner_of)
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether a ShardedDataParallel sends its parameters."""
-        return self._step_hooks is not None
-
-    def attach(self, hooks: StepHooks) -> None:
-        """Leaves sending parameters to the data parallel module that reduces gradients to their owners."""
-        self._step_hooks = hooks
-        self._flat_step.reset()
-
-    def detach(self) -> None:
-        """Undoes `attach`: steps broadcast parameters again."""
-        self._step_hooks = None
+    def attach(self, hooks: StepHooks | None) -> None:
+        """Leaves sending parameters to the data parallel module that reduces gradients to their owners; None: not."""
+        self.step_hooks = hooks
         self._flat_step.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -128,8 +112,8 @@ class OSS(Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            if self._step_hooks is not None:
-                self._step_hooks.check_new(self.param_groups[-1]["params"])
+            if self.step_hooks is not None:
+                self.step_hooks.check_new(self.param_groups[-1]["params"])
             self._partition.set_groups(self.param_groups)
             if not self._built:  # called by the constructor of torch's class: owners are found for all groups at once
                 return
@@ -181,21 +165,21 @@ class OSS(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._partition.check_gradients()
-        if skips_step(self, self._partition.params, self._process_group, sharded=self.is_attached):
+        if skips_step(self, self._partition.params, self.process_group, sharded=self.step_hooks is not None):
             return loss
         self._consolidated = None
-        hooks = self._step_hooks
+        hooks = self.step_hooks
         if hooks is not None:
             hooks.before_step()
-        _copy_options(self.param_groups, self._inner.param_groups)
+        _copy_options(self.param_groups, self.optim.param_groups)
         buffers = () if hooks is None else hooks.owned_buffers()
         with self._partition.frozen_gradients_hidden(), self._flat_step.flattened(buffers):
-            self._inner.step()
-        _copy_options(self._inner.param_groups, self.param_groups)
+            self.optim.step()
+        _copy_options(self.optim.param_groups, self.param_groups)
         if hooks is not None and not self._half:
             hooks.after_step()
         else:
-            self._broadcast.run()
+            broadcast_buckets(self._buckets, self.process_group, self._half)
         return loss
 
     @torch.no_grad()
@@ -209,7 +193,7 @@ class OSS(Optimizer):
         norm that is not finite if ``error_if_nonfinite``, ValueError for ``norm_type`` <= 0.
         """
         self._partition.check_gradients()
-        params, group = self._partition.params, self._process_group
+        params, group = self._partition.params, self.process_group
         grads = [grad for grad in (params[index].grad for index in self._partition.owned()) if grad is not None]
         dtype = reduce(torch.promote_types, (param.dtype.to_real() for param in params), torch.float32)
         device = params[0].device if params else message_device(group)
@@ -231,7 +215,7 @@ class OSS(Optimizer):
             raise ValueError(
                 f"recipient_rank must be a rank of the group (0 to {self.world_size - 1}), got {recipient_rank}"
             )
-        self._consolidated = gather_state(self._inner.state, self._partition, recipient_rank, self._process_group)
+        self._consolidated = gather_state(self.optim.state, self._partition, recipient_rank, self.process_group)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, in the form of ``optim``'s own state_dict over all parameters, on one rank.
@@ -253,7 +237,7 @@ class OSS(Optimizer):
 
         For torch.distributed.checkpoint (see `torchddp.optim.load_checkpoint`), or for a file of each rank.
         """
-        return {**self._state_dict_of(self._inner.state), "sharded_params": self._partition.owned()}
+        return {**self._state_dict_of(self.optim.state), "sharded_params": self._partition.owned()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads this rank's part of a whole state: of OSS on any number of ranks, or of ``optim`` without OSS.
@@ -284,7 +268,7 @@ class OSS(Optimizer):
         Changes nothing.
         """
         torch_own = self._optim.__module__.startswith("torch.optim")
-        return check_state(state_dict, self.param_groups, self._partition, self._inner.state, torch_own)
+        return check_state(state_dict, self.param_groups, self._partition, self.optim.state, torch_own)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("an OSS can't be copied or pickled: it belongs to a process group; use its state_dict")
@@ -299,7 +283,7 @@ class OSS(Optimizer):
                 found = self._find_owners(wanted)
             except Exception as caught:
                 error = caught
-        verify_agreement(self._partition.describe(), error, self._process_group)
+        verify_agreement(self._partition.describe(), error, self.process_group)
         return found
 
     def _find_owners(self, wanted: list[bool]) -> tuple[list[int | None], State]:
@@ -325,20 +309,19 @@ class OSS(Optimizer):
         changed = self._partition.assign(owners, active)
         params = self._partition.params
         mine = {params[index] for index in self._partition.owned()}
-        for group in self.param_groups[len(self._inner.param_groups) :]:
-            self._inner.add_param_group({**_options(group), "params": []})
-        for inner, group in zip(self._inner.param_groups, self.param_groups, strict=True):
+        for group in self.param_groups[len(self.optim.param_groups) :]:
+            self.optim.add_param_group({**_options(group), "params": []})
+        for inner, group in zip(self.optim.param_groups, self.param_groups, strict=True):
             inner["params"] = [param for param in group["params"] if param in mine]
-        self._inner.state.update(state)
+        self.optim.state.update(state)
         self._state_replaced()
         senders = [rank if on else None for rank, on in zip(owners, active, strict=True)]
-        buckets = plan_buckets(params, senders, self._bucket_numel)
-        self._broadcast = ParameterBroadcast(buckets, self._process_group, self._half)
-        if changed and self._step_hooks is not None:
-            self._step_hooks.owners_changed()
+        self._buckets = plan_buckets(params, senders, self._bucket_numel)
+        if changed and self.step_hooks is not None:
+            self.step_hooks.owners_changed()
 
     def _state_replaced(self) -> None:
-        self.state = self._inner.state
+        self.state = self.optim.state
         self._flat_step.reset()
         self._consolidated = None
 
@@ -355,11 +338,11 @@ class OSS(Optimizer):
         index_of = {param: index for index, param in enumerate(self._partition.params)}
         groups = [
             {**_options(saved), "params": [index_of[param] for param in inner["params"]]}
-            for saved, inner in zip(saved_groups, self._inner.param_groups, strict=True)
+            for saved, inner in zip(saved_groups, self.optim.param_groups, strict=True)
         ]
-        self._inner.load_state_dict({"state": state, "param_groups": groups})
+        self.optim.load_state_dict({"state": state, "param_groups": groups})
         self._state_replaced()
-        for group, inner, saved in zip(self.param_groups, self._inner.param_groups, saved_groups, strict=True):
+        for group, inner, saved in zip(self.param_groups, self.optim.param_groups, saved_groups, strict=True):
             own = {key: group[key] for key in OWN_KEYS if key in group}
             named = {key: saved[key] for key in OWN_KEYS[1:] if key in saved}
             group.clear()

@@ -1,6 +1,6 @@
 """How updated parameters get from their owners to all ranks.
 
-`OSS` alone sends them by `ParameterBroadcast` within the step. Under ShardedDataParallel parameters are views of flat
+`OSS` alone sends them by `broadcast_buckets` within the step. Under ShardedDataParallel parameters are views of flat
 memory, one owner's side by side, and `ParameterGather` sends them from there while the next forward runs.
 """
 
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from torchddp import _C
 from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
@@ -30,26 +33,24 @@ CHUNK_BYTES = 8 * 1024 * 1024
 ALIGNMENT_BYTES = 64
 
 
-class StepHooks(Protocol):
-    """What `OSS` calls on the data parallel module that reduces gradients to their owners, and sends parameters."""
+@dataclass(frozen=True)
+class StepHooks:
+    """What `OSS` calls of the data parallel module that reduces gradients to their owners, and sends parameters.
 
-    def check_new(self, params: list[torch.Tensor]) -> None:
-        """Raises ValueError for new parameters that the module doesn't have."""
+    Attributes:
+        check_new: raises ValueError for new parameters that the module doesn't have.
+        owned_buffers: flat tensors that this rank's parameters lie in, the same ones until parameters are moved. What
+            lies there between the optimizer's parameters belongs to nobody, and may be written to.
+        before_step: before parameters are changed.
+        after_step: when this rank has updated its own. Collective.
+        owners_changed: when parameters were added, frozen, thawed, or got owners. Collective.
+    """
 
-    def owned_buffers(self) -> Sequence[torch.Tensor]:
-        """Flat tensors that this rank's parameters lie in, the same ones until parameters are moved.
-
-        What lies there between the optimizer's parameters belongs to nobody, and may be written to.
-        """
-
-    def before_step(self) -> None:
-        """Called before parameters are changed."""
-
-    def after_step(self) -> None:
-        """Called when this rank has updated its own. Collective."""
-
-    def owners_changed(self) -> None:
-        """Called when parameters were added, frozen, thawed, or got owners. Collective."""
+    check_new: Callable[[list[torch.Tensor]], None]
+    owned_buffers: Callable[[], Sequence[torch.Tensor]]
+    before_step: Callable[[], None]
+    after_step: Callable[[], None]
+    owners_changed: Callable[[], None]
 
 
 # --- OSS alone ---
@@ -90,54 +91,36 @@ def _keys(
     ]
 
 
-class ParameterBroadcast:
-    """A broadcast of each bucket from its owner. Flat memory is held only while messages are under way.
+@torch.no_grad()
+def broadcast_buckets(buckets: Sequence[Bucket], group: dist.ProcessGroup, half: bool) -> None:
+    """Sends each bucket from its owner to all ranks. Collective. All messages are started before any is waited for.
 
-    ``half``: float32 parameters travel as float16.
+    Flat memory is held only while messages are under way. ``half``: float32 parameters travel as float16.
     """
-
-    def __init__(self, buckets: Sequence[Bucket], group: dist.ProcessGroup, half: bool) -> None:
-        self._buckets = list(buckets)
-        self._group = group
-        self._rank = group.rank()
-        self._half = half
-
-    @torch.no_grad()
-    def run(self) -> None:
-        """Sends and receives all parameters. Collective. All messages are started before any is waited for."""
-        if self._group.size() == 1:
-            return
-        sent = [self._start(bucket) for bucket in self._buckets]
-        for bucket, (flat, work) in zip(self._buckets, sent, strict=True):
-            wait_for_work(work, self._group)
-            self._finish(bucket, flat)
-
-    def _start(self, bucket: Bucket) -> tuple[torch.Tensor, dist.Work | None]:
-        wire_dtype = self._wire_dtype(bucket)
-        if self._in_place(bucket):
-            flat = bucket.params[0].detach().view(-1)
-        elif self._rank != bucket.owner:
-            flat = torch.empty(bucket.numel, dtype=wire_dtype, device=bucket.params[0].device)
+    if group.size() == 1:
+        return
+    sent = []
+    for bucket in buckets:
+        first = bucket.params[0]
+        wire_dtype = torch.float16 if half and bucket.dtype == torch.float32 else bucket.dtype
+        in_place = len(bucket.params) == 1 and first.is_contiguous() and wire_dtype == bucket.dtype
+        if in_place:
+            flat = first.detach().view(-1)
+        elif group.rank() != bucket.owner:
+            flat = torch.empty(bucket.numel, dtype=wire_dtype, device=first.device)
         else:
             flat = torch.cat([param.detach().reshape(-1) for param in bucket.params]).to(wire_dtype)
         # As bytes: no backend has all dtypes, and a broadcast does no arithmetic.
-        work = dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=bucket.owner, async_op=True)
-        return flat, work
-
-    def _finish(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        work = dist.broadcast(flat.view(torch.uint8), group=group, group_src=bucket.owner, async_op=True)
+        sent.append((bucket, flat, work, in_place))
+    for bucket, flat, work, in_place in sent:
+        wait_for_work(work, group)
         rounded = flat.dtype != bucket.dtype  # then the owner, too, goes on with what the others got
-        if self._in_place(bucket) or (self._rank == bucket.owner and not rounded):
-            return
+        if in_place or (group.rank() == bucket.owner and not rounded):
+            continue
         pieces = torch.split(flat, [param.numel() for param in bucket.params])
         for param, piece in zip(bucket.params, pieces, strict=True):
             param.copy_(piece.view(param.shape))
-
-    def _wire_dtype(self, bucket: Bucket) -> torch.dtype:
-        return torch.float16 if self._half and bucket.dtype == torch.float32 else bucket.dtype
-
-    def _in_place(self, bucket: Bucket) -> bool:
-        alone = len(bucket.params) == 1 and bucket.params[0].is_contiguous()
-        return alone and self._wire_dtype(bucket) == bucket.dtype
 
 
 # --- ShardedDataParallel ---
@@ -163,7 +146,9 @@ def plan_chunks(
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
-    spans = [_aligned(param) for param in params]
+    # Elements from the beginning of a parameter to that of the next.
+    steps = [max(1, ALIGNMENT_BYTES // param.itemsize) for param in params]
+    spans = [-(-param.numel() // step) * step for param, step in zip(params, steps, strict=True)]
     sizes = [span * param.itemsize for span, param in zip(spans, params, strict=True)]
     plans = []
     for (owner, _, _), packed in pack(_keys(params, owners), sizes, max_bytes):
@@ -173,24 +158,24 @@ def plan_chunks(
     return plans
 
 
-def _aligned(param: torch.Tensor) -> int:
-    """Elements from the beginning of a parameter to that of the next."""
-    step = max(1, ALIGNMENT_BYTES // param.itemsize)
-    return -(-param.numel() // step) * step
-
-
 class Chunk:
     """The flat memory of a `ChunkPlan`. Parameters keep their identity; their memory moves."""
 
-    def __init__(self, plan: ChunkPlan, params: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    def __init__(self, plan: ChunkPlan, params: Sequence[torch.Tensor], transport: _C.Transport) -> None:
         self.owner = plan.owner
         self.params = [params[index] for index in plan.params]
-        self.flat = flat
+        first = self.params[0].detach()
+        if plan.owner == transport.rank and not transport.reaches_any_memory:
+            flat = transport.allocate(plan.numel, first)  # where the others can read it
+        else:
+            flat = torch.empty(plan.numel, dtype=first.dtype, device=first.device)
+        self.flat = flat.zero_()  # gaps travel too
         self._views = [
             _C.make_flat_view(flat, offset, _dense(param))
             for param, offset in zip(self.params, plan.offsets, strict=True)
         ]
         self._addresses = [view.data_ptr() for view in self._views]
+        self.attach()
 
     @torch.no_grad()
     def attach(self) -> None:
@@ -228,39 +213,74 @@ class ParameterGather:
     A failed message raises TransportError, which names it.
 
     The constructor moves the parameters (``owners``: the rank that owns each) into the chunks, unless this rank is
-    alone.
+    alone. ``module``: whoever reads parameters through it or its modules waits for them.
     """
 
     def __init__(
-        self, owners: Mapping[torch.Tensor, int], transport: _C.Transport, timeout: datetime.timedelta
+        self,
+        module: nn.Module,
+        owners: Mapping[torch.Tensor, int],
+        transport: _C.Transport,
+        timeout: datetime.timedelta,
     ) -> None:
         params = list(owners)
         plans = plan_chunks(params, list(owners.values()), CHUNK_BYTES, SMALL_NUMEL) if transport.size > 1 else []
-        self.chunks = [Chunk(plan, params, _flat_memory(plan, params, transport)) for plan in plans]
+        self.chunks = [Chunk(plan, params, transport) for plan in plans]
         self.owned_buffers = [chunk.flat for chunk in self.chunks if chunk.owner == transport.rank]
         self._transport = transport
         self._timeout = timeout
         self._reducer: _C.Reducer
         self._received = [p for chunk in self.chunks if chunk.owner != transport.rank for p in chunk.params]
-        self._attach_all()
         self._messages = [chunk.flat.view(torch.uint8) for chunk in self.chunks]  # as bytes: no backend has all dtypes
         self._works = [transport.make_work() for _ in self.chunks]
         self._under_way: set[int] = set()
+        chunk_of = {param: index for index, chunk in enumerate(self.chunks) for param in chunk.params}
+        self._needs: list[tuple[nn.Module, list[int]]] = []  # modules, and the chunks that each waits for
+        for part in module.modules():
+            own = [param for param in part._parameters.values() if param is not None]
+            if wanted := sorted({chunk_of[param] for param in own if param in chunk_of}):
+                self._needs.append((part, wanted))
+        self._hooks: list[RemovableHandle] = []
 
-    def start(self, reducer: _C.Reducer) -> None:
-        """Starts all messages. Collective, not blocking. ``reducer`` reports it when this rank hangs in a wait here."""
+    def install_hooks(self) -> None:
+        """Adds hooks to modules that keep weights in lists of their own (recurrent ones), which no dictionary sees."""
+        for module, _ in self._needs:
+            if isinstance(module, nn.RNNBase):
+                self._hooks.append(module.register_forward_pre_hook(_resolve))
+
+    def remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def run(self, reducer: _C.Reducer, *, overlaps: bool) -> None:
+        """Starts all messages, and waits for them; if it ``overlaps``, at the first access to a module's parameters.
+
+        Collective. ``reducer`` reports it when this rank hangs in a wait here.
+        """
         self.finish()
         self._reducer = reducer
-        self._attach_all()
+        for chunk in self.chunks:
+            chunk.attach()
         # A graph that saved the old values must not be run backward: autograd then says so.
         torch.autograd.graph.increment_version(self._received)
         for index, chunk in enumerate(self.chunks):
             with self._failures_named(index):
                 self._transport.broadcast(self._messages[index], chunk.owner, self._works[index])
             self._under_way.add(index)
+        if overlaps:
+            for module, wanted in self._needs:
+                PendingParameters(module, partial(self._wait, wanted))
+        else:
+            self.finish()
 
-    def wait(self, indices: Iterable[int]) -> None:
-        """Waits until the parameters of these chunks may be read (and this rank's own changed)."""
+    def finish(self) -> None:
+        """Waits until all parameters may be read (and this rank's own changed)."""
+        self._wait(range(len(self.chunks)))
+        for module, _ in self._needs:
+            _resolve(module)
+
+    def _wait(self, indices: Iterable[int]) -> None:
         for index in indices:
             if index not in self._under_way:
                 continue
@@ -271,14 +291,6 @@ class ParameterGather:
                     self._works[index].wait(self._timeout)
             finally:
                 self._reducer.end_wait(number)
-
-    def finish(self) -> None:
-        """Waits for all chunks."""
-        self.wait(range(len(self.chunks)))
-
-    def _attach_all(self) -> None:
-        for chunk in self.chunks:
-            chunk.attach()
 
     @contextmanager
     def _failures_named(self, index: int) -> Iterator[None]:
@@ -297,10 +309,58 @@ class ParameterGather:
             ) from error
 
 
-def _flat_memory(plan: ChunkPlan, params: Sequence[torch.Tensor], transport: _C.Transport) -> torch.Tensor:
-    first = params[plan.params[0]].detach()
-    if plan.owner == transport.rank and not transport.reaches_any_memory:
-        flat = transport.allocate(plan.numel, first)  # where the others can read it
-    else:
-        flat = torch.empty(plan.numel, dtype=first.dtype, device=first.device)
-    return flat.zero_()  # gaps travel too
+Parameters = dict[str, nn.Parameter | None]  # a module's own, as torch types them
+
+
+class PendingParameters(Parameters):
+    """Stands in for a module's dictionary of parameters between a step and the first use of the module.
+
+    Any access waits for those parameters and puts the plain dictionary back, so that forward, `state_dict`,
+    `parameters`, and `module.weight` all see the values after the step. A tensor that somebody holds a reference to
+    does not wait. Methods of dict are added below.
+    """
+
+    def __init__(self, module: nn.Module, wait: Callable[[], None]) -> None:
+        self._module = module
+        self._plain = module._parameters
+        self._wait = wait
+        super().__init__(self._plain)  # code that bypasses our methods sees the same parameters
+        module.__dict__["_parameters"] = self
+
+    def resolve(self) -> Parameters:
+        """Waits, puts the plain dictionary back, and returns it."""
+        if self._module.__dict__.get("_parameters") is self:
+            self._module.__dict__["_parameters"] = self._plain
+        self._wait()
+        return self._plain
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._plain and name in self.resolve()
+
+    def __reduce__(self) -> tuple[type, tuple[Parameters]]:
+        return (dict, (self.resolve(),))
+
+
+def _add_method(name: str) -> None:
+    def call(self: PendingParameters, *arguments: Any, **more: Any) -> Any:
+        return getattr(self.resolve(), name)(*arguments, **more)
+
+    setattr(PendingParameters, name, call)
+
+
+for _name in ("get", "items", "values", "keys", "copy", "pop", "update", "setdefault", "clear"):
+    _add_method(_name)
+for _name in ("getitem", "setitem", "delitem", "iter"):
+    _add_method(f"__{_name}__")
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile traces the running code: compiled code bypasses dictionaries."""
+    get_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return get_callback is not None and get_callback() not in (None, False)
+
+
+def _resolve(module: nn.Module, *_: object) -> None:
+    """Waits for a module's own parameters, if they are pending. A hook of its forward, too."""
+    if isinstance(module._parameters, PendingParameters):
+        module._parameters.resolve()

@@ -1,18 +1,25 @@
-"""What a ShardedDataParallel decides for its session: owners of gradients, their buckets, and where parameters lie."""
+"""What a ShardedDataParallel decides for its session: owners of gradients, their buckets, and where parameters lie.
+
+Its optimizers are to have an owner for each trainable parameter of the module.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchddp import _C
+from torchddp.ddp.model import wrapped_inside
 from torchddp.ddp.options import DDPOptions
 from torchddp.ddp.session import ReducerPolicy, ReducerSession
-from torchddp.sharded import optimizer_checks
 from torchddp.sharded.oss import OSS
 from torchddp.sharded.parameter_sync import ParameterGather
-from torchddp.sharded.pending_parameters import PendingModules
+from torchddp.transport.agreement import verify_agreement
+
+MAX_NAMES = 8
 
 
 class ShardedPolicy(ReducerPolicy):
@@ -20,11 +27,6 @@ class ShardedPolicy(ReducerPolicy):
 
     Attributes:
         gathers: one for each optimizer, over the flat memory that its parameters lie in.
-
-    Args:
-        buffer_numel: elements of the largest bucket, unless one gradient is larger.
-        sends_states: give all ranks rank 0's parameters and buffers when the transport is opened.
-        overlap_wanted: whether updated parameters should travel while the next forward runs.
     """
 
     _reducer: _C.Reducer  # once the session is open
@@ -44,15 +46,16 @@ class ShardedPolicy(ReducerPolicy):
         self.gathers: list[ParameterGather] = []
         self._module = module
         self._buffer_numel, self._sends_states, self._overlap_wanted = buffer_numel, sends_states, overlap_wanted
-        self._pending: list[PendingModules] = []
-        self._transport: _C.Transport | None = None  # the same one for all reducers of the module
+        # The same one for all reducers of the module, while its device is of this type.
+        self._transport: _C.Transport | None = None
+        self._device_type = ""
 
     # --- what the session asks ---
 
     def transport(self, session: ReducerSession) -> _C.Transport:
         """Collective where it is opened: the first time, and on another kind of device."""
-        if self._transport is None:
-            self._transport = session.connect(collective=True)
+        if self._transport is None or session.device.type != self._device_type:
+            self._transport, self._device_type = session.connect(collective=True), session.device.type
             if self._sends_states:
                 buffers = session.options.sends_buffers_at_init
                 self._transport = session.sync_states(self._transport, 0, buffers=buffers)
@@ -60,7 +63,15 @@ class ShardedPolicy(ReducerPolicy):
         return self._transport
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        return optimizer_checks.owners_of(parameters, self.optimizers)
+        """RuntimeError if a parameter has none: it was thawed without `refresh_trainable`."""
+        found = {param: rank for optimizer in self.optimizers for param, rank in optimizer.param_to_rank.items()}
+        unowned = [f"parameter {i} (shape {list(p.shape)})" for i, p in enumerate(parameters) if p not in found]
+        if unowned:
+            raise RuntimeError(
+                f"{len(unowned)} trainable parameters have no owner: {_some(unowned)}. Call refresh_trainable() of the "
+                "ShardedDataParallel on all ranks after thawing parameters"
+            )
+        return [found[param] for param in parameters]
 
     def bucket_caps(
         self, options: DDPOptions, parameters: Sequence[torch.Tensor], transport: _C.Transport
@@ -74,8 +85,8 @@ class ShardedPolicy(ReducerPolicy):
             self._transport = session.reducer.transport
             self._lay_out(session, self._transport)
         self._reducer = session.reducer
-        for pending in self._pending if self.overlaps else []:
-            pending.install_hooks()
+        for gather in self.gathers if self.overlaps else []:
+            gather.install_hooks()
 
     def _lay_out(self, session: ReducerSession, transport: _C.Transport) -> None:
         """Moves each optimizer's parameters to flat memory of their owner's."""
@@ -83,12 +94,10 @@ class ShardedPolicy(ReducerPolicy):
         for gather in self.gathers:
             for chunk in gather.chunks:
                 chunk.detach(frozen)
-        self.gathers, self._pending = [], []
+        self.gathers = []
         for optimizer in self.optimizers:
             owners = {p: rank for p, rank in optimizer.param_to_rank.items() if p.requires_grad}
-            gather = ParameterGather(owners, transport, session.wait_limit)
-            self.gathers.append(gather)
-            self._pending.append(PendingModules(self._module, [chunk.params for chunk in gather.chunks]))
+            self.gathers.append(ParameterGather(self._module, owners, transport, session.wait_limit))
 
     # --- updated parameters ---
 
@@ -98,35 +107,109 @@ class ShardedPolicy(ReducerPolicy):
         # Ranks that share memory copy for themselves, and who waits for their copying must know that they are at it.
         return self._overlap_wanted and self._transport is not None and self._transport.reaches_any_memory
 
+    def owned_buffers(self, number: int) -> list[torch.Tensor]:
+        return self.gathers[number].owned_buffers
+
     def send_updated(self, number: int) -> None:
         """Collective: this rank's parameters of the n-th optimizer to all."""
-        gather, pending = self.gathers[number], self._pending[number]
-        gather.start(self._reducer)
-        if self.overlaps:
-            pending.wait_on_access(gather.wait)
-        else:
-            gather.finish()
+        self.gathers[number].run(self._reducer, overlaps=self.overlaps)
 
     def synchronize(self) -> None:
         """Until all updated parameters are there."""
-        for gather, pending in zip(self.gathers, self._pending, strict=True):
+        for gather in self.gathers:
             gather.finish()
-            pending.resolve()
 
     # --- changes ---
 
     def remove_hooks(self) -> None:
         """From the module: it is laid out anew."""
-        for pending in self._pending:
-            pending.remove_hooks()
-
-    def forget_transport(self) -> None:
-        """The model has moved to another kind of device: the next session opens another."""
-        self._transport = None
+        for gather in self.gathers:
+            gather.remove_hooks()
 
     def release(self) -> None:
         """The optimizers step by themselves again, and the module has no hooks of ours."""
         self.remove_hooks()
         for optimizer in self.optimizers:
-            optimizer.detach()
-        self.gathers, self._pending = [], []
+            optimizer.attach(None)
+        self.gathers = []
+
+
+def agreed_optimizers(module: torch.nn.Module, given: Any, group: Any) -> list[OSS]:
+    """Collective: the optimizers as a list, or an error on all ranks."""
+    optimizers: list[OSS] = []
+    lines: list[str] = []
+    error: Exception | None = None
+    try:
+        optimizers = _check_optimizers(given, group)
+        _check_coverage(module, optimizers)
+        owners = {param: rank for optimizer in optimizers for param, rank in optimizer.param_to_rank.items()}
+        lines = [
+            f"'{name}' {list(param.shape)}, {f'of rank {owners[param]}' if param in owners else 'frozen'}"
+            for name, param in module.named_parameters()
+        ]
+        if wrapped_inside(module):
+            raise ValueError("the module is, or contains, a DistributedDataParallel over these parameters: wrap once")
+    except (TypeError, ValueError) as caught:
+        error = caught
+    verify_agreement(lines, error, group, "ShardedDataParallel")
+    return optimizers
+
+
+def _check_optimizers(given: OSS | Sequence[OSS], process_group: dist.ProcessGroup) -> list[OSS]:
+    """As a list. TypeError for what is no OSS, ValueError for one of another group or given twice."""
+    optimizers = [given] if isinstance(given, OSS) or not isinstance(given, Sequence) else list(given)
+    if not optimizers:
+        raise ValueError("ShardedDataParallel needs an optimizer: torchddp.optim.OSS, or a list of them")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, OSS):
+            raise TypeError(
+                "ShardedDataParallel needs optimizers that know which rank owns a parameter, torchddp.optim.OSS, got "
+                f"{type(optimizer).__qualname__}: OSS(params, optim=torch.optim.AdamW, lr=1e-3)"
+            )
+        if optimizer.step_hooks is not None:
+            raise ValueError(
+                "the optimizer belongs to another ShardedDataParallel already: make a new one for this module, and "
+                "load its state"
+            )
+        if optimizer.process_group is not process_group:
+            raise ValueError(
+                f"the optimizer is sharded over another process group ({optimizer.world_size} ranks) than the module "
+                f"({process_group.size()} ranks): pass the same group to both"
+            )
+    if len({id(optimizer) for optimizer in optimizers}) != len(optimizers):
+        raise ValueError("an optimizer is given twice")
+    return optimizers
+
+
+def _check_coverage(module: torch.nn.Module, optimizers: Sequence[OSS]) -> None:
+    """ValueError unless each trainable parameter of the module is in exactly one optimizer, and no other is in any."""
+    names = {param: name for name, param in module.named_parameters()}
+    skipped = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    held_by: dict[torch.Tensor, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        strangers = []
+        for group_number, group in enumerate(optimizer.param_groups):
+            for place, param in enumerate(group["params"]):
+                if param not in names:
+                    strangers.append(f"parameter {place} of group {group_number} (shape {list(param.shape)})")
+                elif param in held_by:
+                    raise ValueError(
+                        f"parameter '{names[param]}' is in optimizer {held_by[param]} and in optimizer {number}: each "
+                        "must belong to one"
+                    )
+                held_by[param] = number
+        if strangers:
+            raise ValueError(
+                f"optimizer {number} holds {len(strangers)} parameters that are not the module's: {_some(strangers)}. "
+                "Build it over the parameters of the module that is wrapped"
+            )
+    missing = [n for p, n in names.items() if p.requires_grad and p not in held_by and n not in skipped]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} trainable parameters are in no optimizer: {_some([repr(n) for n in missing])}. Give them "
+            "to one, or freeze them (requires_grad=False)"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")

@@ -10,13 +10,12 @@ from rich.table import Table
 
 from torchddp.harness.page import PagePlot, Section, page_table
 from torchddp.harness.plots import figure_png, finish_panel, panels
-from torchddp.harness.tables import number, plain_table, ranks_text
+from torchddp.harness.tables import MB, number, plain_table, ranks_text
 from torchddp.plan.step_profile import StepProfile
 from torchddp.simulate.network import NO_SOFTWARE, software_of
 from torchddp.simulate.predict import Point, Prediction, Scene, model_error
 
 FORMAT = 1
-_MB = 1e6
 _HEADINGS = ("ranks", "step\nms", "exposed\nms", "effi-\nciency", "algorithm", "best plan\nbuckets", "step\nms", "gain")
 # More sizes than this are not spelled out.
 _SPELLED_OUT = 4
@@ -61,14 +60,14 @@ def link_table(points: Sequence[Point]) -> Table:
 
 def profile_text(profile: StepProfile) -> str:
     return (
-        f"{profile.model}: {profile.gradient_bytes / _MB:.3g} MB in {len(profile.gradients)} gradients, recorded with "
+        f"{profile.model}: {profile.gradient_bytes / MB:.3g} MB in {len(profile.gradients)} gradients, recorded with "
         f"{ranks_text(profile.world_size)} ({profile.transport}, {profile.device}), step {_ms(profile.step_s)} ms, "
         f"{_buckets_text(len(profile.buckets))}"
     )
 
 
 def _sizes_text(profile: StepProfile, best: Prediction) -> str:
-    sizes = [number(sum(profile.gradients[i].nbytes for i in bucket) / _MB) for bucket in best.buckets]
+    sizes = [number(sum(profile.gradients[i].nbytes for i in bucket) / MB) for bucket in best.buckets]
     shown = ", ".join(sizes[:_SPELLED_OUT])
     return f"{shown}{', ..' if len(sizes) > _SPELLED_OUT else ''} MB in launch order"
 

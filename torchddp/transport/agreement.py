@@ -14,7 +14,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,32 +25,13 @@ from torchddp.transport.waits import wait_for_keys, wait_for_work
 
 Value = TypeVar("Value")
 Key = TypeVar("Key", bound=Hashable)
-Number = TypeVar("Number", int, float)
 Connection = TypeVar("Connection")
 
-# How numbers of a kind travel, and what refuses those that would not be the same there: torch cuts fractions off.
-_KINDS: dict[type, tuple[torch.dtype, Callable[[Any], float]]] = {
-    int: (torch.int64, operator.index),
-    float: (torch.float64, float),
-}
 # Parts of a group's store so far, by process group and purpose: all ranks count alike.
 _parts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
 # --- exchanges: every rank's value on all ranks ---
-
-
-class Exchange(Protocol[Value]):
-    """How ranks tell each other values of one kind."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def gather(self, value: Value) -> list[Value]:
-        """Every rank's value, in rank order."""
 
 
 class GroupExchange:
@@ -68,6 +49,7 @@ class GroupExchange:
         self._device = device or message_device(process_group)
 
     def gather(self, value: Value) -> list[Value]:
+        """Every rank's value, in rank order."""
         own = tensor_of(value).to(self._device)
         lengths = self.gather_integer(own.numel())
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
@@ -102,12 +84,20 @@ class StoreExchange:
         self._rounds = 0
 
     def gather(self, value: Value) -> list[Value]:
-        """See `Exchange`. RuntimeError with the rank that did not come in time."""
+        """Every rank's value, in rank order. RuntimeError with the rank that did not come in time."""
         keys = self._keys(self._rounds)
         self._rounds += 1
         self._store.set(keys[self.rank], json.dumps(value))
         deadline_s = time.monotonic() + self._timeout.total_seconds()
-        return [json.loads(self._read(key, rank, deadline_s)) for rank, key in enumerate(keys)]
+        for rank, key in enumerate(keys):
+            left_s = max(0.001, deadline_s - time.monotonic())
+            try:
+                wait_for_keys(self._store, [key], datetime.timedelta(seconds=left_s))
+            except RuntimeError as error:  # as torch's stores say it, without saying whose
+                raise RuntimeError(
+                    f"rank {self.rank}: {self._who} heard nothing of rank {rank} within {self._timeout}: {error}"
+                ) from error
+        return [json.loads(self._store.get(key)) for key in keys]
 
     def close(self) -> None:
         """For a store that may be used again: to be called by every rank after its last gather. Nothing stays in it."""
@@ -119,18 +109,8 @@ class StoreExchange:
     def _keys(self, number: int) -> list[str]:
         return [f"{number}/{rank}" for rank in range(self.size)]
 
-    def _read(self, key: str, rank: int, deadline_s: float) -> bytes:
-        left_s = max(0.001, deadline_s - time.monotonic())
-        try:
-            wait_for_keys(self._store, [key], datetime.timedelta(seconds=left_s))
-        except RuntimeError as error:  # as torch's stores say it, without saying whose
-            raise RuntimeError(
-                f"rank {self.rank}: {self._who} heard nothing of rank {rank} within {self._timeout}: {error}"
-            ) from error
-        return self._store.get(key)
 
-
-class TransportExchange(Generic[Number]):
+class TransportExchange:
     """Lists of numbers, over a transport, which is there whatever the process group is.
 
     Args:
@@ -143,16 +123,18 @@ class TransportExchange(Generic[Number]):
     def __init__(
         self,
         transport: _C.Transport,
-        kind: type[Number],
+        kind: type[int] | type[float],
         device: torch.device,
         timeout: datetime.timedelta = datetime.timedelta(0),
     ) -> None:
         self.rank, self.size = transport.rank, transport.size
         self._transport, self._device, self._timeout = transport, device, timeout
-        self._dtype, self._exact = _KINDS[kind]
+        self._dtype = torch.int64 if kind is int else torch.float64
+        # What is no integer is refused as one: torch cuts fractions off.
+        self._exact: Callable[[Any], float] = operator.index if kind is int else float
 
-    def gather(self, value: Sequence[Number]) -> list[list[Number]]:
-        """See `Exchange`; equally many on all ranks."""
+    def gather(self, value: Sequence[float]) -> list[list[Any]]:
+        """Every rank's numbers, in rank order; equally many on all ranks."""
         own = self._tensor(value)
         if self.size == 1:
             return [own.tolist()]
@@ -160,20 +142,18 @@ class TransportExchange(Generic[Number]):
         work = self._transport.make_work()
         self._transport.all_gather(received, own, work)
         work.wait(self._timeout)
-        rows: list[list[Number]] = received.view(self.size, -1).tolist()
-        return rows
+        return received.view(self.size, -1).tolist()
 
-    def of_rank_0(self, value: Sequence[Number]) -> list[Number]:
+    def of_rank_0(self, value: Sequence[float]) -> list[Any]:
         """What rank 0 gave; the others give equally many."""
         tensor = self._tensor(value)
         if self.size > 1:
             work = self._transport.make_work()
             self._transport.broadcast(tensor, 0, work)
             work.wait(self._timeout)
-        numbers: list[Number] = tensor.tolist()
-        return numbers
+        return tensor.tolist()
 
-    def _tensor(self, numbers: Sequence[Number]) -> torch.Tensor:
+    def _tensor(self, numbers: Sequence[float]) -> torch.Tensor:
         return torch.tensor([self._exact(n) for n in numbers], dtype=self._dtype, device=self._device)
 
 
@@ -228,7 +208,7 @@ def list_problems(by_rank: Sequence[str]) -> str:
     )
 
 
-def ranks_per_host(exchange: Exchange[list[int]]) -> int:
+def ranks_per_host(exchange: TransportExchange) -> int:
     """How many ranks the fullest host has."""
     hosts = exchange.gather([zlib.crc32(_C.host_identity().encode())])
     return max(map(len, ranks_by(host for (host,) in hosts).values()))
@@ -285,22 +265,16 @@ def first_difference(by_rank: Sequence[Sequence[str]]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What a rank tells the others before they connect.
+    """What a rank tells the others before they connect: values of JSON."""
 
-    Attributes:
-        problem: why it can't; empty if nothing is in the way.
-    """
-
-    problem: str = ""
+    problem: str = ""  # why it can't; empty if nothing is in the way
 
 
 AnyPeer = TypeVar("AnyPeer", bound=Peer)
-# A peer's, of values that JSON has.
-Fields = dict[str, Any]
 
 
 def connect_all(
-    exchange: Exchange[Fields],
+    exchange: GroupExchange | StoreExchange,
     own: AnyPeer,
     reason_against: Callable[[Sequence[AnyPeer]], str],
     connect: Callable[[Sequence[AnyPeer]], Connection],

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torchddp.transport.agreement import part_of_store
 from torchddp.transport.worker import BoundedCalls
 
-__all__ = ["Board"]
-
 # A store that does not answer (its host is stopped) must not hold the watcher for longer.
 _STORE_TIMEOUT = datetime.timedelta(seconds=5)
 

@@ -11,8 +11,6 @@ from typing import Protocol
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-__all__ = ["Interruptible", "interrupt_all", "members_of", "register"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchddp import _C
-from torchddp.transport.agreement import Exchange, Fields, Peer, StoreExchange, connect_all, part_of_store
-
-__all__ = ["connect"]
+from torchddp.transport.agreement import Peer, StoreExchange, connect_all, part_of_store
 
 # From here on NCCL takes several ranks of one GPU, if this variable is 1.
 _SHARED_GPU_VERSION = 23000
@@ -36,19 +34,24 @@ class NcclPeer(Peer):
         """This rank's own. Never raises: what went wrong is the problem."""
         version, identity, own_id, problem = 0, "", b"", ""
         try:
-            version = _usable_version()
-            _check_bound_device(process_group, device)
+            if (versions := _C.nccl_versions()) is None:
+                raise RuntimeError("this torchddp was built without CUDA")
+            if unfit := _C.nccl_version_problem(*versions):
+                raise RuntimeError(unfit)
+            version = versions[0]
+            bound = getattr(process_group, "bound_device_id", None)
+            if bound is not None and bound.index is not None and bound.index != _index_of(device):
+                raise ValueError(f"the process group is bound to {bound}, but the model is on {device}")
             identity = _C.device_identity(_index_of(device))
             own_id = _C.make_nccl_id() if process_group.rank() == 0 else b""
         except (RuntimeError, ValueError) as error:
             problem = str(error)
-        shares = os.environ.get(_SHARED_GPU_ENV) == "1"
         return cls(
             problem=problem,
             size=process_group.size(),
             device=identity,
             version=version,
-            shares_gpu=shares,
+            shares_gpu=os.environ.get(_SHARED_GPU_ENV) == "1",
             id=own_id.hex(),
         )
 
@@ -75,7 +78,7 @@ def connect(
     process_group: dist.ProcessGroup,
     device: torch.device,
     timeout: datetime.timedelta,
-    exchange: Exchange[Fields] | None = None,
+    exchange: StoreExchange | None = None,
 ) -> _C.NcclTransport | str:
     """Collective. A transport on every rank, or on every rank the same reason why not.
 
@@ -101,22 +104,6 @@ def connect(
         store = part_of_store(process_group, "nccl")
         exchange = StoreExchange(store, rank, size, 2 * _CONNECT_TIMEOUT, "the set-up of NCCL")
     return connect_all(exchange, NcclPeer.of_this_rank(process_group, device), reason_against, join)
-
-
-def _usable_version() -> int:
-    versions = _C.nccl_versions()
-    if versions is None:
-        raise RuntimeError("this torchddp was built without CUDA")
-    running, built = versions
-    if problem := _C.nccl_version_problem(running, built):
-        raise RuntimeError(problem)
-    return running
-
-
-def _check_bound_device(process_group: dist.ProcessGroup, device: torch.device) -> None:
-    bound = getattr(process_group, "bound_device_id", None)
-    if bound is not None and bound.index is not None and bound.index != _index_of(device):
-        raise ValueError(f"the process group is bound to {bound}, but the model is on {device}")
 
 
 def _index_of(device: torch.device) -> int:

@@ -17,17 +17,6 @@ from torchddp import _C
 from torchddp.transport import nccl, shm
 from torchddp.transport.agreement import GroupExchange
 
-__all__ = [
-    "CHOICE_ENV",
-    "TransportKind",
-    "backend_of",
-    "check_choice",
-    "group_timeout",
-    "intended_transport",
-    "open_transport",
-    "register",
-]
-
 logger = logging.getLogger(__name__)
 
 C10D = "c10d"  # the process group itself, which needs no agreement
@@ -82,7 +71,7 @@ register(
         "nccl",
         "cuda",
         "moves tensors of one CUDA device",
-        lambda devices: _not_on_one("cuda", devices),
+        lambda devices: _not_on_one_gpu(devices),
         nccl.connect,
         stands_in_for=("nccl",),
         reason_against=lambda _group: "" if _C.with_cuda else "this torchddp was built without CUDA",
@@ -145,9 +134,9 @@ def _reason_for_c10d(process_group: dist.ProcessGroup, devices: Sequence[torch.d
     return kind.misfit(devices)
 
 
-def _not_on_one(device_type: str, devices: Sequence[torch.device]) -> str:
+def _not_on_one_gpu(devices: Sequence[torch.device]) -> str:
     places = list(dict.fromkeys(devices))
-    if len(places) == 1 and places[0].type == device_type:
+    if len(places) == 1 and places[0].type == "cuda":
         return ""
     return f"there are parameters on {' and '.join(map(str, places)) or 'no device'}"
 

@@ -20,15 +20,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, Store
 
 from torchddp import _C
-from torchddp.transport.agreement import Exchange, Fields, Peer, StoreExchange, connect_all, ranks_by
-
-__all__ = ["BACKEND_NAME", "LIMIT_ENV", "connect", "limit_bytes", "register"]
+from torchddp.transport.agreement import GroupExchange, Peer, StoreExchange, connect_all, ranks_by
 
 BACKEND_NAME = "torchddp_shm"
 LIMIT_ENV = "TORCHDDP_SHM_LIMIT_MB"
 # Ranks reach this point within milliseconds of each other: it follows a collective.
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=20)
-_MIB = 1024 * 1024
 _outer_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = weakref.WeakKeyDictionary()
 
 
@@ -43,7 +40,7 @@ def limit_bytes() -> int:
         limit_mb = -1.0
     if not 0 < limit_mb < float("inf"):
         raise ValueError(f"{LIMIT_ENV} must be a positive number of MiB, got {text!r}")
-    return max(1, int(limit_mb * _MIB))
+    return max(1, int(limit_mb * 2**20))
 
 
 # --- connecting ---
@@ -59,7 +56,7 @@ class ShmPeer(Peer):
 
 
 def connect(
-    exchange: Exchange[Fields],
+    exchange: GroupExchange | StoreExchange,
     timeout: datetime.timedelta,
     process_group: dist.ProcessGroup | None = None,
     outer_timeout: datetime.timedelta | None = None,

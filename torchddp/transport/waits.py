@@ -17,8 +17,6 @@ from torch.distributed.distributed_c10d import Store
 
 from torchddp import _C
 
-__all__ = ["wait_for_future", "wait_for_keys", "wait_for_work"]
-
 _SLICE_S = 0.25
 
 

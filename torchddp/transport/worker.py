@@ -25,41 +25,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["BoundedCalls", "OwnProcess", "Task", "Worker", "watch"]
-
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# torch has no types for these.
-_make_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
-_make_stream: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
 _END_S = 2.0  # how long the interpreter waits at its exit for a look that is under way
 
 
-class OwnProcess:
-    """The process that it was made in: the child of a fork has none of its threads, and its locks as they happened to
-    be. Whatever has a thread or a lock holds one of these, and does nothing in another process.
+class _Jobs:
+    """A thread that runs jobs in order, until `end` is called or its owner is gone.
 
-    To be asked before a lock is taken: the thread that holds it in a child may be one that exists in the parent only.
+    The child of a fork has none of its parent's threads, and their locks as they happened to be: what has a thread or
+    a lock does nothing in another process than its own, and looks before it takes the lock.
     """
 
-    __slots__ = ("_pid",)
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-
-    @property
-    def is_here(self) -> bool:
-        """False in the child of a fork."""
-        return os.getpid() == self._pid
-
-
-class _Jobs:
-    """A thread that runs jobs in order, until `end` is called or its owner is gone."""
-
     def __init__(self, owner: object, name: str) -> None:
-        self._home = OwnProcess()
+        self._pid = os.getpid()
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         # A daemon: it may be stuck when the process ends.
         self._thread = threading.Thread(target=_run_jobs, args=(self._queue,), name=name, daemon=True)
@@ -69,8 +50,7 @@ class _Jobs:
 
     @property
     def is_here(self) -> bool:
-        """False in the child of a fork."""
-        return self._home.is_here
+        return os.getpid() == self._pid
 
     def put(self, job: Callable[[], object]) -> None:
         self._queue.put(job)
@@ -102,14 +82,9 @@ class Worker:
         """A future with the tensor that ``job()`` returns, or with its error, which begins with ``label``."""
         if self._jobs is None or not self._jobs.is_here:
             self._jobs, self._order = _Jobs(self, self._name), _Order()
-        future: torch.futures.Future[Tensor | _Failure]
-        ready = None
-        if device.type == "cuda":
-            future = torch.futures.Future(devices=[device])
-            ready = _make_event()
-            ready.record(torch.cuda.current_stream(device))
-        else:
-            future = torch.futures.Future()
+        on_gpu = device.type == "cuda"
+        future: torch.futures.Future[Tensor | _Failure] = torch.futures.Future(devices=[device] if on_gpu else None)
+        ready = torch.cuda.current_stream(device).record_event() if on_gpu else None
         self._jobs.put(functools.partial(self._order.run, job, label, future, device, ready))
         return future.then(_value_of)
 
@@ -172,7 +147,7 @@ class _Order:
 
     def _wait_on_stream(self, device: torch.device, ready: torch.cuda.Event) -> None:
         if device not in self._streams:
-            self._streams[device] = _make_stream(device)
+            self._streams[device] = torch.cuda.Stream(device)
         torch.cuda.set_stream(self._streams[device])  # this thread's alone; the future remembers it for who waits
         self._streams[device].wait_event(ready)
 
@@ -187,14 +162,14 @@ class BoundedCalls:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._home = OwnProcess()
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._jobs: _Jobs | None = None
         self._late: concurrent.futures.Future[Any] | None = None
 
     def call(self, function: Callable[[], Result]) -> Result:
         """What ``function()`` gives or raises; RuntimeError if it takes too long, or an earlier one still does."""
-        if not self._home.is_here:
+        if os.getpid() != self._pid:
             raise RuntimeError("this is the forked child of the process that makes these calls")
         with self._lock:
             if self._late is not None and not self._late.done():
