@@ -229,7 +229,9 @@ class SecondGroup:
         return self.reason or _C.C10dTransport(dist.new_group(ranks, backend="gloo", timeout=timeout))
 
     def register(self, **options):
-        misfit = lambda devices: "" if {d.type for d in devices} == {"cpu"} else "there are others"  # noqa: E731
+        def misfit(devices):
+            return "" if {d.type for d in devices} == {"cpu"} else "there are others"
+
         select.register(select.TransportKind("second", "cpu", "moves CPU tensors", misfit, self.connect, **options))
 
 

@@ -175,22 +175,20 @@ class ReducerSession:
 
     # --- opening ---
 
-    def connect(self, *, collective: bool) -> _C.Transport:
-        """The transport that the options and the ranks choose; if ``collective``, they compare their models first.
+    def connect(self, *, collective: bool, group: dist.ProcessGroup | None = None) -> _C.Transport:
+        """The transport that the options and the ranks choose, of a group (None: this one's).
 
-        A copy goes over the process group: for that no agreement is needed.
+        If ``collective``, the ranks compare their models first. A copy that may not talk to others goes over the
+        process group: for that no agreement is needed.
         """
+        group = group or self.process_group
         devices = [p.device for p in self.parameters]
-        choice = select.intended_transport(self.options.transport, self.process_group, devices, collective=collective)
-        if self.is_copy:
-            choice = "c10d"
+        choice = select.intended_transport(self.options.transport, group, devices, collective=collective)
         if collective:
-            verify_same_model(self.parameters, self._names, self.process_group, self.device, choice)
-        return self._open_transport(choice, self.process_group)
-
-    def _open_transport(self, choice: str, process_group: dist.ProcessGroup) -> _C.Transport:
-        timeout = self.wait_limit or None
-        return select.open_transport(choice, process_group, device=self.device, timeout=timeout)
+            verify_same_model(self.parameters, self._names, group, self.device, choice)
+        elif self.is_copy:
+            choice = select.C10D
+        return select.open_transport(choice, group, device=self.device, timeout=self.wait_limit or None)
 
     def sync_states(self, transport: _C.Transport, src: int, *, buffers: bool) -> _C.Transport:
         """Gives all ranks one rank's parameters, and buffers if wanted. Collective.
@@ -277,10 +275,7 @@ class ReducerSession:
         """
         if new_group in _world.pg_map:
             align_group_counts(new_group)
-        devices = [p.device for p in self.parameters]
-        choice = select.intended_transport(self.options.transport, new_group, devices, collective=True)
-        verify_same_model(self.parameters, self._names, new_group, self.device, choice)
-        transport = self._open_transport(choice, new_group)
+        transport = self.connect(collective=True, group=new_group)
         self._take_group(new_group)
         self.reducer.update_process_group(new_group, transport)
         if not self.reducer.is_in_graph:
