@@ -38,7 +38,7 @@ _GIVE_UP_ROUNDS = 10  # collection times after which nobody waits for a report a
 
 
 class HangReports(StepObserver):
-    """Reports of its waits over its process group as it is now.
+    """Reports of a model's waits over its process group as it is now.
 
     Not collective, but all ranks must make as many, in the same order. A copy of a model, a group of one rank and a
     group without a store, over which ranks could talk, have none.
