@@ -1,4 +1,4 @@
-# make setup | build | demo | demo-faults | test | test-slow | test-thorough | lint | format | bench | chaos | peers | ft-test | test-clients | conformance | compat | cuda-build | cuda-test | wheel | wheel-test | clean
+# make setup | build | demo | demo-faults | test | test-slow | test-thorough | lint | format | bench | chaos | peers | ft-test | test-clients | conformance | compat | dry-run | cuda-build | cuda-test | wheel | wheel-test | clean
 # Everything runs in .venv, made on first use; nothing but Python (with venv), g++ and make is taken from the system.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build cpp-tests demo demo-faults test test-slow test-thorough lint format bench chaos peers ft-test test-clients conformance compat cuda-build cuda-test clean
+.PHONY: help setup build cpp-tests demo demo-faults test test-slow test-thorough lint format bench chaos peers ft-test test-clients conformance compat dry-run dry-python cuda-build cuda-test clean
 .PHONY: wheel wheel-cpu wheel-cuda wheel-test wheel-test-cpu wheel-test-cuda
 
 help:
@@ -155,6 +155,23 @@ conformance: build
 compat: build
 	$(PY) -m scripts.check_compat $(ARGS)
 
+# tests/gpu/run.sh without a GPU, in a copy of the checkout, with the Python and the torch of a machine that has one: build,
+# imports, tests and benchmarks. Needs Python 3.12, also one of pyenv's that is not chosen.
+DRY_PYTHON ?= $(shell PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | grep -m 1 '^3\.12') \
+  python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
+DRY_VENV := .venv-dry
+
+$(DRY_VENV)/.requirements: requirements/dry.txt
+	$(DRY_PYTHON) -m venv $(DRY_VENV)
+	$(DRY_VENV)/bin/python -m pip install -q -r requirements/dry.txt
+	@touch $@
+
+dry-python:
+	@echo $(DRY_PYTHON)
+
+dry-run: $(if $(DRY_PYTHON),$(DRY_VENV)/.requirements)
+	$(if $(DRY_PYTHON),$(DRY_VENV)/bin/python scripts/gpu_dry_run.py $(ARGS),@echo "dry-run: skipped, there is no Python 3.12 here")
+
 # --- the CUDA variant: compiled, linked and imported; a GPU is not needed ----------------------------------------------
 
 $(CUDA_VENV)/.requirements: requirements/cuda.txt requirements/test.txt
@@ -198,7 +215,7 @@ wheel-cpu: setup $(VENV)/.wheel-requirements
 wheel-cuda: $(CUDA_VENV)/.requirements $(VENV)/.wheel-requirements
 	$(CUDA_PY) -m scripts.build_wheel --tools-dir $(VENV)/bin
 
-# Each in a new environment, away from the checkout.
+# Each from an index, in a new environment, away from the checkout.
 wheel-test: $(VARIANT:%=wheel-test-%)
 
 wheel-test-cpu: wheel-cpu

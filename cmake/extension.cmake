@@ -24,6 +24,8 @@ if(TORCHDDP_UNITY)
     string(REPLACE "/" "_" group ${group})
     set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${group})
   endforeach()
+  # The longest of all sources (31 s of CPU time, with its neighbours 44): where there are many cores, all wait for it.
+  set_source_files_properties(csrc/bindings/bind_reducer.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 endif()
 target_link_libraries(_C PRIVATE torchddp_options torchddp_torch)
 if(TORCHDDP_CUDA)

@@ -90,7 +90,7 @@ def main() -> None:
     facts = torch_facts()
     variant, torch_minor = variant_name(facts["TORCH_CUDA"]), minor_version(facts["TORCH_VERSION"])
     wheel = repair(build(variant, torch_minor), variant, args.dist_dir.resolve(), args.tools_dir.absolute())
-    problems = wheel_problems(wheel, variant, torch_minor)
+    problems = wheel_problems(wheel, variant, torch_minor, PLATFORM)
     for problem in problems:
         print(f"{wheel.name}: {problem}")
     if problems:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ARCHS = ("sm_80", "sm_90", "sm_100")
+ARCHS = ("sm_75", "sm_80", "sm_90", "sm_100")
 
 
 def cuda_sources(build_dir: Path) -> list[dict[str, str]]:

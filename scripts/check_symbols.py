@@ -1,4 +1,4 @@
-"""Fails if an extension needs a symbol that none of the libraries it names has.
+"""Fails if an extension needs a symbol that none of the libraries it names has, such as torch's CUDA runtime.
 
 What `ld -z defs` checks, which an extension can't be linked with: Python's symbols come from the program. Importing the
 extension is no such check, for there whatever another library happened to load counts too.
@@ -14,17 +14,27 @@ PYTHON_SYMBOL = re.compile(r"^_?Py[A-Z_]")
 
 
 def symbols(nm_output: str) -> dict[str, str]:
-    """Kind by name, from `nm -D`: U is needed, w and v are needed if they are there, other letters are defined."""
+    """Kind by name, from `nm -D`: U is needed, w and v are needed if they are there, other letters are defined.
+
+    A name has its version if there is one: cudaMalloc@libcudart.so.13.
+    """
     found = {}
     for line in nm_output.splitlines():
         *_, kind, name = line.split()
-        found[name.partition("@")[0]] = kind
+        found[name.replace("@@", "@")] = kind  # @@ is the version for those who ask for none
     return found
 
 
 def missing_symbols(needed: dict[str, str], defined: set[str]) -> list[str]:
+    """What the loader would not find: a version may be missing only in a library that has none."""
+    plain = {name.partition("@")[0] for name in defined}
+
+    def is_there(name: str) -> bool:
+        base, _, version = name.partition("@")
+        return name in defined or base in (defined if version else plain)
+
     return sorted(
-        name for name, kind in needed.items() if kind == "U" and name not in defined and not PYTHON_SYMBOL.match(name)
+        name for name, kind in needed.items() if kind == "U" and not is_there(name) and not PYTHON_SYMBOL.match(name)
     )
 
 
@@ -56,19 +66,23 @@ def library_folders() -> list[Path]:
     return [path for path in found if path.is_dir()]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("extension", type=Path)
-    extension = parser.parse_args().extension
+def symbol_problems(extension: Path) -> list[str]:
+    """What `extension` needs and does not find among this interpreter's packages and the system's libraries."""
     folders, libraries = library_folders(), needed_libraries(extension)
     defined: set[str] = set()
     for library in libraries:
         defined |= nm(library_path(library, folders), "--defined-only").keys()
-    needed = nm(extension, "--undefined-only")
-    missing = missing_symbols(needed, defined)
-    if missing:
-        sys.exit("\n".join([f"{extension.name}: symbols that none of {', '.join(libraries)} has:", *missing]))
-    print(f"symbols: {len(needed)} needed, all in {', '.join(libraries)}, or Python's")
+    missing = missing_symbols(nm(extension, "--undefined-only"), defined)
+    return [f"symbol {name} is in none of {', '.join(libraries)}" for name in missing]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("extension", type=Path)
+    extension = parser.parse_args().extension
+    if problems := symbol_problems(extension):
+        sys.exit("\n".join(f"{extension.name}: {problem}" for problem in problems))
+    print(f"{extension.name}: all symbols that it needs are in the libraries that it names, or Python's")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import zipfile
 from email.message import Message
 from pathlib import Path
 
+from scripts.check_symbols import symbol_problems
+
 NEEDED = ("torchddp/__init__.py", "torchddp/py.typed", "torchddp/_C.pyi", "torchddp/cli/__init__.py")
 ONLY = re.compile(r"^(torchddp/|torchddp-[^/]+\.dist-info/)")
 # Where the libraries lie that come with torch, as seen from torchddp/.
@@ -15,19 +17,26 @@ RUNPATHS = {"cpu": ("torch/lib",), "cu12": ("torch/lib", "nvidia/cuda_runtime/li
 RUNPATHS["cu13"] = ("torch/lib", "nvidia/cu13/lib", "nvidia/nccl/lib")
 
 
-def wheel_problems(wheel: Path, variant: str, torch_minor: str) -> list[str]:
+def wheel_problems(wheel: Path, variant: str, torch_minor: str, platform: str) -> list[str]:
+    """To be asked by an interpreter with the torch that it was built for. `platform`: e.g. manylinux_2_28_aarch64."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata_name,) = [name for name in names if name.endswith(".dist-info/METADATA")]
         metadata = email.message_from_bytes(archive.read(metadata_name))
         problems = content_problems(names) + metadata_problems(metadata, variant, torch_minor)
+        problems += tag_problems(wheel.name, platform)
         extensions = [name for name in names if re.fullmatch(r"torchddp/_C\..*\.so", name)]
         if len(extensions) != 1:
             return [*problems, f"one extension is expected, there are {len(extensions)}"]
         with tempfile.TemporaryDirectory() as folder:
             path = archive.extract(extensions[0], folder)
+            problems += symbol_problems(Path(path))
             dynamic = subprocess.run(["readelf", "-dW", path], capture_output=True, text=True, check=True).stdout
     return problems + runpath_problems(dynamic, variant)
+
+
+def tag_problems(name: str, platform: str) -> list[str]:
+    return [] if name.endswith(f"-{platform}.whl") else [f"the name must end in -{platform}.whl"]
 
 
 def content_problems(names: list[str]) -> list[str]:

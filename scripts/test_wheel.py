@@ -1,4 +1,4 @@
-"""Installs a wheel in a new environment, away from the checkout, and uses it there.
+"""Installs a wheel from an index in a new environment, away from the checkout, and uses it there.
 
 `python -m scripts.test_wheel dist/torchddp-...whl --torch torch==2.13.0` installs torch as well; with `--torch-of
 PYTHON` the packages of that interpreter are linked into the new environment instead, for torch with CUDA is 5 GB.
@@ -14,6 +14,8 @@ import sys
 import tempfile
 import venv
 from pathlib import Path
+
+from scripts.build_index import read_wheel, write_index
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOKE = ROOT / "tests" / "wheel" / "smoke.py"
@@ -102,7 +104,12 @@ def main() -> None:
             environment.run("python", "-m", "pip", "install", "-q", args.torch)
         else:
             link_packages(environment, args.torch_of)
-        environment.run("python", "-m", "pip", "install", "-q", f"torchddp[cli] @ {wheel.as_uri()}")
+        found = read_wheel(wheel)
+        index = Path(folder) / "index"
+        write_index([found], index, index.as_uri())
+        # Beside PyPI, which has what the extra needs.
+        pages = ["--extra-index-url", f"{index.as_uri()}/{found.folder}/"]
+        environment.run("python", "-m", "pip", "install", "-q", *pages, f"torchddp[cli]=={found.version}")
         check(environment, wheel)
     print(f"{wheel.name}: installed, trained with, removed")
 

@@ -1,23 +1,61 @@
 """The class as it works on devices, on the CPU: a bucket is packed when it is complete, in one go."""
 
-import functools
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torchddp
+from benchmarks.gpu.large import large_from, packed_whole
 from torchddp import _C
+from torchddp.ddp import model
 from torchddp.sharded import ShardedDataParallel
 
 
 class _PacksWhole:
+    adopt_bytes = 0
+
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
-        whole = functools.partial(_C.Reducer, pack_whole_buckets=True)
-        with mock.patch.object(_C, "Reducer", whole):
+        with packed_whole(), large_from(self.adopt_bytes):
             super()._ddp_init_helper(*args, **kwargs)  # type: ignore[misc]  # of the class it is mixed into
 
 
 class WholeBuckets(_PacksWhole, torchddp.DistributedDataParallel):
     """What GPUs get, but for the kernels and the streams: which gradient goes where, and when."""
+
+
+@contextlib.contextmanager
+def padded_slots() -> Iterator[None]:
+    """Models that are made meanwhile have their gradients aligned in buckets as on GPUs."""
+    plain = model.param_specs
+
+    def aligned(*args: Any, **kwargs: Any) -> list[_C.ParamSpec]:
+        fields = ("name", "numel", "itemsize", "dtype", "device", "sparse", "owner")
+        specs = [{field: getattr(spec, field) for field in fields} for spec in plain(*args, **kwargs)]
+        return [_C.ParamSpec(**spec, alignment=model.SLOT_ALIGNMENT_BYTES) for spec in specs]
+
+    with mock.patch.object(model, "param_specs", aligned):
+        yield
+
+
+class _PadsSlots(_PacksWhole):
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        with padded_slots():
+            super()._ddp_init_helper(*args, **kwargs)
+
+
+class PaddedBuckets(_PadsSlots, torchddp.DistributedDataParallel):
+    """As on GPUs, gradients begin at cache lines, with zeros between them."""
+
+
+class LargeApart(PaddedBuckets):
+    """All that GPUs get over NCCL: gradients of 256 bytes and more stay where autograd made them."""
+
+    adopt_bytes = 256
+
+
+class PaddedSharded(_PadsSlots, ShardedDataParallel):
+    """The same for sharded gradients."""
 
 
 class WholeSharded(_PacksWhole, ShardedDataParallel):

@@ -14,7 +14,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from torchddp._import_check import check_torch_matches, is_command
+from torchddp._import_check import check_extension, is_command
 
 if TYPE_CHECKING:
     from torchddp.composable import replicate
@@ -28,7 +28,7 @@ import_error: Exception | None = None
 try:
     import torch  # noqa: F401  the extension needs torch's libraries loaded first
 
-    check_torch_matches()
+    check_extension()
 
     from torchddp._C import finished_steps
     from torchddp.ddp.module import DistributedDataParallel

@@ -1,45 +1,110 @@
 """What `import torchddp` asks first: does the extension fit the torch that runs, and is this the `torchddp` command?
 
 libtorch's C++ interface changes between minor versions without its symbols changing: a mismatch does not fail to
-load, it crashes later. One readable error instead. The command must start also where the rest of the package can't.
+load, it crashes later. Where CUDA or Python do not fit, the loader's words don't help. One readable error instead,
+that names the wheel to install. The command must start also where the rest of the package can't.
 """
 
 from __future__ import annotations
 
+import platform
+import re
 import sys
-from collections.abc import Sequence
+import sysconfig
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+PACKAGE_DIR = Path(__file__).resolve().parent
 _COMMAND = "torchddp"
-_REBUILD = (
-    "Install the torchddp wheel for your torch, or rebuild it here: "
-    "pip install --no-build-isolation --force-reinstall torchddp"
-)
+_BUILD_INFO = re.compile(rb"torchddp build info\n(?:\w+=[^\n\0]*\n)+")  # kBuildInfo of csrc/bindings/module.cpp
 
 
-def check_torch_matches(built: str | None = None, running: str | None = None) -> None:
-    """Raise ImportError unless the extension exists and was built for the running torch's major.minor."""
-    if running is None:
-        import torch
+def check_extension() -> None:
+    """Raise ImportError unless the extension loads and was built for the Python, torch and CUDA that run."""
+    running = running_versions()
+    try:
+        from torchddp import _C
+    except ImportError as error:
+        built = read_build_info(PACKAGE_DIR)
+        reason = f"torchddp's compiled extension does not load with torch {running['torch']}: {error}"
+        if not any(PACKAGE_DIR.glob("_C*.so")):
+            reason = f"torchddp has no compiled extension in {PACKAGE_DIR}"
+        if built:
+            reason = misfit(built, running) or reason
+        raise ImportError(f"{reason}. {wheel_advice(built.get('version', ''), running)}") from error
+    built = parse_build_info(_C.build_info)
+    if reason := misfit(built, running):
+        raise ImportError(f"{reason}. {wheel_advice(built['version'], running)}")
 
-        running = str(torch.__version__)
-    if built is None:
-        try:
-            from torchddp import _C
-        except ImportError as error:
-            raise ImportError(
-                f"torchddp's compiled extension does not load with torch {running}: {error}. "
-                f"It is missing, or was built for another Python or torch. {_REBUILD}"
-            ) from error
-        built = str(_C.torch_version)
-    if minor(built) != minor(running):
-        raise ImportError(f"torchddp was built for torch {built}, but torch {running} is running. {_REBUILD}")
+
+# --- what it was built for, and what runs ---
+
+
+def running_versions() -> dict[str, str]:
+    """Of Python, torch and its CUDA ("" for a CPU build), by the names that they have in the extension's build info."""
+    import torch
+
+    cuda = str(torch.version.cuda or "")
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "cuda": cuda}
+
+
+def parse_build_info(text: str) -> dict[str, str]:
+    """By name; the first line is a heading."""
+    return dict(line.split("=", 1) for line in text.splitlines()[1:])
+
+
+def read_build_info(folder: Path) -> dict[str, str]:
+    """Of the extension in ``folder``, which need not load: this Python's, else another's. Empty if it says nothing."""
+    own = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    for path in sorted(folder.glob("_C*.so"), key=lambda path: path.name != own):
+        if found := _BUILD_INFO.search(path.read_bytes()):
+            return parse_build_info(found[0].decode())
+    return {}
+
+
+# --- what does not fit (pure) ---
+
+
+def misfit(built: Mapping[str, str], running: Mapping[str, str]) -> str:
+    """Why an extension that was built for these versions can't run with those; or nothing."""
+    torch, cuda = running["torch"], running["cuda"]
+    if minor(built["python"]) != minor(running["python"]):
+        return f"torchddp was built for Python {built['python']}, but this is Python {running['python']}"
+    if minor(built["torch"]) != minor(torch):
+        return f"torchddp was built for torch {built['torch']}, but torch {torch} is running"
+    if not built["cuda"]:
+        return ""  # moves CUDA tensors too, through the process group
+    if not cuda:
+        return f"torchddp was built with CUDA {built['cuda']}, but torch {torch} is a CPU build"
+    # NVIDIA's libraries serve what was built with an older one of the same major version.
+    if not (minor(cuda)[0], 0) <= minor(built["cuda"]) <= minor(cuda):
+        return (
+            f"torchddp was built with CUDA {built['cuda']}, but torch {torch} brings CUDA {cuda}, which serves only "
+            f"what was built with {minor(cuda)[0]}.0 to {cuda}"
+        )
+    return ""
+
+
+def wheel_advice(version: str, running: Mapping[str, str]) -> str:
+    """Which wheel fits, and how to get it. ``version``: torchddp's, with or without its local part; "" if unknown."""
+    torch = ".".join(map(str, minor(running["torch"])))
+    variant = "cu{}{}".format(*minor(running["cuda"])) if running["cuda"] else "cpu"
+    wheel = f"torchddp=={version.split('+')[0]}+{variant}.torch{torch}" if version else "torchddp"
+    switch = "TORCHDDP_CUDA=1 " if running["cuda"] else ""
+    return (
+        f"Install the wheel for this torch: pip install --force-reinstall --no-deps {wheel} --index-url "
+        f"INDEX/torch-{torch}/{variant}/ (INDEX: where torchddp's wheels are, see docs/install.md), or build it in a "
+        f"checkout: {switch}pip install --force-reinstall --no-deps --no-build-isolation ."
+    )
 
 
 def minor(version: str) -> tuple[int, int]:
     """(2, 13) of '2.13.0+cpu'."""
     major_text, minor_text = version.split("+")[0].split(".")[:2]
     return int(major_text), int(minor_text)
+
+
+# --- the command ---
 
 
 def is_command(argv: Sequence[str] | None = None, orig_argv: Sequence[str] | None = None) -> bool:

@@ -9,13 +9,16 @@ from typing import Annotated
 import typer
 
 from benchmarks.gpu.cases import MODELS_CASE
-from benchmarks.gpu.run import Settings, run
-from torchddp.bench.report import write_document
+from benchmarks.gpu.run import MODELS_PART, ROW_PARTS, Document, Settings, run
+from torchddp.bench.report import results_of, write_document
 from torchddp.harness.command import check_numbers, check_output, make_console, parse_caps, run_app
+from torchddp.harness.launch import LaunchError
+from torchddp.harness.machine import write_json
 from torchddp.harness.variants import ArgumentError
 
 DEVICES, BACKENDS = ("cuda", "cpu"), ("nccl", "gloo")
-DEFAULT_SECONDS, QUICK_SECONDS = 120.0, 4.0
+DEFAULT_SECONDS, QUICK_SECONDS = 240.0, 4.0
+ROWS = "rows"
 DEFAULT_CAPS, QUICK_CAPS = "1,25,100", "25"
 SEQUENCE_LIMITS = (16, 8192)
 
@@ -26,9 +29,11 @@ All variants step in turn in one process group, from an idle device: quote the r
 \b
 Examples:
   python -m benchmarks.gpu
-      three models, about two and a half minutes, one rank over NCCL
-  python -m benchmarks.gpu --model gpt2 --seconds 60
+      everything, about four minutes, one rank over NCCL
+  python -m benchmarks.gpu --part models --model gpt2 --seconds 60
       one table
+  python -m benchmarks.gpu --part rows
+      all but the models: packing, scaling, options, memory, leaving
   python -m benchmarks.gpu --world-size 2 --backend gloo
       two ranks that share the GPU: kernel counts, not speed
   python -m benchmarks.gpu --json result.json --out benchmarks/results
@@ -51,11 +56,19 @@ def choose(what: str, asked: Sequence[str], allowed: Sequence[str]) -> tuple[str
 @app.command(help=HELP)
 def benchmark(
     context: typer.Context,
+    part: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"One of {', '.join((MODELS_PART, *ROW_PARTS))}, rows (all but models); repeatable. [default: all]"
+        ),
+    ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(MODELS_CASE.models)}; repeatable. [default: all]")
+        list[str] | None,
+        typer.Option(help=f"Of the part models: one of {', '.join(MODELS_CASE.models)}; repeatable. [default: all]"),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Budget of the whole run after start-up. [default: 120, with --quick 4]")
+        float | None,
+        typer.Option(help="Budget of the whole run; every table has some rounds. [default: 240, with --quick 4]"),
     ] = None,
     world_size: Annotated[int, typer.Option(help="Number of ranks; more than GPUs only over gloo.")] = 1,
     backend: Annotated[str, typer.Option(help="nccl or gloo.")] = "nccl",
@@ -68,7 +81,7 @@ def benchmark(
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write <date>-<case>-<machine>.json and a .png plot into this folder.")
+        Path | None, typer.Option(help="Write the models' <date>-gpu-<machine>.json and .png into this folder.")
     ] = None,
 ) -> None:
     check_numbers(seconds, world_size)
@@ -79,7 +92,11 @@ def benchmark(
         raise ArgumentError(f"--sequence wants {low} to {high} tokens, not {sequence}.")
     check_output(json_path, "--json", folder=False)
     check_output(out, "--out", folder=True)
+    parts = choose("part", part or (), (MODELS_PART, *ROW_PARTS, ROWS))
     settings = Settings(
+        parts=tuple(
+            name for name in (MODELS_PART, *ROW_PARTS) if name in parts or (ROWS in parts and name in ROW_PARTS)
+        ),
         models=choose("model", model or (), MODELS_CASE.models),
         seconds=seconds if seconds is not None else (QUICK_SECONDS if quick else DEFAULT_SECONDS),
         world_size=world_size,
@@ -91,7 +108,18 @@ def benchmark(
         seed=seed,
     )
     console = make_console()
-    write_document(run(settings, context.obj["command"], console), json_path, out, console)
+
+    def keep(document: Document) -> None:
+        if json_path is not None:
+            write_json(json_path, document)
+
+    document = run(settings, context.obj["command"], console, keep)
+    models = {**document, "results": results_of(document, MODELS_CASE.name)}
+    write_document(models, None, out, console)
+    if document["failures"]:
+        raise LaunchError(
+            f"failed: {', '.join(failure['stage'] for failure in document['failures'])}; the reasons are above"
+        )
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -29,31 +29,34 @@ class GpuRunner:
     """A variant that is built and ready to step on the device."""
 
     variant: Variant
-    module: nn.Module
+    modules: list[nn.Module]
     clock: Clock
     precision: Callable[[], Any]  # the context that forward runs in
+    set_to_none: bool
 
     def step(self, batch: Tensor, world_size: int = 1) -> tuple[float, float]:
         """One forward and backward from an idle device; ms until done, and until the host was free."""
-        self.module.zero_grad(set_to_none=True)
+        for module in self.modules:
+            module.zero_grad(set_to_none=self.set_to_none)
         self.clock.wait()
         if world_size > 1:
             dist.barrier()
         return self.clock.time(lambda: self._forward_backward(batch))
 
     def _forward_backward(self, batch: Tensor) -> None:
-        with self.precision():
-            loss = self.module(batch)
-        loss.backward()
+        for module in self.modules:
+            with self.precision():
+                loss = module(batch)
+            loss.backward()
 
     def gradients(self) -> list[tuple[str, Tensor]]:
         """Gradients by the name of their parameter in the bare model."""
-        return gradients_of(self.variant, self.module)
+        return [named for module in self.modules for named in gradients_of(self.variant, module)]
 
     @property
     def transport(self) -> str | None:
         """What moves the buckets, where the wrapper says so."""
-        return getattr(getattr(self.module, "reducer", None), "transport_name", None)
+        return getattr(getattr(self.modules[0], "reducer", None), "transport_name", None)
 
 
 def pick_device(job: GpuJob, rank: int) -> torch.device:
@@ -66,7 +69,7 @@ def pick_device(job: GpuJob, rank: int) -> torch.device:
 
 
 def build_runners(job: GpuJob, name: str, device: torch.device) -> list[GpuRunner]:
-    """One wrapper per variant over copies of one model on the device, all in this process group."""
+    """Each variant's wrappers over copies of one model on the device, all in this process group."""
     original = make_model(job, name).to(device)
     device_ids = [device.index] if device.type == "cuda" else None
 
@@ -80,8 +83,11 @@ def build_runners(job: GpuJob, name: str, device: torch.device) -> list[GpuRunne
         return contextlib.nullcontext()
 
     clock = Clock(device)
-    modules = wrap_copies(original, job.variants, wrap)
-    return [GpuRunner(variant, module, clock, precision) for variant, module in zip(job.variants, modules, strict=True)]
+    by_model = [wrap_copies(original, job.variants, wrap) for _ in range(job.way.models)]
+    return [
+        GpuRunner(variant, list(modules), clock, precision, job.way.set_to_none)
+        for variant, *modules in zip(job.variants, *by_model, strict=True)
+    ]
 
 
 def count_work(runner: GpuRunner, batch: Tensor) -> trace.Counts:
@@ -95,7 +101,7 @@ def count_work(runner: GpuRunner, batch: Tensor) -> trace.Counts:
 
 
 def time_model(job: GpuJob, name: str, rank: int, device: torch.device, report: Report) -> dict[str, Any]:
-    """Step times of all variants, interleaved, after their gradients proved equal, and their kernels per step."""
+    """Step times of all variants, interleaved, their gradients equal before and after, and their kernels per step."""
     runners = build_runners(job, name, device)
     batch, other_batch = (make_batch(job, name, rank, index).to(device) for index in (0, 1))
     warm_up(runners, batch, job)
@@ -107,10 +113,10 @@ def time_model(job: GpuJob, name: str, rank: int, device: torch.device, report: 
     by_rank: list[Any] = [None] * job.world_size
     dist.all_gather_object(by_rank, times_ms)
     step_ms, host_ms = (slowest_rank(np.stack([times[clock] for times in by_rank])) for clock in (0, 1))
-    parameters = list(runners[0].module.parameters())
+    parameters = [parameter for module in runners[0].modules for parameter in module.parameters()]
     return {
         "model": name,
-        "title": MODELS[name].title,
+        "title": ", ".join(filter(None, (MODELS[name].title, job.way.name))),
         "parameters": len(parameters),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "step_ms": step_ms,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -17,7 +17,8 @@ from torchddp.harness.tables import number, plain_table, ratio_text, size_text
 
 def model_table(result: dict[str, Any]) -> Table:
     """One model: every variant with its step, its cost, its kernels and its ratio to torch's best."""
-    table = plain_table(f"gpu · {size_text(result)}, {result['rounds']} rounds", "variant")
+    title = f"{result['case']} · {size_text(result)}, {result['rounds']} rounds"
+    table = plain_table(title, "variant", notes=lacking_notes(result["torch_lacks"]))
     for heading in ("step\nms", "host\nms", "cost\nms", "kernels\na step", "copies,\nfills"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column(Text("to torch's best\np50 [p25..p75]"), justify="right", no_wrap=True)
@@ -31,16 +32,70 @@ def model_table(result: dict[str, Any]) -> Table:
     return table
 
 
-def summary_table(models: Sequence[dict[str, Any]]) -> Table:
+def lacking_notes(options: Collection[str]) -> list[str]:
+    """What torch's best would have with a newer torch."""
+    return [f"This torch has no {', '.join(options)}: its best may be slower than a newer one's."] if options else []
+
+
+def rows_table(result: dict[str, Any]) -> Table:
+    """Single rows: what they are called, their numbers, and how fast they are beside the first."""
+    rows = result["rows"]
+    headings = list(dict.fromkeys(heading for row in rows for heading in row["values"]))
+    notes = [result["note"]] if result["note"] else []
+    table = plain_table(f"{result['case']} · {result['title']}", "way", *headings, notes=notes)
+    compared = any(row.get("speed") for row in rows)
+    if compared:
+        table.add_column(Text("speed of the first\np50 [p25..p75]"), justify="right", no_wrap=True)
+    for row in rows:
+        values = [row["values"].get(heading) for heading in headings]
+        cells: list[str | Text] = [row["name"], *("" if value is None else _cell(value) for value in values)]
+        if compared:
+            cells.append(_speed_text(row["speed"]))
+        table.add_row(*cells, style="bold" if row["name"].startswith("torchddp") else "")
+    return table
+
+
+def _cell(value: dict[str, float] | float) -> str:
+    return number(value["median"] if isinstance(value, dict) else value)
+
+
+def _speed_text(speed: dict[str, Any] | None) -> Text:
+    """Here more is better, so no colours."""
+    found = ratio_text(speed, "1 (the first)")
+    found.style = "dim" if speed is None else ""
+    return found
+
+
+def least_text(goal: float, speed: dict[str, Any]) -> Text:
+    """Whether a speed reaches the goal, misses it, or is within the noise (the median's 95% interval holds it)."""
+    low, high = speed["ci95_low"], speed["ci95_high"]
+    if low is not None and low >= goal:
+        return Text(f"{goal:g} met", style="green")
+    if high is not None and high < goal:
+        return Text(f"{goal:g} missed", style="red")
+    return Text(f"{goal:g} unclear", style="yellow")
+
+
+def summary_table(results: Sequence[dict[str, Any]]) -> Table:
     """Each goal in one line, met or missed. For numbers of a GPU only."""
     table = plain_table("Goals", "what")
     table.add_column("transport", no_wrap=True)
     table.add_column(Text("p50 [p25..p75]"), justify="right", no_wrap=True)
     table.add_column("goal", no_wrap=True)
-    for result in models:
-        ours = our_row(result)
-        what = f"cost / torch's best, {result['model']}"
-        table.add_row(what, ours["transport"] or "?", ratio_text(ours["ratio_to_best_torch"]), goal_text(result))
+    lacking: dict[str, None] = {}
+    for result in results:
+        if result["case"] == MODELS_CASE.name:
+            ours = our_row(result)
+            lacking |= dict.fromkeys(result["torch_lacks"])
+            mark = "*" if result["torch_lacks"] else ""
+            what = f"cost / torch's best{mark}, {result['model']}"
+            table.add_row(what, ours["transport"] or "?", ratio_text(ours["ratio_to_best_torch"]), goal_text(result))
+        for row in result.get("rows", ()):
+            if row.get("goal") is not None:
+                what = f"{row['name'].removeprefix('torchddp ')} / copy, {result['title'].partition(' in ')[0]}"
+                table.add_row(what, "", _speed_text(row["speed"]), least_text(row["goal"], row["speed"]))
+    for note in lacking_notes(lacking):
+        table.caption = Text(f"* {note}", style="dim")
     return table
 
 
@@ -66,21 +121,30 @@ def footnotes(document: dict[str, Any]) -> Iterable[Text]:
         "has) and the bucket_cap_mb named. Kernels as torch's profiler counts them.",
         style="dim",
     )
+    if settings["world_size"] == 1 and settings["backend"] == "nccl":
+        yield Text(
+            "With one rank NCCL moves nothing: the cost is that of packing and launching; large gradients, which are "
+            "reduced where they lie, cost next to nothing here.",
+            style="dim",
+        )
     if settings["world_size"] > 1:
         yield Text(
             "Ranks share what devices there are: this shows correctness and counts, not scaling.", style="yellow"
         )
     if settings["quick"]:
         yield Text("--quick: small models, few rounds. Do not quote it.", style="yellow")
+    for failure in document["failures"]:
+        yield Text(f"{failure['stage']} failed: {failure['error']}", style="red")
 
 
-def render(document: dict[str, Any]) -> RenderableType:
-    """The whole report; the goals last."""
-    models = [result for result in document["results"] if result["case"] == MODELS_CASE.name]
-    parts: list[RenderableType] = []
-    for table in map(model_table, models):
-        parts += [table, ""]
-    parts += footnotes(document)
-    if document["machine"].get("gpu") is not None:
-        parts += ["", summary_table(models)]
+def render_result(result: dict[str, Any]) -> Table:
+    """The table of one result."""
+    return rows_table(result) if "rows" in result else model_table(result)
+
+
+def render_end(document: dict[str, Any]) -> RenderableType:
+    """What comes after all tables; the goals last."""
+    parts: list[RenderableType] = list(footnotes(document))
+    if document["machine"].get("gpu") is not None and document["results"]:
+        parts += ["", summary_table(document["results"])]
     return Group(*parts)

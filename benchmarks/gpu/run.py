@@ -1,31 +1,52 @@
-"""The course of one run: launch the ranks, gather the document that tables, JSON and plots are made from."""
+"""The course of one run: launch after launch, each result kept and shown as soon as it is there."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.gpu.cases import MODELS_CASE, GpuJob
-from benchmarks.gpu.report import render
-from benchmarks.gpu.results import model_result
-from benchmarks.gpu.variants import make_field
+from benchmarks.gpu.cases import (
+    HOST_CASE,
+    MEMORY_CASE,
+    MODELS_CASE,
+    OPTIONS_CASE,
+    PACK_CASE,
+    SCALE_CASE,
+    USUAL,
+    WAYS,
+    GpuJob,
+)
+from benchmarks.gpu.leave import time_leaving
+from benchmarks.gpu.report import render_end, render_result
+from benchmarks.gpu.results import duel_result, leave_result, memory_result, model_result
+from benchmarks.gpu.variants import field_of, make_field, torch_lacks
 from benchmarks.gpu.worker import measure
 from torchddp.harness.command import Display, progress_bar
-from torchddp.harness.launch import launch
+from torchddp.harness.launch import LaunchError, launch
 from torchddp.harness.machine import new_document
 from torchddp.harness.variants import TORCHDDP, ArgumentError, load_class
 
-# Of the time asked for: warm-up takes a fifth of a model's, building and checking the rest.
-TIMED_SHARE = 0.6
+MODELS_PART = "models"
+ROW_PARTS = ("pack", "scale", "host", "options", "memory", "leave")
+# Of a launch's share: starting, building, checking and counting kernels take the rest, warm-up a fifth of this.
+TIMED_SHARE = 0.5
 QUICK_SEQUENCE = 64
+# The model whose memory is looked at, and the one that costs most beside its computation.
+LARGE_MODEL, SMALL_MODEL = "gpt2", "small"
+
+Document = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Settings:
     """What the command line asked for, checked."""
 
+    parts: tuple[str, ...]
     models: tuple[str, ...]
     seconds: float
     world_size: int
@@ -35,6 +56,16 @@ class Settings:
     sequence: int
     quick: bool
     seed: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What stands and falls together: one or several launches, and what becomes of what they say."""
+
+    name: str
+    # With the seconds that it has, and who is told how far it is: raw results.
+    measure: Callable[[float, Display], list[dict[str, Any]]]
+    results: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 
 def check_device(device: str, backend: str) -> None:
@@ -50,19 +81,14 @@ def check_device(device: str, backend: str) -> None:
         raise ArgumentError(f"torch {torch.__version__} {build}; --device cpu runs the program without one.")
 
 
-def seconds_each(settings: Settings) -> float:
-    """The share of each model in the time for timed rounds."""
-    return TIMED_SHARE * settings.seconds / len(settings.models)
-
-
-def make_job(settings: Settings) -> GpuJob:
-    """What the ranks need to know."""
+def make_job(settings: Settings, case: str, models: Sequence[str] = (), **about: Any) -> GpuJob:
+    """What the ranks need to know. The time comes with the launch."""
     return GpuJob(
-        case=MODELS_CASE.name,
-        models=settings.models,
-        variants=make_field(TORCHDDP, settings.caps_mb),
+        case=case,
+        models=tuple(models),
+        **{"variants": (), **about},
         world_size=settings.world_size,
-        seconds=seconds_each(settings),
+        seconds=0.0,
         seed=settings.seed,
         collective_timeout_s=60.0 + 2 * settings.seconds,
         backend=settings.backend,
@@ -72,20 +98,84 @@ def make_job(settings: Settings) -> GpuJob:
     )
 
 
-def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
-    """Time the models, print the report, return the document."""
+def _launch_each(jobs: Sequence[GpuJob], seconds: float, display: Display) -> list[dict[str, Any]]:
+    raws: list[dict[str, Any]] = []
+    for job in jobs:
+        display.start(job.case)
+        raws += launch(replace(job, seconds=TIMED_SHARE * seconds / len(jobs)), measure, display.update)
+    return raws
+
+
+def _model_stage(job: GpuJob) -> Stage:
+    def results(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        lacking = torch_lacks()
+        return [model_result(job.case, job.variants, raw, job.world_size, lacking) for raw in raws]
+
+    (model,) = job.models
+    return Stage(f"{model} {job.way.name}".rstrip(), partial(_launch_each, [job]), results)
+
+
+def _leave_stage(settings: Settings) -> Stage:
+    def leaving(seconds: float, display: Display) -> list[dict[str, Any]]:
+        display.start("gpu_leave")
+        update = partial(display.update, "programs that end")
+        return [time_leaving(settings.device, settings.backend, seconds, update)]
+
+    return Stage("leave", leaving, lambda raws: [leave_result(raw) for raw in raws])
+
+
+def stages(settings: Settings) -> Iterable[Stage]:
+    """In the order of what is worth most; each in processes of its own, so that none loses another's result."""
+    for part in settings.parts:
+        match part:
+            case "models":
+                field = make_field(TORCHDDP, settings.caps_mb)
+                for model in settings.models:
+                    yield _model_stage(make_job(settings, MODELS_CASE.name, [model], variants=field))
+            case "pack" | "scale" | "host":
+                case = {"pack": PACK_CASE, "scale": SCALE_CASE, "host": HOST_CASE}[part]
+                launches = partial(_launch_each, [make_job(settings, case)])
+                yield Stage(part, launches, lambda raws: [duel_result(raw) for raw in raws])
+            case "options":
+                for way in WAYS:
+                    about = {"variants": field_of(way), "way": way}
+                    yield _model_stage(make_job(settings, OPTIONS_CASE, [SMALL_MODEL], **about))
+            case "memory":
+                # Each variant alone: what one leaves in the device's memory must not count for the next.
+                by_variant = [
+                    make_job(settings, MEMORY_CASE, [LARGE_MODEL], variants=(variant,)) for variant in field_of(USUAL)
+                ]
+                yield Stage(part, partial(_launch_each, by_variant), lambda raws: [memory_result(raws)])
+            case "leave":
+                yield _leave_stage(settings)
+
+
+def run(settings: Settings, command: str, console: Console, keep: Callable[[Document], None]) -> Document:
+    """Run the stages and print their tables; the document, which `keep` gets after each of them.
+
+    A stage that fails is a line of the document, and the next ones run all the same.
+    """
     check_device(settings.device, settings.backend)
     load_class(TORCHDDP)
-    job = make_job(settings)
-    document = new_document(command, asdict(settings))
-    with progress_bar(console) as progress:
-        display = Display(progress)
-        display.start(MODELS_CASE.name)
-        raws = launch(job, measure, display.update)
-    for raw in raws:
-        if raw["kind"] == "gpu":
-            document["machine"]["gpu"] = raw["gpu"]
+    document = {**new_document(command, asdict(settings)), "failures": []}
+    planned = list(stages(settings))
+    end_s = time.monotonic() + settings.seconds
+    for index, stage in enumerate(planned):
+        seconds = max(0.0, end_s - time.monotonic()) / (len(planned) - index)
+        try:
+            with progress_bar(console) as progress:
+                raws = stage.measure(seconds, Display(progress))
+        except LaunchError as error:
+            document["failures"].append({"stage": stage.name, "error": str(error)})
+            console.print(f"{stage.name} failed: {error}", style="red", markup=False, highlight=False)
         else:
-            document["results"].append(model_result(job.variants, raw, job.world_size))
-    console.print(render(document))
+            for raw in raws:
+                if raw["kind"] == "gpu":
+                    document["machine"]["gpu"] = raw["gpu"]
+            found = stage.results([raw for raw in raws if raw["kind"] != "gpu"])
+            document["results"] += found
+            for result in found:
+                console.print(render_result(result), "")
+        keep(document)
+    console.print(render_end(document))
     return document

@@ -78,8 +78,8 @@ def count(events: Iterable[DeviceEvent], steps: int) -> Counts:
 
 
 def is_collective(event: DeviceEvent) -> bool:
-    """Whether this is a kernel of NCCL's."""
-    return event.kind == "kernel" and "nccl" in event.name.lower()
+    """Whether this is a kernel of NCCL's, that for a group of one rank included."""
+    return event.kind == "kernel" and any(part in event.name for part in ("nccl", "NCCL", "oneRankReduce"))
 
 
 def is_computation(event: DeviceEvent) -> bool:

@@ -1,18 +1,47 @@
-"""The field on a GPU: as on a CPU, without the options that the running torch does not know."""
+"""The field on a GPU: as on a CPU, without the options that a class does not know."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from torchddp.harness.variants import TORCHDDP, Role, Variant, load_class, make_variants
+from benchmarks.gpu.cases import Way
+from torchddp.harness.variants import (
+    LOCAL,
+    TORCH_DDP,
+    TORCHDDP,
+    TUNED_OPTIONS,
+    Role,
+    Variant,
+    load_class,
+    make_variants,
+)
+
+# Whether a large gradient's own memory is reduced, or it is packed like the others.
+ADOPT = "adopt_large_gradients"
+
+
+def parameters_of(class_path: str) -> Collection[str]:
+    """What the constructor of the class at this path takes."""
+    return inspect.signature(load_class(class_path)).parameters
 
 
 def known_options(variant: Variant, parameters: Collection[str]) -> Variant:
     """The variant without options that are none of the constructor's parameters."""
     kept = tuple((name, value) for name, value in variant.options if name in parameters)
     return dataclasses.replace(variant, options=kept)
+
+
+def known(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of these options that our class takes."""
+    return {name: value for name, value in options.items() if name in parameters_of(TORCHDDP)}
+
+
+def torch_lacks() -> list[str]:
+    """Options of the tuned rows that this torch does not have."""
+    return [name for name in TUNED_OPTIONS if name not in parameters_of(TORCH_DDP)]
 
 
 def make_field(ours: str, caps_mb: Sequence[float]) -> tuple[Variant, ...]:
@@ -23,9 +52,20 @@ def make_field(ours: str, caps_mb: Sequence[float]) -> tuple[Variant, ...]:
     field = []
     for variant in make_variants(ours, (), caps_mb):
         if variant.role is Role.TORCH and variant.class_path is not None:
-            variant = known_options(variant, inspect.signature(load_class(variant.class_path)).parameters)
+            variant = known_options(variant, parameters_of(variant.class_path))
         field.append(variant)
     if ours == TORCHDDP:
         # What our default costs beyond the promise that the graph never changes, which torch's tuned rows make.
         field.append(Variant("torchddp static_graph", Role.OURS, ours, (("static_graph", True),)))
+        if packed := known({ADOPT: False}):
+            field.append(Variant("torchddp all packed", Role.OURS, ours, tuple(packed.items())))
     return tuple(field)
+
+
+def field_of(way: Way) -> tuple[Variant, ...]:
+    """No DDP, torch's class tuned as far as this way of training lets it, and ours by default."""
+    tuned = tuple(TUNED_OPTIONS.items()) + way.options
+    if dict(way.options).get("find_unused_parameters"):  # which a static graph makes needless
+        tuned = tuple(option for option in tuned if option[0] != "static_graph")
+    torch_tuned = known_options(Variant("torch tuned", Role.TORCH, TORCH_DDP, tuned), parameters_of(TORCH_DDP))
+    return LOCAL, torch_tuned, Variant("torchddp default", Role.OURS, TORCHDDP, way.options)

@@ -3,6 +3,10 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "common/errors.h"
@@ -43,8 +47,16 @@ py::bytes make_nccl_id() {
   return {id.bytes.data(), id.bytes.size()};
 }
 
+std::vector<std::string> nccl_settings() {
+  const auto nccl = nccl_library(0);
+  auto names = nccl == nullptr ? std::vector<std::string>() : nccl->known_numbers();
+  names.emplace_back("net_name");
+  return names;
+}
+
 std::shared_ptr<NcclTransport> connect_nccl(const std::string& id, int rank, int size, int device_index,
-                                            std::chrono::milliseconds connect_timeout,
+                                            std::map<std::string, int> settings, std::string net_name,
+                                            bool high_priority, std::chrono::milliseconds connect_timeout,
                                             std::chrono::milliseconds timeout) {
   auto nccl = require_nccl(device_index);
   gpu::UniqueId given;
@@ -56,13 +68,28 @@ std::shared_ptr<NcclTransport> connect_nccl(const std::string& id, int rank, int
   gpu::CommunicatorConfig config;
   config.rank = rank;
   config.size = size;
-  config.timeout = timeout;
   config.connect_timeout = connect_timeout;
+  config.settings = {std::move(settings), std::move(net_name)};
+  config.high_priority = high_priority;
   const py::gil_scoped_release release;
   auto communicator = std::make_shared<gpu::Communicator>(std::move(nccl), cuda_device(device_index), config, given);
-  return no_gil(std::make_shared<NcclTransport>(std::move(communicator),
-                                                at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device_index))));
+  return no_gil(std::make_shared<NcclTransport>(
+      std::move(communicator), at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device_index)), timeout));
 }
+
+// A communicator that transports share, and that ends with the last of them.
+struct SharedNccl {
+  std::weak_ptr<gpu::Communicator> communicator;
+  at::Device device;
+
+  std::shared_ptr<NcclTransport> open(std::chrono::milliseconds timeout) const {
+    auto shared = communicator.lock();
+    if (shared == nullptr || shared->is_broken()) {
+      return nullptr;
+    }
+    return no_gil(std::make_shared<NcclTransport>(std::move(shared), device, timeout));
+  }
+};
 
 }  // namespace
 
@@ -73,12 +100,21 @@ void bind_cuda(py::module_& m) {
         "Why the NCCL that is loaded can't be used; empty if it can.");
   m.def("device_identity", &device_identity, py::arg("device_index"), NoGil(),
         "Tells CUDA devices apart, on all hosts; empty without CUDA.");
+  m.def("nccl_settings", &nccl_settings,
+        "The names of ncclConfig_t's fields, as torch has them, that this build can set.");
   m.def("make_nccl_id", &make_nccl_id, "What all ranks of a communicator are given: 128 bytes, made by one of them.");
+  py::class_<SharedNccl>(m, "SharedNccl", "The communicator of NcclTransports, which keeps none of them alive.")
+      .def("open", &SharedNccl::open, py::arg("timeout"), NoGil(),
+           "Not collective: one more transport over it; None if it is gone or broken.");
   py::class_<NcclTransport, Transport, std::shared_ptr<NcclTransport>>(
       m, "NcclTransport", "NCCL on a stream of its own, for CUDA tensors of one device.")
       .def(py::init(&connect_nccl), py::arg("id"), py::kw_only(), py::arg("rank"), py::arg("size"),
-           py::arg("device_index"), py::arg("connect_timeout"), py::arg("timeout"),
-           "Collective: all ranks with the same id. TransportError when the others don't come, or NCCL fails.");
+           py::arg("device_index"), py::arg("settings"), py::arg("net_name"), py::arg("high_priority"),
+           py::arg("connect_timeout"), py::arg("timeout"),
+           "Collective: all ranks with the same id. TransportError when the others don't come, or NCCL fails.")
+      .def_property_readonly(
+          "shared", [](const NcclTransport& self) { return SharedNccl{self.communicator(), self.device()}; },
+          "Its communicator, for other transports.");
 }
 
 }  // namespace torchddp::bindings

@@ -22,23 +22,33 @@ auto each(int64_t plan::Slot::* field) {
 void bind_plan(py::module_& m) {
   using namespace plan;
   py::class_<ParamSpec>(m, "ParamSpec", "What a bucket plan needs to know of a parameter.")
-      .def(py::init<std::string, int64_t, int64_t, int32_t, int32_t, bool, int32_t>(), py::arg("name"),
+      .def(py::init<std::string, int64_t, int64_t, int32_t, int32_t, bool, int32_t, int64_t>(), py::arg("name"),
            py::arg("numel"), py::arg("itemsize"), py::arg("dtype") = 0, py::arg("device") = 0,
-           py::arg("sparse") = false, py::arg("owner") = -1)
+           py::arg("sparse") = false, py::arg("owner") = -1, py::arg("alignment") = 1)
       .def_readonly("name", &ParamSpec::name)
       .def_readonly("numel", &ParamSpec::numel)
       .def_readonly("itemsize", &ParamSpec::itemsize)
       .def_readonly("dtype", &ParamSpec::dtype)
       .def_readonly("device", &ParamSpec::device)
       .def_readonly("sparse", &ParamSpec::sparse)
-      .def_readonly("owner", &ParamSpec::owner);
+      .def_readonly("owner", &ParamSpec::owner)
+      .def_readonly("alignment", &ParamSpec::alignment);
 
   py::class_<BucketSpec>(m, "BucketSpec",
                          "One bucket of a plan: parameter indices and their offsets in flat memory (elements).")
       .def_property_readonly("params", each(&Slot::param))
       .def_property_readonly("offsets", each(&Slot::offset))
       .def_readonly("numel", &BucketSpec::numel)
-      .def_property_readonly("nbytes", [](const BucketSpec& bucket) { return bucket.numel * bucket.itemsize; });
+      .def_property_readonly(
+          "nbytes",
+          [](const BucketSpec& bucket) {
+            int64_t numel = 0;
+            for (const auto& slot : bucket.slots) {
+              numel += bucket.sparse ? 0 : slot.numel;
+            }
+            return numel * bucket.itemsize;
+          },
+          "Of the gradients, without what lies between them; 0 for a sparse one.");
 
   py::class_<BucketPlan>(m, "BucketPlan", "Which gradient lies where in which bucket, buckets in launch order.")
       .def(py::init([](const BucketIndices& buckets, const std::vector<ParamSpec>& params) {

@@ -22,8 +22,8 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       bool gradients_share_storage, bool skip_all_reduce_unused_params,
                                       bool compiled_autograd_takes_over, std::optional<at::ScalarType> wire_dtype,
                                       std::optional<at::ScalarType> reduce_dtype, bool gradient_stats,
-                                      bool find_nonfinite, bool raise_nonfinite, bool pack_whole_buckets,
-                                      std::chrono::milliseconds timeout) {
+                                      bool find_nonfinite, bool raise_nonfinite, int64_t adopt_bytes,
+                                      bool pack_whole_buckets, std::chrono::milliseconds timeout) {
   ReducerConfig config;
   config.limits = {std::move(caps_bytes), solo_bytes};
   config.find_unused_parameters = find_unused_parameters;
@@ -36,6 +36,7 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
   config.gradient_stats = gradient_stats;
   config.find_non_finite = find_nonfinite;
   config.raise_non_finite = raise_nonfinite;
+  config.adopt_bytes = adopt_bytes;
   config.pack_whole_buckets = pack_whole_buckets;
   config.timeout = timeout;
   const py::gil_scoped_release release;
@@ -114,7 +115,8 @@ void bind_modes(PyReducer& c) {
       .def("_set_optimizer_in_backward", of(&Parts::hand_back, &HandBack::leave_to_optimizer))
       .def("_set_mixed_precision_param_dtype", of(&Parts::packers, &Packers::set_grad_dtype), py::arg("dtype"))
       .def("_set_sparse_metadata", of(&Parts::packers, &Packers::set_sparse_metadata), py::arg("global_unique_ids"))
-      .def("disable_views", &Reducer::disable_views, "Gradients keep memory of their own from the next step on.")
+      .def("share_gradients", &Reducer::share_gradients, NoGil(),
+           "Another reducer averages the same gradients: they keep memory of their own from the next step on.")
       .def("remove_autograd_hooks", &Reducer::remove_autograd_hooks, NoGil())
       .def("update_process_group", &Reducer::update_process_group, py::arg("new_process_group"),
            py::arg("transport").none(false), NoGil())
@@ -144,7 +146,7 @@ void bind_reducer(py::module_& m) {
         py::arg("gradients_share_storage") = false, py::arg("skip_all_reduce_unused_params") = false,
         py::arg("compiled_autograd_takes_over") = false, py::arg("wire_dtype") = py::none(),
         py::arg("reduce_dtype") = py::none(), py::arg("gradient_stats") = false, py::arg("find_nonfinite") = false,
-        py::arg("raise_nonfinite") = false, py::arg("pack_whole_buckets") = false,
+        py::arg("raise_nonfinite") = false, py::arg("adopt_bytes") = 0, py::arg("pack_whole_buckets") = false,
         py::arg("timeout") = transport::kTransportTimeout);
   m.def(
       "finished_steps", [] { return all_finished_steps.load(std::memory_order_relaxed); },

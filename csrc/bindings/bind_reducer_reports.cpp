@@ -1,5 +1,6 @@
 // The Reducer's Python surface: what it tells of itself.
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <array>
 

@@ -17,17 +17,17 @@
 
 namespace {
 
-// What `torchddp doctor` shows; empty where there is no such part.
-pybind11::dict build_info() {
-  pybind11::dict info;
-  info["torch"] = TORCHDDP_TORCH_VERSION;
-  info["python"] = TORCHDDP_PYTHON_VERSION;
-  info["compiler"] = TORCHDDP_COMPILER;
-  info["cuda"] = TORCHDDP_CUDA_VERSION;
-  info["nccl"] = TORCHDDP_NCCL_VERSION;
-  info["archs"] = TORCHDDP_CUDA_ARCHS;
-  return info;
-}
+// What this was built for; empty where there is no such part. Text, since torchddp/_import_check.py also looks for it in the
+// file, where that does not load.
+[[gnu::used]] constexpr char kBuildInfo[] =
+    "torchddp build info"
+    "\nversion=" TORCHDDP_VERSION        //
+    "\ntorch=" TORCHDDP_TORCH_VERSION    //
+    "\npython=" TORCHDDP_PYTHON_VERSION  //
+    "\ncompiler=" TORCHDDP_COMPILER      //
+    "\ncuda=" TORCHDDP_CUDA_VERSION      //
+    "\nnccl=" TORCHDDP_NCCL_VERSION      //
+    "\narchs=" TORCHDDP_CUDA_ARCHS "\n";
 
 }  // namespace
 
@@ -35,9 +35,8 @@ pybind11::dict build_info() {
 PYBIND11_MODULE(_C, m) {
   using namespace torchddp::bindings;
   m.doc() = "torchddp's compiled reducer. Use torchddp.DistributedDataParallel; this module has no stable interface.";
-  m.attr("torch_version") = TORCHDDP_TORCH_VERSION;
   m.attr("version") = TORCHDDP_VERSION;
-  m.attr("build_info") = build_info();
+  m.attr("build_info") = kBuildInfo;
 #ifdef TORCHDDP_WITH_CUDA
   m.attr("with_cuda") = true;
 #else

@@ -1,6 +1,7 @@
 #include "bucket/bucket.h"
 
 #include <ATen/Functions.h>
+#include <ATen/ops/_foreach_zero.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -14,6 +15,20 @@ namespace torchddp::bucket {
 namespace {
 
 constexpr int64_t kMeasuredAtOnce = 4 * 1024 * 1024;  // elements, by operators: they take 32 MiB for a part's doubles
+
+void measure_flat(const at::Tensor& flat, const at::Tensor& stats) {
+  if (flat.is_cpu()) {
+    auto* const out = stats.mutable_data_ptr<double>();
+    out[0] += sum_of_squares(flat);
+    out[1] += static_cast<double>(count_non_finite(flat));
+    return;
+  }
+  for (int64_t begin = 0; begin < flat.numel(); begin += kMeasuredAtOnce) {
+    const auto part = flat.narrow(0, begin, std::min(kMeasuredAtOnce, flat.numel() - begin));
+    stats[0].add_(at::linalg_vector_norm(part, 2, std::nullopt, false, at::kDouble).square());
+    stats[1].add_(part.isfinite().logical_not().sum());
+  }
+}
 
 }  // namespace
 
@@ -29,22 +44,41 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
     return;
   }
   const auto& first = params[static_cast<size_t>(params_.front())];
-  // Where NCCL registers memory all ranks must allocate alike, which owners of different buckets don't.
+  // NCCL registers memory only if all ranks have the same, which owners of different buckets don't.
   flat_ = given_away_ || (owner_ >= 0 && transport.capabilities().reaches_any_memory)
               ? at::empty({spec.numel}, at::TensorOptions().dtype(first.scalar_type()).device(first.device()))
               : transport.allocate(spec.numel, first.scalar_type(), first.device());
   make_wire();
   slots_.reserve(spec.slots.size());
   for (const auto& slot : spec.slots) {
-    slots_.emplace_back(flat_, slot.offset, params[static_cast<size_t>(slot.param)], view_storage);
+    const auto& param = params[static_cast<size_t>(slot.param)];
+    if (slot.offset == plan::kApart) {
+      apart_.push_back(at::empty({slot.numel}, flat_.options()));
+      slots_.emplace_back(apart_.back(), 0, param, view_storage).lie_apart(transport);
+    } else {
+      slots_.emplace_back(flat_, slot.offset, param, view_storage);
+    }
   }
   if (given_away_) {
     release_memory();
+  } else {
+    clear_padding();
   }
   if (slots_.size() == 1 && flat_.is_cpu() && !flat_.is_complex()) {
     slots_[0].allow_adoption(transport);
     scales_ = transport.capabilities().scales && kernels::can_scale(slots_[0].kernel_dtype());
   }
+}
+
+void Bucket::release_apart() {
+  for (auto& slot : slots_) {
+    slot.release_if_apart();
+  }
+}
+
+at::Tensor Bucket::values(int64_t i) const {
+  const auto& slot = slots_[static_cast<size_t>(i)];
+  return slot.is_apart() ? slot.flat() : flat_.narrow(0, offsets_[static_cast<size_t>(i)], slot.numel());
 }
 
 void Bucket::make_wire() {
@@ -54,6 +88,30 @@ void Bucket::make_wire() {
   }
   c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   wire_ = at::view_as_real(flat_).view({-1});
+}
+
+void Bucket::clear_padding() const {
+  if (sparse_) {
+    return;
+  }
+  const c10::NoGradGuard no_grad;
+  std::vector<at::Tensor> gaps;
+  int64_t end = 0;
+  const auto slot_begins = [&](int64_t begin) {
+    if (begin > end) {
+      gaps.push_back(flat_.narrow(0, end, begin - end));
+    }
+  };
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (!slots_[i].is_apart()) {
+      slot_begins(offsets_[i]);
+      end = offsets_[i] + slots_[i].numel();
+    }
+  }
+  slot_begins(flat_.numel());
+  if (!gaps.empty()) {
+    at::_foreach_zero_(gaps);
+  }
 }
 
 void Bucket::point_at(const at::Tensor& memory) {
@@ -69,17 +127,19 @@ void Bucket::take_memory(const at::Tensor& memory) {
   for (auto& slot : slots_) {
     slot.rebind();
   }
+  clear_padding();
 }
 
 std::vector<int64_t> Bucket::move(transport::Transport& transport) {
   const c10::NoGradGuard no_grad;
-  const auto memory = transport.allocate(flat_.numel(), flat_.scalar_type(), flat_.device());
+  const auto memory = flat_.is_cpu() ? transport.allocate(flat_.numel(), flat_.scalar_type(), flat_.device())
+                                     : at::empty({flat_.numel()}, flat_.options());
   memory.copy_(flat_);
   point_at(memory);
   make_wire();
   std::vector<int64_t> stay;
   for (size_t i = 0; i < slots_.size(); ++i) {
-    if (!slots_[i].follow()) {
+    if (!slots_[i].is_apart() && !slots_[i].follow()) {
       stay.push_back(params_[i]);
     }
   }
@@ -98,22 +158,24 @@ void Bucket::release_memory() {
 
 void Bucket::measure(const at::Tensor& stats) const {
   const c10::NoGradGuard no_grad;
+  stats.zero_();
   if (sparse_ || !wire_.is_floating_point()) {
-    stats.zero_();
-  } else if (wire_.is_cpu()) {
-    auto* const out = stats.mutable_data_ptr<double>();
-    out[0] = sum_of_squares(wire_);
-    out[1] = static_cast<double>(count_non_finite(wire_));
-  } else {
-    stats.zero_();
-    for (int64_t begin = 0; begin < wire_.numel(); begin += kMeasuredAtOnce) {
-      const auto part = wire_.narrow(0, begin, std::min(kMeasuredAtOnce, wire_.numel() - begin));
-      stats[0].add_(at::linalg_vector_norm(part, 2, std::nullopt, false, at::kDouble).square());
-      stats[1].add_(part.isfinite().logical_not().sum());
-    }
+    return;
+  }
+  measure_flat(wire_, stats);
+  for (const auto& gradient : apart_) {
+    measure_flat(gradient, stats);
   }
 }
 
-int64_t Bucket::bytes() const { return sparse_ ? 0 : static_cast<int64_t>(flat_.nbytes()); }
+int64_t Bucket::bytes() const {
+  auto bytes = sparse_ ? 0 : static_cast<int64_t>(flat_.nbytes());
+  for (const auto& gradient : apart_) {
+    bytes += static_cast<int64_t>(gradient.nbytes());
+  }
+  return bytes;
+}
+
+int64_t Bucket::memory_bytes() const { return sparse_ || !has_memory() ? 0 : static_cast<int64_t>(flat_.nbytes()); }
 
 }  // namespace torchddp::bucket

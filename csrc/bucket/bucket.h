@@ -27,6 +27,7 @@ enum class BucketState : uint8_t {
 class Bucket {
  public:
   // `params`: all parameters of the reducer, indexed by the plan's slots. A bucket that belongs to another rank has no memory yet.
+  // Gradients with the offset plan::kApart lie apart, see Note [Adopted gradients] in grad_slot.h.
   Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
          ViewStorage view_storage);
 
@@ -36,14 +37,22 @@ class Bucket {
   int owner() const { return owner_; }
   // See Note [Gradients that are given away].
   bool is_given_away() const { return given_away_; }
+  // Of the flat memory, padding included, and of the gradients that lie apart; and of the flat memory alone, if it is there.
   int64_t bytes() const;
-  // Parameter index of each slot, in flat order.
+  int64_t memory_bytes() const;
+  // Parameter index of each slot, in the plan's order, and where it begins in flat memory, unless it lies apart.
   const std::vector<int64_t>& params() const { return params_; }
   const std::vector<int64_t>& offsets() const { return offsets_; }
   GradSlot& slot(int64_t i) { return slots_[static_cast<size_t>(i)]; }
 
   // What the wire and hooks see: 1-d, real (complex memory as pairs). A sparse bucket has none until a gradient was set.
   const at::Tensor& wire() const { return wire_; }
+  // The gradients that lie apart, 1-d each; without memory between steps.
+  const std::vector<at::Tensor>& apart() const { return apart_; }
+  // At the end of a step: whoever has the gradients has their memory.
+  void release_apart();
+  // The values of slot `i`, 1-d.
+  at::Tensor values(int64_t i) const;
   // The same memory in the parameters' dtype, or the sparse gradient.
   const at::Tensor& buffer() const { return flat_; }
   // Of a sparse gradient that has rows for what all ranks have agreed on.
@@ -56,12 +65,15 @@ class Bucket {
   // Note [Gradients that are given away]
   // A bucket of another rank's parameters needs flat memory from its first gradient until the owner has read it. It has none when
   // it is made, borrows some (take_memory) or adopts a gradient, and lets go of it after the reduction.
-  bool has_memory() const { return !slots_.empty() && slots_[0].has_memory(); }
+  bool has_memory() const { return !given_away_ || slots_[0].has_memory(); }
   // `memory`: bytes, at least bytes() of them.
   void take_memory(const at::Tensor& memory);
-  // Other memory with the same values. Returns the parameters whose views stay where they were.
+  // Other memory with the same values; plain on a device, for one rank alone may have to move. Returns the parameters whose views stay
+  // where they were.
   std::vector<int64_t> move(transport::Transport& transport);
   void release_memory();
+  // Zeros what lies between slots: no gradients, but sums, norms and hooks go over it. Whoever else writes there calls this.
+  void clear_padding() const;
 
   // One thread at a time writes it, any thread may read it for a report.
   std::atomic<BucketState> state{BucketState::kIdle};
@@ -71,7 +83,7 @@ class Bucket {
   bool scales_in_flight() const { return scales_; }
   double scale = 1.0;
 
-  // Of the flat memory as it is: {sum of squares, number of values that are not finite} into `stats`, two doubles on the bucket's
+  // Of all values as they are: {sum of squares, number of those that are not finite} into `stats`, two doubles on the bucket's
   // device. Memory of a dtype that is not floating point gives zeros, as does a sparse bucket.
   void measure(const at::Tensor& stats) const;
 
@@ -92,6 +104,7 @@ class Bucket {
   std::vector<GradSlot> slots_;
   at::Tensor flat_;
   at::Tensor wire_;
+  std::vector<at::Tensor> apart_;
   std::optional<at::Tensor> row_ids_;
   std::atomic<int64_t> pending_{0};
   int owner_ = -1;

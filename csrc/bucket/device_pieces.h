@@ -1,4 +1,4 @@
-// Gradients into or out of the slots of one bucket: on CUDA together, in one launch a dtype.
+// Gradients into or out of the slots of one bucket, all at once: on CUDA in one launch a dtype.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,19 +16,19 @@ class DevicePieces {
  public:
   using Direction = kernels::Direction;
 
-  explicit DevicePieces(Direction direction, double scale = 1.0) : direction_(direction), scale_(scale) {}
+  // `together`: CPU gradients wait for run() too, as a device's do.
+  explicit DevicePieces(Direction direction, double scale = 1.0, bool together = true)
+      : direction_(direction), scale_(scale), together_(together) {}
 
-  // slot <- gradient * scale, or gradient <- slot: any gradient of the slot's shape. Moved by run(), which it lives to see, unless our
-  // kernels can't: then at once.
+  // slot <- gradient * scale, or gradient <- slot: any gradient of the slot's shape. Moved by run(), which it lives to see; at once if
+  // it is laid out otherwise than the slot, or need not wait.
   void add(GradSlot& slot, const at::Tensor& gradient);
   void run();
 
  private:
-  // Our kernels are for its device.
-  static bool has_kernels(at::Device device);
-
   const Direction direction_;
   const double scale_;
+  const bool together_;
   std::array<std::vector<kernels::DevicePiece>, kernels::kNumDTypes> pieces_;  // by the gradients' dtype
   std::vector<at::Tensor> gradients_;
   const GradSlot* any_slot_ = nullptr;  // of the bucket

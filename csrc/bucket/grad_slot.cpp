@@ -33,11 +33,31 @@ void scale_cast_parallel(void* dst, const void* src, kernels::DType dtype, int64
 }  // namespace
 
 bool GradSlot::adopt(const at::Tensor& grad) {
-  if (adopter_ == nullptr || !is_plain(grad) || !adopter_->reaches(grad)) {
+  if (adopter_ == nullptr || !is_ordinary(grad) || !adopter_->reaches(grad)) {
     return false;
   }
   take_memory(grad);
   return true;
+}
+
+void GradSlot::lie_apart(const transport::Transport& transport) {
+  allow_adoption(transport);
+  is_apart_ = true;
+  release_if_apart();
+}
+
+void GradSlot::take_fresh_memory() {
+  flat_.unsafeGetTensorImpl()->set_storage_keep_dtype(at::empty({numel_}, flat_.options()).storage());
+  flat_.unsafeGetTensorImpl()->set_storage_offset(0);
+  rebind();
+}
+
+void GradSlot::release_if_apart() {
+  if (is_apart_) {
+    release_memory();
+    flat_.unsafeGetTensorImpl()->set_storage_keep_dtype(
+        c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, flat_.device())));
+  }
 }
 
 bool GradSlot::overlaps(const at::Tensor& grad) const {
@@ -120,18 +140,9 @@ at::Tensor GradSlot::clone() const {
   return in_bucket().clone(at::MemoryFormat::Preserve);
 }
 
-bool GradSlot::lies_as_slot(const at::Tensor& grad) const {
-  for (int64_t dim = 0; dim < grad.dim(); ++dim) {
-    if (grad.size(dim) > 1 && grad.stride(dim) != strides_[static_cast<size_t>(dim)]) {
-      return false;
-    }
-  }
-  return true;
-}
-
 std::optional<GradSlot::Piece> GradSlot::piece_of(const at::Tensor& grad) const {
-  if (grad.layout() != at::kStrided || !grad.has_storage() || grad.device() != flat_.device() || grad.is_conj() ||
-      grad.is_neg() || grad.sizes() != c10::IntArrayRef(sizes_) || !lies_as_slot(grad) ||
+  if (is_apart_ || grad.layout() != at::kStrided || !grad.has_storage() || grad.device() != flat_.device() ||
+      grad.is_conj() || grad.is_neg() || grad.sizes() != c10::IntArrayRef(sizes_) || !lies_as_slot(grad) ||
       grad.is_complex() != flat_.is_complex()) {
     return std::nullopt;
   }

@@ -13,6 +13,11 @@ namespace torchddp::bucket {
 // A large gradient that has a bucket of its own need not be copied into it: its memory becomes the bucket's for this step. The
 // flat tensor is re-pointed, nothing is allocated. The slot keeps the gradient alive until the next one comes, so that memory
 // rotates between steps as it does when a bucket is copied into.
+//
+// On a device the large gradients of a bucket lie apart (`adopt_bytes`), each reduced where it is, and only the small ones are
+// packed. Such a slot has memory from the time when its bucket is complete to the end of the step: that of the gradient, which stays
+// param.grad, or, where it can't be taken (another layout, shared, part of a graph, none), memory for this step alone. Which slots
+// lie apart follows from the plan, so it is the same on all ranks, whatever their gradients are.
 
 // Not thread-safe per slot; different slots of one bucket may be packed by different threads.
 class GradSlot : public SlotView {
@@ -34,8 +39,14 @@ class GradSlot : public SlotView {
   // Takes the memory of `grad`, which must be unshared, as the slot's, under the conditions of try_pack and if the slot may: see
   // Note [Adopted gradients].
   bool adopt(const at::Tensor& grad);
-  // The slot is all of its bucket: it may take any memory that the bucket's transport reaches.
+  // The slot is all of its flat tensor: it may take any memory that the bucket's transport reaches.
   void allow_adoption(const transport::Transport& transport) { adopter_ = &transport; }
+  // The flat tensor is the slot's alone, and has memory only from take_fresh_memory() or adopt() to release_if_apart().
+  void lie_apart(const transport::Transport& transport);
+  bool is_apart() const { return is_apart_; }
+  void take_fresh_memory();
+  void release_if_apart();
+  const at::Tensor& flat() const { return flat_; }
   // flat <- flat * scale, for a gradient that was accumulated in place.
   void scale_in_place(double scale);
   void zero();
@@ -45,22 +56,22 @@ class GradSlot : public SlotView {
   at::Tensor clone() const;
 
   // For kernels that move many gradients at once: a gradient of the slot's layout, as what it is in memory. None if it is laid out
-  // otherwise, or neither of the slot's dtype nor convertible.
+  // otherwise, or neither of the slot's dtype nor convertible, or if the slot lies apart.
   struct Piece {
     kernels::DType dtype;
     kernels::DevicePiece memory;
   };
   std::optional<Piece> piece_of(const at::Tensor& grad) const;
+  // Whether `grad` begins in the bucket's memory.
+  bool overlaps(const at::Tensor& grad) const;
   void* flat_data() const { return flat_.mutable_data_ptr(); }
   kernels::DType kernel_dtype() const { return kernel_type_.dtype; }
 
  private:
-  // A stride means nothing where there is one element.
-  bool lies_as_slot(const at::Tensor& grad) const;
   void pack_plain(const void* source, double scale, int64_t* non_finite = nullptr);
-  bool overlaps(const at::Tensor& grad) const;
 
   const transport::Transport* adopter_ = nullptr;
+  bool is_apart_ = false;
 };
 
 }  // namespace torchddp::bucket

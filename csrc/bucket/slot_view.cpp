@@ -119,6 +119,21 @@ bool SlotView::is_plain(const at::Tensor& grad) const {
          impl->strides() == c10::IntArrayRef(strides_) && impl->numel() == numel_;
 }
 
+bool SlotView::is_ordinary(const at::Tensor& grad) const {
+  const auto* impl = grad.unsafeGetTensorImpl();
+  return impl->key_set() == plain_keys_ && impl->dtype() == c10::scalarTypeToTypeMeta(dtype_) &&
+         impl->sizes() == c10::IntArrayRef(sizes_) && lies_as_slot(grad) && impl->device() == flat_.device();
+}
+
+bool SlotView::lies_as_slot(const at::Tensor& grad) const {
+  for (int64_t dim = 0; dim < grad.dim(); ++dim) {
+    if (grad.size(dim) > 1 && grad.stride(dim) != strides_[static_cast<size_t>(dim)]) {
+      return false;
+    }
+  }
+  return true;
+}
+
 void SlotView::take_memory(const at::Tensor& grad) {
   auto* flat = flat_.unsafeGetTensorImpl();
   flat->set_storage_keep_dtype(grad.storage());

@@ -59,7 +59,10 @@ class SlotView {
  protected:
   // Whether `grad` is an ordinary CPU tensor of the slot's own dtype and layout.
   bool is_plain(const at::Tensor& grad) const;
-  // The memory of `grad`, which is plain, is all of the flat tensor's from here on.
+  // Whether `grad` is an ordinary tensor of the slot's own device, dtype and layout; a stride means nothing where there is one element.
+  bool is_ordinary(const at::Tensor& grad) const;
+  bool lies_as_slot(const at::Tensor& grad) const;
+  // The memory of `grad`, which is ordinary, is all of the flat tensor's from here on.
   void take_memory(const at::Tensor& grad);
   // The slot as a tensor, for use here.
   at::Tensor in_bucket() const;

@@ -1,7 +1,5 @@
 #include "gpu/communicator.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <exception>
 #include <utility>
@@ -13,6 +11,7 @@
 namespace torchddp::gpu {
 namespace {
 
+// An abort is quick, but its thread may have to wait for a processor.
 constexpr std::chrono::milliseconds kAbortGrace{1000};
 // Finished operations that a new one puts away; more than one, so that none pile up.
 constexpr size_t kRetireAtOnce = 2;
@@ -25,28 +24,17 @@ Communicator::Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> d
   auto& state = *state_;
   state.nccl = std::move(nccl);
   state.device = std::move(device);
-  state.config = config;
+  state.config = std::move(config);
   if (const auto problem = version_problem(state.nccl->version(), state.nccl->built_version()); !problem.empty()) {
     throw TransportError(problem);
   }
-  state.stream = state.device->make_stream();
+  state.stream = state.device->make_stream(state.config.high_priority);
   state.fork = state.device->make_event();
-  watchdog_ = std::thread([state = state_] { state->watch(); });
+  watchdog_ = std::thread([state = state_, id] { state->make_and_watch(id); });
   try {
-    auto lock = state.enter();
-    const auto result = state.nccl->init_rank(&state.comm, config.size, id, config.rank);
-    if (state.comm == nullptr) {
-      // Nothing to abort.
-      state.life = State::Life::kLeft;
-      state.changed.notify_all();
-      throw TransportError(state.who() +
-                           ": could not make a NCCL communicator: " + state.nccl->describe(result, nullptr));
-    }
-    state.settle(result, "making a NCCL communicator", &lock);
+    state.await_making();
   } catch (...) {
-    std::unique_lock lock(state.mutex);
-    state.mark_broken("making a NCCL communicator failed");
-    if (end_watchdog(lock, deadline_after(config.leave_timeout))) {
+    if (end_watchdog(deadline_after(kAbortGrace))) {
       state.destroy_streams();
     }
     throw;
@@ -54,7 +42,7 @@ Communicator::Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> d
 }
 
 Communicator::~Communicator() {
-  if (getpid() != state_->pid) {
+  if (forks() != state_->made_in) {
     // A forked child: the rank is still there, and here are neither its watchdog nor its device. What the watchdog waits on must not
     // be destroyed, for that would wait for the watchdog.
     watchdog_.detach();
@@ -66,29 +54,22 @@ Communicator::~Communicator() {
   std::unique_lock lock(state.mutex);
   while (state.life == State::Life::kRunning && !state.in_flight.empty() && Clock::now() < deadline) {
     state.look();
-    lock.unlock();
-    std::this_thread::sleep_for(State::kPollInterval);
-    lock.lock();
+    state.changed.wait_for(lock, std::chrono::microseconds(200));
   }
   if (!state.in_flight.empty()) {
-    state.mark_broken("left while " + std::to_string(state.in_flight.size()) + " operations were under way");
+    state.mark_broken(state.who() + ": left while " + std::to_string(state.in_flight.size()) +
+                      " operations were under way");
   } else if (state.life == State::Life::kRunning && state.captured) {
     // NCCL would wait, without end, for graphs that hold operations of this communicator to be destroyed: it is left as it is.
     state.life = State::Life::kLeft;
+    state.changed.notify_all();
   } else if (state.life == State::Life::kRunning) {
-    // Flushes what NCCL's own threads still have to send to peers.
-    try {
-      state.config.connect_timeout = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-      state.settle(state.nccl->finalize(state.comm), "leaving a NCCL communicator", nullptr);
-      state.nccl->destroy(state.comm);
-      state.life = State::Life::kLeft;
-    } catch (const TransportError&) {
-      // Broken: the watchdog aborts it.
-    }
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+    std::thread([state = state_, left] { state->leave(left); }).detach();
   }
   auto keeps = state.in_flight.take_keeps();
-  // An abort is quick, but its thread may have to wait for a processor.
-  if (!end_watchdog(lock, std::max(deadline, Clock::now() + kAbortGrace))) {
+  lock.unlock();
+  if (!end_watchdog(std::max(deadline, Clock::now() + kAbortGrace))) {
     return;
   }
   keeps.clear();
@@ -99,20 +80,21 @@ Communicator::~Communicator() {
   }
   lock.lock();
   state.closed = true;
-  state.empty_graveyard();
+  const auto blocks = state.windows.take_let_go();
   lock.unlock();
+  for (const auto& block : blocks) {
+    state.nccl->memory_free(block->memory);
+  }
   state.destroy_streams();
 }
 
-// Of a communicator that is left or broken; gives the lock back. False if NCCL's abort does not end: the watchdog goes on waiting for
-// it, with everything that it needs.
-bool Communicator::end_watchdog(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::time_point deadline) {
-  state_->stop_watching = true;
-  state_->changed.notify_all();
-  const bool ended = state_->changed.wait_until(lock, deadline, [&] { return state_->life != State::Life::kBroken; });
+// Of a communicator that is left or broken. False if NCCL does not come back: the threads that wait for it have what they need.
+bool Communicator::end_watchdog(std::chrono::steady_clock::time_point deadline) {
+  std::unique_lock lock(state_->mutex);
+  const bool over = state_->changed.wait_until(lock, deadline, [&] { return state_->is_over(); });
   lock.unlock();
-  ended ? watchdog_.join() : watchdog_.detach();
-  return ended;
+  over ? watchdog_.join() : watchdog_.detach();
+  return over;
 }
 
 int Communicator::rank() const { return state_->config.rank; }
@@ -121,44 +103,48 @@ Nccl& Communicator::nccl() { return *state_->nccl; }
 
 void Communicator::start(Ticket& ticket, const OperationLabel& label, const Call& call, std::shared_ptr<void> keep) {
   auto& state = *state_;
-  OperationsInFlight::Keeps keeps;  // let go of without the lock
-  auto lock = state.enter();
-  state.throw_if_broken();
+  OperationsInFlight::Keeps keeps;  // let go of without the locks
   try {
+    const State::Turn turn(state, label);
     auto& device = *state.device;
-    state.in_flight.retire(device, kRetireAtOnce);
-    keeps = state.in_flight.take_keeps();
     auto* const compute = device.current_stream();
     const bool captured = device.capturing(compute);
     device.record(state.fork, compute);
     device.wait(state.stream, state.fork);
-    state.settle(call(state.comm, state.stream), state.describe(label), &lock);
+    state.settle(call(state.comm, state.stream), label);
     ticket.captured = captured;
+    if (captured && ticket.event == nullptr) {
+      ticket.event = device.make_event();
+    }
+    const std::lock_guard lock(state.mutex);
     if (captured) {
       state.captured = true;
-      if (ticket.event == nullptr) {
-        ticket.event = device.make_event();
-      }
       device.record(ticket.event, state.stream);
       return;
     }
+    state.in_flight.retire(device, kRetireAtOnce);
+    keeps = state.in_flight.take_keeps();
     ticket.number = state.in_flight.add(device, state.stream, label, std::move(keep));
   } catch (const CaptureError&) {
     throw;  // the graph is spoilt, the communicator is not
   } catch (const DeviceError& error) {
-    state.fail(state.describe(label) + " could not be queued: " + error.what());
+    state.fail(describe(label) + " could not be queued: " + error.what());
   }
 }
 
 void Communicator::join(Ticket& ticket) {
   auto& state = *state_;
   OperationsInFlight::Keeps keeps;
-  const std::lock_guard lock(state.mutex);
-  state.throw_if_broken();
   try {
+    const std::lock_guard lock(state.mutex);
+    state.throw_if_broken();
     keeps = state.in_flight.take_keeps();
-    if (auto* const done = ticket.captured ? ticket.event : state.in_flight.event_of(ticket)) {
-      state.device->wait(state.device->current_stream(), done);
+    auto* const operation = ticket.captured ? nullptr : state.in_flight.find(ticket);
+    if (ticket.captured || operation != nullptr) {
+      state.device->wait(state.device->current_stream(), ticket.captured ? ticket.event : operation->done);
+    }
+    if (operation != nullptr) {
+      keeps.push_back(std::move(operation->keep));
     }
   } catch (const CaptureError&) {
     throw;
@@ -173,8 +159,8 @@ bool Communicator::ended(const Ticket& ticket) {
   if (ticket.captured || state.life != State::Life::kRunning) {
     return true;
   }
-  auto* const done = state.in_flight.event_of(ticket);
-  return done == nullptr || state.device->finished(done);
+  auto* const operation = state.in_flight.find(ticket);
+  return operation == nullptr || state.device->finished(operation->done);
 }
 
 void Communicator::forget(Ticket& ticket) {
@@ -185,21 +171,15 @@ void Communicator::forget(Ticket& ticket) {
 }
 
 void Communicator::interrupt(const std::string& reason) {
-  auto& interrupt = state_->interrupt;
-  {
-    const std::lock_guard lock(interrupt.mutex);
-    if (interrupt.raised.load(std::memory_order_relaxed)) {
-      return;
-    }
-    interrupt.reason = reason;
-    interrupt.raised.store(true, std::memory_order_release);
-  }
-  state_->changed.notify_all();
+  const std::lock_guard lock(state_->mutex);
+  state_->mark_broken(reason);
 }
 
-void Communicator::check() {
+void Communicator::check() { state_->check(); }
+
+bool Communicator::is_broken() const {
   const std::lock_guard lock(state_->mutex);
-  state_->throw_if_broken();
+  return state_->life != State::Life::kRunning;
 }
 
 bool Communicator::uses_windows() const {
@@ -208,24 +188,50 @@ bool Communicator::uses_windows() const {
 
 std::shared_ptr<void> Communicator::allocate(int64_t bytes) {
   auto& state = *state_;
-  auto lock = state.enter();
+  state.check();
+  auto block = std::make_shared<Block>();
+  block->bytes = bytes;
+  if (state.nccl->memory_alloc(&block->memory, bytes) != kNcclSuccess) {
+    state.device->release_cache();
+    if (state.nccl->memory_alloc(&block->memory, bytes) != kNcclSuccess) {
+      return nullptr;
+    }
+  }
+  const std::lock_guard lock(state.mutex);
+  state.windows.add(block);
+  auto* const memory = block->memory;
+  return {memory, [state = state_, block = std::move(block)](void*) { state->release(block); }};
+}
+
+int64_t Communicator::memory_state() {
+  state_->let_operations_go();
+  const std::lock_guard lock(state_->mutex);
+  return state_->windows.propose();
+}
+
+void Communicator::commit_memory(std::chrono::milliseconds timeout) {
+  auto& state = *state_;
+  std::unique_lock lock(state.mutex);
   state.throw_if_broken();
-  state.reclaim(lock);
-  State::Block block{nullptr, nullptr};
-  const auto result = state.nccl->memory_alloc(&block.memory, bytes);
-  if (result != kNcclSuccess) {
-    throw TransportError(state.who() + ": NCCL could not allocate " + std::to_string(bytes) +
-                         " bytes for a bucket: " + state.nccl->describe(result, state.comm));
+  const auto change = state.windows.take_proposal();
+  lock.unlock();
+  state.give_back(change.give_back, timeout);
+  for (const auto& block : change.make) {
+    state.call({"registering memory with NCCL", -1, -1, timeout}, [&] {
+      const auto result = state.nccl->window_register(state.comm, block->memory, block->bytes, &block->window);
+      // Whatever it returns, the window is there only when the communicator says that nothing is in progress.
+      return result == kNcclSuccess ? kNcclInProgress : result;
+    });
   }
-  if (uses_windows()) {
-    auto& window = state.windows.emplace_back(nullptr);
-    const auto registered = state.nccl->window_register(state.comm, block.memory, bytes, &window);
-    // Whatever it returns, the window is there only when the communicator says that nothing is in progress.
-    state.settle(registered == kNcclSuccess ? kNcclInProgress : registered,
-                 "registering " + std::to_string(bytes) + " bytes with NCCL", &lock);
-    block.window = &window;
-  }
-  return {block.memory, [state = state_, block](void*) { state->release(block); }};
+}
+
+void Communicator::give_back_memory(std::chrono::milliseconds timeout) {
+  auto& state = *state_;
+  state.let_operations_go();
+  std::unique_lock lock(state.mutex);
+  const auto blocks = state.windows.take_let_go();
+  lock.unlock();
+  state.give_back(blocks, timeout);
 }
 
 }  // namespace torchddp::gpu

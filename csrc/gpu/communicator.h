@@ -4,10 +4,8 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "gpu/device.h"
 #include "gpu/nccl.h"
@@ -17,17 +15,23 @@ namespace torchddp::gpu {
 struct CommunicatorConfig {
   int rank = 0;
   int size = 1;
-  std::chrono::milliseconds timeout{std::chrono::minutes(10)};         // of an operation, on the device
-  std::chrono::milliseconds connect_timeout{std::chrono::minutes(2)};  // of init, and of calls that are in progress
+  std::chrono::milliseconds connect_timeout{std::chrono::minutes(2)};  // of the constructor
   std::chrono::milliseconds leave_timeout{std::chrono::seconds(10)};   // of everything the destructor does
   std::chrono::milliseconds watch_interval{100};
+  // How long the abort of a broken communicator waits for a call that is still inside NCCL, which frees what that call uses. A call
+  // that is about to return does so in this time; one that is stuck checks only whether it was aborted.
+  std::chrono::milliseconds call_grace{500};
+  CommSettings settings = {};
+  bool high_priority = false;  // of the stream
 };
 
-// What an operation is called in errors.
+// What a call of NCCL is called in errors, and how long it may take.
 struct OperationLabel {
   const char* name = "";
-  int64_t numel = 0;
+  int64_t numel = -1;   // -1: of no elements
   int64_t bucket = -1;  // -1: of no bucket
+  // The call itself, in which NCCL may have to connect to peers; then the operation, once the device has got to it.
+  std::chrono::milliseconds timeout{std::chrono::minutes(10)};
 };
 
 // One operation, to be joined.
@@ -39,18 +43,23 @@ struct Ticket {
 
 // Note [Errors of the device are found by a watchdog]
 // The host never waits for an operation: it queues it and goes on, so a dead peer is nobody's return value. A thread of ours looks
-// every watch_interval, off the path of a step, whether NCCL reports an error and whether the oldest operation has taken too long.
-// If so the communicator is broken: NCCL's abort makes the kernels that wait for a peer exit, so that a host that waits for the device
-// comes back, and every later call throws TransportError. What the broken operation wrote is garbage, and one optimizer step may
-// already have used it: the next forward raises (Transport::check), before anything is built on it. The abort itself may hang in NCCL; nobody waits for
-// it longer than leave_timeout.
+// every watch_interval, off the path of a step, whether NCCL reports an error, whether the oldest operation has taken too long, and
+// whether a call is stuck inside NCCL: the first one of a kind connects to peers, which may not be there. If so the communicator is
+// broken: NCCL's abort makes the kernels and calls that wait for a peer end, so that a host that waits for them comes back, and every
+// later call throws TransportError. What the broken operation wrote is garbage, and one optimizer step may already have used it: the
+// next forward raises (Transport::check), before anything is built on it. The abort itself may hang in NCCL; nobody waits for it longer
+// than leave_timeout.
 //
-// Calls of one communicator must come in the same order on all ranks. Thread-safe.
+// A graph that is replayed calls nobody here. So from the first capture on NCCL is asked for errors in every interval, and what is found
+// is written to stderr too: the program may never come back to ask. How long a replay takes can't be seen.
+//
+// Calls of one communicator must come in the same order on all ranks. Thread-safe. No method but start(), commit_memory() and
+// give_back_memory() waits for a call of another thread.
 class Communicator {
  public:
   using Call = std::function<int(Comm, Stream)>;
 
-  // Collective: all ranks with the id that one of them made. Throws TransportError.
+  // Collective: all ranks with the id that one of them made. Handlers of signals run meanwhile. Throws TransportError.
   Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> device, CommunicatorConfig config,
                const UniqueId& id);
   // Flushes and leaves; aborts what does not end within leave_timeout. NCCL's part stays behind if a graph was captured with it.
@@ -63,9 +72,11 @@ class Communicator {
   Nccl& nccl();
 
   // Queues `call` on the communicator's stream, behind what is queued on the current stream now. `keep` stays alive until the
-  // device is done. While the current stream captures a graph the operation becomes part of it, and nobody watches it.
+  // operation is joined, or the device is done with it. While the current stream captures a graph the operation becomes part of it, and
+  // nobody watches it.
   void start(Ticket& ticket, const OperationLabel& label, const Call& call, std::shared_ptr<void> keep);
-  // The current stream waits for the operation. Throws TransportError if the communicator is broken.
+  // The current stream waits for the operation, and `keep` goes: what is queued there later, in the same memory, comes after it.
+  // Throws TransportError if the communicator is broken.
   void join(Ticket& ticket);
   // Whether the operation has ended, well or not. Operations of a graph count as ended.
   bool ended(const Ticket& ticket);
@@ -75,16 +86,25 @@ class Communicator {
   void interrupt(const std::string& reason);
   // Throws what broke the communicator, if anything did.
   void check();
+  bool is_broken() const;
 
-  // Memory that NCCL reaches best: registered as a window where the version allows and there is a peer. Collective then: equal sizes
-  // in the same order. May be let go of at any time, but is given back at the next call or at the end, see Note [When windows are
-  // freed]; a call waits until the device is idle if there is anything to give back. Throws TransportError.
-  std::shared_ptr<void> allocate(int64_t bytes);
+  // Whether NCCL reaches memory of its own better than other memory: there is a peer, and the version has windows.
   bool uses_windows() const;
+  // Memory that can be registered as a window; null if there is no room. Not collective: see Note [When windows are made]. May be let
+  // go of at any time, but is given back with the next commit_memory() or give_back_memory().
+  std::shared_ptr<void> allocate(int64_t bytes);
+  // What the next commit_memory() would do, and what the ones before have done, as a number that is equal on ranks where that is
+  // equal; never 0. Blocks until the device is idle if operations still hold memory.
+  int64_t memory_state();
+  // Collective, on ranks that have the same memory_state(): registers what is not registered yet. Blocks until the device is idle if
+  // there is something to give back. Throws TransportError.
+  void commit_memory(std::chrono::milliseconds timeout);
+  // Not collective: what has been let go of, by ranks that have agreed to register nothing.
+  void give_back_memory(std::chrono::milliseconds timeout);
 
  private:
   struct State;
-  bool end_watchdog(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::time_point deadline);
+  bool end_watchdog(std::chrono::steady_clock::time_point deadline);
 
   std::shared_ptr<State> state_;
   std::thread watchdog_;

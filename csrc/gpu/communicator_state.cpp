@@ -1,23 +1,37 @@
 #include "gpu/communicator_state.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <exception>
 #include <thread>
 #include <utility>
 
 #include "common/deadline.h"
 #include "common/errors.h"
+#include "common/signals.h"
 
 namespace torchddp::gpu {
 namespace {
 
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+constexpr microseconds kPollInterval{200};
 // A call that is in progress is asked about without a pause for so long, then at intervals: most are through in some tens of
 // microseconds, in which the calling thread could not queue anything else either.
-constexpr std::chrono::microseconds kBusyPolling{200};
+constexpr microseconds kBusyPolling{200};
 
-std::string in_ms(std::chrono::milliseconds time) { return std::to_string(time.count()) + " ms"; }
+std::string in_ms(milliseconds time) { return std::to_string(time.count()) + " ms"; }
 
 }  // namespace
+
+std::string describe(const OperationLabel& label) {
+  std::string text = label.name;
+  if (label.numel >= 0) {
+    text += " of " + std::to_string(label.numel) + " elements";
+  }
+  return label.bucket < 0 ? text : text + " (bucket " + std::to_string(label.bucket) + ")";
+}
 
 uint64_t OperationsInFlight::add(Device& device, Stream stream, const OperationLabel& label,
                                  std::shared_ptr<void> keep) {
@@ -30,9 +44,9 @@ uint64_t OperationsInFlight::add(Device& device, Stream stream, const OperationL
   return next_++;
 }
 
-Event OperationsInFlight::event_of(const Ticket& ticket) const {
+OperationsInFlight::Operation* OperationsInFlight::find(const Ticket& ticket) {
   const auto oldest = next_ - operations_.size();
-  return ticket.number >= oldest && ticket.number < next_ ? operations_[ticket.number - oldest].done : nullptr;
+  return ticket.number >= oldest && ticket.number < next_ ? &operations_[ticket.number - oldest] : nullptr;
 }
 
 void OperationsInFlight::retire(Device& device, size_t at_most) {
@@ -47,8 +61,13 @@ void OperationsInFlight::retire(Device& device, size_t at_most) {
   }
 }
 
-Clock::time_point OperationsInFlight::deadline(std::chrono::milliseconds timeout) const {
-  return deadline_after(timeout, std::max(oldest().queued, last_end_));
+bool OperationsInFlight::holds_anything() const {
+  return !done_with_.empty() || std::any_of(operations_.begin(), operations_.end(),
+                                            [](const auto& operation) { return operation.keep != nullptr; });
+}
+
+Clock::time_point OperationsInFlight::deadline() const {
+  return deadline_after(oldest().label.timeout, std::max(oldest().queued, last_end_));
 }
 
 void OperationsInFlight::clear(Device& device) {
@@ -61,17 +80,7 @@ void OperationsInFlight::clear(Device& device) {
   operations_.clear();
 }
 
-void Communicator::State::obey_interrupt() {
-  if (interrupt.raised.load(std::memory_order_acquire) && life == Life::kRunning) {
-    const std::lock_guard lock(interrupt.mutex);
-    life = Life::kBroken;
-    problem = interrupt.reason;
-    changed.notify_all();
-  }
-}
-
-void Communicator::State::throw_if_broken() {
-  obey_interrupt();
+void Communicator::State::throw_if_broken() const {
   if (life != Life::kRunning) {
     throw TransportError(problem);
   }
@@ -79,107 +88,185 @@ void Communicator::State::throw_if_broken() {
 
 // From here on nobody but the watchdog calls NCCL for this communicator, and that only to abort it.
 void Communicator::State::mark_broken(std::string what) {
-  if (life == Life::kRunning) {
+  if (life == Life::kMaking || life == Life::kRunning) {
     life = Life::kBroken;
-    problem = who() + ": " + std::move(what);
+    problem = std::move(what);
     changed.notify_all();
   }
 }
 
+void Communicator::State::check() {
+  const std::lock_guard lock(mutex);
+  throw_if_broken();
+}
+
+void Communicator::State::refuse_nested(const OperationLabel& label) {
+  const std::lock_guard lock(mutex);
+  if (inside && inside->thread == std::this_thread::get_id()) {
+    throw TransportError(who() + ": " + describe(label) + " was started by the handler of a signal while " +
+                         describe(inside->label) + " was getting under way in the same thread, and would wait for it");
+  }
+}
+
 void Communicator::State::fail(std::string what) {
-  mark_broken(std::move(what));
+  const std::lock_guard lock(mutex);
+  mark_broken(who() + ": " + std::move(what));
   throw TransportError(problem);
 }
 
-// For calls of NCCL.
-std::unique_lock<std::mutex> Communicator::State::enter() {
-  std::unique_lock lock(mutex);
-  changed.wait(lock, [&] { return !runs_handlers; });
-  return lock;
+void Communicator::State::call(const OperationLabel& label, const std::function<int()>& body) {
+  const Turn turn(*this, label);
+  settle(body(), label);
 }
 
-// While a call is in progress. The peers hear of a handler that raises by the end of the communicator.
-void Communicator::State::run_handlers(SignalWatch& signals, const std::string& what,
-                                       std::unique_lock<std::mutex>& lock) {
-  std::exception_ptr raised;
-  runs_handlers = true;
-  lock.unlock();
-  try {
-    signals.look();
-  } catch (...) {
-    raised = std::current_exception();
-  }
-  lock.lock();
-  runs_handlers = false;
-  changed.notify_all();
-  if (raised != nullptr) {
-    mark_broken("gave up, for the handler of a signal raised an exception in " + what);
-    std::rethrow_exception(raised);
-  }
-}
-
-// Until a call of a non-blocking communicator has taken effect: no other may be made before that. `lock`, on the mutex, is given back
-// while the handlers of signals run; null: they don't.
-void Communicator::State::settle(int result, const std::string& what, std::unique_lock<std::mutex>* lock) {
+// Until a call has taken effect: for a communicator that does not block it may be in progress still. The watchdog sees to it that this
+// ends. The peers hear of a handler of a signal that raises by the end of the communicator.
+void Communicator::State::settle(int result, const OperationLabel& label) {
   const auto since = Clock::now();
-  const auto deadline = deadline_after(config.connect_timeout, since);
   SignalWatch signals(since);
   while (result == kNcclInProgress) {
-    throw_if_broken();
+    check();
     const auto now = Clock::now();
-    if (lock != nullptr && signals.is_due(now)) {
-      run_handlers(signals, what, *lock);
-      throw_if_broken();
-    }
-    if (now >= deadline) {
-      fail(what + " did not get under way within " + in_ms(config.connect_timeout) +
-           ". Some rank has not reached it, or can't be reached");
+    if (signals.is_due(now)) {
+      try {
+        signals.look();
+      } catch (...) {
+        const std::lock_guard lock(mutex);
+        mark_broken(who() + ": gave up, for the handler of a signal raised an exception in " + describe(label));
+        throw;
+      }
     }
     if (now - since < kBusyPolling) {
       std::this_thread::yield();
     } else {
       std::this_thread::sleep_for(kPollInterval);
     }
-    const auto asked = nccl->async_error(comm, &result);
-    if (asked != kNcclSuccess) {
+    if (const auto asked = nccl->async_error(comm, &result); asked != kNcclSuccess) {
       result = asked;
     }
   }
+  check();  // an aborted communicator must not be asked for words
   if (result != kNcclSuccess) {
-    fail(what + " failed: " + nccl->describe(result, comm));
+    fail(describe(label) + " failed: " + nccl->describe(result, comm));
   }
 }
 
-void Communicator::State::look() {
+// --- the thread that makes the communicator, and watches it ---
+
+void Communicator::State::make_and_watch(const UniqueId& id) {
+  make(id);
+  watch();
+}
+
+void Communicator::State::make(const UniqueId& id) {
+  auto result = kNcclSuccess;
+  std::string error;
+  try {
+    result = nccl->init_rank(&made, config.size, id, config.rank, config.settings);
+  } catch (const std::exception& failed) {
+    error = failed.what();
+  }
+  std::unique_lock lock(mutex);
+  while (result == kNcclInProgress && life == Life::kMaking) {
+    lock.unlock();
+    std::this_thread::sleep_for(kPollInterval);
+    const auto asked = nccl->async_error(made, &result);
+    result = asked != kNcclSuccess ? asked : result;
+    lock.lock();
+  }
+  comm = made;
+  if (life == Life::kMaking && error.empty() && result == kNcclSuccess) {
+    life = Life::kRunning;
+    changed.notify_all();
+    return;
+  }
+  mark_broken(who() +
+              ": could not make a NCCL communicator: " + (error.empty() ? nccl->describe(result, comm) : error));
+}
+
+// In the thread that wants the communicator.
+void Communicator::State::await_making() {
+  const auto deadline = deadline_after(config.connect_timeout);
+  std::unique_lock lock(mutex);
+  while (life == Life::kMaking) {
+    const auto until = std::min(deadline, Clock::now() + kSignalInterval);
+    if (changed.wait_until(lock, until, [&] { return life != Life::kMaking; })) {
+      break;
+    }
+    if (until == deadline) {
+      mark_broken(who() + ": could not make a NCCL communicator within " + in_ms(config.connect_timeout) +
+                  ". Some rank has not come to it, or can't be reached");
+      break;
+    }
+    lock.unlock();
+    try {
+      check_signals();
+    } catch (...) {
+      lock.lock();
+      mark_broken(who() + ": gave up, for the handler of a signal raised an exception");
+      throw;
+    }
+    lock.lock();
+  }
+  throw_if_broken();
+}
+
+// What is wrong; empty if nothing is.
+std::string Communicator::State::find_problem() {
+  if (inside) {
+    // NCCL's functions must not be called beside it.
+    const auto& label = inside->label;
+    return Clock::now() < deadline_after(label.timeout, inside->since)
+               ? ""
+               : describe(label) + " did not get under way within " + in_ms(label.timeout) +
+                     ". Some rank has not reached it, or can't be reached; the communicator was aborted";
+  }
+  if (in_flight.empty() && !captured) {
+    return "";
+  }
   try {
     int error = kNcclSuccess;
     const auto asked = nccl->async_error(comm, &error);
     const auto result = asked != kNcclSuccess ? asked : error;
     if (result != kNcclSuccess && result != kNcclInProgress) {
       const auto during = in_flight.empty() ? "" : ", during " + describe(in_flight.oldest().label);
-      mark_broken("NCCL reports: " + nccl->describe(result, comm) + during);
-      return;
+      return "NCCL reports: " + nccl->describe(result, comm) + during;
     }
     in_flight.retire(*device, in_flight.size());
-    if (!in_flight.empty() && Clock::now() >= in_flight.deadline(config.timeout)) {
-      mark_broken(describe(in_flight.oldest().label) + " did not finish within " + in_ms(config.timeout) +
-                  ". Some rank did not start it, is gone, or can't be reached; the communicator was aborted");
+    if (!in_flight.empty() && Clock::now() >= in_flight.deadline()) {
+      const auto& label = in_flight.oldest().label;
+      return describe(label) + " did not finish within " + in_ms(label.timeout) +
+             ". Some rank did not start it, is gone, or can't be reached; the communicator was aborted";
     }
+    return "";
   } catch (const std::exception& error) {
-    mark_broken(error.what());
+    return error.what();
+  }
+}
+
+void Communicator::State::look() {
+  const auto found = find_problem();
+  if (found.empty()) {
+    return;
+  }
+  mark_broken(who() + ": " + found);
+  if (captured) {
+    std::fprintf(stderr, "torchddp: %s\n", problem.c_str());  // who replays a graph does not ask us
   }
 }
 
 void Communicator::State::watch() {
   std::unique_lock lock(mutex);
-  while (life == Life::kRunning && !stop_watching) {
-    changed.wait_for(lock, config.watch_interval);
-    obey_interrupt();
-    if (life == Life::kRunning && !stop_watching && !in_flight.empty()) {
+  while (life == Life::kRunning) {
+    if (!changed.wait_for(lock, config.watch_interval, [&] { return life != Life::kRunning; })) {
       look();
     }
   }
-  if (life == Life::kBroken) {
+  if (life != Life::kBroken) {
+    return;
+  }
+  if (comm != nullptr) {
+    changed.wait_for(lock, config.call_grace, [&] { return !inside; });
     lock.unlock();
     try {
       nccl->abort(comm);  // may block; see Note [Errors of the device are found by a watchdog]
@@ -187,60 +274,30 @@ void Communicator::State::watch() {
       // The device is lost: there is nothing left to abort.
     }
     lock.lock();
-    life = Life::kAborted;
-    changed.notify_all();
   }
+  life = Life::kAborted;
+  changed.notify_all();
 }
 
-void Communicator::State::free_block(const Block& block) {
-  if (block.window != nullptr && *block.window != nullptr && life == Life::kRunning) {
-    nccl->window_deregister(comm, *block.window);
-  }
-  nccl->memory_free(block.memory);
-}
+// --- leaving ---
 
-// A block has no owner any more; the device may still use it.
-void Communicator::State::release(const Block& block) noexcept {
-  if (getpid() != pid) {
-    return;  // a forked child: it is the parent's
-  }
+// On a thread of its own: NCCL waits for peers here.
+void Communicator::State::leave(milliseconds timeout) {
   try {
-    bool closed_already = false;
+    const OperationLabel label{"leaving a NCCL communicator", -1, -1, timeout};
+    const Turn turn(*this, label);
+    settle(nccl->finalize(comm), label);
     {
       const std::lock_guard lock(mutex);
-      closed_already = closed;
-      if (!closed_already) {
-        graveyard.push_back(block);
-      }
+      throw_if_broken();
+      inside->label.timeout = milliseconds::max();  // what is being destroyed can't be aborted
     }
-    if (closed_already) {
-      device->synchronize();
-      const std::lock_guard lock(mutex);
-      free_block(block);
-    }
+    nccl->destroy(comm);
+    const std::lock_guard lock(mutex);
+    life = Life::kLeft;
   } catch (const std::exception&) {
-    // The device is lost, and its memory with it.
+    // Broken: the watchdog aborts it.
   }
-}
-
-// Note [When windows are freed]
-// NCCL places windows at offsets that each rank works out alone from what is free, and they must come out equal: so memory is
-// given back at the same points of the program on all ranks, right before the next is registered, and not when the last reference
-// happens to go. It waits until the device is idle: nothing of a step allocates.
-void Communicator::State::reclaim(std::unique_lock<std::mutex>& lock) {
-  if (in_flight.holds_nothing() && graveyard.empty()) {
-    return;
-  }
-  lock.unlock();
-  device->synchronize();  // not under the lock: the watchdog may have to end what the device waits for
-  lock.lock();
-  throw_if_broken();
-  in_flight.retire(*device, in_flight.size());
-  auto keeps = in_flight.take_keeps();
-  lock.unlock();
-  keeps.clear();  // may release blocks
-  lock.lock();
-  empty_graveyard();
 }
 
 // Once the watchdog has ended.
@@ -250,9 +307,60 @@ void Communicator::State::destroy_streams() {
   device->destroy_stream(stream);
 }
 
-void Communicator::State::empty_graveyard() {
-  for (const auto& block : std::exchange(graveyard, {})) {
-    free_block(block);
+// --- memory ---
+
+// What operations hold that have ended, or are about to, and were not joined.
+void Communicator::State::let_operations_go() {
+  {
+    const std::lock_guard lock(mutex);
+    throw_if_broken();
+    if (!in_flight.holds_anything()) {
+      return;
+    }
+  }
+  device->synchronize();
+  OperationsInFlight::Keeps keeps;  // released without the lock: blocks may be among them
+  const std::lock_guard lock(mutex);
+  throw_if_broken();
+  in_flight.retire(*device, in_flight.size());
+  keeps = in_flight.take_keeps();
+}
+
+void Communicator::State::give_back(const std::vector<BlockPtr>& blocks, milliseconds timeout) {
+  if (blocks.empty()) {
+    return;
+  }
+  device->synchronize();
+  for (const auto& block : blocks) {
+    if (block->window != nullptr) {
+      try {
+        call({"giving memory back to NCCL", -1, -1, timeout},
+             [&] { return nccl->window_deregister(comm, block->window); });
+      } catch (const TransportError&) {
+        // Broken, as the next call says; its windows go with it.
+      }
+    }
+    nccl->memory_free(block->memory);
+  }
+}
+
+// A block has no owner any more; the device may still use it.
+void Communicator::State::release(BlockPtr block) noexcept {
+  if (forks() != made_in) {
+    return;  // a forked child: it is the parent's
+  }
+  try {
+    {
+      const std::lock_guard lock(mutex);
+      if (!closed) {
+        windows.let_go(std::move(block));
+        return;
+      }
+    }
+    device->synchronize();
+    nccl->memory_free(block->memory);
+  } catch (const std::exception&) {
+    // The device is lost, and its memory with it.
   }
 }
 

@@ -1,23 +1,26 @@
 // What a communicator's calls and its watchdog share. Not for use outside of gpu/.
 #pragma once
 
-#include <unistd.h>
-
-#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
-#include "common/signals.h"
+#include "common/forks.h"
 #include "gpu/communicator.h"
+#include "gpu/window_memory.h"
 
 namespace torchddp::gpu {
 
 using Clock = std::chrono::steady_clock;
+
+// For errors.
+std::string describe(const OperationLabel& label);
 
 // Operations on the communicator's stream that nobody has seen to end, oldest first.
 class OperationsInFlight {
@@ -33,18 +36,19 @@ class OperationsInFlight {
   // Behind what is on the stream. Returns its number.
   uint64_t add(Device& device, Stream stream, const OperationLabel& label, std::shared_ptr<void> keep);
   // Null if it was put away, or never queued.
-  Event event_of(const Ticket& ticket) const;
+  Operation* find(const Ticket& ticket);
   // Puts finished operations away, oldest first. What they held is let go of by the next caller: the watchdog must not run foreign
   // destructors, which may want Python's lock.
   void retire(Device& device, size_t at_most);
   // What finished operations have held, to be let go of without the lock.
   Keeps take_keeps() { return std::exchange(done_with_, {}); }
-  bool holds_nothing() const { return operations_.empty() && done_with_.empty(); }
+  bool holds_anything() const;
 
   bool empty() const { return operations_.empty(); }
   size_t size() const { return operations_.size(); }
   const Operation& oldest() const { return operations_.front(); }
-  Clock::time_point deadline(std::chrono::milliseconds timeout) const;
+  // Of the oldest.
+  Clock::time_point deadline() const;
   // Without the lock: blocks of memory may go.
   void clear(Device& device);
 
@@ -56,62 +60,89 @@ class OperationsInFlight {
   Keeps done_with_;
 };
 
-// Shared with the watchdog, which may outlive the communicator if NCCL's abort hangs.
+// Shared with the threads of a communicator, which outlive it where NCCL hangs.
 struct Communicator::State {
-  static constexpr std::chrono::microseconds kPollInterval{200};
-
-  struct Block {
-    void* memory;
-    const Window* window;  // null if it is no window
+  enum class Life { kMaking, kRunning, kBroken, kAborted, kLeft };
+  class Turn;  // one call of NCCL, from before it is made until it has taken effect
+  struct Inside {
+    OperationLabel label;
+    Clock::time_point since;
+    std::thread::id thread;
   };
-  enum class Life { kRunning, kBroken, kAborted, kLeft };
 
   std::shared_ptr<Nccl> nccl;
   std::shared_ptr<Device> device;
   CommunicatorConfig config;
-  const pid_t pid = getpid();
+  const int made_in = forks();
 
-  std::mutex mutex;
+  std::mutex calls;  // who has it may call NCCL. Taken before the other one, and held for as long as NCCL takes
+  std::mutex mutex;  // of all below, never held for long
   std::condition_variable changed;
-  Life life = Life::kRunning;
-  bool stop_watching = false;
+  Life life = Life::kMaking;
   std::string problem;
+  std::optional<Inside> inside;
+  Comm made = nullptr;  // NCCL writes it whenever it gets to it
   Comm comm = nullptr;
   Stream stream = nullptr;
   Event fork = nullptr;
   OperationsInFlight in_flight;
-  std::vector<Block> graveyard;  // freed by their owners, see reclaim()
-  std::deque<Window> windows;    // NCCL writes them whenever it gets to it: they stay where they are
-  bool closed = false;           // the communicator is gone, its memory may not be
-  bool captured = false;         // some operation became part of a graph
-  bool runs_handlers = false;    // of signals, by a thread whose call is in progress
-
-  // Has a lock of its own: calls hold the mutex while NCCL gets under way.
-  struct {
-    std::mutex mutex;
-    std::string reason;
-    std::atomic<bool> raised{false};
-  } interrupt;
+  WindowMemory windows;
+  bool closed = false;    // the communicator is gone, its memory may not be
+  bool captured = false;  // some operation became part of a graph
 
   std::string who() const { return "rank " + std::to_string(config.rank) + " of " + std::to_string(config.size); }
-  std::string describe(const OperationLabel& label) const {
-    auto text = std::string(label.name) + " of " + std::to_string(label.numel) + " elements";
-    return label.bucket < 0 ? text : text + " (bucket " + std::to_string(label.bucket) + ")";
-  }
-  void obey_interrupt();
-  void throw_if_broken();
+  bool is_over() const { return (life == Life::kAborted || life == Life::kLeft) && !inside; }
+
+  // With the mutex.
+  void throw_if_broken() const;
   void mark_broken(std::string what);
-  [[noreturn]] void fail(std::string what);
-  std::unique_lock<std::mutex> enter();
-  void run_handlers(SignalWatch& signals, const std::string& what, std::unique_lock<std::mutex>& lock);
-  void settle(int result, const std::string& what, std::unique_lock<std::mutex>* lock);
   void look();
-  void watch();
-  void free_block(const Block& block);
-  void release(const Block& block) noexcept;
-  void reclaim(std::unique_lock<std::mutex>& lock);
+  // Without it.
+  void check();
+  void refuse_nested(const OperationLabel& label);
+  [[noreturn]] void fail(std::string what);
+  void call(const OperationLabel& label, const std::function<int()>& body);
+  void settle(int result, const OperationLabel& label);
+  void let_operations_go();
+  void give_back(const std::vector<BlockPtr>& blocks, std::chrono::milliseconds timeout);
+  void release(BlockPtr block) noexcept;
   void destroy_streams();
-  void empty_graveyard();
+
+  // Threads.
+  void make_and_watch(const UniqueId& id);
+  void leave(std::chrono::milliseconds timeout);
+
+  void await_making();
+
+ private:
+  void make(const UniqueId& id);
+  void watch();
+  std::string find_problem();
+};
+
+// Throws TransportError if the communicator is broken, or the thread is inside already: in the handler of a signal.
+class Communicator::State::Turn {
+ public:
+  Turn(State& state, const OperationLabel& label) : state_(state) {
+    state.refuse_nested(label);
+    order_ = std::unique_lock(state.calls);
+    const std::lock_guard lock(state.mutex);
+    state.throw_if_broken();
+    state.inside = Inside{label, Clock::now(), std::this_thread::get_id()};
+  }
+  ~Turn() {
+    const std::lock_guard lock(state_.mutex);
+    state_.inside.reset();
+    if (state_.life != Life::kRunning) {
+      state_.changed.notify_all();
+    }
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  State& state_;
+  std::unique_lock<std::mutex> order_;
 };
 
 }  // namespace torchddp::gpu

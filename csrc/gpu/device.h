@@ -4,6 +4,8 @@
 
 #include <stdexcept>
 
+#include "common/forks.h"
+
 namespace torchddp::gpu {
 
 using Stream = void*;  // cudaStream_t
@@ -28,14 +30,23 @@ class Device {
 
   // torch's current stream of this device in the calling thread.
   virtual Stream current_stream() = 0;
-  // Independent of the default stream, of high priority.
-  virtual Stream make_stream() = 0;
-  virtual void destroy_stream(Stream stream) noexcept = 0;
+  // Independent of the default stream. What is queued on one of high priority overtakes what waits for room on the device.
+  virtual Stream make_stream(bool high_priority) = 0;
+  // In a forked child these two do nothing: streams and events are its parent's, and the driver is of no use there.
+  void destroy_stream(Stream stream) noexcept {
+    if (made_in_ == forks()) {
+      drop_stream(stream);
+    }
+  }
+  void destroy_event(Event event) noexcept {
+    if (made_in_ == forks()) {
+      drop_event(event);
+    }
+  }
 
   // Without timing.
   virtual Event make_event() = 0;
   virtual Event make_timing_event() = 0;
-  virtual void destroy_event(Event event) noexcept = 0;
   virtual void record(Event event, Stream stream) = 0;
   // What is queued on `stream` from now on starts after what the event was last recorded behind.
   virtual void wait(Stream stream, Event event) = 0;
@@ -47,6 +58,14 @@ class Device {
   virtual bool capturing(Stream stream) = 0;
   // Blocks until the device is idle.
   virtual void synchronize() = 0;
+  // Gives back to the driver what torch's allocator keeps for later and nobody uses.
+  virtual void release_cache() = 0;
+
+ private:
+  virtual void drop_stream(Stream stream) noexcept = 0;
+  virtual void drop_event(Event event) noexcept = 0;
+
+  const int made_in_ = forks();
 };
 
 }  // namespace torchddp::gpu

@@ -3,7 +3,9 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <string>
+#include <vector>
 
 #include "gpu/device.h"
 #include "kernels/dtype.h"
@@ -12,6 +14,10 @@ namespace torchddp::gpu {
 
 using Comm = void*;    // ncclComm_t
 using Window = void*;  // ncclWindow_t
+
+// ncclRedOp_t: the sum, or one made by make_pre_mul_sum().
+using SumOp = int;
+inline constexpr SumOp kPlainSum = 0;
 
 struct UniqueId {
   std::array<char, 128> bytes{};
@@ -24,8 +30,15 @@ inline constexpr int kNcclInProgress = 7;
 // Symmetric memory windows exist from here on (2.27).
 inline constexpr int kWindowsVersion = 22700;
 
-// Methods mirror NCCL's functions and return its result codes; a communicator is non-blocking, so that each may return
-// kNcclInProgress. Not thread-safe per communicator. NCCL knows all types but kI16.
+// What a user wants of a communicator, by the names that torch gives the fields of ncclConfig_t.
+struct CommSettings {
+  std::map<std::string, int> numbers;
+  std::string net_name;  // empty: NCCL's choice
+};
+
+// Methods mirror NCCL's functions and return its result codes. Calls for a communicator block, unless its settings or the
+// environment (NCCL_COMM_BLOCKING) say otherwise: then each may return kNcclInProgress. One call at a time for a communicator; abort()
+// alone may come while another is inside, which then returns. NCCL knows all types but kI16.
 class Nccl {
  public:
   virtual ~Nccl() = default;
@@ -37,7 +50,10 @@ class Nccl {
   virtual std::string describe(int result, Comm comm) = 0;
 
   virtual int make_id(UniqueId* id) = 0;
-  virtual int init_rank(Comm* comm, int size, const UniqueId& id, int rank) = 0;
+  // Those of CommSettings::numbers that this build can set.
+  virtual std::vector<std::string> known_numbers() const = 0;
+  // NCCL may write to `comm` until nothing is in progress any more.
+  virtual int init_rank(Comm* comm, int size, const UniqueId& id, int rank, const CommSettings& settings) = 0;
   virtual int async_error(Comm comm, int* error) = 0;
   virtual int finalize(Comm comm) = 0;
   virtual int destroy(Comm comm) = 0;
@@ -45,11 +61,20 @@ class Nccl {
 
   virtual int memory_alloc(void** memory, int64_t bytes) = 0;
   virtual int memory_free(void* memory) = 0;
-  // Collective: equal sizes, in the same order on all ranks. `window` stays null where the hardware has no use for it.
+  // Collective: equal sizes, in the same order on all ranks. `window` stays null where the hardware has no use for it; it is written
+  // to until nothing is in progress any more.
   virtual int window_register(Comm comm, void* memory, int64_t bytes, Window* window) = 0;
   virtual int window_deregister(Comm comm, Window window) = 0;
 
-  virtual int all_reduce(const void* input, void* output, int64_t numel, kernels::DType type, Comm comm,
+  // What is called between the two is launched together; the end returns what any of the calls ran into.
+  virtual int group_start() = 0;
+  virtual int group_end() = 0;
+  // A sum of each rank's values times its `scale`, rounded to `type`, which is floating point. To be destroyed after the last call that
+  // it is given to has returned.
+  virtual int make_pre_mul_sum(SumOp* op, double scale, kernels::DType type, Comm comm) = 0;
+  virtual int destroy_op(SumOp op, Comm comm) = 0;
+
+  virtual int all_reduce(const void* input, void* output, int64_t numel, kernels::DType type, SumOp op, Comm comm,
                          Stream stream) = 0;
   // In place.
   virtual int reduce(void* data, int64_t numel, kernels::DType type, int root, Comm comm, Stream stream) = 0;

@@ -33,4 +33,8 @@ enum class Direction : uint8_t { kPack, kUnpack };
 int move_on_device(Direction direction, void* flat, DType flat_type, const DevicePiece* pieces, int64_t count,
                    DType outside_type, double scale, void* stream);
 
+// 0 if the current device can run the kernels above, otherwise CUDA's error: they are built for some compute capabilities only.
+// Loads one of them, so not to be called for the first time while a graph is captured.
+int find_kernels();
+
 }  // namespace torchddp::kernels

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/round_up.h"
 #include "kernels/pack_cuda.h"
@@ -11,10 +12,12 @@
 namespace torchddp::kernels::device {
 
 // Kernel parameters were limited to 4 KB; since CUDA 12.1, from compute capability 7.0 on, it is 32,764 bytes. Parameters are
-// copied with every launch, so the small table serves where it is enough.
+// copied with every launch, so the smallest table serves that is enough.
 inline constexpr int kFewPieces = 144;
+inline constexpr int kSomePieces = 416;
 inline constexpr int kMaxPieces = 1168;
 static_assert(sizeof(PieceTable<kFewPieces>) <= 4096, "the small table must fit the parameters of any kernel");
+static_assert(kFewPieces < kSomePieces && kSomePieces < kMaxPieces);
 static_assert(sizeof(PieceTable<kMaxPieces>) <= 32764, "the large table must fit the parameters of a kernel");
 
 // A grid has no more blocks. Several times what the largest device runs at once, so that the last blocks to finish are a small
@@ -144,21 +147,17 @@ int for_each_launch(const Job& job, const Launch& launch) {
   int64_t left = 0;
   for (int64_t i = 0; i < job.count; ++i) left += job.pieces[i].numel > 0 ? 1 : 0;
   int64_t next = 0;
-  const auto launch_some = [&](auto& table) {
+  const auto launch_some = [&](auto capacity) {
+    PieceTable<decltype(capacity)::value> table;
     next = fill_table(table, job, next);
     left -= table.count;
     const uint32_t num_tiles = table.first_tile[table.count];
     return launch(table, num_tiles < kMaxBlocks ? num_tiles : kMaxBlocks);
   };
   while (left > 0) {
-    int error;
-    if (left <= kFewPieces) {
-      PieceTable<kFewPieces> table;
-      error = launch_some(table);
-    } else {
-      PieceTable<kMaxPieces> table;
-      error = launch_some(table);
-    }
+    const int error = left <= kFewPieces    ? launch_some(std::integral_constant<int, kFewPieces>())
+                      : left <= kSomePieces ? launch_some(std::integral_constant<int, kSomePieces>())
+                                            : launch_some(std::integral_constant<int, kMaxPieces>());
     if (error != 0) return error;
   }
   return 0;

@@ -8,6 +8,8 @@
 #include <tuple>
 #include <utility>
 
+#include "common/round_up.h"
+
 namespace torchddp::plan {
 namespace {
 
@@ -34,8 +36,13 @@ void check_params(std::span<const ParamSpec> params) {
     const ParamSpec& spec = params[static_cast<size_t>(i)];
     if (spec.numel < 0) fail(describe(params, i), ": numel must be at least 0, got ", spec.numel);
     if (spec.itemsize <= 0) fail(describe(params, i), ": itemsize must be at least 1, got ", spec.itemsize);
+    if (spec.alignment < 1 || (spec.alignment > spec.itemsize && spec.alignment % spec.itemsize != 0)) {
+      fail(describe(params, i), ": alignment must be at least 1 and a multiple of itemsize ", spec.itemsize,
+           " where it is larger, got ", spec.alignment);
+    }
     int64_t bytes = 0;
     if (__builtin_mul_overflow(spec.numel, spec.itemsize, &bytes) ||
+        __builtin_add_overflow(bytes, spec.alignment - 1, &bytes) ||
         __builtin_add_overflow(total_bytes, bytes, &total_bytes)) {
       fail(describe(params, i), ": numel ", spec.numel, " with itemsize ", spec.itemsize, " takes the plan past ",
            std::numeric_limits<int64_t>::max(), " bytes");
@@ -68,6 +75,11 @@ void check_order(std::span<const int64_t> order, int64_t num_params) {
     }
     seen[static_cast<size_t>(param)] = true;
   }
+}
+
+// Where the slot of a parameter begins that comes after `end` elements.
+int64_t begin_after(int64_t end, const ParamSpec& spec) {
+  return round_up(end, ceil_div(spec.alignment, spec.itemsize));
 }
 
 BucketIndices indices_of(const BucketPlan& plan) {
@@ -117,10 +129,12 @@ void check_bucket(const BucketSpec& bucket, int64_t index, std::span<const Param
       fail(describe(params, slot.param), " has ", spec.numel, " elements, its slot in bucket ", index, " has ",
            slot.numel);
     }
-    if (slot.offset != end) {
-      fail(describe(params, slot.param), " starts at element ", slot.offset, " of bucket ", index, ", expected ", end);
+    const int64_t begin = begin_after(end, spec);
+    if (slot.offset != begin) {
+      fail(describe(params, slot.param), " starts at element ", slot.offset, " of bucket ", index, ", expected ",
+           begin);
     }
-    if (!bucket.sparse) end += slot.numel;
+    if (!bucket.sparse) end = begin + slot.numel;
   }
   if (bucket.sparse && bucket.slots.size() != 1) {
     fail(describe(params, bucket.slots[0].param), " is sparse but shares bucket ", index, " with ",
@@ -174,6 +188,16 @@ BucketPlan make_bucket_plan(std::span<const ParamSpec> params, std::span<const i
   return plan_of(buckets, params);
 }
 
+BucketSpec lay_apart(BucketSpec bucket, std::span<const ParamSpec> params, int64_t bytes) {
+  bucket.numel = 0;
+  for (Slot& slot : bucket.slots) {
+    const ParamSpec& spec = params[static_cast<size_t>(slot.param)];
+    slot.offset = spec.bytes() >= bytes ? kApart : begin_after(bucket.numel, spec);
+    if (slot.offset != kApart) bucket.numel = slot.offset + slot.numel;
+  }
+  return bucket;
+}
+
 BucketPlan plan_of(const BucketIndices& buckets, std::span<const ParamSpec> params) {
   check_params(params);
   check_indices(buckets, params);
@@ -182,9 +206,10 @@ BucketPlan plan_of(const BucketIndices& buckets, std::span<const ParamSpec> para
     const ParamSpec& first = params[static_cast<size_t>(indices.front())];
     BucketSpec bucket{{}, 0, first.itemsize, first.dtype, first.device, first.sparse, first.owner};
     for (const int64_t param : indices) {
-      const int64_t numel = params[static_cast<size_t>(param)].numel;
-      bucket.slots.push_back({param, bucket.numel, numel});
-      if (!bucket.sparse) bucket.numel += numel;
+      const ParamSpec& spec = params[static_cast<size_t>(param)];
+      const int64_t begin = begin_after(bucket.numel, spec);
+      bucket.slots.push_back({param, begin, spec.numel});
+      if (!bucket.sparse) bucket.numel = begin + spec.numel;
     }
     check_bucket(bucket, std::ssize(plan.buckets), params);
     plan.buckets.push_back(std::move(bucket));

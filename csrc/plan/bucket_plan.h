@@ -18,12 +18,16 @@ struct ParamSpec {
   bool sparse = false;   // its gradient is sparse: a bucket of its own, without flat memory
   // The rank that alone gets the average; only parameters with equal owner share a bucket. -1: all ranks.
   int32_t owner = -1;
+  // Its slot begins at a multiple of so many bytes, counted from the bucket's first, with zeros before it where need be.
+  // 1, or less than an element has: right after the slot in front of it.
+  int64_t alignment = 1;
 
   int64_t bytes() const { return numel * itemsize; }
 };
 
-// How large buckets may grow. A bucket closes as soon as its bytes reach its cap (so it may exceed the cap by its last
-// gradient, as in torch). The i-th bucket of one (dtype, device, owner) takes caps_bytes[i], the last cap repeating.
+// How large buckets may grow. A bucket closes as soon as its gradients' bytes reach its cap (so it may exceed the cap by
+// its last gradient, as in torch, and by padding). The i-th bucket of one (dtype, device, owner) takes caps_bytes[i], the
+// last cap repeating.
 struct BucketLimits {
   std::vector<int64_t> caps_bytes;
   // Gradients at least this large get a bucket each, which needs no packing (Note [Adopted gradients] in bucket/grad_slot.h);
@@ -33,14 +37,14 @@ struct BucketLimits {
 
 struct Slot {
   int64_t param = 0;   // index into the parameters
-  int64_t offset = 0;  // first element within the bucket: slots lie end to end
+  int64_t offset = 0;  // first element within the bucket
   int64_t numel = 0;
   bool operator==(const Slot&) const = default;
 };
 
 struct BucketSpec {
   std::vector<Slot> slots;
-  int64_t numel = 0;  // elements of flat memory; 0 for a sparse bucket
+  int64_t numel = 0;  // elements of flat memory, padding included; 0 for a sparse bucket
   int64_t itemsize = 0;
   int32_t dtype = 0;
   int32_t device = 0;
@@ -60,15 +64,19 @@ using BucketIndices = std::vector<std::vector<int64_t>>;
 // `order` is the expected order in which gradients become ready: each parameter index exactly once. Buckets come out
 // sorted by the position in `order` of their last gradient: that is when each can start. Throws std::invalid_argument
 // with what was got and what is allowed (no caps, a cap <= 0, an order that is no permutation, numel < 0, itemsize <=
-// 0).
+// 0, an alignment that is no number of elements).
 BucketPlan make_bucket_plan(std::span<const ParamSpec> params, std::span<const int64_t> order,
                             const BucketLimits& limits);
 
 // The plan with these buckets. Throws as check_plan().
 BucketPlan plan_of(const BucketIndices& buckets, std::span<const ParamSpec> params);
 
+// The bucket without flat memory for parameters of at least so many bytes: their offset is kApart, the others move together.
+inline constexpr int64_t kApart = -1;
+BucketSpec lay_apart(BucketSpec bucket, std::span<const ParamSpec> params, int64_t bytes);
+
 // Throws std::invalid_argument naming parameter and bucket unless every parameter lies in exactly one bucket, with
-// matching dtype, device and owner, end to end, sparse ones alone.
+// matching dtype, device and owner, where its alignment puts it, sparse ones alone.
 void check_plan(const BucketPlan& plan, std::span<const ParamSpec> params);
 
 // `seen` is a prefix of a ready order (some parameters may never have become ready): the rest follows in reverse

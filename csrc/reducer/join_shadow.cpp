@@ -26,8 +26,13 @@ c10::intrusive_ptr<c10::ivalue::Future> JoinShadow::all_reduce(c10d::GradBucket&
   const auto& buffer = bucket.getBufferRef();
   auto work = context_.transport->make_work();
   const WaitScope waits(events_.live(), "a bucket that ranks with inputs reduce");
-  const auto options = all_reduce_options(context_, static_cast<int64_t>(bucket.getIndex()));
-  context_.transport->start(transport::Collective::all_reduce(buffer, options), *work);
+  const auto index = static_cast<int64_t>(bucket.getIndex());
+  std::vector<at::Tensor> others;
+  for (const auto& gradient : layout_.bucket(index).apart()) {
+    others.push_back(at::zeros_like(gradient));
+  }
+  context_.transport->start(transport::Collective::all_reduce(buffer, all_reduce_options(context_, index), {others}),
+                            *work);
   work->wait(context_.config.timeout);
   // With the device, so that who waits for it on another stream waits for this one.
   std::vector<c10::Device> devices;

@@ -22,6 +22,7 @@ plan::BucketPlan agree_on_plan(const plan::BucketPlan& mine, const Context& cont
   context.transport->start(transport::Collective::broadcast(wire, 0), *work);
   work->wait(context.config.timeout);
   const auto host = wire.cpu();
+  context.transport->check();  // what a device has read after a failure is garbage
   const std::span<const int64_t> agreed(host.const_data_ptr<int64_t>(), words.size());
   return plan::decode_plan(agreed, context.specs);
 }

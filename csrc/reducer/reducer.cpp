@@ -185,6 +185,8 @@ void Reducer::finalize() {
     parts_.hand_back.finish(late);
   }
   parts_.own_averages.finish();
+  parts_.packers.end_step();
+  parts_.layout.end_step();
   parts_.used.finish();
   parts_.futures.wait();
   parts_.keeper.measure(parts_.step);
@@ -242,6 +244,12 @@ void Reducer::reset_state() {
   if (parts_.static_graph.enabled()) {
     parts_.static_graph.restart_recording();
   }
+}
+
+void Reducer::share_gradients() {
+  parts_.context.views = false;
+  parts_.context.shares_gradients = true;
+  parts_.layout.adapt();
 }
 
 Status Reducer::status() const {

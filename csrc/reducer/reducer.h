@@ -52,10 +52,10 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   template <typename Install>
   void set_hook(Install&& install) {
     install(parts_.hook);
-    parts_.layout.choose_reductions();
+    parts_.layout.adapt();
   }
-  // Gradients keep memory of their own from the next step on.
-  void disable_views() { parts_.context.views = false; }
+  // Another reducer averages the same gradients: from the next step on they keep memory of their own, and nothing is reduced in it.
+  void share_gradients();
   void remove_autograd_hooks() { hooks_->remove(); }
   // Collective if the transport may lose memory.
   void update_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group,

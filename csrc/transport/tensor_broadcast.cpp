@@ -49,7 +49,7 @@ void TensorBroadcast::reserve(std::span<const at::Tensor> tensors) {
   for (const auto& tensor : tensors) {
     bytes += padded_bytes(tensor);
   }
-  if (transport_->fallback() != nullptr && bytes > 0) {
+  if (!transport_->capabilities().reaches_any_memory && bytes > 0) {
     reserve(std::min(bytes, message_bytes_), tensors.front().device());
   }
 }
@@ -60,6 +60,7 @@ void TensorBroadcast::reserve(int64_t bytes, at::Device device) {
     flat_ = transport_->capabilities().reaches_any_memory
                 ? at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device))
                 : transport_->allocate(bytes, at::kByte, device);
+    places_.clear();
   }
 }
 
@@ -122,6 +123,21 @@ void TensorBroadcast::run_alone(const at::Tensor& tensor, int root) {
   send(real.detach().view({-1}).view(at::kByte), root);
 }
 
+at::Tensor& TensorBroadcast::place(size_t index, const at::Tensor& message, int64_t offset, const at::Tensor& tensor) {
+  if (places_.size() <= index) {
+    places_.resize(index + 1);
+  }
+  auto& place = places_[index];
+  const auto* const data = static_cast<const std::byte*>(message.const_data_ptr()) + offset;
+  if (!place.defined() || place.const_data_ptr() != data || place.scalar_type() != tensor.scalar_type() ||
+      place.sizes() != tensor.sizes()) {
+    place = message.narrow(0, offset, static_cast<int64_t>(tensor.nbytes()))
+                .view(tensor.scalar_type())
+                .view(tensor.sizes());
+  }
+  return place;
+}
+
 void TensorBroadcast::run_together(std::span<const at::Tensor> tensors, int64_t bytes, int root) {
   reserve(bytes, tensors.front().device());
   const auto message = flat_.narrow(0, 0, bytes);
@@ -135,7 +151,7 @@ void TensorBroadcast::run_together(std::span<const at::Tensor> tensors, int64_t 
       if (is_plain_bytes(tensor)) {
         plain(tensor, static_cast<std::byte*>(message.mutable_data_ptr()) + offset, static_cast<size_t>(size));
       } else {
-        places.push_back(message.narrow(0, offset, size).view(tensor.scalar_type()).view(tensor.sizes()));
+        places.push_back(place(others.size(), message, offset, tensor));
         others.push_back(tensor);
       }
       offset += padded_bytes(tensor);

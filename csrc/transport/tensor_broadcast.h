@@ -25,6 +25,8 @@ class TensorBroadcast {
   enum class Way { kTogether, kAlone, kInPieces };
   Way way(const at::Tensor& tensor) const;
   void run_together(std::span<const at::Tensor> tensors, int64_t bytes, int root);
+  // Where the message has `tensor`, the index-th that is copied by operators: the view of the last run, if it fits.
+  at::Tensor& place(size_t index, const at::Tensor& message, int64_t offset, const at::Tensor& tensor);
   void run_alone(const at::Tensor& tensor, int root);
   void run_in_pieces(const at::Tensor& tensor, int root);
   void reserve(int64_t bytes, at::Device device);
@@ -35,6 +37,7 @@ class TensorBroadcast {
   std::chrono::milliseconds timeout_;
   std::unique_ptr<Work> work_;
   at::Tensor flat_;
+  std::vector<at::Tensor> places_;  // views of flat_
 };
 
 }  // namespace torchddp::transport

@@ -23,10 +23,16 @@ at::Tensor Transport::allocate_scratch(int64_t bytes, at::Device device) {
 
 void Transport::check_arguments(const Collective& operation) const {
   const auto* const name = operation.name();
-  const auto& [kind, output, input, root, options] = operation;
+  const auto& [kind, output, input, root, options, others] = operation;
   for (const auto& tensor : {input, output}) {
     TDDP_CHECK(tensor.defined() && (tensor.is_sparse() || tensor.is_contiguous()), name, " on rank ", rank(),
                " needs a contiguous tensor");
+  }
+  TDDP_INTERNAL(others.tensors.empty() || capabilities_.sums_alongside, name, " through ", this->name(),
+                " takes no tensors alongside");
+  for (const auto& tensor : others.tensors) {
+    TDDP_INTERNAL(tensor.is_contiguous() && tensor.scalar_type() == input.scalar_type(), name,
+                  " takes contiguous tensors of one dtype alongside");
   }
   TDDP_CHECK(input.scalar_type() == output.scalar_type(), name, " on rank ", rank(), ": input is ", input.scalar_type(),
              ", output ", output.scalar_type());
@@ -53,7 +59,10 @@ void Transport::start(const Collective& operation, Work& work) {
   if (!capabilities_.is_network) {
     return;
   }
-  const auto bytes = std::max(bytes_of(operation.input), bytes_of(operation.output));
+  auto bytes = std::max(bytes_of(operation.input), bytes_of(operation.output));
+  for (const auto& tensor : operation.others.tensors) {
+    bytes += bytes_of(tensor);
+  }
   auto on_wire = one_way_bytes(bytes, size());
   if (operation.kind == Kind::kAllReduce) {
     on_wire = operation.input.is_sparse() ? (size() - 1) * bytes : all_reduce_bytes(bytes, size());
@@ -73,11 +82,20 @@ std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport,
   if (fallback == nullptr) {
     return transport;
   }
-  auto lost = at::full({1}, transport->lost_memory() ? 1 : 0, at::kInt);
-  auto work = transport->make_work();
-  transport->start(Collective::all_reduce(lost), *work);
+  const auto mine = transport->memory_state();
+  const auto options = at::TensorOptions().dtype(at::kLong).device(transport->message_device());
+  const auto told = at::empty({transport->size()}, options);
+  const auto work = transport->make_work();
+  transport->start(Collective::all_gather(told, at::full({1}, mine, options)), *work);
   work->wait(timeout);
-  return lost.item<int32_t>() == 0 ? transport : fallback;
+  const auto states = told.cpu();
+  transport->check();  // what a device has read after a failure is garbage
+  const std::span<const int64_t> all(states.const_data_ptr<int64_t>(), static_cast<size_t>(states.numel()));
+  if (mine == 0 || std::any_of(all.begin(), all.end(), [&](int64_t state) { return state != mine; })) {
+    return fallback;
+  }
+  transport->commit_memory();
+  return transport;
 }
 
 }  // namespace torchddp::transport

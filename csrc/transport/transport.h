@@ -30,13 +30,20 @@ struct SumOptions {
   bool count_non_finite = false;
 };
 
+// More tensors for an all_reduce, each where it lies: the sum over ranks of tensor * scale, in place. Floating point, one dtype, as many and
+// of the same sizes on all ranks, which may differ in the scale. Only if the transport sums_alongside.
+struct Alongside {
+  std::span<const at::Tensor> tensors = {};  // until start() returns
+  double scale = 1.0;
+};
+
 // An operation of all ranks.
 struct Collective {
   enum class Kind : uint8_t { kAllReduce, kReduce, kReduceScatter, kAllGather, kBroadcast, kBarrier };
 
-  // In place: the sum over ranks of tensor * options.scale.
-  static Collective all_reduce(const at::Tensor& tensor, const SumOptions& options = {}) {
-    return {Kind::kAllReduce, tensor, tensor, 0, options};
+  // In place: the sum over ranks of tensor * options.scale. With others alongside it may be empty.
+  static Collective all_reduce(const at::Tensor& tensor, const SumOptions& options = {}, const Alongside& others = {}) {
+    return {Kind::kAllReduce, tensor, tensor, 0, options, others};
   }
   // In place on rank `root`: the sum over ranks of tensor * options.scale. On the others the values are unspecified afterwards.
   static Collective reduce(const at::Tensor& tensor, int root, const SumOptions& options = {}) {
@@ -61,6 +68,7 @@ struct Collective {
   at::Tensor output = {}, input = {};
   int root = 0;
   SumOptions options = {};
+  Alongside others = {};
 };
 
 struct Capabilities {
@@ -70,6 +78,9 @@ struct Capabilities {
   bool scales = false;
   // all_reduce can send fp32 in 16 bits.
   bool narrows = false;
+  // all_reduce takes tensors alongside, and scales them for less than a pass over memory.
+  bool sums_alongside = false;
+  bool scales_alongside = false;
   // What operations put on the wire follows from Note [Bytes on the wire]; otherwise launch() counts.
   bool is_network = true;
 };
@@ -121,10 +132,14 @@ class Transport {
   virtual void begin_backward() {}
   virtual void end_backward() {}
 
-  // Whether allocate() has had to give memory that collectives reach only by copying. All ranks must then agree to go on with
-  // fallback(), see agree_on_memory; null where that can't happen.
-  virtual bool lost_memory() const { return false; }
+  // For transports that can't always get, or use, the memory that they want; see agree_on_memory. Where ranks say different numbers, or
+  // one says 0, for it has had to give memory that its peers don't reach, all go on with fallback(). Null where that can't happen.
   virtual std::shared_ptr<Transport> fallback() const { return nullptr; }
+  virtual int64_t memory_state() { return 1; }
+  // Collective, where all ranks have said the same.
+  virtual void commit_memory() {}
+  // Where small messages start that are for the host.
+  virtual at::Device message_device() const { return at::kCPU; }
 
  protected:
   explicit Transport(Route route, Capabilities capabilities = {}) : route_(route), capabilities_(capabilities) {}
@@ -148,7 +163,8 @@ class Transport {
 // Of a sparse tensor: its indices and values.
 int64_t bytes_of(const at::Tensor& tensor);
 
-// Collective if the transport has a fallback, otherwise nothing. `transport`, or its fallback on all ranks if any rank has lost some.
+// Collective if the transport has a fallback, otherwise nothing. `transport`, with its memory as it wants it, or on all ranks its
+// fallback.
 std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport, std::chrono::milliseconds timeout);
 
 }  // namespace torchddp::transport

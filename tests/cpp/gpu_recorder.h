@@ -12,6 +12,10 @@
 #include <utility>
 #include <vector>
 
+#include <unistd.h>
+
+#include <cstdio>
+
 #include "gpu/communicator.h"
 
 namespace torchddp::testing {
@@ -52,23 +56,46 @@ class Diary {
   std::vector<std::string> lines_;
 };
 
+// What is written to stderr goes to a file while this is there.
+class StderrInto {
+ public:
+  StderrInto() : file_(std::tmpfile()), stderr_(dup(2)) { dup2(fileno(file_), 2); }
+  ~StderrInto() {
+    dup2(stderr_, 2);
+    close(stderr_);
+    std::fclose(file_);
+  }
+  StderrInto(const StderrInto&) = delete;
+  StderrInto& operator=(const StderrInto&) = delete;
+
+  std::string text() const {
+    std::fflush(stderr);
+    std::array<char, 1024> read{};
+    const auto size = pread(fileno(file_), read.data(), read.size(), 0);
+    return {read.data(), static_cast<size_t>(std::max<ssize_t>(0, size))};
+  }
+
+ private:
+  std::FILE* const file_;
+  const int stderr_;
+};
+
 // Streams and events are small numbers: s1 is the current stream, s2 the first that is made; e1, e2 ... in order.
 class RecordingDevice final : public gpu::Device {
  public:
   explicit RecordingDevice(Diary& diary) : diary_(diary) {}
 
   gpu::Stream current_stream() override { return handle(current); }
-  gpu::Stream make_stream() override {
+  gpu::Stream make_stream(bool high_priority) override {
     ++alive;
+    high_priority_streams += high_priority ? 1 : 0;
     return handle(++streams_);
   }
-  void destroy_stream(gpu::Stream) noexcept override { --alive; }
   gpu::Event make_event() override {
     ++alive;
     return handle(++events_);
   }
   gpu::Event make_timing_event() override { return make_event(); }
-  void destroy_event(gpu::Event) noexcept override { --alive; }
   void record(gpu::Event event, gpu::Stream stream) override {
     if (spoilt_graph) {
       throw gpu::CaptureError("the graph is spoilt");
@@ -90,6 +117,7 @@ class RecordingDevice final : public gpu::Device {
   }
   bool capturing(gpu::Stream) override { return captures; }
   void synchronize() override { diary_.write("synchronize"); }
+  void release_cache() override { diary_.write("release_cache"); }
 
   static gpu::Stream handle(int number) { return reinterpret_cast<void*>(static_cast<intptr_t>(number)); }
 
@@ -100,99 +128,174 @@ class RecordingDevice final : public gpu::Device {
   std::atomic<bool> broken{false};
   std::atomic<bool> spoilt_graph{false};
   std::atomic<int> alive{0};  // streams and events
+  std::atomic<int> high_priority_streams{0};
 
  private:
+  void drop_stream(gpu::Stream) noexcept override { --alive; }
+  void drop_event(gpu::Event) noexcept override { --alive; }
+
   Diary& diary_;
   std::atomic<int> streams_{1};
   std::atomic<int> events_{0};
 };
 
+// Its communicator is itself.
 class RecordingNccl final : public gpu::Nccl {
  public:
   explicit RecordingNccl(Diary& diary) : diary_(diary) {}
 
   int version() override { return running; }
   int built_version() const override { return 22907; }
-  std::string describe(int result, gpu::Comm) override { return line_of("error ", result); }
+  std::string describe(int result, gpu::Comm comm) override {
+    use(comm);
+    return line_of("error ", result);
+  }
 
   int make_id(gpu::UniqueId* id) override {
     id->bytes[0] = 7;
     return gpu::kNcclSuccess;
   }
-  int init_rank(gpu::Comm* comm, int, const gpu::UniqueId&, int) override {
+  std::vector<std::string> known_numbers() const override { return {"blocking", "min_ctas"}; }
+  int init_rank(gpu::Comm* comm, int, const gpu::UniqueId&, int, const gpu::CommSettings& settings) override {
+    last_settings = settings;
+    {
+      const std::lock_guard lock(mutex_);
+      aborted_ = false;  // it is another one
+    }
+    wait_while(init_hangs);
     *comm = refuse_comm ? nullptr : this;
     return init_result;
   }
-  int async_error(gpu::Comm, int* error) override {
-    if (auto* window = std::exchange(pending_window_, nullptr)) {
+  int async_error(gpu::Comm comm, int* error) override {
+    use(comm);
+    ++asked;
+    if (auto* window = pending_window_.exchange(nullptr)) {
       *window = this;  // as NCCL does for a communicator that does not block: later, on a thread of its own
     }
     *error = in_progress > 0 && in_progress-- > 0 ? gpu::kNcclInProgress : async.load();
     return gpu::kNcclSuccess;
   }
-  int finalize(gpu::Comm) override { return note("finalize", finalize_result); }
-  int destroy(gpu::Comm) override { return note("destroy"); }
-  int abort(gpu::Comm) override {
-    note("abort");
+  int finalize(gpu::Comm comm) override {
+    note("finalize", comm);
+    return wait_while(finalize_hangs) ? kAborted : finalize_result.load();
+  }
+  int destroy(gpu::Comm comm) override { return note("destroy", comm); }
+  int abort(gpu::Comm comm) override {
+    use(comm);
+    diary_.write("abort");
     std::unique_lock lock(mutex_);
+    aborted_ = true;
+    changed_.notify_all();
     changed_.wait(lock, [&] { return !abort_hangs; });
     return gpu::kNcclSuccess;
   }
-  void let_abort_go() {
+  void let_go(std::atomic<bool>& hangs) {
     const std::lock_guard lock(mutex_);
-    abort_hangs = false;
+    hangs = false;
     changed_.notify_all();
   }
 
   int memory_alloc(void** memory, int64_t bytes) override {
-    if (alloc_result == gpu::kNcclSuccess) {
-      *memory = ::operator new(static_cast<size_t>(bytes));
-      ++blocks;
+    if (allocs_that_fail > 0) {
+      --allocs_that_fail;
+      return 1;
     }
-    return alloc_result;
+    *memory = ::operator new(static_cast<size_t>(bytes));
+    ++blocks;
+    return gpu::kNcclSuccess;
   }
   int memory_free(void* memory) override {
     ::operator delete(memory);
     --blocks;
-    return note("free");
+    diary_.write("free");
+    return gpu::kNcclSuccess;
   }
-  int window_register(gpu::Comm, void*, int64_t, gpu::Window* window) override {
+  int window_register(gpu::Comm comm, void*, int64_t bytes, gpu::Window* window) override {
     pending_window_ = window;
-    return note("register");
+    return note(line_of("register ", bytes), comm);
   }
-  int window_deregister(gpu::Comm, gpu::Window) override { return note("deregister"); }
+  int window_deregister(gpu::Comm comm, gpu::Window) override { return note("deregister", comm); }
 
-  int all_reduce(const void*, void*, int64_t numel, kernels::DType, gpu::Comm, gpu::Stream stream) override {
-    return note(line_of("all_reduce ", numel, " s", stream), call_result);
+  int group_start() override {
+    diary_.write("group");
+    grouped_ = true;
+    return gpu::kNcclSuccess;
   }
-  int reduce_scatter(const void*, void*, int64_t, kernels::DType, gpu::Comm, gpu::Stream) override {
-    return note("reduce_scatter");
+  // Where NCCL connects to peers for what was called in the group.
+  int group_end() override {
+    diary_.write("group end");
+    grouped_ = false;
+    return wait_inside() ? kAborted : group_result.load();
   }
-  int all_gather(const void*, void*, int64_t, kernels::DType, gpu::Comm, gpu::Stream) override {
-    return note("all_gather");
+  int make_pre_mul_sum(gpu::SumOp* op, double scale, kernels::DType, gpu::Comm comm) override {
+    *op = ++ops;
+    return note(line_of("make op", *op, " times ", scale), comm);
   }
-  int reduce(void*, int64_t, kernels::DType, int, gpu::Comm, gpu::Stream) override { return note("reduce"); }
-  int broadcast(void*, int64_t, kernels::DType, int, gpu::Comm, gpu::Stream) override { return note("broadcast"); }
+  int destroy_op(gpu::SumOp op, gpu::Comm comm) override { return note(line_of("destroy op", op), comm); }
+  int all_reduce(const void*, void*, int64_t numel, kernels::DType, gpu::SumOp op, gpu::Comm comm,
+                 gpu::Stream stream) override {
+    const bool was_aborted = !grouped_ && wait_inside();
+    const auto line = line_of("all_reduce ", numel, " s", stream);
+    return was_aborted ? kAborted : note(op == gpu::kPlainSum ? line : line_of(line, " op", op), comm, call_result);
+  }
+  int reduce_scatter(const void*, void*, int64_t, kernels::DType, gpu::Comm comm, gpu::Stream) override {
+    return note("reduce_scatter", comm);
+  }
+  int all_gather(const void*, void*, int64_t, kernels::DType, gpu::Comm comm, gpu::Stream) override {
+    return note("all_gather", comm);
+  }
+  int reduce(void*, int64_t, kernels::DType, int, gpu::Comm comm, gpu::Stream) override { return note("reduce", comm); }
+  int broadcast(void*, int64_t, kernels::DType, int, gpu::Comm comm, gpu::Stream) override {
+    return note("broadcast", comm);
+  }
 
   std::atomic<int> running{22907};
-  std::atomic<int> init_result{gpu::kNcclSuccess}, call_result{gpu::kNcclSuccess}, finalize_result{gpu::kNcclSuccess};
-  std::atomic<int> alloc_result{gpu::kNcclSuccess};
+  std::atomic<int> init_result{gpu::kNcclSuccess}, call_result{gpu::kNcclSuccess}, group_result{gpu::kNcclSuccess},
+      finalize_result{gpu::kNcclSuccess};
+  std::atomic<int> allocs_that_fail{0};
   std::atomic<int> async{gpu::kNcclSuccess};
   std::atomic<int> in_progress{0};  // so many more times
+  std::atomic<int> asked{0};        // async_error
+  std::atomic<int> inside{0};       // an all-reduce, or the end of a group
   std::atomic<bool> refuse_comm{false};
-  std::atomic<bool> abort_hangs{false};
+  // Until somebody lets go, or, for all but the first and the last, the communicator is aborted: as a peer that does not come does.
+  std::atomic<bool> init_hangs{false}, connect_hangs{false}, finalize_hangs{false}, abort_hangs{false};
   std::atomic<int> blocks{0};
+  std::atomic<bool> used_after_abort{false};
+  gpu::CommSettings last_settings;
+  std::atomic<int> ops{0};
 
  private:
-  int note(const std::string& line, int result = gpu::kNcclSuccess) {
+  static constexpr int kAborted = 6;
+
+  bool wait_inside() {
+    ++inside;
+    const bool was_aborted = wait_while(connect_hangs);
+    --inside;
+    return was_aborted;
+  }
+  bool wait_while(const std::atomic<bool>& hangs) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return aborted_ || !hangs; });
+    return aborted_;
+  }
+  // NCCL frees a communicator that is aborted.
+  void use(gpu::Comm comm) {
+    const std::lock_guard lock(mutex_);
+    used_after_abort = used_after_abort || (comm != nullptr && aborted_);
+  }
+  int note(const std::string& line, gpu::Comm comm, int result = gpu::kNcclSuccess) {
+    use(comm);
     diary_.write(line);
     return result;
   }
 
   Diary& diary_;
-  gpu::Window* pending_window_ = nullptr;
+  std::atomic<bool> grouped_{false};
+  std::atomic<gpu::Window*> pending_window_{nullptr};
   std::mutex mutex_;
   std::condition_variable changed_;
+  bool aborted_ = false;
 };
 
 }  // namespace torchddp::testing

@@ -130,6 +130,42 @@ TEST(slots_lie_end_to_end) {
   CHECK_EQ(plan.buckets.at(0).numel, 9);
 }
 
+TEST(slots_begin_where_their_alignment_puts_them) {
+  std::vector<ParamSpec> params(4, spec("p", 3));
+  for (ParamSpec& param : params) param.alignment = 32;
+  params[2].numel = 16;
+  const BucketPlan plan = plan_of({{0, 1, 2, 3}}, params);
+  CHECK(offsets_of(plan.buckets.at(0)) == (Longs{0, 8, 16, 32}));
+  CHECK_EQ(plan.buckets.at(0).numel, 35);  // nothing after the last
+  check_plan(plan, params);
+  CHECK(decode_plan(encode_plan(plan, 4), params) == plan);
+  // An alignment of less than an element changes nothing.
+  for (ParamSpec& param : params) param.alignment = 3;
+  CHECK(offsets_of(plan_of({{0, 1, 2, 3}}, params).buckets.at(0)) == (Longs{0, 3, 6, 22}));
+  CHECK_THROWS(Error, check_plan(plan, params), "parameter 'p' (index 1) starts at element 8 of bucket 0, expected 3");
+  for (ParamSpec& param : params) param.sparse = true;
+  CHECK_EQ(plan_of({{0}, {1}, {2}, {3}}, params).buckets.at(1).numel, 0);
+}
+
+TEST(padding_does_not_fill_a_bucket) {
+  std::vector<ParamSpec> params(3, spec("p", 1));
+  for (ParamSpec& param : params) param.alignment = 128;
+  const BucketPlan plan = make_bucket_plan(params, Longs{0, 1, 2}, {{8}});
+  CHECK(params_of(plan.buckets.at(0)) == (Longs{0, 1}));
+  CHECK_EQ(plan.buckets.at(0).numel, 33);
+}
+
+TEST(alignments_are_numbers_of_elements) {
+  const auto with = [](int64_t alignment) {
+    std::vector<ParamSpec> params(1, spec("p", 3));
+    params[0].alignment = alignment;
+    return params;
+  };
+  CHECK_THROWS(Error, plan_of({{0}}, with(0)), "parameter 'p' (index 0): alignment must be at least 1", "got 0");
+  CHECK_THROWS(Error, plan_of({{0}}, with(6)), "a multiple of itemsize 4 where it is larger, got 6");
+  CHECK_THROWS(Error, plan_of({{0}, {1}}, std::vector<ParamSpec>(2, with(int64_t{1} << 62)[0])), "takes the plan past");
+}
+
 TEST(plan_of_takes_buckets_as_they_are) {
   const auto params = four_params();
   const BucketPlan plan = plan_of({{2, 0}, {1}, {3}}, params);
@@ -348,6 +384,21 @@ TEST(random_plans_keep_every_promise) {
     CHECK_EQ(placed.size(), c.params.size());
     CHECK(make_bucket_plan(c.params, c.order, c.limits) == plan);
   }
+}
+
+TEST(large_slots_lie_apart_and_the_others_move_together) {
+  std::vector<ParamSpec> params;
+  for (const int64_t numel : {3, 100, 5, 99, 1}) {
+    params.push_back({.name = "p", .numel = numel, .itemsize = 4, .alignment = 16});
+  }
+  const auto bucket = plan_of({{0, 1, 2, 3, 4}}, params).buckets.front();
+  const auto apart = lay_apart(bucket, params, 400);
+  Longs offsets;
+  for (const Slot& slot : apart.slots) offsets.push_back(slot.offset);
+  CHECK(offsets == (Longs{0, kApart, 4, 12, 112}));
+  CHECK_EQ(apart.numel, 113);
+  CHECK_EQ(lay_apart(bucket, params, 1).numel, 0);
+  CHECK(lay_apart(bucket, params, 401) == bucket);
 }
 
 TEST(random_plans_survive_the_broadcast) {

@@ -1,6 +1,8 @@
 // Which stream waits for which: see Note [Streams and lifetimes].
+#include <memory>
+
 #include "check.h"
-#include "gpu/stream_set.h"
+#include "gpu/bucket_streams.h"
 #include "gpu_recorder.h"
 
 namespace torchddp::gpu {
@@ -10,44 +12,87 @@ using testing::Diary;
 using testing::RecordingDevice;
 using Lines = std::vector<std::string>;
 
-Stream stream(int number) { return RecordingDevice::handle(number); }
+// A bucket whose gradients came on these streams, one after the other. e1 is its event.
+struct Fixture {
+  explicit Fixture(std::initializer_list<int> producers) {
+    for (const int stream : producers) {
+      device->current = stream;
+      streams.note();
+    }
+  }
+
+  Diary diary;
+  std::shared_ptr<RecordingDevice> device = std::make_shared<RecordingDevice>(diary);
+  BucketStreams streams{device};
+};
 
 TEST(gpu_one_stream_needs_no_event) {
-  Diary diary;
-  RecordingDevice device(diary);
-  StreamSet set;
-  set.add(stream(1));
-  set.add(stream(1));
-  CHECK_EQ(set.streams().size(), size_t{1});
-  set.join_into(device, stream(1), stream(9));
-  set.wait_back(device, stream(1), stream(9));
-  CHECK(diary.take().empty());
+  Fixture f{1, 1};
+  f.streams.begin_packing();
+  f.streams.end_packing();
+  f.streams.follow();
+  f.streams.finish();
+  CHECK(f.diary.take().empty());
 }
 
 TEST(gpu_the_packing_stream_waits_for_all_others_and_they_for_it) {
-  Diary diary;
-  RecordingDevice device(diary);
-  StreamSet set;
-  for (const int number : {3, 1, 4, 1, 3}) {
-    set.add(stream(number));
-  }
-  set.join_into(device, stream(1), stream(9));
-  CHECK(diary.take() == (Lines{"record e9 s3", "s1 waits e9", "record e9 s4", "s1 waits e9"}));
-  set.wait_back(device, stream(1), stream(9));
-  CHECK(diary.take() == (Lines{"record e9 s1", "s3 waits e9", "s4 waits e9"}));
+  Fixture f{3, 1, 4, 3, 1};
+  f.streams.begin_packing();
+  CHECK(f.diary.take() == (Lines{"record e1 s3", "s1 waits e1", "record e1 s4", "s1 waits e1"}));
+  f.streams.end_packing();
+  CHECK(f.diary.take() == (Lines{"record e1 s1", "s3 waits e1", "s4 waits e1"}));
 }
 
 TEST(gpu_a_packing_stream_that_made_no_gradient_waits_for_all) {
-  Diary diary;
-  RecordingDevice device(diary);
-  StreamSet set;
-  set.add(stream(3));
-  set.join_into(device, stream(1), stream(9));
-  set.wait_back(device, stream(1), stream(9));
-  CHECK(diary.take() == (Lines{"record e9 s3", "s1 waits e9", "record e9 s1", "s3 waits e9"}));
-  set.clear();
-  set.join_into(device, stream(1), stream(9));
-  CHECK(diary.take().empty());
+  Fixture f{3};
+  f.device->current = 1;
+  f.streams.begin_packing();
+  f.streams.end_packing();
+  CHECK(f.diary.take() == (Lines{"record e1 s3", "s1 waits e1", "record e1 s1", "s3 waits e1"}));
+  f.streams.begin_step();  // knows none of them any more
+  f.streams.begin_packing();
+  CHECK(f.diary.take().empty());
+}
+
+TEST(gpu_a_launch_on_another_stream_waits_for_the_packing) {
+  Fixture f{3};
+  f.streams.begin_packing();
+  f.streams.end_packing();
+  f.device->current = 5;
+  f.streams.follow();
+  CHECK(f.diary.take() == (Lines{"record e1 s3", "s5 waits e1"}));
+}
+
+TEST(gpu_memory_of_gradients_that_were_reduced_in_place_is_used_again_after_the_reduction) {
+  Fixture f{3, 4};
+  f.streams.begin_packing();
+  f.streams.end_packing();
+  f.diary.take();
+  f.device->current = 1;  // where the end of backward has waited for the reduction
+  f.streams.finish();
+  CHECK(f.diary.take() == (Lines{"record e1 s1", "s3 waits e1", "s4 waits e1"}));
+}
+
+TEST(gpu_each_device_has_its_own_streams_and_events) {
+  Diary diaries[2];
+  const std::shared_ptr<RecordingDevice> devices[2] = {std::make_shared<RecordingDevice>(diaries[0]),
+                                                       std::make_shared<RecordingDevice>(diaries[1])};
+  {
+    BucketStreams first(devices[0]);
+    BucketStreams second(devices[1]);
+    for (const int stream : {7, 8}) {
+      devices[1]->current = stream;
+      second.note();
+    }
+    devices[0]->current = 3;
+    first.note();
+    // The first bucket's launch may be in a hook of the second's device.
+    first.begin_packing();
+    second.begin_packing();
+    CHECK(diaries[0].take().empty());
+    CHECK(diaries[1].take() == (Lines{"record e1 s7", "s8 waits e1"}));
+  }
+  CHECK_EQ(devices[0]->alive.load() + devices[1]->alive.load(), 0);
 }
 
 }  // namespace

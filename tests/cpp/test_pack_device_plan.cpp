@@ -60,7 +60,7 @@ Job pack_job(const std::vector<DevicePiece>& pieces) {
           0.5};
 }
 
-TEST(launches_take_as_many_pieces_as_fit_and_the_small_table_where_it_is_enough) {
+TEST(launches_take_as_many_pieces_as_fit_and_the_smallest_table_that_is_enough) {
   const struct {
     int64_t num_pieces;
     std::vector<int> capacities;
@@ -68,10 +68,13 @@ TEST(launches_take_as_many_pieces_as_fit_and_the_small_table_where_it_is_enough)
   } cases[] = {{0, {}, {}},
                {1, {kFewPieces}, {1}},
                {kFewPieces, {kFewPieces}, {kFewPieces}},
-               {kFewPieces + 1, {kMaxPieces}, {kFewPieces + 1}},
+               {kFewPieces + 1, {kSomePieces}, {kFewPieces + 1}},
+               {kSomePieces, {kSomePieces}, {kSomePieces}},
+               {kSomePieces + 1, {kMaxPieces}, {kSomePieces + 1}},
                {kMaxPieces, {kMaxPieces}, {kMaxPieces}},
                {kMaxPieces + 1, {kMaxPieces, kFewPieces}, {kMaxPieces, 1}},
-               {kMaxPieces + kFewPieces + 1, {kMaxPieces, kMaxPieces}, {kMaxPieces, kFewPieces + 1}},
+               {kMaxPieces + kFewPieces + 1, {kMaxPieces, kSomePieces}, {kMaxPieces, kFewPieces + 1}},
+               {kMaxPieces + kSomePieces + 1, {kMaxPieces, kMaxPieces}, {kMaxPieces, kSomePieces + 1}},
                {3 * kMaxPieces, {kMaxPieces, kMaxPieces, kMaxPieces}, {kMaxPieces, kMaxPieces, kMaxPieces}}};
   for (const auto& expected : cases) {
     std::vector<int64_t> numels(static_cast<size_t>(expected.num_pieces), 3);

@@ -383,7 +383,7 @@ def test_ranks_on_two_hosts_are_refused_on_both():
 def test_a_rank_that_never_comes_is_named():
     def work(rank):
         if rank == 0:
-            with pytest.raises(RuntimeError, match="rank 0: the torchddp_shm backend heard nothing of rank 1"):
+            with pytest.raises(RuntimeError, match="rank 0: the torchddp_shm backend heard nothing from rank 1"):
                 shm_group(timeout=timedelta(seconds=1))
         dist.barrier()
 

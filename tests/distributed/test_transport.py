@@ -241,6 +241,42 @@ def test_operations_of_a_device_are_waited_for_by_its_stream():
     assert group.limits == [none, limit, none, limit, limit, limit, none, limit, none]
 
 
+def views_made(run):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    return sum(event.name == "aten::view" for event in profile.events())
+
+
+def test_a_broadcast_of_the_same_tensors_makes_no_new_views():
+    """Of those that take more than a copy of bytes, as all on devices do."""
+
+    def work(rank):
+        transport = open_transport("c10d", dist.group.WORLD, device=torch.device("cpu"), timeout=None)
+        broadcast = _C.TensorBroadcast(transport, 1 << 20, timedelta(seconds=30))
+
+        def strided(*sizes, dtype=torch.float32):
+            return torch.full(sizes, float(rank + 1), dtype=dtype).t()
+
+        def run(tensors, root):
+            for tensor in tensors:
+                tensor.fill_(rank + 1)
+            made = views_made(lambda: broadcast.run(tensors, root))
+            assert all((tensor == root + 1).all() for tensor in tensors)
+            return made
+
+        tensors = [strided(3, 5), strided(2, 7, dtype=torch.float64)]
+        assert run(tensors, 0) > 0
+        assert run(tensors, 1) == 0
+        assert run([strided(3, 5), strided(2, 7, dtype=torch.float64)], 0) == 0  # others like them
+        assert run([strided(3, 5), strided(7, 2, dtype=torch.float64)], 1) > 0  # another shape in the same bytes
+        assert run([strided(3, 5), strided(2, 7, dtype=torch.int64)], 0) > 0
+        assert run([*tensors, strided(4, 4)], 1) > 0
+        assert run([strided(300, 500), *tensors], 0) > 0  # other memory
+        assert run([strided(300, 500), *tensors], 1) == 0
+
+    run_ranks(work, 2)
+
+
 def test_unknown_transport_is_refused():
     def work(rank):
         with pytest.raises(ValueError, match="'auto', 'c10d', 'shm' or 'nccl', got 'carrier pigeon'"):

@@ -1,7 +1,9 @@
 """What this machine has of what tests/gpu/run.sh needs.
 
 `environment.py` prints a report and fails if something is missing; `environment.py --tool-path` prints the folders in
-which build tools lie that are not on the PATH, `environment.py --architecture` what CMake calls the GPU that is there.
+which build tools lie that are not on the PATH, `environment.py --architecture` what CMake calls the GPU that is there,
+`environment.py --lacks PACKAGE...` those of the packages that are not there; `environment.py --builds-cuda` fails where
+the CUDA extension cannot be built.
 """
 
 from __future__ import annotations
@@ -14,9 +16,17 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
-PACKAGES = ("torch", "numpy", "pytest", "pytest_timeout", "hypothesis", "typer", "rich", "matplotlib")
+PACKAGES = ("torch", "numpy", "pytest")
+# Without these a run goes on, and does less.
+USEFUL_PACKAGES = {
+    "pytest_timeout": "a test that hangs takes the whole time of its step",
+    "typer": "no benchmarks",
+    "rich": "no benchmarks",
+    "matplotlib": "no plots",
+}
 CUDA_FOLDERS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 
 
@@ -33,11 +43,36 @@ def tool_path() -> list[str]:
 
 
 def architecture() -> str:
-    """The first GPU's, for CMAKE_CUDA_ARCHITECTURES: machine code for it and nothing else."""
+    """The first GPU's, for CMAKE_CUDA_ARCHITECTURES: machine code for it and nothing else. Without a GPU, Hopper's."""
     import torch
 
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     return f"{major}{minor}-real"
+
+
+def nvcc() -> str:
+    """The one that CMake takes."""
+    return os.environ.get("CUDACXX") or "nvcc"
+
+
+def reason_against_cuda() -> str:
+    """Why the CUDA extension can't be built here, as cmake/cuda_version.cmake sees it; empty if it can."""
+    import torch
+
+    answer = _output_of(nvcc(), "--version")
+    release = re.search(r"release (\d+)\.(\d+)", answer)
+    if release is None:
+        return f"'{nvcc()} --version' does not tell its CUDA: {answer}"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA: it must be a CUDA build"
+    found = tuple(map(int, release.groups()))
+    newest = tuple(map(int, torch.version.cuda.split(".")[:2]))
+    if (newest[0], 0) <= found <= newest:
+        return ""
+    return (
+        f"nvcc is CUDA {found[0]}.{found[1]}, torch {torch.__version__} was built with CUDA {torch.version.cuda}: nvcc "
+        f"must be of CUDA {newest[0]}.0 to {newest[0]}.{newest[1]}, on the PATH or named in CUDACXX"
+    )
 
 
 def missing(found: dict[str, bool], *, on_gpu: bool, builds: bool) -> list[str]:
@@ -52,8 +87,9 @@ def missing(found: dict[str, bool], *, on_gpu: bool, builds: bool) -> list[str]:
 
 def look() -> dict[str, bool]:
     """What is there."""
-    found = {f"Python package {name}": importlib.util.find_spec(name) is not None for name in PACKAGES}
-    found |= {name: shutil.which(name) is not None for name in ("cmake", "nvcc")}
+    absent = lacks(PACKAGES)
+    found = {f"Python package {name}": name not in absent for name in PACKAGES}
+    found |= {name: shutil.which(tool) is not None for name, tool in {"cmake": "cmake", "nvcc": nvcc()}.items()}
     found["ninja or make"] = any(map(shutil.which, ("ninja", "make")))
     found["C++ compiler"] = any(map(shutil.which, ("c++", "g++", "clang++")))
     found["Python.h"] = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
@@ -63,6 +99,11 @@ def look() -> dict[str, bool]:
 
         found["CUDA device"] = torch.cuda.is_available()
     return found
+
+
+def lacks(packages: Iterable[str]) -> list[str]:
+    """Those that are not there."""
+    return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
 def _output_of(*command: str) -> str:
@@ -86,7 +127,7 @@ def report() -> None:
         "cmake": ("cmake", "--version"),
         "ninja": ("ninja", "--version"),
         "c++": ("c++", "-dumpfullversion"),
-        "nvcc": ("nvcc", "--version"),
+        "nvcc": (nvcc(), "--version"),
         "sanitizer": ("compute-sanitizer", "--version"),
         "GPU, driver": (
             "nvidia-smi",
@@ -96,6 +137,8 @@ def report() -> None:
     }.items():
         print(f"{name:<11} {_output_of(*command)}")
     print(f"cores       {len(os.sched_getaffinity(0))}")
+    for name in lacks(USEFUL_PACKAGES):
+        print(f"without     {name}: {USEFUL_PACKAGES[name]}")
     if importlib.util.find_spec("torch") is None:
         return
     import torch
@@ -114,11 +157,23 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--architecture"]:
         print(architecture())
         return 0
+    if arguments == ["--builds-cuda"]:
+        return 1 if reason_against_cuda() else 0
+    if arguments[:1] == ["--lacks"]:
+        print(*lacks(arguments[1:]))
+        return 0
     report()
-    lacking = missing(look(), on_gpu="--cpu" not in arguments, builds="--no-build" not in arguments)
+    on_gpu, builds = "--cpu" not in arguments, "--no-build" not in arguments
+    found = look()
+    lacking = missing(found, on_gpu=on_gpu, builds=builds)
     if lacking:
         print(f"This machine lacks: {', '.join(lacking)}.")
-    return 1 if lacking else 0
+    reason = ""
+    if on_gpu and builds and found["nvcc"] and found["Python package torch"]:
+        reason = reason_against_cuda()
+    if reason:
+        print(f"This machine can't build the CUDA extension: {reason}.")
+    return 1 if lacking or reason else 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from benchmarks.gpu import trace
 from tests.gpu.cases import names, run_case
 from tests.gpu.device import chosen_device, make_deterministic
+from tests.gpu.ways import large_from
 from tests.harness import attempt
 from tests.models import loss_of
 from torchddp import _C, DistributedDataParallel
@@ -23,8 +24,14 @@ NOT_RUN = "not run: an earlier case failed, and left the ranks at different plac
 FAULT_TIMEOUT_S = 5.0
 
 
-def run_all_cases(rank: int, transport: str, want_nccl: tuple[int, ...] = ()) -> dict[str, str | None]:
-    """Every case by name: None, or what went wrong on this rank."""
+def run_all_cases(
+    rank: int, transport: str, want_nccl: tuple[int, ...] = (), limit_bytes: int = 0
+) -> dict[str, str | None]:
+    """Every case by name: None, or what went wrong on this rank.
+
+    Args:
+        limit_bytes: from which size on gradients count as large (`large_from`).
+    """
     device = chosen_device()
     make_deterministic(device)
     if want_nccl and loaded_nccl() < want_nccl:
@@ -32,7 +39,8 @@ def run_all_cases(rank: int, transport: str, want_nccl: tuple[int, ...] = ()) ->
     outcomes: dict[str, str | None] = dict.fromkeys(names(device=device, slow=False), NOT_RUN)
     for name in outcomes:
         ours = partial(DistributedDataParallel, transport=transport)
-        _, outcomes[name] = attempt(run_case, name, device, rank, ours)
+        with large_from(limit_bytes):
+            _, outcomes[name] = attempt(run_case, name, device, rank, ours)
         if lost_step(_of_all_ranks(outcomes[name])):
             break
     return outcomes

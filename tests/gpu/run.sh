@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call of less than ten minutes: build, GPU tests, memory checks, benchmarks.
+# Everything that needs a GPU, in one call of less than ten minutes: build, GPU tests, benchmarks, memory checks.
 #
 #   tests/gpu/run.sh [--dry-run] [--skip-build]
 #
 # --dry-run runs on the CPU what can run there, to see that this script and the tests work. --skip-build takes the extension
 # that is there. Installs nothing. From the environment: PYTHON (python3), OUT (build/gpu-results: a few files with all
-# results), RUN_LIMIT_S (570), TORCHDDP_TEST_NCCL (an NCCL 2.30 or newer for two ranks on one GPU), TORCHDDP_COMMIT (where the
-# tree has no history). A failed step does not stop the next; the table comes last; the exit status is 0 if nothing failed.
+# results), RUN_LIMIT_S (570), TORCHDDP_TEST_NCCL (an NCCL 2.30 or newer for two ranks on one GPU: the library, or a folder of
+# its parts), TORCHDDP_COMMIT (where the tree has no history). A failed step does not stop the next; the table comes last; the
+# exit status is 0 if nothing failed. Whenever it is stopped, OUT has what was known by then.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 exec </dev/null
@@ -33,19 +34,37 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/torchddp-gpu.XXXXXX") || exit 2
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/xml" "$work/plots"
 
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which counts OpenMP's threads where it finds these
 export PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=1
 PATH=$("$python" tests/gpu/environment.py --tool-path):$PATH
 export PATH
 if $dry_run; then export TORCHDDP_TEST_DEVICE=cpu; fi
 
+# Hundredths of the whole run that each step may take; what one leaves, or does not need, the next ones have.
+shares=(
+  environment 8 configure 4 build 18
+  test_pack_gpu 6 test_parity 7 test_streams 3 test_graph 3 test_profile 3
+  benchmarks 18
+  join_nccl 1 test_two_ranks_nccl 8
+  memcheck 5 racecheck 3
+  benchmarks_rows 7 test_two_ranks_gloo 3 test_sharded 2 benchmarks_two_ranks 1
+)
+declare -A ends_at
+ends=0
+for ((i = 0; i < ${#shares[@]}; i += 2)); do
+  ends=$((ends + shares[i + 1]))
+  ends_at[${shares[i]}]=$((limit_s * ends / 100))
+done
 table=()
 any_failed=0
+running=
 
 row() {
   table+=("$(printf '%-26s %-8s %5s s  %s' "$1" "$2" "$3" "$4")")
   write_results # as far as they are: what ends this script from outside takes nothing away
 }
+
 skip() { row "$1" skipped 0 "$2"; }
 log_of() { echo "$work/$1.log"; }
 
@@ -56,7 +75,7 @@ write_results() {
     cat "$log"
   done >"$out/logs.txt"
   {
-    for name in benchmarks_two_ranks benchmarks; do
+    for name in benchmarks_two_ranks benchmarks_rows benchmarks; do
       # The tables, without what the profiler says of itself.
       if [ -e "$(log_of "$name")" ]; then grep -v '^USDT:' "$(log_of "$name")"; fi
     done
@@ -69,23 +88,28 @@ write_results() {
   } >"$out/summary.txt"
 }
 
-# The time that a step has, which ends at this many hundredths of the whole run: what a step leaves, the next ones have.
-left_s() { echo $((limit_s * $1 / 100 - SECONDS)); }
+# The seconds that a step has: its share, and what all before it have left of theirs, but never much over a third of the run.
+seconds_of() {
+  local seconds=$((ends_at[$1] - SECONDS)) most=$((limit_s * 35 / 100))
+  echo $((seconds < most ? seconds : most))
+}
 
-# step NAME SHARE COMMAND...: its output goes to a log, whose end is shown if it fails. Returns its exit status.
+# step NAME COMMAND...: its output goes to running.txt, then to a log, whose end is shown if it fails. Returns its exit status.
 step() {
-  local name=$1 share=$2 status=0 began=$SECONDS limit note=
-  shift 2
-  limit=$(left_s "$share")
-  # No step may take what all before it have left.
-  if [ "$limit" -gt $((limit_s * 35 / 100)) ]; then limit=$((limit_s * 35 / 100)); fi
+  local name=$1 status=0 began=$SECONDS limit note=
+  shift
+  limit=$(seconds_of "$name")
   if [ "$limit" -lt 3 ]; then
-    row "$name" FAILED 0 "not run: no time left"
     any_failed=1
+    row "$name" FAILED 0 "not run: no time left"
     return 1
   fi
   echo "--- $name (at most $limit s): $*"
-  timeout --kill-after=10 "$limit" "$@" >"$(log_of "$name")" 2>&1 || status=$?
+  timeout --kill-after=10 "$limit" "$@" >"$out/running.txt" 2>&1 &
+  running=$!
+  wait "$running" || status=$? # not in the foreground: bash would keep a signal waiting for it
+  running=
+  mv "$out/running.txt" "$(log_of "$name")"
   if [ "$status" -eq 124 ] || [ "$status" -eq 137 ]; then note="stopped after $limit s"; fi
   if [ -e "$work/xml/$name.xml" ]; then note="$note $("$python" tests/gpu/summary.py count "$work/xml/$name.xml")"; fi
   if [ "$status" -eq 0 ]; then
@@ -98,73 +122,95 @@ step() {
   return "$status"
 }
 
-# The thread method, for a test may hang where no Python code runs.
-pytest=("$python" -m pytest -q -p no:cacheprovider -o timeout_method=thread --timeout=100)
+stop() {
+  echo "run.sh: stopped from outside after $SECONDS s; what is known is in $out"
+  if [ -n "$running" ]; then kill "$running"; fi
+  exit 143
+}
+trap stop TERM INT HUP
+
+pytest=("$python" -m pytest -q -p no:cacheprovider)
+if [ -z "$("$python" tests/gpu/environment.py --lacks pytest_timeout)" ]; then
+  # The thread method, for a test may hang where no Python code runs.
+  pytest+=(-o timeout_method=thread --timeout=100)
+else
+  pytest+=(-o addopts=) # not strict: without the plugin, pytest does not know the setting
+fi
 
 build_extension() {
   local options=()
   if command -v ninja >/dev/null; then options+=(-G Ninja); else options+=(-G "Unix Makefiles"); fi
-  if $dry_run; then
+  if $dry_run && ! "$python" tests/gpu/environment.py --builds-cuda; then
     options+=(-DTORCHDDP_CUDA=OFF)
   else
     # For the GPU that is there only.
     options+=(-DTORCHDDP_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$("$python" tests/gpu/environment.py --architecture)")
   fi
-  step configure 20 cmake -S . -B build/gpu -DTORCHDDP_PYTHON="$python" "${options[@]}" &&
-    step build 45 cmake --build build/gpu --parallel "$(nproc)"
+  step configure cmake -S . -B build/gpu -DTORCHDDP_PYTHON="$python" "${options[@]}" &&
+    step build cmake --build build/gpu --parallel "$cores"
 }
 
-# run_tests SHARE NAME...: a process each, for what one of them leaves broken on the device, the others do not see.
+# run_tests NAME...: a process each, for what one of them leaves broken on the device, the others do not see.
 run_tests() {
-  local share=$1 name
-  shift
+  local name
   for name in "$@"; do
-    step "$name" "$share" "${pytest[@]}" --junitxml="$work/xml/$name.xml" "tests/gpu/$name.py"
+    step "$name" "${pytest[@]}" --junitxml="$work/xml/$name.xml" "tests/gpu/$name.py"
   done
+}
+
+# Parts become a library; where they do not, the tests that want one are skipped.
+join_nccl() {
+  if [ -d "${TORCHDDP_TEST_NCCL:-}" ]; then
+    if step join_nccl "$python" tests/gpu/nccl_parts.py join "$TORCHDDP_TEST_NCCL" "$work"; then
+      export TORCHDDP_TEST_NCCL="$work/libnccl.so.2"
+    else
+      unset TORCHDDP_TEST_NCCL
+    fi
+  fi
 }
 
 # Without torch's cache of memory each tensor is an allocation of its own, and a write beside it is seen.
 check_memory() {
-  local tool=$1 share=$2
+  local tool=$1
   if $dry_run; then
     skip "$tool" "dry run"
   elif ! command -v compute-sanitizer >/dev/null; then
     skip "$tool" "compute-sanitizer is not installed"
   else
-    step "$tool" "$share" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-      compute-sanitizer --tool "$tool" --error-exitcode 9 "${pytest[@]}" tests/gpu/test_pack_gpu.py
+    local options=(--tool "$tool" --error-exitcode 9)
+    # The CUDA runtime and NCCL ask the driver for functions that it may not have; memcheck counts each refusal as an error.
+    if [ "$tool" = memcheck ]; then options+=(--report-api-errors no); fi
+    # torch's profiler and the sanitizer exclude each other.
+    step "$tool" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+      compute-sanitizer "${options[@]}" "${pytest[@]}" -m "not profiler" tests/gpu/test_pack_gpu.py
   fi
 }
 
+# run_benchmarks NAME MOST_SECONDS ARGUMENTS...
 run_benchmarks() {
-  local seconds where=()
+  local name=$1 seconds=$2 lacking where=()
+  shift 2
+  lacking=$("$python" tests/gpu/environment.py --lacks typer rich)
+  if [ -n "$lacking" ]; then
+    skip "$name" "no Python package ${lacking// /, }: put it on PYTHONPATH"
+    return
+  fi
   if $dry_run; then
     where=(--device cpu --backend gloo --quick)
     seconds=1
   else
-    # Starting, building models and counting kernels come on top.
-    seconds=$(($(left_s 75) - 45))
-    if [ "$seconds" -gt 120 ]; then seconds=120; elif [ "$seconds" -lt 10 ]; then seconds=10; fi
+    local left
+    left=$(($(seconds_of "$name") - 35)) # what each table takes at least may be more than its share
+    seconds=$((left < seconds ? left : seconds))
+    seconds=$((seconds < 10 ? 10 : seconds))
   fi
-  step benchmarks 75 "$python" -m benchmarks.gpu "${where[@]}" --seconds "$seconds" \
-    --json "$out/bench.json" --out "$work/plots"
-  cp "$work"/plots/*.png "$out" 2>/dev/null
-}
-
-run_benchmarks_of_two_ranks() {
-  local seconds=8 where=(--backend gloo)
-  if $dry_run; then
-    where=(--device cpu --backend gloo --quick)
-    seconds=1
-  fi
-  step benchmarks_two_ranks 100 "$python" -m benchmarks.gpu "${where[@]}" --world-size 2 \
-    --model resnet50 --seconds "$seconds" --json "$out/bench_two_ranks.json"
+  step "$name" "$python" -m benchmarks.gpu "$@" "${where[@]}" --seconds "$seconds" --json "$out/${name/benchmarks/bench}.json"
 }
 
 checks=()
 if $dry_run; then checks+=(--cpu); fi
 if ! $build; then checks+=(--no-build); fi
-if ! step environment 10 "$python" tests/gpu/environment.py "${checks[@]}"; then
+if ! step environment "$python" tests/gpu/environment.py "${checks[@]}"; then
   cp "$(log_of environment)" "$out/environment.txt"
   exit 2
 fi
@@ -172,12 +218,18 @@ cp "$(log_of environment)" "$out/environment.txt"
 
 # In the order of what is worth most.
 if ! $build || build_extension; then
-  run_tests 60 test_pack_gpu test_parity test_streams test_graph test_profile
-  run_benchmarks
-  run_tests 90 test_two_ranks_gloo test_two_ranks_nccl test_sharded
-  check_memory memcheck 95
-  check_memory racecheck 97
-  run_benchmarks_of_two_ranks
+  run_tests test_pack_gpu test_parity test_streams test_graph test_profile
+  plots=()
+  if [ -z "$("$python" tests/gpu/environment.py --lacks matplotlib)" ]; then plots=(--out "$work/plots"); fi
+  run_benchmarks benchmarks 120 --part models "${plots[@]}"
+  cp "$work"/plots/*.png "$out" 2>/dev/null
+  join_nccl
+  run_tests test_two_ranks_nccl
+  check_memory memcheck
+  check_memory racecheck
+  run_benchmarks benchmarks_rows 150 --part rows
+  run_tests test_two_ranks_gloo test_sharded
+  run_benchmarks benchmarks_two_ranks 20 --part models --world-size 2 --backend gloo --model resnet50
 fi
 
 cat "$out/summary.txt"

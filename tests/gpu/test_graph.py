@@ -1,11 +1,13 @@
 """A whole training step as one CUDA graph, captured after a single eager step, gives the bits of eager training."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 
-from tests.models import Mlp, batch, loss_of, seeded
+from tests.gpu.ways import LARGE_BYTES, large_from
+from tests.models import Branches, Mlp, batch, loss_of, seeded
 from torchddp import DistributedDataParallel
 
 WIDTH = 128
@@ -38,10 +40,18 @@ def make_model(device):
 @pytest.mark.parametrize("optimizer_inside", [True, False])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"static_graph": True}, {"gradient_as_bucket_view": False}, {"bucket_cap_mb": 0.1}],
+    [
+        {},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": False},
+        {"bucket_cap_mb": 0.1},
+        {"find_unused_parameters": True},
+    ],
     ids=str,
 )
-def test_captured_step_equals_eager_steps(gpu, options, optimizer_inside):
+@pytest.mark.parametrize("limit_bytes", [0, LARGE_BYTES])
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_captured_step_equals_eager_steps(gpu, options, optimizer_inside, limit_bytes):
     model = make_model(gpu)
     want = train_eagerly(model, gpu)
     batches = inputs(gpu)
@@ -50,7 +60,8 @@ def test_captured_step_equals_eager_steps(gpu, options, optimizer_inside):
     side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(side):
-        ddp = DistributedDataParallel(model, **options)
+        with large_from(limit_bytes):
+            ddp = DistributedDataParallel(model, **options)
         optimizer = sgd(ddp.parameters())
 
         def forward_backward():
@@ -74,6 +85,26 @@ def test_captured_step_equals_eager_steps(gpu, options, optimizer_inside):
     torch.cuda.synchronize()
     for (name, ours), theirs in zip(ddp.module.named_parameters(), want.parameters(), strict=True):
         assert torch.equal(ours, theirs), f"'{name}' differs by {(ours - theirs).abs().max().item():g}"
+
+
+def test_a_step_that_leaves_parameters_out_is_not_captured(gpu):
+    """What becomes of their gradients depends on other ranks, which the host can't ask then."""
+    model = seeded(lambda: Branches(torch.float32)).to(gpu)
+    static = batch(0, 0, 2, 4, dtype=torch.float32).to(gpu)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        loss_of(ddp(static, "left")).backward()
+        ddp.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    # The capture can't end well: collectives were left running.
+    with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=side):
+        output = loss_of(ddp(static, "left"))
+        with pytest.raises(
+            RuntimeError, match=r"parameter '\w+\.\w+' was not used in a step that a CUDA graph captures"
+        ):
+            output.backward()
 
 
 def test_eager_steps_go_on_after_a_capture(gpu):

@@ -7,7 +7,6 @@ arithmetic as its own NaN, so NaNs are compared as NaNs, all else bit for bit.
 from __future__ import annotations
 
 import math
-import os
 import random
 from typing import Any
 
@@ -23,8 +22,6 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NUMELS = [1, 7, 100, 4096, 5000, 70_001]
 # Elements at both ends that no kernel may touch.
 GUARD = 16
-# As tests/gpu/run.sh does under compute-sanitizer, beside which there is no profiler either.
-NO_CACHE = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1"
 
 
 def name(value: object) -> str:
@@ -137,7 +134,7 @@ def test_any_alignment_of_a_gradient(alone, dtype):
         check_apart(alone, [5003, 33], dtype, 2, (shift, 0))
 
 
-@pytest.mark.parametrize("count", [139, 144, 145, 1000, 1168, 1169, 1313, 2500])
+@pytest.mark.parametrize("count", [139, 144, 145, 416, 417, 1168, 1169, 1313, 2500])
 def test_any_number_of_gradients(gpu, count):
     sizes = random.Random(count)
     numels = [sizes.choice([1, 5, 64, 300]) for _ in range(count)]
@@ -239,7 +236,7 @@ def test_statistics_are_the_same_bits_every_time(gpu):
 # --- launches ---
 
 
-@pytest.mark.skipif(NO_CACHE, reason="compute-sanitizer and torch's profiler exclude each other")
+@pytest.mark.profiler
 @pytest.mark.parametrize(("count", "launches"), [(1, 1), (1000, 1), (1169, 2)])
 def test_a_bucket_is_one_launch(gpu, count, launches):
     values = [torch.ones(10, device=gpu) for _ in range(count)]

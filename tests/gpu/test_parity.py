@@ -1,24 +1,28 @@
 """One rank on a GPU over NCCL: the same gradients and weights as torch's class, bit for bit."""
 
+import copy
 from functools import partial
 
 import pytest
 import torch
 
 from tests.gpu.cases import CASES, run_case
+from tests.gpu.ways import LARGE_BYTES, large_from
 from torchddp import _C, DistributedDataParallel
 
 
-def transports(device: torch.device) -> tuple[str, ...]:
-    return ("nccl", "c10d") if device.type == "cuda" else ("c10d",)
+def ways(device: torch.device) -> tuple[tuple[str, int], ...]:
+    """Transports, and from which size on gradients count as large there."""
+    return (("nccl", 0), ("nccl", LARGE_BYTES), ("c10d", 0)) if device.type == "cuda" else (("c10d", 0),)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_torch(alone, name):
     if CASES[name].gpu_only and alone.type != "cuda":
         pytest.skip("torch's class takes this on a GPU only")
-    for transport in transports(alone):
-        run_case(name, alone, 0, partial(DistributedDataParallel, transport=transport))
+    for transport, limit_bytes in ways(alone):
+        with large_from(limit_bytes):
+            run_case(name, alone, 0, partial(DistributedDataParallel, transport=transport))
 
 
 def test_the_extension_is_the_cuda_build(gpu):
@@ -48,3 +52,37 @@ def test_gradients_are_memory_of_the_bucket(alone):
             for param, offset in zip(bucket.params, bucket.offsets, strict=True)
         }
         assert len(begins) == 1 and len(bucket.params) > 1
+
+
+def test_large_gradients_keep_the_memory_that_autograd_gave_them(gpu):
+    made = {}
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 8)).to(gpu)
+    large = model[0].weight
+    large.register_post_accumulate_grad_hook(lambda p: made.__setitem__(p, p.grad.data_ptr()))
+    ddp = DistributedDataParallel(model)
+    for step in range(4):
+        ddp.zero_grad(set_to_none=step % 2 == 0)
+        ddp(torch.ones(2, 512, device=gpu)).sum().backward()
+        assert large.grad.data_ptr() == made[large]
+    assert ddp.reducer.bucket_memory_bytes < large.nbytes
+    packed = DistributedDataParallel(copy.deepcopy(model), adopt_large_gradients=False)
+    assert packed.reducer.bucket_memory_bytes > large.nbytes
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_nccl_scales_large_gradients_as_torch_would(gpu, dtype, divisor):
+    """A rank without peers multiplies too, if it is to average over more than itself."""
+    weight = torch.nn.Parameter(torch.zeros(1000, dtype=dtype, device=gpu))
+    module = torch.nn.ParameterList([weight])
+    module.forward = lambda gradient: (weight * gradient).sum()
+    with large_from(LARGE_BYTES):
+        ddp = DistributedDataParallel(module, transport="nccl")
+    ddp.reducer.set_divisor(lambda: divisor)
+    gradient = torch.linspace(-3, 3, 1000, dtype=torch.float64).to(dtype).to(gpu)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(gradient).backward()
+    assert ddp.reducer.bucket_memory_bytes == 0
+    # A product is formed in float, as a kernel of torch forms it, and rounded once.
+    torch.testing.assert_close(weight.grad, gradient * (1.0 / divisor), rtol=0, atol=0)

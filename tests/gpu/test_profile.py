@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -27,6 +28,7 @@ def work_of(module, x):
     return counts.kernels + counts.copies + counts.fills
 
 
+@pytest.mark.profiler
 def test_a_thousand_gradients_take_a_few_launches(gpu, record_property):
     """torch's class launches one kernel a gradient."""
     torch.use_deterministic_algorithms(False)  # fills new memory, which is one more kernel for each
@@ -61,6 +63,7 @@ def test_buckets_are_launched_while_backward_goes_on(alone):
     assert early >= len(ddp.reducer.plan) - 1, f"{early} of {len(ddp.reducer.plan)} buckets"
 
 
+@pytest.mark.profiler
 def test_nothing_of_a_bucket_waits_for_the_end_of_backward(gpu):
     """On the device: what is ours begins while gradients are still computed, collectives on a stream of their own."""
     width = 4096

@@ -9,7 +9,7 @@ from torch import nn
 from tests.models import assert_grads, batch, grads_of, loss_of, seeded
 from torchddp import DistributedDataParallel
 
-WIDTH = 512
+WIDTH = 512  # weights of 1 MiB, which NCCL reduces where autograd made them
 SLEEP_CYCLES = 20_000_000  # about ten milliseconds: far longer than a step of these models
 LONG_SLEEP_CYCLES = 2_000_000_000  # about a second
 STEPS = 5
@@ -98,7 +98,7 @@ def assert_steps(got, want):
         assert_grads(ours, theirs, rtol=0.0, what=f"step {step}:")
 
 
-@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("views", [None, True, False])
 def test_late_gradients_are_waited_for(gpu, views):
     model = seeded(Late).to(gpu)
     want, _ = reference(model, gpu)
@@ -142,11 +142,12 @@ def sgd(params):
     return torch.optim.SGD(params, lr=1e-4, momentum=0.9)
 
 
-def test_steps_run_ahead_of_the_device(gpu):
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False, "adopt_large_gradients": False}], ids=str)
+def test_steps_run_ahead_of_the_device(gpu, options):
     """The optimizer follows backward without anyone waiting, and freed memory is written to at once."""
     model = seeded(Late).to(gpu)
     _, trained = reference(model, gpu, sgd)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.5, gradient_as_bucket_view=False)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.5, **options)
     optimizer = sgd(ddp.parameters())
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=True)
@@ -160,10 +161,10 @@ def test_steps_run_ahead_of_the_device(gpu):
         assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("transport", ["nccl", "c10d"])
-def test_the_host_does_not_wait_for_the_device(gpu, transport):
+def step_behind_a_busy_device(gpu, **options):
+    """The model after a step that the device begins only when backward() has returned."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(gpu)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.5, transport=transport)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.5, **options)
     x = inputs(gpu, 0)
     for _ in range(3):  # what is loaded or allocated at first use may well wait
         ddp.zero_grad(set_to_none=True)
@@ -176,3 +177,17 @@ def test_the_host_does_not_wait_for_the_device(gpu, transport):
     loss_of(ddp(x)).backward()
     assert not asleep.query(), "backward() returned only after the device had caught up"
     torch.cuda.synchronize()
+    return ddp
+
+
+@pytest.mark.parametrize("transport", ["nccl", "c10d"])
+def test_the_host_does_not_wait_for_the_device(gpu, transport):
+    step_behind_a_busy_device(gpu, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "c10d"])
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_used_parameters_are_told_without_waiting(gpu, transport):
+    """The host's map is cleared for the next step before the device has read what ranks are told."""
+    ddp = step_behind_a_busy_device(gpu, transport=transport, find_unused_parameters=True)
+    assert ddp.reducer._get_local_used_map().tolist() == [1] * len(list(ddp.parameters()))

@@ -1,7 +1,7 @@
 """Two ranks over NCCL that share one GPU, which NCCL 2.30 and later allow: parity, overlap, and lost peers.
 
-TORCHDDP_TEST_NCCL names such a libnccl.so.2; torch may come with an older one. Correctness only: one chip does the work
-of both.
+TORCHDDP_TEST_NCCL names such a libnccl.so.2, to tests/gpu/run.sh also a folder of its parts; torch may come with an
+older one. Correctness only: one chip does the work of both.
 """
 
 import os
@@ -12,6 +12,7 @@ import pytest
 from tests.gpu.cases import CASES
 from tests.gpu.device import chosen_device
 from tests.gpu.ranks import FAULT_TIMEOUT_S, overlap_of_a_step, run_all_cases, train_until_fault
+from tests.gpu.ways import LARGE_BYTES
 from tests.harness import run_outcomes, run_ranks
 
 LIBRARY_ENV = "TORCHDDP_TEST_NCCL"
@@ -43,9 +44,9 @@ def two_ranks_a_gpu():
         yield
 
 
-@pytest.fixture(scope="module")
-def outcomes(two_ranks_a_gpu):
-    return run_ranks(run_all_cases, 2, "nccl", FIRST_VERSION, timeout=90, **LAUNCH)
+@pytest.fixture(scope="module", params=[LARGE_BYTES, 0], ids=["large_apart", "packed"])
+def outcomes(two_ranks_a_gpu, request):
+    return run_ranks(run_all_cases, 2, "nccl", FIRST_VERSION, request.param, timeout=90, **LAUNCH)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.slow])
@@ -54,6 +55,7 @@ def test_same_as_torch(outcomes, name):
     assert not errors, "\n".join(errors)
 
 
+@pytest.mark.profiler
 def test_collectives_run_beside_the_computation(two_ranks_a_gpu):
     for rank, found in enumerate(run_ranks(overlap_of_a_step, 2, "nccl", timeout=60, **LAUNCH)):
         assert found.collectives >= 8, f"rank {rank}: {found}"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.harness import run_ranks
 from tests.models import batch, loss_of, seeded
 from tests.parity.compare import TorchDDP
-from tests.whole_buckets import WholeBuckets
+from tests.whole_buckets import LargeApart, WholeBuckets
 
 WIDTH = 600  # a weight of 1.4 MB, which lies alone in its bucket and is not copied
 
@@ -136,6 +136,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"gradient_as_bucket_view": False},
     {"transport": "c10d", "whole_buckets": True},
     {"transport": "shm", "whole_buckets": True, "bucket_cap_mb": 0.001},
+    {"transport": "c10d", "large_apart": True, "bucket_cap_mb": 0.001},
 ]
 
 programs = st.lists(st.lists(st.sampled_from(sorted(ACTIONS)), max_size=4), min_size=3, max_size=5)
@@ -170,8 +171,8 @@ def test_whatever_a_program_does_with_grad(ddp_class, world_size, program, optio
             for model, mine in zip(inner, kept, strict=True):
                 _keep_in_hooks(model, mine)
         search = {k: v for k, v in options.items() if k in ("bucket_cap_mb", "find_unused_parameters")}
-        cls = WholeBuckets if options.get("whole_buckets") else ddp_class
-        own = {k: v for k, v in options.items() if k != "whole_buckets"}
+        cls = LargeApart if options.get("large_apart") else WholeBuckets if options.get("whole_buckets") else ddp_class
+        own = {k: v for k, v in options.items() if k not in ("whole_buckets", "large_apart")}
         ddps = (cls(inner[0], **own), TorchDDP(inner[1], **search))
         exact = world_size < 3
         for step, actions in enumerate(program):

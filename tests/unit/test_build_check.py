@@ -1,11 +1,20 @@
-"""The comparison of the torch that was built for with the one that runs."""
+"""The comparison of what the extension was built for with what runs, and what the user is told."""
 
+import os
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 
-from torchddp._import_check import check_torch_matches, minor
+from torchddp import _C, _import_check
+from torchddp._import_check import minor, misfit, parse_build_info, read_build_info, running_versions, wheel_advice
+
+CPU = {"version": "0.1.0+cpu.torch2.13", "python": "3.11.7", "torch": "2.13.0+cpu", "cuda": ""}
+CUDA = {"version": "0.1.0+cu130.torch2.13", "python": "3.11.7", "torch": "2.13.0+cu130", "cuda": "13.0.88"}
+RUNNING = {"python": "3.11.9", "torch": "2.13.1+cu130", "cuda": "13.0"}
+OWN_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
 def test_minor_of_versions():
@@ -14,24 +23,131 @@ def test_minor_of_versions():
     assert minor("2.15.0a0+git1234") == (2, 15)
 
 
-def test_same_minor_is_accepted():
-    check_torch_matches(built="2.13.0+cpu", running="2.13.1+cu130")
+@pytest.mark.parametrize("running", [{}, {"cuda": "13.2"}, {"torch": "2.13.0", "python": "3.11.0"}])
+@pytest.mark.parametrize("built", [CPU, CUDA], ids=["cpu", "cuda"])
+def test_what_fits_is_accepted(built, running):
+    """A build without CUDA fits every build of torch."""
+    assert misfit(built, RUNNING | running) == ""
 
 
-@pytest.mark.parametrize("running", ["2.12.1", "2.14.0+cpu", "3.13.0"])
-def test_other_minor_says_what_to_do(running):
-    with pytest.raises(
-        ImportError, match=rf"built for torch 2\.13\.0\+cpu, but torch {running.replace('+', '.')}.*pip install"
-    ):
-        check_torch_matches(built="2.13.0+cpu", running=running)
+@pytest.mark.parametrize(
+    ("built", "running", "words"),
+    [
+        (CPU, {"torch": "2.12.1", "cuda": ""}, "built for torch 2.13.0+cpu, but torch 2.12.1 is running"),
+        (CUDA, {"torch": "3.13.0"}, "built for torch 2.13.0+cu130, but torch 3.13.0 is running"),
+        (CPU, {"python": "3.12.1"}, "built for Python 3.11.7, but this is Python 3.12.1"),
+        (CUDA, {"torch": "2.13.0+cpu", "cuda": ""}, "with CUDA 13.0.88, but torch 2.13.0+cpu is a CPU build"),
+        (CUDA, {"torch": "2.13.0+cu126", "cuda": "12.6"}, "torch 2.13.0+cu126 brings CUDA 12.6"),
+        (CUDA | {"cuda": "12.9.1"}, {}, "serves only what was built with 13.0 to 13.0"),
+        (CUDA | {"cuda": "13.2.51"}, {}, "built with CUDA 13.2.51, but torch 2.13.1+cu130 brings CUDA 13.0"),
+    ],
+)
+def test_what_does_not_fit_is_told(built, running, words):
+    assert words in misfit(built, RUNNING | running)
 
 
-def test_package_import_runs_the_check():
+@pytest.mark.parametrize(
+    ("torch", "cuda", "words"),
+    [
+        ("2.13.0+cpu", "", "torchddp==0.1.0+cpu.torch2.13 --index-url INDEX/torch-2.13/cpu/ "),
+        ("2.12.1", "12.6", "torchddp==0.1.0+cu126.torch2.12 --index-url INDEX/torch-2.12/cu126/ "),
+        ("2.14.0a0+git1234", "13.2.1", "torchddp==0.1.0+cu132.torch2.14 --index-url INDEX/torch-2.14/cu132/ "),
+    ],
+)
+def test_the_wheel_to_install_is_named(torch, cuda, words):
+    advice = wheel_advice("0.1.0+cu130.torch2.13", {"torch": torch, "cuda": cuda})
+    assert words in advice and "docs/install.md" in advice
+    assert ("TORCHDDP_CUDA=1 pip install" in advice) is bool(cuda)
+
+
+# --- what the extension says of itself ---
+
+
+def write_extension(folder: Path, info: dict[str, str], suffix: str = OWN_SUFFIX) -> None:
+    """A file of an extension's name that does not load, with a build info among other bytes."""
+    text = "torchddp build info\n" + "".join(f"{name}={value}\n" for name, value in info.items())
+    (folder / f"_C{suffix}").write_bytes(b"\x7fELF\0torchddp build info\n\0" + text.encode() + b"\0archs=none\n\0")
+
+
+def test_the_file_says_what_the_loaded_extension_says():
+    told = read_build_info(_import_check.PACKAGE_DIR)
+    assert told == parse_build_info(_C.build_info)
+    assert told["version"] == _C.version and minor(told["torch"]) == minor(running_versions()["torch"])
+    assert minor(told["python"]) == sys.version_info[:2] and bool(told["cuda"]) is _C.with_cuda
+
+
+def test_the_file_of_this_python_speaks_first(tmp_path):
+    assert read_build_info(tmp_path) == {}
+    (tmp_path / f"_C{OWN_SUFFIX}").write_bytes(b"\x7fELF, of something else")
+    assert read_build_info(tmp_path) == {}
+    write_extension(tmp_path, CUDA, ".cpython-30-x86_64-linux-gnu.so")
+    assert read_build_info(tmp_path) == CUDA
+    write_extension(tmp_path, CPU)
+    assert read_build_info(tmp_path) == CPU
+
+
+# --- the import ---
+
+
+def package_without_extension(folder: Path) -> Path:
+    """The package, with room for another extension."""
+    package = folder / "torchddp"
+    package.mkdir()
+    for path in _import_check.PACKAGE_DIR.iterdir():
+        # Copied: a file that is linked would find the extension beside the original.
+        if path.name == "_import_check.py":
+            (package / path.name).write_text(path.read_text())
+        elif not path.name.startswith("_C"):
+            (package / path.name).symlink_to(path)
+    return package
+
+
+# Of an editable installation, which has the extension wherever the package is.
+NO_FINDER = "import sys; sys.meta_path = [f for f in sys.meta_path if not f.__module__.startswith('__editable__')]"
+
+
+def import_error(folder: Path, before: str = NO_FINDER) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{before}\nimport torchddp"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+    )
+    assert done.returncode == 1
+    return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "suffix", "words"),
+    [
+        ({"torch": "2.10.0"}, OWN_SUFFIX, "ImportError: torchddp was built for torch 2.10.0, but torch "),
+        ({"cuda": "11.8.89"}, OWN_SUFFIX, "ImportError: torchddp was built with CUDA 11.8.89, but torch "),
+        (
+            {"python": "3.0.1"},
+            ".cpython-30-x86_64-linux-gnu.so",
+            "ImportError: torchddp was built for Python 3.0.1, but ",
+        ),
+        ({}, OWN_SUFFIX, "ImportError: torchddp's compiled extension does not load with torch "),
+    ],
+)
+def test_an_extension_that_does_not_load_is_told_apart_by_its_file(tmp_path, changes, suffix, words):
+    package = package_without_extension(tmp_path)
+    write_extension(package, parse_build_info(_C.build_info) | {"version": "7.8.9"} | changes, suffix)
+    told = import_error(tmp_path)
+    assert told.startswith(words) and "torchddp==7.8.9+c" in told
+
+
+def test_a_package_without_an_extension_says_so(tmp_path):
+    package_without_extension(tmp_path)
+    assert f"torchddp has no compiled extension in {tmp_path / 'torchddp'}. Install the wheel" in import_error(tmp_path)
+
+
+def test_an_extension_that_loads_with_another_torch_is_refused():
     """A process whose torch claims another version must not get as far as the extension's classes."""
-    code = "import torch; torch.__version__ = '2.10.0'; import torchddp"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0
-    assert "but torch 2.10.0 is running" in done.stderr
+    told = import_error(_import_check.PACKAGE_DIR.parent, before="import torch; torch.__version__ = '2.10.0'")
+    assert "but torch 2.10.0 is running. Install the wheel for this torch" in told
 
 
 def test_import_does_not_start_torch_dynamo_or_plots():

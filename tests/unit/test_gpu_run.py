@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu import environment, summary
+from scripts.gpu_dry_run import copy_checkout
+from tests.gpu import environment, nccl_parts, summary
 from tests.gpu.device import DEVICE_ENV, chosen_device
 from tests.gpu.ranks import lost_step
+from tests.gpu.test_two_ranks_nccl import LIBRARY_ENV
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "gpu" / "run.sh"
 DRY = ["--dry-run", "--skip-build"]
+# For a fake interpreter: every step succeeds at once.
+NOTHING_TO_DO = r"*environment.py\ --cpu*|*-m\ pytest*|*benchmarks.gpu*) exit 0 ;; *--builds-cuda) exit 1 ;;"
+
+
+def variables_of(out: Path, python: Path | str, **variables: str) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in (DEVICE_ENV, LIBRARY_ENV)}
+    return {**inherited, "OUT": str(out), "PYTHON": str(python), **variables}
 
 
 def run_script(
     out: Path, *arguments: str, python: Path | str = sys.executable, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    extra = {"OUT": str(out), "PYTHON": str(python), **variables}
-    inherited = {name: value for name, value in os.environ.items() if name != DEVICE_ENV}
     return subprocess.run(
-        [str(SCRIPT), *arguments], env={**inherited, **extra}, capture_output=True, text=True, timeout=500
+        [str(SCRIPT), *arguments],
+        env=variables_of(out, python, **variables),
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
 
 
@@ -54,7 +68,8 @@ def test_a_dry_run_runs_everything_that_needs_no_gpu(tmp_path: Path) -> None:
     table = rows(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     files = {path.stem for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
-    assert table.keys() == files | {"environment", "memcheck", "racecheck", "benchmarks", "benchmarks_two_ranks"}
+    benchmarks = {"benchmarks", "benchmarks_rows", "benchmarks_two_ranks"}
+    assert table.keys() == files | benchmarks | {"environment", "memcheck", "racecheck"}
     for name in ("test_parity", "test_two_ranks_gloo"):
         outcome, note = table[name]
         assert outcome == "ok" and int(note.split()[0]) > 20, note
@@ -68,6 +83,10 @@ def test_a_dry_run_runs_everything_that_needs_no_gpu(tmp_path: Path) -> None:
     assert (out / "summary.txt").read_text() in done.stdout
     assert summary.counts(summary.suites_of(out / "tests.xml"))[0] > 40
     assert len(json.loads((out / "bench.json").read_text())["results"]) == 3  # a model each
+    rows_document = json.loads((out / "bench_rows.json").read_text())
+    assert not rows_document["failures"]
+    cases = {"gpu_pack", "gpu_scale", "gpu_host", "gpu_options", "gpu_memory", "gpu_leave"}
+    assert {result["case"] for result in rows_document["results"]} == cases
 
 
 @pytest.mark.thorough
@@ -97,6 +116,74 @@ def test_no_step_outlasts_the_run(tmp_path: Path) -> None:
     outcome, note = table["test_parity"]
     assert outcome == "FAILED" and re.match(r"stopped after \d+ s", note)
     assert done.returncode == 1 and table["benchmarks"][0] == "ok"
+
+
+def limits(output: str) -> dict[str, int]:
+    """The seconds that each step was given."""
+    return {name: int(seconds) for name, seconds in re.findall(r"^--- (\w+) \(at most (\d+) s\)", output, re.MULTILINE)}
+
+
+def test_each_step_has_a_share_of_its_own_and_what_others_left(tmp_path: Path) -> None:
+    cmake = tmp_path / "cmake"
+    cmake.write_text("#!/bin/sh\nexit 0\n")
+    cmake.chmod(0o755)
+    python = fake_python(tmp_path, rf"*environment.py\ --tool-path*) echo {tmp_path}; exit 0 ;; {NOTHING_TO_DO}")
+    done = run_script(tmp_path / "results", "--dry-run", python=python, RUN_LIMIT_S="10000")
+    given = limits(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The end of its own share and of all before it, nothing of which was used; never more than 35 hundredths.
+    assert 1200 - 200 <= given["configure"] <= 1200 and 3000 - 200 <= given["build"] <= 3000
+    assert given["benchmarks_two_ranks"] == 3500
+    assert f"--parallel {len(os.sched_getaffinity(0))}\n" in done.stdout  # though the script sets OMP_NUM_THREADS
+    shares = re.search(r"^shares=\((.*?)^\)", SCRIPT.read_text(), re.MULTILINE | re.DOTALL)
+    assert shares and sum(map(int, re.findall(r" (\d+)\b", shares[1]))) == 100
+
+
+def test_what_is_known_survives_a_stop_from_outside(tmp_path: Path) -> None:
+    python = fake_python(tmp_path, f'*pytest*test_parity*) echo "in the middle"; sleep 100 ;; {NOTHING_TO_DO}')
+    out = tmp_path / "results"
+    process = subprocess.Popen(
+        [str(SCRIPT), *DRY], env=variables_of(out, python), stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        deadline_s = time.monotonic() + 60
+        running = out / "running.txt"
+        while not (running.is_file() and "in the middle" in running.read_text()):
+            assert time.monotonic() < deadline_s, "test_parity did not begin"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)  # ends though the step would go on
+    finally:
+        process.kill()
+    assert process.returncode == 143 and "stopped from outside" in output
+    assert rows((out / "summary.txt").read_text())["test_pack_gpu"][0] == "ok"
+    assert "in the middle" in running.read_text()
+
+
+def test_without_a_package_only_what_needs_it_is_left_out(tmp_path: Path) -> None:
+    python = fake_python(
+        tmp_path,
+        r"*--lacks\ typer*) echo typer rich; exit 0 ;; *--lacks\ pytest_timeout) echo pytest_timeout; exit 0 ;; "
+        + NOTHING_TO_DO,
+    )
+    done = run_script(tmp_path / "results", *DRY, python=python)
+    table = rows(done.stdout)
+    assert done.returncode == 0
+    for name in ("benchmarks", "benchmarks_rows", "benchmarks_two_ranks"):
+        assert table[name] == ("skipped", "no Python package typer, rich: put it on PYTHONPATH")
+    assert table["test_parity"][0] == "ok" and "--timeout" not in done.stdout
+
+
+def test_parts_of_a_library_are_joined_or_its_tests_skipped(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path)
+    says = rf'*-m\ pytest*test_two_ranks_nccl*) head -c 4 "${LIBRARY_ENV}"; exit 3 ;; {NOTHING_TO_DO}'
+    done = run_script(tmp_path / "results", *DRY, python=fake_python(tmp_path, says), **{LIBRARY_ENV: str(parts)})
+    assert rows(done.stdout)["join_nccl"][0] == "ok" and "ELF" in done.stdout
+    (parts / "libnccl.so.2.part01").unlink()
+    says = rf'*-m\ pytest*test_two_ranks_nccl*) echo "library: ${{{LIBRARY_ENV}-none}}"; exit 3 ;; {NOTHING_TO_DO}'
+    done = run_script(tmp_path / "results", *DRY, python=fake_python(tmp_path, says), **{LIBRARY_ENV: str(parts)})
+    assert rows(done.stdout)["join_nccl"][0] == "FAILED"
+    assert "libnccl.so.2.part01 is missing" in done.stdout and "library: none" in done.stdout
 
 
 def test_what_is_missing_is_one_sentence(tmp_path: Path) -> None:
@@ -129,6 +216,134 @@ def test_only_what_a_run_needs_is_missed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("compiler", "torch_cuda", "reason"),
+    [
+        ("13.0", "13.0", ""),
+        ("13.0", "13.2", ""),
+        ("13.9", "13.10", ""),
+        ("13.1", "13.0", r"nvcc is CUDA 13.1, torch .* with CUDA 13.0: nvcc must be of CUDA 13.0 to 13.0"),
+        ("12.8", "13.1", r"nvcc is CUDA 12.8, torch .* with CUDA 13.1: nvcc must be of CUDA 13.0 to 13.1"),
+        ("13.0", None, "was built without CUDA: it must be a CUDA build"),
+        ("", "13.0", "nvcc --version' does not tell its CUDA"),
+    ],
+)
+def test_an_nvcc_that_the_build_would_refuse_is_told_at_the_start(
+    compiler: str,
+    torch_cuda: str | None,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {compiler}, V{compiler}.88'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDACXX", str(nvcc))
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    all_there = everything()
+    monkeypatch.setattr(environment, "look", lambda: all_there)
+    assert environment.main(["--builds-cuda"]) == bool(reason)
+    capsys.readouterr()
+    assert environment.main([]) == bool(reason)
+    told = re.search(r"^This machine can't build the CUDA extension: (.*)\.$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(reason, told[1]) if told else not reason
+    # What does not build asks for no nvcc.
+    assert environment.main(["--no-build"]) == environment.main(["--cpu"]) == 0
+
+
+def test_a_package_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert environment.main(["--lacks", "pytest", "no_such_package"]) == 0
+    assert capsys.readouterr().out == "no_such_package\n"
+
+
+def test_only_memcheck_is_told_of_no_failed_calls(tmp_path: Path) -> None:
+    """Of the driver, by the CUDA runtime and by NCCL: they are no errors of memory."""
+    functions = re.search(r"^check_memory\(\) \{.*?^\}", SCRIPT.read_text(), re.MULTILINE | re.DOTALL)
+    assert functions
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text('#!/bin/sh\necho "$@"\n')
+    sanitizer.chmod(0o755)
+    prelude = 'dry_run=false; pytest=(pytest); step() { shift; "$@"; }'
+    commands = f"{prelude}\n{functions[0]}\ncheck_memory memcheck; check_memory racecheck"
+    variables = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", commands], env=variables, capture_output=True, text=True, timeout=60)
+    memcheck, racecheck = done.stdout.splitlines()
+    assert memcheck.startswith("--tool memcheck --error-exitcode 9 --report-api-errors no pytest")
+    assert racecheck.startswith("--tool racecheck --error-exitcode 9 pytest")
+
+
+def test_no_test_under_the_sanitizer_records_with_the_profiler() -> None:
+    assert '-m "not profiler" tests/gpu/test_pack_gpu.py' in SCRIPT.read_text()
+    source = (ROOT / "tests" / "gpu" / "test_pack_gpu.py").read_text()
+    tests = re.findall(r"((?:^@.*\n)*)^def (test_\w+)(.*?)(?=^\S|\Z)", source, re.MULTILINE | re.DOTALL)
+    recording = {name: decorators for decorators, name, body in tests if "profile" in body}
+    assert recording and all("@pytest.mark.profiler" in decorators for decorators in recording.values())
+
+
+LIBRARY = b"\x7fELF" + bytes(range(256)) * 8192  # 2 MiB and 4 bytes
+
+
+def make_parts(folder: Path, name: str = "libnccl.so.2", content: bytes = LIBRARY) -> Path:
+    (folder / name).write_bytes(content)
+    parts = folder / "parts"
+    assert nccl_parts.main(["split", str(folder / name), str(parts), "1"]) == 0
+    return parts
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_parts_become_the_library_again(packed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noise = b"\x7fELF" + os.urandom(2**21)
+    parts = make_parts(tmp_path, f"libnccl.so.2{'.xz' * packed}", lzma.compress(noise) if packed else noise)
+    assert len(list(parts.glob("*.part*"))) == 3
+    assert nccl_parts.main(["join", str(parts), str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'libnccl.so.2'}\n"
+    assert (tmp_path / "libnccl.so.2").read_bytes() == noise
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    parts = make_parts(tmp_path)
+    (parts / "libnccl.so.2.part00").unlink()
+    with pytest.raises(nccl_parts.PartsError, match=r"libnccl.so.2.part00 is missing in .*, which has parts up to 02"):
+        nccl_parts.join(parts, tmp_path)
+    # The last one: nothing but the checksum tells.
+    parts = make_parts(tmp_path)
+    (parts / "libnccl.so.2.part02").unlink()
+    with pytest.raises(nccl_parts.PartsError, match="2 parts .* 2097152 bytes .* copy them again"):
+        nccl_parts.join(parts, tmp_path)
+
+
+def test_parts_that_are_no_library_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert nccl_parts.main(["join", str(tmp_path / "empty"), str(tmp_path)]) == 1
+    assert "there is no libnccl.so.2.part00" in capsys.readouterr().err
+    parts = make_parts(tmp_path, content=b"a web page")
+    with pytest.raises(nccl_parts.PartsError, match="no shared library"):
+        nccl_parts.join(parts, tmp_path)
+    (parts / "libnccl.so.2.xz.part00").write_bytes(b"")
+    with pytest.raises(nccl_parts.PartsError, match=r"parts of libnccl.so.2 and of libnccl.so.2.xz .* keep one"):
+        nccl_parts.join(parts, tmp_path)
+
+
+def test_a_dry_run_elsewhere_has_the_files_of_the_checkout(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    for path in ("csrc/kept.cpp", "csrc/deleted.cpp", "csrc/new.cpp", "built.so"):
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        (source / path).write_text(path)
+    (source / ".gitignore").write_text("*.so\n")
+    os.utime(source / "csrc" / "kept.cpp", (1, 1))
+    for command in (["init", "-q"], ["add", "csrc/kept.cpp", "csrc/deleted.cpp"]):
+        subprocess.run(["git", *command], cwd=source, check=True)
+    (source / "csrc" / "deleted.cpp").unlink()
+    for path in ("build/object.o", "csrc/of_before.cpp"):
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        (target / path).write_text(path)
+    copy_checkout(source, target)
+    found = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+    assert found == [".gitignore", "build/object.o", "csrc/kept.cpp", "csrc/new.cpp"]
+    assert (target / "csrc" / "kept.cpp").stat().st_mtime == 1  # compiled once
+
+
+@pytest.mark.parametrize(
     ("text", "line"),
     [
         ("cmake version 4.4.4\n\nCMake suite maintained by Kitware", "cmake version 4.4.4"),
@@ -154,6 +369,7 @@ def test_tools_are_looked_for_beside_the_interpreter() -> None:
 def test_the_build_is_for_the_gpu_that_is_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 3))
     assert environment.main(["--architecture"]) == 0
     assert capsys.readouterr().out == "103-real\n"

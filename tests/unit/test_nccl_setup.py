@@ -1,9 +1,11 @@
 """Who may make a NCCL communicator together, and what each rank hears if they may not. No GPU: NCCL is replaced."""
 
+import collections
 import contextlib
 import dataclasses
 import datetime
 import json
+import weakref
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from tests.harness import run_ranks
 from torchddp import _C
-from torchddp.transport import nccl
+from torchddp.transport import nccl, select
 from torchddp.transport.agreement import StoreExchange, connect_all, part_of_store
 from torchddp.transport.nccl import NcclPeer
 from torchddp.transport.select import intended_transport, open_transport
@@ -25,8 +27,7 @@ MINUTE = datetime.timedelta(minutes=1)
 def peers(count, **changes):
     """What each rank tells of itself, all sound; `changes`: by rank."""
     sound = [
-        NcclPeer(size=count, device=f"gpu{rank}", version=22907, shares_gpu=False, id="" if rank else "00" * 128)
-        for rank in range(count)
+        NcclPeer(size=count, device=f"gpu{rank}", version=22907, shares_gpu=False, shared="") for rank in range(count)
     ]
     return [dataclasses.replace(peer, **changes.get(f"rank{rank}", {})) for rank, peer in enumerate(sound)]
 
@@ -82,8 +83,13 @@ class Group:
 
     bound_device_id = None
 
-    def __init__(self, rank=0, size=2):
-        self._rank, self._size = rank, size
+    def __init__(self, rank=0, size=2, options=None):
+        self._rank, self._size, self._options = rank, size, options
+
+    def _get_backend(self, device):
+        if self._options is None:
+            raise RuntimeError(f"no backend for {device}")
+        return SimpleNamespace(options=self._options)
 
     def rank(self):
         return self._rank
@@ -99,6 +105,7 @@ def replaced(**functions):
         "nccl_versions": lambda: (22907, 22907),
         "device_identity": lambda index: f"gpu{index}",
         "make_nccl_id": lambda: b"\x07" * 128,
+        "nccl_settings": lambda: ["blocking", "min_ctas", "net_name"],
         "NcclTransport": mock.Mock(name="NcclTransport"),
     }
     with contextlib.ExitStack() as stack:
@@ -107,13 +114,46 @@ def replaced(**functions):
         yield
 
 
-def test_a_rank_connects_with_the_id_of_rank_0():
-    transport = mock.Mock(name="transport")
-    made = mock.Mock(return_value=transport)
+class FakeTransport:
+    """Over a communicator, which ends with the last transport over it."""
 
-    exchange = Told(lambda own: [{**own, "id": "ab" * 128, "device": "gpu7"}, own], lambda own: [own, {"problem": ""}])
+    def __init__(self, communicator):
+        self.communicator = communicator
+
+    @property
+    def shared(self):
+        known = weakref.ref(self.communicator)
+
+        def open_another(timeout):
+            communicator = known()
+            return FakeTransport(communicator) if communicator is not None and communicator.is_sound else None
+
+        return SimpleNamespace(open=open_another)
+
+
+def factory():
+    """In the place of `_C.NcclTransport`."""
+
+    class Communicator:
+        is_sound = True
+
+    return mock.Mock(side_effect=lambda *args, **options: FakeTransport(Communicator()))
+
+
+class Alone:
+    """The exchange of a group of one."""
+
+    def gather(self, value):
+        return [value]
+
+
+def test_a_rank_connects_with_the_id_of_rank_0():
+    made = factory()
+    exchange = Told(
+        lambda own: [{**own, "device": "gpu7"}, own], lambda own: [["ab" * 128, ""], own], lambda own: [own, own]
+    )
     with replaced(NcclTransport=made):
-        assert nccl.connect(Group(rank=1), CUDA, MINUTE, exchange) is transport
+        assert isinstance(nccl.connect(Group(rank=1), CUDA, MINUTE, exchange), FakeTransport)
     args, kwargs = made.call_args
     assert args == (b"\xab" * 128,)
     assert (kwargs["rank"], kwargs["size"], kwargs["device_index"], kwargs["timeout"]) == (1, 2, 0, MINUTE)
@@ -121,12 +161,108 @@ def test_a_rank_connects_with_the_id_of_rank_0():
 
 def test_a_rank_that_fails_to_connect_tells_the_others():
     def exchange():
-        return Told(lambda own: [own, {**own, "device": "gpu7"}], lambda own: [own, {"problem": "the network is down"}])
+        return Told(
+            lambda own: [own, {**own, "device": "gpu7"}],
+            lambda own: [own, ["", ""]],
+            lambda own: [own, {"problem": "the network is down"}],
+        )
 
-    with replaced():
+    with replaced(NcclTransport=factory()):
         assert nccl.connect(Group(), CUDA, MINUTE, exchange()) == "rank 1: the network is down"
     with replaced(NcclTransport=mock.Mock(side_effect=RuntimeError("out of memory"))):
         assert nccl.connect(Group(), CUDA, MINUTE, exchange()) == "rank 0: out of memory; rank 1: the network is down"
+
+
+def test_without_an_id_from_rank_0_nobody_connects():
+    made = factory()
+    with replaced(NcclTransport=made, make_nccl_id=mock.Mock(side_effect=RuntimeError("no socket"))):
+        assert nccl.connect(Group(size=1), CUDA, MINUTE, Alone()) == "rank 0: no id from rank 0: no socket"
+    made.assert_not_called()
+
+
+def test_models_over_one_group_share_a_communicator():
+    made, group, other = factory(), Group(size=1), Group(size=1)
+    with replaced(NcclTransport=made):
+        first, second = (nccl.connect(group, CUDA, MINUTE, Alone()) for _ in range(2))
+        assert first.communicator is second.communicator
+        assert made.call_count == 1
+        elsewhere = [
+            nccl.connect(group, torch.device("cuda", 1), MINUTE, Alone()),
+            nccl.connect(other, CUDA, MINUTE, Alone()),
+        ]
+    assert len({id(t.communicator) for t in (first, *elsewhere)}) == made.call_count == 3
+
+
+def test_a_communicator_that_is_gone_or_broken_is_not_shared():
+    made, group = factory(), Group(size=1)
+    with replaced(NcclTransport=made):
+        first = nccl.connect(group, CUDA, MINUTE, Alone())
+        alive = weakref.ref(first.communicator)
+        del first
+        assert alive() is None  # nobody but transports keeps it
+        second = nccl.connect(group, CUDA, MINUTE, Alone())
+        second.communicator.is_sound = False
+        third = nccl.connect(group, CUDA, MINUTE, Alone())
+    assert third.communicator is not second.communicator
+    assert made.call_count == 3
+
+
+@pytest.mark.parametrize("theirs", ["", "cd" * 128])
+def test_a_communicator_is_shared_only_if_all_ranks_have_it(theirs):
+    made, group = factory(), Group(rank=1)
+
+    def exchange(own_id, **changes):
+        return Told(
+            lambda own: [{**own, "device": "gpu7", **changes}, own],
+            lambda own: [[own_id, ""], own],
+            lambda own: [{"problem": ""}, own],
+        )
+
+    with replaced(NcclTransport=made):
+        first = nccl.connect(group, CUDA, MINUTE, exchange("ab" * 128))
+        second = nccl.connect(group, CUDA, MINUTE, exchange("ef" * 128, shared=theirs))
+    assert first.communicator is not second.communicator
+    assert [call.args for call in made.call_args_list] == [(b"\xab" * 128,), (b"\xef" * 128,)]
+
+
+def options(is_high_priority_stream=False, **fields):
+    """As ProcessGroupNCCL.Options, with NCCL's values for what is not set."""
+    unset = {"blocking": -(2**31), "min_ctas": -(2**31), "max_ctas": -(2**31), "net_name": None}
+    config = SimpleNamespace(**{**unset, **fields}, unsafe_get_ptr=lambda: 7)
+    return SimpleNamespace(config=config, is_high_priority_stream=is_high_priority_stream)
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "net_name", "high_priority"),
+    [
+        (None, {}, "", False),
+        (options(), {}, "", False),
+        (SimpleNamespace(), {}, "", False),  # of a group that is none of NCCL's
+        (options(True, min_ctas=4, net_name="IB"), {"min_ctas": 4}, "IB", True),
+        (options(blocking=0), {"blocking": 0}, "", False),
+    ],
+)
+def test_the_options_of_the_group_reach_nccl(given, settings, net_name, high_priority):
+    made = factory()
+    with replaced(NcclTransport=made):
+        nccl.connect(Group(size=1, options=given), CUDA, MINUTE, Alone())
+    told = made.call_args.kwargs
+    assert (told["settings"], told["net_name"], told["high_priority"]) == (settings, net_name, high_priority)
+
+
+def test_an_option_that_can_not_be_honoured_is_a_reason():
+    made = factory()
+    with replaced(NcclTransport=made):
+        reason = nccl.connect(Group(size=1, options=options(max_ctas=8)), CUDA, MINUTE, Alone())
+    assert reason.startswith("rank 0: the process group's NCCL options have max_ctas=8, which this torchddp can't set")
+    made.assert_not_called()
+
+
+def test_torch_decides_whether_the_calls_of_a_bound_group_block():
+    group = Group(size=1, options=options(blocking=0))
+    group.bound_device_id = CUDA
+    with replaced():
+        assert nccl.NcclOptions.of(group, CUDA).settings == {}
 
 
 @pytest.mark.parametrize(
@@ -135,21 +271,20 @@ def test_a_rank_that_fails_to_connect_tells_the_others():
         ({"nccl_versions": lambda: None}, "built without CUDA"),
         ({"nccl_versions": lambda: (22809, 22907)}, "built with NCCL 2.29.7, but NCCL 2.28.9 is loaded"),
         ({"device_identity": mock.Mock(side_effect=RuntimeError("no device"))}, "no device"),
-        ({"make_nccl_id": mock.Mock(side_effect=RuntimeError("no socket"))}, "no socket"),
     ],
 )
 def test_what_a_rank_lacks_is_its_problem(functions, words):
     with replaced(**functions):
-        assert words in NcclPeer.of_this_rank(Group(), CUDA).problem
+        assert words in NcclPeer.of_this_rank(Group(), CUDA, "").problem
 
 
 def test_a_group_that_is_bound_to_another_device_is_refused():
     group = Group()
     group.bound_device_id = torch.device("cuda", 1)
     with replaced():
-        assert "bound to cuda:1, but the model is on cuda:0" in NcclPeer.of_this_rank(group, CUDA).problem
+        assert "bound to cuda:1, but the model is on cuda:0" in NcclPeer.of_this_rank(group, CUDA, "").problem
         group.bound_device_id = CUDA
-        assert NcclPeer.of_this_rank(group, CUDA).problem == ""
+        assert NcclPeer.of_this_rank(group, CUDA, "").problem == ""
 
 
 def test_the_store_carries_values_between_ranks():
@@ -160,6 +295,48 @@ def test_the_store_carries_values_between_ranks():
 
     expected = [[{"rank": rank} for rank in range(3)], ["a"] * 3, [0, 1, 2]]
     assert run_ranks(work, 3) == [expected] * 3
+
+
+def stores(tmp_path):
+    return {
+        "hash": dist.HashStore(),
+        "file": dist.FileStore(str(tmp_path / "store"), 3),
+        "tcp": dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False),
+        "prefix": dist.PrefixStore("a", dist.PrefixStore("b", dist.HashStore())),
+    }
+
+
+class Counted:
+    """A store, and how often each of its methods was called."""
+
+    def __init__(self, store):
+        self._store, self.calls = store, collections.Counter()
+
+    def __getattr__(self, name):
+        self.calls[name] += 1
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp", "prefix"])
+def test_a_rank_asks_a_store_once_for_what_all_have_said(tmp_path, kind):
+    store = stores(tmp_path)[kind]
+    for rank in (1, 2):
+        store.set(f"0/{rank}", json.dumps({"rank": rank}))
+    counted = Counted(store)
+    told = StoreExchange(counted, 0, 3, MINUTE, "this test").gather({"rank": 0})
+    assert told == [{"rank": rank} for rank in range(3)]
+    del counted.calls["has_extended_api"]
+    reads = {"multi_get": 1} if store.has_extended_api() else {"get": 3}
+    assert counted.calls == {"set": 1, "wait": 1, **reads}
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp", "prefix"])
+def test_who_does_not_come_is_named(tmp_path, kind):
+    store = stores(tmp_path)[kind]
+    store.set("0/1", "1")
+    exchange = StoreExchange(store, 0, 4, datetime.timedelta(seconds=0.3), "this test")
+    with pytest.raises(RuntimeError, match=r"rank 0: this test heard nothing from rank 2, 3 within 0:00:00\.3"):
+        exchange.gather(0)
 
 
 @pytest.mark.skipif(_C.with_cuda, reason="this build has CUDA")
@@ -179,10 +356,21 @@ def test_without_cuda_all_ranks_hear_the_same():
 def test_without_cuda_the_extension_says_so():
     assert _C.nccl_versions() is None
     assert _C.device_identity(0) == ""
+    assert _C.nccl_settings() == ["net_name"]
     with pytest.raises(RuntimeError, match="built without CUDA"):
         _C.make_nccl_id()
     with pytest.raises(RuntimeError, match="built without CUDA"):
-        _C.NcclTransport(b"0" * 128, rank=0, size=1, device_index=0, connect_timeout=MINUTE, timeout=MINUTE)
+        _C.NcclTransport(
+            b"0" * 128,
+            rank=0,
+            size=1,
+            device_index=0,
+            settings={},
+            net_name="",
+            high_priority=False,
+            connect_timeout=MINUTE,
+            timeout=MINUTE,
+        )
 
 
 def fake_group(backend_name):
@@ -213,6 +401,17 @@ def test_auto_takes_nccl_for_a_nccl_group(monkeypatch, backend, with_cuda, devic
     with backends, known, mock.patch.object(_C, "with_cuda", with_cuda):
         assert intended_transport("auto", group, devices, collective=collective) == expected
         assert intended_transport("c10d", group, devices, collective=collective) == "c10d"
+
+
+def test_a_model_on_a_gpu_is_told_once_that_the_build_has_no_cuda(monkeypatch, caplog):
+    monkeypatch.delenv("TORCHDDP_TRANSPORT", raising=False)
+    select._warn_of_cpu_build.cache_clear()
+    group, backends, known = fake_group("nccl")
+    with backends, known, mock.patch.object(_C, "with_cuda", False):
+        for devices in ([torch.device("cpu")], [CUDA], [CUDA]):
+            intended_transport("auto", group, devices, collective=True)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "built without CUDA, which is slow. Install the wheel" in record.message
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,16 @@ import email
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from scripts import check_compat, check_symbols
 from scripts.build_wheel import NOT_IN_THE_WHEEL, minor_version, variant_name
-from scripts.check_cuda_binary import code_problems, cuda_sources
+from scripts.check_cuda_binary import ARCHS, code_problems, cuda_sources
 from scripts.check_cuda_spills import Function, read_log
-from scripts.check_wheel import content_problems, metadata_problems, runpath_problems
+from scripts.check_wheel import content_problems, metadata_problems, runpath_problems, tag_problems
 from torchddp.cli import checks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,7 @@ Requires-Dist: torch==2.13.*
 Provides-Extra: cli
 Requires-Dist: rich; extra == "cli"
 """
+PLATFORM_OF_ARM = "manylinux_2_28_aarch64"
 DYNAMIC = """
  0x0000000000000001 (NEEDED)             Shared library: [libc10.so]
  0x0000000000000001 (NEEDED)             Shared library: [libgomp.so.1]
@@ -56,6 +58,14 @@ def test_a_whole_wheel_has_no_problems() -> None:
     assert content_problems(NAMES) == []
     assert metadata_problems(email.message_from_string(METADATA), "cpu", "2.13") == []
     assert runpath_problems(DYNAMIC, "cpu") == []
+    assert tag_problems("torchddp-0.1.0+cpu.torch2.13-cp311-cp311-manylinux_2_28_aarch64.whl", PLATFORM_OF_ARM) == []
+
+
+@pytest.mark.parametrize("tag", ["linux_aarch64", "manylinux_2_28_x86_64", "manylinux_2_34_aarch64"])
+def test_a_wheel_for_another_machine_or_system_is_found(tag: str) -> None:
+    assert tag_problems(f"torchddp-0.1.0+cpu.torch2.13-cp311-cp311-{tag}.whl", PLATFORM_OF_ARM) == [
+        "the name must end in -manylinux_2_28_aarch64.whl"
+    ]
 
 
 @pytest.mark.parametrize("missing", ["torchddp/py.typed", "torchddp/_C.pyi", "LICENSE"])
@@ -104,8 +114,37 @@ def test_missing_symbols_are_found_in_a_real_library(tmp_path: Path) -> None:
     assert libraries == ["libc.so.6"]
     defined = check_symbols.nm(check_symbols.library_path("libc.so.6", []), "--defined-only")
     needed = check_symbols.nm(library, "--undefined-only")
-    assert "puts" in needed and "perhaps" in needed
+    assert any(name.startswith("puts@GLIBC_") for name in needed) and "perhaps" in needed
     assert check_symbols.missing_symbols(needed, set(defined)) == ["nowhere"]
+
+
+def test_a_symbol_must_be_there_in_its_version() -> None:
+    needed = check_symbols.symbols("U cudaMalloc@libcudart.so.13\nU cudaNew@libcudart.so.13\nU plain\n")
+    older = set(check_symbols.symbols("1 T cudaMalloc@@libcudart.so.13\n2 T cudaNew@libcudart.so.12\n3 T plain@@V\n"))
+    assert check_symbols.missing_symbols(needed, older) == ["cudaNew@libcudart.so.13"]
+    assert check_symbols.missing_symbols(needed, {"cudaMalloc", "cudaNew", "plain"}) == []
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "torch_cuda", "fits"),
+    [
+        ("13.0.88", "13.0", True),
+        ("12.8.61", "12.9", True),
+        ("13.9.1", "13.10", True),
+        ("13.2.51", "13.0", False),
+        ("12.9.86", "13.0", False),
+        ("13.0.88", "12.6", False),
+    ],
+)
+def test_nvcc_is_not_newer_than_torchs_cuda(tmp_path: Path, nvcc: str, torch_cuda: str, fits: bool) -> None:
+    script = tmp_path / "check.cmake"
+    script.write_text(
+        f"include({ROOT}/cmake/cuda_version.cmake)\ntorchddp_check_cuda_version({nvcc} {torch_cuda} 2.13.0)\n"
+    )
+    cmake = Path(sys.executable).parent / "cmake"
+    done = subprocess.run([str(cmake), "-P", str(script)], capture_output=True, text=True)
+    told = f"nvcc is CUDA {nvcc}, torch 2.13.0 was built with CUDA {torch_cuda}."
+    assert (done.returncode == 0) is fits and (told in " ".join(done.stderr.split())) is not fits
 
 
 # --- CUDA binaries ---
@@ -119,18 +158,18 @@ PTX_LIST = "PTX file    1: pack_cuda.1.sm_100.ptx\n"
 
 
 def test_code_for_all_architectures_has_no_problems() -> None:
-    assert code_problems(elf_list("sm_80", "sm_90", "sm_100"), PTX_LIST) == []
-    twice = ("sm_80", "sm_90", "sm_100") * 2
+    assert code_problems(elf_list(*ARCHS), PTX_LIST) == []
+    twice = ARCHS * 2
     assert code_problems(elf_list(*twice), PTX_LIST + PTX_LIST) == []
 
 
 @pytest.mark.parametrize(
     ("archs", "ptx", "words"),
     [
-        (("sm_80", "sm_90"), PTX_LIST, "machine code for sm_100: 0 files"),
-        (("sm_80", "sm_90", "sm_100", "sm_80", "sm_100"), PTX_LIST * 2, "machine code for sm_90: 1 files"),
-        (("sm_80", "sm_90", "sm_100"), "", "PTX of sm_100"),
-        (("sm_80", "sm_90", "sm_100"), PTX_LIST.replace("sm_100", "sm_80"), "PTX of sm_100"),
+        (ARCHS[:-1], PTX_LIST, "machine code for sm_100: 0 files"),
+        ((*ARCHS, "sm_75", "sm_80", "sm_100"), PTX_LIST * 2, "machine code for sm_90: 1 files"),
+        (ARCHS, "", "PTX of sm_100"),
+        (ARCHS, PTX_LIST.replace("sm_100", "sm_80"), "PTX of sm_100"),
     ],
 )
 def test_missing_code_is_found(archs: tuple[str, ...], ptx: str, words: str) -> None:
@@ -138,8 +177,8 @@ def test_missing_code_is_found(archs: tuple[str, ...], ptx: str, words: str) -> 
     assert len(problems) == 1 and words in problems[0]
 
 
-def test_a_binary_without_gpu_code_has_four_problems() -> None:
-    assert len(code_problems("", "")) == 4
+def test_a_binary_without_gpu_code_has_a_problem_with_each() -> None:
+    assert len(code_problems("", "")) == len(ARCHS) + 1
 
 
 def test_cuda_sources_are_those_of_the_build(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """The GitHub workflows: which wheels are built, and that what they run is pinned and exists."""
 
+import fnmatch
 import itertools
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from scripts import build_index
 from scripts.check_compat import TORCHES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +24,7 @@ PUBLISHED = {
     "2.14": {"cpu", "cu126", "cu130", "cu132"},
     "2.15": {"cpu", "cu130", "cu132"},
 }
+FOR_AARCH64 = {"cpu", "cu130"}  # of those
 OLDEST_PYTHON = {"2.15": "3.11"}  # all others: 3.10
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
@@ -37,11 +41,11 @@ def matrix() -> dict[str, Any]:
     return load("wheels.yml")["jobs"]["wheel"]["strategy"]["matrix"]
 
 
-def combinations() -> set[tuple[str, str, str]]:
-    """(python, torch, variant) as GitHub expands the matrix."""
+def combinations() -> set[tuple[str, ...]]:
+    """(python, torch, variant, machine) as GitHub expands the matrix."""
     spec = matrix()
-    every = itertools.product(spec["python"], spec["torch"], spec["variant"])
-    jobs = [{"python": python, "torch": torch, "variant": variant} for python, torch, variant in every]
+    names = ("python", "torch", "variant", "machine")
+    jobs = [dict(zip(names, job, strict=True)) for job in itertools.product(*(spec[name] for name in names))]
     return {
         tuple(job.values())
         for job in jobs
@@ -58,9 +62,10 @@ def supported_torches() -> list[str]:
 
 def test_a_wheel_for_all_that_torch_publishes_and_nothing_else() -> None:
     expected = {
-        (python, torch, variant)
+        (python, torch, variant, machine)
         for torch, variants in PUBLISHED.items()
-        for variant in variants
+        for machine, built in (("x86_64", variants), ("aarch64", variants & FOR_AARCH64))
+        for variant in built
         for python in PYTHONS
         if key(python) >= key(OLDEST_PYTHON.get(torch, PYTHONS[0]))
     }
@@ -81,16 +86,39 @@ def test_every_exclusion_excludes_something() -> None:
     spec = matrix()
     for rule in spec["exclude"]:
         assert all(value in spec[name] for name, value in rule.items()), rule
-        assert "python" in rule or rule["variant"] not in PUBLISHED[rule["torch"]], rule
+        if "machine" in rule:
+            assert rule["machine"] == "aarch64" and rule["variant"] not in FOR_AARCH64, rule
+        else:
+            assert "python" in rule or rule["variant"] not in PUBLISHED[rule["torch"]], rule
 
 
 def test_every_variant_has_an_image_with_its_nvcc() -> None:
     spec = matrix()
-    images = {rule["variant"]: rule["image"] for rule in spec["include"]}
-    assert list(images) == spec["variant"]
-    for variant, image in images.items():
-        assert "manylinux" in image and "2_28" in image
+    images = {(rule["variant"], rule["machine"]): rule["image"] for rule in spec["include"]}
+    assert images.keys() == {job[2:] for job in combinations()} and len(images) == len(spec["include"])
+    for (variant, machine), image in images.items():
+        assert "manylinux2_28" in image or "manylinux_2_28" in image or "manylinuxaarch64" in image
         assert variant == "cpu" or f":cuda{variant[2:4]}.{variant[4:]}-" in image
+        assert ("aarch64" in image) is (machine == "aarch64")
+
+
+def test_a_tag_publishes_the_wheels_that_were_built() -> None:
+    jobs = load("wheels.yml")["jobs"]
+    publish = jobs["publish"]
+    assert publish["needs"] == "wheel" and "refs/tags/v" in publish["if"]  # after all of them: a failed one stops it
+    steps = {step.get("uses", step.get("run", "")).partition("@")[0]: step for step in publish["steps"]}
+    (upload,) = [step for step in jobs["wheel"]["steps"] if "upload-artifact" in step.get("uses", "")]
+    download = steps["actions/download-artifact"]["with"]
+    assert fnmatch.fnmatch(upload["with"]["name"], download["pattern"])
+    assert all(f"matrix.{name} }}" in upload["with"]["name"] for name in ("python", "torch", "variant", "machine"))
+    (command,) = [step["run"] for step in publish["steps"] if "scripts.build_index" in step.get("run", "")]
+    args = build_index.parse_args(shlex.split(command.partition("scripts.build_index ")[2]))
+    assert (str(args.wheels), str(args.out)) == (
+        download["path"],
+        steps["actions/upload-pages-artifact"]["with"]["path"],
+    )
+    assert {"pages": "write", "id-token": "write"}.items() <= publish["permissions"].items()
+    assert "actions/deploy-pages" in steps
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)

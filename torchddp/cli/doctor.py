@@ -9,7 +9,6 @@ import importlib
 import json
 import platform
 import re
-import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +20,7 @@ from rich.markup import escape
 from rich.text import Text
 
 import torchddp
+from torchddp._import_check import PACKAGE_DIR, parse_build_info, read_build_info, wheel_advice
 from torchddp.cli import checks
 from torchddp.cli.checks import Variable, set_variables
 from torchddp.harness.machine import available_cores, package_version
@@ -43,7 +43,6 @@ Examples:
 WIDTH = 16
 WORKS = "works"
 EXTENSION = "torchddp._C"
-PACKAGE_DIR = Path(torchddp.__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Built:
-    """The extension, as it says itself; empty where it does not load or has no such part."""
+    """The extension, as it says itself, loaded or not; empty where it has no such part, or says nothing."""
 
     version: str = ""
     torch: str = ""
@@ -92,6 +91,7 @@ class Diagnosis:
     transports: list[Transport]
     variables: list[Variable]
     problems: list[str]
+    hints: list[str]
 
 
 def diagnose() -> Diagnosis:
@@ -101,9 +101,9 @@ def diagnose() -> Diagnosis:
     variables = set_variables()
     load_error = str(torchddp.import_error) if torchddp.import_error is not None else ""
     problems = [load_error] if load_error else []
-    problems += mismatches(built, running, extension_suffix=str(sysconfig.get_config_var("EXT_SUFFIX")))
     problems += [variable.problem for variable in variables if variable.problem]
-    return Diagnosis(built, running, _transports(built, running, load_error), variables, problems)
+    found = [] if load_error else hints(built, running)
+    return Diagnosis(built, running, _transports(built, running, load_error), variables, problems, found)
 
 
 def installed_version() -> str:
@@ -117,32 +117,22 @@ def installed_version() -> str:
 # --- what does not fit (pure) ---
 
 
-def mismatches(built: Built, running: Running, extension_suffix: str) -> list[str]:
-    """Why this build can't run here, as far as loading it did not tell already."""
-    problems = []
-    if not any(name.endswith(extension_suffix) for name in built.files):
-        there = ", ".join(built.files) or "none"
-        problems.append(
-            f"Python {running.python} needs an extension named _C{extension_suffix}; there is: {there}. Install the "
-            "wheel for this Python, or build it here."
-        )
-    if built.cuda and running.torch and not running.cuda:
-        problems.append(
-            f"torchddp was built with CUDA {built.cuda}, but torch {running.torch} is a CPU build. Install torchddp's "
-            "CPU wheel, or a CUDA build of torch."
-        )
-    elif built.cuda and running.cuda and built.cuda.split(".")[0] != running.cuda.split(".")[0]:
-        problems.append(
-            f"torchddp was built with CUDA {built.cuda}, torch {running.torch} with CUDA {running.cuda}; the major "
-            "versions must be the same. Install the torchddp wheel for that CUDA."
-        )
+def hints(built: Built, running: Running) -> list[str]:
+    """What works, but not as well as it could."""
     if built.cuda:
-        problems += [
-            f"GPU {gpu.name} has compute capability {gpu.capability}; the kernels were built for {built.archs}."
+        return [
+            f"GPU {gpu.name} has compute capability {gpu.capability}; the kernels were built for {built.archs}. "
+            "torch's operators move gradients into buckets there, in more launches."
             for gpu in running.gpus
             if not has_kernels_for(built.archs, gpu.capability)
         ]
-    return problems
+    if not built.torch or not running.cuda:
+        return []
+    advice = wheel_advice(built.version, {"torch": running.torch, "cuda": running.cuda})
+    return [
+        f"torchddp is a CPU build, torch {running.torch} has CUDA {running.cuda}. CPU models are fine; gradients on a "
+        f"GPU are packed by torch's operators, and reduced by the process group. {advice}"
+    ]
 
 
 def has_kernels_for(archs: str, capability: str) -> bool:
@@ -173,9 +163,8 @@ def _module(name: str) -> ModuleType | None:
 
 def _built(extension: ModuleType | None) -> Built:
     files = sorted(path.name for path in PACKAGE_DIR.glob("_C*.so"))
-    if extension is None:
-        return Built(version=installed_version(), files=files)
-    return Built(version=str(extension.version), files=files, **extension.build_info)
+    info = read_build_info(PACKAGE_DIR) if extension is None else parse_build_info(extension.build_info)
+    return Built(files=files, **info) if info else Built(version=installed_version(), files=files)
 
 
 def _running(torch: ModuleType | None, extension: ModuleType | None) -> Running:
@@ -256,6 +245,8 @@ def show(found: Diagnosis, console: Console) -> None:
     _section(console, "variables", [(v.name, f"{v.value!r}{remark and f': {remark}'}") for v, remark in remarks])
     for problem in found.problems:
         console.print(f"[red]problem[/]: {escape(problem)}")
+    for hint in found.hints:
+        console.print(f"[yellow]hint[/]: {escape(hint)}")
     if not found.problems:
         console.print("[green]no problems[/]")
 

@@ -62,9 +62,8 @@ class Layout:
 
     def clear_gaps(self, flat: Tensor, begin: int = 0) -> None:
         """Zeros what belongs to no parameter in ``flat``, elements from ``begin`` on: compressors write to it."""
-        for first, last in self.gaps:
-            flat[max(first - begin, 0) : max(last - begin, 0)].zero_()
-        flat[max(self.numel - begin, 0) :].zero_()
+        gaps = [flat[max(first - begin, 0) : max(last - begin, 0)] for first, last in self.gaps]
+        torch._foreach_zero_([*gaps, flat[max(self.numel - begin, 0) :]])
 
 
 @dataclass(frozen=True)

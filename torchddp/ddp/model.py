@@ -106,11 +106,12 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
     return inner
 
 
-def copy_gradients(inner: Iterable[Any]) -> None:
+def copy_gradients(models: Iterable[Any]) -> None:
     """One ``.grad`` can't be in the buckets of two reducers: ours among these copy averages back instead."""
-    for ddp in inner:
+    for ddp in models:
         if _has_our_reducer(ddp):
-            ddp.reducer.disable_views()
+            ddp._shares_gradients = True  # also after pickling
+            ddp.reducer.share_gradients()
             ddp.gradient_as_bucket_view = False
 
 
@@ -137,6 +138,7 @@ def check_outer(ddp: TorchDDP, outer: TorchDDP | None) -> None:
     if ddp.gradient_as_bucket_view:
         raise RuntimeError(f"{what}, in the same memory, with wrong results. {once}")
     warn_user(f"{what}, at twice the cost. {once}")
+    copy_gradients([ddp])
 
 
 def reason_against_reducing(ddp: TorchDDP) -> str:
@@ -163,6 +165,10 @@ def through_sink(ddp: TorchDDP, output: Any) -> Any:
     return _tree_unflatten_with_rref(kept, spec, is_rref)
 
 
+# Where gradients begin in a bucket on a GPU: a cache line, so that kernels and views of the bucket move whole lines.
+SLOT_ALIGNMENT_BYTES = 128
+
+
 def param_specs(
     parameters: Sequence[torch.Tensor],
     names: Sequence[str],
@@ -182,6 +188,7 @@ def param_specs(
             device=devices[p.device],
             sparse=is_sparse,
             owner=owner,
+            alignment=SLOT_ALIGNMENT_BYTES if p.is_cuda else 1,
         )
         for p, name, is_sparse, owner in zip(parameters, names, sparse, owners, strict=True)
     ]

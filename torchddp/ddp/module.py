@@ -68,6 +68,8 @@ class DistributedDataParallel(TorchDDP):
     session: ReducerSession
     observers: Observers
     _has_builtin_hook = False
+    # Another model reduces the same parameters' gradients.
+    _shares_gradients = False
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class DistributedDataParallel(TorchDDP):
         gradient_stats: bool = False,
         check_parameters_every: int | None = None,
         find_nonfinite: bool | str = False,
+        adopt_large_gradients: bool = True,
         comm_hook: object = None,
         sync: DDPSyncStrategy | str | None = None,
     ) -> None:
@@ -110,7 +113,8 @@ class DistributedDataParallel(TorchDDP):
         self._is_copy = False
         self.sync_strategy = options.strategy
         super().__init__(module, **options.for_torch(views=options.views and not inner))
-        model.copy_gradients(inner)
+        if inner:
+            model.copy_gradients([*inner, self])
         if hook is not None:
             self.register_comm_hook(*hook)
 

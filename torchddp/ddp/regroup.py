@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _rank_not_in_group, _world
 
 from torchddp.ddp.hooks import hooks_that_follow
-from torchddp.transport import select
+from torchddp.transport.agreement import backend_of
 
 
 def update_process_group(ddp: Any, new_group: dist.ProcessGroup) -> None:
@@ -65,7 +65,7 @@ def _check_group(group: object, device: torch.device) -> None:
         raise RuntimeError(
             f"the process group {_name_of(group)!r} was destroyed by destroy_process_group(): make a new one"
         )
-    if select.backend_of(group, device.type) is None:
+    if backend_of(group, device.type) is None:
         kinds = ", ".join(sorted({d.type for d in group._device_types})) or "none"
         raise ValueError(
             f"the process group has no backend for {device.type} tensors, and the model is on {device}: it has "

@@ -96,25 +96,36 @@ def verify_same_model(
     process_group: dist.ProcessGroup,
     device: torch.device,
     transport: str,
+    adopt_bytes: int = 0,
 ) -> None:
-    """Collective. Raise RuntimeError on every rank unless the parameters agree, ValueError unless the transports do.
+    """Collective. Raise RuntimeError on every rank unless the parameters agree, ValueError unless the other values do.
 
-    Parameters in number, order, shape, strides and dtype.
+    Parameters in number, order, shape, strides and dtype. ``adopt_bytes``: as `DDPOptions.adopt_bytes`.
     One all-gather of an integer when they do; the full descriptions travel only when they don't.
     """
     if process_group.size() == 1:
         return
-    by_rank = gather_if_different((describe(parameters, names), transport), GroupExchange(process_group, device))
+    by_rank = gather_if_different(
+        (describe(parameters, names), transport, adopt_bytes), GroupExchange(process_group, device)
+    )
     if by_rank is None:
         return
-    transports = [choice for _, choice in by_rank]
+    transports = [choice for _, choice, _ in by_rank]
     if len(set(transports)) > 1:
         listed = ", ".join(f"rank {rank}: {choice!r}" for rank, choice in enumerate(transports))
         raise ValueError(
             f"The ranks chose different transports ({listed}). Give all of them the same transport= and the same "
             "TORCHDDP_TRANSPORT."
         )
-    differences = find_differences([descriptions for descriptions, _ in by_rank])
+    limits = [limit for _, _, limit in by_rank]
+    if len(set(limits)) > 1:
+        ways = ("in their buckets", "where they lie")
+        listed = ", ".join(f"rank {rank}: {ways[limit > 0]}" for rank, limit in enumerate(limits))
+        raise ValueError(
+            f"The ranks would reduce large gradients in different ways ({listed}). Give all of them the same "
+            "adopt_large_gradients= and the same gradient_as_bucket_view=."
+        )
+    differences = find_differences([descriptions for descriptions, _, _ in by_rank])
     if not differences:
         return
     more = len(differences) - MAX_DIFFERENCES

@@ -122,6 +122,7 @@ class ReducerSession:
             gradient_stats=options.gradient_stats,
             find_nonfinite=bool(options.find_nonfinite),
             raise_nonfinite=options.find_nonfinite == RAISE,
+            adopt_bytes=0 if ddp._shares_gradients else options.adopt_bytes,
             timeout=self.wait_limit,
         )
         if ddp.mixed_precision is not None:
@@ -185,7 +186,8 @@ class ReducerSession:
         devices = [p.device for p in self.parameters]
         choice = select.intended_transport(self.options.transport, group, devices, collective=collective)
         if collective:
-            verify_same_model(self.parameters, self._names, group, self.device, choice)
+            large_from = self.options.adopt_bytes if self.device.type == "cuda" else 0
+            verify_same_model(self.parameters, self._names, group, self.device, choice, large_from)
         elif self.is_copy:
             choice = select.C10D
         return select.open_transport(choice, group, device=self.device, timeout=self.wait_limit or None)

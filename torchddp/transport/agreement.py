@@ -10,7 +10,6 @@ import json
 import operator
 import os
 import pickle
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store, _world
 
 from torchddp import _C
@@ -26,6 +26,8 @@ from torchddp.transport.waits import wait_for_keys, wait_for_work
 Value = TypeVar("Value")
 Key = TypeVar("Key", bound=Hashable)
 Connection = TypeVar("Connection")
+
+_SHOWN_RANKS = 8  # in the error about those that did not come
 
 # Parts of a group's store so far, by process group and purpose: all ranks count alike.
 _parts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
@@ -84,19 +86,21 @@ class StoreExchange:
         self._rounds = 0
 
     def gather(self, value: Value) -> list[Value]:
-        """Every rank's value, in rank order. RuntimeError with the rank that did not come in time."""
+        """Every rank's value, in rank order. RuntimeError with the ranks that did not come in time."""
         keys = self._keys(self._rounds)
         self._rounds += 1
         self._store.set(keys[self.rank], json.dumps(value))
-        deadline_s = time.monotonic() + self._timeout.total_seconds()
-        for rank, key in enumerate(keys):
-            left_s = max(0.001, deadline_s - time.monotonic())
-            try:
-                wait_for_keys(self._store, [key], datetime.timedelta(seconds=left_s))
-            except RuntimeError as error:  # as torch's stores say it, without saying whose
+        try:
+            wait_for_keys(self._store, keys, self._timeout)
+        except RuntimeError as error:  # as torch's stores say it, without saying whose
+            silent = [rank for rank, key in enumerate(keys) if not self._has(key)]
+            if silent:
+                shown = ", ".join(map(str, silent[:_SHOWN_RANKS])) + ("..." if len(silent) > _SHOWN_RANKS else "")
                 raise RuntimeError(
-                    f"rank {self.rank}: {self._who} heard nothing of rank {rank} within {self._timeout}: {error}"
+                    f"rank {self.rank}: {self._who} heard nothing from rank {shown} within {self._timeout}: {error}"
                 ) from error
+        if self._store.has_extended_api():  # type: ignore[attr-defined]  # torch's stubs lack it
+            return [json.loads(value) for value in self._store.multi_get(keys)]
         return [json.loads(self._store.get(key)) for key in keys]
 
     def close(self) -> None:
@@ -105,6 +109,12 @@ class StoreExchange:
             return
         for key in [*(key for number in range(self._rounds) for key in self._keys(number)), "left"]:
             self._store.delete_key(key)
+
+    def _has(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError:
+            return False  # the store is gone
 
     def _keys(self, number: int) -> list[str]:
         return [f"{number}/{rank}" for rank in range(self.size)]
@@ -191,6 +201,14 @@ def part_of_store(process_group: dist.ProcessGroup, purpose: str) -> Store:
 
 
 # --- who has what ---
+
+
+def backend_of(process_group: dist.ProcessGroup, device_type: str) -> Backend | None:
+    """What the group has for tensors of such devices."""
+    try:
+        return process_group._get_backend(torch.device(device_type))
+    except RuntimeError:
+        return None
 
 
 def ranks_by(values: Iterable[Key]) -> dict[Key, list[int]]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import _world
 
 from torchddp import _C
+from torchddp._import_check import running_versions, wheel_advice
 from torchddp.transport import nccl, shm
-from torchddp.transport.agreement import GroupExchange
+from torchddp.transport.agreement import GroupExchange, backend_of
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ register(
         lambda devices: _not_on_one_gpu(devices),
         nccl.connect,
         stands_in_for=("nccl",),
-        reason_against=lambda _group: "" if _C.with_cuda else "this torchddp was built without CUDA",
+        reason_against=lambda group: "" if _C.with_cuda else _no_cuda(group),
     )
 )
 
@@ -141,6 +142,19 @@ def _not_on_one_gpu(devices: Sequence[torch.device]) -> str:
     return f"there are parameters on {' and '.join(map(str, places)) or 'no device'}"
 
 
+def _no_cuda(process_group: dist.ProcessGroup) -> str:
+    """Models on a GPU train with a CPU build too, but slowly, and pip can't tell the builds apart."""
+    if process_group.rank() == 0:
+        _warn_of_cpu_build()
+    return "this torchddp was built without CUDA"
+
+
+@functools.cache  # once is enough
+def _warn_of_cpu_build() -> None:
+    advice = wheel_advice(_C.version, running_versions())
+    logger.warning("the model is on a GPU, but this torchddp was built without CUDA, which is slow. %s", advice)
+
+
 def open_transport(
     choice: str,
     process_group: dist.ProcessGroup,
@@ -176,14 +190,6 @@ def open_transport(
     if process_group.rank() == 0:
         logger.warning("torchddp reduces through the process group: transport %r is impossible: %s", kind.name, outcome)
     return _C.C10dTransport(process_group)
-
-
-def backend_of(process_group: dist.ProcessGroup, device_type: str) -> Backend | None:
-    """What the group has for tensors of such devices."""
-    try:
-        return process_group._get_backend(torch.device(device_type))
-    except RuntimeError:
-        return None
 
 
 def group_timeout(process_group: dist.ProcessGroup, device_type: str = "cpu") -> datetime.timedelta:

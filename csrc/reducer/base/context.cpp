@@ -8,11 +8,20 @@
 namespace torchddp::reducer {
 namespace {
 
-std::shared_ptr<gpu::Device> device_of(const std::vector<at::Tensor>& params) {
+std::shared_ptr<gpu::Device> cuda_device_of(const at::Tensor& tensor) {
+  return tensor.is_cuda() ? transport::cuda_device(tensor.device().index()) : nullptr;
+}
+
+std::vector<std::shared_ptr<gpu::Device>> devices_of(const std::vector<at::Tensor>& params) {
   TDDP_CHECK(!params.empty(), "Expected at least one parameter.");
-  const auto device = params.front().device();
-  const bool on_one = std::all_of(params.begin(), params.end(), [&](const auto& p) { return p.device() == device; });
-  return device.is_cuda() && on_one ? transport::cuda_device(device.index()) : nullptr;
+  std::vector<std::shared_ptr<gpu::Device>> devices;
+  for (const auto& param : params) {
+    auto device = cuda_device_of(param);
+    if (device != nullptr && std::find(devices.begin(), devices.end(), device) == devices.end()) {
+      devices.push_back(std::move(device));
+    }
+  }
+  return devices;
 }
 
 void check_owners(const Context& context) {
@@ -39,7 +48,7 @@ Context::Context(std::vector<at::Tensor> params_, std::vector<plan::ParamSpec> s
       specs(std::move(specs_)),
       config(std::move(config_)),
       owned(std::any_of(specs.begin(), specs.end(), [](const auto& spec) { return spec.owner >= 0; })),
-      device(device_of(params)),
+      devices(devices_of(params)),
       group(std::move(group_)),
       transport(std::move(transport_)),
       views(config.gradient_as_bucket_view) {
@@ -48,6 +57,15 @@ Context::Context(std::vector<at::Tensor> params_, std::vector<plan::ParamSpec> s
   TDDP_CHECK(params.size() == specs.size(), "got ", params.size(), " parameters but ", specs.size(),
              " descriptions of them");
   check_owners(*this);
+}
+
+bool Context::is_captured() const {
+  return std::any_of(devices.begin(), devices.end(),
+                     [](const auto& device) { return device->capturing(device->current_stream()); });
+}
+
+std::shared_ptr<gpu::Device> Context::device_of(int64_t param) const {
+  return cuda_device_of(params[static_cast<size_t>(param)]);
 }
 
 }  // namespace torchddp::reducer

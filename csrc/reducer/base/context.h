@@ -32,6 +32,9 @@ struct ReducerConfig {
   bool find_non_finite = false;  // look at this rank's own gradients before they are averaged
   // ... and at the averages: see Note [Non-finite averages] in report/non_finite_watch.h
   bool raise_non_finite = false;
+  // Gradients at least this large are reduced where autograd made them, where buckets are packed when they are complete: see Note [Adopted
+  // gradients] in bucket/grad_slot.h; 0: none are.
+  int64_t adopt_bytes = 0;
   bool pack_whole_buckets = false;  // pack a bucket when it is complete, on the CPU too, as on other devices
   std::chrono::milliseconds timeout = transport::kTransportTimeout;
 };
@@ -53,7 +56,9 @@ struct Context {
   // Whether views have storages of their own, so that the program may keep them.
   bool keeps_apart() const { return config.view_storage == bucket::ViewStorage::kOwn; }
   // Whether the step becomes part of a CUDA graph.
-  bool is_captured() const { return device != nullptr && device->capturing(device->current_stream()); }
+  bool is_captured() const;
+  // The CUDA device of a parameter; null for others.
+  std::shared_ptr<gpu::Device> device_of(int64_t param) const;
 
   // Calls `callback` with the gradient of a parameter, to read or to change: in .grad, or in the RPC context of a distributed autograd.
   template <typename Callback>
@@ -73,11 +78,12 @@ struct Context {
   const std::vector<at::Tensor> params;
   const std::vector<plan::ParamSpec> specs;
   const ReducerConfig config;
-  const bool owned;                           // buckets have owners
-  const std::shared_ptr<gpu::Device> device;  // null for models that are on no CUDA device, or on several
+  const bool owned;                                         // buckets have owners
+  const std::vector<std::shared_ptr<gpu::Device>> devices;  // those of CUDA that the model is on
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   std::shared_ptr<transport::Transport> transport;
   bool views;                                         // gradients are views of the buckets
+  bool shares_gradients = false;                      // another reducer averages the same ones
   torch::distributed::autograd::ContextPtr rpc = {};  // of the backward under way
 };
 

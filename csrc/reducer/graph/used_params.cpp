@@ -75,10 +75,24 @@ int64_t UsedParams::unused_bytes() const {
   return bytes;
 }
 
+void UsedParams::copy_to_device() {
+  if (!device_map_.is_cuda()) {
+    device_map_.copy_(host_map_);
+    return;
+  }
+  // By way of pinned memory the host does not wait. Memory of its own each time: reset() may rewrite the host map before the
+  // device has read it, and torch's allocator gives this to nobody else meanwhile.
+  const auto pinned = at::empty_like(host_map_, at::TensorOptions().pinned_memory(true));
+  pinned.copy_(host_map_);
+  device_map_.copy_(pinned, /*non_blocking=*/true);
+  if (context_.is_captured()) {
+    captured_maps_.push_back(pinned);
+  }
+}
+
 void UsedParams::start_reduction() {
   const c10::NoGradGuard no_grad;
-  // Blocking copy: reset() rewrites the host map at the end of the step, possibly before a queued copy would have read it.
-  device_map_.copy_(host_map_);
+  copy_to_device();
   context_.transport->start(transport::Collective::all_reduce(device_map_), *work_);
   in_flight_ = true;
   counts_.reset();
@@ -102,6 +116,11 @@ bool UsedParams::is_unused_everywhere(int64_t param) {
     return false;
   }
   if (!counts_.defined()) {
+    TDDP_CHECK(
+        !context_.is_captured(), "rank ", context_.rank(), ": parameter '", context_.spec(param).name,
+        "' was not used in a step that a CUDA graph captures. Whether other ranks used it decides what becomes of its "
+        "gradient, and the host can't read that during a capture: capture a step that uses all parameters, or set "
+        "requires_grad=False for those that it leaves out and wrap the model again.");
     wait_for_reduction();
     counts_ = device_map_.cpu();
   }

@@ -50,7 +50,7 @@ class UsedParams {
   void start_reduction();
   // The same where it is not started with the last bucket: while a static graph is being recorded.
   void start_reduction_if_recording();
-  // Waits for other ranks, if it must.
+  // Waits for other ranks, if it must: throws while a CUDA graph is captured.
   bool is_unused_everywhere(int64_t param);
   void finish();
   void abandon();
@@ -66,6 +66,7 @@ class UsedParams {
 
  private:
   void note_gradient(int64_t param);
+  void copy_to_device();
   void wait_for_reduction();
   void reset();
 
@@ -77,8 +78,10 @@ class UsedParams {
   std::optional<std::vector<int64_t>> previous_;
   bool static_ = true;
 
-  at::Tensor host_map_;           // CPU
-  at::Tensor device_map_;         // where it is reduced
+  at::Tensor host_map_;    // CPU
+  at::Tensor device_map_;  // where it is reduced
+  // What captured graphs read in each replay, as it was when they were captured.
+  std::vector<at::Tensor> captured_maps_;
   int32_t* used_here_ = nullptr;  // of host_map_
   at::Tensor counts_;             // the sum, on the CPU; undefined until it is asked for
   std::unique_ptr<transport::Work> work_;

@@ -10,11 +10,15 @@ void HandBack::run(bucket::Bucket& bucket) {
   if (bucket.is_sparse() || left_to_optimizer_ || context_.views) {
     return;
   }
-  bucket::DevicePieces pieces(bucket::DevicePieces::Direction::kUnpack);
+  auto pieces = pieces_to_move();
   for (const auto param : bucket.params()) {
     context_.with_grad(param, [&](at::Tensor& grad) { copy_back(param, grad, pieces); });
   }
   pieces.run();
+}
+
+bucket::DevicePieces HandBack::pieces_to_move() const {
+  return bucket::DevicePieces(bucket::DevicePieces::Direction::kUnpack, 1.0, context_.packs_whole_buckets());
 }
 
 void HandBack::copy_back(int64_t param, at::Tensor& grad, bucket::DevicePieces& pieces) {
@@ -26,7 +30,7 @@ void HandBack::copy_back(int64_t param, at::Tensor& grad, bucket::DevicePieces& 
     slot.restore_view();
     grad = context_.views && context_.rpc == nullptr ? slot.view() : slot.clone();
   } else if (!slot.holds(grad)) {
-    pieces.add(slot, grad.detach());  // of a gradient that is part of a graph (create_graph), only the values change
+    pieces.add(slot, grad);  // of a gradient that is part of a graph (create_graph), only the values change
   }
 }
 
@@ -40,7 +44,7 @@ void HandBack::finish(const LateGrad& late) {
   context_.with_grad(late.param, [&](at::Tensor& grad) {
     if (!skipped && !used_.is_unused_everywhere(late.param)) {
       if (!sparse) {
-        bucket::DevicePieces pieces(bucket::DevicePieces::Direction::kUnpack);
+        auto pieces = pieces_to_move();
         copy_back(late.param, grad, pieces);
         pieces.run();
       }

@@ -22,6 +22,7 @@ class HandBack {
   void leave_to_optimizer() { left_to_optimizer_ = true; }
 
  private:
+  bucket::DevicePieces pieces_to_move() const;
   void copy_back(int64_t param, at::Tensor& grad, bucket::DevicePieces& pieces);
 
   const Context& context_;

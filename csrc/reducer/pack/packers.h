@@ -19,7 +19,13 @@ class Packers {
   // All gradients of the bucket are there, the last one that of `last`. Under the queue's lock.
   void complete(int64_t index, int64_t last, const at::Tensor* incoming);
   // The bucket is about to be launched. Under the queue's lock.
-  void follow(int64_t index) { whole_bucket_.follow(index); }
+  void follow(int64_t index) {
+    if (auto* const streams = whole_bucket_.streams(index)) {
+      streams->follow();
+    }
+  }
+  // All averages are where they belong, as the current stream sees it.
+  void end_step() { whole_bucket_.end_step(); }
 
   void set_grad_dtype(std::optional<at::ScalarType> dtype) { rules_.set_grad_dtype(dtype); }
   void set_sparse_metadata(SparseMetadata metadata) { sparse_metadata_ = std::move(metadata); }

@@ -4,40 +4,44 @@
 
 namespace torchddp::reducer {
 
-WholeBucketPacker::WholeBucketPacker(const PackRules& rules) : rules_(rules), device_(rules.context.device.get()) {
-  if (device_ != nullptr) {
-    fork_ = device_->make_event();
-  }
-}
-
-WholeBucketPacker::~WholeBucketPacker() {
-  if (fork_ != nullptr) {
-    device_->destroy_event(fork_);
-  }
-}
-
 void WholeBucketPacker::begin_step() {
+  came_unshared_.assign(rules_.context.params.size(), 0);
   streams_.resize(static_cast<size_t>(rules_.layout.size()));
-  for (auto& streams : streams_) {
-    streams.producers.clear();
+  for (size_t i = 0; i < streams_.size(); ++i) {
+    const auto& bucket = rules_.layout.bucket(static_cast<int64_t>(i));
+    const auto device = bucket.is_sparse() ? nullptr : rules_.context.device_of(bucket.params().front());
+    auto& streams = streams_[i];
+    if (device == nullptr) {
+      streams.reset();
+    } else if (streams == nullptr || streams->device() != device.get()) {
+      streams = std::make_unique<gpu::BucketStreams>(device);
+    } else {
+      streams->begin_step();
+    }
   }
 }
 
-void WholeBucketPacker::note_stream(int64_t bucket) {
-  if (device_ != nullptr) {
-    auto* const stream = device_->current_stream();
-    const std::lock_guard lock(mutex_);
-    streams_[static_cast<size_t>(bucket)].producers.add(stream);
+void WholeBucketPacker::note_gradient(int64_t param, const at::Tensor* incoming) {
+  rules_.context.with_grad(param, [&](const at::Tensor& grad) {
+    came_unshared_[static_cast<size_t>(param)] = grad.defined() && bucket::is_unshared(grad, incoming) ? 1 : 0;
+  });
+}
+
+void WholeBucketPacker::end_step() {
+  for (int64_t index = 0; index < std::ssize(streams_); ++index) {
+    auto& bucket = rules_.layout.bucket(index);
+    if (streams_[static_cast<size_t>(index)] != nullptr && !bucket.apart().empty()) {
+      streams_[static_cast<size_t>(index)]->finish();
+    }
   }
 }
 
 void WholeBucketPacker::pack(int64_t index, int64_t last, const at::Tensor* incoming) {
   const c10::NoGradGuard no_grad;
   auto& bucket = rules_.layout.bucket(index);
-  auto& streams = streams_[static_cast<size_t>(index)];
-  if (device_ != nullptr) {
-    streams.packed_on = device_->current_stream();
-    streams.producers.join_into(*device_, streams.packed_on, fork_);
+  auto* const streams = this->streams(index);
+  if (streams != nullptr) {
+    streams->begin_packing();
   }
   rules_.layout.lend_memory(bucket);
   bucket::DevicePieces pieces(bucket::DevicePieces::Direction::kPack, rules_.step.scale());
@@ -50,14 +54,21 @@ void WholeBucketPacker::pack(int64_t index, int64_t last, const at::Tensor* inco
         param, [&](at::Tensor& grad) { gather(param, bucket, grad, param == last ? incoming : nullptr, pieces); });
   }
   pieces.run();
-  if (device_ != nullptr) {
-    streams.producers.wait_back(*device_, streams.packed_on, fork_);
+  if (!bucket.apart().empty()) {
+    bucket.scale = rules_.step.scale();
+  }
+  if (streams != nullptr) {
+    streams->end_packing();
   }
 }
 
 void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor& grad, const at::Tensor* incoming,
                                bucket::DevicePieces& pieces) const {
   auto& slot = *rules_.layout.place(param).slot;
+  if (slot.is_apart()) {
+    place_apart(param, slot, grad, incoming);
+    return;
+  }
   const bool unused = rules_.step.mark_of(param) == Mark::kUnused;
   if (!grad.defined()) {
     slot.zero();
@@ -78,12 +89,39 @@ void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor
   rules_.check(param, grad);
   slot.restore_view();
   const bool replaced = rules_.becomes_view(grad, unused, incoming);  // before `pieces` shares it
-  pieces.add(slot, grad.detach());
+  pieces.add(slot, grad);
   if (bucket.is_given_away()) {
     grad.reset();
   } else if (replaced) {
     grad = slot.view();
   } else if (rules_.context.views) {  // otherwise HandBack copies the average back
+    rules_.stays(param, grad);
+  }
+}
+
+void WholeBucketPacker::place_apart(int64_t param, bucket::GradSlot& slot, at::Tensor& grad,
+                                    const at::Tensor* incoming) const {
+  const bool unused = rules_.step.mark_of(param) == Mark::kUnused;
+  const bool is_free = grad.defined() && !unused && !grad.requires_grad() && rules_.context.rpc == nullptr &&
+                       bucket::is_unshared(grad, incoming);
+  if (is_free && came_unshared_[static_cast<size_t>(param)] != 0 && slot.adopt(grad)) {
+    return;
+  }
+  slot.take_fresh_memory();
+  if (!grad.defined()) {
+    slot.zero();
+    rules_.step.add_late(param);
+    return;
+  }
+  rules_.check(param, grad);
+  slot.pack(grad, 1.0);
+  if (!rules_.context.views) {
+    return;  // HandBack copies the average back
+  }
+  if (is_free) {
+    slot.restore_view();
+    grad = slot.view();
+  } else {
     rules_.stays(param, grad);
   }
 }
@@ -109,23 +147,11 @@ void WholeBucketPacker::look_at_all(const bucket::Bucket& bucket) const {
     rules_.context.with_grad(param, [&](const at::Tensor& grad) {
       if (grad.defined()) {
         params.push_back(param);
-        grads.push_back(grad.detach());
+        grads.push_back(grad);
       }
     });
   }
   rules_.non_finite.look_at(params, grads);
-}
-
-void WholeBucketPacker::follow(int64_t index) {
-  if (device_ == nullptr || rules_.layout.bucket(index).is_sparse()) {
-    return;
-  }
-  auto* const current = device_->current_stream();
-  auto* const packed_on = streams_[static_cast<size_t>(index)].packed_on;
-  if (current != packed_on) {
-    device_->record(fork_, packed_on);
-    device_->wait(current, fork_);
-  }
 }
 
 }  // namespace torchddp::reducer

@@ -19,9 +19,11 @@ class AllReduce final : public Reduction {
   void start(bucket::Bucket& bucket) override {
     checks_sums_ = context_.config.raise_non_finite && sums_tell(bucket);
     auto options = all_reduce_options(context_, index_);
-    options.scale = bucket.scale;
+    const bool has_others = !bucket.apart().empty();
+    options.scale = has_others ? 1.0 : bucket.scale;
     options.count_non_finite = counts_input_ || checks_sums_;
-    context_.transport->start(transport::Collective::all_reduce(bucket.wire(), options), *work_);
+    const transport::Alongside others{bucket.apart(), bucket.scale};
+    context_.transport->start(transport::Collective::all_reduce(bucket.wire(), options, others), *work_);
   }
 
   bool poll() override { return work_->poll(); }
@@ -43,7 +45,8 @@ class AllReduce final : public Reduction {
  private:
   // Whether the transport can look for what is not finite while it sums.
   bool sums_tell(const bucket::Bucket& bucket) const {
-    return !context_.config.wire_dtype && context_.transport->counts_non_finite(bucket.wire());
+    return !context_.config.wire_dtype && bucket.apart().empty() &&
+           context_.transport->counts_non_finite(bucket.wire());
   }
 
   const Context& context_;

@@ -41,6 +41,7 @@ class HookReduction final : public Reduction {
     if (!result.is_alias_of(flat)) {
       flat.copy_(result.view_as(flat));
     }
+    bucket.clear_padding();
   }
 
   void abandon() noexcept override { future_.reset(); }

@@ -30,6 +30,7 @@ void BucketLayout::lay_out(plan::BucketPlan plan) {
   const std::lock_guard lock(layout_mutex_);
   retired_ = true;  // until this is through: a transport that is broken throws in the middle
   // The old memory goes bucket by bucket, as soon as its last gradient has moved.
+  apart_bytes_ = reductions_.apart_bytes();
   places_.assign(context_.params.size(), Place{});
   ways_.clear();
   buckets_.clear();
@@ -48,8 +49,11 @@ void BucketLayout::lay_out(plan::BucketPlan plan) {
 
 void BucketLayout::add_bucket(const plan::BucketSpec& spec, const std::vector<bool>& is_view) {
   const auto index = size();
+  const auto& first = context_.params[static_cast<size_t>(spec.slots.front().param)];
+  const bool may_lie_apart = apart_bytes_ > 0 && !spec.sparse && at::isFloatingType(first.scalar_type());
   buckets_.push_back(
-      std::make_unique<bucket::Bucket>(spec, context_.params, *context_.transport, context_.config.view_storage));
+      std::make_unique<bucket::Bucket>(may_lie_apart ? plan::lay_apart(spec, context_.specs, apart_bytes_) : spec,
+                                       context_.params, *context_.transport, context_.config.view_storage));
   auto& bucket = *buckets_.back();
   for (int64_t i = 0; i < bucket.num_slots(); ++i) {
     const auto param = static_cast<size_t>(bucket.params()[static_cast<size_t>(i)]);
@@ -57,9 +61,21 @@ void BucketLayout::add_bucket(const plan::BucketSpec& spec, const std::vector<bo
     places_[param] = Place{slot, &bucket, index};
     if (is_view[param] && slot != nullptr) {
       auto& grad = context_.params[param].mutable_grad();
+      if (slot->is_apart()) {
+        grad = grad.clone(at::MemoryFormat::Preserve);
+        continue;
+      }
       slot->pack(grad, 1.0);
       grad = slot->view();
     }
+  }
+}
+
+void BucketLayout::adapt() {
+  if (apart_bytes_ == reductions_.apart_bytes()) {
+    choose_reductions();
+  } else {
+    lay_out_again();
   }
 }
 
@@ -90,6 +106,12 @@ void BucketLayout::begin_step() {
   }
 }
 
+void BucketLayout::end_step() {
+  for (const auto& bucket : buckets_) {
+    bucket->release_apart();
+  }
+}
+
 void BucketLayout::abandon() noexcept {
   for (const auto& way : ways_) {
     way->abandon();
@@ -115,7 +137,7 @@ void BucketLayout::measure(int64_t index) const {
 int64_t BucketLayout::memory_bytes() const {
   int64_t bytes = context_.owned ? context_.transport->scratch().bytes() : 0;
   for (const auto& bucket : buckets_) {
-    bytes += bucket->has_memory() ? bucket->bytes() : 0;
+    bytes += bucket->memory_bytes();
   }
   return bytes;
 }

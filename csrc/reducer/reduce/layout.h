@@ -29,12 +29,13 @@ class BucketLayout {
   void lay_out(plan::BucketPlan plan);
   // The same ones, over the transport in use.
   void lay_out_again() { lay_out(plan_); }
-  // Reductions are chosen again for the buckets that there are.
-  void choose_reductions();
+  // There is a communication hook now, which reduces all buckets; or another reducer of the same gradients.
+  void adapt();
 
   // A failed operation may still write to the buckets: the next step has others.
   void retire() { retired_ = true; }
   void begin_step();
+  void end_step();
   // Forgets reductions that are under way.
   void abandon() noexcept;
 
@@ -60,6 +61,7 @@ class BucketLayout {
  private:
   std::vector<bool> find_views() const;
   void add_bucket(const plan::BucketSpec& spec, const std::vector<bool>& is_view);
+  void choose_reductions();
   void expect_gradients() const;
 
   const Context& context_;
@@ -69,6 +71,7 @@ class BucketLayout {
   std::vector<ReductionPtr> ways_;  // by bucket
   std::vector<Place> places_;       // by parameter
   at::Tensor gradient_stats_;
+  int64_t apart_bytes_ = 0;  // see Bucket
   bool retired_ = false;
   mutable std::mutex layout_mutex_;  // of buckets_; never taken by a step whose buckets stay
   std::mutex lend_mutex_;

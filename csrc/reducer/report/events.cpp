@@ -72,8 +72,8 @@ void StepEvents::record_ready_times(bool record) {
     ready_times_ns_.assign(context_.params.size(), 0);
   }
   records_ready_times_ = record;
-  ready_clock_ = record && context_.device != nullptr
-                     ? std::make_unique<gpu::ReadyClock>(context_.device, context_.params.size())
+  ready_clock_ = record && context_.devices.size() == 1
+                     ? std::make_unique<gpu::ReadyClock>(context_.devices.front(), context_.params.size())
                      : nullptr;
 }
 

@@ -1,5 +1,6 @@
 #include "reducer/report/non_finite_watch.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "bucket/tensor_checks.h"
@@ -32,14 +33,13 @@ void NonFiniteWatch::look_at_average(const bucket::Bucket& bucket, bool known_fi
     return;
   }
   const auto& average = bucket.is_sparse() ? bucket.buffer()._values() : bucket.wire();
-  if (bucket::count_non_finite(average) == 0) [[likely]] {
+  const auto is_bad = [](const at::Tensor& values) { return bucket::count_non_finite(values) > 0; };
+  if (!is_bad(average) && std::none_of(bucket.apart().begin(), bucket.apart().end(), is_bad)) [[likely]] {
     return;
   }
-  for (size_t i = 0; i < bucket.params().size(); ++i) {
-    const auto param = bucket.params()[i];
-    const auto numel = context_.spec(param).numel;
-    if (bucket.is_sparse() || bucket::count_non_finite(bucket.buffer().narrow(0, bucket.offsets()[i], numel)) > 0) {
-      bad_averages_.push_back(param);
+  for (int64_t i = 0; i < bucket.num_slots(); ++i) {
+    if (bucket.is_sparse() || is_bad(bucket.values(i))) {
+      bad_averages_.push_back(bucket.params()[static_cast<size_t>(i)]);
     }
   }
 }

@@ -1,6 +1,9 @@
 #include "transport/c10d/c10d_transport.h"
 
 #include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
 
 #include "common/check.h"
 #include "kernels/sum.h"
@@ -18,17 +21,21 @@ class C10dWork final : public Work {
   C10dWork(GroupPtr group, const Interruption& interruption, bool is_gloo)
       : group_(std::move(group)), interruption_(interruption), is_gloo_(is_gloo) {}
 
-  bool poll() override { return work_ == nullptr || work_->isCompleted(); }
+  bool poll() override {
+    return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+  }
 
   void wait(std::chrono::milliseconds timeout) override {
-    if (work_ == nullptr) {
+    if (works_.empty()) {
       return;
     }
-    bool ok = false;
+    bool ok = true;
     try {
       // With a time limit, torch's NCCL would make the host wait instead of the stream.
       const auto limit = timeout == kTransportTimeout || is_queued_ ? kNoTimeout : timeout;
-      ok = is_gloo_ && !is_queued_ ? wait_interruptibly(*work_, group_, interruption_, limit) : work_->wait(limit);
+      for (const auto& work : works_) {
+        ok &= is_gloo_ && !is_queued_ ? wait_interruptibly(*work, group_, interruption_, limit) : work->wait(limit);
+      }
     } catch (const SignalInterrupt&) {
       throw;
     } catch (const std::exception& error) {
@@ -39,28 +46,28 @@ class C10dWork final : public Work {
     if (!ok) {
       throw TransportError("the process group reported that the operation failed (Work.wait() returned False)");
     }
-    work_.reset();
+    works_.clear();
     if (const auto finish = std::exchange(finish_, nullptr)) {
       finish();
     }
   }
 
   void abandon() override {
-    work_.reset();
+    works_.clear();
     finish_ = nullptr;
   }
 
   // What is left to do with the result, by the thread that waits for it.
   void then(std::function<void()> finish) { finish_ = std::move(finish); }
 
-  // `device`: of the operation's tensors.
+  // `device`: of the operation's tensors. launch(works) adds what it starts.
   template <typename Start>
   void start(const char* operation, at::Device device, Start&& launch) {
-    TDDP_INTERNAL(work_ == nullptr, operation, " on a Work whose last operation was not waited for");
+    TDDP_INTERNAL(works_.empty(), operation, " on a Work whose last operation was not waited for");
     interruption_.check();
     is_queued_ = !device.is_cpu();
     try {
-      work_ = launch();
+      launch(works_);
     } catch (const std::exception& error) {
       throw TransportError(c10::str("could not start ", operation, ": ", error.what()));
     }
@@ -71,7 +78,7 @@ class C10dWork final : public Work {
   const Interruption interruption_;
   const bool is_gloo_;
   bool is_queued_ = false;  // on a stream of the device
-  c10::intrusive_ptr<c10d::Work> work_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
   std::function<void()> finish_;
 };
 
@@ -84,7 +91,7 @@ C10dWork& own(Work& work) {
 }  // namespace
 
 C10dTransport::C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : Transport(Route::kC10d), group_(std::move(group)) {
+    : Transport(Route::kC10d, {.sums_alongside = true}), group_(std::move(group)) {
   TDDP_CHECK(group_ != nullptr, "the process group is None: call torch.distributed.init_process_group first");
   is_gloo_ = is_gloo(*group_);
 }
@@ -120,7 +127,7 @@ void C10dTransport::exchange_and_sum(const Collective& operation, Work& work) {
   auto received = at::empty({numel * size()}, sent.options());
   auto& mine = own(work);
   mine.start(operation.name(), sent.device(),
-             [&] { return all_to_all_flat(*group_, received, sent, out_splits, in_splits); });
+             [&](auto& works) { works.push_back(all_to_all_flat(*group_, received, sent, out_splits, in_splits)); });
   if (numel == 0) {
     return;
   }
@@ -148,7 +155,11 @@ void C10dTransport::launch(const Collective& operation, Work& work) {
   auto output = operation.output;
   auto input = operation.input;
   std::vector<at::Tensor> in_place{output};
-  own(work).start(operation.name(), has_tensors ? input.device() : at::kCPU, [&] {
+  if (!operation.others.tensors.empty()) {
+    all_reduce_each(operation, work);
+    return;
+  }
+  const auto launch = [&] {
     switch (operation.kind) {
       case Kind::kAllReduce:
         return group_->allreduce(in_place, c10d::AllreduceOptions());
@@ -168,6 +179,27 @@ void C10dTransport::launch(const Collective& operation, Work& work) {
       }
       default:
         return group_->barrier(c10d::BarrierOptions());
+    }
+  };
+  own(work).start(operation.name(), has_tensors ? input.device() : at::kCPU,
+                  [&](auto& works) { works.push_back(launch()); });
+}
+
+void C10dTransport::all_reduce_each(const Collective& operation, Work& work) {
+  const c10::NoGradGuard no_grad;
+  own(work).start(operation.name(), operation.input.device(), [&](auto& works) {
+    const auto sum = [&](const at::Tensor& tensor) {
+      std::vector<at::Tensor> in_place{tensor};
+      works.push_back(group_->allreduce(in_place, c10d::AllreduceOptions()));
+    };
+    if (operation.input.numel() > 0) {
+      sum(operation.input);
+    }
+    for (const auto& tensor : operation.others.tensors) {
+      if (operation.others.scale != 1.0) {
+        tensor.mul_(operation.others.scale);
+      }
+      sum(tensor);
     }
   });
 }

@@ -2,6 +2,7 @@
 
 #ifdef TORCHDDP_WITH_CUDA
 
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -34,19 +35,16 @@ class CudaDevice final : public gpu::Device {
 
   gpu::Stream current_stream() override { return c10::cuda::getCurrentCUDAStream(index_).stream(); }
 
-  gpu::Stream make_stream() override {
+  gpu::Stream make_stream(bool high_priority) override {
     const c10::cuda::CUDAGuard guard(index_);
     int lowest = 0;
     int highest = 0;
     check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for stream priorities");
     cudaStream_t stream = nullptr;
-    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest), "making a stream");
+    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, high_priority ? highest : lowest),
+          "making a stream");
     return stream;
   }
-  // Errors of the next two can't be acted on: at the end of the process the driver may be gone already.
-  void destroy_stream(gpu::Stream stream) noexcept override { static_cast<void>(cudaStreamDestroy(stream_of(stream))); }
-  void destroy_event(gpu::Event event) noexcept override { static_cast<void>(cudaEventDestroy(event_of(event))); }
-
   gpu::Event make_event() override { return make_event_with(cudaEventDisableTiming); }
   gpu::Event make_timing_event() override { return make_event_with(cudaEventDefault); }
   void record(gpu::Event event, gpu::Stream stream) override {
@@ -98,7 +96,16 @@ class CudaDevice final : public gpu::Device {
     check(cudaDeviceSynchronize(), "the device failed");
   }
 
+  void release_cache() override {
+    const c10::cuda::CUDAGuard guard(index_);
+    c10::cuda::CUDACachingAllocator::emptyCache();
+  }
+
  private:
+  // Errors of these two can't be acted on: at the end of the process the driver may be gone already.
+  void drop_stream(gpu::Stream stream) noexcept override { static_cast<void>(cudaStreamDestroy(stream_of(stream))); }
+  void drop_event(gpu::Event event) noexcept override { static_cast<void>(cudaEventDestroy(event_of(event))); }
+
   gpu::Event make_event_with(unsigned int flags) {
     const c10::cuda::CUDAGuard guard(index_);
     cudaEvent_t event = nullptr;

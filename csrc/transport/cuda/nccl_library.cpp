@@ -8,12 +8,14 @@
 #include <array>
 #include <cstring>
 
+#include "kernels/pack.h"
 #include "transport/cuda/cuda_stream.h"
 
 namespace torchddp::transport {
 namespace {
 
 static_assert(ncclSuccess == gpu::kNcclSuccess && ncclInProgress == gpu::kNcclInProgress);
+static_assert(ncclSum == gpu::kPlainSum);
 static_assert(sizeof(ncclUniqueId) == sizeof(gpu::UniqueId));
 
 ncclComm_t comm_of(gpu::Comm comm) { return static_cast<ncclComm_t>(comm); }
@@ -25,6 +27,23 @@ ncclDataType_t type_of(kernels::DType type) {
   static_assert(kTypes.size() == kernels::kNumDTypes);
   return kTypes[static_cast<size_t>(type)];
 }
+
+struct Number {
+  const char* name;
+  int ncclConfig_t::* field;
+};
+// Fields of newer headers go behind those of the oldest one that we are built with (2.28), by NCCL_VERSION_CODE.
+constexpr std::array kNumbers{
+    Number{"blocking", &ncclConfig_t::blocking},
+    Number{"cga_cluster_size", &ncclConfig_t::cgaClusterSize},
+    Number{"min_ctas", &ncclConfig_t::minCTAs},
+    Number{"max_ctas", &ncclConfig_t::maxCTAs},
+    Number{"split_share", &ncclConfig_t::splitShare},
+    Number{"traffic_class", &ncclConfig_t::trafficClass},
+    Number{"collnet_enable", &ncclConfig_t::collnetEnable},
+    Number{"cta_policy", &ncclConfig_t::CTAPolicy},
+    Number{"nvls_ctas", &ncclConfig_t::nvlsCTAs},
+};
 
 // NCCL acts for the thread's current device.
 class NcclLibrary final : public gpu::Nccl {
@@ -48,16 +67,29 @@ class NcclLibrary final : public gpu::Nccl {
     std::memcpy(id->bytes.data(), made.internal, id->bytes.size());
     return result;
   }
-  int init_rank(gpu::Comm* comm, int size, const gpu::UniqueId& id, int rank) override {
+  std::vector<std::string> known_numbers() const override {
+    std::vector<std::string> names;
+    for (const auto& number : kNumbers) {
+      names.emplace_back(number.name);
+    }
+    return names;
+  }
+  int init_rank(gpu::Comm* comm, int size, const gpu::UniqueId& id, int rank,
+                const gpu::CommSettings& settings) override {
     const c10::cuda::CUDAGuard guard(index_);
     ncclUniqueId given;
     std::memcpy(given.internal, id.bytes.data(), id.bytes.size());
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 0;
-    ncclComm_t made = nullptr;
-    const auto result = ncclCommInitRankConfig(&made, size, given, rank, &config);
-    *comm = made;
-    return result;
+    config.blocking = 1;
+    for (const auto& [name, field] : kNumbers) {
+      if (const auto wanted = settings.numbers.find(name); wanted != settings.numbers.end()) {
+        config.*field = wanted->second;
+      }
+    }
+    if (!settings.net_name.empty()) {
+      config.netName = strdup(settings.net_name.c_str());  // NCCL's from here on
+    }
+    return ncclCommInitRankConfig(reinterpret_cast<ncclComm_t*>(comm), size, given, rank, &config);
   }
   int async_error(gpu::Comm comm, int* error) override {
     auto found = ncclSuccess;
@@ -65,8 +97,15 @@ class NcclLibrary final : public gpu::Nccl {
     *error = found;
     return result;
   }
-  int finalize(gpu::Comm comm) override { return ncclCommFinalize(comm_of(comm)); }
-  int destroy(gpu::Comm comm) override { return ncclCommDestroy(comm_of(comm)); }
+  // NCCL sets the device back to what it was: on a new thread that is device 0, which must not get a context for it.
+  int finalize(gpu::Comm comm) override {
+    const c10::cuda::CUDAGuard guard(index_);
+    return ncclCommFinalize(comm_of(comm));
+  }
+  int destroy(gpu::Comm comm) override {
+    const c10::cuda::CUDAGuard guard(index_);
+    return ncclCommDestroy(comm_of(comm));
+  }
   int abort(gpu::Comm comm) override {
     const c10::cuda::CUDAGuard guard(index_);
     return ncclCommAbort(comm_of(comm));
@@ -74,7 +113,9 @@ class NcclLibrary final : public gpu::Nccl {
 
   int memory_alloc(void** memory, int64_t bytes) override {
     const c10::cuda::CUDAGuard guard(index_);
-    return ncclMemAlloc(memory, static_cast<size_t>(bytes));
+    const auto result = ncclMemAlloc(memory, static_cast<size_t>(bytes));
+    static_cast<void>(cudaGetLastError());  // so that torch does not report it again, somewhere else
+    return result;
   }
   int memory_free(void* memory) override {
     const c10::cuda::CUDAGuard guard(index_);
@@ -84,11 +125,8 @@ class NcclLibrary final : public gpu::Nccl {
   int window_register(gpu::Comm comm, void* memory, int64_t bytes, gpu::Window* window) override {
 #if NCCL_VERSION_CODE >= 22700
     const c10::cuda::CUDAGuard guard(index_);
-    ncclWindow_t made = nullptr;
-    const auto result =
-        ncclCommWindowRegister(comm_of(comm), memory, static_cast<size_t>(bytes), &made, NCCL_WIN_COLL_SYMMETRIC);
-    *window = made;
-    return result;
+    return ncclCommWindowRegister(comm_of(comm), memory, static_cast<size_t>(bytes),
+                                  reinterpret_cast<ncclWindow_t*>(window), NCCL_WIN_COLL_SYMMETRIC);
 #else
     static_cast<void>(comm), static_cast<void>(memory), static_cast<void>(bytes), static_cast<void>(window);
     return ncclInvalidUsage;
@@ -96,6 +134,7 @@ class NcclLibrary final : public gpu::Nccl {
   }
   int window_deregister(gpu::Comm comm, gpu::Window window) override {
 #if NCCL_VERSION_CODE >= 22700
+    const c10::cuda::CUDAGuard guard(index_);
     return ncclCommWindowDeregister(comm_of(comm), static_cast<ncclWindow_t>(window));
 #else
     static_cast<void>(comm), static_cast<void>(window);
@@ -103,11 +142,30 @@ class NcclLibrary final : public gpu::Nccl {
 #endif
   }
 
-  int all_reduce(const void* input, void* output, int64_t numel, kernels::DType type, gpu::Comm comm,
+  int group_start() override { return ncclGroupStart(); }
+  int group_end() override {
+    const c10::cuda::CUDAGuard guard(index_);
+    return ncclGroupEnd();
+  }
+  int make_pre_mul_sum(gpu::SumOp* op, double scale, kernels::DType type, gpu::Comm comm) override {
+    const c10::cuda::CUDAGuard guard(index_);
+    alignas(double) std::array<std::byte, sizeof(double)> scalar{};
+    kernels::scale_cast(scalar.data(), type, &scale, kernels::DType::kF64, 1, 1.0);
+    auto made = ncclSum;
+    const auto result =
+        ncclRedOpCreatePreMulSum(&made, scalar.data(), type_of(type), ncclScalarHostImmediate, comm_of(comm));
+    *op = made;
+    return result;
+  }
+  int destroy_op(gpu::SumOp op, gpu::Comm comm) override {
+    return ncclRedOpDestroy(static_cast<ncclRedOp_t>(op), comm_of(comm));
+  }
+
+  int all_reduce(const void* input, void* output, int64_t numel, kernels::DType type, gpu::SumOp op, gpu::Comm comm,
                  gpu::Stream stream) override {
     const c10::cuda::CUDAGuard guard(index_);
-    return ncclAllReduce(input, output, static_cast<size_t>(numel), type_of(type), ncclSum, comm_of(comm),
-                         stream_of(stream));
+    return ncclAllReduce(input, output, static_cast<size_t>(numel), type_of(type), static_cast<ncclRedOp_t>(op),
+                         comm_of(comm), stream_of(stream));
   }
   int reduce(void* data, int64_t numel, kernels::DType type, int root, gpu::Comm comm, gpu::Stream stream) override {
     const c10::cuda::CUDAGuard guard(index_);

@@ -1,11 +1,15 @@
 #include "transport/nccl/nccl_transport.h"
 
 #include <ATen/Functions.h>
+#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "common/check.h"
+#include "gpu/all_reduce_together.h"
 #include "transport/sum_types.h"
 
 namespace torchddp::transport {
@@ -46,18 +50,53 @@ kernels::DType type_of(const Collective& operation) {
   return *type;
 }
 
+// What NCCL shall multiply these tensors by. A scale that it would round is applied here.
+double scale_for_nccl(const Alongside& others, kernels::DType type) {
+  if (gpu::can_scale_by(type, others.scale)) {
+    return others.scale;
+  }
+  const c10::NoGradGuard no_grad;
+  at::_foreach_mul_(at::TensorList(others.tensors.data(), others.tensors.size()), others.scale);
+  return 1.0;
+}
+
 }  // namespace
 
-NcclTransport::NcclTransport(std::shared_ptr<gpu::Communicator> communicator, at::Device device)
-    : Transport(Route::kNccl), communicator_(std::move(communicator)), device_(device) {
+NcclTransport::NcclTransport(std::shared_ptr<gpu::Communicator> communicator, at::Device device,
+                             std::chrono::milliseconds timeout)
+    : NcclTransport(communicator, device, timeout, communicator->uses_windows() ? Memory::kWindows : Memory::kPlain) {}
+
+NcclTransport::NcclTransport(std::shared_ptr<gpu::Communicator> communicator, at::Device device,
+                             std::chrono::milliseconds timeout, Memory memory)
+    : Transport(Route::kNccl, {.sums_alongside = true, .scales_alongside = true}),
+      communicator_(std::move(communicator)),
+      device_(device),
+      timeout_(timeout) {
   TDDP_CHECK(device.is_cuda(), "NCCL moves CUDA tensors, got device ", device);
+  if (memory == Memory::kWindows) {
+    plain_.reset(new NcclTransport(communicator_, device_, timeout_, Memory::kPlain));
+  }
 }
 
 at::Tensor NcclTransport::allocate(int64_t numel, at::ScalarType dtype, at::Device device) {
   if (device != device_ || numel == 0) {
     return Transport::allocate(numel, dtype, device);
   }
-  auto memory = communicator_->allocate(numel * static_cast<int64_t>(c10::elementSize(dtype)));
+  const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+  auto memory = plain_ != nullptr ? communicator_->allocate(bytes) : nullptr;
+  if (memory == nullptr) {
+    if (plain_ != nullptr && !lost_memory_) {
+      TORCH_WARN(
+          "torchddp on rank ", rank(), ": NCCL has no room for a bucket of ", bytes, " bytes on ", device,
+          ", even after torch released its cached memory. All ranks go on with buckets in torch's memory, which NCCL "
+          "may have to copy.");
+      lost_memory_ = true;
+    }
+    if (communicator_->uses_windows()) {
+      communicator_->give_back_memory(timeout_);  // of buckets that this one is in the place of
+    }
+    return Transport::allocate(numel, dtype, device);
+  }
   auto* const data = memory.get();
   return at::from_blob(
       data, {numel}, {1}, 0, [memory = std::move(memory)](void*) {}, at::TensorOptions().dtype(dtype).device(device),
@@ -68,7 +107,7 @@ std::unique_ptr<Work> NcclTransport::make_work() { return std::make_unique<NcclW
 
 void NcclTransport::launch(const Collective& operation, Work& work) {
   using Kind = Collective::Kind;
-  const auto& [kind, output, input, root, options] = operation;
+  const auto& [kind, output, input, root, options, others] = operation;
   if (kind == Kind::kBarrier) {
     if (!nothing_.defined()) {
       nothing_ = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device_));
@@ -76,21 +115,40 @@ void NcclTransport::launch(const Collective& operation, Work& work) {
     start(Collective::all_reduce(nothing_), work);
     return;
   }
-  for (const auto& tensor : {output, input}) {
+  const auto check_device = [&](const at::Tensor& tensor) {
     TDDP_CHECK(tensor.device() == device_, operation.name(), " on rank ", rank(), " through NCCL needs a tensor on ",
                device_, ", got one on ", tensor.device());
+  };
+  auto memory = std::make_shared<std::vector<at::Storage>>();  // as long as NCCL uses it
+  for (const auto& tensor : {output, input}) {
+    check_device(tensor);
+    memory->push_back(tensor.storage());
   }
+  std::vector<gpu::Memory> alongside;
+  for (const auto& tensor : others.tensors) {
+    check_device(tensor);
+    memory->push_back(tensor.storage());
+    alongside.push_back({tensor.mutable_data_ptr(), tensor.numel()});
+  }
+  const auto type = type_of(operation);
+  const auto scale = alongside.empty() ? 1.0 : scale_for_nccl(others, type);
   auto* mine = dynamic_cast<NcclWork*>(&work);
   TDDP_INTERNAL(mine != nullptr && mine->belongs_to(*communicator_), "a Work of another transport was given to NCCL");
   TDDP_INTERNAL(!mine->under_way, operation.name(), " on a Work whose last operation was not waited for");
-  const gpu::OperationLabel label{operation.name(), std::max(input.numel(), output.numel()), options.bucket};
-  const auto call = [&nccl = communicator_->nccl(), &operation, type = type_of(operation)](gpu::Comm comm,
-                                                                                           gpu::Stream stream) {
+  auto numel = std::max(input.numel(), output.numel());
+  for (const auto& tensor : others.tensors) {
+    numel += tensor.numel();
+  }
+  const gpu::OperationLabel label{operation.name(), numel, options.bucket, timeout_};
+  const auto call = [&, &nccl = communicator_->nccl()](gpu::Comm comm, gpu::Stream stream) {
     const auto* const from = operation.input.const_data_ptr();
     auto* const to = operation.output.mutable_data_ptr();
     switch (operation.kind) {
       case Kind::kAllReduce:
-        return nccl.all_reduce(from, to, operation.input.numel(), type, comm, stream);
+        return alongside.empty()
+                   ? nccl.all_reduce(from, to, operation.input.numel(), type, gpu::kPlainSum, comm, stream)
+                   : gpu::all_reduce_together(nccl, comm, stream, type, {to, operation.input.numel()}, alongside, scale,
+                                              size());
       case Kind::kReduce:
         return nccl.reduce(to, operation.input.numel(), type, operation.root, comm, stream);
       case Kind::kReduceScatter:
@@ -101,7 +159,6 @@ void NcclTransport::launch(const Collective& operation, Work& work) {
         return nccl.broadcast(to, bytes_of(operation.output), type, operation.root, comm, stream);
     }
   };
-  auto memory = std::make_shared<std::pair<at::Storage, at::Storage>>(output.storage(), input.storage());
   communicator_->start(mine->ticket, label, call, std::move(memory));
   mine->under_way = true;
 }

@@ -48,6 +48,7 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
     gradient_stats: bool = False
     check_parameters_every: int | None = None
     find_nonfinite: bool | str = False
+    adopt_large_gradients: bool = True
     sync: DDPSyncStrategy | str | None = None
 
     def __new__(cls, *args: Any, **options: Any) -> TorchDDPKwargs:

@@ -1,0 +1,29 @@
+"""Which gradients count as large, and where they are reduced where they lie, for models that are made meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+from torchddp import _C
+from torchddp.ddp.options import DDPOptions
+
+
+@contextlib.contextmanager
+def large_from(limit_bytes: int) -> Iterator[None]:
+    """Gradients of so many bytes are reduced where autograd made them, over NCCL; 0: none are."""
+
+    def adopt_bytes(options: DDPOptions) -> int:
+        return limit_bytes if options.adopt_large_gradients and not options.gradient_as_bucket_view else 0
+
+    with mock.patch.object(DDPOptions, "adopt_bytes", property(adopt_bytes)):
+        yield
+
+
+def packed_whole() -> AbstractContextManager[Any]:
+    """Buckets are packed when they are complete on the CPU too, as on a device; without that nothing is left apart."""
+    return mock.patch.object(_C, "Reducer", functools.partial(_C.Reducer, pack_whole_buckets=True))

@@ -1,0 +1,95 @@
+"""How fast a bucket is packed, against a plain copy of as many bytes on the same device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.cases import MIB, PACK_CASE, PACK_GOAL, GpuJob
+from benchmarks.gpu.duel import device_us, duel, timed_what
+from benchmarks.gpu.given import GivenStep
+from benchmarks.gpu.trace import DeviceEvent
+from torchddp.ddp import model
+from torchddp.harness.launch import Report
+
+# Gradients as a net has them: a few large ones, many small ones, each a multiple of 128 bytes.
+NUMELS = (768, 768, 147456, 384, 64, 36864, 192, 32, 589824)
+# More than the last cache of a Hopper chip holds, so that memory is what is measured.
+BYTES, QUICK_BYTES = (64 * MIB, 256 * MIB), (1 * MIB,)
+
+
+def numels_of(total: int, extra: int = 0) -> list[int]:
+    """Sizes of gradients that make up about `total` elements, each with so many more: 1 shifts all unaligned slots."""
+    sizes: list[int] = []
+    while sum(sizes) < total:
+        sizes.append(min(NUMELS[len(sizes) % len(NUMELS)], total - sum(sizes)) + extra)
+    return sizes
+
+
+def random_gradients(numels: Sequence[int], device: torch.device, seed: int) -> list[Tensor]:
+    """Random values: equal ones would hide what is written to the wrong place."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return [torch.randn(numel, generator=generator, device=device) for numel in numels]
+
+
+def is_pack(event: DeviceEvent) -> bool:
+    """Whether this is our kernel that packs."""
+    return event.kind == "kernel" and "pack_kernel" in event.name
+
+
+def time_pack(job: GpuJob, device: torch.device, report: Report) -> list[dict[str, Any]]:
+    """A table for each size of the bucket."""
+    sizes = QUICK_BYTES if job.quick else BYTES
+    tables = []
+    for done, size in enumerate(sizes):
+        report(done, len(sizes))
+        tables.append(_time_size(job, size, device))
+    return tables
+
+
+def _copy_us(elements: int, device: torch.device) -> np.ndarray:
+    source = torch.randn(elements, device=device)
+    target = torch.empty_like(source)
+    return device_us(lambda: target.copy_(source), device, lambda event: event.kind != "fill")
+
+
+def packing_step(gradients: Sequence[Tensor], divisor: int) -> GivenStep:
+    """Over the process group, for there the bucket is torch's memory, as that of a plain copy is."""
+    return GivenStep(gradients, divisor=divisor, transport="c10d")
+
+
+def unaligned_step(gradients: Sequence[Tensor], divisor: int) -> GivenStep:
+    """As if gradients on a GPU were not aligned in their bucket. RuntimeError if they are all the same."""
+    with mock.patch.object(model, "SLOT_ALIGNMENT_BYTES", 1):
+        step = packing_step(gradients, divisor)
+    if not any(offset % model.SLOT_ALIGNMENT_BYTES for offset in step.offsets_bytes()):
+        raise RuntimeError(f"all slots begin at multiples of {model.SLOT_ALIGNMENT_BYTES} bytes: none is unaligned")
+    return step
+
+
+def _pack_us(step: GivenStep, world_size: int, device: torch.device) -> np.ndarray:
+    step.check(world_size)
+    times_us = device_us(step, device, is_pack)
+    if not times_us.all():
+        raise RuntimeError("the profiler saw none of our kernels that pack")
+    return times_us
+
+
+def _time_size(job: GpuJob, size: int, device: torch.device) -> dict[str, Any]:
+    world_size = job.world_size
+    gradients, shifted = (random_gradients(numels_of(size // 4, extra), device, job.seed) for extra in (0, 1))
+    times_us = {
+        "copy": _copy_us(size // 4, device),
+        "torchddp pack": _pack_us(packing_step(gradients, world_size), world_size, device),
+        "torchddp pack, times 1/2": _pack_us(packing_step(gradients, 2 * world_size), world_size, device),
+        "torchddp pack, times 1/2, unaligned slots": _pack_us(
+            unaligned_step(shifted, 2 * world_size), world_size, device
+        ),
+    }
+    title = f"{size // MIB} MiB in {len(gradients)} gradients, {timed_what(device)}"
+    return duel(PACK_CASE, title, times_us, bytes=2 * size, goal={"torchddp pack, times 1/2": PACK_GOAL})

@@ -1,0 +1,81 @@
+#include "bucket/pieces_by_operators.h"
+
+#include <ATen/Functions.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <c10/core/GradMode.h>
+
+#include <vector>
+
+#include "common/check.h"
+#include "transport/sum_types.h"
+
+namespace torchddp::bucket {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+at::Tensor tensor_at(void* data, int64_t numel, kernels::DType dtype, at::Device device) {
+  return at::for_blob(data, {numel})
+      .options(at::TensorOptions().dtype(transport::scalar_type(dtype)).device(device))
+      .target_device(device)
+      .make_tensor();
+}
+
+// But for what is in its place.
+void copy_apart(const Tensors& to, const Tensors& from) {
+  Tensors targets;
+  Tensors sources;
+  for (size_t i = 0; i < to.size(); ++i) {
+    if (to[i].const_data_ptr() != from[i].const_data_ptr()) {
+      targets.push_back(to[i]);
+      sources.push_back(from[i]);
+    }
+  }
+  if (!targets.empty()) {  // operators take no empty list
+    at::_foreach_copy_(targets, sources);
+  }
+}
+
+}  // namespace
+
+void move_by_operators(kernels::Direction direction, const GradSlot& slot, std::span<const kernels::DevicePiece> pieces,
+                       kernels::DType outside_type, double scale) {
+  const c10::NoGradGuard no_grad;
+  const bool pack = direction == kernels::Direction::kPack;
+  const auto flat_type = slot.kernel_dtype();
+  Tensors to;
+  Tensors from;
+  for (const auto& piece : pieces) {
+    if (piece.numel != 0) {
+      auto* const in_flat = static_cast<std::byte*>(slot.flat_data()) + piece.begin * kernels::item_size(flat_type);
+      const auto flat = tensor_at(in_flat, piece.numel, flat_type, slot.device());
+      const auto outside = tensor_at(piece.outside, piece.numel, outside_type, slot.device());
+      to.push_back(pack ? flat : outside);
+      from.push_back(pack ? outside : flat);
+    }
+  }
+  if (scale == 1.0 || to.empty()) {
+    copy_apart(to, from);
+    return;
+  }
+  TDDP_CHECK(kernels::is_float(flat_type) && kernels::is_float(outside_type), "gradients of dtype ",
+             transport::scalar_type(outside_type), " can't be scaled");
+  // The product is formed in float at least, and rounded once.
+  const auto product = c10::promoteTypes(
+      at::kFloat, c10::promoteTypes(transport::scalar_type(flat_type), transport::scalar_type(outside_type)));
+  if (product == to.front().scalar_type()) {
+    copy_apart(to, from);
+    at::_foreach_mul_(to, scale);
+    return;
+  }
+  Tensors products;
+  for (const auto& source : from) {
+    products.push_back(at::empty(source.sizes(), source.options().dtype(product)));
+  }
+  at::_foreach_copy_(products, from);
+  at::_foreach_mul_(products, scale);
+  at::_foreach_copy_(to, products);
+}
+
+}  // namespace torchddp::bucket

@@ -1,0 +1,75 @@
+// A bucket and the gradients beside it in one operation of NCCL.
+#include <array>
+
+#include "check.h"
+#include "gpu/all_reduce_together.h"
+#include "gpu_recorder.h"
+
+namespace torchddp::gpu {
+namespace {
+
+using testing::Diary;
+using testing::RecordingNccl;
+using Lines = std::vector<std::string>;
+
+struct Fixture {
+  Diary diary;
+  RecordingNccl nccl{diary};
+  std::array<Memory, 2> others{{{&diary, 100}, {&nccl, 200}}};
+
+  int run(int64_t packed, double scale, int size) {
+    return all_reduce_together(nccl, &nccl, reinterpret_cast<Stream>(2), kernels::DType::kF32, {&diary, packed}, others,
+                               scale, size);
+  }
+};
+
+TEST(gpu_gradients_that_lie_apart_travel_in_one_group_and_are_scaled_there) {
+  Fixture f;
+  CHECK_EQ(f.run(8, 0.25, 4), kNcclSuccess);
+  CHECK(f.diary.take() == (Lines{"make op1 times 0.25", "group", "all_reduce 8 s2", "all_reduce 100 s2 op1",
+                                 "all_reduce 200 s2 op1", "group end", "destroy op1"}));
+}
+
+TEST(gpu_a_bucket_without_small_gradients_is_left_out) {
+  Fixture f;
+  f.run(0, 0.5, 2);
+  CHECK_EQ(f.diary.count("all_reduce 0 s2"), 0);
+}
+
+TEST(gpu_the_kind_of_sum_does_not_depend_on_the_scale) {
+  // Another rank's scale may be another.
+  Fixture f;
+  f.run(8, 1.0, 2);
+  CHECK_EQ(f.diary.count("all_reduce 100 s2 op1"), 1);
+}
+
+TEST(gpu_one_rank_that_has_nothing_to_scale_takes_the_plain_sum) {
+  Fixture f;
+  f.run(8, 1.0, 1);
+  CHECK(f.diary.take() == (Lines{"group", "all_reduce 8 s2", "all_reduce 100 s2", "all_reduce 200 s2", "group end"}));
+}
+
+TEST(gpu_a_call_that_fails_ends_the_group_all_the_same) {
+  Fixture f;
+  f.nccl.call_result = 5;
+  CHECK_EQ(f.run(8, 0.5, 2), 5);
+  CHECK(f.diary.take() == (Lines{"make op1 times 0.5", "group", "all_reduce 8 s2", "group end"}));
+}
+
+TEST(gpu_nccl_scales_by_what_the_type_can_hold) {
+  using kernels::DType;
+  for (const auto type : {DType::kF64, DType::kF32, DType::kF16, DType::kBF16}) {
+    CHECK(can_scale_by(type, 1.0 / 8));
+    CHECK_EQ(can_scale_by(type, 1.0 / 3), type == DType::kF64 || type == DType::kF32);
+  }
+  CHECK(!can_scale_by(DType::kF16, 1e-9));  // rounds to nothing
+}
+
+TEST(gpu_a_group_in_progress_is_reported) {
+  Fixture f;
+  f.nccl.group_result = kNcclInProgress;
+  CHECK_EQ(f.run(8, 0.5, 2), kNcclInProgress);
+}
+
+}  // namespace
+}  // namespace torchddp::gpu

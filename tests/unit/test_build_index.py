@@ -1,0 +1,156 @@
+"""The pages that pip installs wheels from: what is on them, that pip takes them, and what is refused."""
+
+import functools
+import http.server
+import os
+import re
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.build_index import main
+from scripts.build_wheel import PLATFORM, minor_version, variant_name
+from torchddp._import_check import wheel_advice
+
+TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
+VERSIONS = ("0.1.0+cpu.torch2.13", "0.1.0+cu130.torch2.13", "0.1.0+cu126.torch2.12")
+
+
+def write_wheel(folder: Path, version: str, tag: str = TAG, plat: str = PLATFORM, said_version: str = "") -> Path:
+    """One that pip installs, with a module that knows its version."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"torchddp-{version}-{tag}-{tag}-{plat}.whl"
+    info = f"torchddp-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.4\nName: torchddp\nVersion: {said_version or version}\nRequires-Python: >=3.10\n"
+    files = {
+        "torchddp/__init__.py": f"__version__ = '{version}'\n",
+        f"{info}/METADATA": metadata + "Requires-Dist: torch==2.13.*\n",
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}-{tag}-{plat}\n",
+        f"{info}/RECORD": "",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of wheels for several torches, this Python and another one."""
+    folder = tmp_path_factory.mktemp("index")
+    for version in VERSIONS:
+        write_wheel(folder / "dist" / version, version)
+        write_wheel(folder / "dist" / "other", version, tag="cp310" if TAG != "cp310" else "cp311")
+        write_wheel(folder / "dist" / "other", version, plat="manylinux_2_28_riscv64")
+    main([str(folder / "dist"), "--out", str(folder / "site"), "--url", "https://example.org/wheels/"])
+    return folder / "site"
+
+
+@pytest.fixture(scope="module")
+def server(index: Path) -> Iterator[str]:
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(index))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{web.server_port}"
+        web.shutdown()
+
+
+def pip_install(index_url: str, target: Path, requirement: str = "torchddp") -> subprocess.CompletedProcess[str]:
+    """With no other place to find packages than `index_url`, whatever pip is configured to."""
+    env = {name: value for name, value in os.environ.items() if not name.upper().startswith("PIP_")}
+    env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "no_proxy": "*", "PIP_RETRIES": "0"}
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-cache-dir", "--target", str(target)]
+    command += ["--index-url", index_url, requirement]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+
+
+def installed(target: Path) -> str:
+    return (target / "torchddp" / "__init__.py").read_text()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_pip_installs_from_the_index_of_a_torch(server: str, tmp_path: Path, version: str) -> None:
+    variant, torch = re.fullmatch(r"0\.1\.0\+(.*)\.torch(.*)", version).groups()
+    done = pip_install(f"{server}/torch-{torch}/{variant}/", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert version in installed(tmp_path)
+
+
+def test_pip_installs_from_a_folder_what_the_import_check_names(index: Path, tmp_path: Path) -> None:
+    advice = wheel_advice("0.1.0+cpu.torch2.13", {"torch": "2.13.1+cu130", "cuda": "13.0"})
+    named = re.search(r"--no-deps (\S+) --index-url INDEX/(\S+) ", advice)
+    assert named is not None
+    done = pip_install(f"{index.as_uri()}/{named[2]}", tmp_path, requirement=named[1])
+    assert done.returncode == 0, done.stderr
+    assert VERSIONS[1] in installed(tmp_path)
+    assert named[1].endswith(f"+{variant_name('13.0')}.torch{minor_version('2.13.1+cu130')}")  # as the wheel is built
+
+
+def test_pip_refuses_a_wheel_that_has_changed(tmp_path: Path) -> None:
+    write_wheel(tmp_path / "dist", VERSIONS[0])
+    main([str(tmp_path / "dist"), "--out", str(tmp_path / "site")])
+    (wheel,) = (tmp_path / "site" / "wheels").iterdir()
+    wheel.write_bytes(wheel.read_bytes() + b"\0")
+    done = pip_install(f"{(tmp_path / 'site').as_uri()}/torch-2.13/cpu/", tmp_path / "target")
+    assert done.returncode == 1 and "HASHES" in done.stderr
+
+
+def test_a_page_has_each_wheel_once_with_the_pythons_it_is_for(index: Path) -> None:
+    page = (index / "torch-2.13" / "cu130" / "torchddp" / "index.html").read_text()
+    links = re.findall(r'<a href="([^"#]+)#sha256=([0-9a-f]{64})" data-requires-python="&gt;=3.10">([^<]+)</a>', page)
+    assert len(links) == 3 == page.count("<a ")
+    for href, _, name in links:
+        assert "+cu130.torch2.13-" in name and "%2Bcu130" in href
+        assert (index / "wheels" / name).is_file()
+
+
+def test_the_front_page_has_a_command_for_each_torch_and_cuda(index: Path) -> None:
+    page = (index / "index.html").read_text()
+    commands = re.findall(r"<code>pip install --no-deps (\S+) --index-url (\S+)</code>", page)
+    assert commands == [
+        ("torchddp==0.1.0+cpu.torch2.13", "https://example.org/wheels/torch-2.13/cpu/"),
+        ("torchddp==0.1.0+cu130.torch2.13", "https://example.org/wheels/torch-2.13/cu130/"),
+        ("torchddp==0.1.0+cu126.torch2.12", "https://example.org/wheels/torch-2.12/cu126/"),
+    ]
+    assert page.count("manylinux_2_28_riscv64") == len(VERSIONS) and page.count(PLATFORM) == len(VERSIONS)
+    for href in re.findall(r'href="([^"]+)"', page):
+        assert (index / href).is_file()
+
+
+def refusal(wheels: Path, out: Path) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(wheels), "--out", str(out)])
+    return str(stopped.value)
+
+
+def test_what_is_no_index_of_wheels_is_refused(tmp_path: Path) -> None:
+    dist, out = tmp_path / "dist", tmp_path / "site"
+    assert "there are no wheels in" in refusal(dist, out)
+    wheel = write_wheel(dist, VERSIONS[0])
+    twin = write_wheel(dist / "again", VERSIONS[0])
+    assert "have the same name" in refusal(dist, out)
+    twin.unlink()
+
+    for name in ("numpy-2.0.0-cp311-cp311-manylinux_2_28_x86_64.whl", "torchddp-0.1.0-cp311-cp311-linux_x86_64.whl"):
+        other = dist / name
+        other.write_bytes(wheel.read_bytes())
+        assert f"{other} is no wheel of torchddp" in refusal(dist, out)
+        other.unlink()
+
+    whole = wheel.read_bytes()
+    wheel.write_bytes(whole[: len(whole) // 2])
+    assert f"{wheel} is no wheel: it can't be read" in refusal(dist, out)
+    wheel.unlink()
+
+    write_wheel(dist, VERSIONS[0], said_version="0.1.0")
+    assert "says inside that it is version 0.1.0" in refusal(dist, out)
+    assert not out.exists()
+
+    write_wheel(dist, VERSIONS[0])
+    main([str(dist), "--out", str(out)])
+    assert "must be an empty folder" in refusal(dist, out)
