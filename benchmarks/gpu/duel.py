@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 from benchmarks.gpu import trace
 from benchmarks.gpu.clock import Clock
 from torchddp.bench.timing import enough, no_collections
+from torchddp.harness.launch import Report
 
 Work = Callable[[], object]
 # Calls under one profiler.
@@ -28,7 +30,7 @@ def host_us(works: Sequence[Work], device: torch.device, seconds: float, seed: i
             work()
 
     for work in works:
-        clock.time(lambda work=work: repeated(work))  # type: ignore[misc]
+        clock.time(functools.partial(repeated, work))
     rounds: list[list[float]] = []
     with no_collections():
         start_s = time.monotonic()
@@ -36,10 +38,21 @@ def host_us(works: Sequence[Work], device: torch.device, seconds: float, seed: i
             shuffler.shuffle(order)
             times_us = [0.0] * len(works)
             for index in order:
-                _, host_ms = clock.time(lambda index=index: repeated(works[index]))  # type: ignore[misc]
+                _, host_ms = clock.time(functools.partial(repeated, works[index]))
                 times_us[index] = host_ms * 1000 / calls
             rounds.append(times_us)
     return np.array(rounds).T
+
+
+def for_each_size(
+    sizes: Sequence[int], report: Report, time_size: Callable[[int], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """A table for each size."""
+    tables = []
+    for done, size in enumerate(sizes):
+        report(done, len(sizes))
+        tables.append(time_size(size))
+    return tables
 
 
 def device_us(work: Work, device: torch.device, counts: Callable[[trace.DeviceEvent], bool]) -> np.ndarray:

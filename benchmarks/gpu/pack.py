@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.cases import MIB, PACK_CASE, PACK_GOAL, GpuJob
-from benchmarks.gpu.duel import device_us, duel, timed_what
+from benchmarks.gpu.duel import device_us, duel, for_each_size, timed_what
 from benchmarks.gpu.given import GivenStep
 from benchmarks.gpu.trace import DeviceEvent
 from torchddp.ddp import model
@@ -45,11 +45,7 @@ def is_pack(event: DeviceEvent) -> bool:
 def time_pack(job: GpuJob, device: torch.device, report: Report) -> list[dict[str, Any]]:
     """A table for each size of the bucket."""
     sizes = QUICK_BYTES if job.quick else BYTES
-    tables = []
-    for done, size in enumerate(sizes):
-        report(done, len(sizes))
-        tables.append(_time_size(job, size, device))
-    return tables
+    return for_each_size(sizes, report, lambda size: _time_size(job, size, device))
 
 
 def _copy_us(elements: int, device: torch.device) -> np.ndarray:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.cases import KIB, MIB, SCALE_CASE, GpuJob
-from benchmarks.gpu.duel import device_us, duel, timed_what
+from benchmarks.gpu.duel import device_us, duel, for_each_size, timed_what
 from benchmarks.gpu.given import GivenStep
 from benchmarks.gpu.pack import is_pack, random_gradients
 from benchmarks.gpu.trace import DeviceEvent, is_collective
@@ -28,11 +28,7 @@ def counts(event: DeviceEvent) -> bool:
 def time_scale(job: GpuJob, device: torch.device, report: Report) -> list[dict[str, Any]]:
     """A table for each size of the gradient."""
     sizes = QUICK_BYTES if job.quick else BYTES
-    tables = []
-    for done, size in enumerate(sizes):
-        report(done, len(sizes))
-        tables.append(_time_size(job, size, device))
-    return tables
+    return for_each_size(sizes, report, lambda size: _time_size(job, size, device))
 
 
 def _time_size(job: GpuJob, size: int, device: torch.device) -> dict[str, Any]:

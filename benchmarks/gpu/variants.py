@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from benchmarks.gpu.cases import Way
 from torchddp.harness.variants import (
@@ -19,9 +18,6 @@ from torchddp.harness.variants import (
     make_variants,
 )
 
-# Whether a large gradient's own memory is reduced, or it is packed like the others.
-ADOPT = "adopt_large_gradients"
-
 
 def parameters_of(class_path: str) -> Collection[str]:
     """What the constructor of the class at this path takes."""
@@ -32,11 +28,6 @@ def known_options(variant: Variant, parameters: Collection[str]) -> Variant:
     """The variant without options that are none of the constructor's parameters."""
     kept = tuple((name, value) for name, value in variant.options if name in parameters)
     return dataclasses.replace(variant, options=kept)
-
-
-def known(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of these options that our class takes."""
-    return {name: value for name, value in options.items() if name in parameters_of(TORCHDDP)}
 
 
 def torch_lacks() -> list[str]:
@@ -57,8 +48,7 @@ def make_field(ours: str, caps_mb: Sequence[float]) -> tuple[Variant, ...]:
     if ours == TORCHDDP:
         # What our default costs beyond the promise that the graph never changes, which torch's tuned rows make.
         field.append(Variant("torchddp static_graph", Role.OURS, ours, (("static_graph", True),)))
-        if packed := known({ADOPT: False}):
-            field.append(Variant("torchddp all packed", Role.OURS, ours, tuple(packed.items())))
+        field.append(Variant("torchddp all packed", Role.OURS, ours, (("adopt_large_gradients", False),)))
     return tuple(field)
 
 

@@ -62,6 +62,7 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
   if (given_away_) {
     release_memory();
   } else {
+    find_padding();
     clear_padding();
   }
   if (slots_.size() == 1 && flat_.is_cpu() && !flat_.is_complex()) {
@@ -90,27 +91,23 @@ void Bucket::make_wire() {
   wire_ = at::view_as_real(flat_).view({-1});
 }
 
-void Bucket::clear_padding() const {
-  if (sparse_) {
-    return;
-  }
-  const c10::NoGradGuard no_grad;
-  std::vector<at::Tensor> gaps;
+void Bucket::find_padding() {
+  padding_.clear();
   int64_t end = 0;
-  const auto slot_begins = [&](int64_t begin) {
-    if (begin > end) {
-      gaps.push_back(flat_.narrow(0, end, begin - end));
-    }
-  };
   for (size_t i = 0; i < slots_.size(); ++i) {
     if (!slots_[i].is_apart()) {
-      slot_begins(offsets_[i]);
+      if (offsets_[i] > end) {
+        padding_.push_back(flat_.narrow(0, end, offsets_[i] - end));
+      }
       end = offsets_[i] + slots_[i].numel();
     }
   }
-  slot_begins(flat_.numel());
-  if (!gaps.empty()) {
-    at::_foreach_zero_(gaps);
+}
+
+void Bucket::clear_padding() {
+  if (!padding_.empty()) {
+    const c10::NoGradGuard no_grad;
+    at::_foreach_zero_(padding_);
   }
 }
 
@@ -127,6 +124,7 @@ void Bucket::take_memory(const at::Tensor& memory) {
   for (auto& slot : slots_) {
     slot.rebind();
   }
+  find_padding();
   clear_padding();
 }
 
@@ -137,6 +135,7 @@ std::vector<int64_t> Bucket::move(transport::Transport& transport) {
   memory.copy_(flat_);
   point_at(memory);
   make_wire();
+  find_padding();
   std::vector<int64_t> stay;
   for (size_t i = 0; i < slots_.size(); ++i) {
     if (!slots_[i].is_apart() && !slots_[i].follow()) {
@@ -147,6 +146,7 @@ std::vector<int64_t> Bucket::move(transport::Transport& transport) {
 }
 
 void Bucket::release_memory() {
+  padding_.clear();  // else it would keep the memory
   point_at(at::empty({0}, flat_.options()));
   if (flat_.is_complex()) {
     wire_.reset();

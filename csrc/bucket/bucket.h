@@ -73,7 +73,7 @@ class Bucket {
   std::vector<int64_t> move(transport::Transport& transport);
   void release_memory();
   // Zeros what lies between slots: no gradients, but sums, norms and hooks go over it. Whoever else writes there calls this.
-  void clear_padding() const;
+  void clear_padding();
 
   // One thread at a time writes it, any thread may read it for a report.
   std::atomic<BucketState> state{BucketState::kIdle};
@@ -97,6 +97,7 @@ class Bucket {
 
  private:
   void make_wire();
+  void find_padding();
   void point_at(const at::Tensor& memory);
 
   std::vector<int64_t> params_;
@@ -105,6 +106,7 @@ class Bucket {
   at::Tensor flat_;
   at::Tensor wire_;
   std::vector<at::Tensor> apart_;
+  std::vector<at::Tensor> padding_;  // of flat_
   std::optional<at::Tensor> row_ids_;
   std::atomic<int64_t> pending_{0};
   int owner_ = -1;

@@ -25,7 +25,7 @@ from benchmarks.gpu.models import MODELS, make_batch, make_model
 from benchmarks.gpu.pack import numels_of, packing_step, random_gradients, unaligned_step
 from benchmarks.gpu.results import duel_result, leave_result, memory_result, model_result
 from benchmarks.gpu.run import ROW_PARTS, Settings, Stage, stages
-from benchmarks.gpu.variants import ADOPT, field_of, known, known_options, make_field, torch_lacks
+from benchmarks.gpu.variants import field_of, known_options, make_field, torch_lacks
 from tests.harness import run_ranks
 from tests.whole_buckets import padded_slots
 from torchddp.bench.report import save_results
@@ -467,10 +467,9 @@ def test_a_way_changes_how_many_models_and_gradients_stay() -> None:
     assert quick_job().way == USUAL and quick_job().way.set_to_none
 
 
-def test_options_that_our_class_does_not_know_are_left_out() -> None:
-    assert known({"bucket_cap_mb": 3, "no_such_option": 1}) == {"bucket_cap_mb": 3}
-    packed = [variant for variant in make_field(TORCHDDP, (25,)) if variant.keywords.get(ADOPT) is False]
-    assert len(packed) == len(known({ADOPT: False}))
+def test_our_class_is_also_timed_with_everything_packed() -> None:
+    packed = [v for v in make_field(TORCHDDP, (25,)) if v.keywords.get("adopt_large_gradients") is False]
+    assert [v.name for v in packed] == ["torchddp all packed"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

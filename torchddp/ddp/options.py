@@ -40,8 +40,8 @@ _CPU_CAP_BYTES = 8 * _MIB
 # A CPU gradient this large is reduced where it lies, in a bucket of its own: a copy costs more than one more message.
 _CPU_SOLO_BYTES = 1 * _MIB
 # A CUDA gradient this large is reduced where it lies. Packing reads and writes it, which takes 0.7 us at the 3 TB/s of
-# an H100 and 1.3 us at the 1.6 of an A100. One more all-reduce in a group costs the host about as much, and the host
-# runs ahead.
+# an H100 and 1.3 us at the 1.6 of an A100. One more all-reduce in a group should cost the host about as much (not
+# measured yet), and the host runs ahead.
 _CUDA_ADOPT_BYTES = 1 * _MIB
 # Over shared memory a bucket costs about a microsecond: small ones, which are reduced while they are in cache.
 _SHARED_CAP_BYTES = 1 * _MIB

@@ -32,8 +32,8 @@ struct ReducerConfig {
   bool find_non_finite = false;  // look at this rank's own gradients before they are averaged
   // ... and at the averages: see Note [Non-finite averages] in report/non_finite_watch.h
   bool raise_non_finite = false;
-  // Gradients at least this large are reduced where autograd made them, where buckets are packed when they are complete: see Note [Adopted
-  // gradients] in bucket/grad_slot.h; 0: none are.
+  // Gradients at least this large are reduced where autograd made them, where buckets are packed when they are complete: see
+  // Note [Adopted gradients] in bucket/grad_slot.h; 0: none are.
   int64_t adopt_bytes = 0;
   bool pack_whole_buckets = false;  // pack a bucket when it is complete, on the CPU too, as on other devices
   std::chrono::milliseconds timeout = transport::kTransportTimeout;

@@ -13,7 +13,11 @@ class Packers {
  public:
   Packers(const Context& context, Step& step, BucketLayout& layout, NonFiniteWatch& non_finite, const UsedParams& used);
 
-  void begin_step() { whole_bucket_.begin_step(); }
+  void begin_step() {
+    if (whole_) {
+      whole_bucket_.begin_step();
+    }
+  }
   // In the hook of a gradient, or in its place. `incoming`: see GradSink::on_grad_ready.
   void pack(int64_t param, bool unused, const at::Tensor* incoming);
   // All gradients of the bucket are there, the last one that of `last`. Under the queue's lock.

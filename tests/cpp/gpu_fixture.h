@@ -1,0 +1,79 @@
+// A communicator over the recorders, and what its tests ask.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "common/errors.h"
+#include "gpu/communicator.h"
+#include "gpu_recorder.h"
+
+namespace torchddp::gpu {
+
+using namespace std::chrono_literals;
+using testing::Diary;
+using testing::RecordingDevice;
+using testing::RecordingNccl;
+using Lines = std::vector<std::string>;
+
+struct Fixture {
+  Diary diary;
+  std::shared_ptr<RecordingDevice> device = std::make_shared<RecordingDevice>(diary);
+  std::shared_ptr<RecordingNccl> nccl = std::make_shared<RecordingNccl>(diary);
+  CommunicatorConfig config{1, 4, 2s, 2s, 1ms, 20ms};
+  std::chrono::milliseconds timeout = 10min;  // of operations
+
+  std::unique_ptr<Communicator> make() { return std::make_unique<Communicator>(nccl, device, config, UniqueId{}); }
+  void all_reduce(Communicator& comm, Ticket& ticket, int64_t numel = 8, int64_t bucket = -1,
+                  std::shared_ptr<void> keep = nullptr) {
+    comm.start(
+        ticket, {"all_reduce", numel, bucket, timeout},
+        [&](Comm handle, Stream stream) {
+          return nccl->all_reduce(nullptr, nullptr, numel, kernels::DType::kF32, kPlainSum, handle, stream);
+        },
+        std::move(keep));
+  }
+};
+
+template <typename Body>
+std::string error_of(Body&& body) {
+  try {
+    body();
+  } catch (const TransportError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+inline bool has(const std::string& text, std::initializer_list<const char*> words) {
+  return std::all_of(words.begin(), words.end(),
+                     [&](const char* word) { return text.find(word) != std::string::npos; });
+}
+
+// Calls NCCL as another thread does.
+struct Caller {
+  template <typename Body>
+  explicit Caller(Body body) : thread([this, body] { error = error_of(body); }) {}
+  const std::string& end() {
+    thread.join();
+    return error;
+  }
+  std::string error;
+  std::thread thread;
+};
+
+inline bool soon(const std::function<bool()>& condition) {
+  const auto deadline = std::chrono::steady_clock::now() + 5s;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(1ms);
+  }
+  return true;
+}
+
+}  // namespace torchddp::gpu

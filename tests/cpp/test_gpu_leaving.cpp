@@ -1,0 +1,308 @@
+// How a communicator begins and ends: making, interrupts, aborts, leaving, forks, handlers of signals.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "common/signals.h"
+#include "gpu/ready_clock.h"
+
+#include "gpu_fixture.h"
+
+namespace torchddp::gpu {
+namespace {
+
+struct Raised final : std::runtime_error, SignalInterrupt {
+  using std::runtime_error::runtime_error;
+};
+
+TEST(gpu_an_interrupt_aborts_and_every_later_call_says_why) {
+  Fixture f;
+  auto comm = f.make();
+  f.device->idle = false;
+  Ticket ticket;
+  f.all_reduce(*comm, ticket);
+  comm->interrupt("rank 3 failed");
+  comm->interrupt("a second reason");
+  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+  CHECK_EQ(error_of([&] { comm->check(); }), "rank 3 failed");
+  CHECK_EQ(error_of([&] { comm->join(ticket); }), "rank 3 failed");
+  CHECK_EQ(error_of([&] { f.all_reduce(*comm, ticket); }), "rank 3 failed");
+  CHECK_EQ(error_of([&] { comm->allocate(64); }), "rank 3 failed");
+  comm.reset();
+  CHECK_EQ(f.diary.count("abort"), 1);
+  CHECK_EQ(f.device->alive.load(), 0);
+}
+
+TEST(gpu_an_interrupt_ends_a_call_that_is_in_progress) {
+  Fixture f;
+  const auto comm = f.make();
+  f.nccl->call_result = kNcclInProgress;
+  f.nccl->in_progress = 1'000'000'000;
+  Ticket ticket;
+  Caller caller([&] { f.all_reduce(*comm, ticket); });
+  std::this_thread::sleep_for(30ms);
+  comm->interrupt("rank 3 failed");
+  CHECK_EQ(caller.end(), "rank 3 failed");
+  f.nccl->in_progress = 0;
+  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+}
+
+TEST(gpu_nobody_waits_for_a_call_that_is_stuck_inside_and_an_interrupt_ends_it) {
+  Fixture f;
+  const auto comm = f.make();
+  f.device->idle = false;
+  Ticket queued;
+  f.all_reduce(*comm, queued);
+  f.nccl->connect_hangs = true;
+  Ticket stuck;
+  Caller caller([&] { f.all_reduce(*comm, stuck); });
+  CHECK(soon([&] { return f.nccl->inside == 1; }));
+  comm->check();
+  comm->join(queued);
+  CHECK(!comm->ended(queued));
+  comm->interrupt("rank 3 failed");
+  CHECK_EQ(caller.end(), "rank 3 failed");
+  CHECK(!f.nccl->used_after_abort);
+}
+
+// NCCL frees what a call uses: one that is on its way out is not aborted.
+TEST(gpu_an_abort_waits_for_a_call_that_is_on_its_way_out) {
+  Fixture f;
+  f.config.call_grace = 10min;
+  const auto comm = f.make();
+  f.nccl->connect_hangs = true;
+  Ticket ticket;
+  Caller caller([&] { f.all_reduce(*comm, ticket); });
+  CHECK(soon([&] { return f.nccl->inside == 1; }));
+  comm->interrupt("rank 3 failed");
+  std::this_thread::sleep_for(30ms);
+  CHECK_EQ(f.diary.count("abort"), 0);
+  f.nccl->let_go(f.nccl->connect_hangs);
+  CHECK_EQ(caller.end(), "rank 3 failed");
+  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+  CHECK(!f.nccl->used_after_abort);
+}
+
+TEST(gpu_an_abort_that_hangs_holds_nobody_up) {
+  Fixture f;
+  f.timeout = 5ms;
+  f.config.leave_timeout = 50ms;
+  auto comm = f.make();
+  f.device->idle = false;
+  f.nccl->abort_hangs = true;
+  Ticket ticket;
+  f.all_reduce(*comm, ticket);
+  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+  CHECK(has(error_of([&] { comm->check(); }), {"did not finish"}));
+  const auto since = std::chrono::steady_clock::now();
+  comm.reset();
+  CHECK(std::chrono::steady_clock::now() - since < 2s);
+  // The thread it was left to needs table and device until it is through.
+  const std::weak_ptr<RecordingNccl> nccl = f.nccl;
+  f.nccl->let_go(f.nccl->abort_hangs);
+  f.device.reset();
+  CHECK(soon([&] { return nccl.use_count() == 1; }));
+}
+
+TEST(gpu_leaving_with_operations_under_way_aborts_in_time) {
+  Fixture f;
+  f.config.leave_timeout = 30ms;
+  auto comm = f.make();
+  f.device->idle = false;
+  Ticket ticket;
+  f.all_reduce(*comm, ticket);
+  comm.reset();
+  CHECK_EQ(f.diary.count("abort"), 1);
+  CHECK_EQ(f.diary.count("finalize"), 0);
+}
+
+TEST(gpu_a_peer_that_does_not_leave_is_not_waited_for) {
+  for (const bool blocks : {false, true}) {
+    Fixture f;
+    f.config.leave_timeout = 30ms;
+    auto comm = f.make();
+    f.nccl->finalize_result = kNcclInProgress;
+    f.nccl->async = kNcclInProgress;
+    f.nccl->finalize_hangs = blocks;
+    comm.reset();
+    CHECK_EQ(f.diary.count("finalize"), 1);
+    CHECK_EQ(f.diary.count("destroy"), 0);
+    CHECK_EQ(f.diary.count("abort"), 1);
+    CHECK_EQ(f.device->alive.load(), 0);
+  }
+}
+
+TEST(gpu_neither_a_stuck_leaving_nor_a_stuck_abort_holds_anybody_up) {
+  Fixture f;
+  f.config.leave_timeout = 30ms;
+  auto comm = f.make();
+  f.nccl->finalize_hangs = f.nccl->abort_hangs = true;
+  const auto since = std::chrono::steady_clock::now();
+  comm.reset();
+  CHECK(std::chrono::steady_clock::now() - since < 3s);
+  const std::weak_ptr<RecordingNccl> nccl = f.nccl;
+  f.nccl->let_go(f.nccl->abort_hangs);
+  CHECK(soon([&] { return nccl.use_count() == 1; }));
+}
+
+// In the child there is neither the watchdog nor a driver, and a lock that some thread held stays locked.
+TEST(gpu_a_forked_child_drops_its_copies_and_nothing_else) {
+  Fixture f;
+  auto comm = f.make();
+  auto memory = comm->allocate(64);
+  auto left = comm->allocate(64);
+  f.device->captures = true;
+  Ticket captured;
+  f.all_reduce(*comm, captured);
+  f.device->captures = false;
+  auto clock = std::make_unique<ReadyClock>(f.device, 3);
+  Ticket ticket;
+  f.nccl->connect_hangs = true;
+  Caller caller([&] { f.all_reduce(*comm, ticket, 8, -1, std::move(left)); });
+  CHECK(soon([&] { return f.nccl->inside == 1; }));
+  f.diary.take();
+  const auto events = f.device->alive.load();
+  const auto child = fork();
+  if (child == 0) {
+    alarm(20);
+    comm->forget(captured);
+    memory.reset();
+    clock.reset();
+    comm.reset();
+    _exit(f.diary.take().empty() && f.device->alive == events && f.nccl->blocks == 2 ? 0 : 1);
+  }
+  int status = -1;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK_EQ(status, 0);
+  f.nccl->let_go(f.nccl->connect_hangs);
+  CHECK_EQ(caller.end(), "");
+  comm->forget(captured);
+  comm->check();
+}
+
+TEST(gpu_a_communicator_that_can_not_be_made_says_why_and_leaves_nothing) {
+  Fixture f;
+  f.config.connect_timeout = 20ms;
+  f.nccl->init_result = 3;
+  CHECK(has(error_of([&] { f.make(); }), {"rank 1 of 4: could not make a NCCL communicator", "error 3"}));
+  f.nccl->refuse_comm = true;
+  CHECK(has(error_of([&] { f.make(); }), {"rank 1 of 4: could not make a NCCL communicator", "error 3"}));
+  f.nccl->refuse_comm = false;
+  f.nccl->init_result = kNcclInProgress;
+  f.nccl->async = kNcclInProgress;
+  CHECK(has(error_of([&] { f.make(); }), {"could not make a NCCL communicator within 20 ms"}));
+  CHECK_EQ(f.diary.count("abort"), 2);
+  CHECK_EQ(f.device->alive.load(), 0);
+}
+
+TEST(gpu_a_rank_that_waits_for_the_others_to_connect_is_left_behind) {
+  Fixture f;
+  f.config.connect_timeout = 20ms;
+  f.nccl->init_hangs = true;
+  CHECK(has(error_of([&] { f.make(); }), {"rank 1 of 4", "within 20 ms", "Some rank has not come to it"}));
+  CHECK_EQ(f.diary.count("abort"), 0);  // there is nothing yet
+  const std::weak_ptr<RecordingNccl> nccl = f.nccl;
+  f.nccl->let_go(f.nccl->init_hangs);
+  CHECK(soon([&] { return nccl.use_count() == 1; }));
+  CHECK_EQ(f.diary.count("abort"), 1);  // what came too late
+}
+
+TEST(gpu_settings_and_priority_reach_nccl) {
+  Fixture f;
+  f.config.settings = {{{"min_ctas", 4}}, "IB"};
+  f.make();
+  CHECK_EQ(f.nccl->last_settings.numbers.at("min_ctas"), 4);
+  CHECK_EQ(f.nccl->last_settings.net_name, "IB");
+  CHECK_EQ(f.device->high_priority_streams.load(), 0);
+  f.config.high_priority = true;
+  f.make();
+  CHECK_EQ(f.device->high_priority_streams.load(), 1);
+}
+
+TEST(gpu_a_library_older_than_the_header_is_refused) {
+  Fixture f;
+  f.nccl->running = 22809;
+  CHECK(has(error_of([&] { f.make(); }), {"built with NCCL 2.29.7", "NCCL 2.28.9 is loaded"}));
+  CHECK_EQ(version_problem(23007, 22907), "");
+  CHECK_EQ(version_problem(22903, 22907), "");
+  CHECK(version_problem(30100, 22907) != "");
+}
+
+// A handler that returns lets the call go on, one that raises ends it. No lock is held meanwhile that letting go of memory wants.
+TEST(gpu_handlers_of_signals_run_while_a_call_is_in_progress) {
+  static std::shared_ptr<void> block;
+  static int calls = 0;
+  Fixture f;
+  const auto comm = f.make();
+  block = comm->allocate(64);
+  calls = 0;
+  f.nccl->call_result = kNcclInProgress;
+  f.nccl->async = kNcclInProgress;
+  signal_check = [] {
+    std::thread([] { block.reset(); }).join();
+    if (++calls == 2) throw Raised("KeyboardInterrupt");
+  };
+  Ticket ticket;
+  std::string raised;
+  try {
+    f.all_reduce(*comm, ticket, 8, 2);
+  } catch (const Raised& error) {
+    raised = error.what();
+  }
+  signal_check = nullptr;
+  CHECK_EQ(raised, "KeyboardInterrupt");
+  CHECK_EQ(calls, 2);
+  CHECK(has(error_of([&] { comm->check(); }), {"handler of a signal", "all_reduce of 8 elements (bucket 2)"}));
+  CHECK(soon([&] { return f.diary.count("abort") == 1; }));
+  f.nccl->async = kNcclSuccess;
+}
+
+TEST(gpu_a_handler_of_a_signal_can_t_wait_for_the_call_that_it_interrupts) {
+  static Communicator* comm;
+  static std::string nested;
+  Fixture f;
+  const auto made = f.make();
+  comm = made.get();
+  nested.clear();
+  f.nccl->call_result = kNcclInProgress;
+  f.nccl->async = kNcclInProgress;
+  signal_check = [] {
+    Ticket ticket;
+    nested =
+        error_of([&] { comm->start(ticket, {"broadcast", 3}, [](Comm, Stream) { return kNcclSuccess; }, nullptr); });
+    throw Raised("enough");
+  };
+  Ticket ticket;
+  try {
+    f.all_reduce(*made, ticket, 8, 2);
+  } catch (const Raised&) {
+  }
+  signal_check = nullptr;
+  CHECK(has(nested,
+            {"rank 1 of 4", "broadcast of 3 elements", "handler of a signal", "all_reduce of 8 elements (bucket 2)"}));
+  f.nccl->async = kNcclSuccess;
+}
+
+TEST(gpu_handlers_of_signals_run_while_a_communicator_is_made) {
+  static int calls = 0;
+  calls = 0;
+  Fixture f;
+  f.config.connect_timeout = 10min;
+  f.nccl->init_hangs = true;
+  signal_check = [] {
+    if (++calls == 2) throw Raised("KeyboardInterrupt");
+  };
+  std::string raised;
+  try {
+    f.make();
+  } catch (const Raised& error) {
+    raised = error.what();
+  }
+  signal_check = nullptr;
+  CHECK_EQ(raised, "KeyboardInterrupt");
+  const std::weak_ptr<RecordingNccl> nccl = f.nccl;
+  f.nccl->let_go(f.nccl->init_hangs);
+  CHECK(soon([&] { return nccl.use_count() == 1; }));
+}
+
+}  // namespace
+}  // namespace torchddp::gpu

@@ -1,0 +1,167 @@
+// Memory that NCCL reaches best: when it is registered and given back, and what ranks compare.
+
+#include "gpu_fixture.h"
+
+namespace torchddp::gpu {
+namespace {
+
+TEST(gpu_memory_is_registered_and_given_back_where_ranks_agree) {
+  Fixture f;
+  auto comm = f.make();
+  f.diary.take();
+  auto first = comm->allocate(4096);
+  auto second = comm->allocate(64);
+  CHECK(f.diary.take().empty());
+  CHECK(comm->memory_state() != 0);
+  comm->commit_memory(1s);
+  CHECK(f.diary.take() == (Lines{"register 4096", "register 64"}));
+  first.reset();
+  auto third = comm->allocate(128);
+  CHECK(f.diary.take().empty());
+  comm->memory_state();
+  comm->commit_memory(1s);
+  CHECK(f.diary.take() == (Lines{"synchronize", "deregister", "free", "register 128"}));
+  third.reset();
+  comm.reset();
+  CHECK(f.diary.take() == (Lines{"finalize", "destroy", "synchronize", "free"}));
+  second.reset();  // outlived the communicator
+  CHECK(f.diary.take() == (Lines{"synchronize", "free"}));
+  CHECK_EQ(f.nccl->blocks.load(), 0);
+}
+
+// Two ranks, as NCCL sees them.
+struct Ranks {
+  Fixture f0, f1;
+  std::unique_ptr<Communicator> comm0 = f0.make(), comm1 = f1.make();
+
+  std::array<std::shared_ptr<void>, 2> allocate(int64_t bytes) {
+    return {comm0->allocate(bytes), comm1->allocate(bytes)};
+  }
+  bool agree() { return comm0->memory_state() == comm1->memory_state(); }
+  void commit() {
+    comm0->commit_memory(1s);
+    comm1->commit_memory(1s);
+  }
+};
+
+TEST(gpu_ranks_that_would_register_differently_notice) {
+  Ranks ranks;
+  auto same = ranks.allocate(4096);
+  CHECK(ranks.agree());
+  ranks.commit();
+  CHECK(ranks.agree());
+  {
+    const auto more = ranks.comm1->allocate(64);
+    CHECK(!ranks.agree());
+  }
+  CHECK(ranks.agree());  // it is gone again, and was never registered
+  // One alone gives up a step, and lays its buckets out again.
+  same[0] = ranks.comm0->allocate(4096);
+  CHECK(!ranks.agree());
+  same[1] = ranks.comm1->allocate(4096);
+  CHECK(ranks.agree());
+  ranks.commit();
+  CHECK(ranks.agree());
+  // What one rank's program holds on to.
+  same[0].reset();
+  CHECK(!ranks.agree());
+}
+
+TEST(gpu_ranks_whose_windows_lie_elsewhere_notice) {
+  Ranks ranks;
+  auto a = ranks.allocate(64);
+  auto b = ranks.allocate(64);
+  CHECK(ranks.agree());
+  ranks.commit();
+  a[0].reset();
+  b[1].reset();
+  CHECK(!ranks.agree());
+  ranks.comm0->give_back_memory(1s);
+  ranks.comm1->give_back_memory(1s);
+  CHECK(!ranks.agree());  // as many windows on both, but not at the same places
+}
+
+TEST(gpu_the_order_in_which_memory_is_let_go_of_does_not_matter) {
+  Ranks ranks;
+  auto a = ranks.allocate(64);
+  auto b = ranks.allocate(128);
+  ranks.agree();
+  ranks.commit();
+  a[0].reset(), b[0].reset();
+  b[1].reset(), a[1].reset();
+  CHECK(ranks.agree());
+}
+
+TEST(gpu_what_comes_after_ranks_told_waits_for_the_next_time) {
+  Fixture f;
+  const auto comm = f.make();
+  auto told = comm->allocate(64);
+  comm->memory_state();
+  told.reset();  // by another thread
+  const auto later = comm->allocate(128);
+  f.diary.take();
+  comm->commit_memory(1s);
+  CHECK(f.diary.take() == (Lines{"register 64"}));
+  comm->memory_state();
+  comm->commit_memory(1s);
+  CHECK(f.diary.take() == (Lines{"synchronize", "deregister", "free", "register 128"}));
+}
+
+// What an abandoned operation holds on to counts as let go of on all ranks alike.
+TEST(gpu_memory_in_use_is_waited_for_before_ranks_tell) {
+  Fixture f;
+  f.config.watch_interval = 10min;
+  const auto comm = f.make();
+  auto memory = comm->allocate(4096);
+  comm->memory_state();
+  comm->commit_memory(1s);
+  const auto empty = comm->memory_state();
+  Ticket ticket;
+  f.all_reduce(*comm, ticket, 8, 0, std::move(memory));
+  f.diary.take();
+  CHECK(comm->memory_state() != empty);
+  CHECK(f.diary.take() == (Lines{"synchronize"}));
+  comm->commit_memory(1s);
+  CHECK(f.diary.take() == (Lines{"synchronize", "deregister", "free"}));
+}
+
+TEST(gpu_a_registration_that_the_peers_do_not_come_to_is_a_transport_error) {
+  Fixture f;
+  const auto comm = f.make();
+  const auto memory = comm->allocate(64);
+  comm->memory_state();
+  f.nccl->async = kNcclInProgress;
+  CHECK(has(error_of([&] { comm->commit_memory(20ms); }), {"rank 1 of 4", "registering memory", "within 20 ms"}));
+}
+
+TEST(gpu_memory_of_torch_makes_room) {
+  Fixture f;
+  const auto comm = f.make();
+  f.diary.take();
+  f.nccl->allocs_that_fail = 1;
+  CHECK(comm->allocate(123) != nullptr);
+  CHECK_EQ(f.diary.count("release_cache"), 1);
+  f.nccl->allocs_that_fail = 2;
+  CHECK(comm->allocate(123) == nullptr);  // this rank alone: no error, and nobody was called
+  CHECK_EQ(f.diary.count("release_cache"), 2);
+  comm->check();
+}
+
+TEST(gpu_a_rank_alone_has_no_windows) {
+  Fixture f;
+  f.config.rank = 0;
+  f.config.size = 1;
+  CHECK(!f.make()->uses_windows());
+}
+
+TEST(gpu_an_old_library_has_no_windows) {
+  Fixture f;
+  const auto comm = f.make();
+  CHECK(comm->uses_windows());
+  // Built against one that has them, so this can't be loaded; but what decides is the lower of the two.
+  f.nccl->running = kWindowsVersion - 1;
+  CHECK(!comm->uses_windows());
+}
+
+}  // namespace
+}  // namespace torchddp::gpu
