@@ -19,7 +19,8 @@ class Reductions {
   Reductions(const Context& context, const CommHook& hook, NonFiniteWatch& non_finite, const StepEvents& events)
       : context_(context), hook_(hook), non_finite_(non_finite), events_(events) {}
 
-  // From which size on gradients lie apart: see Note [Adopted gradients] in bucket/grad_slot.h. A communication hook is given them all in one piece.
+  // From which size on gradients lie apart (Note [Adopted gradients] in bucket/grad_slot.h); 0: none do. A communication hook is given
+  // them all in one piece.
   int64_t apart_bytes() const;
   // For bucket `index` of `count`.
   ReductionPtr make(const bucket::Bucket& bucket, int64_t index, int64_t count) const;
