@@ -114,11 +114,13 @@ bench: build
 chaos: build
 	$(PY) -m benchmarks.chaos $(ARGS)
 
-# An environment with other packages that shard: $(PEERS_PY) -m benchmarks.sharded. The extension is the checkout's.
-$(PEERS_VENV)/.requirements: requirements/build.txt requirements/test.txt requirements/peers.txt
+# An environment with other packages, those that shard: $(PEERS_PY) -m benchmarks.sharded, and those that reduce among the ranks
+# of a host: $(PEERS_PY) -m benchmarks --case collective --peers. The extension is the checkout's.
+$(PEERS_VENV)/.requirements: requirements/build.txt requirements/test.txt requirements/peers.txt requirements/peers-nodeps.txt
 	$(PYTHON) -m venv $(PEERS_VENV)
 	$(PEERS_PY) -m pip install -q -r requirements/build.txt -r requirements/test.txt
 	DS_BUILD_OPS=0 $(PEERS_PY) -m pip install -q --no-build-isolation -r requirements/peers.txt
+	$(PEERS_PY) -m pip install -q --no-deps -r requirements/peers-nodeps.txt
 	@echo "$(CURDIR)" > "$$($(PEERS_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchddp.pth"
 	@touch $@
 

@@ -13,6 +13,7 @@ endif()
 add_executable(torchddp_cpp_tests ${test_sources} ${pure_sources})
 target_include_directories(torchddp_cpp_tests PRIVATE tests/cpp)
 target_link_libraries(torchddp_cpp_tests PRIVATE torchddp_options)
+target_compile_definitions(torchddp_cpp_tests PRIVATE TORCHDDP_COUNT_LINES)
 # What is tested is compiled as shipped, but for the sanitizers. What tests it is compiled with what makes compiling and running
 # it short: with the sanitizers' checks in it, the device code that runs on the host takes longer to optimise than to run.
 if(TORCHDDP_SANITIZE)

@@ -16,16 +16,24 @@ namespace {
 using namespace transport;
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// The method that starts what `make` makes of its arguments.
+// The method that starts what `make` makes of its arguments. To wait in the same call is quicker than in another one.
 template <typename... Arguments>
 auto starter(Collective (*make)(Arguments...)) {
-  return [make](Transport& self, Arguments... arguments, Work& work) { self.start(make(arguments...), work); };
+  return [make](Transport& self, Arguments... arguments, Work& work, bool wait) {
+    self.start(make(arguments...), work);
+    if (wait) {
+      work.wait();
+    }
+  };
 }
 
 void bind_interface(py::module_& m) {
+  const auto waits = py::arg("wait") = false;
   py::class_<Work, std::shared_ptr<Work>>(m, "Work", "The restartable handle of a collective; see Transport.make_work.")
       .def("poll", &Work::poll, NoGil(), "True when nothing is under way. Never blocks.")
-      .def("wait", &Work::wait, py::arg("timeout") = kTransportTimeout, NoGil(),
+      .def(
+          "wait", [](Work& work) { work.wait(kTransportTimeout); }, NoGil())  // to convert a default takes long
+      .def("wait", &Work::wait, py::arg("timeout"), NoGil(),
            "Blocks until the result may be used; TransportError when a peer is gone or `timeout` has passed.")
       .def("abandon", &Work::abandon, NoGil(), "Forgets an operation that failed.");
 
@@ -49,15 +57,16 @@ void bind_interface(py::module_& m) {
           "1-d memory with `numel` elements of the dtype and device of `like`.")
       .def("make_work", [](Transport& transport) { return no_gil(std::shared_ptr<Work>(transport.make_work())); })
       .def("all_reduce", starter(+[](const at::Tensor& tensor) { return Collective::all_reduce(tensor); }),
-           py::arg("tensor"), py::arg("work"), NoGil())
+           py::arg("tensor"), py::arg("work"), waits, NoGil())
       .def("reduce", starter(+[](const at::Tensor& tensor, int root) { return Collective::reduce(tensor, root); }),
-           py::arg("tensor"), py::arg("root"), py::arg("work"), NoGil())
+           py::arg("tensor"), py::arg("root"), py::arg("work"), waits, NoGil())
       .def("reduce_scatter", starter(&Collective::reduce_scatter), py::arg("output"), py::arg("input"), py::arg("work"),
+           waits, NoGil())
+      .def("all_gather", starter(&Collective::all_gather), py::arg("output"), py::arg("input"), py::arg("work"), waits,
            NoGil())
-      .def("all_gather", starter(&Collective::all_gather), py::arg("output"), py::arg("input"), py::arg("work"),
+      .def("broadcast", starter(&Collective::broadcast), py::arg("tensor"), py::arg("root"), py::arg("work"), waits,
            NoGil())
-      .def("broadcast", starter(&Collective::broadcast), py::arg("tensor"), py::arg("root"), py::arg("work"), NoGil())
-      .def("barrier", starter(&Collective::barrier), py::arg("work"), NoGil())
+      .def("barrier", starter(&Collective::barrier), py::arg("work"), waits, NoGil())
       .def("progress", &Transport::progress, NoGil(),
            "Does what can be done for the operations under way. Never blocks.")
       .def("interrupt", &Transport::interrupt, py::arg("reason"), NoGil(),
@@ -114,7 +123,17 @@ void bind_transports(py::module_& m) {
 
   py::register_exception<shm::Unavailable>(m, "SharedMemoryUnavailable", PyExc_RuntimeError);
   py::class_<ShmTransport, Transport, std::shared_ptr<ShmTransport>>(m, "ShmTransport",
-                                                                     "Through memory that the ranks of a host share.");
+                                                                     "Through memory that the ranks of a host share.")
+      .def_property_readonly(
+          "memory",
+          [](const ShmTransport& self) {
+            const auto held = self.held_memory();
+            py::dict bytes;
+            bytes["allocated"] = held.allocated;
+            bytes["huge"] = held.huge;
+            return bytes;
+          },
+          "Bytes of this rank's segment that are in use, and how many of them lie in huge pages. Takes milliseconds.");
   py::class_<ShmEndpoint>(m, "ShmEndpoint", "A rank's socket, at which the ranks of its host can reach it.")
       .def(py::init<int64_t>(), py::arg("limit_bytes"))
       .def_property_readonly("address", &ShmEndpoint::address)
@@ -122,19 +141,18 @@ void bind_transports(py::module_& m) {
           "connect",
           [](ShmEndpoint& self, std::optional<ProcessGroupPtr> group, std::vector<int> local_ranks,
              std::vector<std::string> addresses, std::optional<ProcessGroupPtr> outer_group, std::vector<int> places,
-             std::vector<int> outer_ranks, int owners, bool spans, std::chrono::milliseconds connect_timeout,
-             std::chrono::milliseconds timeout) {
+             std::vector<int> outer_ranks, int owners, bool spans, std::optional<int> node,
+             std::chrono::milliseconds connect_timeout, std::chrono::milliseconds timeout) {
             const py::gil_scoped_release release;
             return no_gil(
                 self.connect(group.value_or(ProcessGroupPtr()),
                              {std::move(local_ranks), std::move(addresses), outer_group.value_or(ProcessGroupPtr()),
-                              std::move(places), std::move(outer_ranks), owners, spans},
+                              std::move(places), std::move(outer_ranks), owners, spans, node},
                              connect_timeout, timeout));
           },
           py::arg("process_group"), py::kw_only(), py::arg("local_ranks"), py::arg("addresses"), py::arg("outer_group"),
-          py::arg("places"), py::arg("outer_ranks"),
-
-          py::arg("owners"), py::arg("spans"), py::arg("connect_timeout"), py::arg("timeout"),
+          py::arg("places"), py::arg("outer_ranks"), py::arg("owners"), py::arg("spans"), py::arg("node"),
+          py::arg("connect_timeout"), py::arg("timeout"),
           "Collective among the ranks of a host. SharedMemoryUnavailable says why it can't be.");
   m.def(
       "make_shm_backend",

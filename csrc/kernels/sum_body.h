@@ -1,8 +1,10 @@
 // The loops of the sum kernels, compiled for each instruction set: see isa.h.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <type_traits>
 
 #include "kernels/isa.h"
@@ -46,6 +48,10 @@ struct SumKernel {
   // Enough independent chains to hide the latency of an addition, few enough to stay in registers. (Element by element
   // there is nothing to gain.)
   static constexpr int kUnroll = kIsHalf && !Isa::kHasVectorHalves ? 1 : 4;
+  // Measured: see Note [Many ranks].
+  static constexpr int64_t kMostAtOnce = 12;
+  static constexpr int64_t kTogether = 8;
+  static constexpr int64_t kTileBytes = 16 * 1024;
 
   static TDDP_INLINE Vector load(const unsigned char* src) {
     if constexpr (kIsHalf) {
@@ -100,31 +106,100 @@ struct SumKernel {
     return !Isa::any_top_bit(tops);
   }
 
-  // kNum vectors of every rank, `at` bytes into the buffers. All is read before anything is written: a destination may
-  // be a source.
-  template <bool kScaled, bool kChecked, int kNum>
-  static TDDP_INLINE void step(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
-                               int64_t num_srcs, int64_t at, SumFindings* found) {
-    Vector totals[kNum];
+  // Of the first source, kNum vectors `at` bytes into it.
+  template <bool kScaled, int kNum>
+  static TDDP_INLINE void begin_with(Vector (&totals)[kNum], const void* const* srcs, const double* scales,
+                                     int64_t at) {
     const auto* first = static_cast<const unsigned char*>(srcs[0]) + at;
 #pragma GCC unroll 4
     for (int j = 0; j < kNum; ++j) totals[j] = scaled<kScaled>(load(first + j * kStepBytes), scales, 0);
-    for (int64_t rank = 1; rank < num_srcs; ++rank) {
+  }
+
+  // And of sources [begin, end).
+  template <bool kScaled, int kNum>
+  static TDDP_INLINE void add(Vector (&totals)[kNum], const void* const* srcs, const double* scales, int64_t begin,
+                              int64_t end, int64_t at) {
+    for (int64_t rank = begin; rank < end; ++rank) {
       const auto* src = static_cast<const unsigned char*>(srcs[rank]) + at;
 #pragma GCC unroll 4
       for (int j = 0; j < kNum; ++j) {
         totals[j] = combine(totals[j], scaled<kScaled>(load(src + j * kStepBytes), scales, rank));
       }
     }
+  }
+
+  // The totals of all sources, before they are written.
+  template <bool kChecked, int kNum>
+  static TDDP_INLINE void check(const Vector (&totals)[kNum], const void* const* srcs, int64_t num_srcs, int64_t at,
+                                SumFindings* found) {
     if constexpr (kChecked) {
       if (!all_finite(totals)) [[unlikely]]
         found->note(srcs, num_srcs, Type, at, kNum * kStepBytes);
     }
-    for (int64_t k = 0; k < num_dsts; ++k) {
+  }
+
+  template <int kNum>
+  static TDDP_INLINE void write(const Vector (&totals)[kNum], void* const* dsts, int64_t begin, int64_t end,
+                                int64_t at) {
+    for (int64_t k = begin; k < end; ++k) {
       auto* dst = static_cast<unsigned char*>(dsts[k]) + at;
 #pragma GCC unroll 4
       for (int j = 0; j < kNum; ++j) store(dst + j * kStepBytes, totals[j]);
     }
+  }
+
+  // All is read before anything is written: a destination may be a source.
+  template <bool kScaled, bool kChecked, int kNum>
+  static TDDP_INLINE void step(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
+                               int64_t num_srcs, int64_t at, SumFindings* found) {
+    Vector totals[kNum];
+    begin_with<kScaled>(totals, srcs, scales, at);
+    add<kScaled>(totals, srcs, scales, 1, num_srcs, at);
+    check<kChecked>(totals, srcs, num_srcs, at, found);
+    write(totals, dsts, 0, num_dsts, at);
+  }
+
+  // Note [Many ranks]
+  // A processor follows a dozen streams through memory and no more, and buffers that start on a page share the same few sets of the
+  // first cache. So the many sources of a tile are added a few at a time, and the totals kept, in lanes, in between; then they are
+  // written to a few destinations at a time. Returns how far whole steps went.
+  template <bool kScaled, bool kChecked>
+  static TDDP_INLINE int64_t tiles(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
+                                   int64_t num_srcs, int64_t bytes, SumFindings* found) {
+    constexpr int64_t kBlockBytes = kUnroll * kStepBytes;
+    // In registers, for as long as the compiler knows that no store goes there: not in the tile.
+    struct Block {
+      Vector totals[kUnroll];
+    };
+    Block tile[kTileBytes / sizeof(Block)];
+    int64_t start = 0;
+    while (bytes - start >= kBlockBytes) {
+      const int64_t blocks = std::min(std::ssize(tile), (bytes - start) / kBlockBytes);
+      for (int64_t begin = 0; begin < num_srcs; begin += kTogether) {
+        const int64_t end = std::min(begin + kTogether, num_srcs);
+        for (int64_t i = 0; i < blocks; ++i) {
+          const int64_t at = start + i * kBlockBytes;
+          Block block;
+          if (begin == 0) {
+            begin_with<kScaled>(block.totals, srcs, scales, at);
+          } else {
+            block = tile[i];
+          }
+          add<kScaled>(block.totals, srcs, scales, std::max<int64_t>(begin, 1), end, at);
+          if (end == num_srcs) check<kChecked>(block.totals, srcs, num_srcs, at, found);
+          tile[i] = block;
+        }
+      }
+      for (int64_t begin = 0; begin < num_dsts; begin += kTogether) {
+        const int64_t end = std::min(begin + kTogether, num_dsts);
+        for (int64_t i = 0; i < blocks; ++i) {
+          const Block block = tile[i];
+          write(block.totals, dsts, begin, end, start + i * kBlockBytes);
+        }
+      }
+      start += blocks * kBlockBytes;
+    }
+    return start;
   }
 
   // Less than a vector, by way of a whole one.
@@ -158,7 +233,8 @@ struct SumKernel {
   template <bool kScaled, bool kChecked>
   static TDDP_INLINE void loop(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
                                int64_t num_srcs, int64_t bytes, SumFindings* found) {
-    int64_t at = 0;
+    int64_t at =
+        num_srcs > kMostAtOnce ? tiles<kScaled, kChecked>(dsts, num_dsts, srcs, scales, num_srcs, bytes, found) : 0;
     for (; at + kUnroll * kStepBytes <= bytes; at += kUnroll * kStepBytes) {
       step<kScaled, kChecked, kUnroll>(dsts, num_dsts, srcs, scales, num_srcs, at, found);
     }

@@ -5,37 +5,55 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
 #include <climits>
 #include <ctime>
 #include <functional>
-#include <numeric>
+
+#include "shm/processors.h"
 
 namespace torchddp::shm {
+namespace {
+
+std::vector<int> nodes_of(const EngineConfig& config) {
+  std::vector<int> nodes;
+  for (const auto& segment : config.segments) {
+    nodes.push_back(reinterpret_cast<const Header*>(segment.base)->node);
+  }
+  return nodes;
+}
+
+}  // namespace
+
+Board::Board(const EngineConfig& config) : config_(config), groups_(nodes_of(config)) {}
 
 bool Board::is_crowded() const {
-  decltype(Header::cpu_mask) all{};
+  ProcessorMask all{};
+  int least = INT_MAX;
   for (const auto& segment : config_.segments) {
-    const auto& mask = reinterpret_cast<const Header*>(segment.base)->cpu_mask;
-    std::transform(all.begin(), all.end(), mask.begin(), all.begin(), std::bit_or<>());
+    const auto& header = *reinterpret_cast<const Header*>(segment.base);
+    std::transform(all.begin(), all.end(), header.cpu_mask.begin(), all.begin(), std::bit_or<>());
+    least =
+        header.quota > 0 ? std::min(least, header.quota) : least;  // that of one group, as a rule, with all ranks in it
   }
-  const auto add = [](int processors, uint64_t word) { return processors + std::popcount(word); };
-  return std::accumulate(all.begin(), all.end(), 0, add) < size();
+  return std::min(shm::count(all), least) < size();
 }
 
 void Board::ring() const {
-  for (int rank = 0; rank < size(); ++rank) {
-    auto& peer = header(rank);
-    if (peer.sleeping.load() != 0) {  // this rank's too: other threads of it may wait for what this one has done
-      peer.doorbell.fetch_add(1);
-      syscall(SYS_futex, &peer.doorbell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-    }
+  if (has_sleepers()) {
+    auto& bell = header(0).doorbell;
+    bell.fetch_add(1);
+    syscall(SYS_futex, &bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
+}
+
+uint32_t Board::lie_down() const {
+  header(0).sleeping.fetch_add(1);
+  return header(0).doorbell.load();
 }
 
 void Board::sleep(uint32_t bell, int64_t longest_ns) const {
   const timespec timeout{longest_ns / 1'000'000'000, longest_ns % 1'000'000'000};
-  syscall(SYS_futex, &own_header().doorbell, FUTEX_WAIT, bell, &timeout, nullptr, 0);
+  syscall(SYS_futex, &header(0).doorbell, FUTEX_WAIT, bell, &timeout, nullptr, 0);
 }
 
 }  // namespace torchddp::shm

@@ -10,7 +10,9 @@
 #include <vector>
 
 #include "kernels/dtype.h"
+#include "shm/groups.h"
 #include "shm/layout.h"
+#include "shm/transfers.h"
 
 namespace torchddp::shm {
 
@@ -40,13 +42,16 @@ struct EngineConfig {
   int owners = 0;              // ranks that own shards: all of a single host, the least number on any host otherwise
   int threads = 1;             // to reduce a large block with
   std::function<void(int, const std::function<void()>&)> run_parallel;  // calls it on that many threads
+
+  // Whether so much work is worth them.
+  bool is_parallel(int64_t bytes) const { return threads > 1 && bytes >= (4 << 20); }
 };
 
 // A view of all segments. Decides nothing.
 class Board {
  public:
   // `config` must outlive it.
-  explicit Board(const EngineConfig& config) : config_(config) {}
+  explicit Board(const EngineConfig& config);
 
   int rank() const { return config_.rank; }
   int size() const { return static_cast<int>(config_.segments.size()); }
@@ -54,6 +59,9 @@ class Board {
   bool spans() const { return config_.outer != nullptr; }
   // For errors.
   std::string name(int rank) const { return "rank " + std::to_string(config_.group_ranks[static_cast<size_t>(rank)]); }
+  // Who works with whom.
+  const Groups& groups() const { return groups_; }
+  RankState state(int rank) const { return static_cast<RankState>(header(rank).state.load()); }
   // Whether the ranks have fewer processors between them than they are.
   bool is_crowded() const;
 
@@ -61,22 +69,54 @@ class Board {
   Header& header(int rank) const { return *reinterpret_cast<Header*>(base(rank)); }
   Header& own_header() const { return header(rank()); }
   Slot& slot(int rank, uint64_t seq) const { return header(rank).slots[seq % kSlots]; }
-  std::byte* eager_data(int rank, uint64_t seq) const {
-    return base(rank) + kHeaderBytes + static_cast<int64_t>(seq % kSlots) * kEagerBytes;
-  }
+  // Whether a rank has started an operation. Its post can be read then.
+  bool has_posted(int rank, uint64_t seq) const { return slot(rank, seq).post.number.load() > seq; }
   // Whether so many bytes at `offset` lie where a rank has its blocks.
   bool holds(int rank, int64_t offset, int64_t bytes) const {
     const auto all = config_.segments[static_cast<size_t>(rank)].bytes;
     return offset >= kDataOffset && bytes >= 0 && bytes <= all && offset <= all - bytes;
   }
 
-  // Wakes all who sleep.
+  // For transfers(): `lines` of a rank's were read, `bytes` of its blocks read or written.
+  void count_lines(int rank, int64_t lines) const { count(rank, lines, 0); }
+  void count_bytes(int rank, int64_t bytes) const { count(rank, 0, bytes); }
+  Transfers transfers() const { return {transfers_[0], transfers_[1], transfers_[2], transfers_[3]}; }
+
+  template <class Test>
+  bool all_of_ranks(Test&& test) const {
+    for (int rank = 0; rank < size(); ++rank) {
+      if (!test(rank)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // Wakes all who sleep, with one call of the kernel. What they wait for must have been stored before, sequentially consistent.
   void ring() const;
-  // Until somebody rings; returns at once if this rank's doorbell is not `bell` any more.
+  bool has_sleepers() const { return header(0).sleeping.load() != 0; }
+  // To sleep: lie_down(), look once more whether there is really nothing to do, sleep() until somebody rings after lie_down() or the time
+  // is up, rise().
+  uint32_t lie_down() const;
   void sleep(uint32_t bell, int64_t longest_ns) const;
+  void rise() const { header(0).sleeping.fetch_sub(1); }
 
  private:
+  void count([[maybe_unused]] int rank, [[maybe_unused]] int64_t lines, [[maybe_unused]] int64_t bytes) const {
+#ifdef TORCHDDP_COUNT_LINES
+    if (rank != this->rank()) {
+      const bool far = groups_.node_of(rank) != groups_.node_of(this->rank());
+      const std::array added{lines, far ? lines : 0, bytes, far ? bytes : 0};
+      for (size_t i = 0; i < added.size(); ++i) {
+        transfers_[i].fetch_add(added[i], std::memory_order_relaxed);
+      }
+    }
+#endif
+  }
+
   const EngineConfig& config_;
+  const Groups groups_;
+  mutable std::array<std::atomic<int64_t>, 4> transfers_{};  // as in Transfers
 };
 
 }  // namespace torchddp::shm

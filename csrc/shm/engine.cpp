@@ -26,6 +26,9 @@ constexpr int kYields = 16'000;
 constexpr std::chrono::microseconds kGaveWay{200};
 constexpr int kShortWaits = 8;
 constexpr int kCrowdedSpins = 20;
+constexpr int kCrowdedYields = 100;
+// An owner that has not begun its chunks by then may not be running.
+constexpr int kHelpAfter = 64;
 // A sleeper looks whether its peers still live this often. The bound that users see is two seconds.
 constexpr int64_t kSleepNs = 20'000'000;
 // Nobody rings when the link between hosts has something.
@@ -65,14 +68,13 @@ class Courtesy {
 }  // namespace
 
 Engine::Engine(EngineConfig config)
-    : config_(std::move(config)),
-      board_(config_),
-      failure_(board_),
-      crowded_(board_.is_crowded()),
-      running_(kSlots, Running(board_)) {
+    : config_(std::move(config)), board_(config_), failure_(board_), done_(board_), crowded_(board_.is_crowded()) {
   if (board_.rank() < 0 || board_.rank() >= board_.size() || board_.size() > kMaxRanks) {
     throw InternalError("a shared-memory engine for rank " + std::to_string(board_.rank()) + " of " +
                         std::to_string(board_.size()));
+  }
+  for (uint64_t i = 0; i < kSlots; ++i) {
+    running_.emplace_back(config_, board_, failure_, done_, crowded_);
   }
 }
 
@@ -108,9 +110,17 @@ uint64_t Engine::start(const Operation& operation) {
   running(seq).start(operation, seq);
   ++next_;
   under_way_.store(next_ - oldest_, std::memory_order_relaxed);
-  board_.own_header().posted.store(next_);
-  board_.ring();
+  // After this rank's own work: to wake others takes longer than much of it. What takes long for each they do meanwhile.
+  const auto wake = [&] {
+    if (board_.has_sleepers() && running(seq).is_awaited()) {
+      board_.ring();
+    }
+  };
+  if (running(seq).is_shared_work()) {
+    wake();
+  }
   advance();
+  wake();
   update_under_way();
   return seq;
 }
@@ -120,7 +130,9 @@ void Engine::wait_for_slot(Lock& lock) {
   while (next_ >= kSlots) {
     const auto seq = next_;
     auto& op = running(seq);
-    wait_until(Goal::kRecyclable, op, patience(milliseconds(0), Clock::now()), lock);
+    if (!op.is_recyclable()) {
+      wait_until(Goal::kRecyclable, op, patience(milliseconds(0), Clock::now()), lock);
+    }
     if (seq == next_) {  // no other thread has taken it meanwhile
       op.settle();
       break;
@@ -143,18 +155,29 @@ bool Engine::work() {
 
 bool Engine::advance() {
   bool moved = false;
-  while (cursor_ < next_ && running(cursor_).has_inputs()) {
-    running(cursor_).work(config_, failure_);
+  while (cursor_ < next_ && running(cursor_).work()) {
+    const auto& worked = running(cursor_);
     board_.own_header().done.store(++cursor_);
-    board_.ring();
+    tell_done(worked);
     moved = true;
   }
   return moved;
 }
 
+// To those who may wait for nothing else.
+void Engine::tell_done(const Running& op) {
+  if (!board_.has_sleepers()) {
+    return;
+  }
+  const auto is_done = [&](int rank) { return done_.has(rank, cursor_ - 1); };
+  if (asleep_ > 0 || !op.is_all_reduce() || board_.all_of_ranks(is_done)) {
+    board_.ring();
+  }
+}
+
 bool Engine::advance_outer() {
   bool moved = false;
-  while (awaits_outer() && running(outer_cursor_).finish_outer(config_, failure_)) {
+  while (awaits_outer() && running(outer_cursor_).finish_outer()) {
     board_.own_header().outer.store(++outer_cursor_);
     board_.ring();
     moved = true;
@@ -169,9 +192,24 @@ void Engine::update_under_way() {
   under_way_.store(next_ - oldest_, std::memory_order_relaxed);
 }
 
-void Engine::give_up(const std::string& reason) {
+void Engine::give_up(const std::string& reason, int culprit) {
   const auto lock = enter();
-  failure_.fail(reason, -1);
+  failure_.fail(reason, culprit);
+}
+
+void Engine::check() {
+  const auto lock = enter();
+  failure_.check();
+  work();
+  update_under_way();
+}
+
+bool Engine::has_left(int rank) const { return board_.state(rank) != RankState::kOpen || config_.gone(rank); }
+
+void Engine::give_up_on(int rank, const std::string& what) {
+  const auto lock = enter();
+  failure_.check();
+  blame(rank, board_.state(rank), what);
 }
 
 bool Engine::poll(uint64_t seq) {
@@ -180,7 +218,7 @@ bool Engine::poll(uint64_t seq) {
   work();
   update_under_way();
   auto& op = running(seq);
-  if (op.seq != seq || op.is_complete()) {
+  if (op.seq() != seq || op.is_complete()) {
     return true;
   }
   if (const auto now = Clock::now(); now >= next_poll_check_) {
@@ -190,21 +228,27 @@ bool Engine::poll(uint64_t seq) {
   return false;
 }
 
-void Engine::wait(uint64_t seq, milliseconds timeout, Clock::time_point since) { wait(seq, patience(timeout, since)); }
-
-bool Engine::wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin) {
-  return wait(seq, {.until = deadline_after(longest), .limit = milliseconds(0), .fails = false, .spins = spin});
+void Engine::wait(uint64_t seq, milliseconds timeout, std::optional<Clock::time_point> since) {
+  finish(seq, [&] { return patience(timeout, since.value_or(Clock::now())); });
 }
 
-bool Engine::wait(uint64_t seq, const Patience& patience) {
+bool Engine::wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin) {
+  return finish(seq, [&]() -> Patience {
+    return {.until = deadline_after(longest), .limit = milliseconds(0), .fails = false, .spins = spin};
+  });
+}
+
+// `patience` looks at the clock: only where there is something to wait for.
+template <class MakePatience>
+bool Engine::finish(uint64_t seq, MakePatience&& patience) {
   auto lock = enter();
   auto& op = running(seq);
-  if (op.seq != seq) {
+  if (op.seq() != seq) {
     return true;  // its slot serves a later one: it was complete
   }
   failure_.check();
-  const bool finished = wait_until(Goal::kComplete, op, patience, lock);
-  if (finished && op.seq == seq) {
+  const bool finished = op.is_complete() || wait_until(Goal::kComplete, op, patience(), lock);
+  if (finished && op.seq() == seq) {
     op.settle();
   }
   update_under_way();
@@ -218,21 +262,22 @@ Engine::Patience Engine::patience(milliseconds timeout, Clock::time_point since)
 
 // Gives `lock`, which holds the mutex, back while it sleeps, so that other threads can start operations and do their work.
 bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& lock) {
-  const auto seq = op.seq;  // while this thread sleeps, another may give the slot to a later operation
+  const auto seq = op.seq();  // while this thread sleeps, another may give the slot to a later operation
   const auto reached = [&] {
-    return op.seq != seq || (goal == Goal::kRecyclable ? op.is_recyclable() : op.is_complete());
+    return op.seq() != seq || (goal == Goal::kRecyclable ? op.is_recyclable() : op.is_complete());
   };
   const auto begin = Clock::now();
   auto next_check = begin + kPeerCheck;
   SignalWatch signals(begin);
   const int spins = !patience.spins ? 0 : crowded_ ? kCrowdedSpins : kSpins;
   // The other hosts are further away than that, and to look for them takes locks that their link needs.
-  const bool shortly = !patience.spins || crowded_ || board_.spans() || short_waits_ > 0;
-  int looks = shortly ? spins : spins + kYields;
+  const bool shortly = !patience.spins || board_.spans() || short_waits_ > 0;
+  int looks = shortly ? spins : spins + (crowded_ ? kCrowdedYields : kYields);
   short_waits_ -= short_waits_ > 0 ? 1 : 0;
   Courtesy courtesy;
-  auto& mine = board_.own_header();
-  const auto work_or_steal = [&] { return work() || (op.has_helpers() && op.steal_chunk()); };
+  const auto work_or_help = [&](int idle) {
+    return work() || ((crowded_ || idle >= kHelpAfter) && op.help(idle >= spins));
+  };
   // A peer that hands out the same work over and over can't keep us here.
   const auto check = [&](Clock::time_point now) {
     check_peers(op, patience.fails ? patience.until : Clock::time_point::max(), patience.limit);
@@ -243,7 +288,7 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& 
     if (failure_.has_failed()) {
       failure_.check();
     }
-    if (work_or_steal()) {
+    if (work_or_help(idle)) {
       idle = 0;
       if (const auto now = Clock::now(); now >= patience.until && !reached() && !check(now)) {
         return false;
@@ -251,7 +296,9 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& 
     } else if (++idle < spins) {
       pause_cpu();
     } else if (idle < looks && wanting_.load(std::memory_order_relaxed) == 0) {
-      if (!courtesy.give_way()) {
+      if (crowded_) {
+        sched_yield();
+      } else if (!courtesy.give_way()) {
         short_waits_ = kShortWaits;
         looks = spins;
       } else if (Clock::now() >= patience.until) {
@@ -260,17 +307,18 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& 
     } else {
       idle = 0;
       looks = spins;  // it has become a long wait
-      mine.sleeping.fetch_add(1);
-      const auto bell = mine.doorbell.load();
+      ++asleep_;
+      const auto bell = board_.lie_down();
       // Whoever posted before it saw us asleep is seen here.
-      if (!reached() && !work_or_steal()) {
+      if (!reached() && !work_or_help(std::max(spins, kHelpAfter))) {
         const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(patience.until - Clock::now()).count();
         const auto longest = awaits_outer() ? kOuterSleepNs : kSleepNs;
         lock.unlock();
         board_.sleep(bell, std::clamp<int64_t>(left, 1, longest));
         lock.lock();
       }
-      mine.sleeping.fetch_sub(1);
+      board_.rise();
+      --asleep_;
       const auto now = Clock::now();
       if (now < next_check && now < patience.until) {
         continue;
@@ -300,7 +348,8 @@ void Engine::run_handlers(SignalWatch& signals, const Running& waited_for, Lock&
     signals.look();
   } catch (...) {
     interrupt(board_.name(board_.rank()) + " gave up: the handler of a signal raised an exception in " + what);
-    throw;  // without the mutex, which the caller's lock does not mind
+    lock.lock();  // whoever is at work on the operation has ended: its memory may go
+    throw;
   }
   lock.lock();
 }
@@ -308,7 +357,7 @@ void Engine::run_handlers(SignalWatch& signals, const Running& waited_for, Lock&
 // Throws if it is no use to wait any longer.
 void Engine::check_peers(Running& waited_for, Clock::time_point deadline, milliseconds timeout) {
   // Operations are worked on in order: the first that lacks an input holds up those after it.
-  auto& op = waited_for.is_worked ? waited_for : running(cursor_);
+  auto& op = waited_for.is_worked() ? waited_for : running(cursor_);
   std::string names;
   int first = -1;
   for (int peer = 0; peer < board_.size(); ++peer) {
@@ -319,7 +368,7 @@ void Engine::check_peers(Running& waited_for, Clock::time_point deadline, millis
   }
   if (Clock::now() >= deadline) {
     if (failure_.silent() >= 0) {
-      failure_.fail_after(op, failure_.silent(), true);
+      failure_.fail_after(op.describe(), failure_.silent(), true);
     }
     const auto* others = board_.spans() ? "the other hosts" : "a rank that helps with it";
     failure_.fail("timed out after " + std::to_string(timeout.count()) + " ms in " + op.describe() + ", waiting for " +
@@ -333,21 +382,28 @@ void Engine::check_peers(Running& waited_for, Clock::time_point deadline, millis
 bool Engine::check_peer(Running& op, int peer) {
   // In this order: a rank that finished the operation may have closed its end, and exited, since it was last looked at.
   const bool exited = config_.gone(peer);
-  const auto state = static_cast<RankState>(board_.header(peer).state.load());
+  const auto state = board_.state(peer);
   const bool waits = op.waits_for(peer);
   if (!waits && (state == RankState::kClosed || op.is_complete())) {
     return false;
   }
-  if (state == RankState::kFailed) {
-    failure_.fail_after(op, peer);
-  } else if (state == RankState::kClosed) {
-    failure_.fail(board_.name(peer) + " has left: it closed its end before " + op.describe() + " was complete", peer);
-  } else if (exited && (waits || op.has_helpers())) {
-    failure_.fail(board_.name(peer) + " died: its process ended, or let go of its connection, before " + op.describe() +
-                      " was complete",
-                  peer);
+  if (state != RankState::kOpen || (exited && (waits || op.has_helpers()))) {
+    blame(peer, state, op.describe());
   }
   return waits;
+}
+
+// A rank that has left, with `state` as its last word.
+void Engine::blame(int peer, RankState state, const std::string& what) {
+  if (state == RankState::kFailed) {
+    failure_.fail_after(what, peer);
+  } else if (state == RankState::kClosed) {
+    failure_.fail(board_.name(peer) + " has left: it closed its end before " + what + " was complete", peer);
+  } else {
+    failure_.fail(
+        board_.name(peer) + " died: its process ended, or let go of its connection, before " + what + " was complete",
+        peer);
+  }
 }
 
 }  // namespace torchddp::shm

@@ -2,20 +2,13 @@
 //
 // Note [How ranks of one host work together]
 // Every rank starts the same operations in the same order; the n-th is number n everywhere and uses slot n % kSlots of each
-// segment. To start one is to fill in one's own slot and to count `posted` up. Nobody is asked for anything: whoever sees that
-// all inputs of an operation are posted does its own part of the work, in any call that passes by (start, progress, wait).
+// segment. To start one is to fill in one's own slot, and to write its number there. Nobody is asked for anything: whoever sees that
+// what it needs of an operation is posted does its own part of the work, in any call that passes by (start, progress, wait). There are
+// three ways:
 //
-//   all-reduce of a block in the segment   rank s owns shard s of everybody's block. It sums the shard over all ranks, in rank
-//     order, chunk by chunk, and writes each chunk to all blocks while it is in cache. Who waits with nothing else to do takes
-//     chunks of other ranks' shards, so that a rank that is not running holds nobody up. Complete when all chunks are.
-//   small all-reduce (kEagerBytes)         the input travels in the slot; each rank sums all inputs itself. Complete with that.
-//   reduce                                 the root alone sums all blocks into its own. Complete with that for the root; elsewhere when
-//     the root has done so.
-//   the others                             each rank reads what it needs from the slots or blocks of the others. In an
-//     all-to-all with splits a block begins with a table of who gets what (split_table_bytes). Complete
-//     when no peer reads one's block any more; at once if the input travelled in the slot.
-//   all-reduce between hosts               ranks own shards as above, but write only their own block at first; the outer link
-//     sums the shard with the other hosts', and then it is written to all blocks of this host.
+//   Pull     each rank reads what it needs of the others: everything but all-reduces, and small ones of few ranks.
+//   Chain    small all-reduces of many ranks, summed from group to group.
+//   Chunks   all-reduces of blocks in the segments: owners sum their chunks over all ranks, and write to all.
 //
 // The order of summation is the ranks' own, whoever sums and whenever: results are the same bit for bit in each run.
 //
@@ -27,9 +20,10 @@
 
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <mutex>
+#include <optional>
 #include <string>
-#include <vector>
 
 #include "common/signals.h"
 #include "shm/board.h"
@@ -60,15 +54,21 @@ class Engine {
       progress_slow();
     }
   }
-  // Always throws, and so does every later call here, and soon those of the peers. A handler of a signal that ends a wait with an
-  // exception has the same effect, see Note [Signals in a wait].
-  [[noreturn]] void give_up(const std::string& reason);
+  // `culprit`: because of whom, or -1. Always throws, and so does every later call here, and soon those of the peers. A handler of a
+  // signal that ends a wait with an exception has the same effect, see Note [Signals in a wait].
+  [[noreturn]] void give_up(const std::string& reason, int culprit = -1);
+  // For who waits for a peer without an operation (mail.h). Works as progress(), and throws what another call would.
+  void check();
+  // Whether it closed its end, gave up or died: nothing more comes from there.
+  bool has_left(int rank) const;
+  // Throws, because `what` needs that rank; one that gave up without saying why is given a moment, see Failure::fail_after().
+  void give_up_on(int rank, const std::string& what);
   // From any thread, without waiting for those in here: their calls, and all later ones, throw TransportError(reason); the peers give up
   // as above.
   void interrupt(const std::string& reason) { failure_.interrupt(reason); }
   bool poll(uint64_t seq);
   // Several threads may wait, and start other operations meanwhile. The time limit is counted from `since`.
-  void wait(uint64_t seq, std::chrono::milliseconds timeout, Clock::time_point since = Clock::now());
+  void wait(uint64_t seq, std::chrono::milliseconds timeout, std::optional<Clock::time_point> since = {});
   // False if the operation is not complete after `longest`; it goes on then. `spin`: somebody waits for the return: look for a while
   // before sleeping, and run the handlers of signals.
   bool wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin);
@@ -87,6 +87,7 @@ class Engine {
   void progress_slow();
   bool work();
   bool advance();
+  void tell_done(const Running& op);
   bool advance_outer();
   bool awaits_outer() const { return board_.spans() && outer_cursor_ < cursor_; }
   void update_under_way();
@@ -94,27 +95,31 @@ class Engine {
   Lock enter();
   void wait_for_slot(Lock& lock);
   Patience patience(std::chrono::milliseconds timeout, Clock::time_point since) const;
-  bool wait(uint64_t seq, const Patience& patience);
+  template <class MakePatience>
+  bool finish(uint64_t seq, MakePatience&& patience);
   enum class Goal { kComplete, kRecyclable };
   bool wait_until(Goal goal, Running& op, const Patience& patience, Lock& lock);
   void run_handlers(SignalWatch& signals, const Running& waited_for, Lock& lock);
   void check_peers(Running& waited_for, Clock::time_point deadline, std::chrono::milliseconds timeout);
   bool check_peer(Running& op, int rank);
+  void blame(int rank, RankState state, const std::string& what);
 
   const EngineConfig config_;
   const Board board_;
   Failure failure_;
+  Done done_;
   std::mutex mutex_;
   std::atomic<int> wanting_{0};  // threads that wait for it
-  const bool crowded_;           // fewer processors than ranks: spinning would keep a peer from its work
+  int asleep_ = 0;               // threads that have given it back
+  const bool crowded_;           // fewer processors than ranks: to spin would keep a peer from its work
   int short_waits_ = 0;          // so many more waits sleep soon: somebody else needs the processor
   Clock::time_point next_poll_check_;
 
-  std::vector<Running> running_;  // by slot
-  uint64_t next_ = 0;             // number of the next operation
-  uint64_t cursor_ = 0;           // first whose own work is not done
-  uint64_t outer_cursor_ = 0;     // first whose shard is not final
-  uint64_t oldest_ = 0;           // first that is not known to be complete
+  std::deque<Running> running_;  // by slot
+  uint64_t next_ = 0;            // number of the next operation
+  uint64_t cursor_ = 0;          // first whose own work is not done
+  uint64_t outer_cursor_ = 0;    // first whose shard is not final
+  uint64_t oldest_ = 0;          // first that is not known to be complete
   std::atomic<uint64_t> under_way_{0};
 };
 

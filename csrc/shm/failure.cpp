@@ -1,7 +1,5 @@
 #include "shm/failure.h"
 
-#include "shm/running.h"
-
 namespace torchddp::shm {
 namespace {
 
@@ -50,7 +48,7 @@ void Failure::fail(const std::string& message, int culprit) {
   throw TransportError(message);
 }
 
-void Failure::fail_after(const Running& op, int rank, bool late) {
+void Failure::fail_after(const std::string& what, int rank, bool late) {
   const auto culprit = board_.header(rank).culprit.load();
   const bool known = culprit >= 0 && culprit < board_.size() && culprit != board_.rank();
   if (!known && !late) {
@@ -63,8 +61,8 @@ void Failure::fail_after(const Running& op, int rank, bool late) {
       return;
     }
   }
-  fail(board_.name(rank) + " gave up" + (known ? " because of " + board_.name(culprit) : "") + " before " +
-           op.describe() + " was complete",
+  fail(board_.name(rank) + " gave up" + (known ? " because of " + board_.name(culprit) : "") + " before " + what +
+           " was complete",
        known ? culprit : rank);
 }
 

@@ -12,8 +12,6 @@
 
 namespace torchddp::shm {
 
-struct Running;
-
 // Of one thread at a time, but for interrupt(). Once an engine has failed it stays so, and its peers see that.
 class Failure {
  public:
@@ -30,9 +28,9 @@ class Failure {
   void interrupt(const std::string& reason);
   // `culprit`: because of whom, or -1.
   [[noreturn]] void fail(const std::string& message, int culprit);
-  // Because `rank` did. One that names no culprit was probably interrupted from outside, by who is about to interrupt this rank too, with a
+  // Because `rank` did, before `what` was complete. One that names no culprit was probably interrupted from outside, by who is about to interrupt this rank too, with a
   // reason that says more: unless it is `late`, there is some time for that first, in which whoever waits goes on.
-  void fail_after(const Running& op, int rank, bool late = false);
+  void fail_after(const std::string& what, int rank, bool late = false);
   // A peer that gave up without naming a culprit, or -1.
   int silent() const { return silent_; }
 

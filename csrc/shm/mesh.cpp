@@ -128,7 +128,8 @@ std::string local_rank(size_t rank) { return "local rank " + std::to_string(rank
 // for it; neither before it knows that the other is the same user's. Nothing here waits but poll(): a listener whose queue is full, and a
 // segment that can't be sent because too many descriptors are under way that nobody has read yet (RLIMIT_NOFILE limits those of a user),
 // are tried again, and what has come is read meanwhile, so that others can go on. Nobody else at the listener holds up anybody: who says
-// nothing of ours is let go of, and the oldest of those who say nothing at all when they are too many.
+// nothing of ours is let go of, and the oldest of those who say nothing at all when they are too many. A peer may be among those, held up
+// before its first word or between that and our ear: it comes again.
 class Handshake {
  public:
   Handshake(int listener, const std::vector<std::string>& addresses, const Hello& hello, const Segment& own,
@@ -139,6 +140,7 @@ class Handshake {
         own_(own),
         rank_(static_cast<size_t>(hello.rank)),
         deadline_(deadline),
+        seen_(rank_),
         others_(addresses.size()) {
     others_[rank_].knows_us = others_[rank_].is_known = true;
   }
@@ -146,7 +148,8 @@ class Handshake {
   std::vector<Peer> run() {
     for (auto next_look = Clock::now() + kLookAround; true;) {
       bool is_held_up = false;
-      for (size_t rank = 0; rank < others_.size(); ++rank) {
+      is_limited_ = false;
+      for (size_t rank = 0; rank < others_.size() && !is_limited_; ++rank) {
         is_held_up |= !reach(rank);
       }
       if (is_complete()) {
@@ -226,6 +229,7 @@ class Handshake {
     const int reason = errno;
     if (reason == ETOOMANYREFS) {
       other.obstacle = "this user has more descriptors under way between processes than ulimit -n allows";
+      is_limited_ = true;
       return false;
     }
     if (reason == EAGAIN || reason == EINTR) {
@@ -233,11 +237,17 @@ class Handshake {
       return false;
     }
     if (is_before(rank) && (reason == EPIPE || reason == ECONNRESET)) {
-      other.obstacle = "it hung up";  // we were silent for too long; or it has gone: connecting says so
-      other.peer.socket = Fd();
+      hear_no_more(rank);
       return false;
     }
     throw_unavailable("could not give the shared segment to " + local_rank(rank));
+  }
+
+  // We were let go of as if we were a stranger; or it has gone: connecting says so.
+  void hear_no_more(size_t rank) {
+    others_[rank].obstacle = "it hung up";
+    others_[rank].peer.socket = Fd();
+    others_[rank].knows_us = false;
   }
 
   // Everything that has come, or comes until `until`.
@@ -284,12 +294,13 @@ class Handshake {
   // Of the rank that this one has connected to.
   void hear_answer(size_t rank) {
     const auto received = read_hello(others_[rank].peer.socket.get());
-    if (received) {
-      check_version(received->hello, local_rank(rank));
+    if (!received) {
+      hear_no_more(rank);
+      return;
     }
-    if (!received || received->hello.rank != static_cast<int>(rank)) {
-      throw Unavailable(local_rank(rank) +
-                        " has given up, or died, or something that is no peer of ours answered in its place");
+    check_version(received->hello, local_rank(rank));
+    if (received->hello.rank != static_cast<int>(rank)) {
+      throw Unavailable("something that is no peer of ours answered in the place of " + local_rank(rank));
     }
     know(rank, *received);
   }
@@ -336,12 +347,16 @@ class Handshake {
     }
   }
 
-  // A rank that has given up will not come.
-  void look_around() const {
-    for (auto rank = rank_ + 1; rank < others_.size(); ++rank) {
-      if (!others_[rank].is_known && !listens(addresses_[rank])) {
-        throw Unavailable(local_rank(rank) + " has given up, or died");
-      }
+  // A rank that has given up will not come. One of the missing at a time: all ranks look around, and those they visit have to let them in.
+  void look_around() {
+    if (num_to_come() == 0) {
+      return;
+    }
+    do {
+      seen_ = seen_ + 1 < others_.size() ? seen_ + 1 : rank_ + 1;
+    } while (others_[seen_].is_known);
+    if (!listens(addresses_[seen_])) {
+      throw Unavailable(local_rank(seen_) + " has given up, or died");
     }
   }
 
@@ -367,6 +382,8 @@ class Handshake {
   const Segment& own_;
   const size_t rank_;
   const Clock::time_point deadline_;
+  bool is_limited_ = false;    // the same obstacle is before all ranks
+  size_t seen_;                // which of those to come was looked for last
   std::vector<Other> others_;  // by rank; nothing is to be done for this one's
   std::vector<Fd> silent_;     // who has come and said nothing yet, the oldest first
 };

@@ -3,18 +3,47 @@
 #include <algorithm>
 #include <numeric>
 
+#include "shm/grid.h"
+
 namespace torchddp::shm {
 namespace {
 
-// Shards begin at multiples of this many elements: whole cache lines for every type.
-constexpr int64_t kShardUnit = 128;
+// Up to so many ranks everybody reads what everybody has posted: one step, and no more cache lines than a chain's.
+constexpr int kFlatRanks = 4;
 
-// An owner reads the others' addends of its shard, and writes the sums to all of them.
+bool is_half(kernels::DType type) { return type == kernels::DType::kF16 || type == kernels::DType::kBF16; }
+
+bool is_usual_sum(const Operation& operation) {
+  return operation.kind == OpKind::kAllReduce && operation.form == Form::kUsual;
+}
+
+// The leader of a group reads what it has posted and the sum before, and where the total is; the others read that.
+int64_t read_in_chain(int64_t bytes, const Board& board) {
+  const auto& groups = board.groups();
+  const auto place = groups.small_of(board.rank());
+  const auto& group = groups.small()[place];
+  if (group.first != board.rank()) {
+    return bytes;
+  }
+  const bool has_total = place + 1 == groups.small().size();
+  return (group.size - 1 + (place > 0 ? 1 : 0) + (has_total ? 0 : 1)) * bytes;
+}
+
+// Of its chunks an owner reads its node's addends and the sum before, and writes the sums to all of the node: at once, or by way of the
+// last node.
 Moved moved_by_owner(const Operation& operation, const Board& board) {
-  const auto numel = shard(operation, board, board.rank()).numel();
-  const auto read_item = kernels::item_size(operation.wire_memory != nullptr ? operation.wire : operation.type);
-  const auto per_rank = numel * (read_item + kernels::item_size(operation.type));
-  return {(board.size() - 1) * per_rank, board.spans() ? numel : 0};
+  const auto nodes = nodes_of(operation, board);
+  const auto at = nodes.size() == 1 ? 0 : board.groups().node_of(board.rank());
+  const auto& node = nodes[at];
+  const auto grid = grid_of(operation, board);
+  const int owners = owners_of(node, board);
+  const int place = board.rank() - node.first;
+  const auto numel =
+      place < owners ? grid.range(grid.begin(place, owners), grid.begin(place + 1, owners)).numel() : int64_t{0};
+  const auto item = kernels::item_size(operation.type);
+  const auto read_item = operation.wire_memory != nullptr ? kernels::item_size(operation.wire) : item;
+  const auto handed_on = (at > 0 ? 1 : 0) + (at + 1 < nodes.size() ? 1 : 0);
+  return {numel * ((node.size - 1) * (read_item + item) + handed_on * item), board.spans() ? numel : 0};
 }
 
 }  // namespace
@@ -29,7 +58,35 @@ const char* kind_name(OpKind kind) {
 }
 
 bool is_eager(const Operation& operation, const Board& board) {
-  return operation.bytes() <= kEagerBytes && !(board.spans() && operation.kind == OpKind::kAllReduce);
+  if (operation.form != Form::kUsual) {
+    return operation.form == Form::kQuestion;
+  }
+  if (operation.kind != OpKind::kAllReduce) {
+    return operation.bytes() <= kEagerBytes;
+  }
+  // A sum of 16-bit floats that is handed on would be rounded more than once.
+  const bool is_flat = board.size() <= kFlatRanks;
+  const bool fits = operation.bytes() <= (is_flat ? kEagerBytes : kChainBytes);
+  return fits && !board.spans() && (is_flat || !is_half(operation.type));
+}
+
+bool is_chained(const Operation& operation, const Board& board) {
+  return is_usual_sum(operation) && board.size() > kFlatRanks && is_eager(operation, board);
+}
+
+bool is_chunked(const Operation& operation, const Board& board) {
+  return is_usual_sum(operation) && !is_eager(operation, board);
+}
+
+bool has_wire(const Operation& operation, const Board& board) {
+  return operation.wire_memory != nullptr && is_chunked(operation, board);
+}
+
+int64_t wire_bytes(const Operation& operation) { return operation.numel * kernels::item_size(operation.wire); }
+
+bool can_count(const Operation& operation, const Board& board) {
+  return is_chunked(operation, board) && operation.wire_memory == nullptr && operation.op == kernels::ReduceOp::kSum &&
+         kernels::is_float(operation.type);
 }
 
 Moved moved(const Operation& operation, const Board& board) {
@@ -38,7 +95,10 @@ Moved moved(const Operation& operation, const Board& board) {
   const bool is_root = board.rank() == operation.root;
   switch (operation.kind) {
     case OpKind::kAllReduce:
-      return is_eager(operation, board) ? Moved{others * bytes, 0} : moved_by_owner(operation, board);
+      if (is_chained(operation, board)) {
+        return {read_in_chain(bytes, board), 0};
+      }
+      return is_chunked(operation, board) ? moved_by_owner(operation, board) : Moved{others * bytes, 0};
     case OpKind::kReduce:
       return {is_root ? others * bytes : 0, 0};
     case OpKind::kAllGather:
@@ -57,12 +117,6 @@ Moved moved(const Operation& operation, const Board& board) {
     }
   }
   return {};
-}
-
-Range shard(const Operation& operation, const Board& board, int owner) {
-  const auto numel = operation.numel;
-  const auto each = round_up(ceil_div(numel, board.owners()), kShardUnit);
-  return {std::min(numel, owner * each), std::min(numel, (owner + 1) * each)};
 }
 
 std::string describe(const Operation& operation, uint64_t seq) {

@@ -29,7 +29,7 @@ struct Operation {
   int root = 0;
   // Elements of this rank's input (kScatter: of the root's).
   int64_t numel = 0;
-  // Must lie in this rank's segment if it is larger than kEagerBytes; null where a rank has none (not the root).
+  // Must lie in this rank's segment unless is_eager(); null where a rank has none (not the root).
   const void* input = nullptr;
   // Any memory; of a large kAllReduce it is the input; of kReduce it may be, and is null but on the root.
   void* output = nullptr;
@@ -40,6 +40,9 @@ struct Operation {
   // formed in kF32; sums that travel on to other hosts are rounded again.
   void* wire_memory = nullptr;
   kernels::DType wire = kernels::DType::kBF16;
+  // Of kAllReduce on a single host, the same on all ranks. The output of a kEveryone is what the input is a copy of. A kQuestion has no input, and a bool, if anything, for its output: whether all accept.
+  Form form = Form::kUsual;
+  bool accepts = false;
   // Of a large kAllReduce, a sum of floats without wire_memory: filled in by the time that wait() returns. Whoever sums looks, while sums
   // are in registers. Nothing is found out about others.
   std::shared_ptr<NonFinite> non_finite = {};
@@ -53,8 +56,16 @@ struct Operation {
 // [offsets[r], offsets[r + 1]) of it are for rank r.
 constexpr int64_t split_table_bytes(int size) { return round_up((size + 1) * 8, 16); }
 
-// Whether the operation's input travels in the slot.
+// How it is done. Whether the operation's input travels in the post.
 bool is_eager(const Operation& operation, const Board& board);
+// Whether it is summed from group to group, or in chunks by their owners; by each rank for itself otherwise.
+bool is_chained(const Operation& operation, const Board& board);
+bool is_chunked(const Operation& operation, const Board& board);
+// Whether the numbers travel in 16 bits; how many bytes that are.
+bool has_wire(const Operation& operation, const Board& board);
+int64_t wire_bytes(const Operation& operation);
+// Whether infinities and NaNs can be told.
+bool can_count(const Operation& operation, const Board& board);
 
 struct Moved {
   int64_t bytes = 0;        // of other ranks' memory, that this rank reads or writes
@@ -68,8 +79,6 @@ struct Range {
   int64_t begin, end;
   int64_t numel() const { return end - begin; }
 };
-// What an owner sums of an all-reduce; nothing if the rank owns no shard.
-Range shard(const Operation& operation, const Board& board, int owner);
 std::string describe(const Operation& operation, uint64_t seq);
 // What may differ besides kind and size.
 std::string details(const Operation& operation, const Board& board);

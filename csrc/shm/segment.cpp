@@ -7,19 +7,31 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <fstream>
 #include <new>
+#include <sstream>
 #include <string>
 
 #include "common/forks.h"
 #include "common/round_up.h"
 #include "shm/errors.h"
 #include "shm/layout.h"
+#include "shm/processors.h"
 
 namespace torchddp::shm {
 namespace {
 
 constexpr int64_t kPage = 4096;
 constexpr int64_t kHugePage = 2 << 20;
+
+// Of kernels newer than the headers may be: 6.1 and 5.14. Older ones refuse, and pages come as they are touched.
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
 
 // Blocks share no page unless they are small, so that a page can be given back with its block.
 int64_t alignment_for(int64_t bytes) { return bytes >= kHugePage ? kHugePage : bytes >= kPage ? kPage : 64; }
@@ -53,8 +65,19 @@ Fd make_sealed_file(int64_t bytes) {
   return file;
 }
 
-// Allocates pages now, so that a machine without room says no instead of sending SIGBUS later. False with errno set; then the pages
-// that lie wholly in the range are given back.
+// Huge pages, as far as the kernel has them at hand: it fills up those of which a small one is there, in a tenth of the time that as many
+// small ones take. It stops at the first that it can't have.
+void take_huge_pages(const Fd& file, std::byte* base, int64_t offset, int64_t bytes) {
+  const auto end = offset + bytes / kHugePage * kHugePage;
+  for (auto at = offset; at < end; at += kHugePage) {
+    if (fallocate(file.get(), 0, at, kPage) != 0) {
+      return;
+    }
+  }
+  madvise(base + offset, static_cast<size_t>(end - offset), MADV_COLLAPSE);
+}
+
+// Allocates pages now, so that a machine without room says no instead of sending SIGBUS later. False with errno set.
 bool commit(const Fd& file, int64_t offset, int64_t bytes) {
   const auto end = offset + bytes;
   auto step = bytes;
@@ -66,19 +89,22 @@ bool commit(const Fd& file, int64_t offset, int64_t bytes) {
       // Before Linux 6.10 a signal undoes all of a call, and with a profiler the next one comes soon: less at a time, down to a page.
       step = std::max(part / 2, kPage);
     } else {
-      const auto reason = errno;
-      const auto first = round_up(offset, kPage);
-      if (const auto last = at / kPage * kPage; last > first) {
-        fallocate(file.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, first, last - first);
-      }
-      errno = reason;
       return false;
     }
   }
   return true;
 }
 
-void write_header(std::byte* base, int64_t bytes, int rank, int size) {
+// Leaves errno as it is.
+void give_back(const Fd& file, int64_t offset, int64_t bytes) {
+  const auto reason = errno;
+  if (bytes >= kPage) {  // only such a block has its pages to itself
+    fallocate(file.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
+  }
+  errno = reason;
+}
+
+void write_header(std::byte* base, int64_t bytes, int rank, int size, std::optional<int> node) {
   auto* header = new (base) Header{};
   header->magic = kMagic;
   header->version = kVersion;
@@ -86,15 +112,9 @@ void write_header(std::byte* base, int64_t bytes, int rank, int size) {
   header->segment_bytes = bytes;
   header->rank = rank;
   header->size = size;
-  cpu_set_t cpus;
-  CPU_ZERO(&cpus);
-  if (sched_getaffinity(0, sizeof(cpus), &cpus) == 0) {
-    for (int cpu = 0; cpu < 1024; ++cpu) {
-      if (CPU_ISSET(cpu, &cpus)) {
-        header->cpu_mask[static_cast<size_t>(cpu / 64)] |= uint64_t{1} << (cpu % 64);
-      }
-    }
-  }
+  header->cpu_mask = allowed_processors();
+  header->quota = processor_quota();
+  header->node = node ? *node : memory_node(header->cpu_mask, sched_getcpu());
   header->state.store(static_cast<uint32_t>(RankState::kOpen));
   header->culprit.store(-1);
 }
@@ -110,11 +130,28 @@ int64_t sealed_bytes(const Fd& file) {
 }
 
 Mapping::Mapping(int fd, int64_t bytes) : bytes_(bytes) {
-  auto* base = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  if (base == MAP_FAILED) {
-    throw_unavailable("could not map " + std::to_string(bytes) + " bytes of shared memory");
+  const auto failed = [&] { throw_unavailable("could not map " + std::to_string(bytes) + " bytes of shared memory"); };
+  // More than needed, of nothing: a huge page can be mapped as one only where it begins at a multiple of its size.
+  const auto length = static_cast<size_t>(bytes);
+  auto* room = mmap(nullptr, length + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (room == MAP_FAILED) {
+    failed();
   }
-  base_ = static_cast<std::byte*>(base);
+  auto* const begin = static_cast<std::byte*>(room);
+  auto* const end = begin + length + kHugePage;
+  const auto ahead = -reinterpret_cast<uintptr_t>(room) % kHugePage;
+  auto* aligned = mmap(begin + ahead, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd, 0);
+  if (aligned == MAP_FAILED) {
+    const auto reason = errno;
+    munmap(room, length + kHugePage);
+    errno = reason;
+    failed();
+  }
+  base_ = static_cast<std::byte*>(aligned);
+  if (ahead > 0) {
+    munmap(begin, ahead);
+  }
+  munmap(base_ + length, static_cast<size_t>(end - base_) - length);
   madvise(base_, static_cast<size_t>(bytes), MADV_DONTDUMP);  // the peers' memory, and holes that a dump would fill
   madvise(base_, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // where the machine allows it; no matter if it doesn't
 }
@@ -131,7 +168,7 @@ Mapping::~Mapping() {
   }
 }
 
-Segment::Segment(int rank, int size, int64_t limit_bytes) : forks_(forks()) {
+Segment::Segment(int rank, int size, int64_t limit_bytes, std::optional<int> node) : forks_(forks()) {
   const auto bytes = virtual_bytes(size);
   if (bytes < kDataOffset + kHugePage) {
     throw Unavailable("the limit on file sizes (ulimit -f) leaves no room for a shared segment");
@@ -141,7 +178,7 @@ Segment::Segment(int rank, int size, int64_t limit_bytes) : forks_(forks()) {
   if (!commit(fd_, 0, kDataOffset)) {
     throw_unavailable("no room for a shared segment");
   }
-  write_header(base(), bytes, rank, size);
+  write_header(base(), bytes, rank, size, node);
   limit_bytes_ = limit_bytes > 0 ? limit_bytes : bytes;
   free_.emplace(kDataOffset, bytes - kDataOffset);
 }
@@ -165,7 +202,7 @@ void* Segment::allocate(int64_t bytes) {
     if (offset + bytes > begin + size) {
       continue;
     }
-    if (!commit(fd_, offset, bytes)) {
+    if (!populate(offset, bytes)) {
       return nullptr;
     }
     free_.erase(block);
@@ -183,6 +220,20 @@ void* Segment::allocate(int64_t bytes) {
   return nullptr;
 }
 
+bool Segment::populate(int64_t offset, int64_t bytes) {
+  if (bytes >= kHugePage) {
+    take_huge_pages(fd_, base(), offset, bytes);
+  }
+  if (!commit(fd_, offset, bytes)) {
+    give_back(fd_, offset, bytes);
+    return false;
+  }
+  if (bytes >= kPage) {
+    madvise(base() + offset, static_cast<size_t>(bytes), MADV_POPULATE_WRITE);
+  }
+  return true;
+}
+
 void Segment::release(void* memory) {
   if (forks() != forks_) {
     return;  // a forked child drops its copy of a tensor; the pages are the parent's
@@ -195,9 +246,7 @@ void Segment::release(void* memory) {
   auto [offset, bytes] = *taken;
   taken_.erase(taken);
   taken_bytes_ -= bytes;
-  if (bytes >= kPage) {  // only such a block has its pages to itself
-    fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
-  }
+  give_back(fd_, offset, bytes);
   const auto merge_with_next = [&](auto block) {
     const auto next = std::next(block);
     if (next != free_.end() && block->first + block->second == next->first) {
@@ -210,6 +259,28 @@ void Segment::release(void* memory) {
   if (block != free_.begin()) {
     merge_with_next(std::prev(block));
   }
+}
+
+HeldMemory Segment::held() const {
+  HeldMemory held;
+  {
+    const std::lock_guard lock(mutex_);
+    held.allocated = taken_bytes_;
+  }
+  std::ifstream maps("/proc/self/smaps");
+  bool is_ours = false;
+  for (std::string line; std::getline(maps, line);) {
+    std::istringstream words(line);
+    std::string name;
+    words >> name;
+    if (name.back() != ':') {  // "begin-end ..." of the next mapping
+      is_ours = std::strtoull(name.c_str(), nullptr, 16) == reinterpret_cast<uintptr_t>(base());
+    } else if (int64_t kib = 0; is_ours && name == "ShmemPmdMapped:" && words >> kib) {
+      held.huge = kib * 1024;
+      break;
+    }
+  }
+  return held;
 }
 
 bool Segment::contains(const void* memory, int64_t bytes) const {

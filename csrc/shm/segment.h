@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 
 #include "shm/fd.h"
@@ -14,7 +15,7 @@ namespace torchddp::shm {
 // The size of a file from elsewhere, -1 unless nobody can change it: what is mapped of it stays there to be touched.
 int64_t sealed_bytes(const Fd& file);
 
-// A mapping of a segment, one's own or a peer's.
+// A mapping of a segment, one's own or a peer's. It begins where a huge page can.
 class Mapping {
  public:
   Mapping() = default;
@@ -32,14 +33,21 @@ class Mapping {
   int64_t bytes_ = 0;
 };
 
+struct HeldMemory {
+  int64_t allocated = 0;  // bytes that allocate() has handed out
+  int64_t huge = 0;       // bytes of those in huge pages
+};
+
 // This rank's segment: the header of layout.h, then memory for buckets. It has no name, belongs to this user alone, can't be
 // resized by anybody (sealed), and is gone when the last process that maps it is. Virtual size is that of the machine's memory, or
 // several times this rank's share of it; pages are there from allocate() to release() only, and are allocated by the kernel
-// before they are touched, so that a machine without room says no instead of sending SIGBUS. Thread-safe.
+// before they are touched, so that a machine without room says no instead of sending SIGBUS. They are huge where a block holds whole ones
+// and the kernel has some left, and this rank is the first to touch them, in allocate(): they lie in its own node's memory. Thread-safe.
 class Segment {
  public:
-  // `limit_bytes`: how much allocate() may hand out; 0 for no limit but the machine's. Throws Unavailable.
-  Segment(int rank, int size, int64_t limit_bytes);
+  // `limit_bytes`: how much allocate() may hand out; 0 for no limit but the machine's. `node`: of memory, next to this rank; none for the
+  // one that is next to its processors. Throws Unavailable.
+  Segment(int rank, int size, int64_t limit_bytes, std::optional<int> node = std::nullopt);
 
   int fd() const { return fd_.get(); }
   std::byte* base() const { return mapping_.base(); }
@@ -49,11 +57,15 @@ class Segment {
   // if there is no room. A forked child gets nothing: parent and child would hand out the same memory.
   void* allocate(int64_t bytes);
   void release(void* memory);
+  // Reads what the kernel knows of all mappings: milliseconds.
+  HeldMemory held() const;
   // Whether all of [memory, memory + bytes) is in what allocate() hands out.
   bool contains(const void* memory, int64_t bytes) const;
   int64_t offset_of(const void* memory) const { return static_cast<const std::byte*>(memory) - base(); }
 
  private:
+  bool populate(int64_t offset, int64_t bytes);
+
   Fd fd_;
   Mapping mapping_;
   int forks_ = 0;

@@ -24,8 +24,8 @@ at::Tensor Transport::allocate_scratch(int64_t bytes, at::Device device) {
 void Transport::check_arguments(const Collective& operation) const {
   const auto* const name = operation.name();
   const auto& [kind, output, input, root, options, others] = operation;
-  for (const auto& tensor : {input, output}) {
-    TDDP_CHECK(tensor.defined() && (tensor.is_sparse() || tensor.is_contiguous()), name, " on rank ", rank(),
+  for (const auto* tensor : {&input, &output}) {
+    TDDP_CHECK(tensor->defined() && (tensor->is_sparse() || tensor->is_contiguous()), name, " on rank ", rank(),
                " needs a contiguous tensor");
   }
   TDDP_INTERNAL(others.tensors.empty() || capabilities_.sums_alongside, name, " through ", this->name(),

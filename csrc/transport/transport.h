@@ -122,7 +122,8 @@ class Transport {
   const Interruption& interruption() const { return interruption_; }
 
   // Does what can be done for the operations under way, without waiting. For transports whose ranks do the work themselves: called
-  // from every autograd hook, from several threads, so it must cost next to nothing when there is nothing to do.
+  // from every autograd hook, from several threads, so it must cost next to nothing when there is nothing to do, and may do
+  // nothing where it did something a moment ago.
   virtual void progress() {}
 
   // For transports that do not reach any memory: the gradients that a bucket each waits for, by size in bytes. Between

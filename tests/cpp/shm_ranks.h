@@ -87,7 +87,22 @@ inline int64_t ms_since(Clock::time_point start) {
 class Host {
  public:
   explicit Host(int size) : gone(static_cast<size_t>(size)) {
-    for (int rank = 0; rank < size; ++rank) segments_.push_back(std::make_unique<Segment>(rank, size, 0));
+    for (int rank = 0; rank < size; ++rank) {
+      segments_.push_back(std::make_unique<Segment>(rank, size, 0));
+      header(rank).node = 0;
+    }
+  }
+  // Of ranks that run next to these nodes of memory.
+  explicit Host(const std::vector<int>& nodes) : Host(static_cast<int>(nodes.size())) {
+    for (int rank = 0; rank < size(); ++rank) header(rank).node = nodes[static_cast<size_t>(rank)];
+  }
+
+  // As if every rank had a processor.
+  void make_roomy() {
+    for (int rank = 0; rank < size(); ++rank) {
+      header(rank).cpu_mask.fill(UINT64_MAX);
+      header(rank).quota = 0;
+    }
   }
 
   int size() const { return static_cast<int>(segments_.size()); }
@@ -244,16 +259,27 @@ inline Bytes expected_result(const Spec& spec, int size, int rank) {
   return result;
 }
 
-// What a rank writes in its slot, for peers that are no engine.
-inline Post post_of(const Operation& operation, int64_t offset) {
-  Post post{};
-  post.kind = operation.kind;
-  post.type = static_cast<uint32_t>(operation.type);
-  post.op = static_cast<uint32_t>(operation.op);
-  post.root = operation.root;
-  post.numel = operation.numel;
-  post.offset = offset;
-  return post;
+// What a rank posts, for peers that are no engine.
+inline void set_place(Post& post, int64_t offset) {
+  const Place place{offset};
+  std::memcpy(post.data.data(), &place, sizeof(place));
+}
+
+inline void fill_post(Post& post, const Operation& operation, int64_t offset) {
+  post.terms = {.kind = operation.kind,
+                .type = static_cast<uint8_t>(operation.type),
+                .op = static_cast<uint8_t>(operation.op),
+                .root = static_cast<uint8_t>(operation.root),
+                .numel = operation.numel};
+  set_place(post, offset);
+}
+
+// As if none of its chunks were claimed.
+inline void open_stages(Slot& slot, uint64_t seq) {
+  for (Stage* stage : {&slot.sums, &slot.copies}) {
+    stage->claimed.store(Tally::pack(seq, 0));
+    stage->marks.store(Marks::none(seq));
+  }
 }
 
 // One rank's part of an operation: its memory, and what should come out. Inputs that travel in the slot, and all outputs but

@@ -33,19 +33,18 @@ TEST(shm_a_rank_that_died_while_it_helped_is_named_soon) {
   constexpr int kSize = 3;
   Host host(kSize);
   const auto numel = int64_t{kLarge};
-  const auto each = (numel + kSize - 1) / kSize / 128 * 128 + 128;
-  const auto chunks_of_last = static_cast<uint64_t>(((numel - 2 * each) * 4 + 65'535) / 65'536);
   auto& dead = host.header(2);
   auto* block = static_cast<std::byte*>(host.segment(2).allocate(numel * 4));
-  dead.slots[0].post = post_of({.numel = numel}, host.segment(2).offset_of(block));
-  dead.slots[0].claimed.store(Tally::pack(0, chunks_of_last));
-  dead.slots[0].completed.store(Tally::pack(0, chunks_of_last));
-  dead.posted.store(1);
+  auto& slot = dead.slots[0];
+  fill_post(slot.post, {.numel = numel}, host.segment(2).offset_of(block));
+  slot.sums.claimed.store(Tally::pack(0, Marks::kMaxChunks));
+  slot.sums.marks.store(Marks::none(0) | (Marks::bit(Marks::kMaxChunks) - 1));
+  slot.post.number.store(1);
   dead.done.store(1);
   const auto first = host.engine(0);
   Exchange mine(host, 0, {.numel = numel});
   mine.start(*first);
-  host.header(0).slots[0].claimed.fetch_add(1);
+  host.header(0).slots[0].sums.claimed.fetch_add(1);
   const auto second = host.engine(1);
   Exchange other(host, 1, {.numel = numel});
   other.start(*second);
@@ -60,14 +59,15 @@ TEST(shm_the_owner_of_a_shard_hears_that_its_helper_died) {
   Host host(2);
   auto& dead = host.header(1);
   auto* block = host.segment(1).allocate(kLarge * 4);
-  dead.slots[0].post = post_of({.numel = kLarge}, host.segment(1).offset_of(block));
-  dead.slots[0].claimed.store(Tally::pack(0, 1000));
-  dead.slots[0].completed.store(Tally::pack(1, 0));  // of a later operation: complete
+  auto& slot = dead.slots[0];
+  fill_post(slot.post, {.numel = kLarge}, host.segment(1).offset_of(block));
+  slot.sums.claimed.store(Tally::pack(0, 1000));
+  slot.sums.marks.store(Marks::none(kSlots));  // of a later operation: complete
   const auto engine = host.engine(0);
   Exchange exchange(host, 0, {.numel = kLarge});
   exchange.start(*engine);
-  host.header(0).slots[0].claimed.fetch_add(1);
-  dead.posted.store(1);
+  host.header(0).slots[0].sums.claimed.fetch_add(1);
+  slot.post.number.store(1);
   dead.done.store(1);
   host.gone[1].store(true);
   const auto since = Clock::now();

@@ -75,10 +75,9 @@ struct Victim {
   // What an honest peer would have written.
   void post(uint64_t seq, const Operation& operation) const {
     auto& slot = peer.header().slots[seq % kSlots];
-    slot.post = post_of(operation, kDataOffset);
-    slot.claimed.store(Tally::pack(seq, 0));
-    slot.completed.store(Tally::pack(seq, 0));
-    peer.header().posted.store(seq + 1);
+    fill_post(slot.post, operation, kDataOffset);
+    open_stages(slot, seq);
+    slot.post.number.store(seq + 1);
     peer.header().done.store(seq + 1);
   }
 
@@ -110,7 +109,7 @@ TEST(shm_offsets_outside_of_a_segment_are_refused) {
       victim.reset();
       const auto operation = victim.operation(kind, false);
       victim.post(0, operation);
-      victim.peer.header().slots[0].post.offset = offset;
+      set_place(victim.peer.header().slots[0].post, offset);
       const std::string message = victim.run(operation);
       CHECK(contains_all(message, {"rank 11 offers memory that is not in its segment"}));
     }
@@ -119,7 +118,7 @@ TEST(shm_offsets_outside_of_a_segment_are_refused) {
       victim.reset();
       const auto operation = victim.operation(kind, false);
       victim.post(0, operation);
-      victim.peer.header().slots[0].post.offset = offset;
+      set_place(victim.peer.header().slots[0].post, offset);
       CHECK_EQ(victim.run(operation), "");
     }
   }
@@ -131,7 +130,7 @@ TEST(shm_offsets_of_small_inputs_mean_nothing) {
     victim.reset();
     const auto operation = victim.operation(kind, true);
     victim.post(0, operation);
-    victim.peer.header().slots[0].post.offset = INT64_MIN;
+    set_place(victim.peer.header().slots[0].post, INT64_MIN);
     CHECK_EQ(victim.run(operation), "");
   }
 }
@@ -160,9 +159,10 @@ TEST(shm_split_tables_of_any_content_are_checked) {
       std::memset(victim.own.base() + kDataOffset, 0, static_cast<size_t>(kTable));
       victim.post(0, operation);
       auto& post = victim.peer.header().slots[0].post;
-      post.numel = numel;
-      post.offset = eager ? 0 : Guarded::kBytes - 2000;
-      auto* table = victim.peer.base() + (eager ? kHeaderBytes : post.offset);
+      post.terms.numel = numel;
+      constexpr int64_t kOffset = Guarded::kBytes - 2000;
+      set_place(post, kOffset);
+      auto* table = eager ? post.data.data() : victim.peer.base() + kOffset;
       const std::array<int64_t, 2> part{begin, end};
       std::memcpy(table, part.data(), sizeof(part));
       const auto message = victim.run(operation);
@@ -179,15 +179,15 @@ TEST(shm_other_lengths_are_refused) {
       victim.reset();
       const auto operation = victim.operation(OpKind::kAllGather, eager);
       victim.post(0, operation);
-      victim.peer.header().slots[0].post.numel = numel;
+      victim.peer.header().slots[0].post.terms.numel = numel;
       CHECK(contains_all(victim.run(operation), {"out of step", "rank 10", "rank 11"}));
     }
     victim.reset();
     const auto operation = victim.operation(OpKind::kAllReduce, eager);
     victim.post(0, operation);
     auto& post = victim.peer.header().slots[0].post;
-    post.kind = static_cast<OpKind>(0xFFFFFFFF);
-    post.type = 0xFFFFFFFF;
+    post.terms.kind = static_cast<OpKind>(0xFF);
+    post.terms.type = 0xFF;
     CHECK(contains_all(victim.run(operation), {"out of step", "an unknown operation"}));
   }
 }
@@ -203,10 +203,9 @@ TEST(shm_counters_of_any_value_end_in_a_result_or_an_error) {
         victim.post(0, operation);
         // A peer maps this rank's segment too.
         auto& header = which % 2 == 0 ? victim.peer.header() : victim.own.header();
-        const auto& slot = header.slots[0];
-        const std::array<std::atomic<uint64_t>*, 4> counters{&header.posted, &header.done,
-                                                             const_cast<std::atomic<uint64_t>*>(&slot.claimed),
-                                                             const_cast<std::atomic<uint64_t>*>(&slot.completed)};
+        auto& slot = header.slots[0];
+        const std::array<std::atomic<uint64_t>*, 4> counters{&slot.post.number, &header.done, &slot.sums.claimed,
+                                                             &slot.sums.marks};
         counters[static_cast<size_t>(which / 2)]->store(value);
         const std::string message = victim.run(operation);
         CHECK_EQ(message.empty() || contains_all(message, {"timed out"}) ? "" : message, "");
@@ -270,8 +269,8 @@ TEST(shm_a_peer_that_takes_back_every_claim) {
       [](Victim& victim, std::mt19937& /*random*/) {
         for (const Guarded* memory : {&victim.peer, &victim.own}) {
           auto& slot = memory->header().slots[0];
-          slot.claimed.store(0);
-          slot.completed.store(0);
+          slot.sums.claimed.store(0);
+          slot.sums.marks.store(0);
         }
       },
       60);

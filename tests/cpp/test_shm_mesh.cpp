@@ -1,5 +1,6 @@
 // How ranks find each other, as threads, and among strangers.
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 
@@ -199,7 +200,34 @@ TEST(shm_mesh_a_rank_that_gave_up_is_not_waited_for) {
     ranks.listeners.pop_back();
     CHECK_THROWS(Unavailable, ranks.connect(0, kPatience), "local rank 2 has given up, or died");
   }
-  CHECK(ms_since(since) < kQuickly.count());
+  {
+    Ranks ranks(8);
+    ranks.listeners[5] = Listener();  // at another address
+    CHECK_THROWS(Unavailable, ranks.connect(2, kPatience), "local rank 5 has given up, or died");
+  }
+  CHECK(ms_since(since) < 2 * kQuickly.count());
+}
+
+// As one of too many who had said nothing when they were looked at.
+TEST(shm_mesh_a_rank_that_is_taken_for_a_stranger_comes_again) {
+  Ranks ranks(2);
+  const auto& name = ranks.addresses[0];
+  ranks.listeners[0] = Listener();
+  const auto listener = listen_at(name, 5);
+  std::thread first([&] {
+    for (const bool is_heard : {false, true}) {
+      const Fd visitor(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      Hello heard;
+      pollfd entry{visitor.get(), POLLIN, 0};
+      poll(&entry, 1, -1);
+      receive_with_fd(visitor.get(), std::as_writable_bytes(std::span(&heard, 1)));
+      const auto hello = hello_of(0, 2, name);
+      if (is_heard) send_with_fd(visitor.get(), std::as_bytes(std::span(&hello, 1)), ranks.segments[0]->fd());
+    }
+  });
+  const auto peers = ranks.connect(1);
+  first.join();
+  CHECK_EQ(peers[0].segment.bytes(), ranks.segments[0]->bytes());
 }
 
 // Somebody is always at the door: that is no reason not to look for those who will not come.

@@ -1,5 +1,6 @@
 // How ranks find each other as processes: of other users, without descriptors, and when they die.
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 
@@ -195,6 +196,70 @@ TEST(shm_mesh_too_many_descriptors_under_way_are_waited_for) {
     return ms_since(since) < kQuickly.count() ? 0 : 5;
   });
   CHECK_EQ(process.end(), 0);
+}
+
+// What the processes of a host know of each other before they connect, and how far they are.
+struct Crowd {
+  std::atomic<int> listening, connected;
+  std::atomic<bool> has_failed;
+  std::atomic<int64_t> slowest_ms;
+  std::array<std::array<char, 32>, kMaxRanks> names;
+
+  void wait_for(const std::atomic<int>& count, int size) const {
+    while (count.load() < size && !has_failed.load()) usleep(5'000);
+  }
+
+  void be(int rank, int size) {
+    constexpr rlimit kUsual{1024, 1024};
+    require(setrlimit(RLIMIT_NOFILE, &kUsual) == 0, "no limit on descriptors");
+    require(geteuid() != 0 || setuid(kNobody) == 0, "root has no limit on descriptors under way");
+    const auto mark = [](int of) { return static_cast<std::byte>(1 + of % 255); };
+    Listener listener;
+    const Segment segment(rank, size, 0);
+    segment.base()[kDataOffset - 1] = mark(rank);
+    std::copy_n(listener.address().begin(), 32, names[static_cast<size_t>(rank)].begin());
+    listening.fetch_add(1);
+    wait_for(listening, size);
+    std::vector<std::string> addresses;
+    for (int peer = 0; peer < size; ++peer) addresses.emplace_back(names[static_cast<size_t>(peer)].data(), 32);
+    const auto since = Clock::now();
+    const auto peers = listener.connect(addresses, rank, segment, kPatience);
+    const auto took = ms_since(since);
+    for (auto slowest = slowest_ms.load(); took > slowest && !slowest_ms.compare_exchange_weak(slowest, took);) {
+    }
+    for (int peer = 0; peer < size; ++peer) {
+      if (peer == rank) continue;
+      const auto& found = peers[static_cast<size_t>(peer)];
+      require(found.segment.base()[kDataOffset - 1] == mark(peer), "the segment of the peer");
+      require(found.pid > 0 && !found.gone(), "the peer lives");
+    }
+    connected.fetch_add(1);
+    wait_for(connected, size);  // who leaves early is gone
+  }
+};
+
+// Many more than there are processors, and with 127 others each process makes use of most of the descriptors that it may have under way.
+TEST(shm_mesh_connects_all_ranks_of_a_large_host_in_time) {
+  for (const int size : {64, 128}) {
+    void* memory = mmap(nullptr, sizeof(Crowd), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    require(memory != MAP_FAILED, "no memory");
+    auto& crowd = *new (memory) Crowd{};
+    std::vector<std::unique_ptr<Process>> processes;
+    for (int rank = 0; rank < size; ++rank) {
+      processes.push_back(std::make_unique<Process>([&, rank] {
+        try {
+          crowd.be(rank, size);
+        } catch (const std::exception&) {
+          crowd.has_failed.store(true);
+          throw;
+        }
+        return 0;
+      }));
+    }
+    for (const auto& process : processes) CHECK_EQ(process->end(), 0);
+    CHECK(crowd.slowest_ms.load() < kQuickly.count());
+    munmap(memory, sizeof(Crowd));
+  }
 }
 
 TEST(shm_mesh_two_processes_reduce) {

@@ -158,6 +158,44 @@ TEST(shm_segment_pages_are_there_from_allocation_to_release) {
   CHECK(segment.allocate(100 * kPage) != nullptr);
 }
 
+TEST(shm_segment_says_how_much_is_in_huge_pages) {
+  Segment segment(0, 1, 0);
+  const Mapping of_peer(segment.fd(), segment.bytes());
+  for (const auto* base : {segment.base(), of_peer.base()}) {
+    CHECK_EQ(reinterpret_cast<uintptr_t>(base) % kHuge, 0u);
+  }
+  CHECK_EQ(segment.held().allocated, 0);
+  CHECK_EQ(segment.held().huge, 0);
+  auto* block = segment.allocate(4 * kHuge + kPage);
+  auto* small = segment.allocate(100 * kPage);
+  const auto held = segment.held();
+  CHECK_EQ(held.allocated, 4 * kHuge + 101 * kPage);
+  CHECK(held.huge <= 4 * kHuge && held.huge % kHuge == 0);  // the kernel may have none
+  fill(block, 4 * kHuge + kPage, 3);
+  CHECK(is_filled(of_peer.base() + segment.offset_of(block), 4 * kHuge + kPage, 3));
+  segment.release(block);
+  CHECK_EQ(segment.held().allocated, 100 * kPage);
+  CHECK_EQ(segment.held().huge, 0);
+  segment.release(small);
+}
+
+// Where the same is done by hand, for memory of nobody's.
+bool has_huge_pages() {
+  const Fd file(memfd_create("probe", MFD_CLOEXEC));
+  if (ftruncate(file.get(), 2 * kHuge) != 0) return false;
+  const Mapping mapping(file.get(), 2 * kHuge);
+  *mapping.base() = std::byte{1};
+  constexpr int kCollapse = 25;
+  return madvise(mapping.base(), kHuge, kCollapse) == 0;
+}
+
+TEST(shm_segment_gets_huge_pages_where_the_kernel_has_them) {
+  Segment segment(0, 1, 0);
+  segment.allocate(8 * kHuge);
+  const bool has_all = segment.held().huge == 8 * kHuge;
+  CHECK(has_all || !has_huge_pages());
+}
+
 TEST(shm_segment_can_not_be_resized_or_unsealed_and_is_closed_on_exec) {
   Segment segment(0, 1, 0);
   CHECK_EQ(ftruncate(segment.fd(), 0), -1);
@@ -239,6 +277,18 @@ TEST(shm_segment_that_runs_out_of_room_between_signals_gives_back_what_it_got) {
   CHECK(pages_held(segment) <= before + 1);
   CHECK(is_filled(small, 64, 9));
   CHECK(segment.allocate(300 * kPage) != nullptr);
+}
+
+TEST(shm_segment_that_runs_out_of_room_gives_back_huge_pages_too) {
+  Segment segment(0, 1, 0);
+  const auto before = pages_held(segment);
+  {
+    const OldKernel kernel(INT64_MAX, 100 * kPage);
+    CHECK(segment.allocate(4 * kHuge) == nullptr);
+    CHECK_EQ(errno, ENOSPC);
+  }
+  CHECK_EQ(pages_held(segment), before);
+  CHECK(segment.allocate(4 * kHuge) != nullptr);
 }
 
 // Against a list of blocks: none overlaps another, contents stay, and at the end all is free again.
@@ -345,6 +395,24 @@ TEST(shm_segment_keeps_below_the_limit_on_file_sizes) {
     }
     return false;
   }));
+}
+
+// Of this process so far, without those that needed the disk. A sanitizer of threads has many of its own.
+int64_t faults() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_minflt;
+}
+
+TEST(shm_segment_pages_are_mapped_before_they_are_touched) {
+  Segment segment(0, 1, 0);
+  for (const int64_t bytes : {1000 * kPage, 3 * kHuge + kPage}) {
+    auto* block = segment.allocate(bytes);
+    const auto before = faults();
+    fill(block, bytes, 1);
+    CHECK(faults() - before < 100);
+    segment.release(block);
+  }
 }
 
 // A child that drops its copies of tensors must not empty those of the parent, nor hand out the same memory.

@@ -1,8 +1,11 @@
 // Reductions over ranks: every type, operation, instruction set, size and aliasing against the reference.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "capabilities.h"
 #include "check.h"
@@ -19,7 +22,8 @@ constexpr DType kTypes[] = {DType::kF64, DType::kF32, DType::kF16, DType::kBF16,
                             DType::kU8,  DType::kI16, DType::kI32, DType::kI64};
 constexpr DType kFloats[] = {DType::kF64, DType::kF32, DType::kF16, DType::kBF16};
 constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax};
-constexpr int64_t kRanks[] = {1, 2, 3, 4, 7};
+// From thirteen on by way of a tile.
+constexpr int64_t kRanks[] = {1, 2, 3, 4, 7, 12, 13, 17};
 // Around one vector and one unrolled step of every instruction set.
 constexpr int64_t kSizes[] = {0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 63, 64, 65, 100, 255, 257, 515};
 constexpr unsigned char kCanary = 0xA5;
@@ -121,7 +125,7 @@ struct Buffer {
   size_t num_bytes;
 };
 
-// Bit `rank` of `in_place`: that source is a destination too. `num_separate` further destinations are not sources.
+// Bit `rank % 32` of `in_place`: that source is a destination too. `num_separate` further destinations are not sources.
 struct Call {
   DType type;
   ReduceOp op;
@@ -142,7 +146,7 @@ std::string describe(const Call& call, const char* what, int64_t at) {
 void check_call(const Call& call) {
   const std::vector<Bytes> sources = random_sources(call.type, call.num_ranks, call.numel);
   const Bytes expected = reference_reduce(sources, call.type, call.op, call.numel);
-  const auto is_in_place = [&](int64_t rank) { return (call.in_place >> rank & 1) != 0; };
+  const auto is_in_place = [&](int64_t rank) { return (call.in_place >> rank % 32 & 1) != 0; };
   const auto misalignment = [&](int64_t buffer) { return call.misaligned ? (buffer * 13 + 1) % 64 : 0; };
   std::vector<Buffer> buffers;
   for (int64_t rank = 0; rank < call.num_ranks; ++rank) {
@@ -186,6 +190,24 @@ TEST(reduce_ranks_agrees_with_the_reference_for_all_types_operations_sizes_and_r
   });
 }
 
+// The tile has 16 KB of lanes, which are floats where elements have 16 bits.
+TEST(reduce_ranks_of_many_ranks_agrees_with_the_reference_around_the_tile) {
+  for_each_capability([] {
+    for (const DType type : kTypes) {
+      const int64_t tile = 16 * 1024 / (is_float(type) ? std::max(item_size(type), int64_t{4}) : item_size(type));
+      for (const int64_t numel : {tile - 1, tile, tile + 1, 2 * tile + 515}) {
+        check_call({type, ReduceOp::kSum, numel, 13, 0, 1, true});
+        check_call({type, ReduceOp::kSum, numel, 24, ~0u, 0, false});
+      }
+      for (const int64_t num_ranks : {14, 15, 16, 20, 31, 32, 33, 64, 65, 128}) {
+        check_call({type, ReduceOp::kSum, 515, num_ranks, ~0u, 0, false});
+        check_call({type, ReduceOp::kSum, 129, num_ranks, 0, 0, false});
+        check_call({type, ReduceOp::kMax, 129, num_ranks, 0x5A5A5A5Au, 17, true});
+      }
+    }
+  });
+}
+
 TEST(reduce_ranks_takes_any_set_of_destinations_at_any_alignment) {
   for_each_capability([] {
     for (const DType type : kTypes) {
@@ -208,7 +230,7 @@ TEST(reduce_ranks_does_not_depend_on_the_instruction_set_or_the_split) {
   constexpr int64_t kNumel = 2003;
   for (const DType type : kTypes) {
     for (const ReduceOp op : kOps) {
-      for (const int64_t num_ranks : {2, 3, 8}) {
+      for (const int64_t num_ranks : {2, 3, 8, 16}) {
         std::vector<Bytes> sources = random_sources(type, num_ranks, kNumel);
         std::vector<const void*> srcs;
         for (const Bytes& source : sources) srcs.push_back(source.data());
@@ -233,9 +255,9 @@ TEST(reduce_ranks_does_not_depend_on_the_instruction_set_or_the_split) {
   }
 }
 
-// The reduction of `values`, one per rank: the same in each of 37 elements, so that loop and tail are both used.
+// The reduction of `values`, one per rank: the same in each of 293 elements, so that loop and tail are both used.
 double reduce_values(DType type, ReduceOp op, const std::vector<double>& values) {
-  constexpr int64_t kNumel = 37;
+  constexpr int64_t kNumel = 293;
   std::vector<Bytes> sources;
   std::vector<const void*> srcs;
   for (const double value : values) {
@@ -258,7 +280,7 @@ TEST(a_nan_of_any_rank_reaches_the_result) {
   for_each_capability([] {
     for (const DType type : kFloats) {
       for (const ReduceOp op : kOps) {
-        for (const size_t num_ranks : {2, 3, 5}) {
+        for (const size_t num_ranks : {2, 3, 5, 19}) {
           for (size_t rank = 0; rank < num_ranks; ++rank) {
             for (const double other : {1.0, -double{INFINITY}, double{INFINITY}}) {
               std::vector<double> values(num_ranks, other);
@@ -297,6 +319,11 @@ TEST(sources_are_added_in_order) {
     CHECK_EQ(reduce_values(DType::kF32, ReduceOp::kSum, {1e8, 1, -1e8}), 0);
     CHECK_EQ(reduce_values(DType::kF32, ReduceOp::kSum, {1e8, -1e8, 1}), 1);
     CHECK_EQ(reduce_values(DType::kF64, ReduceOp::kSum, {1e17, 1, -1e17, 3}), 3);
+    std::vector<double> many(64, 1.0);  // lost one by one where they follow 1e8, not where they come before it
+    many.front() = 1e8;
+    CHECK_EQ(reduce_values(DType::kF32, ReduceOp::kSum, many), 1e8);
+    std::swap(many.front(), many.back());
+    CHECK_EQ(reduce_values(DType::kF32, ReduceOp::kSum, many), 100000064);
   });
 }
 
@@ -310,6 +337,9 @@ TEST(sixteen_bit_floats_are_rounded_once) {
     CHECK_EQ(reduce_values(DType::kBF16, ReduceOp::kSum, {256, 1, 1}), 258);
     CHECK_EQ(reduce_values(DType::kBF16, ReduceOp::kSum, {256, 1}), 256);
     CHECK_EQ(reduce_values(DType::kBF16, ReduceOp::kSum, {258, 1}), 260);
+    std::vector<double> many(33, 1.0);
+    many.front() = 256;
+    CHECK_EQ(reduce_values(DType::kBF16, ReduceOp::kSum, many), 288);
   });
 }
 

@@ -17,7 +17,7 @@ namespace {
 using reference::Bytes;
 
 constexpr DType kFloats[] = {DType::kF64, DType::kF32, DType::kF16, DType::kBF16};
-constexpr int64_t kRanks[] = {1, 2, 3, 5};
+constexpr int64_t kRanks[] = {1, 2, 3, 5, 13};
 
 // Small whole numbers: no sum of them is anything but finite.
 Bytes finite_elements(DType dtype, int64_t numel, int64_t rank) {
@@ -139,6 +139,23 @@ TEST(checked_sums_find_one_in_any_place_of_any_source) {
             source = before;
           }
         }
+      }
+    }
+  });
+}
+
+TEST(checked_sums_of_many_ranks_find_one_anywhere_in_a_tile) {
+  constexpr int64_t kNumRanks = 20;
+  constexpr int64_t kTile = 4096;  // 2048 of kF64
+  constexpr int64_t kNumel = 2 * kTile + 100;
+  for_each_capability([&] {
+    for (const DType type : kFloats) {
+      for (const int64_t rank : {0, 7, 8, 19}) {
+        std::vector<Bytes> sources = finite_sources(type, kNumRanks, kNumel);
+        for (const int64_t place : {0L, kTile - 1, kTile, kTile + 70, 2 * kTile, kNumel - 1}) {
+          reference::set(sources[static_cast<size_t>(rank)].data(), type, place, rank == 7 ? NAN : INFINITY);
+        }
+        check_both_ways(type, sources, 4);
       }
     }
   });

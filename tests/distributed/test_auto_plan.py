@@ -13,11 +13,12 @@ from torch import nn
 
 from tests.harness import run_ranks
 from torchddp import _C, DistributedDataParallel
-from torchddp.plan import auto_plan, cost, plan_cache
+from torchddp.plan import auto_plan, plan_cache
 from torchddp.plan.auto_plan import RECORDED_STEPS, WARMUP_STEPS, plan_key
 from torchddp.plan.buckets import buckets_of
 from torchddp.plan.cost import measure_cost
 from torchddp.plan.step_profile import LinearCost
+from torchddp.transport import message_cost
 
 PLANNING_STEPS = WARMUP_STEPS + RECORDED_STEPS
 # Dear messages: whatever was measured, one bucket is best.
@@ -300,7 +301,7 @@ def test_planning_that_fails_is_over(monkeypatch):
 
 
 def test_without_room_for_messages_buckets_stay(monkeypatch):
-    monkeypatch.setattr(cost, "_LAST_SHARED_BYTES", 64 << 20)
+    monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 << 20)
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32")
 
     def work(rank):

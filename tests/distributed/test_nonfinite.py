@@ -14,7 +14,9 @@ import torchddp
 from tests.harness import run_ranks
 from tests.models import Branches, Mlp, batch, loss_of, seeded
 from tests.whole_buckets import WholeBuckets
+from torchddp.ddp import bucket_sizes
 from torchddp.diagnose.nonfinite import NonFinite
+from torchddp.transport.message_cost import MessageLine
 
 pytestmark = pytest.mark.beyond_torch("does not look for non-finite gradients")
 
@@ -122,7 +124,10 @@ def expected_counts(ddp):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_gradients_that_are_not_copied(transport, threads):
+def test_gradients_that_are_not_copied(monkeypatch, transport, threads):
+    quick = MessageLine(2e-6, 1e-10)  # on a busy machine messages are dear, and one bucket holds all
+    monkeypatch.setattr(bucket_sizes, "measure_line", lambda *arguments: quick)
+
     def work(rank):
         torch.set_num_threads(threads)
         ddp = torchddp.DistributedDataParallel(seeded(Wide), find_nonfinite=True, transport=transport)

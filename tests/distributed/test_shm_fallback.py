@@ -22,7 +22,7 @@ pytestmark = pytest.mark.beyond_torch("has no transports")
 
 @pytest.fixture(autouse=True)
 def _no_choice_from_outside(monkeypatch):
-    for name in (select.CHOICE_ENV, shm.LIMIT_ENV, "TORCHDDP_HOST_ID"):
+    for name in (select.CHOICE_ENV, shm.LIMIT_ENV, shm.TOPOLOGY_ENV, "TORCHDDP_HOST_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -87,6 +87,10 @@ def no_connection():
     shm._C.ShmEndpoint.connect = fail
 
 
+def choose_nodes(text):
+    os.environ[shm.TOPOLOGY_ENV] = text
+
+
 # name -> (what to do to a rank, what it is called in the log)
 TROUBLES = {
     "no sockets": (no_endpoint, "no sockets here"),
@@ -96,6 +100,9 @@ TROUBLES = {
     "one file": (lambda: fill_files(1), "Too many open files"),
     "few files": (lambda: fill_files(3), "Too many open files"),
     "small files": (lambda: limit(resource.RLIMIT_FSIZE, 1 << 20), "file sizes"),
+    "no nodes": (lambda: choose_nodes("0,x"), "as in '0,0,1,1', got '0,x'"),
+    "nodes of fewer": (lambda: choose_nodes("0,1"), "TORCHDDP_TOPOLOGY lists 2 nodes for the 3 ranks of its host"),
+    "nodes of more": (lambda: choose_nodes("0,0,1,1"), "TORCHDDP_TOPOLOGY lists 4 nodes for the 3 ranks of its host"),
 }
 
 

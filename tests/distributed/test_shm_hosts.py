@@ -198,7 +198,7 @@ endpoint = _C.ShmEndpoint(0)
 outer = Silent()
 transport = endpoint.connect(
     outer, local_ranks=[0], addresses=[endpoint.address], outer_group=outer, places=[0, 0], outer_ranks=[0, 1],
-    owners=1, spans=True, connect_timeout=timedelta(seconds=20), timeout=timedelta(seconds=20),
+    owners=1, spans=True, node=None, connect_timeout=timedelta(seconds=20), timeout=timedelta(seconds=20),
 )
 tensor = transport.allocate(100_000, torch.ones(1))
 work = transport.make_work()

@@ -140,6 +140,20 @@ def test_allocated_memory_is_flat_and_of_the_asked_dtype(choice):
     run_ranks(work, 2)
 
 
+def test_shared_memory_says_how_much_is_in_use():
+    def work(rank):
+        transport, _ = opened("shm")
+        before = transport.memory
+        block = transport.allocate(2**21, torch.zeros(()))
+        held = transport.memory
+        assert held["allocated"] == before["allocated"] + 2**23
+        assert before["huge"] <= held["huge"] <= before["huge"] + 2**23
+        del block
+        assert transport.memory == before
+
+    run_ranks(work, 2)
+
+
 @on_each_transport
 def test_idle_handles_do_not_wait(choice):
     def work(rank):

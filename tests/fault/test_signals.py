@@ -202,8 +202,8 @@ def test_an_interrupt_ends_the_wait_for_ranks_to_connect():
             KeyboardInterrupt,
             lambda: own.connect(
                 None, local_ranks=[0, 1], addresses=[own.address, other.address], outer_group=None, places=[0, 1],
-                outer_ranks=[], owners=2, spans=False, connect_timeout=timedelta(seconds=LIMIT_S),
-                timeout=timedelta(seconds=LIMIT_S),
+                outer_ranks=[], owners=2, spans=False, node=None,
+                connect_timeout=timedelta(seconds=LIMIT_S), timeout=timedelta(seconds=LIMIT_S),
             ),
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from torch import nn
 from tests.unit import benchmark_models
 from torchddp.bench import cli
 from torchddp.bench.cases import DEFAULT_CASES
-from torchddp.bench.collective_operations import OPERATIONS
+from torchddp.bench.collective.operations import OPERATIONS
 from torchddp.bench.registry import CASES
 from torchddp.harness.command import MODEL_NAMES
 from torchddp.harness.models import MODELS, describe_model, load_factory, make_batch, make_model, run_forward

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torchddp import _C
 from torchddp.plan.auto_plan import StepTimes, decide
 from torchddp.plan.buckets import best_buckets, buckets_of
-from torchddp.plan.cost import fit_line, misfit
 from torchddp.plan.plan_cache import PlanCacheError, PlanKey, fingerprint, kept_plan, load_plan, save_plan
 from torchddp.plan.step_profile import Gradient, LinearCost, ProfileError, StepProfile, load_profile, profile_from_dict
+from torchddp.transport.message_cost import fit_line, misfit
 
 SIZES = [4096.0 * 4**i for i in range(7)]
 

@@ -93,6 +93,8 @@ class Job:
     # Of the case `collective`, in place of models and variants.
     operations: tuple[str, ...] = ()
     sizes_bytes: tuple[int, ...] = ()
+    # Whether other packages' collectives stand beside them.
+    with_peers: bool = False
 
     @property
     def control_device(self) -> str:
@@ -116,6 +118,8 @@ class Settings:
     ours_tuned: bool
     quick: bool
     seed: int
+    # Of the case `collective`: with the collectives of other packages.
+    collective_peers: bool = False
 
     def models_of(self, case: Case) -> tuple[str, ...]:
         return self.models or (case.quick_models if self.quick else case.models)

@@ -57,6 +57,8 @@ Examples:
       weak scaling over ranks of this machine
   torchddp bench --op all_reduce --op broadcast --world-size 4
       no DDP: single collectives over message sizes, gloo and our transports
+  torchddp bench --case collective --peers --seconds 200 --html report.html
+      all_reduce beside MPICH, Open MPI, vLLM and DeepSpeed, where they are installed
   torchddp bench --ours torch.nn.parallel.DistributedDataParallel
       torch against itself: what the harness shows when nothing differs
   torchddp bench --case all --json result.json --out results
@@ -66,6 +68,7 @@ Examples:
 CASE_HELP = f"One of the cases above, or all; repeatable. [default: {', '.join(DEFAULT_CASES)}]"
 MODEL_HELP = f"One of {', '.join(MODEL_NAMES)}, or your own as package.module:factory; repeatable. [default: by case]"
 OP_HELP = "Of collective: one of all_reduce, broadcast, all_gather, reduce_scatter; repeatable. [default: all_reduce]"
+PEERS_HELP = "Of collective: all_reduce beside other packages, see docs/collectives.md; pip install 'torchddp[peers]'."
 SECONDS_HELP = "Time for the timed rounds of each model or collective. [default: 15 to 45 by case, with --quick 2]"
 WORLD_SIZE_HELP = "Number of ranks. [default: 1 for per_param, else 2]"
 WORLD_SIZES_HELP = "Of scaling: numbers of ranks. [default: 1,2,4, with --quick 1,2]"
@@ -83,6 +86,7 @@ def benchmark(
     case: Annotated[list[str] | None, typer.Option(help=CASE_HELP)] = None,
     model: Annotated[list[str] | None, typer.Option(help=MODEL_HELP)] = None,
     op: Annotated[list[str] | None, typer.Option(help=OP_HELP)] = None,
+    peers: Annotated[bool, typer.Option("--peers", help=PEERS_HELP)] = False,
     seconds: Annotated[float | None, typer.Option(help=SECONDS_HELP)] = None,
     world_size: Annotated[int | None, typer.Option(help=WORLD_SIZE_HELP)] = None,
     world_sizes: Annotated[str | None, typer.Option(help=WORLD_SIZES_HELP)] = None,
@@ -112,7 +116,7 @@ def benchmark(
     models = tuple(dict.fromkeys(model or ()))
     sizes = parse_world_sizes(world_sizes) if world_sizes is not None else ()
     # An option of one case alone asks for that case.
-    asked, operations = check_operations(case or (("scaling",) if sizes and not op else ()), models, op or ())
+    asked, operations = check_operations(case or (("scaling",) if sizes and not op else ()), models, op or (), peers)
     cases = check_names(asked, models)
     check_numbers(seconds, world_size)
     check_ranks(cases, world_size, sizes)
@@ -130,6 +134,7 @@ def benchmark(
         ours_tuned=ours_tuned,
         quick=quick,
         seed=seed,
+        collective_peers=peers,
     )
     console = make_console()
     document = run(settings, context.obj["command"], console)

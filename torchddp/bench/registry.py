@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchddp.bench import collective, gradients, memory, overlap, scaling, startup, step_time
+from torchddp.bench import gradients, memory, overlap, scaling, startup, step_time
 from torchddp.bench.cases import DEFAULT_CASES, BenchCase
-from torchddp.bench.collective_operations import OPERATIONS
+from torchddp.bench.collective import case as collective
+from torchddp.bench.collective.operations import OPERATIONS
 from torchddp.harness.command import MAX_WORLD_SIZE, MODEL_NAMES
 from torchddp.harness.variants import ArgumentError
 
@@ -58,16 +59,19 @@ def check_names(cases: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_operations(
-    cases: Sequence[str], models: Sequence[str], operations: Sequence[str]
+    cases: Sequence[str], models: Sequence[str], operations: Sequence[str], peers: bool = False
 ) -> tuple[Sequence[str], tuple[str, ...]]:
-    """The cases asked for and the collectives to time; with --op alone, that case alone."""
+    """The cases asked for and the collectives to time; with --op or --peers alone, that case alone."""
     for operation in operations:
         if operation not in OPERATIONS:
             raise ArgumentError(f"There is no collective '{operation}'; choose from {', '.join(OPERATIONS)}.")
-    if operations and not cases and not models:
+    option = "--op" if operations else "--peers"
+    if (operations or peers) and not cases and not models:
         cases = ("collective",)
-    if operations and not {"collective", ALL} & set(cases):
-        raise ArgumentError("--op is of the case collective, which was not asked for.")
+    if (operations or peers) and not {"collective", ALL} & set(cases):
+        raise ArgumentError(f"{option} is of the case collective, which was not asked for.")
+    if peers and set(operations) - {"all_reduce"}:
+        raise ArgumentError("--peers compares all_reduce only: leave out the other --op.")
     return cases, tuple(dict.fromkeys(operations)) or ("all_reduce",)
 
 

@@ -53,6 +53,7 @@ def failures(names: list[str], timeout_s: float = PROCESS_TIMEOUT_S) -> dict[str
 def _start(name: str, folder: Path) -> list[subprocess.Popen[str]]:
     ranks = PROBES[name].ranks
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes["env"] = {name: value for name, value in os.environ.items() if name != "TORCHDDP_TOPOLOGY"}  # of other ranks
     command = [sys.executable, "-m", __name__, name]
     return [
         subprocess.Popen([*command, str(rank), str(ranks), str(folder / name)], text=True, **pipes)
@@ -169,6 +170,7 @@ _CHECKS: dict[str, Callable[[str], object] | None] = {
     "TORCHDDP_INSTALL": lambda value: import_module("torchddp.integrations.install").check_variable(value),
     "TORCHDDP_SHM_LIMIT_MB": lambda _: import_module("torchddp.transport.shm").limit_bytes(),
     "TORCHDDP_STALL_REPORT_S": lambda _: import_module("torchddp.ddp.options").stall_limit_s(None, math.inf),
+    "TORCHDDP_TOPOLOGY": lambda _: import_module("torchddp.transport.shm").topology(),
     "TORCHDDP_TRANSPORT": lambda _: import_module("torchddp.transport.select").check_choice("auto"),
 }
 READ_BY_THE_BUILD = frozenset({"TORCHDDP_CUDA", "TORCHDDP_WERROR"})

@@ -17,9 +17,9 @@ from torchddp.bench.timing import over_ranks, timed_rounds
 from torchddp.harness.stats import paired_ratio, summarize
 from torchddp.harness.subject import Subject, make_subject
 from torchddp.plan.buckets import Buckets, best_buckets, buckets_of, finish_s
-from torchddp.plan.cost import seconds_of
 from torchddp.plan.record_profile import record_profile
 from torchddp.plan.step_profile import StepProfile
+from torchddp.transport.message_cost import seconds_of
 
 DEFAULT_CAPS_MB: tuple[float, ...] = (0.25, 0.5, 1, 2, 5, 10, 25, 50, 100)
 _MIB = 1024 * 1024

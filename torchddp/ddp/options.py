@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from torchddp import _C
 from torchddp.errors import warn_user
 from torchddp.transport import select
 
@@ -33,19 +32,10 @@ _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 _LONGEST_TIMEOUT = datetime.timedelta(days=100 * 365)
 
 _MIB = 1024 * 1024
-_DEFAULT_CAP_BYTES = 25 * _MIB
-# Between CPU ranks a bucket of 25 MiB takes longer than the backward of the layers in it, and the last one hides
-# behind nothing.
-_CPU_CAP_BYTES = 8 * _MIB
-# A CPU gradient this large is reduced where it lies, in a bucket of its own: a copy costs more than one more message.
-_CPU_SOLO_BYTES = 1 * _MIB
 # A CUDA gradient this large is reduced where it lies. Packing reads and writes it, which takes 0.7 us at the 3 TB/s of
 # an H100 and 1.3 us at the 1.6 of an A100. One more all-reduce in a group should cost the host about as much (not
 # measured yet), and the host runs ahead.
 _CUDA_ADOPT_BYTES = 1 * _MIB
-# Over shared memory a bucket costs about a microsecond: small ones, which are reduced while they are in cache.
-_SHARED_CAP_BYTES = 1 * _MIB
-_SHARED_SOLO_BYTES = 256 * 1024
 
 
 class DDPSyncStrategy(str, Enum):
@@ -86,13 +76,14 @@ class DDPOptions:
 
     Args:
         bucket_cap_mb: None: a first bucket of 1 MiB, then 25 MiB (models on CPU: 8 MiB, and a gradient of 1 MiB or more
-            has a bucket of its own and is reduced where it lies; over shared memory: 1 MiB, and 256 KiB;
-            ``bucket_bytes_cap``, which torch's compiler reads, says 25 MiB as in torch). A number given explicitly
-            holds for every bucket, the first included (torch does the same). Fractions are allowed; zero and negative
-            numbers raise ValueError. ``"auto"``: the buckets with the least exposed time for this model and group: a
-            plan that ``torchddp tune`` has kept, or else one made after eight synchronised steps, of which the last
-            five were measured (they overlap nothing, and the last ends with up to a second of timing messages). See
-            `DistributedDataParallel.replan`.
+            has a bucket of its own and is reduced where it lies; over shared memory 1 MiB, and 256 KiB; larger, up to
+            25 MiB, where messages are dear for many ranks or few processors, which models of more than 1 MiB measure in
+            some milliseconds; ``bucket_bytes_cap``, which torch's compiler reads, says 25 MiB as in torch). A number
+            given explicitly holds for every bucket, the first included (torch does the same). Fractions are allowed;
+            zero and negative numbers raise ValueError. ``"auto"``: the buckets with the least exposed time for this
+            model and group: a plan that ``torchddp tune`` has kept, or else one made after eight synchronised steps, of
+            which the last five were measured (they overlap nothing, and the last ends with up to a second of timing
+            messages). See `DistributedDataParallel.replan`.
         transport: what moves buckets between ranks. ``"c10d"``: the process group itself. ``"shm"``: memory that the
             ranks of a host share, for models on CPU (several hosts: shared inside each, the process group between
             them). ``"nccl"``: a NCCL communicator and a stream of its own, for models on one CUDA device a rank. Both
@@ -216,20 +207,12 @@ class DDPOptions:
         """Of each reduction; zero: the process group's own."""
         return datetime.timedelta(0) if self.timeout is None else min(self.timeout, _LONGEST_TIMEOUT)
 
-    def bucket_caps(self, parameters: Sequence[torch.Tensor], transport: _C.Transport) -> tuple[list[int], int]:
-        """Caps in bytes, the last one for all further buckets; from which size on a gradient has a bucket of its own.
-
-        What the user asked for, or what suits the transport.
-        """
+    @property
+    def asked_caps(self) -> list[int]:
+        """The caps of buckets in bytes that the user asked for, the last one for all further buckets; or none."""
         cap_mb = None if isinstance(self.bucket_cap_mb, str) else self.bucket_cap_mb
         asked_for = list(self.bucket_cap_mb_list or ()) or ([] if cap_mb is None else [cap_mb])
-        if asked_for:
-            return [max(1, int(cap * _MIB)) for cap in asked_for], 0
-        if not transport.reaches_any_memory:
-            return [_SHARED_CAP_BYTES], _SHARED_SOLO_BYTES
-        on_cpu = all(p.device.type == "cpu" for p in parameters)
-        cap_bytes = _CPU_CAP_BYTES if on_cpu else _DEFAULT_CAP_BYTES
-        return [min(dist._DEFAULT_FIRST_BUCKET_BYTES, cap_bytes), cap_bytes], _CPU_SOLO_BYTES if on_cpu else 0
+        return [max(1, int(cap * _MIB)) for cap in asked_for]
 
     @property
     def adopt_bytes(self) -> int:

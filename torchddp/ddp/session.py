@@ -14,6 +14,7 @@ from torch.distributed.utils import _sync_module_states
 
 from torchddp import _C
 from torchddp.ddp import model
+from torchddp.ddp.bucket_sizes import default_sizes
 from torchddp.ddp.options import RAISE, DDPOptions
 from torchddp.ddp.same_model import verify_same_model
 from torchddp.errors import ADVICE_FOR_A_LOST_PEER, TransportError
@@ -49,11 +50,11 @@ class ReducerPolicy:
         """The rank that alone gets each parameter's average; None: all ranks get all."""
         return None
 
-    def bucket_caps(
-        self, options: DDPOptions, parameters: Sequence[torch.Tensor], transport: _C.Transport
-    ) -> tuple[list[int], int]:
-        """As `DDPOptions.bucket_caps`."""
-        return options.bucket_caps(parameters, transport)
+    def bucket_caps(self, session: ReducerSession, transport: _C.Transport) -> tuple[list[int], int]:
+        """As `default_sizes`, collective where that is, or what the user asked for."""
+        if asked_for := session.options.asked_caps:
+            return asked_for, 0
+        return default_sizes(session.parameters, transport, session.process_group, session.wait_limit)
 
     def opened(self, session: ReducerSession) -> None:
         """The reducer is there. Its transport may be another one: some rank had no room in shared memory."""
@@ -104,7 +105,7 @@ class ReducerSession:
         transport = policy.transport(self)
         buffer_broadcast = self._reserved_broadcast(transport, ddp.modules_buffers)  # before ranks agree on memory
         self.specs = model.param_specs(self.parameters, names, sparse, policy.owners(parameters))
-        self.bucket_caps_bytes, solo_bytes = policy.bucket_caps(options, self.parameters, transport)
+        self.bucket_caps_bytes, solo_bytes = policy.bucket_caps(self, transport)
         self.reducer = _C.Reducer(
             self.parameters,
             self.specs,

@@ -15,10 +15,11 @@ from torchddp import _C
 from torchddp.ddp.observers import StepObserver
 from torchddp.ddp.session import ReducerSession
 from torchddp.plan.buckets import buckets_of, finish_s, planned_buckets
-from torchddp.plan.cost import NoRoomError, measure_cost
+from torchddp.plan.cost import measure_cost
 from torchddp.plan.plan_cache import PlanKey, fingerprint, kept_plan
 from torchddp.plan.step_profile import LinearCost
 from torchddp.transport.agreement import TransportExchange, ranks_per_host
+from torchddp.transport.message_cost import NoRoomError
 
 logger = logging.getLogger("torchddp.distributed")
 

@@ -11,9 +11,10 @@ import torch
 from torchddp import _C
 from torchddp.plan.auto_plan import StepRecorder, plan_key
 from torchddp.plan.buckets import buckets_of
-from torchddp.plan.cost import measure_cost, seconds_of
+from torchddp.plan.cost import measure_cost
 from torchddp.plan.step_profile import Gradient, StepProfile
 from torchddp.transport.agreement import TransportExchange
+from torchddp.transport.message_cost import seconds_of
 
 WARMUP_STEPS = 4
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from torchddp import _C
 from torchddp.ddp.model import wrapped_inside
-from torchddp.ddp.options import DDPOptions
 from torchddp.ddp.session import ReducerPolicy, ReducerSession
 from torchddp.sharded.oss import OSS
 from torchddp.sharded.parameter_sync import ParameterGather
@@ -73,11 +72,9 @@ class ShardedPolicy(ReducerPolicy):
             )
         return [found[param] for param in parameters]
 
-    def bucket_caps(
-        self, options: DDPOptions, parameters: Sequence[torch.Tensor], transport: _C.Transport
-    ) -> tuple[list[int], int]:
-        caps, solo_bytes = super().bucket_caps(options, parameters, transport)
-        largest = max(1, self._buffer_numel * max(p.element_size() for p in parameters))
+    def bucket_caps(self, session: ReducerSession, transport: _C.Transport) -> tuple[list[int], int]:
+        caps, solo_bytes = super().bucket_caps(session, transport)
+        largest = max(1, self._buffer_numel * max(p.element_size() for p in session.parameters))
         return [min(cap, largest) for cap in caps], min(solo_bytes, largest) if solo_bytes else 0
 
     def opened(self, session: ReducerSession) -> None:

@@ -1,9 +1,12 @@
 #include "transport/shm/operation_memory.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <utility>
 
+#include "shm/stream_copy.h"
 #include "transport/shm/shm_transport.h"
 
 namespace torchddp::transport {
@@ -28,7 +31,12 @@ void each_place(c10::ArrayRef<at::Tensor> tensors, std::byte* memory, Copy&& cop
 
 void OperationMemory::stage(ShmTransport& transport, c10::ArrayRef<at::Tensor> tensors, int64_t lead_bytes) {
   staging = transport.scratch().lend(bytes_of(tensors) + lead_bytes, at::kCPU);
-  pack(tensors, data_of(staging) + lead_bytes);
+  auto* const memory = data_of(staging) + lead_bytes;
+  if (tensors.size() == 1 && is_plain(tensors[0])) {
+    shm::stream_copy(memory, tensors[0].const_data_ptr(), bytes_of(tensors));
+  } else {
+    pack(tensors, memory);
+  }
 }
 
 void OperationMemory::deliver_to(std::vector<at::Tensor> tensors, at::Tensor memory) {
@@ -37,6 +45,8 @@ void OperationMemory::deliver_to(std::vector<at::Tensor> tensors, at::Tensor mem
                [](const at::Tensor& tensor, const at::Tensor& place) { tensor.copy_(place); });
   };
 }
+
+at::Tensor private_bytes(int64_t bytes) { return at::empty({std::max<int64_t>(bytes, 1)}, at::kByte); }
 
 int64_t bytes_of(c10::ArrayRef<at::Tensor> tensors) {
   int64_t bytes = 0;

@@ -28,6 +28,12 @@ struct OperationMemory {
 inline shm::Operation of_bytes(shm::OpKind kind, int64_t bytes, int root = 0) {
   return {.kind = kind, .type = kernels::DType::kU8, .root = root, .numel = bytes};
 }
+// What is in memory is what is in the tensor.
+inline bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+// Private memory; also where there is nothing to put into it.
+at::Tensor private_bytes(int64_t bytes);
 int64_t bytes_of(c10::ArrayRef<at::Tensor> tensors);
 std::byte* data_of(const at::Tensor& tensor);
 // One tensor behind the other.

@@ -6,6 +6,7 @@
 
 #include "common/check.h"
 #include "transport/shm/shm_call.h"
+#include "transport/shm/shm_message.h"
 
 namespace torchddp::transport {
 
@@ -41,7 +42,10 @@ ShmCall ShmBackend::begin(c10d::OpType type, const char* title, const CallOption
 
 ShmBackend::WorkPtr ShmBackend::start(ShmCall& call) {
   ++started_;
-  return operations_->start(rank_, std::move(call.description), std::move(call.parts));
+  auto work =
+      c10::make_intrusive<ShmCollective>(operations_, rank_, std::move(call.description), std::move(call.parts));
+  operations_->start(work);
+  return work;
 }
 
 ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
@@ -192,20 +196,30 @@ ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
   return start(call);
 }
 
-namespace {
-
-[[noreturn]] void refuse_point_to_point(const char* name) {
-  throw std::runtime_error(c10::str(name, ": the ", ShmBackend::kName,
-                                    " backend has collectives only. Use a gloo group for point-to-point operations: ",
-                                    "torch.distributed.new_group(backend=\"gloo\")"));
+// A send or a receive. Nobody says whether he will wait at once, so it may go on after the call.
+ShmBackend::WorkPtr ShmBackend::start_message(c10d::OpType type, const char* title, Tensors& tensors, int peer,
+                                              int tag) {
+  auto call = begin(type, title, c10d::BarrierOptions(), tensors, tensors);
+  const auto& tensor = call.only(tensors);
+  call.check_dense_cpu(tensors);
+  TDDP_CHECK(size_ > 1, call.where(), ": there is no other rank in the group");
+  TDDP_CHECK(type == c10d::OpType::RECVANYSOURCE || (peer >= 0 && peer < size_ && peer != rank_), call.where(),
+             ": rank ", peer, " is not another rank of this group of ", size_);
+  auto message = c10::make_intrusive<ShmMessage>(operations_, rank_, std::move(call.description), tensor, peer, tag);
+  operations_->start(message);
+  return message;
 }
 
-}  // namespace
+ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
+  return start_message(c10d::OpType::SEND, "torchddp_shm:send", tensors, to, tag);
+}
 
-ShmBackend::WorkPtr ShmBackend::send(Tensors& /*tensors*/, int /*to*/, int /*tag*/) { refuse_point_to_point("send"); }
+ShmBackend::WorkPtr ShmBackend::recv(Tensors& tensors, int from, int tag) {
+  return start_message(c10d::OpType::RECV, "torchddp_shm:recv", tensors, from, tag);
+}
 
-ShmBackend::WorkPtr ShmBackend::recv(Tensors& /*tensors*/, int /*from*/, int /*tag*/) { refuse_point_to_point("recv"); }
-
-ShmBackend::WorkPtr ShmBackend::recvAnysource(Tensors& /*tensors*/, int /*tag*/) { refuse_point_to_point("recv"); }
+ShmBackend::WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
+  return start_message(c10d::OpType::RECVANYSOURCE, "torchddp_shm:recv_any_source", tensors, -1, tag);
+}
 
 }  // namespace torchddp::transport

@@ -1,4 +1,4 @@
-// Shared memory as a backend of torch.distributed, for programs that call its collectives: all of them but point-to-point.
+// Shared memory as a backend of torch.distributed: collectives and point-to-point operations.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -13,8 +13,8 @@ namespace torchddp::transport {
 class ShmCall;
 
 // Dense CPU tensors of any dtype, contiguous or not; reductions: sum, average, product, minimum and maximum of the dtypes in
-// sum_types.h, of bool, and (sum and average) of complex numbers. Thread-safe, if all ranks start operations in the same order all
-// the same. The names are those of torch 2.11; later ones call them by new names that lead here.
+// sum_types.h, of bool, and (sum and average) of complex numbers. Thread-safe, if all ranks start collectives in the same order all
+// the same. A send does not wait for its receive, see Note [How messages travel] in shm/mail.h. The names are those of torch 2.11; later ones call them by new names that lead here.
 class ShmBackend final : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -67,6 +67,7 @@ class ShmBackend final : public c10d::Backend {
   template <typename CallOptions>
   ShmCall begin(c10d::OpType type, const char* title, const CallOptions& options, Tensors inputs, Tensors outputs);
   WorkPtr start(ShmCall& call);
+  WorkPtr start_message(c10d::OpType type, const char* title, Tensors& tensors, int peer, int tag);
 
   std::shared_ptr<ShmOperations> operations_;
   std::atomic<uint64_t> started_{0};

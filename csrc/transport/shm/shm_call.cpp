@@ -8,6 +8,8 @@
 #include <utility>
 
 #include "common/check.h"
+#include "shm/stream_copy.h"
+#include "transport/shm/pieces.h"
 #include "transport/shm/shm_backend.h"
 #include "transport/sum_types.h"
 
@@ -38,9 +40,6 @@ const char* op_name(RedOpType op) {
   return static_cast<size_t>(op) < std::size(kNames) ? kNames[op] : "an unknown reduction";
 }
 
-// What is in memory is what is in the tensor.
-bool is_plain(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
-
 // The tensors lie in memory one behind the other. Where the first begins.
 const std::byte* consecutive(const Tensors& tensors) {
   const std::byte* begin = nullptr;
@@ -59,8 +58,13 @@ const std::byte* consecutive(const Tensors& tensors) {
   return begin;
 }
 
-// Private memory; also where there is nothing to put into it.
-at::Tensor private_bytes(int64_t bytes) { return at::empty({std::max<int64_t>(bytes, 1)}, at::kByte); }
+void divide(const at::Tensor& tensor, int size) {
+  if (at::isFloatingType(tensor.scalar_type())) {
+    tensor.div_(size);
+  } else {
+    tensor.div_(size, "trunc");
+  }
+}
 
 // The result, which is a sum so far, becomes the average.
 void divide_after(ShmPart& part, const Tensors& tensors, int size) {
@@ -69,11 +73,7 @@ void divide_after(ShmPart& part, const Tensors& tensors, int size) {
       deliver();
     }
     for (const auto& tensor : tensors) {
-      if (at::isFloatingType(tensor.scalar_type())) {
-        tensor.div_(size);
-      } else {
-        tensor.div_(size, "trunc");
-      }
+      divide(tensor, size);
     }
   };
 }
@@ -173,6 +173,17 @@ shm::Operation ShmCall::reducing(shm::OpKind kind, const Tensors& tensors, const
   return {.kind = kind, .type = type, .op = reduction, .root = root, .numel = numel};
 }
 
+// For what needs memory: without it the others would wait until their time is up.
+template <typename Take>
+void ShmCall::or_abort(Take&& take) const {
+  try {
+    take();
+  } catch (const TransportError& error) {
+    operations_.abort(error.what());
+    throw;
+  }
+}
+
 // The operation's input: where it is if the engine reaches it there, or a copy, after `lead_bytes` that are left free. Not
 // `in_place`: the operation writes to it, and the tensor must stay as it is. Returns the memory.
 at::Tensor ShmCall::bring(ShmPart& part, const Tensors& tensors, int64_t lead_bytes, bool in_place) {
@@ -188,12 +199,7 @@ at::Tensor ShmCall::bring(ShmPart& part, const Tensors& tensors, int64_t lead_by
     part.input = private_bytes(bytes_of(tensors) + lead_bytes);
     pack(tensors, data_of(part.input) + lead_bytes);
   } else {
-    try {
-      part.stage(*transport_, tensors, lead_bytes);
-    } catch (const TransportError& error) {
-      operations_.abort(error.what());  // or the others would wait until their time is up
-      throw;
-    }
+    or_abort([&] { part.stage(*transport_, tensors, lead_bytes); });
     part.input = part.staging;
   }
   part.operation.input = data_of(part.input);
@@ -212,10 +218,55 @@ void ShmCall::take_result(ShmPart& part, const Tensors& tensors) const {
   part.deliver_to(tensors, part.output);
 }
 
-void ShmCall::all_reduce(const Tensors& given, const c10d::ReduceOp& op, bool keep, int root) {
-  check_dense_cpu(given);
-  const auto tensors = as_real(given, op);
-  ShmPart part{{}, reducing(shm::OpKind::kAllReduce, tensors, op, root)};
+// Asks the others, who do the same. See Note [An all-reduce in pieces].
+bool ShmCall::goes_in_pieces(const shm::Operation& whole, const Tensors& tensors) const {
+  auto& engine = transport_->engine();
+  bool all_accept = false;
+  auto question = whole;
+  question.form = shm::Form::kQuestion;
+  question.accepts = !description.async && consecutive(tensors) != nullptr && !transport_->reaches(tensors[0]);
+  question.output = question.accepts ? &all_accept : nullptr;
+  const auto seq = engine.start(question);
+  if (question.accepts) {
+    engine.wait(seq, description.timeout);
+  }
+  return all_accept;
+}
+
+ShmPart ShmCall::in_pieces(ShmPart part, const Tensors& tensors, const c10d::ReduceOp& op) const {
+  auto* const memory = const_cast<std::byte*>(consecutive(tensors));
+  const auto dtype = tensors[0].scalar_type();
+  std::function<void(std::byte*, int64_t)> finish;
+  if (op.op_ == RedOpType::AVG) {
+    finish = [dtype, size = size_](std::byte* sums, int64_t numel) {
+      divide(at::from_blob(sums, {numel}, at::dtype(dtype)), size);
+    };
+  }
+  const Pieces pieces{part.operation, memory, description.timeout, finish};
+  or_abort([&] { part.staging = transport_->scratch().lend(pieces.bytes(), at::kCPU); });
+  part.run = [pieces, transport = transport_, buffers = part.staging] {
+    const BelowAutograd guard;
+    pieces.run(*transport, buffers);
+  };
+  return part;
+}
+
+// Each rank sums what all have brought to its tensors. It brings a copy.
+void ShmCall::sum_for_itself(ShmPart& part, const Tensors& tensors) {
+  const BelowAutograd guard;
+  take_result(part, tensors);
+  if (part.deliver) {
+    pack(tensors, data_of(part.output));
+  }
+  const auto bytes = part.operation.bytes();
+  or_abort([&] { part.staging = transport_->scratch().lend(bytes, at::kCPU); });
+  shm::stream_copy(data_of(part.staging), part.operation.output, bytes);
+  part.operation.form = shm::Form::kEveryone;
+  part.operation.input = data_of(part.staging);
+}
+
+// Ranks sum for each other, in memory that all of them reach; a few numbers each for itself.
+void ShmCall::sum_together(ShmPart& part, const Tensors& tensors, bool keep) {
   const bool eager = transport_->engine().is_eager(part.operation);
   const auto memory = bring(part, tensors, 0, keep || eager);
   if (!eager) {
@@ -228,6 +279,23 @@ void ShmCall::all_reduce(const Tensors& given, const c10d::ReduceOp& op, bool ke
   } else {
     part.output = private_bytes(part.operation.bytes());
     part.operation.output = data_of(part.output);
+  }
+}
+
+void ShmCall::all_reduce(const Tensors& given, const c10d::ReduceOp& op, bool keep, int root) {
+  check_dense_cpu(given);
+  const auto tensors = as_real(given, op);
+  ShmPart part{{}, reducing(shm::OpKind::kAllReduce, tensors, op, root)};
+  const bool for_itself = description.type != c10d::OpType::REDUCE &&
+                          Pieces::sum_for_themselves(part.operation, transport_->engine().board());
+  if (for_itself && Pieces::are_used(part.operation) && goes_in_pieces(part.operation, tensors)) {
+    parts.push_back(in_pieces(std::move(part), tensors, op));
+    return;
+  }
+  if (for_itself) {
+    sum_for_itself(part, tensors);
+  } else {
+    sum_together(part, tensors, keep);
   }
   if (keep && op.op_ == RedOpType::AVG) {
     divide_after(part, tensors, size_);

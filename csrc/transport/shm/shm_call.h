@@ -50,6 +50,12 @@ class ShmCall {
  private:
   Tensors as_real(const Tensors& tensors, const c10d::ReduceOp& op) const;
   shm::Operation reducing(shm::OpKind kind, const Tensors& tensors, const c10d::ReduceOp& op, int root) const;
+  void sum_for_itself(ShmPart& part, const Tensors& tensors);
+  void sum_together(ShmPart& part, const Tensors& tensors, bool keep);
+  bool goes_in_pieces(const shm::Operation& whole, const Tensors& tensors) const;
+  ShmPart in_pieces(ShmPart part, const Tensors& tensors, const c10d::ReduceOp& op) const;
+  template <typename Take>
+  void or_abort(Take&& take) const;
   at::Tensor bring(ShmPart& part, const Tensors& tensors, int64_t lead_bytes = 0, bool in_place = true);
   void take_result(ShmPart& part, const Tensors& tensors) const;
 

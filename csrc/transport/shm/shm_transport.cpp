@@ -64,11 +64,11 @@ class ShmWork final : public Work {
   }
   // What torch.profiler shows for the operation: from here to the end of wait().
   void record(const std::string& title, const at::Tensor& tensor) {
-    record_.emplace(at::RecordScope::USER_SCOPE);
-    if (!record_->isActive()) {
-      record_.reset();
+    auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+    if (!callbacks) {
       return;
     }
+    record_.emplace(std::move(*callbacks));
     record_->_setAsync();
     const c10::IValue input(tensor);
     record_->before(title, c10::ArrayRef<const c10::IValue>(input));
@@ -165,7 +165,7 @@ std::shared_ptr<ShmTransport> ShmEndpoint::connect(c10::intrusive_ptr<c10d::Proc
                 "this rank is not among those of its host");
   const auto rank = static_cast<int>(found - placement.addresses.begin());
   const auto size = static_cast<int>(placement.addresses.size());
-  auto segment = std::make_shared<shm::Segment>(rank, size, limit_bytes_);
+  auto segment = std::make_shared<shm::Segment>(rank, size, limit_bytes_, placement.node);
   auto peers = listener_.connect(placement.addresses, rank, *segment, connect_timeout);
   return std::make_shared<ShmTransport>(std::move(group), std::move(placement), std::move(segment), std::move(peers),
                                         timeout);
@@ -203,6 +203,7 @@ ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlac
   config.threads = at::get_num_threads();
   config.run_parallel = run_parallel;
   engine_ = std::make_unique<shm::Engine>(std::move(config));
+  mail_ = std::make_unique<shm::Mail>(*engine_, *segment_);
   // Named as the process group names them, whose place they take: what reads profiles knows these names.
   const auto backend = group != nullptr ? group->getBackendName() : std::string("shm");
   for (size_t kind = 0; kind < titles_.size(); ++kind) {

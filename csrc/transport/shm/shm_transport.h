@@ -8,7 +8,9 @@
 #include <mutex>
 #include <vector>
 
+#include "common/pace.h"
 #include "shm/engine.h"
+#include "shm/mail.h"
 #include "shm/mesh.h"
 #include "shm/segment.h"
 #include "transport/shm/gradient_pool.h"
@@ -25,8 +27,9 @@ struct ShmPlacement {
   c10::intrusive_ptr<c10d::ProcessGroup> outer_group;
   // By group rank: its place among the ranks of its host, and its rank in the outer group of that place (-1: there is none).
   std::vector<int> places, outer_ranks;
-  int owners = 0;      // ranks of each host that own shards
-  bool spans = false;  // several hosts
+  int owners = 0;                          // ranks of each host that own shards
+  bool spans = false;                      // several hosts
+  std::optional<int> node = std::nullopt;  // of memory, next to this rank: none for what the kernel says
 };
 
 // Through the ranks that own the same shard on each host, which are `group`. It may still write to the segment when an operation has failed,
@@ -51,6 +54,11 @@ class ShmEndpoint {
   shm::Listener listener_;
 };
 
+// Hooks look at the peers no more often. A look takes the engine's mutex and a cache line from the processor of each peer, some
+// tenths of a microsecond and more with more peers, and a step has hundreds of hooks. What it finds is a shard to sum, which takes
+// longer than this. Waits look on their own account, so the end of backward is not delayed.
+inline constexpr std::chrono::microseconds kLookInterval{5};
+
 // What shared memory can't do (sparse tensors, other devices, dtypes that nobody sums, collectives other than the all-reduce
 // between hosts) goes through the process group; which way is decided by what is equal on all ranks. Memory that is not shared is
 // copied in and out.
@@ -67,7 +75,11 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   bool reaches(const at::Tensor& tensor) const override;
   bool counts_non_finite(const at::Tensor& tensor) const override;
   void interrupt(const std::string& reason) override;
-  void progress() override { engine_->progress(); }
+  void progress() override {
+    if (looks_.is_due()) {
+      engine_->progress();
+    }
+  }
   // With what went through the process group.
   Traffic traffic() const override;
 
@@ -81,8 +93,12 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   // Nobody waits any more for an operation whose peers may still write to this memory: it stays until that one is complete, or for good.
   void keep(std::vector<at::Tensor> memory, std::optional<uint64_t> until = std::nullopt);
 
+  // Of this rank's segment.
+  shm::HeldMemory held_memory() const { return segment_->held(); }
+
   // --- for the c10d backend, which has more operations and reductions ---
   shm::Engine& engine() { return *engine_; }
+  shm::Mail& mail() { return *mail_; }
   // Throws TransportError if there is no room.
   at::Tensor shared_bytes(int64_t bytes);
 
@@ -106,6 +122,8 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   std::vector<shm::Peer> peers_;
   std::unique_ptr<shm::OuterLink> outer_;
   std::unique_ptr<shm::Engine> engine_;
+  std::unique_ptr<shm::Mail> mail_;
+  Pace looks_{kLookInterval};
   int rank_ = 0;
   int size_ = 0;
   bool lost_memory_ = false;

@@ -27,20 +27,12 @@ constexpr milliseconds kFarewell{10'000};
 
 }  // namespace
 
-ShmC10dWork::ShmC10dWork(std::shared_ptr<ShmOperations> operations, int rank, Description description,
-                         std::vector<ShmPart> parts)
+ShmC10dWork::ShmC10dWork(std::shared_ptr<ShmOperations> operations, int rank, Description description)
     : Work(rank, description.type, description.title, description.inputs),
-      operations_(std::move(operations)),
-      parts_(std::move(parts)),
       outputs_(std::move(description.outputs)),
       timeout_(description.timeout),
+      operations_(std::move(operations)),
       async_(description.async) {}
-
-void ShmC10dWork::start(ShmTransport& transport) {
-  for (auto& part : parts_) {
-    seqs_.push_back(transport.engine().start(part.operation));
-  }
-}
 
 bool ShmC10dWork::isCompleted() {
   if (is_over()) {
@@ -54,7 +46,7 @@ bool ShmC10dWork::isSuccess() const { return is_over() && c10d::Work::isSuccess(
 
 bool ShmC10dWork::wait(milliseconds timeout) {
   const auto transport = is_over() ? nullptr : operations_->transport();
-  if (transport != nullptr && !await(*transport, timeout)) {
+  if (transport != nullptr && !await_for(*transport, timeout)) {
     throw TransportError(c10::str("rank ", rank_, ": ", c10d::opTypeToString(opType_), " was not complete ",
                                   timeout.count(), " ms after wait(). It goes on, and so does the process group"));
   }
@@ -67,16 +59,12 @@ bool ShmC10dWork::wait(milliseconds timeout) {
 }
 
 // False if the caller's own time is up.
-bool ShmC10dWork::await(ShmTransport& transport, milliseconds timeout) {
-  auto& engine = transport.engine();
-  const auto deadline = deadline_after(timeout);
+bool ShmC10dWork::await_for(ShmTransport& transport, milliseconds longest) {
   try {
-    for (const auto seq : seqs_) {
-      if (timeout <= kNoTimeout) {
-        engine.wait(seq, timeout_);
-      } else if (!engine.wait_for(seq, deadline - Clock::now(), true)) {
-        return false;
-      }
+    if (longest <= kNoTimeout) {
+      await(transport, Clock::now());
+    } else if (!await_until(transport, deadline_after(longest), true)) {
+      return false;
     }
   } catch (const TransportError&) {
     fail(transport, std::current_exception());
@@ -114,16 +102,11 @@ bool ShmC10dWork::try_finish(ShmTransport& transport, bool wait_for_others) {
   }
   std::exception_ptr error;
   try {
-    auto& engine = transport.engine();
-    if (!std::all_of(seqs_.begin(), seqs_.end(), [&](uint64_t seq) { return engine.poll(seq); })) {
+    if (!poll(transport)) {
       return false;
     }
     const BelowAutograd guard;
-    for (const auto& part : parts_) {
-      if (part.deliver) {
-        part.deliver();
-      }
-    }
+    deliver();
   } catch (...) {
     error = std::current_exception();
   }
@@ -140,27 +123,15 @@ void ShmC10dWork::fail(ShmTransport& transport, std::exception_ptr error) {
 }
 
 void ShmC10dWork::conclude(ShmTransport& transport, std::exception_ptr error, std::unique_lock<std::mutex> lock) {
-  if (error != nullptr) {
-    keep_staging(transport);
-  }
-  auto parts = std::exchange(parts_, {});
+  auto memory = give_back(transport, error != nullptr);
   finish(error);
   over_.store(true, std::memory_order_release);
   const auto future = future_;
   lock.unlock();  // callbacks may ask for this very operation
-  parts.clear();
+  memory.reset();
   operations_->remove(*this, future != nullptr);
   if (future != nullptr) {
     complete(*future);
-  }
-}
-
-// Part of it may be under way: a peer may still write to it.
-void ShmC10dWork::keep_staging(ShmTransport& transport) {
-  for (auto& part : parts_) {
-    if (part.staging.defined()) {
-      transport.keep({std::move(part.staging)});
-    }
   }
 }
 
@@ -170,6 +141,48 @@ void ShmC10dWork::complete(c10::ivalue::Future& future) {
   } else {
     future.markCompleted(c10::IValue(outputs_));
   }
+}
+
+void ShmCollective::start(ShmTransport& transport) {
+  for (const auto& part : parts_) {
+    if (part.run) {
+      part.run();
+    } else {
+      seqs_.push_back(transport.engine().start(part.operation));
+    }
+  }
+}
+
+bool ShmCollective::poll(ShmTransport& transport) {
+  return std::all_of(seqs_.begin(), seqs_.end(), [&](uint64_t seq) { return transport.engine().poll(seq); });
+}
+
+void ShmCollective::await(ShmTransport& transport, Time since) {
+  for (const auto seq : seqs_) {
+    transport.engine().wait(seq, timeout_, since);
+  }
+}
+
+bool ShmCollective::await_until(ShmTransport& transport, Time until, bool spin) {
+  return std::all_of(seqs_.begin(), seqs_.end(),
+                     [&](uint64_t seq) { return transport.engine().wait_for(seq, until - Clock::now(), spin); });
+}
+
+void ShmCollective::deliver() {
+  for (const auto& part : parts_) {
+    if (part.deliver) {
+      part.deliver();
+    }
+  }
+}
+
+std::shared_ptr<void> ShmCollective::give_back(ShmTransport& transport, bool failed) {
+  for (auto& part : parts_) {
+    if (failed && part.staging.defined()) {
+      transport.keep({std::move(part.staging)});  // a peer may still write to it
+    }
+  }
+  return std::make_shared<std::vector<ShmPart>>(std::exchange(parts_, {}));
 }
 
 ShmOperations::ShmOperations(std::shared_ptr<ShmTransport> transport, milliseconds timeout)
@@ -194,32 +207,33 @@ std::shared_ptr<ShmTransport> ShmOperations::open_transport() const {
   return transport;
 }
 
-c10::intrusive_ptr<ShmC10dWork> ShmOperations::start(int rank, ShmC10dWork::Description description,
-                                                     std::vector<ShmPart> parts) {
+void ShmOperations::start(const c10::intrusive_ptr<ShmC10dWork>& work) {
   const auto transport = open_transport();
-  auto work = c10::make_intrusive<ShmC10dWork>(shared_from_this(), rank, std::move(description), std::move(parts));
-  std::unique_lock beginning(work->finishing_);  // the watcher may see it before it has begun
-  {
-    std::unique_lock lock(mutex_);
-    work->place_ = works_.insert(works_.end(), work);
-    if (work->async_) {
-      wake_watcher(lock);
-    }
-  }
   try {
     work->start(*transport);
+    if (!work->async_) {
+      work->wait();
+      return;
+    }
   } catch (...) {
-    work->conclude(*transport, std::current_exception(), std::move(beginning));
+    work->fail(*transport, std::current_exception());
     throw;
   }
-  return work;
+  if (!work->try_finish(*transport, true)) {
+    std::unique_lock lock(mutex_);
+    work->place_ = works_.insert(works_.end(), work);
+    wake_watcher(lock);
+  }
 }
 
 void ShmOperations::remove(ShmC10dWork& work, bool awaited) {
+  if (!work.place_) {
+    return;  // it was over before anybody else could see it
+  }
   c10::intrusive_ptr<ShmC10dWork> last;  // let go of without the lock
   const std::lock_guard lock(mutex_);
-  last = std::move(*work.place_);
-  works_.erase(work.place_);
+  last = std::move(**work.place_);
+  works_.erase(*work.place_);
   awaited_futures_ -= awaited ? 1 : 0;
 }
 
@@ -281,9 +295,9 @@ void ShmOperations::watch() {
 
 // Ends what can be ended. Where somebody waits for a Future, sleeps until something happens to the first of those; whether it did.
 bool ShmOperations::look(ShmTransport& transport, const Works& works) {
-  const ShmC10dWork* awaited = nullptr;
+  ShmC10dWork* awaited = nullptr;
   for (const auto& work : works) {
-    const bool over = (work->async_ || work->is_awaited()) && work->try_finish(transport, false);
+    const bool over = work->try_finish(transport, false);
     if (!over && awaited == nullptr && work->is_awaited()) {
       awaited = work.get();
     }
@@ -291,15 +305,10 @@ bool ShmOperations::look(ShmTransport& transport, const Works& works) {
   if (awaited == nullptr) {
     return false;
   }
-  auto& engine = transport.engine();
   try {
-    for (const auto seq : awaited->seqs_) {
-      if (!engine.wait_for(seq, kLook, false)) {
-        if (Clock::now() >= deadline_after(awaited->timeout_, awaited->started_)) {
-          engine.wait(seq, awaited->timeout_, awaited->started_);
-        }
-        break;
-      }
+    if (!awaited->await_until(transport, Clock::now() + kLook, false) &&
+        Clock::now() >= deadline_after(awaited->timeout_, awaited->started_)) {
+      awaited->await(transport, awaited->started_);
     }
   } catch (const TransportError&) {
     // Each operation learns of it when it is looked at again.
@@ -321,9 +330,7 @@ void ShmOperations::drain_and_drop() {
   const auto deadline = Clock::now() + std::min(kFarewell, timeout());
   for (const auto& work : under_way()) {
     try {
-      for (const auto seq : work->seqs_) {
-        transport->engine().wait_for(seq, deadline - Clock::now(), false);
-      }
+      work->await_until(*transport, deadline, false);
     } catch (const TransportError&) {
       // try_finish() tells it.
     }

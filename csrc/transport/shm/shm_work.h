@@ -3,7 +3,7 @@
 // Note [Who finishes a c10d operation]
 // Ranks do the work themselves, whenever one of their threads passes by: in wait(), in isCompleted(), in the next collective. Nobody
 // may pass by for long: a Future is only ever waited for outside of our code, and a Work may be dropped. So each backend has one
-// thread more, the watcher, started by the first asynchronous operation. It sleeps for good when nothing is under way, looks every
+// thread more, the watcher, started by the first asynchronous operation that is not complete at once. It sleeps for good when nothing is under way, looks every
 // few milliseconds at what is, and wakes with every message where a Future was asked for.
 //
 // Note [Locks and the GIL]
@@ -22,6 +22,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -33,11 +34,6 @@ namespace torchddp::transport {
 class ShmOperations;
 class ShmTransport;
 
-// An operation of the engine; a collective on several tensors is several.
-struct ShmPart : OperationMemory {
-  shm::Operation operation;
-};
-
 // Neither version counters nor graphs have to know what is copied.
 struct BelowAutograd {
   c10::impl::ExcludeDispatchKeyGuard keys{c10::autograd_dispatch_keyset_with_ADInplaceOrView};
@@ -45,7 +41,7 @@ struct BelowAutograd {
 };
 
 // Thread-safe.
-class ShmC10dWork final : public c10d::Work {
+class ShmC10dWork : public c10d::Work {
  public:
   struct Description {
     c10d::OpType type;
@@ -55,7 +51,7 @@ class ShmC10dWork final : public c10d::Work {
     bool async;
   };
 
-  ShmC10dWork(std::shared_ptr<ShmOperations> operations, int rank, Description description, std::vector<ShmPart> parts);
+  ShmC10dWork(std::shared_ptr<ShmOperations> operations, int rank, Description description);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -65,33 +61,68 @@ class ShmC10dWork final : public c10d::Work {
   void abort() override;
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  uint64_t getSequencenumber() const override { return seqs_.empty() ? 0 : seqs_.front(); }
+
+ protected:
+  using Time = shm::Engine::Clock::time_point;
+  // Under way in the transport. All of it throws TransportError.
+  virtual void start(ShmTransport& transport) = 0;
+  virtual bool poll(ShmTransport& transport) = 0;
+  // An error, for all ranks, when the operation's own time is up, counted from `since`.
+  virtual void await(ShmTransport& transport, Time since) = 0;
+  // False if it is not complete at `until`. `spin`: as for Engine::wait_for().
+  virtual bool await_until(ShmTransport& transport, Time until, bool spin) = 0;
+  // Complete: the result to where it is wanted.
+  virtual void deliver() = 0;
+  // What it worked with, to be let go of without a lock. `failed`: part of it may be under way.
+  virtual std::shared_ptr<void> give_back(ShmTransport& transport, bool failed) = 0;
+
+  const std::vector<at::Tensor> outputs_;
+  const std::chrono::milliseconds timeout_;
 
  private:
   friend class ShmOperations;
-  void start(ShmTransport& transport);
   bool is_over() const { return over_.load(std::memory_order_acquire); }
   bool is_awaited() const { return awaited_.load(std::memory_order_acquire); }
-  bool await(ShmTransport& transport, std::chrono::milliseconds timeout);
+  bool await_for(ShmTransport& transport, std::chrono::milliseconds longest);
   bool try_finish(ShmTransport& transport, bool wait_for_others);
   void fail(ShmTransport& transport, std::exception_ptr error);
   void conclude(ShmTransport& transport, std::exception_ptr error, std::unique_lock<std::mutex> lock);
-  void keep_staging(ShmTransport& transport);
   void complete(c10::ivalue::Future& future);
 
   std::shared_ptr<ShmOperations> operations_;
-  std::vector<ShmPart> parts_;
-  std::vector<uint64_t> seqs_;
-  const std::vector<at::Tensor> outputs_;
-  const std::chrono::milliseconds timeout_;
   const bool async_;
-  const shm::Engine::Clock::time_point started_ = shm::Engine::Clock::now();
+  const Time started_ = shm::Engine::Clock::now();
 
   std::mutex finishing_;
   std::atomic<bool> over_{false};
   std::atomic<bool> awaited_{false};  // somebody has its Future
   c10::intrusive_ptr<c10::ivalue::Future> future_;
-  std::list<c10::intrusive_ptr<ShmC10dWork>>::iterator place_;  // among those under way
+  std::optional<std::list<c10::intrusive_ptr<ShmC10dWork>>::iterator> place_;  // among those under way
+};
+
+// An operation of the engine; a collective on several tensors is several.
+struct ShmPart : OperationMemory {
+  shm::Operation operation;
+  std::function<void()> run{};  // of several of the engine's in its place; complete on return
+};
+
+class ShmCollective final : public ShmC10dWork {
+ public:
+  ShmCollective(std::shared_ptr<ShmOperations> operations, int rank, Description description,
+                std::vector<ShmPart> parts)
+      : ShmC10dWork(std::move(operations), rank, std::move(description)), parts_(std::move(parts)) {}
+  uint64_t getSequencenumber() const override { return seqs_.empty() ? 0 : seqs_.front(); }
+
+ private:
+  void start(ShmTransport& transport) override;
+  bool poll(ShmTransport& transport) override;
+  void await(ShmTransport& transport, Time since) override;
+  bool await_until(ShmTransport& transport, Time until, bool spin) override;
+  void deliver() override;
+  std::shared_ptr<void> give_back(ShmTransport& transport, bool failed) override;
+
+  std::vector<ShmPart> parts_;
+  std::vector<uint64_t> seqs_;
 };
 
 // What is under way, and the watcher. Thread-safe.
@@ -107,7 +138,8 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
   std::chrono::milliseconds timeout() const { return timeout_.load(); }
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
 
-  c10::intrusive_ptr<ShmC10dWork> start(int rank, ShmC10dWork::Description description, std::vector<ShmPart> parts);
+  // An operation that is not asynchronous is over on return.
+  void start(const c10::intrusive_ptr<ShmC10dWork>& work);
   // Waits a while for what is under way, then lets go of the shared memory. What was not complete has failed.
   void close();
   // The same, without waiting: the watcher does it. For destructors, which may hold the GIL.

@@ -1,0 +1,259 @@
+#include "shm/inputs.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+
+#include "kernels/pack.h"
+
+namespace torchddp::shm {
+namespace {
+
+bool agrees(const Terms& terms, const Operation& mine) {
+  return terms.kind == mine.kind && terms.type == static_cast<uint8_t>(mine.type) &&
+         terms.op == static_cast<uint8_t>(mine.op) && terms.root == static_cast<uint8_t>(mine.root) &&
+         terms.form == mine.form && (terms.numel == mine.numel || mine.kind == OpKind::kAllToAllSplits);
+}
+
+[[noreturn]] void fail_out_of_step(const Job& job, int rank, const Terms& terms) {
+  using kernels::DType;
+  using kernels::ReduceOp;
+  const auto& board = job.board;
+  const Operation theirs{
+      .kind = terms.kind,
+      .type = static_cast<DType>(std::min(terms.type, static_cast<uint8_t>(DType::kI64))),
+      .op = static_cast<ReduceOp>(std::min(terms.op, static_cast<uint8_t>(ReduceOp::kMax))),
+      .root = terms.root,
+      .numel = std::clamp<int64_t>(terms.numel, 0, INT64_MAX / 8),  // of any type: bytes() can't overflow
+  };
+  job.failure.fail("the ranks are out of step: " + board.name(board.rank()) + " is in " + job.describe() +
+                       details(job.operation, board) + ", " + board.name(rank) + " in " + describe(theirs, job.seq) +
+                       details(theirs, board) +
+                       ". All must call the same collectives in the same order with the same shapes, dtypes, roots "
+                       "and reductions",
+                   rank);
+}
+
+[[noreturn]] void fail_outside(const Job& job, int rank) {
+  job.failure.fail(job.board.name(rank) + " offers memory that is not in its segment, for " + job.describe(), rank);
+}
+
+// Not to be read again by a compiler that would rather: the peer may have changed it.
+void read_once() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+
+Place place_of(const Post& post) {
+  Place place;
+  std::memcpy(&place, post.data.data(), sizeof(place));
+  read_once();
+  return place;
+}
+
+}  // namespace
+
+Inputs::Inputs(Job& job)
+    : job_(job),
+      known_(static_cast<size_t>(job.board.size())),
+      blocks_(known_.size()),
+      wires_(known_.size()),
+      scales_(known_.size()),
+      counted_(known_.size()) {}
+
+void Inputs::begin() {
+  std::fill(known_.begin(), known_.end(), 0);
+  scaled_ = counts_ = false;
+  all_accept_ = is_open_ = true;
+}
+
+Terms Inputs::terms() const {
+  const auto& operation = job_.operation;
+  return {.kind = operation.kind,
+          .type = static_cast<uint8_t>(operation.type),
+          .op = static_cast<uint8_t>(operation.op),
+          .wire = static_cast<uint8_t>(has_wire(operation, job_.board) ? 1 + static_cast<int>(operation.wire) : 0),
+          .root = static_cast<uint8_t>(operation.root),
+          .form = operation.form,
+          .accepts = static_cast<uint8_t>(operation.accepts),
+          .counted = static_cast<uint8_t>(operation.non_finite != nullptr),
+          .numel = operation.numel,
+          .scale = operation.scale};
+}
+
+void Inputs::expect(int rank, const Terms& theirs) const {
+  if (!agrees(theirs, job_.operation)) {
+    fail_out_of_step(job_, rank, theirs);
+  }
+}
+
+bool Inputs::find(int rank) {
+  if (known_[static_cast<size_t>(rank)] == 0) {
+    if (!is_open_ || !job_.has_posted(rank)) {
+      return false;
+    }
+    check(rank);
+  }
+  return true;
+}
+
+bool Inputs::find(Group ranks, int& next) {
+  for (; next < ranks.end(); ++next) {
+    if (!find(next)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Inputs::check(int rank) {
+  const auto at = static_cast<size_t>(rank);
+  const auto& operation = job_.operation;
+  const Terms terms = job_.slot(rank).post.terms;
+  read_once();
+  expect(rank, terms);
+  blocks_[at] = operation.kind == OpKind::kAllToAllSplits ? find_split(rank, terms) : find_block(rank);
+  if (has_wire(operation, job_.board)) {
+    const auto offset = place_of(job_.slot(rank).post).wire_offset;
+    if (terms.wire != 1 + static_cast<uint8_t>(operation.wire) ||
+        !job_.board.holds(rank, offset, wire_bytes(operation))) {
+      job_.failure.fail(
+          job_.board.name(rank) + " does not send " + job_.describe() + " as 16-bit floats from its segment", rank);
+    }
+    wires_[at] = job_.board.base(rank) + offset;
+  }
+  all_accept_ &= terms.accepts != 0;
+  scales_[at] = terms.scale;
+  scaled_ |= terms.scale != 1.0;
+  counted_[at] = terms.counted != 0 && can_count(operation, job_.board);
+  // Of the ranks of other nodes nobody here knows.
+  counts_ |= counted_[at] != 0 || (can_count(operation, job_.board) && job_.board.groups().nodes().size() > 1);
+  known_[at] = 1;
+  job_.board.count_lines(rank, parcel_lines(is_eager(operation, job_.board) ? operation.bytes() : 0));
+}
+
+std::byte* Inputs::find_block(int rank) const {
+  auto& post = job_.slot(rank).post;
+  if (is_eager(job_.operation, job_.board)) {
+    return post.data.data();
+  }
+  const auto offset = place_of(post).offset;
+  if (!job_.board.holds(rank, offset, job_.operation.bytes())) {
+    fail_outside(job_, rank);
+  }
+  // One's own is read where it was just read to be copied: from cache.
+  const bool own = job_.operation.form == Form::kEveryone && rank == job_.rank();
+  return own ? static_cast<std::byte*>(job_.operation.output) : job_.board.base(rank) + offset;
+}
+
+// The part of a rank's block that is for this one.
+std::byte* Inputs::find_split(int rank, const Terms& terms) const {
+  const auto& board = job_.board;
+  const auto table_bytes = split_table_bytes(board.size());
+  auto& post = job_.slot(rank).post;
+  const auto offset = place_of(post).offset;
+  const bool eager = terms.numel <= kEagerBytes;
+  if (terms.numel < table_bytes || !(eager || board.holds(rank, offset, terms.numel))) {
+    fail_outside(job_, rank);
+  }
+  auto* block = eager ? post.data.data() : board.base(rank) + offset;
+  std::array<int64_t, 2> part{};
+  std::memcpy(part.data(), block + static_cast<int64_t>(board.rank()) * 8, sizeof(part));
+  read_once();
+  const auto [begin, end] = part;
+  if (begin < 0 || end < begin || end > terms.numel - table_bytes) {
+    fail_outside(job_, rank);
+  }
+  const auto& expected = job_.operation.expected;
+  const auto want = expected.empty() ? 0 : expected[static_cast<size_t>(rank)];
+  if (end - begin != want) {
+    job_.failure.fail("the ranks disagree on the sizes in " + job_.describe() + ": " + board.name(rank) + " has " +
+                          std::to_string(end - begin) + " bytes for " + board.name(board.rank()) + ", which expects " +
+                          std::to_string(want),
+                      rank);
+  }
+  return block + table_bytes + begin;
+}
+
+void Inputs::sum(Group ranks, const void* partial, Range range, std::span<void* const> targets) const {
+  const auto& operation = job_.operation;
+  if (has_wire(operation, job_.board)) {
+    sum_wires(ranks, partial, range, targets);
+    return;
+  }
+  const auto offset = range.begin * job_.item();
+  std::array<const void*, kMaxRanks + 1> sources;
+  std::array<double, kMaxRanks + 1> scales;
+  size_t count = 0;
+  if (partial != nullptr) {
+    scales[count] = 1.0;
+    sources[count++] = partial;
+  }
+  for (int rank = ranks.first; rank < ranks.end(); ++rank) {
+    scales[count] = scales_[static_cast<size_t>(rank)];
+    sources[count++] = block(rank) + offset;
+  }
+  const std::span<const void* const> all(sources.data(), count);
+  const bool scaled = scaled_ && operation.op == kernels::ReduceOp::kSum && kernels::can_scale(operation.type);
+  if (counts_) {
+    sum_checked(ranks, partial != nullptr, targets, all,
+                scaled ? std::span<const double>(scales.data(), count) : std::span<const double>(), range.numel());
+  } else if (scaled) {
+    kernels::scaled_sum_ranks(targets, all, {scales.data(), count}, operation.type, range.numel());
+  } else {
+    kernels::reduce_ranks(targets, all, operation.type, operation.op, range.numel());
+  }
+}
+
+// Whoever sums tells the others what it found, in their own slots: nobody else empties those.
+void Inputs::sum_checked(Group ranks, bool has_partial, std::span<void* const> targets,
+                         std::span<const void* const> sources, std::span<const double> scales, int64_t numel) const {
+  std::array<int64_t, kMaxRanks + 1> counts;
+  const std::span<int64_t> found(counts.data(), sources.size());
+  std::fill(found.begin(), found.end(), 0);
+  if (!kernels::checked_sum_ranks(targets, sources, scales, job_.operation.type, numel, found)) [[likely]] {
+    return;
+  }
+  // A partial sum that is not finite makes a total that is not either.
+  const int size = job_.board.size();
+  for (int rank = ranks.end() == size ? 0 : size; rank < size; ++rank) {
+    job_.slot(rank).sums_not_finite.store(1);
+  }
+  for (int rank = ranks.first; rank < ranks.end(); ++rank) {
+    if (counted_[static_cast<size_t>(rank)] != 0) {
+      const auto at = static_cast<size_t>(rank - ranks.first + (has_partial ? 1 : 0));
+      job_.slot(rank).non_finite.fetch_add(static_cast<uint64_t>(found[at]));
+    }
+  }
+}
+
+// Sums of 16-bit floats, formed and written in kF32, piece by piece so that they stay in the first cache.
+void Inputs::sum_wires(Group ranks, const void* partial, Range range, std::span<void* const> targets) const {
+  constexpr int64_t kPiece = 2048;
+  std::array<float, kPiece> total;
+  std::array<float, kPiece> next;
+  const auto wire = job_.operation.wire;
+  const auto wire_item = kernels::item_size(wire);
+  for (auto begin = range.begin; begin < range.end; begin += kPiece) {
+    const auto numel = std::min(kPiece, range.end - begin);
+    const auto done = (begin - range.begin) * static_cast<int64_t>(sizeof(float));
+    bool is_first = partial == nullptr;
+    if (!is_first) {
+      std::memcpy(total.data(), static_cast<const std::byte*>(partial) + done,
+                  static_cast<size_t>(numel) * sizeof(float));
+    }
+    for (int rank = ranks.first; rank < ranks.end(); ++rank) {
+      const auto* source = wires_[static_cast<size_t>(rank)] + begin * wire_item;
+      kernels::scale_cast(is_first ? total.data() : next.data(), kernels::DType::kF32, source, wire, numel, 1.0);
+      if (!is_first) {
+        void* const sum = total.data();
+        const std::array<const void*, 2> sources{total.data(), next.data()};
+        kernels::reduce_ranks({&sum, 1}, sources, kernels::DType::kF32, kernels::ReduceOp::kSum, numel);
+      }
+      is_first = false;
+    }
+    for (auto* target : targets) {
+      std::memcpy(static_cast<std::byte*>(target) + done, total.data(), static_cast<size_t>(numel) * sizeof(float));
+    }
+  }
+}
+
+}  // namespace torchddp::shm

@@ -1,0 +1,187 @@
+#include "shm/processors.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <bit>
+#include <fstream>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <sstream>
+#include <string_view>
+
+namespace torchddp::shm {
+namespace {
+
+constexpr int kUnlimited = std::numeric_limits<int>::max();
+
+void add(ProcessorMask& mask, size_t processor) {
+  if (processor < mask.size() * 64) {
+    mask[processor / 64] |= uint64_t{1} << (processor % 64);
+  }
+}
+
+bool has(const ProcessorMask& mask, int processor) {
+  const auto at = static_cast<size_t>(processor);
+  return processor >= 0 && at < mask.size() * 64 && (mask[at / 64] >> (at % 64) & 1) != 0;
+}
+
+bool is_within(const ProcessorMask& mask, const ProcessorMask& other) {
+  return std::equal(mask.begin(), mask.end(), other.begin(), [](uint64_t a, uint64_t b) { return (a & ~b) == 0; });
+}
+
+// As the kernel writes lists: "0-3,8-11". Empty for what is not there.
+ProcessorMask read_list(const std::string& path) {
+  std::ifstream file(path);
+  ProcessorMask mask{};
+  size_t first = 0;
+  while (file >> first) {
+    auto last = first;
+    if (file.peek() == '-') {
+      file.get();
+      file >> last;
+    }
+    for (auto next = first; next <= std::min(last, mask.size() * 64 - 1); ++next) {
+      add(mask, next);
+    }
+    if (file.get() != ',') {
+      break;
+    }
+  }
+  return mask;
+}
+
+// --- control groups ---
+
+// Where a hierarchy that may limit processors is mounted, and where in it this process is.
+struct Hierarchy {
+  bool is_v2 = false;
+  std::string mount;  // its folder
+  std::string group;  // below that; "" or begins with a slash
+};
+
+bool names(const std::string& list, std::string_view word) {
+  std::istringstream words(list);
+  for (std::string next; std::getline(words, next, ',');) {
+    if (next == word) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// The path of this process in the hierarchy, as /proc/self/cgroup has it: "4:cpu,cpuacct:/path", or "0::/path" for version 2.
+std::optional<std::string> path_in(bool is_v2, const std::string& root) {
+  std::ifstream file(root + "/proc/self/cgroup");
+  for (std::string line; std::getline(file, line);) {
+    const auto first = line.find(':');
+    const auto second = first == std::string::npos ? first : line.find(':', first + 1);
+    if (second == std::string::npos) {
+      continue;
+    }
+    const auto controllers = line.substr(first + 1, second - first - 1);
+    if (is_v2 ? line.starts_with("0::") : names(controllers, "cpu")) {
+      return line.substr(second + 1);
+    }
+  }
+  return std::nullopt;
+}
+
+// A line of /proc/self/mountinfo: "id parent device root mount options [tags] - type source options".
+std::optional<Hierarchy> hierarchy_of(const std::string& line, const std::string& root) {
+  std::istringstream words(line);
+  std::string skipped, top, mount, type, source, options;
+  words >> skipped >> skipped >> skipped >> top >> mount;
+  while (words >> skipped && skipped != "-") {
+  }
+  words >> type >> source >> options;
+  const bool is_v2 = type == "cgroup2";
+  if (!is_v2 && (type != "cgroup" || !names(options, "cpu"))) {
+    return std::nullopt;
+  }
+  auto group = path_in(is_v2, root);
+  if (!group) {
+    return std::nullopt;
+  }
+  // A container sees its own group where the hierarchy begins, but may be told the path that it has outside.
+  if (top != "/" && (*group + '/').starts_with(top + '/')) {
+    group->erase(0, top.size());
+  } else if (top != "/" || group->starts_with("/..")) {
+    group->clear();
+  }
+  return Hierarchy{is_v2, root + mount, *group == "/" ? "" : *group};
+}
+
+// What one group allows.
+int quota_in(const std::string& folder, bool is_v2) {
+  double quota = 0;
+  double period = 0;
+  if (is_v2) {
+    std::ifstream(folder + "/cpu.max") >> quota >> period;  // "max" is no number
+  } else {
+    std::ifstream(folder + "/cpu.cfs_quota_us") >> quota;  // -1: none
+    std::ifstream(folder + "/cpu.cfs_period_us") >> period;
+  }
+  return quota > 0 && period > 0 ? static_cast<int>(std::clamp(quota / period, 1.0, 1e6)) : kUnlimited;
+}
+
+}  // namespace
+
+int count(const ProcessorMask& mask) {
+  return std::accumulate(mask.begin(), mask.end(), 0, [](int sum, uint64_t word) { return sum + std::popcount(word); });
+}
+
+ProcessorMask allowed_processors() {
+  ProcessorMask mask{};
+  cpu_set_t cpus;
+  CPU_ZERO(&cpus);
+  if (sched_getaffinity(0, sizeof(cpus), &cpus) == 0) {
+    for (size_t cpu = 0; cpu < mask.size() * 64; ++cpu) {
+      if (CPU_ISSET(cpu, &cpus)) {
+        add(mask, cpu);
+      }
+    }
+  }
+  return mask;
+}
+
+int processor_quota(const std::string& root) {
+  int least = kUnlimited;
+  std::ifstream mounts(root + "/proc/self/mountinfo");
+  for (std::string line; std::getline(mounts, line);) {
+    const auto hierarchy = hierarchy_of(line, root);
+    if (!hierarchy) {
+      continue;
+    }
+    for (auto group = hierarchy->group; true; group.erase(group.rfind('/'))) {
+      least = std::min(least, quota_in(hierarchy->mount + group, hierarchy->is_v2));
+      if (group.rfind('/') == std::string::npos) {
+        break;
+      }
+    }
+  }
+  return least == kUnlimited ? 0 : least;
+}
+
+int memory_node(const ProcessorMask& allowed, int current, const std::string& root) {
+  const auto folder = root + "/sys/devices/system/node/";
+  const auto nodes = read_list(folder + "online");
+  int found = 0;
+  for (int node = 0; node < static_cast<int>(nodes.size()) * 64; ++node) {
+    if (!has(nodes, node)) {
+      continue;
+    }
+    const auto processors = read_list(folder + "node" + std::to_string(node) + "/cpulist");
+    if (count(allowed) > 0 && is_within(allowed, processors)) {
+      return node;
+    }
+    if (has(processors, current)) {
+      found = node;
+    }
+  }
+  return found;
+}
+
+}  // namespace torchddp::shm

@@ -1,0 +1,130 @@
+#include "shm/pull.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace torchddp::shm {
+namespace {
+
+constexpr int64_t kPieceBytes = 64 * 1024;
+
+}  // namespace
+
+bool Pull::needs(int rank) const {
+  const auto& operation = job_.operation;
+  if (operation.kind == OpKind::kBroadcast || operation.kind == OpKind::kScatter) {
+    return rank == operation.root;
+  }
+  return reads(job_.rank());
+}
+
+bool Pull::work() {
+  for (; next_input_ < job_.board.size(); ++next_input_) {
+    if (needs(next_input_) && !inputs_.find(next_input_)) {
+      return false;
+    }
+  }
+  move();
+  return true;
+}
+
+bool Pull::is_complete() {
+  const bool offers = needs(job_.rank()) || job_.operation.kind == OpKind::kReduce;
+  if (is_eager(job_.operation, job_.board) || !offers) {
+    return true;
+  }
+  for (; next_done_ < job_.board.size(); ++next_done_) {
+    if (reads(next_done_) && !job_.done.has(next_done_, job_.seq)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool Pull::waits_for(int rank, bool is_worked) const {
+  return is_worked ? reads(rank) && job_.board.header(rank).done.load() <= job_.seq
+                   : needs(rank) && !job_.has_posted(rank);
+}
+
+void Pull::move() {
+  const auto& operation = job_.operation;
+  void* const output = operation.output;
+  const int mine = job_.rank();
+  const int size = job_.board.size();
+  const auto bytes = operation.bytes();
+  const auto piece = bytes / size;
+  const auto copy = [&](int64_t to, int rank, int64_t from, int64_t count) {
+    if (count > 0) {
+      std::memcpy(static_cast<std::byte*>(output) + to, inputs_.block(rank) + from, static_cast<size_t>(count));
+    }
+  };
+  const Group all{0, size};
+  switch (operation.kind) {
+    case OpKind::kAllReduce:
+      if (operation.form == Form::kQuestion) {
+        if (output != nullptr) {
+          *static_cast<bool*>(output) = inputs_.all_accept();
+        }
+        return;
+      }
+      sum_whole();
+      return;
+    case OpKind::kReduceScatter: {
+      const auto numel = operation.numel / size;
+      inputs_.sum(all, nullptr, {mine * numel, (mine + 1) * numel}, {&output, 1});
+      return;
+    }
+    case OpKind::kReduce:
+      if (mine == operation.root) {
+        sum_whole();
+      }
+      return;
+    case OpKind::kBroadcast:
+      if (mine != operation.root) {
+        copy(0, operation.root, 0, bytes);
+      }
+      return;
+    case OpKind::kScatter:
+      copy(0, operation.root, mine * piece, piece);
+      return;
+    case OpKind::kAllGather:
+      for (int rank = 0; rank < size; ++rank) {
+        copy(rank * bytes, rank, 0, bytes);
+      }
+      return;
+    case OpKind::kAllToAll:
+      for (int rank = 0; rank < size; ++rank) {
+        copy(rank * piece, rank, mine * piece, piece);
+      }
+      return;
+    case OpKind::kAllToAllSplits:
+      int64_t to = 0;
+      for (size_t rank = 0; rank < operation.expected.size(); ++rank) {
+        copy(to, static_cast<int>(rank), 0, operation.expected[rank]);
+        to += operation.expected[rank];
+      }
+      return;
+  }
+}
+
+void Pull::sum_whole() {
+  const auto& operation = job_.operation;
+  const auto sum = [&](int64_t begin, int64_t end) {
+    void* const target = static_cast<std::byte*>(operation.output) + begin * job_.item();
+    inputs_.sum({0, job_.board.size()}, nullptr, {begin, end}, {&target, 1});
+  };
+  if (!job_.config.is_parallel(operation.bytes())) {
+    sum(0, operation.numel);
+    return;
+  }
+  const auto piece = kPieceBytes / job_.item();
+  std::atomic<int64_t> next{0};
+  job_.config.run_parallel(job_.config.threads, [&] {
+    for (auto begin = next.fetch_add(piece); begin < operation.numel; begin = next.fetch_add(piece)) {
+      sum(begin, std::min(operation.numel, begin + piece));
+    }
+  });
+}
+
+}  // namespace torchddp::shm

@@ -1,0 +1,31 @@
+// Each rank reads what it needs of the others' inputs. Complete when no peer reads one's own any more; at once if that travelled in the
+// post.
+#pragma once
+
+#include "shm/inputs.h"
+#include "shm/way.h"
+
+namespace torchddp::shm {
+
+class Pull final : public Way {
+ public:
+  Pull(Job& job, Inputs& inputs) : job_(job), inputs_(inputs) {}
+
+  void begin() override { next_input_ = next_done_ = 0; }
+  bool work() override;
+  bool is_complete() override;
+  bool waits_for(int rank, bool is_worked) const override;
+
+ private:
+  // Whether this rank reads what `rank` brings; whether `rank` reads what others bring.
+  bool needs(int rank) const;
+  bool reads(int rank) const { return job_.operation.kind != OpKind::kReduce || rank == job_.operation.root; }
+  void move();
+  void sum_whole();
+
+  Job& job_;
+  Inputs& inputs_;
+  int next_input_ = 0, next_done_ = 0;  // the first ranks not yet seen to have posted, to have done their work
+};
+
+}  // namespace torchddp::shm

@@ -1,0 +1,194 @@
+// What a rank may use, as files of a made-up machine say it.
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <initializer_list>
+#include <utility>
+
+#include "shm/processors.h"
+#include "shm_ranks.h"
+
+namespace torchddp::shm {
+namespace {
+
+using Files = std::initializer_list<std::pair<const char*, const char*>>;
+
+// A folder with these files, gone at the end.
+class Machine {
+ public:
+  explicit Machine(const Files& files) {
+    std::string name = "/tmp/torchddp-machine-XXXXXX";
+    require(mkdtemp(name.data()) != nullptr, "no folder");
+    root_ = name;
+    for (const auto& [path, text] : files) {
+      const auto file = std::filesystem::path(root_ + path);
+      std::filesystem::create_directories(file.parent_path());
+      std::ofstream(file) << text;
+    }
+  }
+  ~Machine() { std::filesystem::remove_all(root_); }
+  Machine(const Machine&) = delete;
+  Machine& operator=(const Machine&) = delete;
+
+  const std::string& root() const { return root_; }
+
+ private:
+  std::string root_;
+};
+
+int quota_with(const Files& files) { return processor_quota(Machine(files).root()); }
+
+constexpr const char* kMounts = "/proc/self/mountinfo";
+constexpr const char* kGroups = "/proc/self/cgroup";
+constexpr const char* kV2 =
+    "25 1 0:22 / /proc rw - proc proc rw\n30 24 0:26 / /cg rw,nosuid shared:4 - cgroup2 cgroup2 rw\n";
+constexpr const char* kV1 = "33 31 0:30 / /cg/cpu,cpuacct rw shared:9 - cgroup cgroup rw,cpu,cpuacct\n";
+
+TEST(shm_processors_quota_of_version_2_is_the_least_of_the_group_and_those_around_it) {
+  const auto quota = [](const char* leaf, const char* middle, const char* top) {
+    return quota_with({{kMounts, kV2},
+                       {kGroups, "0::/a/b\n"},
+                       {"/cg/a/b/cpu.max", leaf},
+                       {"/cg/a/cpu.max", middle},
+                       {"/cg/cpu.max", top}});
+  };
+  CHECK_EQ(quota("400000 100000", "max 100000", "max 100000"), 4);
+  CHECK_EQ(quota("max 100000", "300000 100000", "max 100000"), 3);
+  CHECK_EQ(quota("400000 100000", "800000 100000", "100000 50000"), 2);
+  CHECK_EQ(quota("150000 100000", "max 100000", "max 100000"), 1);  // down
+  CHECK_EQ(quota("290000 100000", "max 100000", "max 100000"), 2);
+  CHECK_EQ(quota("10000 100000", "max 100000", "max 100000"), 1);  // but not to none
+  CHECK_EQ(quota("max 100000", "max 100000", "max 100000"), 0);
+  for (const char* garbage : {"", "what", "5", "-3 100000", "100000 0", "0 100000", "100000 -1"}) {
+    CHECK_EQ(quota(garbage, garbage, garbage), 0);
+    CHECK_EQ(quota(garbage, "300000 100000", garbage), 3);
+  }
+}
+
+TEST(shm_processors_quota_of_version_1) {
+  const auto quota = [](const char* us, const char* period, const char* around) {
+    return quota_with({{kMounts, kV1},
+                       {kGroups, "9:name=systemd:/elsewhere\n5:cpu,cpuacct:/jobs/one\n"},
+                       {"/cg/cpu,cpuacct/jobs/one/cpu.cfs_quota_us", us},
+                       {"/cg/cpu,cpuacct/jobs/one/cpu.cfs_period_us", period},
+                       {"/cg/cpu,cpuacct/jobs/cpu.cfs_quota_us", around},
+                       {"/cg/cpu,cpuacct/jobs/cpu.cfs_period_us", "100000"},
+                       {"/cg/cpu,cpuacct/elsewhere/cpu.cfs_quota_us", "100000"},
+                       {"/cg/cpu,cpuacct/elsewhere/cpu.cfs_period_us", "100000"}});
+  };
+  CHECK_EQ(quota("400000\n", "100000\n", "-1\n"), 4);
+  CHECK_EQ(quota("400000\n", "100000\n", "250000\n"), 2);
+  CHECK_EQ(quota("-1\n", "100000\n", "-1\n"), 0);
+  CHECK_EQ(quota("-1\n", "100000\n", "700000\n"), 7);
+  CHECK_EQ(quota("400000\n", "", "garbage"), 0);
+}
+
+TEST(shm_processors_quota_of_a_hybrid_of_both) {
+  const std::string mounts = std::string(kV1) + kV2;
+  const auto quota = [&](const char* v1, const char* v2) {
+    return quota_with({{kMounts, mounts.c_str()},
+                       {kGroups, "5:cpu,cpuacct:/a\n0::/b\n"},
+                       {"/cg/cpu,cpuacct/a/cpu.cfs_quota_us", v1},
+                       {"/cg/cpu,cpuacct/a/cpu.cfs_period_us", "100000"},
+                       {"/cg/b/cpu.max", v2}});
+  };
+  CHECK_EQ(quota("300000", "max 100000"), 3);
+  CHECK_EQ(quota("-1", "200000 100000"), 2);
+  CHECK_EQ(quota("300000", "200000 100000"), 2);
+}
+
+// Which sees its own group where the hierarchy begins, with or without a name space of its own.
+TEST(shm_processors_quota_in_a_container) {
+  const char* limit = "500000 100000";
+  const char* mount_of_own = "30 24 0:26 /docker/abc /cg rw - cgroup2 cgroup2 rw\n";
+  CHECK_EQ(quota_with({{kMounts, kV2}, {kGroups, "0::/\n"}, {"/cg/cpu.max", limit}}), 5);
+  CHECK_EQ(quota_with({{kMounts, mount_of_own}, {kGroups, "0::/docker/abc\n"}, {"/cg/cpu.max", limit}}), 5);
+  CHECK_EQ(quota_with({{kMounts, mount_of_own}, {kGroups, "0::/docker/abc/in\n"}, {"/cg/in/cpu.max", limit}}), 5);
+  CHECK_EQ(quota_with({{kMounts, mount_of_own}, {kGroups, "0::/docker/abcdef\n"}, {"/cg/cpu.max", limit}}), 5);
+  CHECK_EQ(quota_with({{kMounts, kV2}, {kGroups, "0::/../other\n"}, {"/cg/cpu.max", limit}}), 5);
+  CHECK_EQ(quota_with({{kMounts, kV2}, {kGroups, "0::/not/seen/here\n"}, {"/cg/cpu.max", limit}}), 5);
+}
+
+TEST(shm_processors_quota_of_a_machine_that_says_nothing) {
+  CHECK_EQ(quota_with({}), 0);
+  CHECK_EQ(quota_with({{kMounts, kV2}}), 0);
+  CHECK_EQ(quota_with({{kMounts, kV2}, {kGroups, "garbage\n:\n\n0::\n"}}), 0);
+  CHECK_EQ(quota_with({{kMounts, "a b\n\n1 2 3 4 5 6 -\n"}, {kGroups, "0::/\n"}, {"/cpu.max", "100000 100000"}}), 0);
+  CHECK_EQ(quota_with({{kMounts, "33 31 0:30 / /cg rw - cgroup cgroup rw,cpuset\n"},
+                       {kGroups, "5:cpuset:/\n"},
+                       {"/cg/cpu.cfs_quota_us", "100000"},
+                       {"/cg/cpu.cfs_period_us", "100000"}}),
+           0);
+}
+
+ProcessorMask mask_of(std::initializer_list<int> processors) {
+  ProcessorMask mask{};
+  for (const int next : processors) mask[static_cast<size_t>(next) / 64] |= uint64_t{1} << (next % 64);
+  return mask;
+}
+
+TEST(shm_processors_node_has_all_that_are_allowed_or_the_one_in_use) {
+  const Machine machine({{"/sys/devices/system/node/online", "0,2-3\n"},
+                         {"/sys/devices/system/node/node0/cpulist", "0-3,8-11\n"},
+                         {"/sys/devices/system/node/node2/cpulist", "4-7,12-15,100\n"},
+                         {"/sys/devices/system/node/node3/cpulist", "\n"}});
+  const auto node = [&](const ProcessorMask& allowed, int current) {
+    return memory_node(allowed, current, machine.root());
+  };
+  CHECK_EQ(node(mask_of({1, 9}), 1), 0);
+  CHECK_EQ(node(mask_of({4, 15, 100}), 4), 2);
+  CHECK_EQ(node(mask_of({4, 15, 100}), 0), 2);  // it has been moved since
+  CHECK_EQ(node(mask_of({3, 4}), 3), 0);
+  CHECK_EQ(node(mask_of({3, 4}), 4), 2);
+  CHECK_EQ(node(mask_of({3, 101}), 100), 2);
+  CHECK_EQ(node({}, 12), 2);
+  CHECK_EQ(node(mask_of({3, 4}), 50), 0);  // unknown
+  CHECK_EQ(node(mask_of({3, 4}), -1), 0);
+}
+
+TEST(shm_processors_node_of_a_machine_that_says_nothing_is_the_first) {
+  CHECK_EQ(memory_node(mask_of({0, 1}), 1, Machine({}).root()), 0);
+  for (const char* garbage : {"", "x", "5-", "3-1", "-", ",", "99999999999999999999"}) {
+    const Machine machine({{"/sys/devices/system/node/online", "0-1\n"},
+                           {"/sys/devices/system/node/node0/cpulist", garbage},
+                           {"/sys/devices/system/node/node1/cpulist", "1\n"}});
+    CHECK_EQ(memory_node(mask_of({0, 1}), 0, machine.root()), 0);
+    CHECK_EQ(memory_node(mask_of({0, 1}), 1, machine.root()), 1);
+  }
+}
+
+TEST(shm_processors_of_this_process_are_in_its_header) {
+  const Segment segment(0, 1, 0);
+  const auto& header = *reinterpret_cast<const Header*>(segment.base());
+  CHECK(count(header.cpu_mask) >= 1);
+  CHECK(header.cpu_mask == allowed_processors());
+  CHECK_EQ(header.quota, processor_quota());
+  const Segment elsewhere(0, 1, 0, 7);
+  CHECK_EQ(reinterpret_cast<const Header*>(elsewhere.base())->node, 7);
+}
+
+// One for each of all ranks, if their group may use as many.
+TEST(shm_processors_are_crowded_below_one_each) {
+  Host host(4);
+  for (int rank = 0; rank < 4; ++rank) {
+    host.header(rank).cpu_mask = mask_of({rank});
+    host.header(rank).quota = 0;
+  }
+  const auto is_crowded = [&] {
+    const auto config = host.config(0);
+    return Board(config).is_crowded();
+  };
+  CHECK(!is_crowded());
+  host.header(2).cpu_mask = mask_of({3});
+  CHECK(is_crowded());
+  host.header(2).cpu_mask = mask_of({70, 71});
+  CHECK(!is_crowded());
+  for (int rank = 0; rank < 4; ++rank) host.header(rank).quota = 4;
+  CHECK(!is_crowded());
+  host.header(1).quota = 3;
+  CHECK(is_crowded());
+}
+
+}  // namespace
+}  // namespace torchddp::shm

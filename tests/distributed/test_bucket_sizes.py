@@ -1,0 +1,146 @@
+"""Buckets over shared memory are as large as what a message costs asks for: the same on all ranks, measured once."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.harness import run_ranks
+from torchddp import DistributedDataParallel
+from torchddp.ddp import bucket_sizes
+from torchddp.ddp.bucket_sizes import default_sizes
+from torchddp.transport import message_cost, select
+from torchddp.transport.message_cost import MessageLine, NoRoomError, measure_line
+
+MIB = 1024 * 1024
+CHEAP, DEAR = MessageLine(0.0, 1e-9), MessageLine(1.0, 1e-9)
+WIDTH = 256
+MODEL_BYTES = 12 * 4 * (WIDTH * WIDTH + WIDTH)  # 3 MiB
+
+
+def layers(count=12):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+
+
+def count_calls(monkeypatch, line=None):
+    """What is measured from now on, in this process: `line`, or what it is."""
+    calls = []
+
+    def measured(*arguments):
+        calls.append(arguments)
+        return measure_line(*arguments) if line is None else line
+
+    monkeypatch.setattr(bucket_sizes, "measure_line", measured)
+    return calls
+
+
+def gradients(ddp, rank):
+    torch.manual_seed(rank)
+    ddp(torch.randn(4, WIDTH)).square().sum().backward()
+    return [p.grad.clone() for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_all_ranks_have_the_same_sizes(world_size):
+    def work(rank):
+        ddp = DistributedDataParallel(layers(), transport="shm")
+        (cap,) = ddp.session.bucket_caps_bytes
+        assert cap in {*(MIB << step for step in range(5)), 25 * MIB}
+        logged = ddp._get_ddp_logging_data()
+        assert logged["bucket_caps_bytes"] == str(cap) and logged["bucket_cap_bytes"] == 25 * MIB
+        gradients(ddp, rank)
+        return cap, [bucket.nbytes for bucket in ddp.reducer.plan.buckets]
+
+    ranks = run_ranks(work, world_size)
+    assert all(rank == ranks[0] for rank in ranks)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_group_is_measured_once_and_by_rank_0(monkeypatch, world_size):
+    calls = count_calls(monkeypatch)
+
+    def work(rank):
+        first = DistributedDataParallel(layers(), transport="shm").session
+        assert len(calls) == 1
+        if rank > 0:
+            bucket_sizes._lines[dist.group.WORLD] = DEAR  # not asked
+        if rank == world_size - 1:
+            bucket_sizes._lines.clear()  # not missed
+        second = DistributedDataParallel(layers(), transport="shm").session
+        assert len(calls) == 1 and second.bucket_caps_bytes == first.bucket_caps_bytes
+        other = dist.new_group(range(world_size))
+        DistributedDataParallel(layers(), transport="shm", process_group=other)
+        assert len(calls) == 2
+
+    run_ranks(work, world_size)
+
+
+def test_dear_messages_make_fewer_buckets_with_the_same_sums(monkeypatch):
+    def work(rank):
+        found = []
+        for line in (CHEAP, DEAR):
+            count_calls(monkeypatch, line)
+            bucket_sizes._lines.clear()
+            ddp = DistributedDataParallel(layers(), transport="shm")
+            found.append((gradients(ddp, rank), ddp.session.bucket_caps_bytes, len(ddp.reducer.plan)))
+        (small, small_caps, many), (large, large_caps, few) = found
+        assert (small_caps, large_caps) == ([MIB], [25 * MIB])
+        assert (many, few) == (13, 1)  # a bucket for each weight, and one for the biases
+        assert all(torch.equal(a, b) for a, b in zip(small, large, strict=True))
+
+    run_ranks(work, 3)
+
+
+@pytest.mark.parametrize(
+    ("count", "arguments", "caps"),
+    [
+        (3, {}, [MIB]),  # 0.75 MiB: one bucket, whatever it costs
+        (12, {"bucket_cap_mb": 0.5}, [MIB // 2]),
+        (12, {"bucket_cap_mb_list": [1, 2]}, [MIB, 2 * MIB]),
+        (12, {"transport": "c10d"}, [MIB, 8 * MIB]),
+    ],
+)
+def test_what_does_not_depend_on_messages_is_not_measured(monkeypatch, count, arguments, caps):
+    calls = count_calls(monkeypatch)
+
+    def work(rank):
+        ddp = DistributedDataParallel(layers(count), **{"transport": "shm", **arguments})
+        assert not calls and ddp.session.bucket_caps_bytes == caps
+
+    run_ranks(work, 2)
+
+
+def test_without_room_to_measure_the_sizes_are_the_smallest(monkeypatch):
+    monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 * MIB)
+    monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32")
+
+    def work(rank):
+        transport = select.open_transport("shm", dist.group.WORLD)
+        assert default_sizes(list(layers().parameters()), transport, dist.group.WORLD) == ([MIB], MIB // 4)
+        assert not bucket_sizes._lines
+
+    run_ranks(work, 2)
+
+
+def test_the_line_is_rank_0s_and_memory_is_returned():
+    def work(rank):
+        transport = select.open_transport("shm", dist.group.WORLD)
+        line = measure_line(transport, torch.device("cpu"), torch.distributed.default_pg_timeout, 0.001)
+        assert line.alpha_s > 0 or line.beta_s_per_byte > 0
+        return line
+
+    first, *others = run_ranks(work, 3)
+    assert all(line == first for line in others)
+
+
+def test_no_room_is_said_on_all_ranks(monkeypatch):
+    monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 * MIB)
+
+    def work(rank):
+        monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32" if rank == 1 else "128")
+        transport = select.open_transport("shm", dist.group.WORLD)
+        with pytest.raises(NoRoomError, match="67108864 bytes"):
+            measure_line(transport, torch.device("cpu"), torch.distributed.default_pg_timeout, 0.001)
+
+    run_ranks(work, 3)

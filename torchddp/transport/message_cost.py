@@ -1,0 +1,149 @@
+"""What an all-reduce costs over a transport, as a line: so much a message, so much a byte."""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from torchddp import _C
+from torchddp.transport.agreement import TransportExchange
+
+_FIRST_BYTES, _LAST_BYTES, _GROWTH = 4096, 16 * 1024 * 1024, 4
+# Through shared memory smaller messages than that take another way than a bucket does, and a byte of larger ones costs
+# the same. As few sizes as there must be, so that the largest is always timed: with many ranks it alone tells what a
+# byte costs.
+_FIRST_SHARED_BYTES, _LAST_SHARED_BYTES, _SHARED_GROWTH = 16 * 1024, 1024 * 1024, 8
+_LEAST_SIZES, _MAX_SIZES = 3, 7
+_MAX_REPEATS = 100
+
+
+class NoRoomError(RuntimeError):
+    """A rank has no shared memory left for a message; raised on all ranks."""
+
+
+class MessageLine(NamedTuple):
+    """An all-reduce of n bytes takes ``alpha_s + n * beta_s_per_byte``, neither below zero."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+    misfit: float = 0.0  # median relative distance of what was measured from the line
+
+
+def measure_line(
+    transport: _C.Transport, device: torch.device, timeout: datetime.timedelta, budget_s: float
+) -> MessageLine:
+    """Collective: time all-reduces of growing size and fit a line. Equal on all ranks: rank 0's clock.
+
+    Allocates up to 16 MiB of the transport's memory meanwhile (1 MiB of shared memory).
+
+    Args:
+        timeout: zero for the transport's own.
+        budget_s: seconds that it takes at most, unless three sizes take longer.
+
+    Raises:
+        TransportError: a peer is gone. NoRoomError: see there.
+    """
+    if transport.size == 1:
+        return MessageLine(0.0, 0.0)
+    channel = _Channel(transport, device, timeout)
+    times: list[tuple[float, float]] = []
+    start_s = time.monotonic()
+    nbytes = channel.first_bytes
+    while True:
+        seconds = _time_message(channel, nbytes, budget_s / _MAX_SIZES)
+        times.append((float(nbytes), seconds))
+        nbytes *= channel.growth
+        # Warm-up, the call that is timed first, and at least one more.
+        next_s = 3 * channel.growth * seconds
+        late = len(times) >= _LEAST_SIZES and time.monotonic() - start_s + next_s > budget_s
+        if channel.of_rank_0(float(late or nbytes > channel.memory.nbytes))[0]:
+            break
+    line = fit_line(times)
+    return MessageLine(*channel.of_rank_0(*line, misfit(times, *line)))
+
+
+class _Channel:
+    """The collectives of a transport that measuring needs, each complete when it returns."""
+
+    def __init__(self, transport: _C.Transport, device: torch.device, timeout: datetime.timedelta) -> None:
+        self._transport, self._device, self._timeout = transport, device, timeout
+        self._work = transport.make_work()
+        anywhere = transport.reaches_any_memory
+        self.first_bytes, largest, self.growth = (
+            (_FIRST_BYTES, _LAST_BYTES, _GROWTH)
+            if anywhere
+            else (_FIRST_SHARED_BYTES, _LAST_SHARED_BYTES, _SHARED_GROWTH)
+        )
+        self.memory = transport.allocate(largest // 4, torch.empty(0, device=device)).zero_()
+        if _C.agree_on_memory(transport, timeout) is not transport:
+            raise NoRoomError(f"there is no room for a message of {largest} bytes in the memory that ranks share")
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        self._transport.all_reduce(tensor, self._work)
+        self._work.wait(self._timeout)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def of_rank_0(self, *values: float) -> list[float]:
+        return TransportExchange(self._transport, float, self._device, self._timeout).of_rank_0(values)
+
+
+def _time_message(channel: _Channel, nbytes: int, budget_s: float) -> float:
+    message = channel.memory[: nbytes // 4]
+    channel.all_reduce(message)
+    send = partial(channel.all_reduce, message)
+    affordable = budget_s / max(seconds_of(send), 1e-9)
+    repeats = int(channel.of_rank_0(min(_MAX_REPEATS, max(1, affordable)))[0])
+    # The lower quartile: on a busy machine some calls wait for a processor that is at something else, which is no
+    # matter of the message.
+    return sorted(seconds_of(send) for _ in range(repeats))[repeats // 4]
+
+
+def seconds_of(call: Callable[[], object], device: torch.device | None = None) -> float:
+    """With ``device``: until it has done all of it."""
+    before_s = time.perf_counter()
+    call()
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - before_s
+
+
+# --- a line through measured times (pure) ---
+
+
+def fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(alpha, beta) of ``seconds = alpha + beta * nbytes``, neither below zero.
+
+    ``samples``: (nbytes, seconds > 0). Relative errors count, so that a message of a kilobyte says as much about alpha
+    as one of a megabyte about beta.
+
+    Raises:
+        ValueError: no samples, or a time that is not positive.
+    """
+    if not samples or any(seconds <= 0 for _, seconds in samples):
+        raise ValueError(f"fitting a line needs positive times, got {list(samples)}")
+    # Least squares of (alpha + beta * n - t) / t: minimise sum((alpha * u + beta * v - 1)^2), u = 1 / t, v = n / t.
+    u = [1 / seconds for _, seconds in samples]
+    v = [nbytes / seconds for nbytes, seconds in samples]
+    uu, uv, vv = (sum(a * b for a, b in zip(x, y, strict=True)) for x, y in ((u, u), (u, v), (v, v)))
+    determinant = uu * vv - uv * uv
+    if determinant > 1e-12 * uu * vv:
+        alpha = (sum(u) * vv - sum(v) * uv) / determinant
+        beta = (sum(v) * uu - sum(u) * uv) / determinant
+        if alpha >= 0 and beta >= 0:
+            return alpha, beta
+    # On the edge of what is allowed one of them is zero: the one that leaves the smaller error.
+    edges = [(sum(u) / uu, 0.0)]
+    if vv > 0:
+        edges.append((0.0, sum(v) / vv))
+    return min(edges, key=lambda edge: sum((edge[0] * a + edge[1] * b - 1) ** 2 for a, b in zip(u, v, strict=True)))
+
+
+def misfit(samples: Sequence[tuple[float, float]], alpha: float, beta: float) -> float:
+    return statistics.median(abs(alpha + beta * nbytes - seconds) / seconds for nbytes, seconds in samples)
