@@ -1,4 +1,4 @@
-"""Large all-reduces of the torchddp_shm backend that pass through shared memory in pieces, and those that can't."""
+"""All-reduces of the torchddp_shm backend that are too large for a post: each rank sums for itself, or owners do; in pieces, or whole."""
 
 import os
 import signal
@@ -15,7 +15,8 @@ from torchddp import TransportError
 
 # Of 8 MiB of float32, from which on pieces are used, and with parts of a piece, small ones too, which travel in a slot.
 SMALLEST = 2 << 20
-NUMELS = [SMALLEST, SMALLEST + 1, SMALLEST + 2 * 16_384 + 4001]
+WHOLE = 2049  # of float32 it is the least that does not travel in a post
+NUMELS = [WHOLE, 70_001, SMALLEST, SMALLEST + 1, SMALLEST + 2 * 16_384 + 4001]
 
 needs_a_processor_each = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="ranks that share one use no pieces"
@@ -57,12 +58,12 @@ def test_sums_are_those_of_rank_order(world_size):
     run_ranks(work, world_size)
 
 
-def test_each_rank_may_call_it_in_its_own_way():
+@pytest.mark.parametrize("numel", [WHOLE, 70_001, SMALLEST + 77])
+def test_each_rank_may_call_it_in_its_own_way(numel):
     """Waiting or not, from memory of any kind: then no rank goes by pieces, and the sums are the same."""
 
     def work(rank):
         group = shm_group()
-        numel = SMALLEST + 77
         allocate = group._get_backend(torch.device("cpu")).allocate_tensor
         for turn in range(2):
             want = sum_in_order(2, numel, torch.float32)

@@ -110,6 +110,28 @@ def test_reduce_scatter_and_all_gather_are_an_all_reduce(choice, world_size):
 
 
 @on_each_transport
+def test_one_call_starts_and_waits(choice):
+    def work(rank):
+        transport, handle = opened(choice)
+        tensor, part, whole = torch.full((10,), rank + 1.0), torch.empty(5), torch.empty(20)
+        transport.all_reduce(tensor, handle, wait=True)
+        assert tensor.eq(3).all() and handle.poll()
+        transport.reduce_scatter(part, tensor, handle, wait=True)
+        assert part.eq(6).all()
+        transport.all_gather(whole, tensor, handle, wait=True)
+        assert whole.eq(3).all()
+        part.fill_(rank)
+        transport.broadcast(part, 1, handle, wait=True)
+        assert part.eq(1).all()
+        transport.reduce(part, 0, handle, wait=True)
+        assert rank == 1 or part.eq(2).all()
+        transport.barrier(handle, wait=True)
+        assert handle.poll()
+
+    run_ranks(work, 2)
+
+
+@on_each_transport
 def test_operations_overlap_and_finish_in_any_order_of_waiting(choice):
     def work(rank):
         transport, _ = opened(choice)
