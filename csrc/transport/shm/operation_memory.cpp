@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "shm/stream_copy.h"
 #include "transport/shm/shm_transport.h"
 
 namespace torchddp::transport {
@@ -33,7 +32,7 @@ void OperationMemory::stage(ShmTransport& transport, c10::ArrayRef<at::Tensor> t
   staging = transport.scratch().lend(bytes_of(tensors) + lead_bytes, at::kCPU);
   auto* const memory = data_of(staging) + lead_bytes;
   if (tensors.size() == 1 && is_plain(tensors[0])) {
-    shm::stream_copy(memory, tensors[0].const_data_ptr(), bytes_of(tensors));
+    transport.copier().copy(memory, tensors[0].const_data_ptr(), bytes_of(tensors));
   } else {
     pack(tensors, memory);
   }

@@ -4,7 +4,6 @@
 #include <deque>
 #include <vector>
 
-#include "shm/stream_copy.h"
 #include "transport/shm/shm_transport.h"
 
 namespace torchddp::transport {
@@ -12,9 +11,9 @@ namespace {
 
 using Clock = shm::Engine::Clock;
 
-// Below it the whole tensor is as quick.
-constexpr int64_t kMinBytes = 8 << 20;
-// Measured: less costs more meetings, and from 2 MB on sums come from memory.
+// Measured: below it the whole tensor is as quick.
+constexpr int64_t kMinBytes = 4 << 20;
+// With less ranks meet more often, with more the sums come from memory.
 constexpr int64_t kPieceBytes = 1 << 20;
 constexpr int64_t kMaxBuffers = 4;
 // Each reads what all have brought; more ranks had better share the work.
@@ -23,7 +22,10 @@ constexpr int kMaxRanks = 4;
 class Run {
  public:
   Run(const Pieces& pieces, ShmTransport& transport, const at::Tensor& buffers)
-      : pieces_(pieces), engine_(transport.engine()), item_(kernels::item_size(pieces.whole.type)) {
+      : pieces_(pieces),
+        engine_(transport.engine()),
+        copier_(transport.copier()),
+        item_(kernels::item_size(pieces.whole.type)) {
     for (auto offset = pieces.bytes() - kPieceBytes; offset >= 0; offset -= kPieceBytes) {
       free_.push_back(data_of(buffers) + offset);
     }
@@ -53,7 +55,7 @@ class Run {
 
   void start(std::byte* place, int64_t numel) {
     auto* const buffer = free_.back();
-    shm::stream_copy(buffer, place, numel * item_);
+    copier_.copy(buffer, place, numel * item_);
     auto operation = pieces_.whole;
     operation.form = shm::Form::kEveryone;
     operation.numel = numel;
@@ -76,6 +78,7 @@ class Run {
 
   const Pieces& pieces_;
   shm::Engine& engine_;
+  shm::Copier& copier_;
   const Clock::time_point since_ = Clock::now();
   const int64_t item_;
   std::vector<std::byte*> free_;  // the last one first, so that as few are touched as can be

@@ -4,7 +4,7 @@
 // The engine sums what lies in the segment; a tensor is elsewhere as a rule. To copy it there, let the owners of chunks sum it, and copy
 // the sums back takes four passes over memory. A few ranks with a processor each do better to sum all blocks themselves, right into their
 // tensors. And where a tensor is larger than a cache, and its rank waits for the result anyway, it goes through a few buffers in
-// pieces: each is summed while it is in the second-level cache.
+// pieces, each of which is summed while it is in a cache.
 //
 // A rank takes the buffer that was free last, and another one only if its peers are behind: ranks in step need two, and where a rank is
 // kept from its processor for a while the others can go on.

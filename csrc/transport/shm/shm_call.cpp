@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "common/check.h"
-#include "shm/stream_copy.h"
 #include "transport/shm/pieces.h"
 #include "transport/shm/shm_backend.h"
 #include "transport/sum_types.h"
@@ -260,7 +259,7 @@ void ShmCall::sum_for_itself(ShmPart& part, const Tensors& tensors) {
   }
   const auto bytes = part.operation.bytes();
   or_abort([&] { part.staging = transport_->scratch().lend(bytes, at::kCPU); });
-  shm::stream_copy(data_of(part.staging), part.operation.output, bytes);
+  transport_->copier().copy(data_of(part.staging), part.operation.output, bytes);
   part.operation.form = shm::Form::kEveryone;
   part.operation.input = data_of(part.staging);
 }

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "common/check.h"
-#include "shm/stream_copy.h"
 #include "transport/shm/shm_transport.h"
 
 namespace torchddp::transport {
@@ -15,7 +14,7 @@ void ShmMessage::start(ShmTransport& transport) {
   if (opType_ == c10d::OpType::SEND) {
     message_ = transport.mail().send(peer_, tag_, bytes, [&](std::byte* memory) {
       if (plain) {
-        shm::stream_copy(memory, tensor_.const_data_ptr(), bytes);
+        transport.copier().copy(memory, tensor_.const_data_ptr(), bytes);
       } else {
         pack(tensor_, memory);
       }

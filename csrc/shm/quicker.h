@@ -1,0 +1,62 @@
+// Which of two ways to do the same is quicker where that depends on the machine and changes with time.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+namespace torchddp::shm {
+
+// Takes the quicker one, and tries the other now and then: rarely where it was no better the last times, so that one that takes ten times
+// as long costs a percent or two. Not thread-safe.
+class Quicker {
+ public:
+  // The way to take now: 0, which is the first, or 1.
+  int way() const { return trials_ > 0 ? 1 - best_ : best_; }
+
+  // What it took, in any unit, for as much work as the other times.
+  void took(int way, double cost) {
+    auto& known = cost_[static_cast<size_t>(way)];
+    // Who was off the processor meanwhile took long: what is seen seldom is believed slowly.
+    known = cost < known ? cost : known + (std::min(cost, 2 * known) - known) / 8;
+    if (way == best_) {
+      const bool has_changed = known > kChange * at_decision_;
+      if (trials_ == 0 && (--until_trial_ <= 0 || has_changed)) {
+        trials_ = kTrials;
+        cost_[static_cast<size_t>(1 - best_)] = kUnknown;
+      }
+    } else if (trials_ > 0 && --trials_ == 0) {
+      decide();
+    }
+  }
+
+ private:
+  static constexpr double kUnknown = std::numeric_limits<double>::infinity();
+  // The first of them find the caches as the better way left them.
+  static constexpr int kTrials = 6;
+  static constexpr int kFirstPause = 16;
+  static constexpr int kLongestPause = 4096;
+  static constexpr double kMargin = 0.9;
+  static constexpr double kChange = 1.5;
+
+  void decide() {
+    const auto other = static_cast<size_t>(1 - best_);
+    if (cost_[other] < kMargin * cost_[1 - other]) {
+      best_ = 1 - best_;
+      pause_ = kFirstPause;
+    } else {
+      pause_ = std::min(2 * pause_, kLongestPause);
+    }
+    until_trial_ = pause_;
+    at_decision_ = cost_[static_cast<size_t>(best_)];
+  }
+
+  std::array<double, 2> cost_{kUnknown, kUnknown};
+  double at_decision_ = kUnknown;  // of the better way
+  int best_ = 0;
+  int trials_ = 0;
+  int pause_ = kFirstPause;
+  int until_trial_ = kTrials;
+};
+
+}  // namespace torchddp::shm
