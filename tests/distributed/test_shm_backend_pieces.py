@@ -1,4 +1,4 @@
-"""All-reduces of the torchddp_shm backend that are too large for a post: in pieces or whole, by each rank or by owners."""
+"""All-reduces of the torchddp_shm backend too large for a post: in pieces or whole, by each rank or by owners."""
 
 import os
 import signal
