@@ -23,8 +23,13 @@ struct AcrossAutograd final : torch::PyTorchError {
 };
 
 void throw_across(const std::runtime_error& error) {
-  const bool is_non_finite = dynamic_cast<const NonFiniteError*>(&error) != nullptr;
-  throw AcrossAutograd(error.what(), is_non_finite ? PyExc_FloatingPointError : transport_error_type);
+  auto* type = transport_error_type;
+  if (dynamic_cast<const NonFiniteError*>(&error) != nullptr) {
+    type = PyExc_FloatingPointError;
+  } else if (dynamic_cast<const ZeroWeightError*>(&error) != nullptr) {
+    type = PyExc_ValueError;
+  }
+  throw AcrossAutograd(error.what(), type);
 }
 
 // What a handler of a signal raised: restored as it was by whoever knows the first base, torch's engine and pybind11 among them.

@@ -23,7 +23,8 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       bool compiled_autograd_takes_over, std::optional<at::ScalarType> wire_dtype,
                                       std::optional<at::ScalarType> reduce_dtype, bool gradient_stats,
                                       bool find_nonfinite, bool raise_nonfinite, int64_t adopt_bytes,
-                                      bool pack_whole_buckets, std::chrono::milliseconds timeout) {
+                                      bool pack_whole_buckets, bool weighted, bool zero_weights_raise,
+                                      std::chrono::milliseconds timeout) {
   ReducerConfig config;
   config.limits = {std::move(caps_bytes), solo_bytes};
   config.find_unused_parameters = find_unused_parameters;
@@ -38,6 +39,8 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
   config.raise_non_finite = raise_nonfinite;
   config.adopt_bytes = adopt_bytes;
   config.pack_whole_buckets = pack_whole_buckets;
+  config.weighted = weighted;
+  config.zero_weights_raise = zero_weights_raise;
   config.timeout = timeout;
   const py::gil_scoped_release release;
   return no_gil(std::make_shared<Reducer>(std::move(params), std::move(specs), std::move(group), std::move(transport),
@@ -64,6 +67,9 @@ void bind_step(PyReducer& c) {
       .def(
           "_autograd_hook", [](Reducer& self, int64_t index) { self.on_grad_ready(index, nullptr); }, py::arg("index"),
           NoGil())
+      .def(
+          "weigh", &Reducer::weigh, py::arg("weight"), py::arg("count"), py::arg("goes_on") = false, NoGil(),
+          "The next backward's gradients are multiplied by `weight`, and `count` is added to what they are divided by.")
       .def("_delay_all_reduce", &Reducer::delay_all_reduce, NoGil())
       .def("reduce_now", &Reducer::reduce_now, NoGil(),
            "Collective: reduces what gradients there are, without a backward.")
@@ -122,6 +128,8 @@ void bind_modes(PyReducer& c) {
            py::arg("transport").none(false), NoGil())
       .def("match_used_map", of(&Parts::used, &UsedParams::match), NoGil(),
            "Collective, of a rank without inputs: takes part in the reduction of used parameters, with none.")
+      .def("match_weights", of(&Parts::weights, &Weights::match), NoGil(),
+           "Collective, of a rank without inputs: takes part in the sum of weights, with 0.")
       .def("reset_state", &Reducer::reset_state, NoGil());
 }
 
@@ -147,6 +155,7 @@ void bind_reducer(py::module_& m) {
         py::arg("compiled_autograd_takes_over") = false, py::arg("wire_dtype") = py::none(),
         py::arg("reduce_dtype") = py::none(), py::arg("gradient_stats") = false, py::arg("find_nonfinite") = false,
         py::arg("raise_nonfinite") = false, py::arg("adopt_bytes") = 0, py::arg("pack_whole_buckets") = false,
+        py::arg("weighted") = false, py::arg("zero_weights_raise") = true,
         py::arg("timeout") = transport::kTransportTimeout);
   m.def(
       "finished_steps", [] { return all_finished_steps.load(std::memory_order_relaxed); },

@@ -20,10 +20,22 @@ class GraphError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// An averaged gradient is infinite or NaN. The step is finished when this is thrown.
-class NonFiniteError : public std::runtime_error {
+// What is wrong with a step that is finished when this is thrown.
+class StepError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
+};
+
+// An averaged gradient is infinite or NaN.
+class NonFiniteError : public StepError {
+ public:
+  using StepError::StepError;
+};
+
+// A weighted mean of gradients with no weight above 0.
+class ZeroWeightError : public StepError {
+ public:
+  using StepError::StepError;
 };
 
 // A broken invariant of ours.
@@ -35,7 +47,7 @@ class InternalError : public std::logic_error {
 // Note [Errors across autograd]
 // Hooks run inside torch's autograd engine, which carries a C++ exception to Python by a fixed list of types that does not
 // contain ours. The bindings install a thrower that turns our errors into an exception type which that list maps to
-// `torchddp.TransportError` and `FloatingPointError`; without one (C++ tests) the error itself is thrown.
+// `torchddp.TransportError`, `FloatingPointError` and `ValueError`; without one (C++ tests) the error itself is thrown.
 inline void (*autograd_thrower)(const std::runtime_error&) = nullptr;
 
 template <typename Error>

@@ -10,9 +10,16 @@ void Divisor::set_forward_work(c10::intrusive_ptr<c10d::Work> work, bool use_sta
   use_static_world_size_ = use_static_world_size;
 }
 
+int64_t Divisor::ranks() const {
+  const int64_t ranks = divisor_ ? divisor_() : context_.transport->size();
+  TDDP_CHECK(ranks > 0, "gradients can't be averaged over ", ranks, " ranks");
+  return ranks;
+}
+
+double Divisor::of_hooks() const { return hook_ ? static_cast<double>(ranks()) : 1.0; }
+
 int64_t Divisor::get() const {
-  int64_t divisor = divisor_ ? divisor_() : context_.transport->size();
-  TDDP_CHECK(divisor > 0, "gradients can't be averaged over ", divisor, " ranks");
+  const auto divisor = ranks();
   if (forward_work_ == nullptr || use_static_world_size_) {
     return divisor;
   }

@@ -23,6 +23,10 @@ class Divisor {
   // Of a step that has ended or failed.
   void forget_forward_work() { forward_work_.reset(); }
 
+  // Whether the number of ranks may differ from step to step.
+  bool changes() const { return divisor_ != nullptr; }
+  // What a communication hook divides by; 1 without one.
+  double of_hooks() const;
   // What a step's gradients are multiplied by while they are packed. A communication hook divides by itself.
   double scale() const {
     const auto divisor = static_cast<double>(get());
@@ -30,6 +34,7 @@ class Divisor {
   }
 
  private:
+  int64_t ranks() const;
   int64_t get() const;
 
   const Context& context_;

@@ -92,6 +92,7 @@ void LaunchQueue::finish(int64_t index) {
   events_.wait_begins(index);
   described([&](const std::string& reason) { return failed(index, reason); },
             [&] { layout_.reduction(index).finish(bucket); });
+  weights_.correct(bucket);
   bucket.state = BucketState::kReduced;
   events_.reduced(index);
 }
@@ -102,6 +103,7 @@ void LaunchQueue::abandon() {
   layout_.abandon();
   layout_.retire();
   used_.abandon();
+  weights_.abandon();
 }
 
 std::string LaunchQueue::failed(int64_t index, const std::string& reason) const {

@@ -9,6 +9,7 @@
 #include "reducer/pack/packers.h"
 #include "reducer/reduce/layout.h"
 #include "reducer/report/events.h"
+#include "reducer/weights.h"
 
 namespace torchddp::reducer {
 
@@ -16,8 +17,14 @@ namespace torchddp::reducer {
 class LaunchQueue {
  public:
   LaunchQueue(const Context& context, Step& step, BucketLayout& layout, Packers& packers, UsedParams& used,
-              StepEvents& events)
-      : context_(context), step_(step), layout_(layout), packers_(packers), used_(used), events_(events) {}
+              Weights& weights, StepEvents& events)
+      : context_(context),
+        step_(step),
+        layout_(layout),
+        packers_(packers),
+        used_(used),
+        weights_(weights),
+        events_(events) {}
 
   void begin_step() { num_ready_ = next_launch_ = next_finish_ = 0; }
   // All gradients of the bucket are packed, or can be; `last`: the parameter whose hook it is, and `incoming` what came there. Launches
@@ -43,6 +50,7 @@ class LaunchQueue {
   BucketLayout& layout_;
   Packers& packers_;
   UsedParams& used_;
+  Weights& weights_;
   StepEvents& events_;
   bool overlap_ = true;
   std::mutex mutex_;

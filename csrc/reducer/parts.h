@@ -17,6 +17,7 @@
 #include "reducer/reduce/reductions.h"
 #include "reducer/report/events.h"
 #include "reducer/report/non_finite_watch.h"
+#include "reducer/weights.h"
 
 namespace torchddp::reducer {
 
@@ -37,10 +38,11 @@ struct Parts {
   BucketLayout layout{context, reductions};
   OwnAverages own_averages{context, step, layout};
   Packers packers{context, step, layout, non_finite, used};
-  LaunchQueue queue{context, step, layout, packers, used, events};
+  Divisor divisor{context, hook, events};
+  Weights weights{context, divisor, events};
+  LaunchQueue queue{context, step, layout, packers, used, weights, events};
   HandBack hand_back{context, layout, used};
   PlanKeeper keeper{context, layout, used, events};
-  Divisor divisor{context, hook, events};
   QueuedFutures futures{context, events};
   JoinShadow shadow{context, layout, hook, events};
 };

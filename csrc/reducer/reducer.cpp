@@ -16,7 +16,10 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> sp
                  ReducerConfig config)
     : parts_(std::move(params), std::move(specs), std::move(group), std::move(transport), std::move(config)) {
   parts_.keeper.lay_out_first();
-  hooks_ = std::make_unique<GradHooks>(parts_.context.params, *this, parts_.context.owned);
+  hooks_ = std::make_unique<GradHooks>(parts_.context.params, *this);
+  if (parts_.context.owned || parts_.context.config.weighted) {
+    hooks_->call_before();
+  }
   parts_.used.set_hooks(*hooks_);
 }
 
@@ -30,7 +33,7 @@ void Reducer::guarded(Body&& body) {
     live.set_error(noted.what());
     abandon();
     throw_across_autograd(noted);
-  } catch (const NonFiniteError& error) {
+  } catch (const StepError& error) {
     live.set_error(error.what());
     throw_across_autograd(error);
   } catch (const GraphError& error) {
@@ -80,6 +83,16 @@ void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
   arm();
 }
 
+void Reducer::weigh(double weight, double count, bool goes_on) {
+  hooks_->call_before();
+  parts_.weights.announce(weight, count, goes_on);
+}
+
+void Reducer::on_grad_coming(int64_t param, at::Tensor& incoming) {
+  parts_.own_averages.coming(param);
+  guarded([&] { parts_.weights.coming(param, incoming); });
+}
+
 void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
   parts_.used.note(param);
   if (!parts_.step.armed()) {
@@ -90,7 +103,7 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
       parts_.step.begin([&] {
         begin_backward();
         for (const auto unused : parts_.used.unused()) {
-          on_grad_coming(unused);
+          parts_.own_averages.coming(unused);
           arrive(unused, Mark::kUnused, nullptr);
         }
       });
@@ -105,7 +118,7 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
 void Reducer::begin_backward() {
   parts_.events.begin_backward();
   parts_.context.rpc = torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr();
-  parts_.step.set_scale(parts_.divisor.scale());
+  parts_.step.set_scale(parts_.weights.begin());
 }
 
 void Reducer::arrive(int64_t param, Mark mark, const at::Tensor* incoming) {
@@ -131,7 +144,7 @@ void Reducer::pack_all(IsUsed&& is_used) {
   for (int64_t index = 0; index < parts_.layout.size(); ++index) {
     for (const auto param : parts_.layout.bucket(index).params()) {
       const bool unused = !is_used(param);
-      on_grad_coming(param);
+      parts_.own_averages.coming(param);
       parts_.step.mark(param, unused ? Mark::kUnused : Mark::kUsed);
       parts_.packers.pack(param, unused, nullptr);
     }
@@ -192,10 +205,12 @@ void Reducer::finalize() {
   parts_.keeper.measure(parts_.step);
   parts_.divisor.forget_forward_work();
   parts_.context.rpc.reset();
+  parts_.weights.finish();
   parts_.step.end();
   parts_.events.end_step();
   parts_.non_finite.publish();
   parts_.non_finite.raise_if_bad();
+  parts_.weights.raise_if_zero();
 }
 
 // Hooks of other devices may still be running: they launch nothing after this, and what they use without a lock stays as it is until
@@ -235,6 +250,7 @@ void Reducer::set_static_graph() {
 void Reducer::update_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                    std::shared_ptr<transport::Transport> transport) {
   parts_.context.group = std::move(group);
+  parts_.weights.forget_total();
   parts_.keeper.use(std::move(transport));
 }
 

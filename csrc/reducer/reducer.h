@@ -33,7 +33,9 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // True if a step was begun before this one, and no gradient has come in it.
   bool begin_forward();
   void prepare_for_backward(std::span<const at::Tensor> outputs);
-  void on_grad_coming(int64_t param) override { parts_.own_averages.coming(param); }
+  // What the next backward counts for: see Weights::announce.
+  void weigh(double weight, double count, bool goes_on);
+  void on_grad_coming(int64_t param, at::Tensor& incoming) override;
   void on_grad_ready(int64_t param, const at::Tensor* incoming) override;
   // The end of the first synchronised backward of a static graph: nothing was reduced before it.
   void delay_all_reduce();

@@ -185,6 +185,11 @@ class ReplicateModule:
             for engine, value in zip(engines, before, strict=True):
                 engine.require_backward_grad_sync = value
 
+    def weigh(self, weight: float | torch.Tensor, *, loss: str = "mean", recurse: bool = True) -> None:
+        """As :meth:`torchddp.DistributedDataParallel.weigh`; ``recurse``: for replicated modules inside too."""
+        for state in _states(self, recurse):
+            state.engine.weigh(weight, loss=loss)
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """As :meth:`torchddp.DistributedDataParallel.register_comm_hook`."""
         state_of(self).engine.register_comm_hook(state, hook)

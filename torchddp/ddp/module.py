@@ -21,6 +21,7 @@ from torchddp.ddp.logger import DDPLogger
 from torchddp.ddp.observers import Observers, load
 from torchddp.ddp.options import RAISE, DDPOptions, DDPSyncStrategy
 from torchddp.ddp.session import ReducerPolicy, ReducerSession
+from torchddp.ddp.weights import weight_and_count
 from torchddp.errors import NonFinite
 from torchddp.traffic import Traffic, of_model
 
@@ -102,6 +103,8 @@ class DistributedDataParallel(TorchDDP):
         check_parameters_every: int | None = None,
         find_nonfinite: bool | str = False,
         adopt_large_gradients: bool = True,
+        weighted: bool = False,
+        zero_weights: str = RAISE,
         comm_hook: object = None,
         sync: DDPSyncStrategy | str | None = None,
     ) -> None:
@@ -257,7 +260,27 @@ class DistributedDataParallel(TorchDDP):
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(found)):
                 super()._default_broadcast_coalesced(found, bucket_size, authoritative_rank)
 
-    # --- reductions without a backward ---
+    # --- weighted means, reductions without a backward ---
+
+    def weigh(self, weight: float | torch.Tensor, *, loss: str = "mean") -> None:
+        """What the next backward counts for: gradients become ``sum(w * g) / sum(w)`` over all ranks and backwards.
+
+            model.weigh(len(batch))
+            loss_of(model(batch)).mean().backward()
+
+        Call it before each backward of a step, those under `no_sync` too, on every rank. ``g`` are a backward's own
+        gradients: a step of several microbatches needs no division of the loss. A rank without samples runs a forward
+        and a backward of any batch with weight 0: it contributes nothing, even where its gradients are NaN. Not
+        collective; the sum of the weights travels beside the first bucket. See ``docs/weighted_means.md``.
+
+        Args:
+            weight: how many samples or tokens the loss is over: 0 or more, a number or a tensor with one element.
+            loss: ``"mean"`` or ``"sum"`` of them. With "sum" gradients are only divided, by the sum of all weights.
+
+        Raises:
+            TypeError, ValueError: a weight that is none. RuntimeError: under ``join()`` without ``weighted=True``.
+        """
+        self.session.weigh(*weight_and_count(weight, loss, self.session.rank))
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -325,6 +348,10 @@ class DistributedDataParallel(TorchDDP):
                 "Make the module with find_nonfinite=True"
             )
         return super().join_hook(**kwargs)
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        self.reducer.match_weights()
+        super()._match_all_reduce_for_bwd_pass()
 
     def _match_unused_params_allreduce(self) -> None:
         # A rank without inputs uses no parameter. (torch sends the last step's sum again, and calls everything used.)

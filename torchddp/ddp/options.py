@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AUTO = "auto"  # bucket_cap_mb: planned from measurements
-RAISE = "raise"  # find_nonfinite: an error rather than a warning
+RAISE = "raise"  # find_nonfinite, zero_weights: an error rather than a warning, or zeros
 STALL_ENV = "TORCHDDP_STALL_REPORT_S"
 _DEFAULT_STALL_S = 60.0
 
@@ -113,6 +113,12 @@ class DDPOptions:
             bucket has any for it. Not with ``gradient_as_bucket_view=True`` or a communication hook. False packs all,
             into memory that is registered with NCCL: its NVLink SHARP and symmetric-memory algorithms, which may be
             faster between the GPUs of a host, reduce nothing else.
+        weighted: every backward has a weight, which :meth:`weigh` tells before it, and gradients become
+            sum(weight * gradient) / sum(weight) over the ranks and the backwards of a step. A backward without one
+            raises RuntimeError. False: only the steps in which `weigh` is called are weighted, on all ranks or on none.
+            Needed under ``join()``, where a rank that has run out of inputs must know.
+        zero_weights: what becomes of a weighted step in which every rank's weight is 0. ``"raise"``: ValueError on all
+            ranks at the end of backward (on a CUDA device, backward then waits). ``"zeros"``: gradients are zeros.
         comm_hook: as :meth:`register_comm_hook` with it: a hook ``hook(state, bucket)`` whose state is None, a tuple
             ``(state, hook)``, or the name of one of ``torchddp.comm_hooks``.
         sync: how ``torchddp.sync`` reduces accumulated microbatches, a ``DDPSyncStrategy`` or its name. None:
@@ -149,6 +155,8 @@ class DDPOptions:
     check_parameters_every: int | None = None
     find_nonfinite: bool | str = False
     adopt_large_gradients: bool = True
+    weighted: bool = False
+    zero_weights: str = RAISE
     comm_hook: object = None
     sync: DDPSyncStrategy | str | None = None
 
@@ -160,6 +168,8 @@ class DDPOptions:
             raise ValueError(f"wire_dtype must be torch.bfloat16, torch.float16 or None, got {self.wire_dtype!r}")
         if self.find_nonfinite not in (False, True, RAISE):
             raise ValueError(f'find_nonfinite must be False, True or "raise", got {self.find_nonfinite!r}')
+        if self.zero_weights not in (RAISE, "zeros"):
+            raise ValueError(f'zero_weights must be "raise" or "zeros", got {self.zero_weights!r}')
         every = self.check_parameters_every
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ValueError(

@@ -123,6 +123,8 @@ class ReducerSession:
             gradient_stats=options.gradient_stats,
             find_nonfinite=bool(options.find_nonfinite),
             raise_nonfinite=options.find_nonfinite == RAISE,
+            weighted=options.weighted,
+            zero_weights_raise=options.zero_weights == RAISE,
             adopt_bytes=0 if ddp._shares_gradients else options.adopt_bytes,
             timeout=self.wait_limit,
         )
@@ -170,6 +172,11 @@ class ReducerSession:
     def joins(self) -> bool:
         """Whether the model is, or was, used under `join()`: then ranks may make different numbers of steps."""
         return bool(self.ddp._join_config.enable)
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether each average goes to one rank alone."""
+        return any(spec.owner >= 0 for spec in self.specs)
 
     @property
     def has_comm_hook(self) -> bool:
@@ -246,6 +253,22 @@ class ReducerSession:
             self._parameter_watch.step_without_gradients()
         if self._parameter_watch.in_doubt:
             self._parameter_watch.look(ddp.module, self.rank)
+
+    def weigh(self, weight: float, count: float, *, goes_on: bool = False) -> None:
+        """The next backward's gradients are multiplied by ``weight``, and ``count`` is added to what the sum of all
+        ranks' is divided by. Not collective.
+
+        Args:
+            goes_on: it belongs to one step with the backwards that were reduced before it.
+
+        RuntimeError: under ``join()`` without ``weighted=True``.
+        """
+        if self.joins and not self.options.weighted:
+            raise RuntimeError(
+                f"weigh() on rank {self.rank}: under join() the model must be made with weighted=True, so that a rank "
+                "which has run out of inputs knows that the others send weights"
+            )
+        self.reducer.weigh(weight, count, goes_on)
 
     def sync_buffers(self, buffers: list[torch.Tensor], root: int) -> None:
         """One rank's buffers to all, as bytes. Collective."""

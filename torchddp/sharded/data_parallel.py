@@ -40,8 +40,8 @@ class ShardedDataParallel(DistributedDataParallel):
         auto_refresh_trainable: notice in forward that parameters were frozen or thawed, and `refresh_trainable`.
         reduce_fp16: float32 gradients travel as float16, after the division by the world size: half as many bytes, and
             three digits. Sums are rounded to float16 too: over shared memory and gloo once, elsewhere by the backend.
-        transport, timeout, stall_report_s, find_unused_parameters, static_graph, device_ids: as for
-            DistributedDataParallel.
+        transport, timeout, stall_report_s, find_unused_parameters, static_graph, device_ids, weighted, zero_weights: as
+            for DistributedDataParallel.
         overlap_gather: False: the step ends when all ranks have the updated parameters. Otherwise they travel while the
             next forward runs, unless memory is shared.
 
@@ -76,6 +76,8 @@ class ShardedDataParallel(DistributedDataParallel):
         static_graph: bool = False,
         device_ids: list[Any] | None = None,
         overlap_gather: bool = True,
+        weighted: bool = False,
+        zero_weights: str = "raise",
     ) -> None:
         if isinstance(reduce_buffer_size, bool) or not isinstance(reduce_buffer_size, int) or reduce_buffer_size < 0:
             raise ValueError(f"reduce_buffer_size must be a number of elements, 0 or more, got {reduce_buffer_size!r}")
@@ -103,6 +105,8 @@ class ShardedDataParallel(DistributedDataParallel):
             timeout=timeout,
             stall_report_s=stall_report_s,
             forward_sync_buffers=broadcast_buffers,
+            weighted=weighted,
+            zero_weights=zero_weights,
         )
         self._trainable = self._trainable_now()
         for number, optimizer in enumerate(optimizers):

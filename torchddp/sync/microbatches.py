@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.ddp.options import DDPSyncStrategy
+from torchddp.ddp.weights import weight_and_count
 
 
 def prepare_ddp_module(
@@ -40,7 +41,11 @@ def prepare_ddp_module(
 
 
 def accumulate(
-    model: torch.nn.Module, steps: int, strategy: DDPSyncStrategy | str | None = None
+    model: torch.nn.Module,
+    steps: int,
+    strategy: DDPSyncStrategy | str | None = None,
+    *,
+    weights: Sequence[float | torch.Tensor] | None = None,
 ) -> Generator[int, None, None]:
     """The microbatches of one step of the optimizer, numbered from 0; the loop's body is in `sync_context`.
 
@@ -55,21 +60,58 @@ def accumulate(
         model: as for `sync_context`.
         steps: how many microbatches. Every rank must give the same number.
         strategy: None: the model's own (its argument ``sync=``).
+        weights: how many samples or tokens each microbatch of this rank is of: gradients become the mean over all of
+            them, on all ranks (:meth:`torchddp.DistributedDataParallel.weigh`). The loss of a microbatch is then the
+            mean over its own, and is not divided by ``steps``.
 
     Collective where gradients are reduced: see `sync_context`, whose errors it raises too.
 
     Raises:
-        TypeError, ValueError: ``steps`` is no integer, or less than 1.
+        TypeError, ValueError: ``steps`` is no integer, or less than 1; wrong weights, or not one a microbatch.
+        RuntimeError: weights for a model that is no torchddp.DistributedDataParallel.
     """
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(f"steps must be an integer, the number of microbatches, got {steps!r}")
     if steps < 1:
         raise ValueError(f"steps must be 1 or more microbatches, got {steps}")
-    return _microbatches(model, steps, checked_strategy(unwrapped(model), strategy))
+    chosen = checked_strategy(unwrapped(model), strategy)
+    return _microbatches(model, steps, chosen, _checked_weights(unwrapped(model), steps, chosen, weights))
 
 
-def _microbatches(model: torch.nn.Module, steps: int, strategy: DDPSyncStrategy) -> Generator[int, None, None]:
+def _checked_weights(
+    model: torch.nn.Module,
+    steps: int,
+    strategy: DDPSyncStrategy,
+    weights: Sequence[float | torch.Tensor] | None,
+) -> list[tuple[float, float]] | None:
+    if weights is None:
+        return None
+    if len(weights) != steps:
+        raise ValueError(f"there must be a weight for each of the {steps} microbatches, got {len(weights)}")
+    if not isinstance(model, DistributedDataParallel):
+        raise RuntimeError(
+            f"weights= needs torchddp.DistributedDataParallel, which can weigh gradients; the model is a "
+            f"{type(model).__module__}.{type(model).__qualname__}"
+        )
+    if strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and model.session.has_owners:
+        raise RuntimeError(
+            "weights= with MULTI_AUTO_SYNC needs all averages on every rank, and with sharded gradients each is on its "
+            "owner alone: take SINGLE_AUTO_SYNC"
+        )
+    return [weight_and_count(weight, "mean", model.session.rank) for weight in weights]
+
+
+def _microbatches(
+    model: torch.nn.Module,
+    steps: int,
+    strategy: DDPSyncStrategy,
+    weights: list[tuple[float, float]] | None,
+) -> Generator[int, None, None]:
     for index in range(steps):
+        if weights is not None:
+            goes_on = index > 0 and strategy is DDPSyncStrategy.MULTI_AUTO_SYNC
+            wrapper: Any = unwrapped(model)
+            wrapper.session.weigh(*weights[index], goes_on=goes_on)
         try:
             with sync_context(model, index == steps - 1, strategy):
                 yield index

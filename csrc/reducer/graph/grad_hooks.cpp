@@ -34,10 +34,11 @@ class ComingHook final : public torch::autograd::FunctionPreHook {
       : sink_(sink), param_(param), removed_(std::move(removed)) {}
 
   variable_list operator()(const variable_list& grads) override {
-    if (!removed_->load(std::memory_order_relaxed)) {
-      sink_.on_grad_coming(param_);
+    auto coming = grads;
+    if (coming.size() == 1 && !removed_->load(std::memory_order_relaxed)) {
+      sink_.on_grad_coming(param_, coming[0]);
     }
-    return grads;
+    return coming;
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
@@ -54,17 +55,23 @@ class ComingHook final : public torch::autograd::FunctionPreHook {
 
 }  // namespace
 
-GradHooks::GradHooks(std::span<const at::Tensor> params, GradSink& sink, bool before_too) {
+GradHooks::GradHooks(std::span<const at::Tensor> params, GradSink& sink) : sink_(sink) {
   hooks_.reserve(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     auto accumulator = torch::autograd::impl::grad_accumulator(params[i]);
     TDDP_CHECK(accumulator != nullptr, "parameter ", i,
                " has no gradient accumulator: it is no leaf that requires grad");
     const auto key = accumulator->add_post_hook(std::make_unique<ReadyHook>(sink, static_cast<int64_t>(i)));
-    if (before_too) {
-      accumulator->add_pre_hook(std::make_unique<ComingHook>(sink, static_cast<int64_t>(i), removed_));
-    }
     hooks_.emplace_back(std::move(accumulator), key);
+  }
+}
+
+void GradHooks::call_before() {
+  if (std::exchange(calls_before_, true)) {
+    return;
+  }
+  for (size_t i = 0; i < hooks_.size(); ++i) {
+    hooks_[i].first->add_pre_hook(std::make_unique<ComingHook>(sink_, static_cast<int64_t>(i), removed_));
   }
 }
 

@@ -1,0 +1,42 @@
+"""What a backward counts for in the mean over ranks: samples, tokens, or any other weight."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+__all__ = ["LOSSES", "weight_and_count"]
+
+LOSSES = ("mean", "sum")
+
+
+def weight_and_count(weight: Any, loss: str, rank: int) -> tuple[float, float]:
+    """What a backward's gradients are multiplied by, and what it adds to the divisor of all ranks' sum.
+
+    Args:
+        weight: a number, or a tensor with one element (one on a device is waited for).
+        loss: "mean": the gradients are those of a mean over the ``weight``; "sum": of a sum over it.
+
+    Raises:
+        TypeError, ValueError: a weight that is no number, negative, infinite or NaN; another kind of loss.
+    """
+    if loss not in LOSSES:
+        raise ValueError(
+            f'loss must be "mean" or "sum", whichever the loss is over the samples or tokens, got {loss!r}'
+        )
+    if isinstance(weight, torch.Tensor):
+        if weight.numel() != 1 or weight.is_complex():
+            raise TypeError(
+                f"the weight on rank {rank} must be a number or a tensor with one, got a {weight.dtype} tensor "
+                f"of shape {tuple(weight.shape)}"
+            )
+        weight = weight.item()
+    try:
+        count = float(weight)
+    except (TypeError, ValueError):
+        raise TypeError(f"the weight on rank {rank} must be a number or a tensor with one, got {weight!r}") from None
+    if not math.isfinite(count) or count < 0:
+        raise ValueError(f"the weight on rank {rank} must be 0 or more, and finite, got {weight!r}")
+    return (count if loss == "mean" else float(count > 0)), count
