@@ -14,7 +14,8 @@ CHECKED = "check_parameters_every=1"
 
 
 def make_field() -> tuple[Variant, ...]:
-    """The model alone, our class (which has hang reports), and our class with each check and without those reports."""
+    """The model alone, our class (which has hang reports), and our class with each check, without those reports, with
+    weights."""
 
     def ours(name: str, **options: object) -> Variant:
         return Variant(name, Role.OURS, TORCHDDP, tuple(options.items()))
@@ -27,4 +28,5 @@ def make_field() -> tuple[Variant, ...]:
         ours("find_nonfinite=True", find_nonfinite=True),
         ours('find_nonfinite="raise"', find_nonfinite="raise"),
         ours("no hang reports", stall_report_s=0),
+        Variant("weigh()", Role.OURS, "benchmarks.checks.weighted.Weighted"),
     )

@@ -90,7 +90,7 @@ void Reducer::weigh(double weight, double count, bool goes_on) {
 
 void Reducer::on_grad_coming(int64_t param, at::Tensor& incoming) {
   parts_.own_averages.coming(param);
-  guarded([&] { parts_.weights.coming(param, incoming); });
+  guarded([&] { parts_.weights.coming(param, parts_.step.armed(), incoming); });
 }
 
 void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {

@@ -11,6 +11,9 @@
 namespace torchddp::reducer {
 
 void Weights::announce(double weight, double count, bool goes_on) {
+  TDDP_CHECK(!has_unweighted_.exchange(false) || !has_gradients(), "rank ", context_.rank(),
+             ": weigh() was called, but there are gradients of a backward before, whose weight is not known. Call "
+             "weigh(n) before each backward of a step, or clear the gradients first.");
   if (open_ && phase_.load(std::memory_order_relaxed) == Phase::kCame && !has_gradients()) {
     own_ = unit_ = 0.0;  // the program has dropped what it had accumulated
   }
@@ -30,13 +33,22 @@ void Weights::announce(double weight, double count, bool goes_on) {
   phase_.store(Phase::kAnnounced, std::memory_order_release);
 }
 
-void Weights::coming(int64_t param, at::Tensor& incoming) {
+// A backward that does not reduce may be one of the module by itself, whose gradients are cleared.
+void Weights::check_unannounced(int64_t param, bool reduces) {
+  if (!context_.config.weighted && !open_) [[likely]] {
+    return;
+  }
+  TDDP_CHECK(!reduces && !open_, "rank ", context_.rank(), ": a backward has begun (parameter '",
+             context_.spec(param).name,
+             "') whose weight is not known, and this model's gradients are weighted. Call weigh(n) before each "
+             "backward, with how many samples or tokens it is of.");
+  has_unweighted_.store(true, std::memory_order_relaxed);
+}
+
+void Weights::coming(int64_t param, bool reduces, at::Tensor& incoming) {
   const auto phase = phase_.load(std::memory_order_acquire);
   if (phase == Phase::kNone) [[likely]] {
-    TDDP_CHECK(!context_.config.weighted && !open_, "rank ", context_.rank(), ": a backward has begun (parameter '",
-               context_.spec(param).name,
-               "') whose weight is not known, and this model's gradients are weighted. Call weigh(n) before each "
-               "backward, with how many samples or tokens it is of.");
+    check_unannounced(param, reduces);
     return;
   }
   if (phase == Phase::kAnnounced) {

@@ -31,8 +31,8 @@ class Weights {
   // Of the next backward: its gradients are multiplied by `weight`, and `count` is added to what the sum is divided by. `goes_on`: it
   // belongs to the same step as the backwards that were reduced before it.
   void announce(double weight, double count, bool goes_on);
-  // Autograd is about to add `incoming` to the gradient of a parameter.
-  void coming(int64_t param, at::Tensor& incoming);
+  // Autograd is about to add `incoming` to the gradient of a parameter, in a backward that reduces or not.
+  void coming(int64_t param, bool reduces, at::Tensor& incoming);
 
   // A reduction begins. Returns what gradients are multiplied by while they are packed.
   double begin();
@@ -50,6 +50,8 @@ class Weights {
   void match();
 
  private:
+  void check_unannounced(int64_t param, bool reduces);
+
   // Of the backward that was announced last.
   enum class Phase : uint8_t { kNone, kAnnounced, kCame };
 
@@ -68,6 +70,8 @@ class Weights {
   double count_ = 0.0;        // what that backward adds to the total
   bool drops_ = false;        // its weight is 0
   int64_t first_param_ = -1;  // whose gradient came first in it
+
+  std::atomic<bool> has_unweighted_{false};  // gradients came of which nobody knows the weight
 
   bool open_ = false;     // gradients that are not reduced yet have weights
   double own_ = 0.0;      // this rank's part of the total

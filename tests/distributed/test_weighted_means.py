@@ -352,6 +352,13 @@ def test_a_backward_without_a_weight():
         model = torchddp.DistributedDataParallel(Net(), weighted=True)
         with pytest.raises(RuntimeError, match=rf"rank {rank}: a backward has begun .*Call weigh\(n\) before each"):
             mean_loss(model(samples(rank, 0, 2))).backward()
+        model.zero_grad()
+        mean_loss(model.module(samples(rank, 0, 2))).backward()  # not the model's business
+        with pytest.raises(RuntimeError, match=rf"rank {rank}: weigh\(\) was called, but there are gradients of"):
+            model.weigh(1)
+        model.zero_grad()
+        run_step(model, rank, [[1], [2]])
+        assert_same(model, reference([[1], [2]]))
         loose = torchddp.DistributedDataParallel(Net())
         with loose.no_sync():
             loose.weigh(2)

@@ -15,7 +15,7 @@ from torchddp.harness.machine import describe_machine
 
 
 def made_up(checked_ms: float = 14.0) -> dict:
-    step_ms = np.array([[8.0] * 3, [10.0] * 3, [10.0] * 3, [checked_ms] * 3, [10.1] * 3, [11.0] * 3, [10.0] * 3])
+    step_ms = np.array([[8.0] * 3, [10.0] * 3, [10.0] * 3, [checked_ms] * 3, [10.1] * 3, [11.0] * 3, *[[10.0] * 3] * 2])
     raw = {"model": "mlp", "title": "MLP", "parameters": 12, "gradient_bytes": 10**6, "step_ms": step_ms}
     return model_result(raw, make_field(), 2, 100)
 
