@@ -81,6 +81,9 @@ void Reducer::prepare_for_backward(std::span<const at::Tensor> outputs) {
 }
 
 void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
+  if (parts_.context.main_grads != nullptr) {
+    take_main_grad(param);
+  }
   parts_.used.note(param);
   if (!parts_.step.armed()) {
     return;
@@ -100,6 +103,21 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
     }
     parts_.context.transport->progress();
   });
+}
+
+void Reducer::take_main_grad(int64_t param) {
+  auto& context = parts_.context;
+  auto& grad = context.params[static_cast<size_t>(param)].mutable_grad();
+  if (grad.defined()) {
+    context.main_grads->take(param, std::exchange(grad, at::Tensor()), *parts_.layout.place(param).slot,
+                             parts_.step.armed());
+  }
+}
+
+void Reducer::clear_main_grads(std::span<const int64_t> params) {
+  for (const auto param : params) {
+    parts_.context.main_grads->clear(param, *parts_.layout.place(param).slot);
+  }
 }
 
 void Reducer::begin_backward() {

@@ -173,9 +173,11 @@ def param_specs(
     parameters: Sequence[torch.Tensor],
     names: Sequence[str],
     sparse: Sequence[bool],
+    bucket_dtypes: Sequence[torch.dtype] | None = None,
     owners: Sequence[int] | None = None,
 ) -> list[_C.ParamSpec]:
-    """The parameters as the reducer and the planner know them."""
+    """The parameters as the reducer and the planner know them; in buckets of their own dtype, if no other is given."""
+    bucket_dtypes = bucket_dtypes or [p.dtype for p in parameters]
     owners = owners if owners is not None else [-1] * len(parameters)
     dtypes = {dtype: i for i, dtype in enumerate(dict.fromkeys(p.dtype for p in parameters))}
     devices = {device: i for i, device in enumerate(dict.fromkeys(p.device for p in parameters))}
@@ -183,14 +185,14 @@ def param_specs(
         _C.ParamSpec(
             name=name,
             numel=p.numel(),
-            itemsize=p.element_size(),
+            itemsize=in_bucket.itemsize,
             dtype=dtypes[p.dtype],
             device=devices[p.device],
             sparse=is_sparse,
             owner=owner,
             alignment=SLOT_ALIGNMENT_BYTES if p.is_cuda else 1,
         )
-        for p, name, is_sparse, owner in zip(parameters, names, sparse, owners, strict=True)
+        for p, name, is_sparse, in_bucket, owner in zip(parameters, names, sparse, bucket_dtypes, owners, strict=True)
     ]
 
 
