@@ -127,7 +127,12 @@ void bind_modes(PyReducer& c) {
           "Per parameter: the tensor that gradients add up in, the same one for good. None unless they are kept beside "
           ".grad.")
       .def(
-          "clear_main_grads", [](Reducer& self, const std::vector<int64_t>& params) { self.clear_main_grads(params); },
+          "clear_main_grads",
+          [](Reducer& self, const std::vector<int64_t>& params) {
+            for (const auto param : params) {
+              self.parts().context.main_grads->clear(param);
+            }
+          },
           py::arg("params"), NoGil(), "Zeros those of the parameters with these indices.")
       .def("remove_autograd_hooks", &Reducer::remove_autograd_hooks, NoGil())
       .def("update_process_group", &Reducer::update_process_group, py::arg("new_process_group"),

@@ -107,16 +107,8 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
 
 void Reducer::take_main_grad(int64_t param) {
   auto& context = parts_.context;
-  auto& grad = context.params[static_cast<size_t>(param)].mutable_grad();
-  if (grad.defined()) {
-    context.main_grads->take(param, std::exchange(grad, at::Tensor()), *parts_.layout.place(param).slot,
-                             parts_.step.armed());
-  }
-}
-
-void Reducer::clear_main_grads(std::span<const int64_t> params) {
-  for (const auto param : params) {
-    parts_.context.main_grads->clear(param, *parts_.layout.place(param).slot);
+  if (auto& grad = context.params[static_cast<size_t>(param)].mutable_grad(); grad.defined()) {
+    context.main_grads->take(param, std::exchange(grad, at::Tensor()), parts_.step.armed());
   }
 }
 

@@ -56,8 +56,6 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   }
   // Another reducer averages the same gradients: from the next step on they keep memory of their own, and nothing is reduced in it.
   void share_gradients();
-  // What has been accumulated for these parameters is dropped: their main gradients are zero. See MainGrads.
-  void clear_main_grads(std::span<const int64_t> params);
   void remove_autograd_hooks() { hooks_->remove(); }
   // Collective if the transport may lose memory.
   void update_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group,

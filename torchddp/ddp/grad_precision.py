@@ -23,6 +23,7 @@ class GradPrecision:
 
     kind = _C.GradPrecision.OF_PARAMETER
     shares_storage = False  # gradients stay views of one bucket, and change with the next step
+    can_share = True  # the reducer of another wrapper may average the same gradients
 
     def bucket_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         return parameter.dtype
@@ -97,6 +98,7 @@ class MainGrads(ReducedWide):
 
     kind = _C.GradPrecision.MAIN_GRADS
     shares_storage = True
+    can_share = False
     asked_by = "main_grads=torch.float32"
     views_allowed = (None, True)
     why_views = 'main_grad is memory of the bucket. Leave it out, or take main_grads_as="grad"'
@@ -108,7 +110,7 @@ class MainGrads(ReducedWide):
 
     def check(self, ddp: Any, parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]) -> None:
         super().check(ddp, parameters, names, sparse)
-        if ddp._shares_gradients:
+        if not ddp.gradient_as_bucket_view:  # with what the user asked for it would be
             raise ValueError(
                 f"{self.asked_by} does not go with a model that is wrapped twice: both wrappers would take the same "
                 "gradients. Wrap once"

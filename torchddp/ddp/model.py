@@ -83,7 +83,8 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
     """DDP modules inside ``module`` whose parameters would be reduced twice.
 
     Raises:
-        ValueError: the gradients of one are views of another class's buckets, where two reducers spoil each other's.
+        ValueError: the gradients of one are views of another class's buckets, where two reducers spoil each other's; or
+            they are kept beside ``.grad``.
     """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     mine = {id(p) for n, p in module.named_parameters() if n not in ignored and p.requires_grad}
@@ -97,6 +98,11 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
                 "DistributedDataParallel can't wrap a model in which torch.nn.parallel.DistributedDataParallel with "
                 "gradient_as_bucket_view=True wraps the same parameters: both would average the same gradients, in "
                 "memory of one of them. Wrap once: give this class the model itself (its .module)."
+            )
+        if _has_our_reducer(other) and not other.session.precision.can_share:
+            raise ValueError(
+                "DistributedDataParallel can't wrap a model that is already wrapped with main_grads=torch.float32: "
+                "that wrapper takes the gradients. Wrap once: give this class the model itself (its .module)."
             )
     if inner:
         warn_user(

@@ -1,15 +1,15 @@
 #include "reducer/base/main_grads.h"
 
-#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
+
+#include "common/check.h"
 
 namespace torchddp::reducer {
 
-void MainGrads::take(int64_t param, at::Tensor came, bucket::GradSlot& slot, bool packed) {
-  const auto index = static_cast<size_t>(param);
-  auto& grad = grads_[index];
+void MainGrads::take(int64_t param, at::Tensor came, bool packed) {
   if (came.requires_grad()) {
     TORCH_WARN_ONCE(
         "backward(create_graph=True) under DistributedDataParallel with main gradients keeps their values only: "
@@ -17,21 +17,23 @@ void MainGrads::take(int64_t param, at::Tensor came, bucket::GradSlot& slot, boo
         "can be differentiated through them.");
     came = came.detach();
   }
-  if (!grad.defined() && was_written(index)) {
-    grad = slot.view();
-  }
-  if (!grad.defined()) {
-    grad = std::move(came);
-    if (!packed) {
-      widen(grad, slot);
-    }
+  const auto index = static_cast<size_t>(param);
+  TDDP_CHECK(slots_[index] != nullptr, "there are no buckets: an error has interrupted their making");
+  auto& grad = of(param);
+  if (grad.defined()) {
+    widen(index);
+    slots_[index]->add(came);
     return;
   }
-  widen(grad, slot);
-  slot.add(came);
+  grad = std::move(came);
+  if (!packed) {
+    widen(index);
+  }
 }
 
-void MainGrads::widen(at::Tensor& grad, bucket::GradSlot& slot) const {
+void MainGrads::widen(size_t param) {
+  auto& grad = grads_[param];
+  auto& slot = *slots_[param];
   if (slot.holds(grad)) {
     return;
   }
@@ -42,13 +44,27 @@ void MainGrads::widen(at::Tensor& grad, bucket::GradSlot& slot) const {
   grad = slot.view();
 }
 
-void MainGrads::move(int64_t param, bucket::GradSlot& slot) {
+void MainGrads::clear(int64_t param) {
   const auto index = static_cast<size_t>(param);
+  if (of(param).defined()) {
+    grads_[index].reset();
+    slots_[index]->zero();
+    note_version(index);
+  }
+}
+
+void MainGrads::leave_slots() {
+  for (int64_t param = 0; param < std::ssize(slots_); ++param) {
+    of(param);
+  }
+  std::fill(slots_.begin(), slots_.end(), nullptr);
+}
+
+void MainGrads::move_to(bucket::GradSlot& slot, int64_t param) {
+  const auto index = static_cast<size_t>(param);
+  slots_[index] = &slot;
   if (grads_[index].defined()) {
-    widen(grads_[index], slot);
-  } else if (was_written(index)) {
-    slot.pack(shown_[index], 1.0);
-    grads_[index] = slot.view();
+    widen(index);
   } else {
     slot.zero();
   }
@@ -56,18 +72,13 @@ void MainGrads::move(int64_t param, bucket::GradSlot& slot) {
   note_version(index);
 }
 
-void MainGrads::clear(int64_t param, bucket::GradSlot& slot) {
+void MainGrads::take_what_was_written(int64_t param) {
   const auto index = static_cast<size_t>(param);
-  if (grads_[index].defined() || was_written(index)) {
-    grads_[index].reset();
-    slot.zero();
-    note_version(index);
+  auto* const slot = slots_[index];
+  if (slot != nullptr && shown_[index].unsafeGetTensorImpl()->version_counter().current_version() != versions_[index]) {
+    slot->restore_view();
+    grads_[index] = slot->view();
   }
-}
-
-bool MainGrads::was_written(size_t param) const {
-  const auto& shown = shown_[param];
-  return shown.defined() && shown.unsafeGetTensorImpl()->version_counter().current_version() != versions_[param];
 }
 
 void MainGrads::note_version(size_t param) {

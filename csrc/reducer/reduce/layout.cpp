@@ -29,6 +29,9 @@ void BucketLayout::lay_out(plan::BucketPlan plan) {
   const auto is_view = find_views();
   const std::lock_guard lock(layout_mutex_);
   retired_ = true;  // until this is through: a transport that is broken throws in the middle
+  if (context_.main_grads != nullptr) {
+    context_.main_grads->leave_slots();
+  }
   // The old memory goes bucket by bucket, as soon as its last gradient has moved.
   apart_bytes_ = reductions_.apart_bytes();
   places_.assign(context_.params.size(), Place{});
@@ -60,7 +63,7 @@ void BucketLayout::add_bucket(const plan::BucketSpec& spec, const std::vector<bo
     auto* slot = bucket.is_sparse() ? nullptr : &bucket.slot(i);
     places_[param] = Place{slot, &bucket, index};
     if (context_.main_grads != nullptr) {
-      context_.main_grads->move(static_cast<int64_t>(param), *slot);
+      context_.main_grads->move_to(*slot, static_cast<int64_t>(param));
       continue;
     }
     if (is_view[param] && slot != nullptr) {
