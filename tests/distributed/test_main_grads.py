@@ -424,7 +424,7 @@ def test_hooks_and_wire_dtypes_see_fp32(place):
     def work(rank):
         for options in (
             {"comm_hook": "bf16"},
-            {"comm_hook": comm_hooks.Int8()},
+            {"comm_hook": comm_hooks.FP16()},
             {"transport": "shm", "wire_dtype": BF16},
         ):
             ddp = wrapped(layers(BF16), main_grads_as=place, **options)
@@ -573,6 +573,58 @@ def test_frozen_after_wrapping_and_forced_sync():
             assert p.grad is None
 
     run_ranks(work, 2)
+
+
+def test_over_another_group():
+    def work(rank):
+        for place in PLACES:
+            ddp = wrapped(layers(BF16), main_grads_as=place, transport="shm")
+            shown = [getattr(p, "main_grad", None) for p in ddp.parameters()]
+            with ddp.no_sync():
+                loss(ddp, rank, 0, 0, BF16).backward()
+            ddp._update_process_group(dist.new_group())
+            loss(ddp, rank, 0, 1, BF16).backward()
+            _assert_equal(kept(ddp), expected(2, 0, BF16, micro=2), exact=True)
+            assert all(getattr(p, "main_grad", None) is s for p, s in zip(ddp.parameters(), shown, strict=True))
+
+    run_ranks(work, 2)
+
+
+def test_create_graph_keeps_values():
+    def work(rank):
+        ddp = wrapped(_Weight())
+        ddp.module.weight.main_grad = torch.ones(4)
+        with pytest.warns(UserWarning, match="nothing can be differentiated through them"):
+            (ddp(1.0 + rank) ** 2).backward(create_graph=True)
+        grad = ddp.module.weight.main_grad
+        assert not grad.requires_grad
+        assert grad.tolist() == [1 + (2 * 4 * 1 + 2 * 8 * 2) / 2] * 4
+
+    run_ranks(work, 2)
+
+
+def test_grad_scaler_with_fp32_grad():
+    def work(rank):
+        ddp = wrapped(_Weight(torch.float16), main_grads_as="grad")
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(ddp(2.0 + rank)).backward()
+        scaler.unscale_(optimizer)
+        assert ddp.module.weight.grad.tolist() == [2.5] * 4
+        scaler.step(optimizer)
+
+    run_ranks(work, 2)
+
+
+def test_what_main_grad_can_be():
+    def work(rank):
+        ddp = wrapped(_Weight())
+        for wrong in (3.0, torch.zeros(3)):
+            ddp.module.weight.main_grad = wrong
+            with pytest.raises(ValueError, match=r"'weight': main_grad must be None, or a tensor of shape \[4\]; got"):
+                ddp(1.0)
+
+    run_ranks(work, 1)
 
 
 # --- copies, and wrapping again ---

@@ -107,9 +107,11 @@ class MainGrads(ReducedWide):
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Any, torch.Tensor]] = []
+        self._names: Sequence[str] = ()
 
     def check(self, ddp: Any, parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]) -> None:
         super().check(ddp, parameters, names, sparse)
+        self._names = names
         if not ddp.gradient_as_bucket_view:  # with what the user asked for it would be
             raise ValueError(
                 f"{self.asked_by} does not go with a model that is wrapped twice: both wrappers would take the same "
@@ -126,6 +128,8 @@ class MainGrads(ReducedWide):
         if not changed:
             return
         given = {i: getattr(self._pairs[i][0], MAIN_GRAD, None) for i in changed}
+        for index, value in given.items():
+            self._check_value(index, value)
         self._reducer.clear_main_grads(changed)
         for index, value in given.items():
             parameter, main = self._pairs[index]
@@ -133,6 +137,13 @@ class MainGrads(ReducedWide):
                 with torch.no_grad():
                     main.copy_(value)
             parameter.main_grad = main
+
+    def _check_value(self, index: int, value: object) -> None:
+        shape = list(self._pairs[index][1].shape)
+        if value is not None and (not isinstance(value, torch.Tensor) or list(value.shape) != shape):
+            got = f"one of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            name = self._names[index]
+            raise ValueError(f"parameter {name!r}: main_grad must be None, or a tensor of shape {shape}; got {got}")
 
     def zero(self) -> None:
         self._reducer.clear_main_grads(list(range(len(self._pairs))))

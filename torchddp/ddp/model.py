@@ -99,7 +99,7 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
                 "gradient_as_bucket_view=True wraps the same parameters: both would average the same gradients, in "
                 "memory of one of them. Wrap once: give this class the model itself (its .module)."
             )
-        if _has_our_reducer(other) and not other.session.precision.can_share:
+        if _takes_gradients(other):
             raise ValueError(
                 "DistributedDataParallel can't wrap a model that is already wrapped with main_grads=torch.float32: "
                 "that wrapper takes the gradients. Wrap once: give this class the model itself (its .module)."
@@ -123,6 +123,11 @@ def copy_gradients(models: Iterable[Any]) -> None:
 
 def _has_our_reducer(ddp: TorchDDP) -> bool:
     return isinstance(ddp.reducer, _C.Reducer)
+
+
+def _takes_gradients(ddp: Any) -> bool:
+    """Whether it keeps gradients where no other wrapper finds them."""
+    return _has_our_reducer(ddp) and not ddp.session.precision.can_share
 
 
 def check_outer(ddp: TorchDDP, outer: TorchDDP | None) -> None:
