@@ -21,10 +21,10 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                       int64_t solo_bytes, bool find_unused_parameters, bool gradient_as_bucket_view,
                                       bool gradients_share_storage, bool skip_all_reduce_unused_params,
                                       bool compiled_autograd_takes_over, std::optional<at::ScalarType> wire_dtype,
-                                      std::optional<at::ScalarType> reduce_dtype, bool gradient_stats,
-                                      bool find_nonfinite, bool raise_nonfinite, int64_t adopt_bytes,
-                                      bool pack_whole_buckets, bool weighted, bool zero_weights_raise,
-                                      std::chrono::milliseconds timeout) {
+                                      std::optional<at::ScalarType> reduce_dtype, GradPrecision grad_precision,
+                                      bool gradient_stats, bool find_nonfinite, bool raise_nonfinite,
+                                      int64_t adopt_bytes, bool pack_whole_buckets, bool weighted,
+                                      bool zero_weights_raise, std::chrono::milliseconds timeout) {
   ReducerConfig config;
   config.limits = {std::move(caps_bytes), solo_bytes};
   config.find_unused_parameters = find_unused_parameters;
@@ -34,6 +34,7 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
   config.compiled_autograd_takes_over = compiled_autograd_takes_over;
   config.wire_dtype = wire_dtype;
   config.reduce_dtype = reduce_dtype;
+  config.grad_precision = grad_precision;
   config.gradient_stats = gradient_stats;
   config.find_non_finite = find_nonfinite;
   config.raise_non_finite = raise_nonfinite;
@@ -123,6 +124,22 @@ void bind_modes(PyReducer& c) {
       .def("_set_sparse_metadata", of(&Parts::packers, &Packers::set_sparse_metadata), py::arg("global_unique_ids"))
       .def("share_gradients", &Reducer::share_gradients, NoGil(),
            "Another reducer averages the same gradients: they keep memory of their own from the next step on.")
+      .def(
+          "main_grads",
+          [](Reducer& self) {
+            const auto& main_grads = self.parts().context.main_grads;
+            return main_grads == nullptr ? std::vector<at::Tensor>() : main_grads->shown();
+          },
+          "Per parameter: the tensor that gradients add up in, the same one for good. None unless they are kept beside "
+          ".grad.")
+      .def(
+          "clear_main_grads",
+          [](Reducer& self, const std::vector<int64_t>& params) {
+            for (const auto param : params) {
+              self.parts().context.main_grads->clear(param);
+            }
+          },
+          py::arg("params"), NoGil(), "Zeros those of the parameters with these indices.")
       .def("remove_autograd_hooks", &Reducer::remove_autograd_hooks, NoGil())
       .def("update_process_group", &Reducer::update_process_group, py::arg("new_process_group"),
            py::arg("transport").none(false), NoGil())
@@ -146,6 +163,11 @@ void bind_torch_names(PyReducer& c) {
 }  // namespace
 
 void bind_reducer(py::module_& m) {
+  py::enum_<GradPrecision>(m, "GradPrecision", "In which dtype gradients of 16-bit parameters are reduced and kept.")
+      .value("OF_PARAMETER", GradPrecision::kOfParameter)
+      .value("REDUCED", GradPrecision::kReduced, "reduced in float32, and rounded to .grad")
+      .value("GRADS", GradPrecision::kGrads, ".grad is float32")
+      .value("MAIN_GRADS", GradPrecision::kMainGrads, "they add up in float32, beside .grad");
   PyReducer c(m, "Reducer",
               "Packs gradients into buckets and reduces them while autograd runs. Made by DistributedDataParallel.");
   c.def(py::init(&make_reducer), py::arg("params"), py::arg("specs"), py::arg("process_group"),
@@ -153,9 +175,10 @@ void bind_reducer(py::module_& m) {
         py::arg("find_unused_parameters") = false, py::arg("gradient_as_bucket_view") = true,
         py::arg("gradients_share_storage") = false, py::arg("skip_all_reduce_unused_params") = false,
         py::arg("compiled_autograd_takes_over") = false, py::arg("wire_dtype") = py::none(),
-        py::arg("reduce_dtype") = py::none(), py::arg("gradient_stats") = false, py::arg("find_nonfinite") = false,
-        py::arg("raise_nonfinite") = false, py::arg("adopt_bytes") = 0, py::arg("pack_whole_buckets") = false,
-        py::arg("weighted") = false, py::arg("zero_weights_raise") = true,
+        py::arg("reduce_dtype") = py::none(), py::arg("grad_precision") = GradPrecision::kOfParameter,
+        py::arg("gradient_stats") = false, py::arg("find_nonfinite") = false, py::arg("raise_nonfinite") = false,
+        py::arg("adopt_bytes") = 0, py::arg("pack_whole_buckets") = false, py::arg("weighted") = false,
+        py::arg("zero_weights_raise") = true,
         py::arg("timeout") = transport::kTransportTimeout);
   m.def(
       "finished_steps", [] { return all_finished_steps.load(std::memory_order_relaxed); },

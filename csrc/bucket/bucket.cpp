@@ -33,8 +33,11 @@ void measure_flat(const at::Tensor& flat, const at::Tensor& stats) {
 }  // namespace
 
 Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
-               ViewStorage view_storage)
-    : owner_(spec.owner), given_away_(owner_ >= 0 && owner_ != transport.rank()), sparse_(spec.sparse) {
+               const Keeping& keeping)
+    : keeping_(keeping),
+      owner_(spec.owner),
+      given_away_(owner_ >= 0 && owner_ != transport.rank()),
+      sparse_(spec.sparse) {
   TDDP_INTERNAL(!spec.slots.empty(), "a bucket plan has an empty bucket");
   for (const auto& slot : spec.slots) {
     params_.push_back(slot.param);
@@ -43,20 +46,20 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
   if (sparse_) {
     return;
   }
-  const auto& first = params[static_cast<size_t>(params_.front())];
+  const auto device = params[static_cast<size_t>(params_.front())].device();
   // NCCL registers memory only if all ranks have the same, which owners of different buckets don't.
   flat_ = given_away_ || (owner_ >= 0 && transport.capabilities().reaches_any_memory)
-              ? at::empty({spec.numel}, at::TensorOptions().dtype(first.scalar_type()).device(first.device()))
-              : transport.allocate(spec.numel, first.scalar_type(), first.device());
+              ? at::empty({spec.numel}, at::TensorOptions().dtype(keeping.dtype).device(device))
+              : transport.allocate(spec.numel, keeping.dtype, device);
   make_wire();
   slots_.reserve(spec.slots.size());
   for (const auto& slot : spec.slots) {
     const auto& param = params[static_cast<size_t>(slot.param)];
     if (slot.offset == plan::kApart) {
       apart_.push_back(at::empty({slot.numel}, flat_.options()));
-      slots_.emplace_back(apart_.back(), 0, param, view_storage).lie_apart(transport);
+      slots_.emplace_back(apart_.back(), 0, param, keeping).lie_apart(transport);
     } else {
-      slots_.emplace_back(flat_, slot.offset, param, view_storage);
+      slots_.emplace_back(flat_, slot.offset, param, keeping);
     }
   }
   if (given_away_) {
@@ -66,7 +69,9 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
     clear_padding();
   }
   if (slots_.size() == 1 && flat_.is_cpu() && !flat_.is_complex()) {
-    slots_[0].allow_adoption(transport);
+    if (keeping.may_adopt) {
+      slots_[0].allow_adoption(transport);
+    }
     scales_ = transport.capabilities().scales && kernels::can_scale(slots_[0].kernel_dtype());
   }
 }

@@ -29,10 +29,11 @@ class Bucket {
   // `params`: all parameters of the reducer, indexed by the plan's slots. A bucket that belongs to another rank has no memory yet.
   // Gradients with the offset plan::kApart lie apart, see Note [Adopted gradients] in grad_slot.h.
   Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
-         ViewStorage view_storage);
+         const Keeping& keeping);
 
   int64_t num_slots() const { return static_cast<int64_t>(params_.size()); }
   bool is_sparse() const { return sparse_; }
+  const Keeping& keeping() const { return keeping_; }
   // The rank that alone gets the averages, or -1.
   int owner() const { return owner_; }
   // See Note [Gradients that are given away].
@@ -100,6 +101,7 @@ class Bucket {
   void find_padding();
   void point_at(const at::Tensor& memory);
 
+  const Keeping keeping_;
   std::vector<int64_t> params_;
   std::vector<int64_t> offsets_;
   std::vector<GradSlot> slots_;

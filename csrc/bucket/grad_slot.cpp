@@ -3,31 +3,54 @@
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "bucket/parallel.h"
 #include "common/check.h"
 #include "kernels/non_finite.h"
 #include "kernels/pack.h"
+#include "kernels/sum.h"
 
 namespace torchddp::bucket {
 namespace {
 
 // `non_finite`, if there is one, gets the number of infinities and NaNs in `src`.
-void scale_cast_parallel(void* dst, const void* src, kernels::DType dtype, int64_t numel, double scale,
-                         int64_t* non_finite) {
-  const auto found = sum_of_parts(numel, [&, itemsize = kernels::item_size(dtype)](int64_t begin, int64_t end) {
-    auto* const to = static_cast<std::byte*>(dst) + begin * itemsize;
-    const auto* const from = static_cast<const std::byte*>(src) + begin * itemsize;
+void scale_cast_parallel(void* dst, kernels::DType dst_dtype, const void* src, kernels::DType src_dtype, int64_t numel,
+                         double scale, int64_t* non_finite) {
+  const auto found = sum_of_parts(numel, [&](int64_t begin, int64_t end) {
+    auto* const to = static_cast<std::byte*>(dst) + begin * kernels::item_size(dst_dtype);
+    const auto* const from = static_cast<const std::byte*>(src) + begin * kernels::item_size(src_dtype);
     if (non_finite != nullptr) {
-      return kernels::scale_cast_counting(to, dtype, from, dtype, end - begin, scale);
+      return kernels::scale_cast_counting(to, dst_dtype, from, src_dtype, end - begin, scale);
     }
-    kernels::scale_cast(to, dtype, from, dtype, end - begin, scale);
+    kernels::scale_cast(to, dst_dtype, from, src_dtype, end - begin, scale);
     return int64_t{0};
   });
   if (non_finite != nullptr) {
     *non_finite = found;
   }
+}
+
+// dst += src. Floats, but for equal dtypes. What is cast stays in the first-level cache.
+void add_parallel(void* dst, kernels::DType dst_dtype, const void* src, kernels::DType src_dtype, int64_t numel) {
+  constexpr int64_t kChunk = 1024;
+  sum_of_parts(numel, [&](int64_t begin, int64_t end) {
+    std::array<double, kChunk> cast;
+    for (; begin < end; begin += kChunk) {
+      const auto count = std::min(kChunk, end - begin);
+      auto* const to = static_cast<std::byte*>(dst) + begin * kernels::item_size(dst_dtype);
+      const void* from = static_cast<const std::byte*>(src) + begin * kernels::item_size(src_dtype);
+      if (src_dtype != dst_dtype) {
+        kernels::scale_cast(cast.data(), dst_dtype, from, src_dtype, count, 1.0);
+        from = cast.data();
+      }
+      kernels::reduce_ranks(std::array<void*, 1>{to}, std::array<const void*, 2>{to, from}, dst_dtype,
+                            kernels::ReduceOp::kSum, count);
+    }
+    return int64_t{0};
+  });
 }
 
 }  // namespace
@@ -69,8 +92,17 @@ bool GradSlot::overlaps(const at::Tensor& grad) const {
   return data >= begin && data < begin + flat_.nbytes();
 }
 
-void GradSlot::pack_plain(const void* source, double scale, int64_t* non_finite) {
-  scale_cast_parallel(data_, source, kernel_dtype(), numel_ * kernel_type_.words, scale, non_finite);
+void GradSlot::pack_plain(const void* source, kernels::DType source_dtype, double scale, int64_t* non_finite) {
+  scale_cast_parallel(data_, kernel_dtype(), source, source_dtype, numel_ * kernel_type_.words, scale, non_finite);
+}
+
+void GradSlot::add(const at::Tensor& grad) {
+  if (is_plain(grad)) {
+    add_parallel(data_, kernel_dtype(), grad.const_data_ptr(), grad_kernel_dtype_, numel_ * kernel_type_.words);
+    return;
+  }
+  const c10::NoGradGuard no_grad;
+  in_bucket().add_(grad);
 }
 
 void GradSlot::pack(const at::Tensor& grad, double scale) {
@@ -110,7 +142,7 @@ void GradSlot::scale_in_place(double scale) {
     return;
   }
   if (on_cpu_ && kernels::is_float(kernel_dtype())) {
-    pack_plain(data_, scale);
+    pack_plain(data_, kernel_dtype(), scale);
     return;
   }
   c10::NoGradGuard no_grad;
@@ -128,16 +160,17 @@ void GradSlot::zero() {
 
 void GradSlot::unpack(const at::Tensor& grad) const {
   if (is_plain(grad)) [[likely]] {
-    scale_cast_parallel(grad.mutable_data_ptr(), data_, kernel_dtype(), numel_ * kernel_type_.words, 1.0, nullptr);
+    scale_cast_parallel(grad.mutable_data_ptr(), grad_kernel_dtype_, data_, kernel_dtype(), numel_ * kernel_type_.words,
+                        1.0, nullptr);
     return;
   }
   c10::NoGradGuard no_grad;
   grad.copy_(in_bucket());
 }
 
-at::Tensor GradSlot::clone() const {
+at::Tensor GradSlot::clone_as(at::ScalarType dtype) const {
   c10::NoGradGuard no_grad;
-  return in_bucket().clone(at::MemoryFormat::Preserve);
+  return in_bucket().to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Preserve);
 }
 
 std::optional<GradSlot::Piece> GradSlot::piece_of(const at::Tensor& grad) const {

@@ -24,18 +24,20 @@ class GradSlot : public SlotView {
  public:
   using SlotView::SlotView;
 
-  // flat <- grad * scale, if `grad` is an ordinary CPU tensor of the slot's own dtype and layout: no dispatcher call. False, and
+  // flat <- grad * scale, if `grad` is an ordinary CPU tensor of grad_dtype() and the slot's layout: no dispatcher call. False, and
   // nothing done, otherwise.
   // `non_finite`, if there is one, gets the number of infinities and NaNs in `grad`.
   bool try_pack(const at::Tensor& grad, double scale, int64_t* non_finite = nullptr) {
     if (!is_plain(grad)) [[unlikely]] {
       return false;
     }
-    pack_plain(grad.const_data_ptr(), scale, non_finite);
+    pack_plain(grad.const_data_ptr(), grad_kernel_dtype_, scale, non_finite);
     return true;
   }
   // The same for any gradient of the parameter's shape: every layout, and every dtype that converts.
   void pack(const at::Tensor& grad, double scale);
+  // flat <- flat + grad, in the slot's dtype; any gradient of the parameter's shape.
+  void add(const at::Tensor& grad);
   // Takes the memory of `grad`, which must be unshared, as the slot's, under the conditions of try_pack and if the slot may: see
   // Note [Adopted gradients].
   bool adopt(const at::Tensor& grad);
@@ -53,7 +55,8 @@ class GradSlot : public SlotView {
   // grad <- slot. `grad` has memory of its own.
   void unpack(const at::Tensor& grad) const;
   // A gradient with memory of its own, equal to the slot.
-  at::Tensor clone() const;
+  at::Tensor clone() const { return clone_as(dtype_); }
+  at::Tensor clone_as(at::ScalarType dtype) const;
 
   // For kernels that move many gradients at once: a gradient of the slot's layout, as what it is in memory. None if it is laid out
   // otherwise, or neither of the slot's dtype nor convertible, or if the slot lies apart.
@@ -68,7 +71,7 @@ class GradSlot : public SlotView {
   kernels::DType kernel_dtype() const { return kernel_type_.dtype; }
 
  private:
-  void pack_plain(const void* source, double scale, int64_t* non_finite = nullptr);
+  void pack_plain(const void* source, kernels::DType source_dtype, double scale, int64_t* non_finite = nullptr);
 
   const transport::Transport* adopter_ = nullptr;
   bool is_apart_ = false;

@@ -60,11 +60,13 @@ bool is_unshared(const at::Tensor& grad, const at::Tensor* incoming) {
          !has_others(storage.unsafeGetStorageImpl(), storage.use_count(), storages);
 }
 
-SlotView::SlotView(const at::Tensor& flat, int64_t offset, const at::Tensor& param, ViewStorage view_storage)
-    : view_storage_(view_storage),
+SlotView::SlotView(const at::Tensor& flat, int64_t offset, const at::Tensor& param, const Keeping& keeping)
+    : view_storage_(keeping.view_storage),
       on_cpu_(flat.device().is_cpu()),
-      dtype_(flat.scalar_type()),
+      dtype_(keeping.dtype),
+      grad_dtype_(keeping.grad_dtype),
       kernel_type_(transport::kernel_type(dtype_)),
+      grad_kernel_dtype_(transport::kernel_type(grad_dtype_).dtype),
       numel_(param.numel()),
       sizes_(param.sizes().vec()),
       offset_(offset),
@@ -95,11 +97,27 @@ at::Tensor SlotView::make_view() {
   if (view_storage_ == ViewStorage::kBucket) {
     return in_bucket();
   }
-  storage_ = make_storage(static_cast<size_t>(numel_) * flat_.itemsize(), memory());
+  storage_ = make_own_storage();
   adopted_ = false;
-  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage_), flat_.key_set(), flat_.dtype());
-  view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes_, strides_);
-  return view;
+  return tensor_over(storage_);
+}
+
+c10::Storage SlotView::make_own_storage() const {
+  return make_storage(static_cast<size_t>(numel_) * flat_.itemsize(), memory());
+}
+
+at::Tensor SlotView::tensor_over(c10::Storage storage) const {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), flat_.key_set(), flat_.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes_, strides_);
+  return tensor;
+}
+
+void SlotView::show_as(at::Tensor& shown) const {
+  if (shown.defined()) {
+    shown.unsafeGetTensorImpl()->set_storage_keep_dtype(make_own_storage());
+  } else {
+    shown = tensor_over(make_own_storage());
+  }
 }
 
 void SlotView::restore_view() {
@@ -115,7 +133,7 @@ bool SlotView::holds_slow(const at::Tensor& grad) const {
 
 bool SlotView::is_plain(const at::Tensor& grad) const {
   const auto* impl = grad.unsafeGetTensorImpl();
-  return on_cpu_ && impl->key_set() == plain_keys_ && impl->dtype() == c10::scalarTypeToTypeMeta(dtype_) &&
+  return on_cpu_ && impl->key_set() == plain_keys_ && impl->dtype() == c10::scalarTypeToTypeMeta(grad_dtype_) &&
          impl->strides() == c10::IntArrayRef(strides_) && impl->numel() == numel_;
 }
 

@@ -25,16 +25,26 @@ bool is_unshared(const at::Tensor& grad, const at::Tensor* incoming);
 
 enum class ViewStorage : uint8_t { kOwn, kBucket };
 
+// How a bucket keeps gradients.
+struct Keeping {
+  at::ScalarType dtype;       // of the bucket's memory
+  at::ScalarType grad_dtype;  // of gradients as they come, and as they are where averages are copied back
+  ViewStorage view_storage = ViewStorage::kOwn;
+  bool views = true;      // gradients may become views of the bucket; otherwise averages are copied back
+  bool may_adopt = true;  // see Note [Adopted gradients] in grad_slot.h
+};
+
 class SlotView {
  public:
   // `flat`: the bucket's 1-d memory. The view takes the layout that autograd gives the gradient of `param`: the strides of a
   // parameter whose memory is dense, row-major otherwise.
-  SlotView(const at::Tensor& flat, int64_t offset, const at::Tensor& param, ViewStorage view_storage);
+  SlotView(const at::Tensor& flat, int64_t offset, const at::Tensor& param, const Keeping& keeping);
 
   // The slot as a gradient: same shape as the parameter. It is no autograd view of `flat` (so that detach_() works on it).
   const at::Tensor& view() const { return view_; }
   int64_t numel() const { return numel_; }
   at::ScalarType dtype() const { return dtype_; }
+  at::ScalarType grad_dtype() const { return grad_dtype_; }
   at::Device device() const { return flat_.device(); }
   c10::IntArrayRef sizes() const { return sizes_; }
 
@@ -53,11 +63,14 @@ class SlotView {
   void rebind();
   // The flat tensor was given other memory with the same values: the view and what is kept of it move there. False if they can't.
   bool follow();
+  // Another tensor over the slot's memory, with a storage of its own: `shown`, which is made if it is undefined and stays the same tensor
+  // when the slot is another one.
+  void show_as(at::Tensor& shown) const;
   // The flat tensor's memory goes; the slot is of no use until it has some again.
   void release_memory();
 
  protected:
-  // Whether `grad` is an ordinary CPU tensor of the slot's own dtype and layout.
+  // Whether `grad` is an ordinary CPU tensor of grad_dtype() and the slot's layout.
   bool is_plain(const at::Tensor& grad) const;
   // Whether `grad` is an ordinary tensor of the slot's own device, dtype and layout; a stride means nothing where there is one element.
   bool is_ordinary(const at::Tensor& grad) const;
@@ -75,8 +88,10 @@ class SlotView {
   ViewStorage view_storage_;
   bool on_cpu_;
   at::ScalarType dtype_;
+  at::ScalarType grad_dtype_;
   c10::DispatchKeySet plain_keys_;
   transport::KernelType kernel_type_;
+  kernels::DType grad_kernel_dtype_;
   int64_t numel_;
   std::vector<int64_t> strides_;
 
@@ -94,6 +109,8 @@ class SlotView {
   // `keeps`, if there is any, lives as long as the memory is used.
   c10::DataPtr memory(c10::DataPtr keeps = {}) const;
   at::Tensor make_view();
+  c10::Storage make_own_storage() const;
+  at::Tensor tensor_over(c10::Storage storage) const;
 };
 
 }  // namespace torchddp::bucket

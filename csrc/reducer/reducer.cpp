@@ -94,6 +94,9 @@ void Reducer::on_grad_coming(int64_t param, at::Tensor& incoming) {
 }
 
 void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
+  if (parts_.context.main_grads != nullptr) {
+    take_main_grad(param);
+  }
   parts_.used.note(param);
   if (!parts_.step.armed()) {
     return;
@@ -113,6 +116,13 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
     }
     parts_.context.transport->progress();
   });
+}
+
+void Reducer::take_main_grad(int64_t param) {
+  auto& context = parts_.context;
+  if (auto& grad = context.params[static_cast<size_t>(param)].mutable_grad(); grad.defined()) {
+    context.main_grads->take(param, std::exchange(grad, at::Tensor()), parts_.step.armed());
+  }
 }
 
 void Reducer::begin_backward() {

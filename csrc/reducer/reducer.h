@@ -74,6 +74,7 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void begin_step();
   void arm();
   void begin_backward();
+  void take_main_grad(int64_t param);
   void arrive(int64_t param, Mark mark, const at::Tensor* incoming);
   template <typename IsUsed>
   void pack_all(IsUsed&& is_used);

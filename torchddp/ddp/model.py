@@ -83,7 +83,8 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
     """DDP modules inside ``module`` whose parameters would be reduced twice.
 
     Raises:
-        ValueError: the gradients of one are views of another class's buckets, where two reducers spoil each other's.
+        ValueError: the gradients of one are views of another class's buckets, where two reducers spoil each other's; or
+            they are kept beside ``.grad``.
     """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     mine = {id(p) for n, p in module.named_parameters() if n not in ignored and p.requires_grad}
@@ -97,6 +98,11 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
                 "DistributedDataParallel can't wrap a model in which torch.nn.parallel.DistributedDataParallel with "
                 "gradient_as_bucket_view=True wraps the same parameters: both would average the same gradients, in "
                 "memory of one of them. Wrap once: give this class the model itself (its .module)."
+            )
+        if _takes_gradients(other):
+            raise ValueError(
+                "DistributedDataParallel can't wrap a model that is already wrapped with main_grads=torch.float32: "
+                "that wrapper takes the gradients. Wrap once: give this class the model itself (its .module)."
             )
     if inner:
         warn_user(
@@ -117,6 +123,11 @@ def copy_gradients(models: Iterable[Any]) -> None:
 
 def _has_our_reducer(ddp: TorchDDP) -> bool:
     return isinstance(ddp.reducer, _C.Reducer)
+
+
+def _takes_gradients(ddp: Any) -> bool:
+    """Whether it keeps gradients where no other wrapper finds them."""
+    return _has_our_reducer(ddp) and not ddp.session.precision.can_share
 
 
 def check_outer(ddp: TorchDDP, outer: TorchDDP | None) -> None:
@@ -173,9 +184,11 @@ def param_specs(
     parameters: Sequence[torch.Tensor],
     names: Sequence[str],
     sparse: Sequence[bool],
+    bucket_dtypes: Sequence[torch.dtype] | None = None,
     owners: Sequence[int] | None = None,
 ) -> list[_C.ParamSpec]:
-    """The parameters as the reducer and the planner know them."""
+    """The parameters as the reducer and the planner know them; in buckets of their own dtype, if no other is given."""
+    bucket_dtypes = bucket_dtypes or [p.dtype for p in parameters]
     owners = owners if owners is not None else [-1] * len(parameters)
     dtypes = {dtype: i for i, dtype in enumerate(dict.fromkeys(p.dtype for p in parameters))}
     devices = {device: i for i, device in enumerate(dict.fromkeys(p.device for p in parameters))}
@@ -183,14 +196,14 @@ def param_specs(
         _C.ParamSpec(
             name=name,
             numel=p.numel(),
-            itemsize=p.element_size(),
+            itemsize=in_bucket.itemsize,
             dtype=dtypes[p.dtype],
             device=devices[p.device],
             sparse=is_sparse,
             owner=owner,
             alignment=SLOT_ALIGNMENT_BYTES if p.is_cuda else 1,
         )
-        for p, name, is_sparse, owner in zip(parameters, names, sparse, owners, strict=True)
+        for p, name, is_sparse, in_bucket, owner in zip(parameters, names, sparse, bucket_dtypes, owners, strict=True)
     ]
 
 

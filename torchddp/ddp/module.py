@@ -17,6 +17,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from torchddp import _C
 from torchddp.ddp import buffers, hooks, model, regroup
+from torchddp.ddp.grad_precision import MAIN_GRAD
 from torchddp.ddp.logger import DDPLogger
 from torchddp.ddp.observers import Observers, load
 from torchddp.ddp.options import RAISE, DDPOptions, DDPSyncStrategy
@@ -53,9 +54,10 @@ class DistributedDataParallel(TorchDDP):
     Args:
         transport and all after it: torchddp's own; :class:`torchddp.ddp.options.DDPOptions` says what each does.
 
-    Memory per rank: the gradients (as buckets); with ``wire_dtype`` half as much again; over shared memory also up to
-    three more gradients of each size from 256 KiB on (those are allocated there by autograd, and not copied); one int32
-    a parameter with ``find_unused_parameters`` or ``static_graph``.
+    Memory per rank: the gradients (as buckets), which of 16-bit parameters take 4 bytes an element with ``main_grads``
+    and 4 + 2 with ``reduce_dtype``; with ``wire_dtype`` half as much again; over shared memory also up to three more
+    gradients of each size from 256 KiB on (those are allocated there by autograd, and not copied); one int32 a
+    parameter with ``find_unused_parameters`` or ``static_graph``.
 
     Raises:
         TypeError: a ``comm_hook`` or ``process_group`` that is none. ValueError: mixed device types, a wrong option.
@@ -107,6 +109,9 @@ class DistributedDataParallel(TorchDDP):
         zero_weights: str = RAISE,
         comm_hook: object = None,
         sync: DDPSyncStrategy | str | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        main_grads: torch.dtype | None = None,
+        main_grads_as: str = MAIN_GRAD,
     ) -> None:
         options = DDPOptions.of(locals())
         hook = None if comm_hook is None else load("torchddp.comm_hooks:resolve")(comm_hook)
@@ -259,6 +264,12 @@ class DistributedDataParallel(TorchDDP):
         if not buffers.broadcast(self, found, authoritative_rank):
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(found)):
                 super()._default_broadcast_coalesced(found, bucket_size, authoritative_rank)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As every module's; with ``main_grads`` it also zeros each ``parameter.main_grad``, in place."""
+        super().zero_grad(set_to_none)
+        if not self._delay_all_reduce_all_params:  # otherwise torch has made no reducer
+            self.session.precision.zero()
 
     # --- weighted means, reductions without a backward ---
 

@@ -7,7 +7,7 @@ import inspect
 import math
 import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
+from torchddp.ddp.grad_precision import MAIN_GRAD, GradPrecision, MainGrads, ReducedWide, WideGrads
 from torchddp.errors import warn_user
 from torchddp.transport import select
 
@@ -30,6 +31,9 @@ _DEFAULT_STALL_S = 60.0
 _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 # timedelta.max in microseconds, by which C++ is told, does not fit in 64 bits.
 _LONGEST_TIMEOUT = datetime.timedelta(days=100 * 365)
+
+# By main_grads_as.
+_PRECISIONS: dict[str, Callable[[], GradPrecision]] = {MAIN_GRAD: MainGrads, "grad": WideGrads}
 
 _MIB = 1024 * 1024
 # A CUDA gradient this large is reduced where it lies. Packing reads and writes it, which takes 0.7 us at the 3 TB/s of
@@ -123,6 +127,18 @@ class DDPOptions:
             ``(state, hook)``, or the name of one of ``torchddp.comm_hooks``.
         sync: how ``torchddp.sync`` reduces accumulated microbatches, a ``DDPSyncStrategy`` or its name. None:
             SINGLE_AUTO_SYNC, and MULTI_AUTO_SYNC with ``find_unused_parameters``.
+        reduce_dtype: ``torch.float32``: gradients of bfloat16 and float16 parameters are cast to it on the way into
+            their buckets, scaled, summed over the ranks and rounded once, to ``.grad`` in the parameter's dtype. What
+            adds up under ``no_sync()`` does so in ``.grad``. Buckets take 4 bytes for each of them, beside the
+            2 of ``.grad``. None: in their own dtype. Others are always reduced in their own.
+        main_grads: ``torch.float32``: such gradients also add up in it, over microbatches and ranks (implies
+            ``reduce_dtype``). 4 bytes a parameter, the bucket itself; the 16-bit gradient that autograd made lives
+            until its hook has run. None: no. ``docs/main_grads.md`` has examples.
+        main_grads_as: where. ``"main_grad"``: in ``parameter.main_grad``, the same tensor for good, zero at first;
+            ``.grad`` is None after each backward. All parameters have one, those that have not 16 bits in their own
+            dtype. It is cleared by the wrapper's ``zero_grad()``, or by ``parameter.main_grad = None`` before the next
+            forward (which puts the tensor back); no optimizer's ``zero_grad()`` does that. ``"grad"``: in ``.grad``,
+            which is float32 then (``Tensor.grad_dtype``); everything else is as ever.
 
     Raises:
         TypeError, ValueError: a value that is not allowed; says what is.
@@ -159,6 +175,9 @@ class DDPOptions:
     zero_weights: str = RAISE
     comm_hook: object = None
     sync: DDPSyncStrategy | str | None = None
+    reduce_dtype: torch.dtype | None = None
+    main_grads: torch.dtype | None = None
+    main_grads_as: str = MAIN_GRAD
 
     def __post_init__(self) -> None:
         _check_caps(self.bucket_cap_mb, self.bucket_cap_mb_list)
@@ -176,6 +195,7 @@ class DDPOptions:
                 f"check_parameters_every must be a number of steps, 1 or more, or None for no checks; got {every!r}"
             )
         DDPSyncStrategy.choose(self.sync, self.find_unused_parameters)
+        self._check_precision()
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> DDPOptions:
@@ -193,7 +213,40 @@ class DDPOptions:
             comm_hook=None,
         )
 
+    def _check_precision(self) -> None:
+        """ValueError for what ``reduce_dtype`` and ``main_grads`` can't be, or do not go with."""
+        for name, dtype in (("reduce_dtype", self.reduce_dtype), ("main_grads", self.main_grads)):
+            if dtype not in (None, torch.float32):
+                raise ValueError(
+                    f"{name} must be torch.float32 or None, got {dtype!r}. (To send float32 gradients in 16 bits there "
+                    "are wire_dtype=torch.bfloat16, over shared memory, and the hook torchddp.comm_hooks.BF16)"
+                )
+        if self.main_grads_as not in _PRECISIONS:
+            allowed = ", ".join(map(repr, _PRECISIONS))
+            raise ValueError(f"main_grads_as must be one of {allowed}, got {self.main_grads_as!r}")
+        if self.main_grads is None and self.main_grads_as != MAIN_GRAD:
+            raise ValueError(f"main_grads_as={self.main_grads_as!r} says where main_grads= are kept: give that too")
+        precision = self.make_precision()
+        if not isinstance(precision, ReducedWide):
+            return
+        for name in ("mixed_precision", "delay_all_reduce_named_params"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{precision.asked_by} does not go with {name}=, whose hooks cast or reduce by themselves"
+                )
+        if self.gradient_as_bucket_view not in precision.views_allowed:
+            raise ValueError(
+                f"{precision.asked_by} does not go with gradient_as_bucket_view={self.gradient_as_bucket_view}: "
+                f"{precision.why_views}"
+            )
+
     # --- what follows from them ---
+
+    def make_precision(self) -> GradPrecision:
+        """How gradients of 16-bit parameters are reduced and kept, for one session."""
+        if self.main_grads is not None:
+            return _PRECISIONS[self.main_grads_as]()
+        return GradPrecision() if self.reduce_dtype is None else ReducedWide()
 
     @property
     def strategy(self) -> DDPSyncStrategy:

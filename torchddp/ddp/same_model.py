@@ -26,11 +26,18 @@ class ParamDescription:
         return f"'{self.name}' {self.dtype}{list(self.shape)}"
 
 
-def describe(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[ParamDescription]:
+def describe(
+    parameters: Sequence[torch.Tensor], names: Sequence[str], bucket_dtypes: Sequence[torch.dtype] | None = None
+) -> list[ParamDescription]:
     return [
-        ParamDescription(name, tuple(p.shape), tuple(p.stride()), str(p.dtype).removeprefix("torch."))
-        for p, name in zip(parameters, names, strict=True)
+        ParamDescription(name, tuple(p.shape), tuple(p.stride()), _dtype_in_words(p.dtype, reduced_in))
+        for p, name, reduced_in in zip(parameters, names, bucket_dtypes or [p.dtype for p in parameters], strict=True)
     ]
+
+
+def _dtype_in_words(dtype: torch.dtype, reduced_in: torch.dtype) -> str:
+    text = str(dtype).removeprefix("torch.")
+    return text if reduced_in == dtype else f"{text} (reduced in {str(reduced_in).removeprefix('torch.')})"
 
 
 def find_differences(by_rank: Sequence[Sequence[ParamDescription]]) -> list[str]:
@@ -97,16 +104,18 @@ def verify_same_model(
     device: torch.device,
     transport: str,
     adopt_bytes: int = 0,
+    bucket_dtypes: Sequence[torch.dtype] | None = None,
 ) -> None:
     """Collective. Raise RuntimeError on every rank unless the parameters agree, ValueError unless the other values do.
 
-    Parameters in number, order, shape, strides and dtype. ``adopt_bytes``: as `DDPOptions.adopt_bytes`.
+    Parameters in number, order, shape, strides and dtype, also that of their buckets. ``adopt_bytes``: as
+    `DDPOptions.adopt_bytes`.
     One all-gather of an integer when they do; the full descriptions travel only when they don't.
     """
     if process_group.size() == 1:
         return
     by_rank = gather_if_different(
-        (describe(parameters, names), transport, adopt_bytes), GroupExchange(process_group, device)
+        (describe(parameters, names, bucket_dtypes), transport, adopt_bytes), GroupExchange(process_group, device)
     )
     if by_rank is None:
         return

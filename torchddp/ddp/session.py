@@ -67,6 +67,7 @@ class ReducerSession:
         reducer: with hooks on `parameters`.
         specs: names and sizes of them, in their order.
         parameters: whose gradients are reduced; `reduced_ids` has the model's own too, where the reducer has others.
+        precision: in which dtype their gradients are reduced and kept.
         process_group, rank: those of now.
         is_collective: whether ranks could talk to each other when it was opened (not with ``init_sync=False``).
         is_copy: of a model that was pickled or copied, maybe by this rank alone: it keeps to itself.
@@ -100,12 +101,16 @@ class ReducerSession:
         self.device = self.parameters[0].device
         self.reduced_ids = {id(p) for p in (*parameters, *self.parameters)}
         self._names = names
+        self.precision = options.make_precision()
+        self.precision.check(ddp, self.parameters, names, sparse)
         self.reduces_now = False
         _ = self.stall_limit_s  # a wrong one is an error before anything is sent
         transport = policy.transport(self)
         buffer_broadcast = self._reserved_broadcast(transport, ddp.modules_buffers)  # before ranks agree on memory
-        self.specs = model.param_specs(self.parameters, names, sparse, policy.owners(parameters))
+        dtypes = self._bucket_dtypes()
+        self.specs = model.param_specs(self.parameters, names, sparse, dtypes, policy.owners(parameters))
         self.bucket_caps_bytes, solo_bytes = policy.bucket_caps(self, transport)
+        self.precision.prepare(self.parameters)
         self.reducer = _C.Reducer(
             self.parameters,
             self.specs,
@@ -115,11 +120,12 @@ class ReducerSession:
             solo_bytes=solo_bytes,
             find_unused_parameters=ddp.find_unused_parameters,
             gradient_as_bucket_view=ddp.gradient_as_bucket_view,
-            gradients_share_storage=bool(options.gradient_as_bucket_view),
+            gradients_share_storage=bool(options.gradient_as_bucket_view) or self.precision.shares_storage,
             skip_all_reduce_unused_params=ddp.skip_all_reduce_unused_params,
             compiled_autograd_takes_over=ddp._use_python_reducer,
             wire_dtype=options.wire_dtype,
             reduce_dtype=policy.reduce_dtype,
+            grad_precision=self.precision.kind,
             gradient_stats=options.gradient_stats,
             find_nonfinite=bool(options.find_nonfinite),
             raise_nonfinite=options.find_nonfinite == RAISE,
@@ -128,6 +134,7 @@ class ReducerSession:
             adopt_bytes=0 if ddp._shares_gradients else options.adopt_bytes,
             timeout=self.wait_limit,
         )
+        self.precision.opened(self.reducer, self.parameters)
         if ddp.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]  # torch's mixed-precision hooks pass it back
@@ -195,10 +202,14 @@ class ReducerSession:
         choice = select.intended_transport(self.options.transport, group, devices, collective=collective)
         if collective:
             large_from = self.options.adopt_bytes if self.device.type == "cuda" else 0
-            verify_same_model(self.parameters, self._names, group, self.device, choice, large_from)
+            dtypes = self._bucket_dtypes()
+            verify_same_model(self.parameters, self._names, group, self.device, choice, large_from, dtypes)
         elif self.is_copy:
             choice = select.C10D
         return select.open_transport(choice, group, device=self.device, timeout=self.wait_limit or None)
+
+    def _bucket_dtypes(self) -> list[torch.dtype]:
+        return [self.precision.bucket_dtype(p) for p in self.parameters]
 
     def sync_states(self, transport: _C.Transport, src: int, *, buffers: bool) -> _C.Transport:
         """Gives all ranks one rank's parameters, and buffers if wanted. Collective.
@@ -242,6 +253,7 @@ class ReducerSession:
 
     def begin_step(self) -> None:
         """Before a forward with gradients. Collective where the reducer rebuilds its buckets."""
+        self.precision.before_forward()
         ddp = self.ddp
         if not self.is_in_group and ddp.require_backward_grad_sync:
             raise RuntimeError(

@@ -118,12 +118,20 @@ def _wrapper_options(config: ParallelConfig) -> dict[str, Any]:
     timeout = options.get("timeout")
     if isinstance(timeout, int | float) and not isinstance(timeout, bool):
         options["timeout"] = datetime.timedelta(seconds=timeout)
-    dtype = options.get("wire_dtype")
-    if isinstance(dtype, str):
-        if dtype not in ("bfloat16", "float16"):
-            raise ValueError(f"ddp.wire_dtype: got '{dtype}', allowed: bfloat16, float16, none")
-        options["wire_dtype"] = getattr(torch, dtype)
+    for name, allowed in _DTYPE_OPTIONS.items():
+        dtype = options.get(name)
+        if isinstance(dtype, str):
+            if dtype not in allowed:
+                raise ValueError(f"ddp.{name}: got '{dtype}', allowed: {', '.join(allowed)}, none")
+            options[name] = getattr(torch, dtype)
     return options
+
+
+_DTYPE_OPTIONS = {
+    "wire_dtype": ("bfloat16", "float16"),
+    "reduce_dtype": ("float32",),
+    "main_grads": ("float32",),
+}
 
 
 def _check_optimizer(optimizer: object) -> None:

@@ -29,6 +29,8 @@ void check_owners(const Context& context) {
     return;
   }
   const auto size = context.transport->size();
+  TDDP_CHECK(context.config.grad_precision == GradPrecision::kOfParameter,
+             "buckets that belong to one rank keep gradients in the parameters' dtype");
   TDDP_CHECK(context.views && !context.config.wire_dtype,
              "buckets that belong to one rank are views, and travel as reduce_dtype says");
   for (const auto& spec : context.specs) {
@@ -49,6 +51,8 @@ Context::Context(std::vector<at::Tensor> params_, std::vector<plan::ParamSpec> s
       config(std::move(config_)),
       owned(std::any_of(specs.begin(), specs.end(), [](const auto& spec) { return spec.owner >= 0; })),
       devices(devices_of(params)),
+      main_grads(config.grad_precision == GradPrecision::kMainGrads ? std::make_unique<MainGrads>(params.size())
+                                                                    : nullptr),
       group(std::move(group_)),
       transport(std::move(transport_)),
       views(config.gradient_as_bucket_view) {
@@ -57,6 +61,19 @@ Context::Context(std::vector<at::Tensor> params_, std::vector<plan::ParamSpec> s
   TDDP_CHECK(params.size() == specs.size(), "got ", params.size(), " parameters but ", specs.size(),
              " descriptions of them");
   check_owners(*this);
+  TDDP_CHECK(main_grads == nullptr || (views && !keeps_apart()), "main gradients are views of the buckets' memory");
+}
+
+bucket::Keeping Context::keeping(int64_t param) const {
+  const auto own = params[static_cast<size_t>(param)].scalar_type();
+  const auto precision = config.grad_precision;
+  const bool widens = precision != GradPrecision::kOfParameter && (own == at::kBFloat16 || own == at::kHalf);
+  const auto dtype = widens ? at::kFloat : own;
+  return {.dtype = dtype,
+          .grad_dtype = precision == GradPrecision::kGrads ? dtype : own,
+          .view_storage = config.view_storage,
+          .views = !(widens && precision == GradPrecision::kReduced),
+          .may_adopt = !(widens && precision == GradPrecision::kReduced) && main_grads == nullptr};
 }
 
 bool Context::is_captured() const {

@@ -13,9 +13,18 @@
 #include "bucket/slot_view.h"
 #include "gpu/device.h"
 #include "plan/bucket_plan.h"
+#include "reducer/base/main_grads.h"
 #include "transport/transport.h"
 
 namespace torchddp::reducer {
+
+// In which dtype gradients of 16-bit parameters are reduced and kept; those of others are kept in their own.
+enum class GradPrecision : uint8_t {
+  kOfParameter,
+  kReduced,    // reduced in fp32, and rounded to .grad
+  kGrads,      // .grad is fp32, as autograd makes it: the parameter says so (Tensor.grad_dtype)
+  kMainGrads,  // they add up beside .grad: see MainGrads. So do those of other parameters, in their own dtype
+};
 
 struct ReducerConfig {
   plan::BucketLimits limits;
@@ -28,6 +37,7 @@ struct ReducerConfig {
   std::optional<at::ScalarType> wire_dtype;   // fp32 buckets travel in it
   // Buckets that have an owner, if they are fp32: cast to this before they are reduced, and back where they are kept.
   std::optional<at::ScalarType> reduce_dtype;
+  GradPrecision grad_precision = GradPrecision::kOfParameter;
   bool gradient_stats = false;   // measure every bucket once it is reduced
   bool find_non_finite = false;  // look at this rank's own gradients before they are averaged
   // ... and at the averages: see Note [Non-finite averages] in report/non_finite_watch.h
@@ -62,19 +72,26 @@ struct Context {
   // The CUDA device of a parameter; null for others.
   std::shared_ptr<gpu::Device> device_of(int64_t param) const;
 
-  // Calls `callback` with the gradient of a parameter, to read or to change: in .grad, or in the RPC context of a distributed autograd.
+  // How the bucket of a parameter keeps gradients.
+  bucket::Keeping keeping(int64_t param) const;
+  // The gradient of a parameter as the model keeps it.
+  at::Tensor& kept_grad(int64_t param) const {
+    return main_grads == nullptr ? params[static_cast<size_t>(param)].mutable_grad() : main_grads->of(param);
+  }
+
+  // Calls `callback` with the gradient of a parameter, to read or to change: as the model keeps it, or in the RPC context of a
+  // distributed autograd.
   template <typename Callback>
   void with_grad(int64_t param, Callback&& callback) const {
-    const auto& variable = params[static_cast<size_t>(param)];
     if (rpc != nullptr) [[unlikely]] {
-      auto handle = variable;
+      auto handle = params[static_cast<size_t>(param)];
       rpc->runGradCallbackForVariable(handle, [&](at::Tensor& grad) {
         callback(grad);
         return true;
       });
       return;
     }
-    callback(variable.mutable_grad());
+    callback(kept_grad(param));
   }
 
   const std::vector<at::Tensor> params;
@@ -82,6 +99,7 @@ struct Context {
   const ReducerConfig config;
   const bool owned;                                         // buckets have owners
   const std::vector<std::shared_ptr<gpu::Device>> devices;  // those of CUDA that the model is on
+  const std::unique_ptr<MainGrads> main_grads;              // null: gradients are in .grad
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   std::shared_ptr<transport::Transport> transport;
   bool views;                                         // gradients are views of the buckets

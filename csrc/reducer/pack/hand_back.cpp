@@ -7,7 +7,7 @@ void HandBack::run(bucket::Bucket& bucket) {
     bucket.release_memory();
     return;
   }
-  if (bucket.is_sparse() || left_to_optimizer_ || context_.views) {
+  if (bucket.is_sparse() || left_to_optimizer_ || layout_.gives_views(bucket)) {
     return;
   }
   auto pieces = pieces_to_move();
@@ -22,13 +22,15 @@ bucket::DevicePieces HandBack::pieces_to_move() const {
 }
 
 void HandBack::copy_back(int64_t param, at::Tensor& grad, bucket::DevicePieces& pieces) {
-  auto& slot = *layout_.place(param).slot;
+  const auto& place = layout_.place(param);
+  auto& slot = *place.slot;
   if (used_.is_unused_everywhere(param)) {
     return;  // nobody's gradient changes
   }
   if (!grad.defined()) {
     slot.restore_view();
-    grad = context_.views && context_.rpc == nullptr ? slot.view() : slot.clone();
+    grad =
+        layout_.gives_views(*place.bucket) && context_.rpc == nullptr ? slot.view() : slot.clone_as(slot.grad_dtype());
   } else if (!slot.holds(grad)) {
     pieces.add(slot, grad);  // of a gradient that is part of a graph (create_graph), only the values change
   }

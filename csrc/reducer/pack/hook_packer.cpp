@@ -23,7 +23,7 @@ void HookPacker::pack(int64_t param, at::Tensor& grad, bool unused, const at::Te
     scale(place);
     return;
   }
-  const bool replaced = rules_.becomes_view(grad, unused, incoming);
+  const bool replaced = rules_.becomes_view(*place.bucket, grad, unused, incoming);
   if (replaced && (rules_.context.keeps_apart() || bucket::is_unshared(grad, incoming)) && slot.adopt(grad)) {
     look_in_place(param, place, grad);
     scale(place);
@@ -31,7 +31,7 @@ void HookPacker::pack(int64_t param, at::Tensor& grad, bool unused, const at::Te
   }
   rules_.leave_to_holders(place);
   copy_into(param, slot, grad);
-  if (!rules_.context.views) {
+  if (!rules_.layout.gives_views(*place.bucket)) {
     return;  // HandBack copies the average back
   }
   if (!replaced) [[unlikely]] {

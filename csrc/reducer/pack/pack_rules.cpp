@@ -6,8 +6,9 @@
 
 namespace torchddp::reducer {
 
-bool PackRules::becomes_view(const at::Tensor& grad, bool unused, const at::Tensor* incoming) const {
-  return context.views && !unused && !grad.requires_grad() && context.rpc == nullptr &&
+bool PackRules::becomes_view(const bucket::Bucket& bucket, const at::Tensor& grad, bool unused,
+                             const at::Tensor* incoming) const {
+  return layout.gives_views(bucket) && !unused && !grad.requires_grad() && context.rpc == nullptr &&
          (!context.keeps_apart() || bucket::is_unshared(grad, incoming));
 }
 
@@ -23,7 +24,7 @@ void PackRules::leave_to_holders(const BucketLayout::Place& place) const {
 void PackRules::check(int64_t param, const at::Tensor& grad) const {
   const auto& slot = *layout.place(param).slot;
   const auto& name = context.spec(param).name;
-  const auto expected = grad_dtype_.value_or(slot.dtype());
+  const auto expected = grad_dtype_.value_or(slot.grad_dtype());
   TDDP_CHECK(grad.scalar_type() == expected, "parameter '", name, "' on rank ", context.rank(),
              ": expected a gradient of dtype ", expected, ", got ", grad.scalar_type(),
              ". The model was changed after it was wrapped; wrap it again.");

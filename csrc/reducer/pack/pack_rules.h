@@ -15,7 +15,8 @@ class PackRules {
       : context(context), step(step), layout(layout), non_finite(non_finite) {}
 
   // Whether the slot's view takes the place of a gradient that is not in its slot yet; otherwise the average is copied back.
-  bool becomes_view(const at::Tensor& grad, bool unused, const at::Tensor* incoming) const;
+  bool becomes_view(const bucket::Bucket& bucket, const at::Tensor& grad, bool unused,
+                    const at::Tensor* incoming) const;
   // Before a slot is overwritten: see Note [Gradients that the program keeps] in bucket/slot_view.h.
   void leave_to_holders(const BucketLayout::Place& place) const;
   // Throws if the gradient can't go into its slot.

@@ -88,13 +88,13 @@ void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor
   }
   rules_.check(param, grad);
   slot.restore_view();
-  const bool replaced = rules_.becomes_view(grad, unused, incoming);  // before `pieces` shares it
+  const bool replaced = rules_.becomes_view(bucket, grad, unused, incoming);  // before `pieces` shares it
   pieces.add(slot, grad);
   if (bucket.is_given_away()) {
     grad.reset();
   } else if (replaced) {
     grad = slot.view();
-  } else if (rules_.context.views) {  // otherwise HandBack copies the average back
+  } else if (rules_.layout.gives_views(bucket)) {  // otherwise HandBack copies the average back
     rules_.stays(param, grad);
   }
 }

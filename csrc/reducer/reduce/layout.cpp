@@ -13,7 +13,7 @@ void BucketLayout::check(const plan::BucketPlan& plan) const { plan::check_plan(
 std::vector<bool> BucketLayout::find_views() const {
   std::vector<bool> is_view(context_.params.size(), false);
   for (size_t i = 0; i < places_.size(); ++i) {
-    const auto& grad = context_.params[i].grad();
+    const auto& grad = context_.kept_grad(static_cast<int64_t>(i));
     auto* const slot = places_[i].slot;
     is_view[i] = slot != nullptr && grad.defined() && slot->holds(grad);
     if (is_view[i] && context_.keeps_apart() && !retired_) {
@@ -29,6 +29,9 @@ void BucketLayout::lay_out(plan::BucketPlan plan) {
   const auto is_view = find_views();
   const std::lock_guard lock(layout_mutex_);
   retired_ = true;  // until this is through: a transport that is broken throws in the middle
+  if (context_.main_grads != nullptr) {
+    context_.main_grads->leave_slots();
+  }
   // The old memory goes bucket by bucket, as soon as its last gradient has moved.
   apart_bytes_ = reductions_.apart_bytes();
   places_.assign(context_.params.size(), Place{});
@@ -49,16 +52,20 @@ void BucketLayout::lay_out(plan::BucketPlan plan) {
 
 void BucketLayout::add_bucket(const plan::BucketSpec& spec, const std::vector<bool>& is_view) {
   const auto index = size();
-  const auto& first = context_.params[static_cast<size_t>(spec.slots.front().param)];
-  const bool may_lie_apart = apart_bytes_ > 0 && !spec.sparse && at::isFloatingType(first.scalar_type());
+  const auto keeping = context_.keeping(spec.slots.front().param);
+  const bool may_lie_apart = apart_bytes_ > 0 && !spec.sparse && keeping.may_adopt && at::isFloatingType(keeping.dtype);
   buckets_.push_back(
       std::make_unique<bucket::Bucket>(may_lie_apart ? plan::lay_apart(spec, context_.specs, apart_bytes_) : spec,
-                                       context_.params, *context_.transport, context_.config.view_storage));
+                                       context_.params, *context_.transport, keeping));
   auto& bucket = *buckets_.back();
   for (int64_t i = 0; i < bucket.num_slots(); ++i) {
     const auto param = static_cast<size_t>(bucket.params()[static_cast<size_t>(i)]);
     auto* slot = bucket.is_sparse() ? nullptr : &bucket.slot(i);
     places_[param] = Place{slot, &bucket, index};
+    if (context_.main_grads != nullptr) {
+      context_.main_grads->move_to(*slot, static_cast<int64_t>(param));
+      continue;
+    }
     if (is_view[param] && slot != nullptr) {
       auto& grad = context_.params[param].mutable_grad();
       if (slot->is_apart()) {
@@ -90,7 +97,7 @@ void BucketLayout::choose_reductions() {
 void BucketLayout::expect_gradients() const {
   std::vector<int64_t> sizes;
   for (const auto& bucket : buckets_) {
-    if (context_.views && !bucket->is_sparse() && bucket->num_slots() == 1) {
+    if (gives_views(*bucket) && bucket->keeping().may_adopt && !bucket->is_sparse() && bucket->num_slots() == 1) {
       sizes.push_back(bucket->bytes());
     }
   }

@@ -45,6 +45,8 @@ class BucketLayout {
   int64_t size() const { return static_cast<int64_t>(buckets_.size()); }
   bucket::Bucket& bucket(int64_t index) const { return *buckets_[static_cast<size_t>(index)]; }
   Reduction& reduction(int64_t index) const { return *ways_[static_cast<size_t>(index)]; }
+  // Whether gradients are views of the bucket; otherwise averages are copied back.
+  bool gives_views(const bucket::Bucket& bucket) const { return context_.views && bucket.keeping().views; }
   const Place& place(int64_t param) const { return places_[static_cast<size_t>(param)]; }
 
   // Gives a bucket memory, if it has none: see Note [Gradients that are given away] in bucket/bucket.h. From several threads.

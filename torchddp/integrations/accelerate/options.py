@@ -50,6 +50,9 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
     find_nonfinite: bool | str = False
     adopt_large_gradients: bool = True
     sync: DDPSyncStrategy | str | None = None
+    reduce_dtype: torch.dtype | None = None
+    main_grads: torch.dtype | None = None
+    main_grads_as: str = "main_grad"
 
     def __new__(cls, *args: Any, **options: Any) -> TorchDDPKwargs:
         known = [field.name for field in dataclasses.fields(cls)]

@@ -1,0 +1,88 @@
+#include "reducer/base/main_grads.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "common/check.h"
+
+namespace torchddp::reducer {
+
+void MainGrads::take(int64_t param, at::Tensor came, bool packed) {
+  if (came.requires_grad()) {
+    TORCH_WARN_ONCE(
+        "backward(create_graph=True) under DistributedDataParallel with main gradients keeps their values only: "
+        "nothing "
+        "can be differentiated through them.");
+    came = came.detach();
+  }
+  const auto index = static_cast<size_t>(param);
+  TDDP_CHECK(slots_[index] != nullptr, "there are no buckets: an error has interrupted their making");
+  auto& grad = of(param);
+  if (grad.defined()) {
+    widen(index);
+    slots_[index]->add(came);
+    return;
+  }
+  grad = std::move(came);
+  if (!packed) {
+    widen(index);
+  }
+}
+
+void MainGrads::widen(size_t param) {
+  auto& grad = grads_[param];
+  auto& slot = *slots_[param];
+  if (slot.holds(grad)) {
+    return;
+  }
+  if (!slot.try_pack(grad, 1.0)) {
+    slot.pack(grad, 1.0);
+  }
+  slot.restore_view();
+  grad = slot.view();
+}
+
+void MainGrads::clear(int64_t param) {
+  const auto index = static_cast<size_t>(param);
+  if (of(param).defined()) {
+    grads_[index].reset();
+    slots_[index]->zero();
+    note_version(index);
+  }
+}
+
+void MainGrads::leave_slots() {
+  for (int64_t param = 0; param < std::ssize(slots_); ++param) {
+    of(param);
+  }
+  std::fill(slots_.begin(), slots_.end(), nullptr);
+}
+
+void MainGrads::move_to(bucket::GradSlot& slot, int64_t param) {
+  const auto index = static_cast<size_t>(param);
+  slots_[index] = &slot;
+  if (grads_[index].defined()) {
+    widen(index);
+  } else {
+    slot.zero();
+  }
+  slot.show_as(shown_[index]);
+  note_version(index);
+}
+
+void MainGrads::take_what_was_written(int64_t param) {
+  const auto index = static_cast<size_t>(param);
+  auto* const slot = slots_[index];
+  if (slot != nullptr && shown_[index].unsafeGetTensorImpl()->version_counter().current_version() != versions_[index]) {
+    slot->restore_view();
+    grads_[index] = slot->view();
+  }
+}
+
+void MainGrads::note_version(size_t param) {
+  versions_[param] = shown_[param].unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+}  // namespace torchddp::reducer

@@ -1,0 +1,65 @@
+"""16-bit models, and the fp32 gradients that accumulation over microbatches and ranks must give."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import torchddp
+
+HALVES = [torch.bfloat16, torch.float16]
+MICRO = 3
+
+
+def layers(dtype: torch.dtype) -> nn.Module:
+    """One gradient is large enough for a bucket of its own, the others are not."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 1700), nn.Tanh(), nn.Linear(1700, 7)).to(dtype)
+
+
+def loss(model: nn.Module, rank: int, step: int, micro: int, dtype: torch.dtype) -> Tensor:
+    torch.manual_seed(100 * step + 10 * micro + rank)
+    return model(torch.randn(5, 30).to(dtype)).square().sum()
+
+
+def local_grads(
+    make: Callable[[torch.dtype], nn.Module], rank: int, step: int, micro: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """What autograd makes of one microbatch, in fp32."""
+    model = make(dtype)
+    loss(model, rank, step, micro, dtype).backward()
+    return [p.grad.float() for p in model.parameters()]
+
+
+def expected(world_size: int, step: int, dtype: torch.dtype, micro: int = MICRO) -> list[Tensor]:
+    """Sums in the order of microbatches, then of ranks, all in fp32."""
+    total: list[Tensor] = []
+    for rank in range(world_size):
+        mine: list[Tensor] = []
+        for i in range(micro):
+            grads = local_grads(layers, rank, step, i, dtype)
+            mine = [a + b for a, b in zip(mine, grads, strict=True)] if mine else grads
+        mine = [g * (1 / world_size) for g in mine]
+        total = [a + b for a, b in zip(total, mine, strict=True)] if total else mine
+    return total
+
+
+def run_step(ddp: Any, rank: int, step: int, dtype: torch.dtype, micro: int = MICRO) -> None:
+    for i in range(micro):
+        with ddp.no_sync() if i < micro - 1 else contextlib.nullcontext():
+            loss(ddp, rank, step, i, dtype).backward()
+
+
+def kept(ddp: nn.Module) -> list[Tensor]:
+    """The fp32 gradients, wherever they are."""
+    found = [p.grad if getattr(p, "main_grad", None) is None else p.main_grad for p in ddp.parameters()]
+    assert all(g.dtype == torch.float32 for g in found), [g.dtype for g in found]
+    return found
+
+
+def wrapped(module: nn.Module, cls: type = torchddp.DistributedDataParallel, **options: Any) -> Any:
+    return cls(module, main_grads=torch.float32, **options)

@@ -1,0 +1,152 @@
+"""In which dtype gradients of 16-bit parameters are reduced and kept: a class for each way.
+
+The reducer does the work (`_C.GradPrecision`); what is here are the parameters' side of it and the checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchddp import _C
+
+__all__ = ["MAIN_GRAD", "GradPrecision", "MainGrads", "ReducedWide", "WideGrads"]
+
+MAIN_GRAD = "main_grad"
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class GradPrecision:
+    """Gradients have the dtype of their parameter, everywhere."""
+
+    kind = _C.GradPrecision.OF_PARAMETER
+    shares_storage = False  # gradients stay views of one bucket, and change with the next step
+    can_share = True  # the reducer of another wrapper may average the same gradients
+
+    def bucket_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        return parameter.dtype
+
+    def check(self, ddp: Any, parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]) -> None:
+        """ValueError or RuntimeError for a model that it can't work with. Not collective."""
+
+    def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Before the reducer is there."""
+
+    def opened(self, reducer: _C.Reducer, parameters: Sequence[torch.Tensor]) -> None:
+        """The reducer is there."""
+
+    def before_forward(self) -> None:
+        """Of each forward with gradients."""
+
+    def zero(self) -> None:
+        """The model's `zero_grad` was called."""
+
+
+class ReducedWide(GradPrecision):
+    """Reduced in float32, and rounded to ``.grad``."""
+
+    kind = _C.GradPrecision.REDUCED
+    asked_by = "reduce_dtype=torch.float32"
+    # Values of gradient_as_bucket_view, and why not others.
+    views_allowed: tuple[bool | None, ...] = (None, False)
+    why_views = "a 16-bit .grad is no view of a float32 bucket. Leave it out, or take main_grads=torch.float32"
+
+    def bucket_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        return torch.float32 if parameter.dtype in _HALVES else parameter.dtype
+
+    def check(self, ddp: Any, parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]) -> None:
+        for parameter, name, is_sparse in zip(parameters, names, sparse, strict=True):
+            if is_sparse and self._must_be_dense(parameter):
+                raise ValueError(
+                    f"{self.asked_by} needs dense gradients, and those of parameter {name!r} ({parameter.dtype}) are "
+                    "sparse, which travel as they are: make its embedding with sparse=False"
+                )
+        if ddp._use_python_reducer:
+            raise RuntimeError(
+                f"{self.asked_by} does not go with torch._dynamo.config.optimize_ddp='python_reducer', under which "
+                "torch reduces each gradient by itself, in its own dtype: choose another mode, or leave it out"
+            )
+        if any(hasattr(p, "_in_backward_optimizers") for p in parameters):
+            raise RuntimeError(
+                f"{self.asked_by} does not go with optimizers that run in backward (_apply_optimizer_in_backward), "
+                "which take gradients of the parameters' dtype out of the buckets: step after backward"
+            )
+
+    def _must_be_dense(self, parameter: torch.Tensor) -> bool:
+        return parameter.dtype in _HALVES
+
+
+class WideGrads(ReducedWide):
+    """``.grad`` of a 16-bit parameter is float32, which autograd itself adds to."""
+
+    kind = _C.GradPrecision.GRADS
+    asked_by = 'main_grads=torch.float32 with main_grads_as="grad"'
+    views_allowed = (None, False, True)
+
+    def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.dtype in _HALVES and parameter.grad_dtype != torch.float32:
+                before, parameter.grad = parameter.grad, None  # torch wants none there
+                parameter.grad_dtype = torch.float32
+                parameter.grad = None if before is None else before.float()
+
+
+class MainGrads(ReducedWide):
+    """Gradients add up in ``parameter.main_grad``, memory of the bucket; ``.grad`` is None after backward."""
+
+    kind = _C.GradPrecision.MAIN_GRADS
+    shares_storage = True
+    can_share = False
+    asked_by = "main_grads=torch.float32"
+    views_allowed = (None, True)
+    why_views = 'main_grad is memory of the bucket. Leave it out, or take main_grads_as="grad"'
+
+    _reducer: _C.Reducer
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Any, torch.Tensor]] = []
+        self._names: Sequence[str] = ()
+
+    def check(self, ddp: Any, parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]) -> None:
+        super().check(ddp, parameters, names, sparse)
+        self._names = names
+        if not ddp.gradient_as_bucket_view:  # with what the user asked for it would be
+            raise ValueError(
+                f"{self.asked_by} does not go with a model that is wrapped twice: both wrappers would take the same "
+                "gradients. Wrap once"
+            )
+
+    def opened(self, reducer: _C.Reducer, parameters: Sequence[torch.Tensor]) -> None:
+        self._reducer = reducer
+        self._pairs = list(zip(parameters, reducer.main_grads(), strict=True))
+        self.before_forward()
+
+    def before_forward(self) -> None:
+        changed = [i for i, (p, main) in enumerate(self._pairs) if getattr(p, MAIN_GRAD, None) is not main]
+        if not changed:
+            return
+        given = {i: getattr(self._pairs[i][0], MAIN_GRAD, None) for i in changed}
+        for index, value in given.items():
+            self._check_value(index, value)
+        self._reducer.clear_main_grads(changed)
+        for index, value in given.items():
+            parameter, main = self._pairs[index]
+            if value is not None:
+                with torch.no_grad():
+                    main.copy_(value)
+            parameter.main_grad = main
+
+    def _check_value(self, index: int, value: object) -> None:
+        shape = list(self._pairs[index][1].shape)
+        if value is not None and (not isinstance(value, torch.Tensor) or list(value.shape) != shape):
+            got = f"one of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            name = self._names[index]
+            raise ValueError(f"parameter {name!r}: main_grad must be None, or a tensor of shape {shape}; got {got}")
+
+    def zero(self) -> None:
+        self._reducer.clear_main_grads(list(range(len(self._pairs))))
+
+    def _must_be_dense(self, parameter: torch.Tensor) -> bool:
+        return True
