@@ -50,6 +50,8 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
     find_nonfinite: bool | str = False
     adopt_large_gradients: bool = True
     sync: DDPSyncStrategy | str | None = None
+    weighted: bool = False
+    zero_weights: str = "raise"
 
     def __new__(cls, *args: Any, **options: Any) -> TorchDDPKwargs:
         known = [field.name for field in dataclasses.fields(cls)]
