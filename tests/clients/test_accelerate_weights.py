@@ -1,4 +1,4 @@
-"""Weighted means under Accelerate and the Trainer: two ranks with unequal tokens train as one process with all of them."""
+"""Weighted means under Accelerate and the Trainer: two ranks with unequal tokens train as one process with all."""
 
 from __future__ import annotations
 
