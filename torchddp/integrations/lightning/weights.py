@@ -17,6 +17,7 @@ _HOW = (
 )
 
 
+@torch._disable_dynamo(recursive=True)
 def weigh(target: Any, weight: float | torch.Tensor, *, loss: str = "mean") -> None:
     """What the next backward counts for: :meth:`torchddp.DistributedDataParallel.weigh`.
 
