@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 import torchddp
 from tests.clients.lightning_matrix import QUIET
+from tests.clients.page import blocks
 from torchddp.integrations.lightning import TorchDDPShardedStrategy, TorchDDPStrategy, weigh
 
 SAMPLES = [[3, 1, 0, 5, 2], [2, 6, 4, 1, 3]]  # by rank and microbatch
@@ -172,6 +173,29 @@ def fabric_training(fabric: Any, weighs: bool) -> float:
     return compared(start, net(), one_process())
 
 
+def page() -> float:
+    """The example of docs/weighted_means.md."""
+    options = {"max_epochs": 2, "use_distributed_sampler": False, **QUIET}
+    del options["devices"]
+    names = {"pl": pl, "torch": torch, "net": net, "batches": batches(rank()), "options": options}
+    exec(blocks("Lightning")[0], names)
+    trained: Any = names["trainer"]
+    return compared(trained.lightning_module.net, net(), one_process())
+
+
+def page_of_fabric(fabric: Any) -> float:
+    start = net()
+    model, optimizer = fabric.setup(start, torch.optim.SGD(start.parameters(), lr=RATE))
+    for step in STEPS * 2:
+        for index in step:
+            x, y, mask = batch(rank(), index)
+            names = {"fabric": fabric, "model": model, "accumulating": index != step[-1], "x": x, "y": y, "mask": mask}
+            exec(blocks("Lightning")[1], {**names, "weigh": weigh})
+        optimizer.step()
+        optimizer.zero_grad()
+    return compared(start, net(), one_process())
+
+
 def misuse_of_fabric(fabric: Any) -> str:
     module = Weighted()
     fabric.setup(module)
@@ -222,6 +246,11 @@ def main(folder: Path) -> None:
         results["installed"] = compared(module.net, net(), reference)
     results["lightning's"] = said(lambda: fit(Weighted(), "ddp"))
     results["under fabric"] = Fabric(accelerator="cpu", devices=2, strategy="torchddp").launch(misuse_of_fabric)
+    results["page"] = page()
+    results["page of fabric"] = Fabric(accelerator="cpu", devices=2, strategy="torchddp").launch(page_of_fabric)
+    module = Weighted()
+    fit(torch.compile(module, backend="eager"), "torchddp", **accumulated)
+    results["compiled"] = compared(module.net, net(), reference)
     torch.save(results, folder / f"rank{rank()}.pt")
 
 

@@ -47,7 +47,7 @@ def test_misuse(results: Results) -> None:
     assert said["each batch"].startswith("RuntimeError: weigh() with sync_each_batch=True")
 
 
-@pytest.mark.parametrize("how", ["counts", "means", "syncs_each_batch", "num_steps", "function"])
+@pytest.mark.parametrize("how", ["counts", "means", "syncs_each_batch", "num_steps", "function", "counts_itself"])
 def test_trainer(results: Results, how: str) -> None:
     """The weights and the loss that is logged; rank 0 has a microbatch without a label."""
     for rank in range(2):
@@ -81,6 +81,14 @@ def test_no_label_on_any_rank(results: Results) -> None:
         found = results.ours("nothing_at_all", rank)
         assert f"rank {rank}, step 1: no rank gave this step a weight above 0" in found["said"]
         assert found["stays"] and found["losses"] == [0.0] * 4
+
+
+@pytest.mark.parametrize("example", ["page_accelerate", "page_trainer"])
+def test_the_page(results: Results, example: str) -> None:
+    for rank in range(2):
+        found = results.ours(example, rank)
+        assert found["error"] < ROUNDING
+        assert found.get("items") == found.get("pairs")
 
 
 # --- in one process

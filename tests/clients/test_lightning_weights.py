@@ -43,6 +43,12 @@ def test_as_one_process(results: list[dict[Any, Any]], case: str) -> None:
         assert of_rank[case, False] > ANOTHER_MEAN  # what weigh() is for
 
 
+@pytest.mark.parametrize("case", ["page", "page of fabric", "compiled"])
+def test_the_page_and_compiled(results: list[dict[Any, Any]], case: str) -> None:
+    for of_rank in results:
+        assert of_rank[case] < ROUNDING
+
+
 def test_lightnings_own_strategy(results: list[dict[Any, Any]]) -> None:
     for of_rank in results:
         assert of_rank["installed"] < ROUNDING

@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import torchddp
 from tests.clients.accelerate_jobs import Kind, run_jobs
+from tests.clients.page import blocks
 from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, TorchDDPTrainer, adopt, weigh
 
 TOKENS, LENGTH, SIZE, BATCH = 32, 10, 19, 2  # ten batches, of which the last has one sample
@@ -234,9 +235,7 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(vocab_size=TOKENS, max_position_embeddings=LENGTH, **sizes))
 
 
-def trainer(kind: Kind, make: Callable[[], nn.Module], ddp_kwargs: Any = None, **options: Any) -> Sequential:
-    reset()
-    own = options.pop("of_trainer", {})
+def arguments(kind: Kind, **options: Any) -> TrainingArguments:
     defaults: dict[str, Any] = {
         "output_dir": str(kind.folder / "trainer"),
         "num_train_epochs": 2,
@@ -256,14 +255,26 @@ def trainer(kind: Kind, make: Callable[[], nn.Module], ddp_kwargs: Any = None, *
         "dataloader_pin_memory": False,
         "ddp_find_unused_parameters": False,
     }
+    return TrainingArguments(**{**defaults, **options})
+
+
+def trainer(
+    kind: Kind,
+    make: Callable[[], nn.Module],
+    ddp_kwargs: Any = None,
+    cls: type[Sequential] = Sequential,
+    of_trainer: Any = None,
+    **options: Any,
+) -> Sequential:
+    reset()
     weighted = {"weighted": True} if kind.ours else {}
-    return Sequential(
+    return cls(
         model=make(),
-        args=TrainingArguments(**{**defaults, **options}),
+        args=arguments(kind, **options),
         train_dataset=Texts(),
         eval_dataset=Texts(),
         ddp_kwargs={**weighted, **(ddp_kwargs or {})},
-        **own,
+        **(of_trainer or {}),
     )
 
 
@@ -325,6 +336,23 @@ def trainer_function(kind: Kind) -> dict[str, Any]:
     return trained(kind, Net, **options)
 
 
+class Shifting(Net):
+    """Predicts the next token, which the trainer does not know of a model that is not its own."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        return super().forward(input_ids, None if labels is None else shifted(labels))
+
+
+class Counting(Sequential):
+    def count_items(self, inputs: Any) -> torch.Tensor:
+        return tokens(shifted(inputs["labels"]))
+
+
+def trainer_counts_itself(kind: Kind) -> dict[str, Any]:
+    make = Shifting if kind.ours else no_nan(Shifting)
+    return trained(kind, make, shifted, cls=Counting)
+
+
 def trainer_folds(kind: Kind) -> dict[str, Any]:
     """Losses are logged rarely, so that ranks add up some of them before."""
     from torchddp.integrations.accelerate import token_weights
@@ -381,6 +409,46 @@ def nothing_at_all(kind: Kind) -> dict[str, Any]:
     return {"said": said, "stays": same, "losses": [e["loss"] for e in other.state.log_history if "loss" in e]}
 
 
+# --- docs/weighted_means.md
+
+
+EVEN = 16  # samples: Accelerate repeats none
+
+
+def of_the_page(kind: Kind, section: str, make: Callable[[], nn.Module], shift: Callable, **names: Any) -> Any:
+    """The error of what the example trains, in one epoch of two steps."""
+    if not kind.ours:
+        return {}
+    reset()
+    data, model, reference = torch.utils.data.Subset(Texts(), range(EVEN)), make(), make()
+    names = {"model": model, "data": data, **{name: value(model, data) for name, value in names.items()}}
+    exec(blocks(section)[0], names)
+    batches = [Texts()[i : i + BATCH] for i in range(0, EVEN, BATCH)]
+    one_process(reference, [batches[:6], batches[6:]], shift)
+    return {"error": compared(model, make(), reference)}
+
+
+def page_accelerate(kind: Kind) -> dict[str, Any]:
+    return of_the_page(
+        kind,
+        "Accelerate",
+        Net,
+        lambda labels: labels,
+        optimizer=lambda model, _: torch.optim.SGD(model.parameters(), lr=RATE),
+        loader=lambda _, data: DataLoader(data, batch_size=BATCH),
+        mean_loss=lambda *_: lambda output, labels: loss_of(output["logits"], labels, "mean"),
+    )
+
+
+def page_trainer(kind: Kind) -> dict[str, Any]:
+    args = arguments(kind, num_train_epochs=1)
+    found = of_the_page(kind, "transformers Trainer", llama, shifted, args=lambda *_: args)
+    names: dict[str, Any] = {"TorchDDPTrainer": TorchDDPTrainer}
+    exec(blocks("transformers Trainer")[1], names)
+    pairs = torch.tensor([3, 4])
+    return {**found, "items": int(names["Ranked"].count_items(None, {"pairs": pairs})), "pairs": int(pairs.sum())}
+
+
 JOBS: list[Callable[[Kind], dict[str, Any]]] = [
     accelerate_means,
     accelerate_sums,
@@ -395,9 +463,12 @@ JOBS: list[Callable[[Kind], dict[str, Any]]] = [
     trainer_syncs_each_batch,
     trainer_num_steps,
     trainer_function,
+    trainer_counts_itself,
     trainer_folds,
     trainer_evaluates,
     nothing_at_all,
+    page_accelerate,
+    page_trainer,
 ]
 
 if __name__ == "__main__":
