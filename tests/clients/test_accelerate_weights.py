@@ -60,6 +60,12 @@ def test_trainer(results: Results, how: str) -> None:
         assert ours["averages across devices"]  # the user's argument is as it was
 
 
+def test_a_rank_without_a_label_in_a_step(results: Results) -> None:
+    for rank in range(2):
+        found = results.ours("trainer_idle_rank", rank)
+        assert found["error"] < ROUNDING and found["loss error"] < ROUNDING
+
+
 def test_nothing_is_gathered_in_a_step(results: Results) -> None:
     """The trainer's own average does so, and is otherwise the same where the model takes the number of items."""
     ours, theirs = results.ours("trainer_averages"), results.torchs("trainer_averages")

@@ -64,7 +64,7 @@ class TokenWeights:
         goes_on, self._begun = each_is_reduced and self._begun, True
         wrapper = weighing.wrapper_of(model, accelerator.num_processes == 1, HOW)
         if wrapper is not None:
-            # Which is 1 unless num_steps is among the gradient_accumulation_kwargs; the trainer divides all by itself.
+            # backward() divides by these steps: by 1, unless another Accelerator of the process has changed them.
             wrapper.session.weigh(weight * accelerator.gradient_accumulation_steps, count, goes_on=goes_on)
         elif len({weight for weight, _ in (*self._coming, (weight, count))}) > 1:
             warnings.warn(UNWEIGHED, stacklevel=3)
