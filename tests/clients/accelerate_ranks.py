@@ -30,8 +30,8 @@ def torchrun(*arguments: str, timeout_s: float = 140) -> subprocess.CompletedPro
 class Results:
     """What the ranks found in each job, with torch's class and ours."""
 
-    def __init__(self, script: str, folder: Path, *arguments: str) -> None:
-        done = torchrun(f"tests/clients/{script}", str(folder), *arguments)
+    def __init__(self, script: str, folder: Path, *arguments: str, timeout_s: float = 140) -> None:
+        done = torchrun(f"tests/clients/{script}", str(folder), *arguments, timeout_s=timeout_s)
         files = [folder / f"rank{rank}.json" for rank in range(2)]
         self.ranks: list[dict[str, Any]] = [json.loads(f.read_text()) for f in files if f.exists()]
         errors = "\n".join(result["error"] for result in self.ranks if "error" in result)

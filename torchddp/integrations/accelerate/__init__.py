@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from torchddp.integrations.accelerate.accelerator import Accelerator, adopt
     from torchddp.integrations.accelerate.options import TorchDDPKwargs
     from torchddp.integrations.accelerate.trainer import TorchDDPTrainer, TorchDDPTrainerMixin
+    from torchddp.integrations.accelerate.weights import weigh
 
-__all__ = ["Accelerator", "TorchDDPKwargs", "TorchDDPTrainer", "TorchDDPTrainerMixin", "adopt"]
+__all__ = ["Accelerator", "TorchDDPKwargs", "TorchDDPTrainer", "TorchDDPTrainerMixin", "adopt", "weigh"]
 
 # Name: its module, and the package that this needs.
 _MODULES = {
@@ -21,6 +22,7 @@ _MODULES = {
     "TorchDDPTrainer": ("trainer", "transformers"),
     "TorchDDPTrainerMixin": ("trainer", "transformers"),
     "adopt": ("accelerator", "accelerate"),
+    "weigh": ("weights", "accelerate"),
 }
 
 

@@ -22,6 +22,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.integrations.accelerate.options import TorchDDPKwargs, merge
+from torchddp.integrations.accelerate.weights import weigh
 
 # Other ways to distribute a model: their arguments, and the variable that `accelerate launch` sets for each.
 _OTHERS = {
@@ -73,6 +74,10 @@ class AcceleratorMixin:
         wrapped = self._compile(self._wrap(model))
         wrapped._is_accelerate_prepared = True  # type: ignore[assignment]
         return wrapped
+
+    def weigh(self, model: torch.nn.Module, weight: float | torch.Tensor, *, loss: str = "mean") -> None:
+        """As :func:`torchddp.integrations.accelerate.weigh` with this accelerator."""
+        weigh(self, model, weight, loss=loss)
 
     def _wraps(self) -> bool:
         mesh = self.parallelism_config  # type: ignore[attr-defined]

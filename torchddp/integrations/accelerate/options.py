@@ -53,6 +53,8 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
     reduce_dtype: torch.dtype | None = None
     main_grads: torch.dtype | None = None
     main_grads_as: str = "main_grad"
+    weighted: bool = False
+    zero_weights: str = "raise"
 
     def __new__(cls, *args: Any, **options: Any) -> TorchDDPKwargs:
         known = [field.name for field in dataclasses.fields(cls)]

@@ -1,0 +1,258 @@
+"""Two ranks with unequal samples, started by Lightning, against one process with all of them; writes FOLDER/rankN.pt.
+
+python -m tests.clients.lightning_weights FOLDER
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader
+
+import torchddp
+from tests.clients.lightning_matrix import QUIET
+from tests.clients.page import blocks
+from torchddp.integrations.lightning import TorchDDPShardedStrategy, TorchDDPStrategy, weigh
+
+SAMPLES = [[3, 1, 0, 5, 2], [2, 6, 4, 1, 3]]  # by rank and microbatch
+ACCUMULATED = 3
+STEPS = [range(3), range(3, 5)]  # the microbatches of an epoch
+RATE = 0.2
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def batch(rank: int, index: int) -> Batch:
+    """Six rows, and which of them are samples."""
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * rank + index))
+    return x, x.sum(1, keepdim=True).sin(), (torch.arange(6) < SAMPLES[rank][index]).float().unsqueeze(1)
+
+
+def batches(rank: int) -> DataLoader:
+    return DataLoader([batch(rank, index) for index in range(5)], batch_size=None)
+
+
+def net() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+
+def sum_of(out: torch.Tensor, of: Batch) -> torch.Tensor:
+    return ((out - of[1]).square() * of[2]).sum()
+
+
+def mean_of(out: torch.Tensor, of: Batch, least: int = 0) -> torch.Tensor:
+    """NaN, with gradients that are NaN, without a sample."""
+    return sum_of(out, of) / of[2].sum().clamp(min=least)
+
+
+class Weighted(pl.LightningModule):
+    """With ``weighs=False`` it trains as it would without weigh()."""
+
+    def __init__(self, weighs: bool = True, loss: str = "mean") -> None:
+        super().__init__()
+        self.weighs, self.kind = weighs, loss
+        self.net = net()
+
+    def loss(self, of: Batch) -> torch.Tensor:
+        if self.weighs:
+            weigh(self, of[2].sum(), loss=self.kind)
+        out = self.net(of[0])
+        return mean_of(out, of, least=0 if self.weighs else 1) if self.kind == "mean" else sum_of(out, of)
+
+    def training_step(self, of: Batch, index: int) -> torch.Tensor | None:
+        return self.loss(of)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=RATE)
+
+
+class ManuallyWeighted(Weighted):
+    def __init__(self, weighs: bool = True) -> None:
+        super().__init__(weighs)
+        self.automatic_optimization = False
+
+    def training_step(self, of: Batch, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        steps = index in (STEPS[0][-1], STEPS[1][-1])
+        with optimizer.toggle_model(sync_grad=steps):
+            loss = self.loss(of)
+            self.manual_backward(loss if self.weighs else loss / ACCUMULATED)
+        if steps:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class TwoOptimizersWeighted(pl.LightningModule):
+    """One after the other, each with a backward of its own; a step is one microbatch."""
+
+    def __init__(self, weighs: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization, self.weighs = False, weighs
+        torch.manual_seed(0)
+        self.maker, self.judge = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+
+    def training_step(self, of: Batch, index: int) -> None:
+        for optimizer, sign in zip(self.optimizers(), (1.0, -0.5), strict=True):
+            self.toggle_optimizer(optimizer)
+            if self.weighs:
+                weigh(self.trainer, of[2].sum())
+            out = self.judge(self.maker(of[0]).tanh())
+            self.manual_backward(sign * mean_of(out, of, least=0 if self.weighs else 1))
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=RATE) for part in (self.maker, self.judge)]
+
+
+def one_process() -> torch.nn.Module:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in STEPS * 2:
+        together = [batch(rank, index) for index in step for rank in range(2)]
+        loss = torch.stack([sum_of(model(of[0]), of) for of in together]).sum()
+        optimizer.zero_grad()
+        (loss / sum(of[2].sum() for of in together)).backward()
+        optimizer.step()
+    return model
+
+
+def one_process_of_two_optimizers() -> torch.nn.Module:
+    module = TwoOptimizersWeighted()
+    optimizers = module.configure_optimizers()
+    for index in [*range(5)] * 2:
+        together = [batch(rank, index) for rank in range(2)]
+        for optimizer, sign in zip(optimizers, (1.0, -0.5), strict=True):
+            sums = torch.stack([sum_of(module.judge(module.maker(of[0]).tanh()), of) for of in together]).sum()
+            optimizer.zero_grad()
+            (sign * sums / sum(of[2].sum() for of in together)).backward()
+            optimizer.step()
+    return module
+
+
+def compared(model: torch.nn.Module, start: torch.nn.Module, reference: torch.nn.Module) -> float:
+    """How far the weights are from the reference, in parts of how far that has moved."""
+    flat = [torch.nn.utils.parameters_to_vector(m.parameters()).detach() for m in (model, start, reference)]
+    return float((flat[0] - flat[2]).abs().max() / (flat[2] - flat[1]).abs().max())
+
+
+def rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def fit(module: pl.LightningModule, strategy: Any, **options: Any) -> None:
+    defaults = dict(strategy=strategy, max_epochs=2, use_distributed_sampler=False, **QUIET)
+    pl.Trainer(**{**defaults, **options}).fit(module, batches(rank()))
+
+
+def fabric_training(fabric: Any, weighs: bool) -> float:
+    start = net()
+    optimizer = torch.optim.SGD(start.parameters(), lr=RATE)
+    model, optimizer = fabric.setup(start, optimizer)
+    for step in STEPS * 2:
+        for index in step:
+            of = batch(rank(), index)
+            with fabric.no_backward_sync(model, enabled=index != step[-1]):
+                if weighs:
+                    weigh(model, of[2].sum())
+                loss = mean_of(model(of[0]), of, least=0 if weighs else 1)
+                fabric.backward(loss if weighs else loss / len(step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return compared(start, net(), one_process())
+
+
+def page() -> float:
+    """The example of docs/weighted_means.md."""
+    options = {"max_epochs": 2, "use_distributed_sampler": False, **QUIET}
+    del options["devices"]
+    names = {"pl": pl, "torch": torch, "net": net, "batches": batches(rank()), "options": options}
+    exec(blocks("Lightning")[0], names)
+    trained: Any = names["trainer"]
+    return compared(trained.lightning_module.net, net(), one_process())
+
+
+def page_of_fabric(fabric: Any) -> float:
+    start = net()
+    model, optimizer = fabric.setup(start, torch.optim.SGD(start.parameters(), lr=RATE))
+    for step in STEPS * 2:
+        for index in step:
+            x, y, mask = batch(rank(), index)
+            names = {"fabric": fabric, "model": model, "accumulating": index != step[-1], "x": x, "y": y, "mask": mask}
+            exec(blocks("Lightning")[1], {**names, "weigh": weigh})
+        optimizer.step()
+        optimizer.zero_grad()
+    return compared(start, net(), one_process())
+
+
+def misuse_of_fabric(fabric: Any) -> str:
+    module = Weighted()
+    fabric.setup(module)
+    return said(lambda: weigh(module, 1))
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    accumulated = {"accumulate_grad_batches": ACCUMULATED}
+    reference, results = one_process(), {}
+    cases: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "automatic": (Weighted, TorchDDPStrategy(weighted=True), accumulated),
+        "sums": (lambda weighs: Weighted(weighs, "sum"), "torchddp", accumulated),
+        "sharded": (Weighted, TorchDDPShardedStrategy(weighted=True), accumulated),
+        "manual": (ManuallyWeighted, "torchddp", {}),
+        "manual sharded": (ManuallyWeighted, "torchddp_sharded", {}),
+        "scheduled": (
+            Weighted,
+            "torchddp",
+            {"callbacks": [pl.callbacks.GradientAccumulationScheduler({0: ACCUMULATED})]},
+        ),
+    }
+    for name, (make, strategy, options) in cases.items():
+        for weighs in (True, False):
+            module = make(weighs)
+            plain = "torchddp_sharded" if "sharded" in name else "torchddp"
+            fit(module, strategy if weighs else plain, **options)
+            results[name, weighs] = compared(module.net, net(), reference)
+    for weighs in (True, False):
+        module = TwoOptimizersWeighted(weighs)
+        fit(module, "torchddp_find_unused_parameters_true")
+        results["two optimizers", weighs] = compared(module, TwoOptimizersWeighted(), one_process_of_two_optimizers())
+        runner = Fabric(accelerator="cpu", devices=2, strategy="torchddp")
+        results["fabric", weighs] = runner.launch(fabric_training, weighs)
+    with torchddp.install():
+        module = Weighted()
+        fit(module, "ddp", **accumulated)
+        results["installed"] = compared(module.net, net(), reference)
+    results["lightning's"] = said(lambda: fit(Weighted(), "ddp"))
+    results["under fabric"] = Fabric(accelerator="cpu", devices=2, strategy="torchddp").launch(misuse_of_fabric)
+    results["page"] = page()
+    results["page of fabric"] = Fabric(accelerator="cpu", devices=2, strategy="torchddp").launch(page_of_fabric)
+    module = Weighted()
+    fit(torch.compile(module, backend="eager"), "torchddp", **accumulated)
+    results["compiled"] = compared(module.net, net(), reference)
+    torch.save(results, folder / f"rank{rank()}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

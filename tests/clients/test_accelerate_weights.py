@@ -1,0 +1,162 @@
+"""Weighted means under Accelerate and the Trainer: two ranks with unequal tokens train as one process with all."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed: make test-clients")
+
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from tests.clients.accelerate_ranks import Results
+from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs, weigh
+from torchddp.integrations.accelerate.token_weights import StepLosses, TokenWeights, count_items
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.beyond_torch("is not tested here")]
+
+ROUNDING = 5e-6  # of float32, in parts of how far the weights have moved
+ANOTHER_MEAN = 0.01
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return Results("weighted_accelerate_jobs.py", tmp_path_factory.mktemp("weighted"), timeout_s=300)
+
+
+@pytest.mark.parametrize("how", ["means", "sums", "compiled", "scaled", "adopted", "installed"])
+def test_accelerate(results: Results, how: str) -> None:
+    for rank in range(2):
+        ours, without = results.ours(f"accelerate_{how}", rank), results.torchs(f"accelerate_{how}", rank)
+        assert ours["error"] < ROUNDING
+        assert without["error"] > ANOTHER_MEAN  # what weigh() is for
+        assert ours["steps"] == 4  # two an epoch, the second of them with fewer microbatches
+
+
+def test_misuse(results: Results) -> None:
+    said = results.ours("misuse", 1)
+    assert said["bare"].startswith("RuntimeError: gradients are weighted by torchddp's classes, and this model is a ")
+    assert "give the model that prepare() returned" in said["bare"]
+    assert "is a torch.nn.parallel.distributed.DistributedDataParallel: " in said["torch's"]
+    assert said["negative"] == "ValueError: the weight on rank 1 must be 0 or more, and finite, got -1"
+    assert said["each batch"].startswith("RuntimeError: weigh() with sync_each_batch=True")
+
+
+@pytest.mark.parametrize("how", ["counts", "means", "syncs_each_batch", "num_steps", "function", "counts_itself"])
+def test_trainer(results: Results, how: str) -> None:
+    """The weights and the loss that is logged; rank 0 has a microbatch without a label."""
+    for rank in range(2):
+        ours, without = results.ours(f"trainer_{how}", rank), results.torchs(f"trainer_{how}", rank)
+        assert ours["error"] < ROUNDING
+        assert ours["loss error"] < ROUNDING and ours["mean loss error"] < ROUNDING
+        assert without["error"] > ANOTHER_MEAN and without["loss error"] > 1e-3
+        assert ours["microbatches"] == [3, 2, 3, 2]
+        assert ours["steps"] == (10 if how == "syncs_each_batch" else 4)
+        assert ours["averages across devices"]  # the user's argument is as it was
+
+
+def test_a_rank_without_a_label_in_a_step(results: Results) -> None:
+    for rank in range(2):
+        found = results.ours("trainer_idle_rank", rank)
+        assert found["error"] < ROUNDING and found["loss error"] < ROUNDING
+
+
+def test_nothing_is_gathered_in_a_step(results: Results) -> None:
+    """The trainer's own average does so, and is otherwise the same where the model takes the number of items."""
+    ours, theirs = results.ours("trainer_averages"), results.torchs("trainer_averages")
+    assert (ours["gathers"], theirs["gathers"]) == (0, 4)
+    assert ours["error"] < ROUNDING and theirs["error"] < ROUNDING
+
+
+def test_losses_that_are_logged_rarely(results: Results) -> None:
+    ours, theirs = results.ours("trainer_folds")["losses"], results.torchs("trainer_folds")["losses"]
+    assert ours == pytest.approx(theirs, rel=ROUNDING) and len(ours) == 1
+
+
+def test_evaluation_is_the_trainers_own(results: Results) -> None:
+    assert results.ours("trainer_evaluates") == results.torchs("trainer_evaluates")
+
+
+def test_no_label_on_any_rank(results: Results) -> None:
+    for rank in range(2):
+        found = results.ours("nothing_at_all", rank)
+        assert f"rank {rank}, step 1: no rank gave this step a weight above 0" in found["said"]
+        assert found["stays"] and found["losses"] == [0.0] * 4
+
+
+@pytest.mark.parametrize("example", ["page_accelerate", "page_trainer"])
+def test_the_page(results: Results, example: str) -> None:
+    for rank in range(2):
+        found = results.ours(example, rank)
+        assert found["error"] < ROUNDING
+        assert found.get("items") == found.get("pairs")
+
+
+# --- in one process
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+@pytest.mark.usefixtures("alone")
+def test_alone_nothing_is_weighted_and_microbatches_are_warned_of() -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.weigh(model, 3)
+    accelerator.gradient_accumulation_steps = 2
+    with pytest.warns(UserWarning, match="in a single process the model is not wrapped"):
+        weigh(accelerator, model, 3)
+
+
+def test_options() -> None:
+    assert TorchDDPKwargs(weighted=True, zero_weights="zeros").to_kwargs() == {
+        "weighted": True,
+        "zero_weights": "zeros",
+    }
+    with pytest.raises(ValueError, match='zero_weights must be "raise" or "zeros"'):
+        TorchDDPKwargs(zero_weights="ignore")
+
+
+def test_items_of_a_microbatch() -> None:
+    labels = torch.tensor([[1, -100, 3], [-100, -100, 5]])
+    assert count_items({"labels": labels}, shifts_labels=False) == 3
+    assert count_items({"labels": labels}, shifts_labels=True) == 2
+    assert count_items({"labels": labels, "shift_labels": labels[:, :1]}, shifts_labels=True) == 1
+    assert count_items({"pixels": torch.zeros(4, 2)}, shifts_labels=False) == 4
+
+
+def test_a_microbatch_that_was_not_counted() -> None:
+    accelerator: Any = SimpleNamespace(
+        gradient_state=SimpleNamespace(plugin_kwargs={}), num_processes=1, gradient_accumulation_steps=1
+    )
+    model, weights = torch.nn.Linear(1, 1), TokenWeights.of_means([5, torch.tensor(4)], divided_by=2)
+    assert weights.count == 9
+    with pytest.warns(UserWarning, match="microbatches of a step count the same"):
+        assert weights.weigh(model, accelerator) == 10
+    assert weights.weigh(model, accelerator) == 8
+    with pytest.raises(RuntimeError, match=r"a microbatch that get_batch_samples\(\) has not counted"):
+        weights.weigh(model, accelerator)
+
+
+def test_losses_of_steps_are_means_of_their_own() -> None:
+    losses = StepLosses(lambda tensor: tensor, torch.device("cpu"))
+    losses.begin(4)
+    losses.add(torch.tensor(2.0), 3)
+    losses.add(torch.tensor(float("nan")), 0)
+    losses.begin(0)
+    losses.begin(1)
+    losses.add(torch.tensor(5.0), 1)
+    assert losses.take() == 1.5 + 0.0 + 5.0
+    assert losses.take() == 0.0

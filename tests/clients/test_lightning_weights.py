@@ -1,0 +1,74 @@
+"""Weighted means under Lightning: two ranks with unequal samples train as one process with all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning", reason="Lightning is not installed: make test-clients")
+
+import lightning.pytorch as pl
+from lightning.fabric import Fabric
+
+from tests.clients.lightning_launch import launch
+from tests.clients.lightning_matrix import QUIET
+from tests.clients.lightning_weights import Weighted, batches
+from torchddp.integrations.lightning import weigh
+
+pytestmark = pytest.mark.timeout(600)
+
+ROUNDING = 5e-6  # of float32, in parts of how far the weights have moved
+ANOTHER_MEAN = 0.01
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    folder = tmp_path_factory.mktemp("weighted")
+    ended = launch("tests.clients.lightning_weights", folder)
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    return [torch.load(Path(folder, f"rank{rank}.pt"), weights_only=False) for rank in range(2)]
+
+
+CASES = ["automatic", "sums", "sharded", "manual", "manual sharded", "scheduled", "two optimizers", "fabric"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_one_process(results: list[dict[Any, Any]], case: str) -> None:
+    """Microbatches are accumulated, the last step of an epoch has fewer, and one has no sample at all."""
+    for of_rank in results:
+        assert of_rank[case, True] < ROUNDING
+        assert of_rank[case, False] > ANOTHER_MEAN  # what weigh() is for
+
+
+@pytest.mark.parametrize("case", ["page", "page of fabric", "compiled"])
+def test_the_page_and_compiled(results: list[dict[Any, Any]], case: str) -> None:
+    for of_rank in results:
+        assert of_rank[case] < ROUNDING
+
+
+def test_lightnings_own_strategy(results: list[dict[Any, Any]]) -> None:
+    for of_rank in results:
+        assert of_rank["installed"] < ROUNDING
+        assert "DistributedDataParallel: take strategy='torchddp'" in of_rank["lightning's"]
+
+
+def test_a_module_under_fabric(results: list[dict[Any, Any]]) -> None:
+    assert "give weigh() the module that fabric.setup() returned" in results[0]["under fabric"]
+
+
+def test_alone() -> None:
+    """Without a wrapper one microbatch a step is right as it is; of more, weights would be dropped."""
+    alone = {**QUIET, "devices": 1}
+    pl.Trainer(max_epochs=1, **alone).fit(Weighted(), batches(1))
+    with pytest.raises(RuntimeError, match="which wrap on a single device too"):
+        pl.Trainer(max_epochs=1, accumulate_grad_batches=2, **alone).fit(Weighted(), batches(1))
+    with pytest.raises(RuntimeError, match="which wrap on a single device too"):
+        weigh(Fabric(accelerator="cpu", devices=1).setup(torch.nn.Linear(1, 1)), 1)
+
+
+def test_other_targets() -> None:
+    with pytest.raises(TypeError, match="takes a LightningModule of lightning.pytorch.* got Linear"):
+        weigh(torch.nn.Linear(1, 1), 1)

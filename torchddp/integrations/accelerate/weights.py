@@ -1,0 +1,59 @@
+"""Accelerate's loop with gradients that are weighted by samples or tokens."""
+
+from __future__ import annotations
+
+import warnings
+
+import accelerate
+import torch
+
+from torchddp.integrations import weighing
+
+HOW = (
+    "give the model that prepare() returned, of torchddp.integrations.accelerate.Accelerator, of an accelerator that "
+    "adopt() was given, or of any after torchddp.install()"
+)
+UNWEIGHED = (
+    "in a single process the model is not wrapped, and so nothing is weighted: microbatches of a step count the same, "
+    "however many samples or tokens they have"
+)
+
+
+def weigh(
+    accelerator: accelerate.Accelerator,
+    model: torch.nn.Module,
+    weight: float | torch.Tensor,
+    *,
+    loss: str = "mean",
+) -> None:
+    """What the next ``accelerator.backward()`` counts for: :meth:`torchddp.DistributedDataParallel.weigh`.
+
+        with accelerator.accumulate(model):
+            weigh(accelerator, model, tokens)
+            accelerator.backward(mean_loss_of(model(batch)))
+
+    ``backward`` divides the loss by ``gradient_accumulation_steps``, also in a last step of fewer microbatches; that is
+    taken back, so that gradients become the mean over all samples or tokens of a step. Before each backward, on every
+    rank; not collective. A single process has no wrapper: with one microbatch a step all is right as it is, with more
+    there is a warning that they count the same.
+
+    Args:
+        model: what ``prepare()`` returned.
+        weight, loss: as there: how many samples or tokens the loss is the "mean" or the "sum" of.
+
+    Raises:
+        TypeError, ValueError: a weight that is none. RuntimeError: the model is not wrapped in torchddp's class;
+            ``sync_each_batch`` with accumulation.
+    """
+    divided_by = accelerator.gradient_accumulation_steps
+    wrapper = weighing.wrapper_of(model, accelerator.num_processes == 1, HOW)
+    if wrapper is None:
+        if divided_by > 1:
+            warnings.warn(UNWEIGHED, stacklevel=2)
+        return
+    if divided_by > 1 and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+        raise RuntimeError(
+            "weigh() with sync_each_batch=True: where a step begins is not known, and gradients are reduced in its "
+            "midst. Leave sync_each_batch out, or write the loop with torchddp.sync.accumulate(weights=...)"
+        )
+    weighing.weigh(wrapper, weight, loss, divided_by=divided_by)

@@ -1,0 +1,67 @@
+"""Lightning's loops with gradients that are weighted by samples or tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.wrappers import _FabricModule
+
+from torchddp.integrations import weighing
+from torchddp.sync.microbatches import unwrapped
+
+_HOW = (
+    "take strategy='torchddp' or 'torchddp_sharded', which wrap on a single device too, or torchddp.install() with "
+    "Lightning's 'ddp'"
+)
+
+
+@torch._disable_dynamo(recursive=True)
+def weigh(target: Any, weight: float | torch.Tensor, *, loss: str = "mean") -> None:
+    """What the next backward counts for: :meth:`torchddp.DistributedDataParallel.weigh`.
+
+        def training_step(self, batch, index):
+            weigh(self, len(batch))
+            return mean_loss_of(batch)
+
+    In automatic optimization Lightning divides the loss by ``accumulate_grad_batches``, which is taken back; in manual
+    optimization and with Fabric nothing divides it, and neither should the program. Before each backward, on every
+    rank; not collective.
+
+    Args:
+        target: the LightningModule or its Trainer; under Fabric the module that ``fabric.setup()`` returned.
+        weight, loss: as there: how many samples or tokens the loss is the "mean" or the "sum" of.
+
+    Raises:
+        TypeError: another target; a weight that is no number. ValueError: a weight that is none.
+        RuntimeError: the strategy is not one over torchddp's classes, and the gradients would be others: on several
+            devices, or where microbatches are accumulated or may be. A LightningModule under Fabric.
+    """
+    model, divided_by, alone = _place(target)
+    wrapper = weighing.wrapper_of(model, alone, _HOW)
+    if wrapper is not None:
+        weighing.weigh(wrapper, weight, loss, divided_by=divided_by)
+
+
+def _place(target: Any) -> tuple[torch.nn.Module, int, bool]:
+    """The wrapped model, what its loss is divided by, and whether it needs no wrapper: alone, one microbatch a step."""
+    if isinstance(target, torch.nn.Module):
+        target = unwrapped(target)
+    if isinstance(target, _FabricModule):
+        return target._forward_module, 1, False
+    if isinstance(target, pl.LightningModule):
+        if target._fabric is not None:
+            raise RuntimeError(
+                f"{type(target).__name__} runs under Fabric: give weigh() the module that fabric.setup() returned, "
+                "whose strategy has wrapped it"
+            )
+        target = target.trainer
+    if not isinstance(target, pl.Trainer):
+        raise TypeError(
+            "weigh() takes a LightningModule of lightning.pytorch, its Trainer, or the module that fabric.setup() "
+            f"returned, got {type(target).__name__}"
+        )
+    model, automatic = target.strategy.model, target.lightning_module.automatic_optimization
+    divided_by = target.accumulate_grad_batches if automatic else 1
+    return model, divided_by, automatic and divided_by == 1 and target.world_size == 1

@@ -1,0 +1,36 @@
+"""What the helpers for other programs' loops share: the wrapper that weighs, and losses that the program divides."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from torchddp.ddp.module import DistributedDataParallel
+from torchddp.ddp.weights import weight_and_count
+from torchddp.sync.microbatches import unwrapped
+
+
+def wrapper_of(model: torch.nn.Module, alone: bool, how: str) -> DistributedDataParallel | None:
+    """torchddp's class around the model, compiled or not. None: it has no wrapper, as it may in a process ``alone``.
+
+    Raises:
+        RuntimeError: the gradients of several ranks are averaged by another class, or the model is not the wrapped
+            one. ``how``: what to do about it.
+    """
+    wrapper = unwrapped(model)
+    if isinstance(wrapper, DistributedDataParallel):
+        return wrapper
+    if alone and not isinstance(wrapper, TorchDDP):
+        return None
+    raise RuntimeError(
+        f"gradients are weighted by torchddp's classes, and this model is a {type(wrapper).__module__}."
+        f"{type(wrapper).__qualname__}: {how}"
+    )
+
+
+def weigh(
+    wrapper: DistributedDataParallel, weight: float | torch.Tensor, loss: str = "mean", *, divided_by: float = 1.0
+) -> None:
+    """`DistributedDataParallel.weigh` for a loss that the program divides by ``divided_by`` before the backward."""
+    factor, count = weight_and_count(weight, loss, wrapper.session.rank)
+    wrapper.session.weigh(factor * divided_by, count)
