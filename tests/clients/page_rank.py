@@ -53,8 +53,8 @@ def digest(model: nn.Module) -> str:
 
 
 def define_operators_of_torchvision() -> None:
-    """PyPI has torchvision for the CUDA build of torch only. With the CPU build it works but for its operators, if those
-    that it looks up when it is imported are known.
+    """PyPI has torchvision for the CUDA build of torch only. With the CPU build it works but for its operators, if
+    those that it looks up when it is imported are known.
     """
     if importlib.util.find_spec("torchvision") is not None and not torch.backends.cuda.is_built():
         for name in ("nms", "qnms"):

@@ -1,5 +1,5 @@
-"""pytorch-ignite, mmengine, timm and PyTorch Geometric over our engine: the programs of docs/engines.md, with the bits of
-torch's class.
+"""pytorch-ignite, mmengine, timm and PyTorch Geometric over our engine: the programs of docs/engines.md, with the bits
+of torch's class.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.clients.accelerate_ranks import ROOT
+from tests.clients.page_programs import WITHOUT, Run, assert_same_as_torch
+
 # Not pytest.importorskip: timm can't be imported here, only in page_rank.py.
 MISSING = [name for name in ("ignite", "mmengine", "timm", "torch_geometric") if importlib.util.find_spec(name) is None]
 if MISSING:
     pytest.skip(f"{', '.join(MISSING)}: not installed: make test-clients", allow_module_level=True)
-
-from tests.clients.accelerate_ranks import ROOT
-from tests.clients.page_programs import WITHOUT, Run, assert_same_as_torch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.beyond_torch("is not tested here")]
 

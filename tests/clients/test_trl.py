@@ -48,10 +48,9 @@ def test_without_install(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "option",
     [
-        "gradient_checkpointing=False",
+        "gradient_checkpointing=False, packing=True, max_length=16",
         'gradient_checkpointing_kwargs={"use_reentrant": True}',
         'gradient_checkpointing_kwargs={"use_reentrant": False}',
-        "padding_free=False, packing=True, max_length=16",
     ],
 )
 def test_checkpointing_and_packing(option: str, tmp_path: Path) -> None:
