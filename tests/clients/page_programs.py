@@ -1,0 +1,42 @@
+"""Runs the programs of docs/engines.md on two ranks, as they are there and without torchddp."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.clients.accelerate_ranks import torchrun
+
+WITHOUT = ("torchddp.install()", "")
+
+
+class Run:
+    """A program on two ranks: what they found, and what they said."""
+
+    def __init__(self, heading: str, folder: Path, *replaced: tuple[str, str], under: tuple[str, ...] = ()) -> None:
+        folder.mkdir()
+        options = [word for change in replaced for word in ("--replace", *change)]
+        done = torchrun(*under, "-m", "tests.clients.page_rank", heading, str(folder), *options, timeout_s=280)
+        assert done.returncode == 0, done.stderr[-6000:]
+        self.said = done.stdout + done.stderr
+        self.ranks: list[dict[str, Any]] = [json.loads((folder / f"rank{r}.json").read_text()) for r in range(2)]
+
+    def assert_trained(self, by: str, weights: str | None = None, steps: int = 0) -> None:
+        """Both ranks' models were of the class, were reduced so many times by ours, and have the weights."""
+        for rank in self.ranks:
+            assert (rank["class"], rank["steps"]) == (by, steps)
+            assert rank["weights"] == (weights or self.weights) != rank["start"]
+
+    @property
+    def weights(self) -> str:
+        return self.ranks[0]["weights"]
+
+
+def assert_same_as_torch(heading: str, folder: Path, *replaced: tuple[str, str], steps: int) -> Run:
+    """The program's bits with our class are those with torch's; returns the run with ours."""
+    torchs = Run(heading, folder / "torch", WITHOUT, *replaced)
+    torchs.assert_trained("torch")
+    ours = Run(heading, folder / "ours", *replaced)
+    ours.assert_trained("torchddp", torchs.weights, steps)
+    return ours

@@ -1,0 +1,93 @@
+"""One rank of a program in docs/engines.md: runs the one under a heading, and writes what it trained.
+
+    torchrun --nproc-per-node 2 -m tests.clients.page_rank HEADING FOLDER [--replace OLD NEW ...]
+
+The program runs in FOLDER, where each rank writes rank<N>.json. ``--replace`` changes it before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
+import torchddp
+
+PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
+CLASSES = ("torch", "torchddp")
+
+
+def program(heading: str) -> str:
+    text = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("    ") or not line]
+    return textwrap.dedent("\n".join(lines))
+
+
+class Seen:
+    """The first wrapped model whose forward ran, and its weights before."""
+
+    model: Any = None
+    start = ""
+
+    def look(self, module: nn.Module, args: Any) -> None:
+        if self.model is None and isinstance(module, TorchDDP):
+            self.model, self.start = module, digest(module)
+
+
+def digest(model: nn.Module) -> str:
+    bits = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        bits.update(name.encode())
+        bits.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return bits.hexdigest()
+
+
+def define_operators_of_torchvision() -> None:
+    """PyPI has torchvision for the CUDA build of torch only. With the CPU build it works but for its operators, if
+    those that it looks up when it is imported are known.
+    """
+    if importlib.util.find_spec("torchvision") is not None and not torch.backends.cuda.is_built():
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("heading")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--replace", nargs=2, action="append", default=[])
+    given = parser.parse_args()
+    code = program(given.heading)
+    for old, new in given.replace:
+        assert code.count(old) == 1, f"{code.count(old)} times in the program: {old}"
+        code = code.replace(old, new)
+    define_operators_of_torchvision()
+    torch.set_num_threads(1)
+    os.chdir(given.folder)
+    seen = Seen()
+    register_module_forward_pre_hook(seen.look)
+    exec(compile(code, str(PAGE), "exec"), {"__name__": "__main__"})
+    rooms = [cls.__module__.partition(".")[0] for cls in type(seen.model).__mro__]
+    found = {
+        "made": type(seen.model).__qualname__,
+        "class": next(room for room in rooms if room in CLASSES),
+        "start": seen.start,
+        "weights": digest(seen.model),
+        "steps": torchddp.finished_steps(),
+        "transport": seen.model.session.options.transport if isinstance(seen.model, torchddp.DDP) else "torch's",
+    }
+    Path(f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

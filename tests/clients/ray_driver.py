@@ -1,0 +1,80 @@
+"""The driver of test_ray.py: Ray Train on two CPU workers, case by case, and the program of docs/ray.md.
+
+python -m tests.clients.ray_driver FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+import torchddp
+from tests.clients import ray_training
+
+MARK = "TORCHDDP_TEST_RAY"  # in the environment of every process of the run
+PAGE = Path(__file__).parents[2] / "docs" / "ray.md"
+VARIABLE = {"env_vars": {"TORCHDDP_INSTALL": "1"}}
+ONCE_MORE = {"failure_config": FailureConfig(max_failures=1)}
+# What the training function is told, and what its run is given.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "torch": ({}, {}),
+    "install": ({"installed": True}, {}),
+    "variable": ({"imported": True, "options": {"transport": "c10d"}}, {"worker_runtime_env": VARIABLE}),
+    "exit": ({"installed": True, "death": "exit"}, ONCE_MORE),
+    "kill": ({"installed": True, "death": "kill"}, ONCE_MORE),
+}
+
+
+def processes() -> list[str]:
+    """Commands of the processes that have this run's mark, but for this one."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and int(folder.name) != os.getpid():
+            try:
+                if f"{MARK}={os.environ[MARK]}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:
+                pass  # has ended, or somebody else's
+    return found
+
+
+def fit(folder: Path, case: str, told: dict[str, Any], given: dict[str, Any]) -> None:
+    trainer = TorchTrainer(
+        ray_training.train,
+        train_loop_config={"case": case, "folder": str(folder), **told},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(folder / "storage"), name=case, **given),
+    )
+    trainer.fit()
+
+
+def run_page() -> dict[str, Any]:
+    text = PAGE.read_text().split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("    ") or not line]
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(textwrap.dedent("\n".join(lines)), str(PAGE), "exec"), names)
+    return names["result"].metrics
+
+
+def main(folder: Path) -> None:
+    os.chdir(folder)
+    ray.init(num_cpus=4, include_dashboard=False)
+    for case, (told, given) in CASES.items():
+        fit(folder, case, told, given)
+    with torchddp.install():
+        fit(folder, "elsewhere", {}, {"worker_runtime_env": VARIABLE})
+    found = {"page": run_page(), "processes": len(processes())}
+    ray.shutdown()
+    (folder / "driver.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

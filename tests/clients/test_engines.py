@@ -1,0 +1,81 @@
+"""pytorch-ignite, mmengine, timm and PyTorch Geometric over our engine: the programs of docs/engines.md, with the bits
+of torch's class.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.clients.accelerate_ranks import ROOT
+from tests.clients.page_programs import WITHOUT, Run, assert_same_as_torch
+
+# Not pytest.importorskip: timm can't be imported here, only in page_rank.py.
+MISSING = [name for name in ("ignite", "mmengine", "timm", "torch_geometric") if importlib.util.find_spec(name) is None]
+if MISSING:
+    pytest.skip(f"{', '.join(MISSING)}: not installed: make test-clients", allow_module_level=True)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.beyond_torch("is not tested here")]
+
+MM_CLASS = "mmengine.model.wrappers.distributed.MMDistributedDataParallel"
+
+
+@pytest.mark.parametrize(
+    ("heading", "steps"), [("pytorch-ignite", 16), ("mmengine", 16), ("timm", 4), ("PyTorch Geometric", 8)]
+)
+def test_the_pages_programs(heading: str, steps: int, tmp_path: Path) -> None:
+    assert_same_as_torch(heading, tmp_path, steps=steps)
+
+
+def test_ignite_reduces_every_microbatch(tmp_path: Path) -> None:
+    accumulating = ("functional.cross_entropy)", "functional.cross_entropy, gradient_accumulation_steps=2)")
+    assert_same_as_torch("pytorch-ignite", tmp_path, accumulating, steps=16)
+
+
+def test_ignite_passes_our_options_on(tmp_path: Path) -> None:
+    """And without install(), the program's run by torchddp.run."""
+    option = ("nn.Linear(32, 3)))", 'nn.Linear(32, 3)), transport="c10d")')
+    run = Run("pytorch-ignite", tmp_path / "ours", WITHOUT, option, under=("-m", "torchddp.run"))
+    run.assert_trained("torchddp", steps=16)
+    assert [rank["transport"] for rank in run.ranks] == ["c10d"] * 2
+
+
+def test_processes_that_ignite_starts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.clients.ignite_spawns", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-6000:]
+    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    for rank in found:
+        assert rank["ours"]["class"] == "torchddp.ddp.module" and rank["ours"]["steps"] == 3
+        assert rank["torch"]["class"] == "torch.nn.parallel.distributed" and rank["torch"]["steps"] == 0
+        assert rank["ours"]["weights"] == rank["torch"]["weights"] == found[0]["ours"]["weights"]
+
+
+def test_mmengine_under_torchddp_run(tmp_path: Path) -> None:
+    """Its class is derived from ours, for install() comes before the program's first import."""
+    run = Run("mmengine", tmp_path / "ours", WITHOUT, under=("-m", "torchddp.run"))
+    run.assert_trained("torchddp", steps=16)
+    assert run.ranks[0]["made"] == "MMDistributedDataParallel"
+
+
+def test_mmengine_that_was_imported_before_keeps_torchs_reducer(tmp_path: Path) -> None:
+    late = ("torchddp.install()", "import mmengine.model\n\ntorchddp.install()")
+    run = Run("mmengine", tmp_path / "late", late)
+    run.assert_trained("torch")
+    assert MM_CLASS in run.said
+
+
+def test_mmengine_accumulates_and_passes_our_options_on(tmp_path: Path) -> None:
+    accumulating = ('"momentum": 0.9}}', '"momentum": 0.9}, "accumulative_counts": 2}')
+    assert_same_as_torch("mmengine", tmp_path, accumulating, steps=8)
+    option = ('"device_ids": None', '"device_ids": None, "transport": "c10d"')
+    run = Run("mmengine", tmp_path / "options", option)
+    run.assert_trained("torchddp", steps=16)
+    assert [rank["transport"] for rank in run.ranks] == ["c10d"] * 2
