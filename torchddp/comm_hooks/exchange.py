@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _world
 from torchddp import _C
 from torchddp.transport import interruptible, select
 from torchddp.transport.agreement import GroupExchange, align_group_counts, ranks_by
+from torchddp.transport.once import is_first_in_job
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ def _hosts_to_sum_in(group: Any, hierarchical: bool | str) -> list[list[int]]:
     if max(sizes) == 1 or (hierarchical == "auto" and len(hosts) == 1):
         return []
     if len(set(sizes)) > 1:
-        if group.rank() == 0:
+        if is_first_in_job("hosts have unequal ranks", group):
             logger.warning(
                 "compressed gradients go from rank to rank, not from host to host: the hosts have %s ranks",
                 " and ".join(map(str, sizes)),
