@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,3 +118,41 @@ def test_unmodified_programs_under_run(srun: slurm.Srun, settings: dict[str, str
     lines = sorted(done.stdout.splitlines())
     assert lines == [f"{rank} {rank} torchddp.ddp.module shm" for rank in range(2)]
     assert done.stderr.count(CLAIM) == 1
+
+
+@pytest.mark.slow
+def test_the_pages_scripts(tmp_path: Path) -> None:
+    """With one node and two ranks, for that is what there is here."""
+    if problem := slurm.reason_against():
+        pytest.skip(problem)
+    page = (ROOT / "docs" / "slurm.md").read_text()
+    scripts = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", page, re.DOTALL)
+    (program,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
+    unmodified = program.replace('"gloo", rank=rank, world_size=world_size', '"gloo"').replace("SLURM_PROCID", "RANK")
+    unmodified = unmodified.replace("SLURM_NTASKS", "WORLD_SIZE").replace("from torchddp", "from torch.nn.parallel")
+    smaller = {"--nodes=2": "--nodes=1", r"-per-node=4": "-per-node=2", r"--cpus-per-task=\d+": "--cpus-per-task=1"}
+    more = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    assert len(scripts) == 2
+    with slurm.cluster() as environment:
+        environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
+        for number, (script, source) in enumerate(zip(scripts, (program, unmodified), strict=True)):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            (folder / "train.py").write_text(source)
+            for pattern, small in smaller.items():
+                script = re.sub(pattern, small, script)
+            # The node has as many processors as it has; torchrun looks for its host's name.
+            script = script.replace("torchrun ", "torchrun --local-addr 127.0.0.1 ").replace("--cpu-bind=cores", "")
+            (folder / "job.sh").write_text(script)
+            done = subprocess.run(
+                ["sbatch", "--wait", "--output", "said.txt", "job.sh"],
+                env={**environment, **more},
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+            said = (folder / "said.txt").read_text()
+            assert done.returncode == 0, done.stderr + said
+            assert [f"rank {rank} of 2 reduces over shm" in said for rank in range(2)] == [True, True], said
+            assert said.count(CLAIM) == number  # the second is unmodified
