@@ -139,7 +139,7 @@ ft-test: build $(FT_VENVS:%=%/.requirements)
 
 # torchddp under the programs that train with DDP, each in an environment of its own over .venv, whose packages it sees (torch first of
 # all); what it needs in other versions comes before them. The extension is the checkout's.
-CLIENTS ?= lightning accelerate composer engines trl ray
+CLIENTS ?= lightning accelerate composer engines trl ray spark
 $(CLIENTS:%=.venv-%/.requirements): .venv-%/.requirements: requirements/%.txt $(VENV)/.installed
 	$(PYTHON) -m venv .venv-$*
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"

@@ -5,7 +5,10 @@
 
 torchddp.install() is in force before the program's first line. What it sees is as under Python itself: sys.argv,
 `__main__`, sys.path[0]; what it raises ends the process with its traceback. TORCHDDP_INSTALL=1 is set for Python
-processes that it starts: they install torchddp when they import it.
+processes that it starts: they install torchddp when they import it. Tasks of Slurm's srun get RANK, WORLD_SIZE and what
+else torchrun sets, where that is not set.
+
+    srun --ntasks 4 python -m torchddp.run train.py
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
+from torchddp.harness.srun import tell_ranks
 from torchddp.integrations import install
 from torchddp.integrations.install import ENV
 
@@ -36,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{USAGE}\ntorchddp.run: {wrong}", file=sys.stderr)
         sys.exit(2)
     os.environ[ENV] = "1"
+    tell_ranks()
     install.install()
     (_run_module if as_module else _run_script)(arguments)
 

@@ -4,10 +4,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <climits>
 #include <ctime>
-#include <functional>
+#include <vector>
 
 #include "shm/processors.h"
 
@@ -27,15 +26,12 @@ std::vector<int> nodes_of(const EngineConfig& config) {
 Board::Board(const EngineConfig& config) : config_(config), groups_(nodes_of(config)) {}
 
 bool Board::is_crowded() const {
-  ProcessorMask all{};
-  int least = INT_MAX;
+  std::vector<Allowance> of_ranks;
   for (const auto& segment : config_.segments) {
     const auto& header = *reinterpret_cast<const Header*>(segment.base);
-    std::transform(all.begin(), all.end(), header.cpu_mask.begin(), all.begin(), std::bit_or<>());
-    least =
-        header.quota > 0 ? std::min(least, header.quota) : least;  // that of one group, as a rule, with all ranks in it
+    of_ranks.push_back({header.cpu_mask, {header.quota, header.quota_group}});
   }
-  return std::min(shm::count(all), least) < size();
+  return is_too_little(of_ranks);
 }
 
 void Board::ring() const {

@@ -9,7 +9,7 @@
 namespace torchddp::shm {
 
 inline constexpr uint64_t kMagic = 0x316d687370646474;  // "tddpshm1" in memory
-inline constexpr uint32_t kVersion = 6;                 // changes with anything in this file
+inline constexpr uint32_t kVersion = 7;                 // changes with anything in this file
 inline constexpr int kMaxRanks = 256;
 
 // Operations that may be under way at once. One more waits for the oldest.
@@ -101,6 +101,7 @@ struct alignas(64) Header {
   std::array<uint64_t, 16> cpu_mask;  // where this rank may run, the first 1024 processors
   int32_t node;                       // of memory, next to those processors
   int32_t quota;                      // processors that its control group may use at a time; 0: all
+  uint64_t quota_group;               // which group that is
 
   // Counters of operations, in the order of their start; each is written by the segment's own rank alone.
   alignas(64) std::atomic<uint64_t> done;  // this rank's own work is done; it reads nobody's input any more

@@ -1,6 +1,7 @@
 #include "shm/processors.h"
 
 #include <sched.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <bit>
@@ -127,6 +128,12 @@ int quota_in(const std::string& folder, bool is_v2) {
   return quota > 0 && period > 0 ? static_cast<int>(std::clamp(quota / period, 1.0, 1e6)) : kUnlimited;
 }
 
+// Of a folder: containers may see their own by the same path.
+uint64_t identity_of(const std::string& folder) {
+  struct stat info{};
+  return stat(folder.c_str(), &info) == 0 ? info.st_dev * 0x9E3779B97F4A7C15 ^ info.st_ino : 0;
+}
+
 }  // namespace
 
 int count(const ProcessorMask& mask) {
@@ -147,8 +154,9 @@ ProcessorMask allowed_processors() {
   return mask;
 }
 
-int processor_quota(const std::string& root) {
+Quota processor_quota(const std::string& root) {
   int least = kUnlimited;
+  std::string where;
   std::ifstream mounts(root + "/proc/self/mountinfo");
   for (std::string line; std::getline(mounts, line);) {
     const auto hierarchy = hierarchy_of(line, root);
@@ -156,13 +164,36 @@ int processor_quota(const std::string& root) {
       continue;
     }
     for (auto group = hierarchy->group; true; group.erase(group.rfind('/'))) {
-      least = std::min(least, quota_in(hierarchy->mount + group, hierarchy->is_v2));
+      const auto folder = hierarchy->mount + group;
+      if (const int quota = quota_in(folder, hierarchy->is_v2); quota < least) {
+        least = quota;
+        where = folder;
+      }
       if (group.rfind('/') == std::string::npos) {
         break;
       }
     }
   }
-  return least == kUnlimited ? 0 : least;
+  return least == kUnlimited ? Quota{} : Quota{least, identity_of(where)};
+}
+
+bool is_too_little(const std::vector<Allowance>& of_ranks) {
+  ProcessorMask all{};
+  for (const auto& [processors, quota] : of_ranks) {
+    std::transform(all.begin(), all.end(), processors.begin(), all.begin(), std::bit_or<>());
+  }
+  const auto are_more = [&](int limit, auto&& is_one_of_them) {
+    return std::count_if(of_ranks.begin(), of_ranks.end(), is_one_of_them) > limit;
+  };
+  return are_more(count(all), [](const Allowance&) { return true; }) ||
+         std::any_of(of_ranks.begin(), of_ranks.end(), [&](const Allowance& rank) {
+           const auto& [processors, quota] = rank;
+           return are_more(count(processors),
+                           [&](const Allowance& other) { return is_within(other.processors, processors); }) ||
+                  (quota.processors > 0 && are_more(quota.processors, [&](const Allowance& other) {
+                     return other.quota.processors > 0 && other.quota.group == quota.group;
+                   }));
+         });
 }
 
 int memory_node(const ProcessorMask& allowed, int current, const std::string& root) {

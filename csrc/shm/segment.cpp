@@ -113,7 +113,9 @@ void write_header(std::byte* base, int64_t bytes, int rank, int size, std::optio
   header->rank = rank;
   header->size = size;
   header->cpu_mask = allowed_processors();
-  header->quota = processor_quota();
+  const auto quota = processor_quota();
+  header->quota = quota.processors;
+  header->quota_group = quota.group;
   header->node = node ? *node : memory_node(header->cpu_mask, sched_getcpu());
   header->state.store(static_cast<uint32_t>(RankState::kOpen));
   header->culprit.store(-1);

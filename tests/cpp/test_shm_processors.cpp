@@ -37,7 +37,7 @@ class Machine {
   std::string root_;
 };
 
-int quota_with(const Files& files) { return processor_quota(Machine(files).root()); }
+int quota_with(const Files& files) { return processor_quota(Machine(files).root()).processors; }
 
 constexpr const char* kMounts = "/proc/self/mountinfo";
 constexpr const char* kGroups = "/proc/self/cgroup";
@@ -163,7 +163,8 @@ TEST(shm_processors_of_this_process_are_in_its_header) {
   const auto& header = *reinterpret_cast<const Header*>(segment.base());
   CHECK(count(header.cpu_mask) >= 1);
   CHECK(header.cpu_mask == allowed_processors());
-  CHECK_EQ(header.quota, processor_quota());
+  CHECK_EQ(header.quota, processor_quota().processors);
+  CHECK_EQ(header.quota_group, processor_quota().group);
   const Segment elsewhere(0, 1, 0, 7);
   CHECK_EQ(reinterpret_cast<const Header*>(elsewhere.base())->node, 7);
 }
@@ -188,6 +189,54 @@ TEST(shm_processors_are_crowded_below_one_each) {
   CHECK(!is_crowded());
   host.header(1).quota = 3;
   CHECK(is_crowded());
+  for (int rank = 0; rank < 4; ++rank) {  // a container each
+    host.header(rank).quota = 1;
+    host.header(rank).quota_group = 100 + rank;
+  }
+  CHECK(!is_crowded());
+  host.header(3).quota_group = 100;
+  CHECK(is_crowded());
+}
+
+// As schedulers bind tasks.
+TEST(shm_processors_are_too_little_for_ranks_that_may_run_nowhere_else) {
+  const auto bound = [](std::initializer_list<ProcessorMask> masks) {
+    std::vector<Allowance> ranks;
+    for (const auto& mask : masks) ranks.push_back({mask, {}});
+    return is_too_little(ranks);
+  };
+  CHECK(!bound({mask_of({0, 1}), mask_of({0, 1}), mask_of({2, 3}), mask_of({2, 3})}));
+  CHECK(bound({mask_of({0, 1}), mask_of({0, 1}), mask_of({0, 1}), mask_of({2, 3, 4, 5, 6, 7})}));
+  CHECK(bound({mask_of({0}), mask_of({0}), mask_of({1, 2, 3})}));
+  CHECK(!bound({mask_of({0}), mask_of({0, 1, 2, 3}), mask_of({0, 1, 2, 3})}));
+  CHECK(bound({mask_of({0, 1}), mask_of({1, 2}), mask_of({2, 0}), mask_of({1})}));
+}
+
+TEST(shm_processors_of_groups_that_are_limited_apart) {
+  const auto limited = [](std::initializer_list<Quota> quotas) {
+    std::vector<Allowance> ranks;
+    for (const auto& quota : quotas) ranks.push_back({mask_of({0, 1, 2, 3, 4, 5, 6, 7}), quota});
+    return is_too_little(ranks);
+  };
+  CHECK(!limited({{2, 7}, {2, 7}, {2, 8}, {2, 8}}));
+  CHECK(limited({{2, 7}, {2, 7}, {2, 7}, {8, 8}}));
+  CHECK(limited({{1, 7}, {1, 7}, {0, 0}}));
+  CHECK(!limited({{1, 7}, {0, 0}, {0, 0}, {0, 0}}));
+}
+
+TEST(shm_processors_a_quota_is_that_of_a_folder) {
+  const auto limits = {std::pair{kMounts, kV2},
+                       {kGroups, "0::/a/b\n"},
+                       {"/cg/a/cpu.max", "200000 100000"},
+                       {"/cg/a/b/cpu.max", "300000 100000"}};
+  const Machine one(limits), other(limits);
+  CHECK_EQ(processor_quota(one.root()).processors, 2);
+  CHECK_EQ(processor_quota(one.root()).group, processor_quota(one.root()).group);
+  CHECK(processor_quota(one.root()).group != processor_quota(other.root()).group);
+  std::ofstream(one.root() + "/proc/self/cgroup") << "0::/a\n";  // the same limit, without a group inside
+  const auto around = processor_quota(one.root());
+  std::ofstream(one.root() + "/proc/self/cgroup") << "0::/a/b\n";
+  CHECK_EQ(around.group, processor_quota(one.root()).group);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from typing import Any
 
 import pytest
@@ -102,9 +103,10 @@ def test_one_process_gets_the_module_itself(kind: str, initialised: bool):
     run_ranks(work, 1)
 
 
-def test_several_processes_without_a_process_group_are_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match="WORLD_SIZE is 2, .*init_process_group"):
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_several_processes_without_a_process_group_are_an_error(monkeypatch: pytest.MonkeyPatch, variable: str):
+    monkeypatch.setenv(variable, "2")
+    with pytest.raises(RuntimeError, match=f"{variable} is 2, .*init_process_group"):
         parallelize(Net())
     with pytest.raises(RuntimeError, match="init_process_group"):
         device_mesh(ParallelConfig())
@@ -235,8 +237,19 @@ def test_hsdp_shards_over_a_host_unless_told_otherwise(monkeypatch: pytest.Monke
         return info.dp.world_size, info.mp.world_size
 
     assert run_ranks(work, 4) == [(1, 4)] * 4
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert run_ranks(work, 4) == [(2, 2)] * 4
+    # One torchrun for each rank, as Spark starts them: they share the host all the same.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert run_ranks(work, 4) == [(1, 4)] * 4
+
+    def work_on(hosts: str, rank: int) -> tuple[int, int]:
+        os.environ["TORCHDDP_HOST_ID"] = hosts[rank]
+        return work(rank)
+
+    assert run_ranks(lambda rank: work_on("aabb", rank), 4) == [(2, 2)] * 4
+    assert (
+        run_ranks(lambda rank: work_on("abab", rank), 4) == [(1, 4)] * 4
+    )  # no neighbours: Slurm's cyclic distribution
+    assert run_ranks(lambda rank: work_on("aab", rank), 3) == [(1, 3)] * 3
 
 
 def test_options_of_fsdp_arrive():

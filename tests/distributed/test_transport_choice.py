@@ -43,6 +43,26 @@ def test_ranks_of_a_host_share_memory(ddp_class, world_size):
     assert run_ranks(work, world_size) == ["shm"] * world_size
 
 
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "4"},  # a torchrun for each rank
+        {"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""},  # srun
+    ],
+)
+def test_what_launchers_know_of_a_host_does_not_count(ddp_class, monkeypatch, launcher):
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+
+    def work(rank):
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]})
+        ddp = ddp_class(seeded(Mlp))
+        assert_trains(ddp, rank)
+        return transport_of(ddp)
+
+    assert run_ranks(work, 4) == ["shm"] * 4
+
+
 def test_one_rank_alone_has_nobody_to_share_with(ddp_class):
     assert run_ranks(lambda rank: transport_of(ddp_class(seeded(Mlp))), 1) == ["c10d"]
 

@@ -1,7 +1,6 @@
 """torchddp.install() and uninstall(): what they switch, say and refuse. Training: tests/distributed/test_install.py."""
 
 import inspect
-import logging
 import os
 import pickle
 import subprocess
@@ -139,25 +138,91 @@ def test_classes_derived_meanwhile_are_derived_from_ours() -> None:
 # --- what is said ---
 
 
-def test_it_says_so_once_and_on_rank_0(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install_module, "_announced", False)
-    monkeypatch.setenv("RANK", "1")
+class OwnMeta(PLAIN):  # type: ignore[misc, valid-type]
+    pass
+
+
+def test_classes_derived_before_get_back_what_they_had() -> None:
+    class Before(TorchDDP):
+        pass
+
+    class OfBefore(Before):
+        pass
+
+    class Special(TorchDDP, metaclass=OwnMeta):
+        pass
+
     with torchddp.install():
-        pass
-    assert not caplog.records
-    monkeypatch.setenv("RANK", "0")
+        assert type(Before) is type(OfBefore) is type(TorchDDP) is not PLAIN and type(Special) is OwnMeta
+    assert type(Before) is type(OfBefore) is PLAIN and type(Special) is OwnMeta
 
-    class DerivedBefore(TorchDDP):
-        pass
 
-    for _ in range(2):
-        with torchddp.install():
-            pass
-    (record,) = caplog.records
-    assert (record.name, record.levelno) == ("torchddp", logging.WARNING)
-    assert "torch.nn.parallel.DistributedDataParallel makes torchddp's class in this process" in record.message
-    _, _, derived = record.message.partition("Derived from torch's before, and so without it: ")
-    assert f"{__name__}.{DerivedBefore.__qualname__}" in derived.split(", ")  # other tests may have derived some too
+# --- what is said. When models are made: tests/distributed/test_announcements.py. ---
+
+GROUP = (
+    "import torch, torch.distributed as dist; from torch.nn.parallel import DistributedDataParallel as D; "
+    "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
+)
+CLAIM = "torch.nn.parallel.DistributedDataParallel makes torchddp's class in this process"
+ELSEWHERE = "torchddp.install() here changes this process alone, and none of"
+
+
+def test_nothing_is_claimed_before_a_model_is_made() -> None:
+    done = python("-c", f"{GROUP}import torchddp; torchddp.install(); print(dist.get_rank())", GLOO_SOCKET_IFNAME="lo")
+    assert done.stdout == "0\n" and done.stderr == "", done.stderr
+
+
+def test_classes_derived_before_are_named() -> None:
+    derive = "\nclass Before(D): pass\nimport torchddp; torchddp.install(); "
+    done = python("-c", GROUP + derive + "D(torch.nn.Linear(2, 2))", GLOO_SOCKET_IFNAME="lo")
+    assert done.stderr.count(CLAIM) == 1, done.stderr
+    assert done.stderr.endswith("Derived from torch's before, and so without it: __main__.Before\n"), done.stderr
+    done = python("-c", GROUP + derive + "[Before(torch.nn.Linear(2, 2)) for _ in 'ab']", GLOO_SOCKET_IFNAME="lo")
+    assert CLAIM not in done.stderr and done.stderr.count("__main__.Before was derived from torch's") == 1, done.stderr
+
+
+RAY = """
+import os
+SCRIPT_MODE, WORKER_MODE = 0, 1
+class worker: mode = int(os.environ["MODE"]) if os.environ.get("MODE") else None
+def is_initialized(): return worker.mode is not None
+def get_runtime_context():
+    class context: pass
+    context.worker = worker
+    return context
+"""
+SPARK = """
+import os
+class SparkContext: _active_spark_context = object() if os.environ["MODE"] == "0" else None
+class TaskContext:
+    @staticmethod
+    def get(): return object() if os.environ["MODE"] == "1" else None
+"""
+
+
+@pytest.mark.parametrize(("module", "engine", "source"), [("ray", "Ray", RAY), ("pyspark", "Spark", SPARK)])
+def test_a_driver_is_told_that_its_workers_are_elsewhere(tmp_path: Path, module: str, engine: str, source: str) -> None:
+    (tmp_path / f"{module}.py").write_text(source)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+
+    def said(code: str, mode: str, **environment: str) -> tuple[int, int]:
+        """How often the line came, and how often of it before the last of what the program prints itself."""
+        code += "import sys; print('the end', file=sys.stderr, flush=True)"
+        done = python("-c", code, PYTHONPATH=path, MODE=mode, GLOO_SOCKET_IFNAME="lo", **environment)
+        assert done.returncode == 0, done.stderr
+        line = f"{ELSEWHERE} {engine}'s workers: call it in the function that {engine} runs on them, or set "
+        return done.stderr.count(line), done.stderr.partition("the end")[0].count(line)
+
+    driver = f"import {module}, torchddp; torchddp.install(); torchddp.install(); "
+    assert said(driver, mode="0") == (1, 1)
+    assert said(f"import torchddp; torchddp.install(); import {module}; ", mode="") == (1, 0)  # begun afterwards
+    assert said(driver, mode="1") == (0, 0)  # a worker
+    assert said(driver, mode="", RANK="0", WORLD_SIZE="1") == (0, 0)  # torchrun's
+    assert said(f"{GROUP}import torchddp; torchddp.install(); D(torch.nn.Linear(1, 1)); import {module}; ", "") == (
+        0,
+        0,
+    )
+    assert said("import torchddp; torchddp.install(); ", mode="") == (0, 0)  # no engine
 
 
 # --- what is imported ---

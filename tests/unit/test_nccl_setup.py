@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.harness import run_ranks
 from torchddp import _C
-from torchddp.transport import nccl, select
+from torchddp.transport import nccl, once
 from torchddp.transport.agreement import StoreExchange, connect_all, part_of_store
 from torchddp.transport.nccl import NcclPeer
 from torchddp.transport.select import intended_transport, open_transport
@@ -405,7 +405,7 @@ def test_auto_takes_nccl_for_a_nccl_group(monkeypatch, backend, with_cuda, devic
 
 def test_a_model_on_a_gpu_is_told_once_that_the_build_has_no_cuda(monkeypatch, caplog):
     monkeypatch.delenv("TORCHDDP_TRANSPORT", raising=False)
-    select._warn_of_cpu_build.cache_clear()
+    monkeypatch.setattr(once, "_said", set())
     group, backends, known = fake_group("nccl")
     with backends, known, mock.patch.object(_C, "with_cuda", False):
         for devices in ([torch.device("cpu")], [CUDA], [CUDA]):

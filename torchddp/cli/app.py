@@ -8,6 +8,7 @@ import typer
 
 from torchddp.bench import cli as bench
 from torchddp.cli import doctor, simulate, trace, tune
+from torchddp.harness.srun import tell_ranks
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -26,6 +27,7 @@ def torchddp(
     ] = False,
 ) -> None:
     """Tools around torchddp.DistributedDataParallel."""
+    tell_ranks()
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

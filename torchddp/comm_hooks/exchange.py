@@ -23,7 +23,8 @@ from torch.distributed.distributed_c10d import _world
 
 from torchddp import _C
 from torchddp.transport import interruptible, select
-from torchddp.transport.agreement import GroupExchange, align_group_counts, ranks_by
+from torchddp.transport.agreement import GroupExchange, align_group_counts, ranks_of_hosts
+from torchddp.transport.once import is_first_in_job
 
 logger = logging.getLogger(__name__)
 
@@ -211,12 +212,12 @@ def _hosts_to_sum_in(group: Any, hierarchical: bool | str) -> list[list[int]]:
         raise ValueError(f"hierarchical must be True, False or 'auto', got {hierarchical!r}")
     if hierarchical is False:
         return []
-    hosts = list(ranks_by(GroupExchange(group).gather(_C.host_identity())).values())
+    hosts = ranks_of_hosts(GroupExchange(group))
     sizes = [len(host) for host in hosts]
     if max(sizes) == 1 or (hierarchical == "auto" and len(hosts) == 1):
         return []
     if len(set(sizes)) > 1:
-        if group.rank() == 0:
+        if is_first_in_job("hosts have unequal ranks", group):
             logger.warning(
                 "compressed gradients go from rank to rank, not from host to host: the hosts have %s ranks",
                 " and ".join(map(str, sizes)),

@@ -13,26 +13,23 @@ installed, and a metaclass decides what calling the class makes. So:
 * There is nothing to restore but the metaclass, and nothing that a module imported later could have missed.
 
 A class that is derived from torch's while installed gets ours as its base (the metaclass makes it). One that
-was derived before keeps torch's: its instances may be there already.
+was derived before keeps torch's: its instances may be there already. It has the other metaclass meanwhile too, which
+tells of the first model that such a class makes.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import threading
 from contextlib import ExitStack
 from typing import Any
 
-import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from torchddp import _C
 from torchddp._import_check import is_command
 from torchddp.ddp.module import DistributedDataParallel
-
-logger = logging.getLogger("torchddp")
+from torchddp.integrations import announce
 
 ENV = "TORCHDDP_INSTALL"
 _OFF = ("", "0")
@@ -43,7 +40,6 @@ _DEFAULTABLE = _ARGUMENTS[1:]  # all but the module
 
 _lock = threading.RLock()
 _defaults: dict[str, Any] | None = None  # None: not installed
-_announced = False
 
 
 def install(**defaults: Any) -> ExitStack:
@@ -57,8 +53,8 @@ def install(**defaults: Any) -> ExitStack:
 
     However the class was reached, also by names that were imported before. Classes that are derived from torch's class
     while this is installed derive from torchddp's; those derived before keep torch's, and are named in a warning.
-    Models that are already there stay what they are. Says so once per process, on rank 0 (environment variable RANK),
-    as a warning of the logger "torchddp".
+    Models that are already there stay what they are. The logger "torchddp" warns of it once in a job: on rank 0, when
+    the first model is made. In a driver of Ray or Spark, whose workers this does not reach, it warns of that instead.
 
     In a ``with``, the state before the call comes back at the end, whatever happens inside. Calls may be nested and
     repeated. Not collective, but every rank must do the same. Processes started afterwards by fork have it
@@ -82,7 +78,7 @@ def install(**defaults: Any) -> ExitStack:
     with _lock:
         before = _back_to(_defaults)
         _switch({**(_defaults or {}), **defaults})
-    _announce(int(os.environ.get("RANK") or 0))
+    announce.look_for_workers_elsewhere()
     return before
 
 
@@ -115,7 +111,7 @@ def install_by_variable() -> None:
         return
     check_variable(value)
     with _lock:
-        _switch(_defaults or {})  # without a word: that a rank's model is ours, its construction says
+        _switch(_defaults or {})
 
 
 def check_variable(value: str) -> None:
@@ -131,6 +127,7 @@ class DerivedDDP(DistributedDataParallel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **_with_defaults(args, kwargs))
+        announce.model_made(self, type(self))
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
         if "_options" not in self.__dict__:
@@ -146,11 +143,14 @@ class _InstalledMeta(_PlainMeta):
     """That of torch's class while torchddp is installed: Note [What is replaced]."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is not TorchDDP or _defaults is None:
+        if _defaults is None or issubclass(cls, DistributedDataParallel):
             return super().__call__(*args, **kwargs)
+        if cls is not TorchDDP:
+            model = super().__call__(*args, **kwargs)
+            announce.torchs_model_made(model)
+            return model
         model = DistributedDataParallel(*args, **_with_defaults(args, kwargs))
-        if not _announced:
-            _announce(dist.get_rank() if dist.is_initialized() else 0)
+        announce.model_made(model, TorchDDP)
         return model
 
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
@@ -171,23 +171,12 @@ def _switch(defaults: dict[str, Any] | None) -> None:
     global _defaults
     with _lock:
         _defaults = defaults
-        TorchDDP.__class__ = _PlainMeta if defaults is None else _InstalledMeta  # type: ignore[assignment]
+        off, on = (_InstalledMeta, _PlainMeta) if defaults is None else (_PlainMeta, _InstalledMeta)
+        for cls in (TorchDDP, *announce.derived_early()):
+            if type(cls) is off:  # else it has one of its own
+                cls.__class__ = on
 
 
 def _with_defaults(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     by_place = _ARGUMENTS[: len(args)]
     return {**{name: value for name, value in (_defaults or {}).items() if name not in by_place}, **kwargs}
-
-
-def _announce(rank: int) -> None:
-    """Once per process, by rank 0. With it, what this can't reach: classes that were derived before."""
-    global _announced
-    if _announced or rank != 0:
-        return
-    _announced = True
-    message = f"torchddp {_C.version}: torch.nn.parallel.DistributedDataParallel makes torchddp's class in this process"
-    derived = [c for c in TorchDDP.__subclasses__() if c.__module__.partition(".")[0] not in ("torch", "torchddp")]
-    if derived:
-        names = ", ".join(f"{c.__module__}.{c.__qualname__}" for c in derived)
-        message += f". Derived from torch's before, and so without it: {names}"
-    logger.warning(message)

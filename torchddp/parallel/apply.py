@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, overload
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import DeviceMesh
@@ -67,9 +66,8 @@ def parallelize(
     _check_optimizer(optimizer)
     _check_model(model)
     groups.require_process_group()
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
     has_dtensors = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    layout = groups.plan_layout(config, world_size, groups.ranks_of_a_host(), has_dtensors)
+    layout = groups.layout_here(config, has_dtensors)
     if layout.kind == "sharded" and optimizer is None:
         raise ValueError("kind 'sharded' shards the optimizer's state: pass optimizer=functools.partial(AdamW, lr=...)")
     mesh = groups.open_groups(layout, config, config.device_type or _device_type(model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import weakref
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchddp.parallel.config import ParallelConfig
+from torchddp.transport.agreement import StoreExchange, part_of_store, ranks_of_hosts
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ class _Made:
 
 
 _made: list[_Made] = []
+_HOSTS_TIMEOUT = datetime.timedelta(minutes=10)  # as torch's stores wait, for ranks whose models take longer to make
+_host_sizes: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def device_mesh(config: ParallelConfig) -> DeviceMesh:
@@ -148,7 +152,7 @@ def device_mesh(config: ParallelConfig) -> DeviceMesh:
     if not dist.is_initialized():
         raise RuntimeError("a mesh needs a process group: call torch.distributed.init_process_group first")
     wants_plan = config.chosen_kind in ("ddp", "fsdp") and (config.model_parallel or 1) > 1
-    layout = plan_layout(config, dist.get_world_size(), ranks_of_a_host(), wants_plan)
+    layout = layout_here(config, wants_plan)
     mesh = open_groups(layout, config, config.device_type or ("cuda" if torch.cuda.is_available() else "cpu"))
     assert mesh is not None
     return mesh
@@ -205,18 +209,39 @@ def _info_of(mesh: DeviceMesh | None) -> ParallelGroupInfo:
 
 def require_process_group() -> None:
     """RuntimeError if a launcher has started several processes and there is no process group."""
-    started = os.environ.get("WORLD_SIZE", "1")
-    if not dist.is_initialized() and started.isdigit() and int(started) > 1:
-        raise RuntimeError(
-            f"WORLD_SIZE is {started}, but there is no process group: call torch.distributed.init_process_group first"
-        )
+    if dist.is_initialized():
+        return
+    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        started = os.environ.get(name, "1")
+        if started.isdigit() and int(started) > 1:
+            raise RuntimeError(
+                f"{name} is {started}, but there is no process group: call torch.distributed.init_process_group first"
+            )
+
+
+def layout_here(config: ParallelConfig, tensor_parallel: bool) -> Layout:
+    """`plan_layout` among the ranks that there are. With HSDP, the first call in a process group is collective."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    of_a_host = ranks_of_a_host() if config.chosen_kind == "hsdp" else world_size
+    return plan_layout(config, world_size, of_a_host, tensor_parallel)
 
 
 def ranks_of_a_host() -> int:
-    """Number of ranks on this host as torchrun says (LOCAL_WORLD_SIZE), or of all."""
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    return min(int(local), world_size) if local.isdigit() and int(local) > 0 else world_size
+    """Number of ranks of each host, if all have as many and they are neighbours; else of all ranks.
+
+    The first call in a process group is collective. Ranks tell each other, over the store: launchers know of those
+    that they have started themselves, and a model's GPU may not be chosen yet.
+    """
+    world = _world()
+    if world is None or world.size() == 1:
+        return 1
+    if world not in _host_sizes:
+        store = part_of_store(world, "hosts")
+        hosts = ranks_of_hosts(StoreExchange(store, world.rank(), world.size(), _HOSTS_TIMEOUT, "parallelize()"))
+        size = len(hosts[0])
+        are_blocks = all(ranks == list(range(size * n, size * (n + 1))) for n, ranks in enumerate(hosts))
+        _host_sizes[world] = size if are_blocks else world.size()
+    return _host_sizes[world]
 
 
 def _world() -> dist.ProcessGroup | None:

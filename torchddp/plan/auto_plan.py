@@ -20,6 +20,7 @@ from torchddp.plan.plan_cache import PlanKey, fingerprint, kept_plan
 from torchddp.plan.step_profile import LinearCost
 from torchddp.transport.agreement import TransportExchange, ranks_per_host
 from torchddp.transport.message_cost import NoRoomError
+from torchddp.transport.once import is_first_in_job
 
 logger = logging.getLogger("torchddp.distributed")
 
@@ -143,7 +144,7 @@ class AutoPlan:
         try:
             cost = measure_cost(transport, self._session.device, self._session.wait_limit)
         except NoRoomError as error:
-            logger.warning("bucket_cap_mb='auto': the buckets stay as they are, for %s.", error)
+            _warn_that_buckets_stay(str(error), self._session.process_group)
             return
         decision = self.decision = decide(self._session.specs, times, cost, self._reducer.plan)
         count = len(self._reducer.plan)
@@ -214,7 +215,7 @@ class BucketPlanning(StepObserver):
     @torch._disable_dynamo
     def _carry_on(self, planning: AutoPlan) -> None:
         if reason := self._reason_not_to_plan():
-            logger.warning("bucket_cap_mb='auto': the buckets stay as they are, for %s.", reason)
+            _warn_that_buckets_stay(reason, self._session.process_group)
             self.close()
             return
         is_over = True  # also if planning fails
@@ -234,6 +235,11 @@ class BucketPlanning(StepObserver):
         if self._session.has_comm_hook:
             return "a communication hook may keep state by bucket, and what it costs is not known"
         return "a captured CUDA graph holds them" if self._session.reducer.is_in_graph else ""
+
+
+def _warn_that_buckets_stay(reason: str, process_group: dist.ProcessGroup) -> None:
+    if is_first_in_job(f"buckets stay, for {reason}", process_group):
+        logger.warning("bucket_cap_mb='auto': the buckets stay as they are, for %s.", reason)
 
 
 def plan_key(session: ReducerSession) -> PlanKey:

@@ -226,6 +226,11 @@ def list_problems(by_rank: Sequence[str]) -> str:
     )
 
 
+def ranks_of_hosts(exchange: GroupExchange | StoreExchange) -> list[list[int]]:
+    """The ranks of each host, in the order of their first ones: by what the host is, whoever started them there."""
+    return list(ranks_by(exchange.gather(_C.host_identity())).values())
+
+
 def ranks_per_host(exchange: TransportExchange) -> int:
     """How many ranks the fullest host has."""
     hosts = exchange.gather([zlib.crc32(_C.host_identity().encode())])

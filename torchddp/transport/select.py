@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from torchddp import _C
 from torchddp._import_check import running_versions, wheel_advice
 from torchddp.transport import nccl, shm
 from torchddp.transport.agreement import GroupExchange, backend_of
+from torchddp.transport.once import is_first_in_job
 
 logger = logging.getLogger(__name__)
 
@@ -144,15 +144,10 @@ def _not_on_one_gpu(devices: Sequence[torch.device]) -> str:
 
 def _no_cuda(process_group: dist.ProcessGroup) -> str:
     """Models on a GPU train with a CPU build too, but slowly, and pip can't tell the builds apart."""
-    if process_group.rank() == 0:
-        _warn_of_cpu_build()
+    if is_first_in_job("built without CUDA", process_group):
+        advice = wheel_advice(_C.version, running_versions())
+        logger.warning("the model is on a GPU, but this torchddp was built without CUDA, which is slow. %s", advice)
     return "this torchddp was built without CUDA"
-
-
-@functools.cache  # once is enough
-def _warn_of_cpu_build() -> None:
-    advice = wheel_advice(_C.version, running_versions())
-    logger.warning("the model is on a GPU, but this torchddp was built without CUDA, which is slow. %s", advice)
 
 
 def open_transport(
@@ -187,7 +182,7 @@ def open_transport(
         return outcome
     if choice != "auto":
         raise RuntimeError(f"transport={choice!r} is impossible: {outcome}")
-    if process_group.rank() == 0:
+    if is_first_in_job(f"{kind.name} is impossible: {outcome}", process_group):
         logger.warning("torchddp reduces through the process group: transport %r is impossible: %s", kind.name, outcome)
     return _C.C10dTransport(process_group)
 

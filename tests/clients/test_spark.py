@@ -1,0 +1,73 @@
+"""Spark's TorchDistributor: install() in the function that it runs, its ranks in the driver or one in each task."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("pyspark") is None:
+    pytest.skip("Spark is not installed: make test-clients", allow_module_level=True)
+if shutil.which("java") is None:
+    pytest.skip("Spark needs a JVM: apt-get install default-jre-headless", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parents[2]
+CLAIM = "makes torchddp's class in this process"
+DRIVER = "torchddp.install() here changes this process alone, and none of Spark's workers"
+TIMEOUT_S = 240
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
+
+
+def run(where: str, ranks: int, folder: Path, *options: str, **more: str) -> tuple[str, list[dict[str, Any]]]:
+    """What driver and ranks said, and what the ranks found."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHDDP_")}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "SPARK_LOCAL_IP": "127.0.0.1", **more}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.clients.spark_job", where, str(ranks), str(folder), *options],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S - 10,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "done by rank" in said, said
+    return said, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def assert_announced_once(found: list[dict[str, Any]]) -> None:
+    """By what the ranks log; Spark shows lines of tasks twice where those share the driver's terminal."""
+    assert [sum(CLAIM in message for message in rank["said"]) for rank in found] == [1, *[0] * (len(found) - 1)]
+
+
+def test_ranks_of_the_driver(tmp_path: Path) -> None:
+    said, found = run("driver", 2, tmp_path, "install")
+    for rank in found:
+        assert rank["same"] and rank["steps"] == 3 and rank["transport"] == "shm"
+        assert not rank["installed before"]  # what the driver did
+    assert_announced_once(found)
+    assert said.count(DRIVER) == 1
+
+
+def test_a_rank_in_each_task(tmp_path: Path) -> None:
+    said, found = run("tasks", 2, tmp_path)
+    for rank in found:
+        assert rank["local"] == ["0", "1"]  # as if each had a host of its own
+        assert rank["same"] and rank["steps"] == 3 and rank["transport"] == "shm"
+    assert_announced_once(found)
+    assert DRIVER not in said
+
+
+@pytest.mark.slow
+def test_the_variable_installs_on_the_ranks(tmp_path: Path) -> None:
+    _, found = run("driver", 2, tmp_path, TORCHDDP_INSTALL="1")
+    assert [rank["installed before"] for rank in found] == [True, True]

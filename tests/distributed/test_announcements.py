@@ -1,0 +1,176 @@
+"""What is announced is announced once in a job, whoever started its ranks, and only where it took effect."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
+import torchddp
+from tests import framework
+from tests.harness import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+CLAIM = "torch.nn.parallel.DistributedDataParallel makes torchddp's class in this process"
+
+
+class Said(logging.Handler):
+    """What the package has logged as warnings in this process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+        logging.getLogger("torchddp").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def count(self, words: str) -> int:
+        return sum(words in message for message in self.messages)
+
+
+def net() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are told who they are by nothing but their process group."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_once_in_a_job_by_the_rank_0_of_its_first_model(world_size: int) -> None:
+    def work(rank: int) -> tuple[int, int]:
+        said = Said()
+        torchddp.install()
+        before = said.count(CLAIM)
+        for _ in range(2):
+            framework.wrap(net())
+        return before, said.count(CLAIM)
+
+    assert run_ranks(work, world_size) == [(0, int(rank == 0)) for rank in range(world_size)]
+
+
+def test_models_of_several_groups_are_one_job() -> None:
+    def work(rank: int) -> int:
+        said = Said()
+        torchddp.install()
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        framework.wrap(net(), process_group=groups[rank // 2])
+        return said.count(CLAIM)
+
+    counts = run_ranks(work, 4)
+    assert sum(counts) == 1 and counts[1] == counts[3] == 0
+
+
+def test_where_rank_0_has_no_model() -> None:
+    def work(rank: int) -> int:
+        said = Said()
+        torchddp.install()
+        group = dist.new_group([1, 2])
+        if rank > 0:
+            framework.wrap(net(), process_group=group)
+        return said.count(CLAIM)
+
+    assert run_ranks(work, 3) == [0, 1, 0]
+
+
+def test_a_derived_class_is_announced_with_its_first_model() -> None:
+    def work(rank: int) -> tuple[int, list[str]]:
+        said = Said()
+        with torchddp.install():
+
+            class Derived(TorchDDP):
+                pass
+
+            before = len(said.messages)
+            for _ in range(2):
+                Derived(net())
+            framework.wrap(net())
+        return before, said.messages
+
+    (before, messages), (_, others) = run_ranks(work, 2)
+    assert before == 0 and len(messages) == 1 and others == []
+    assert f"{CLAIM}, first for {__name__}." in messages[0] and "Derived, which is derived from it" in messages[0]
+
+
+def test_a_class_that_keeps_torchs_reducer_claims_nothing_and_says_why() -> None:
+    def work(rank: int) -> tuple[int, int]:
+        said = Said()
+        torchddp.install()
+        for _ in range(2):
+            assert not isinstance(framework.DerivedBefore(net()), torchddp.DDP)
+        early = said.count("tests.framework.DerivedBefore was derived from torch's DistributedDataParallel before")
+        return said.count(CLAIM), early
+
+    assert run_ranks(work, 2) == [(0, 1), (0, 0)]
+
+
+def test_nothing_is_claimed_where_the_model_could_not_be_made() -> None:
+    def work(rank: int) -> int:
+        said = Said()
+        torchddp.install()
+        with pytest.raises(RuntimeError):
+            framework.wrap(nn.Identity())
+        return said.count(CLAIM)
+
+    assert run_ranks(work, 2) == [0, 0]
+
+
+def test_a_transport_that_can_not_be_had_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "-1")
+
+    def work(rank: int) -> tuple[int, list[str]]:
+        said = Said()
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        names = [torchddp.DDP(net(), process_group=group).reducer.transport.name for group in (None, pairs[rank // 2])]
+        return said.count("transport 'shm' is impossible"), names
+
+    found = run_ranks(work, 4)
+    assert sum(count for count, _ in found) <= 2  # what the world has against it, and what a pair has: other ranks
+    assert {name for _, names in found for name in names} == {"c10d"}
+
+
+SPAWNED = """
+import sys, torch, torch.distributed as dist, torch.multiprocessing
+from torch.nn.parallel import DistributedDataParallel as D
+
+def work(rank, size, file, model):
+    import torchddp
+    torchddp.install()
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
+    if model:
+        print(type(D(torch.nn.Linear(2, 2))).__module__, flush=True)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    import torchddp
+    torchddp.install()
+    torch.multiprocessing.spawn(work, (2, sys.argv[1], sys.argv[2] == "model"), nprocs=2)
+"""
+
+
+@pytest.mark.parametrize(("model", "announced"), [("model", 1), ("none", 0)])
+def test_under_spawn(tmp_path: Path, model: str, announced: int) -> None:
+    (tmp_path / "program.py").write_text(SPAWNED)
+    environment: dict[str, Any] = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHDDP_", "PYTHON"))}
+    environment |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "program.py", str(tmp_path / "store"), model],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == ["torchddp.ddp.module"] * 2 * announced
+    assert done.stderr.count(CLAIM) == announced and done.stderr.count("torchddp") <= 4 * announced, done.stderr

@@ -1,0 +1,159 @@
+"""The manifests of examples/kubeflow, without a cluster: what they say, and that their command trains with what the
+operators set. Each pod is a torchrun of this host here, whose ranks don't share memory with those of the other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.slurm import clean_environment, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "kubeflow"
+CLAIM = "makes torchddp's class in this process"
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Pods:
+    """What a manifest makes of itself once an operator has read it: how many pods, and what is in one."""
+
+    count: int
+    ranks_each: int
+    spec: dict[str, Any]
+    container: dict[str, Any]
+    operators_variables: dict[str, str]  # but for what a pod has alone
+
+    def variables_of(self, pod: int) -> dict[str, str]:
+        own = {entry["name"]: entry["value"] for entry in self.container["env"]}
+        return {**own, **self.operators_variables, "PET_NODE_RANK": str(pod)}
+
+
+def pytorchjob(port: int) -> Pods:
+    (job,) = yaml.safe_load_all((FOLDER / "pytorchjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    policy, worker = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    spec = worker["template"]["spec"]
+    (container,) = spec["containers"]
+    assert container["name"] == "pytorch" and container["ports"][0]["name"] == "pytorchjob-port"
+    assert policy["minReplicas"] == policy["maxReplicas"] == worker["replicas"]
+    (ranks,) = [word.partition("=")[2] for word in container["command"] if word.startswith("--nproc-per-node=")]
+    variables = {
+        "PET_RDZV_BACKEND": policy["rdzvBackend"],
+        "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
+        "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
+        "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return Pods(worker["replicas"], int(ranks), spec, container, variables)
+
+
+def trainjob(port: int) -> Pods:
+    runtime, job = yaml.safe_load_all((FOLDER / "trainjob.yaml").read_text())
+    assert {part["apiVersion"] for part in (runtime, job)} == {"trainer.kubeflow.org/v1alpha1"}
+    assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
+    reference = job["spec"]["runtimeRef"]
+    assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["template"]["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"] == "trainer"
+    spec = replicated["template"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    trainer = job["spec"]["trainer"]
+    assert container["name"] == replicated["name"] == "node"
+    variables = {
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(port),
+    }
+    merged = {
+        **container,
+        **{key: trainer[key] for key in ("command", "env")},
+        "resources": trainer["resourcesPerNode"],
+    }
+    return Pods(trainer["numNodes"], trainer["numProcPerNode"], spec, merged, variables)
+
+
+@pytest.fixture(params=[pytorchjob, trainjob], ids=["PyTorchJob", "TrainJob"])
+def pods(request: pytest.FixtureRequest) -> Pods:
+    return request.param(free_port())
+
+
+def size_of(text: str) -> int:
+    units = {"Mi": MIB, "Gi": 1024 * MIB}
+    return int(text[:-2]) * units[text[-2:]]
+
+
+def test_a_pod_has_what_its_ranks_need_and_no_more(pods: Pods) -> None:
+    limits, variables = pods.container["resources"]["limits"], pods.variables_of(0)
+    assert int(limits["cpu"]) == pods.ranks_each * int(variables["OMP_NUM_THREADS"])
+    assert pods.container["resources"]["requests"] == limits  # else other pods take the processors of waiting ranks
+    volumes = {volume["name"]: volume["emptyDir"] for volume in pods.spec["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in pods.container["volumeMounts"]}
+    assert mounts["/dev/shm"]["medium"] == "Memory"
+    assert size_of(mounts["/dev/shm"]["sizeLimit"]) < size_of(limits["memory"])  # of which it is a part
+    assert variables["TORCHDDP_HANG_REPORT_DIR"] in mounts and "/tmp" in mounts
+    assert pods.spec["securityContext"]["runAsNonRoot"] and pods.spec["securityContext"]["runAsUser"] > 0
+    assert pods.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    own = pods.container["securityContext"]
+    assert own["allowPrivilegeEscalation"] is False and own["capabilities"] == {"drop": ["ALL"]}
+    assert not {"hostIPC", "hostPID", "hostNetwork"} & pods.spec.keys()
+
+
+PROGRAM = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as D
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = D(torch.nn.Linear(2, 2))
+model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+print("rank", dist.get_rank(), "of", dist.get_world_size(), type(model).__module__, model.reducer.transport.name,
+      "mean", float(model.module.weight.grad[0, 0]), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_command_trains_with_what_the_operator_sets(pods: Pods, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    program, *arguments = pods.container["command"]
+    assert program == "torchrun"
+    (tmp_path / "reports").mkdir()
+    here = {
+        "PYTHONPATH": str(ROOT),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHDDP_HANG_REPORT_DIR": str(tmp_path / "reports"),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *arguments],
+            # Pods have other network namespaces, and so other identities, as hosts have.
+            env={**clean_environment(), **pods.variables_of(pod), **here, "TORCHDDP_HOST_ID": f"pod {pod}"},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for pod in range(pods.count)
+    ]
+    try:
+        said = [process.communicate(timeout=250) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    output, errors = "".join(out for out, _ in said), "".join(error for _, error in said)
+    assert [process.returncode for process in started] == [0] * pods.count, output + errors
+    world = pods.count * pods.ranks_each
+    mean = sum(range(world)) / world
+    expected = [f"rank {rank} of {world} torchddp.ddp.module shm mean {mean}" for rank in range(world)]
+    assert sorted(output.splitlines()) == expected
+    assert errors.count(CLAIM) == 1, errors

@@ -1,0 +1,158 @@
+"""Ranks that srun starts: under a Slurm of this host where there is one, and under an imitation of its launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.chaos.leaks import holders_of, shared_files
+from tests import slurm
+
+ROOT = Path(__file__).resolve().parents[2]
+TASK = (sys.executable, "-m", "tests.distributed.slurm_task")
+CLAIM = "makes torchddp's class in this process"
+TIMEOUT_S = 170
+
+pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
+
+
+@pytest.fixture(scope="module", params=["imitation", pytest.param("slurm", marks=pytest.mark.slow)])
+def srun(request: pytest.FixtureRequest) -> Iterator[slurm.Srun]:
+    if request.param == "imitation":
+        yield slurm.imitated_srun(TIMEOUT_S)
+    elif problem := slurm.reason_against():
+        pytest.skip(problem)
+    else:
+        with slurm.cluster() as environment:
+            yield slurm.real_srun(environment, TIMEOUT_S)
+
+
+@pytest.fixture
+def settings() -> dict[str, str]:
+    """As the batch script of docs/slurm.md exports them."""
+    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(slurm.free_port())}
+    return settings | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+
+def found_by(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+@pytest.mark.parametrize("tasks", [2, 4])
+def test_tasks_of_a_node_share_memory_with_torchs_weights(
+    srun: slurm.Srun, settings: dict[str, str], tmp_path: Path, tasks: int
+) -> None:
+    done = srun(tasks, *TASK, str(tmp_path), "train", **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = found_by(tmp_path)
+    assert len(found) == tasks
+    for task in found:
+        assert task["class"] == "torchddp.ddp.module" and task["transport"] == "shm"
+        assert task["torchrun's"] == [] and len(task["processors"]) == 1
+        assert task["same"] or tasks > 2  # gloo adds up more than two in another order
+    if tasks == 2 and len(os.sched_getaffinity(0)) > 1:
+        assert found[0]["processors"] != found[1]["processors"]
+    assert done.stderr.count(CLAIM) == 1, done.stderr  # on one of them, though RANK is nowhere
+
+
+def test_a_private_folder_for_shared_memory_is_no_obstacle(
+    srun: slurm.Srun, settings: dict[str, str], tmp_path: Path
+) -> None:
+    """As with Slurm's job_container/tmpfs: each task has a /dev/shm that others don't see."""
+    own = f"mount -t tmpfs none /dev/shm && exec {' '.join(TASK)} {tmp_path} train"
+    done = srun(2, "unshare", "--mount", "sh", "-c", own, **settings)
+    if "Operation not permitted" in done.stderr:
+        pytest.skip("mounts are not allowed here")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [task["transport"] for task in found_by(tmp_path)] == ["shm", "shm"]
+
+
+def test_a_task_that_is_killed_ends_the_others_and_leaves_nothing(
+    srun: slurm.Srun, settings: dict[str, str], tmp_path: Path
+) -> None:
+    done = srun(3, *TASK, str(tmp_path), "die", **settings)
+    assert done.returncode != 0
+    found = found_by(tmp_path)
+    assert len(found) == 2, done.stdout + done.stderr
+    for task in found:
+        assert "step 4: the reduction of bucket 0" in task["error"] and "ank 1 " in task["error"], task
+        assert task["seconds"] < 30 and task["segments"]
+        assert holders_of(set(task["segments"])) == []
+    assert shared_files() == set()
+
+
+def test_torchrun_in_one_task_of_each_node(srun: slurm.Srun, settings: dict[str, str], tmp_path: Path) -> None:
+    endpoint = f"127.0.0.1:{settings['MASTER_PORT']}"
+    launcher = ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command = [sys.executable, *launcher, "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1", *TASK[1:]]
+    done = srun(1, *command, str(tmp_path), "train", **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = found_by(tmp_path)
+    assert [(task["transport"], task["same"]) for task in found] == [("shm", True)] * 2
+    assert done.stderr.count(CLAIM) == 1
+
+
+PROGRAM = """
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as D
+dist.init_process_group("gloo")
+model = D(torch.nn.Linear(2, 2))
+print(dist.get_rank(), os.environ["LOCAL_RANK"], type(model).__module__, model.reducer.transport.name, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_unmodified_programs_under_run(srun: slurm.Srun, settings: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    del settings["MASTER_ADDR"], settings["MASTER_PORT"]  # found by run
+    done = srun(2, sys.executable, "-m", "torchddp.run", str(tmp_path / "program.py"), **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert lines == [f"{rank} {rank} torchddp.ddp.module shm" for rank in range(2)]
+    assert done.stderr.count(CLAIM) == 1
+
+
+@pytest.mark.slow
+def test_the_pages_scripts(tmp_path: Path) -> None:
+    """With one node and two ranks, for that is what there is here."""
+    if problem := slurm.reason_against():
+        pytest.skip(problem)
+    page = (ROOT / "docs" / "slurm.md").read_text()
+    scripts = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", page, re.DOTALL)
+    (program,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
+    unmodified = program.replace('"gloo", rank=rank, world_size=world_size', '"gloo"').replace("SLURM_PROCID", "RANK")
+    unmodified = unmodified.replace("SLURM_NTASKS", "WORLD_SIZE").replace("from torchddp", "from torch.nn.parallel")
+    smaller = {"--nodes=2": "--nodes=1", r"-per-node=4": "-per-node=2", r"--cpus-per-task=\d+": "--cpus-per-task=1"}
+    more = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    assert len(scripts) == 2
+    with slurm.cluster() as environment:
+        environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
+        for number, (script, source) in enumerate(zip(scripts, (program, unmodified), strict=True)):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            (folder / "train.py").write_text(source)
+            for pattern, small in smaller.items():
+                script = re.sub(pattern, small, script)
+            # The node has as many processors as it has; torchrun looks for its host's name.
+            script = script.replace("torchrun ", "torchrun --local-addr 127.0.0.1 ").replace("--cpu-bind=cores", "")
+            (folder / "job.sh").write_text(script)
+            done = subprocess.run(
+                ["sbatch", "--wait", "--output", "said.txt", "job.sh"],
+                env={**environment, **more},
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
+            said = (folder / "said.txt").read_text()
+            assert done.returncode == 0, done.stderr + said
+            assert [f"rank {rank} of 2 reduces over shm" in said for rank in range(2)] == [True, True], said
+            assert said.count(CLAIM) == number  # the second is unmodified

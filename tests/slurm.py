@@ -1,0 +1,217 @@
+"""A Slurm of one node on this host, for tests; and a launcher that starts tasks as srun does, where there is none.
+
+    python -m tests.slurm srun --ntasks 2 --cpu-bind threads python train.py
+
+starts munge, slurmctld and slurmd (Debian: apt-get install slurmd slurmctld slurm-client munge), runs the command among
+them, and ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
+READY_TIMEOUT_S = 30.0
+CONFIGURATION = """
+ClusterName=torchddp
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmdPort={node_port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/affinity
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+ReturnToService=2
+NodeName={host} NodeAddr=127.0.0.1 CPUs={processors} State=UNKNOWN
+PartitionName=all Nodes={host} Default=YES State=UP OverSubscribe=YES
+"""
+# As in a shell that no launcher has started.
+OTHERS = ("SLURM", "SRUN", "TORCHELASTIC", "TORCHDDP_")
+TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+Run = subprocess.CompletedProcess[str]
+# srun(tasks, command, **environment): what came of it.
+Srun = Callable[..., Run]
+
+
+def clean_environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(OTHERS) and k not in TORCHRUNS}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+# --- the real one ---
+
+
+def reason_against() -> str:
+    """Why there can be no Slurm here, or nothing."""
+    # Daemons are where only root looks.
+    missing = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
+    if missing:
+        return f"no Slurm ({', '.join(missing)} missing): apt-get install slurmd slurmctld slurm-client munge"
+    return "" if os.geteuid() == 0 else "Slurm's daemons need root"
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[dict[str, str]]:
+    """The environment in which srun and sbatch find a cluster of this host. RuntimeError if it does not start."""
+    # Not pytest's folder: the name of a Unix socket is short, and munge wants that nobody else may write there.
+    folder = Path(tempfile.mkdtemp(prefix="torchddp-slurm-"))
+    environment = {**clean_environment(), "SLURM_CONF": str(folder / "slurm.conf")}
+    environment["PATH"] += ":/usr/sbin:/sbin"
+    started: list[Path] = []
+    try:
+        _configure(folder)
+        munge = [
+            "munged",
+            "--force",
+            *(f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")),
+        ]
+        for name, command in (
+            ("munge", [*munge, f"--socket={folder}/munge.socket"]),
+            ("slurmctld", ["slurmctld"]),
+            ("slurmd", ["slurmd"]),
+        ):
+            started.append(folder / f"{name}.pid")
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=READY_TIMEOUT_S)
+            if done.returncode != 0:
+                raise RuntimeError(f"{name} did not start: {done.stderr}")
+        _await_idle(environment, folder)
+        yield environment
+    finally:
+        for path in reversed(started):
+            _end(path)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _configure(folder: Path) -> None:
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    (folder / "slurm.conf").write_text(
+        CONFIGURATION.format(
+            host=socket.gethostname().partition(".")[0],
+            folder=folder,
+            controller_port=free_port(),
+            node_port=free_port(),
+            processors=os.cpu_count(),
+        )
+    )
+
+
+def _await_idle(environment: Mapping[str, str], folder: Path) -> None:
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(
+                ["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True, timeout=5
+            )
+            if done.stdout.strip() == "idle":
+                return
+        time.sleep(0.2)
+    logs = [line for name in ("slurmctld", "slurmd") for line in _lines(folder / f"{name}.log")[-5:]]
+    raise RuntimeError("\n".join(["the node did not come up", *logs]))
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _end(pid_file: Path) -> None:
+    """Of a daemon that this has started: its file has its number."""
+    with contextlib.suppress(OSError, ValueError):
+        pid = int(pid_file.read_text())
+        os.kill(pid, signal.SIGTERM)
+        for _ in range(100):
+            os.kill(pid, 0)
+            time.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+
+
+def real_srun(environment: Mapping[str, str], timeout_s: float) -> Srun:
+    def srun(tasks: int, *command: str, **more: str) -> Run:
+        options = ["--ntasks", str(tasks), "--cpu-bind", "threads", "--wait", "60"]
+        if tasks > (os.cpu_count() or 1):
+            options.append("--overcommit")
+        return subprocess.run(
+            ["srun", *options, *command], env={**environment, **more}, capture_output=True, text=True, timeout=timeout_s
+        )
+
+    return srun
+
+
+# --- the imitation ---
+
+
+def task_variables(task: int, tasks: int) -> dict[str, str]:
+    """Of Slurm 22.05's on one node, what programs look at."""
+    host = socket.gethostname().partition(".")[0]
+    of_the_step = {"STEP_ID": "0", "STEPID": "0", "STEP_NODELIST": host, "STEP_NUM_NODES": "1", "NTASKS": str(tasks)}
+    of_the_step |= {"STEP_NUM_TASKS": str(tasks), "STEP_TASKS_PER_NODE": str(tasks), "NPROCS": str(tasks)}
+    of_the_job = {"JOB_ID": str(os.getpid()), "JOB_NODELIST": host, "NODELIST": host, "NNODES": "1"}
+    own = {"PROCID": str(task), "LOCALID": str(task), "NODEID": "0", "CPU_BIND_TYPE": "mask_cpu:"}
+    return {f"SLURM_{name}": value for name, value in {**of_the_step, **of_the_job, **own}.items()}
+
+
+def imitated_srun(timeout_s: float) -> Srun:
+    """Each task with Slurm's variables and a processor of its own; they share what the tasks print, and no more."""
+
+    def srun(tasks: int, *command: str, **more: str) -> Run:
+        allowed = sorted(os.sched_getaffinity(0))
+        started = [
+            subprocess.Popen(
+                ["taskset", "--cpu-list", str(allowed[task % len(allowed)]), *command],
+                env={**clean_environment(), **task_variables(task, tasks), **more},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            for task in range(tasks)
+        ]
+        try:
+            said = [process.communicate(timeout=timeout_s) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        code = max((abs(process.returncode) for process in started), default=0)
+        return Run(command, code, "".join(out for out, _ in said), "".join(errors for _, errors in said))
+
+    return srun
+
+
+if __name__ == "__main__":
+    if problem := reason_against():
+        sys.exit(problem)
+    with cluster() as found:
+        sys.exit(subprocess.run(sys.argv[1:], env=found).returncode)

@@ -1,0 +1,82 @@
+"""What srun's tasks are told in torchrun's words. Under srun: tests/distributed/test_slurm.py."""
+
+import os
+
+import pytest
+
+from torchddp.harness.srun import first_host, tasks_by_node, tell_ranks, torchrun_variables
+
+TASK = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NODELIST": "n[08-09]",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+}
+TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def test_a_task_learns_what_torchrun_says() -> None:
+    found = torchrun_variables(TASK)
+    port = found.pop("MASTER_PORT")
+    assert found == {
+        "RANK": "2",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "n08",
+    }
+    assert 20_000 <= int(port) < 30_000
+    others = {**TASK, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+    assert torchrun_variables(others)["MASTER_PORT"] == port  # of the same step
+    assert torchrun_variables({**TASK, "SLURM_STEP_ID": "3"})["MASTER_PORT"] != port
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"SLURM_STEP_NUM_TASKS": "1"},  # of one task: torchrun inside of it starts the ranks
+        {"SLURM_STEP_ID": ""},  # a batch script
+        {"SLURM_PROCID": ""},
+    ],
+)
+def test_elsewhere_nothing_is_told(changes: dict[str, str]) -> None:
+    assert torchrun_variables({**TASK, **changes}) == {}
+    assert torchrun_variables({}) == {}
+
+
+def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TOLD:  # put back afterwards
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in TASK.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "7")
+    tell_ranks()
+    assert "WORLD_SIZE" not in os.environ
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    tell_ranks()
+    assert (os.environ["RANK"], os.environ["MASTER_ADDR"]) == ("2", "10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("vm", "vm"),
+        ("a,b[1-2]", "a"),
+        ("node[08-11,20],login", "node08"),
+        ("rack[1-2]n[3,4]", "rack1n3"),
+        ("n[7]-ib", "n7-ib"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_tasks_of_each_node() -> None:
+    assert tasks_by_node("2(x3),1") == [2, 2, 2, 1]
+    assert tasks_by_node("4") == [4] and tasks_by_node("") == []

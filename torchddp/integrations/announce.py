@@ -1,0 +1,121 @@
+"""What torchddp.install() says: in a job once, where it took effect; in a driver, that it does not reach workers."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from types import ModuleType
+
+import torch.distributed as dist
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
+from torchddp import _C
+from torchddp.ddp.module import DistributedDataParallel
+from torchddp.transport.once import is_first_in_job
+
+logger = logging.getLogger("torchddp")
+
+_models = 0  # of ours, by torch's class or one that is derived from it
+_warned = False  # of workers that are elsewhere
+
+
+def model_made(model: DistributedDataParallel, made_by: type) -> None:
+    """The job's first one is announced; with it, what was derived too early."""
+    global _models
+    _models += 1
+    if not is_first_in_job("torch's class makes ours", model.process_group):
+        return
+    message = f"torchddp {_C.version}: torch.nn.parallel.DistributedDataParallel makes torchddp's class in this process"
+    if made_by is not TorchDDP:
+        message += f", first for {_name(made_by)}, which is derived from it"
+    if early := [_name(c) for c in derived_early()]:
+        message += f". Derived from torch's before, and so without it: {', '.join(early)}"
+    logger.warning(message)
+
+
+def torchs_model_made(model: TorchDDP) -> None:
+    """Of a class that was derived before: said once in a job for each."""
+    name = _name(type(model))
+    if is_first_in_job(f"{name} keeps torch's", model.process_group):
+        logger.warning(
+            "%s was derived from torch's DistributedDataParallel before torchddp.install(), and so its models keep "
+            "torch's reducer: call install() before the import of %s",
+            name,
+            type(model).__module__,
+        )
+
+
+def derived_early() -> list[type]:
+    """Classes of others that are derived from torch's, and not from ours."""
+    found: list[type] = []
+    todo = TorchDDP.__subclasses__()
+    for cls in todo:
+        if not issubclass(cls, DistributedDataParallel):
+            todo.extend(cls.__subclasses__())
+            if cls.__module__.partition(".")[0] not in ("torch", "torchddp"):
+                found.append(cls)
+    return found
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+# --- drivers: processes that train nothing themselves ---
+
+
+def look_for_workers_elsewhere() -> None:
+    """Called by install(). Warns at once where this process drives an engine already, else at its end, if none of its
+    models is ours and it has used an engine; never in an engine's workers."""
+    if dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys() or _is_worker():
+        return
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
+    if engine := _driven():
+        _warn(engine)
+
+
+def _at_exit() -> None:
+    engines = {"ray": "Ray", "pyspark": "Spark"}
+    loaded = [name for module, name in engines.items() if module in sys.modules]
+    if loaded and not _models:
+        _warn(loaded[0])
+
+
+def _warn(engine: str) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        logger.warning(
+            "torchddp.install() here changes this process alone, and none of %s's workers: call it in the function "
+            "that %s runs on them, or set TORCHDDP_INSTALL=1 for them and import torchddp there",
+            engine,
+            engine,
+        )
+
+
+def _is_worker() -> bool:
+    ray, spark = sys.modules.get("ray"), sys.modules.get("pyspark")
+    return (_mode_of(ray) is not None and _mode_of(ray) == getattr(ray, "WORKER_MODE", None)) or (
+        spark is not None and hasattr(spark, "TaskContext") and spark.TaskContext.get() is not None
+    )
+
+
+def _driven() -> str:
+    """The engine whose driver this process is by now, or nothing."""
+    if _mode_of(sys.modules.get("ray")) is not None:
+        return "Ray"
+    spark = sys.modules.get("pyspark")
+    if getattr(getattr(spark, "SparkContext", None), "_active_spark_context", None) is not None:
+        return "Spark"
+    return ""
+
+
+def _mode_of(ray: ModuleType | None) -> int | None:
+    """Ray's number for what this process is to it; None while it is nothing."""
+    if ray is None or not hasattr(ray, "is_initialized") or not ray.is_initialized():
+        return None
+    mode: int | None = getattr(getattr(ray.get_runtime_context(), "worker", None), "mode", None)
+    return mode
