@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import torchddp
 from tests.distributed.test_reducer_status import Branching
-from tests.harness import run_outcomes, run_ranks
+from tests.harness import keep_until_exit, run_outcomes, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded, step_on
 from torchddp.diagnose import diagnosis
 
@@ -335,6 +335,7 @@ def test_the_process_with_the_store_is_stopped(tmp_path):
         if rank > 0:
             store = dist.TCPStore("127.0.0.1", port[0], is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        keep_until_exit(dist.group.WORLD)  # to destroy it, gloo would wait for the reduction that hangs
         ddp = torchddp.DistributedDataParallel(
             seeded(Mlp), transport="c10d", timeout=timedelta(seconds=9), stall_report_s=STALL_S
         )

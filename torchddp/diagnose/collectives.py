@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchddp.ddp.options import stall_limit_s
+from torchddp.ddp.options import check_stall_report, stall_limit_s
 from torchddp.diagnose import watched
 from torchddp.diagnose.calls import CallWaits
 from torchddp.diagnose.monitor import HangMonitor, Wait, monitor_of
@@ -62,9 +62,9 @@ def watch_collectives(*, stall_report_s: float | None = None) -> ExitStack:
     Raises:
         TypeError, ValueError: the limit, or the variable's, is no finite number of 0 or more.
     """
-    limit_s = stall_limit_s(stall_report_s, math.inf)
+    check_stall_report(stall_report_s)
     stack = ExitStack()
-    if limit_s == 0 or dist.get_debug_level() == dist.DebugLevel.DETAIL:
+    if stall_limit_s(stall_report_s, math.inf) == 0 or dist.get_debug_level() == dist.DebugLevel.DETAIL:
         return stack
     watcher = object()
     with _lock:
