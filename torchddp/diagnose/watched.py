@@ -48,12 +48,14 @@ class _Kind:
         is_counted: whether all ranks of the group make this call, in one order.
         tensor: the parameter with a tensor that all ranks have; empty: none.
         detail: who sends or receives, as `Call.detail`.
+        group: the process group; empty: the parameter of that name, if there is one. None is the default group.
     """
 
     names: tuple[str, ...]
     is_counted: str = "True"
     tensor: str = ""
     detail: str = "None"
+    group: str = ""
 
 
 _FROM, _TO = "(('from', src, group_src),)", "(('to', dst, group_dst),)"
@@ -85,7 +87,7 @@ _KINDS = (
     _Kind(("recv", "irecv"), "False", tensor="tensor", detail=_FROM),
     _Kind(("send_object_list",), "False", detail=_TO),
     _Kind(("recv_object_list",), "False", detail=_FROM),
-    _Kind(("batch_isend_irecv",), "False", detail="peers_of(p2p_op_list)"),
+    _Kind(("batch_isend_irecv",), "False", detail="peers_of(p2p_op_list)", group="group_of(p2p_op_list)"),
 )
 
 _FILE = os.path.join(os.path.dirname(dist.__file__), "<torchddp watches {name}>")
@@ -149,6 +151,15 @@ def _peers_of(operations: object) -> list[tuple[str, int, None]]:
         return []
 
 
+def _group_of(operations: object) -> dist.ProcessGroup | None:
+    """As `_peers_of`; a batch has one group."""
+    try:
+        found: dist.ProcessGroup | None = operations[0].group  # type: ignore[index]
+        return found
+    except Exception:
+        return None
+
+
 def _keep_started(result: object, call: tuple[Any, ...]) -> None:
     for work in result if isinstance(result, list) else (result,):
         if isinstance(work, dist.Work):
@@ -160,6 +171,7 @@ _NAMES = {
     "caller": calls.caller,
     "get_ident": threading.get_ident,
     "getframe": sys._getframe,
+    "group_of": _group_of,
     "inner_files": calls.inner_files,
     "keep_started": _keep_started,
     "logs": calls.logs,
@@ -259,10 +271,8 @@ def _watched(bare: types.FunctionType, kind: _Kind) -> Function:
     own = inspect.signature(bare).parameters
     name = bare.__name__
     default = "world._default_pg"  # default_pg is a property, which costs ten times as much
-    given = next((parameter for parameter in ("group", "parent_pg") if parameter in own), None)
-    group = f"({default} if {given} is None else {given})" if given else default
-    if name == "batch_isend_irecv":
-        group = f"(p2p_op_list[0].group or {default})"
+    given = kind.group or next((parameter for parameter in ("group", "parent_pg") if parameter in own), "None")
+    group = f"({default} if {given} is None else {given})"
     code = _TEMPLATE.format(
         name=name,
         parameters=parameters,
