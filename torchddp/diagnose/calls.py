@@ -39,7 +39,8 @@ class Call(NamedTuple):
         number: of the group's collectives, from 1; 0 for messages between two ranks and other calls not counted.
         function: its name in torch.distributed; `WAIT` for a wait for what was started before.
         shape, dtype: of the first tensor that all ranks have one of; None for other calls.
-        detail: the root, peers or, for a wait, a weak reference to the work.
+        detail: the root or peer as ("from", rank, rank in the group), a list of those, or for a wait a weak reference
+            to the work.
         code, at: of the caller, and the instruction there.
         thread: that called.
     """
@@ -253,7 +254,8 @@ def _peers_of(call: Call) -> list[tuple[str, int]]:
 
 def _pairs_of(call: Call) -> Iterator[tuple[str, int]]:
     """('to', 3) or ('from', 3) with ranks of the job; -1: anybody."""
-    for direction, rank, group_rank in call.detail or ():
+    of_one = isinstance(call.detail, tuple)
+    for direction, rank, group_rank in [call.detail] if of_one else call.detail or ():
         if rank is None and group_rank is not None and call.log is not None:
             group = call.log.group()
             rank = dist.get_global_rank(group, group_rank) if group is not None else None

@@ -58,7 +58,7 @@ class _Kind:
     group: str = ""
 
 
-_FROM, _TO = "(('from', src, group_src),)", "(('to', dst, group_dst),)"
+_FROM, _TO = "('from', src, group_src)", "('to', dst, group_dst)"
 _KINDS = (
     _Kind(("all_reduce", "all_gather"), tensor="tensor"),
     _Kind(("broadcast", "scatter"), tensor="tensor", detail=_FROM),
@@ -126,15 +126,18 @@ def {name}({parameters}):
     finally:
         del active[me]
     if result is not None:
-        keep_started(result, call)
+        if isinstance(result, Work):
+            started.append((ref(result), call))
+        else:
+            keep_started(result, call)
     return result
 """
 
 _WAIT_TEMPLATE = """
 def wait(self, *args, **kwargs):
     me = get_ident()
-    if me in active:
-        return bare(self, *args, **kwargs)
+    if me in active:  # of most calls that wait by themselves
+        return bare(self, *args, **kwargs) if args or kwargs else bare(self)
     active[me] = (0, 'wait', None, None, ref(self), *caller(), me, None)
     try:
         return bare(self, *args, **kwargs)
@@ -161,12 +164,13 @@ def _group_of(operations: object) -> dist.ProcessGroup | None:
 
 
 def _keep_started(result: object, call: tuple[Any, ...]) -> None:
-    for work in result if isinstance(result, list) else (result,):
-        if isinstance(work, dist.Work):
-            calls.started.append((weakref.ref(work), call))
+    """Of a batch; other functions return other things."""
+    if isinstance(result, list):
+        calls.started.extend((weakref.ref(work), call) for work in result if isinstance(work, dist.Work))
 
 
 _NAMES = {
+    "Work": dist.Work,
     "active": calls.active,
     "caller": calls.caller,
     "get_ident": threading.get_ident,
@@ -180,6 +184,7 @@ _NAMES = {
     "outer_frame": calls.outer_frame,
     "peers_of": _peers_of,
     "ref": weakref.ref,
+    "started": calls.started,
     "training": rank_state.training,
     "world": c10d._world,
 }
