@@ -53,7 +53,7 @@ def cost_ns(call: Callable[[], object], rounds: int = ROUNDS) -> Summary:
     order = random.Random(0)
     found = []
     for _ in range(rounds):
-        timed = {}
+        timed: dict[bool, float] = {}
         for watches in order.sample([False, True], 2):
             if watches:
                 with torchddp.watch_collectives():
