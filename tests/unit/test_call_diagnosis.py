@@ -29,8 +29,8 @@ def absent(rank, **more):
 def test_one_rank_in_another_call():
     finding = diagnose([*(in_call(rank, "barrier", 33) for rank in range(3)), in_call(3, "all_reduce", 120)])
     assert finding.headline == (
-        'rank 3 waits in all_reduce at train.py:120 (4th on group "default"), ranks 0-2 in barrier at train.py:33: they '
-        "differ from call 4 on; the longest wait is 61.2 s"
+        'rank 3 waits in all_reduce at train.py:120 (4th on group "default"), ranks 0-2 in barrier at train.py:33: '
+        "they differ from call 4 on; the longest wait is 61.2 s"
     )
     assert [culprit.rank for culprit in finding.culprits] == [3] and finding.waiting == [0, 1, 2, 3]
     assert finding.waits_for == 'barrier (4th on group "default")'
@@ -87,8 +87,8 @@ def test_other_groups_and_messages():
         in_call(3, "recv", 8, number=0, peers=[("from", 1)]),
     ]
     headline = diagnose(states).headline
-    assert 'rank 1 waits in barrier at train.py:12 (2nd on group "tp" of ranks 1 and 3)' in headline
-    assert 'rank 3 in recv from rank 1 at train.py:8 (group "default")' in headline
+    assert 'rank 1 in barrier at train.py:12 (2nd on group "tp" of ranks 1 and 3)' in headline
+    assert 'rank 3 waits in recv from rank 1 at train.py:8 (group "default")' in headline
     assert 'ranks 0 and 2 in barrier at train.py:33 (4th on group "default")' in headline
 
 
