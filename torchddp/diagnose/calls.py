@@ -6,6 +6,7 @@ one plain tuple a call, put where one operation of Python's puts it: no lock is 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -118,26 +119,25 @@ _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = sysconfig.get_paths()["purelib"] + os.sep
 
 
+@functools.cache
 def _is_inner(file: str) -> bool:
     if file.startswith((_TORCH, _OWN, "<frozen")) or file.endswith("typing_extensions.py"):
         return True
     return file.startswith(_LIBRARY) and not file.startswith(_SITE)
 
 
-class _InnerFiles(dict[str, bool]):
-    def __missing__(self, file: str) -> bool:
-        self[file] = found = _is_inner(file)
-        return found
-
-
-# By file: whether its frames are torch's, Python's or ours.
-inner_files = _InnerFiles()
+# Files whose frames are the program's, as far as they have been met.
+outer_files: set[str] = set()
 
 
 def outer_frame(frame: FrameType | None) -> FrameType | None:
     """The first frame from here on outwards that is the program's; None on threads that run no code of the program."""
     for _ in range(_MAX_DEPTH):
-        if frame is None or not inner_files[frame.f_code.co_filename]:
+        if frame is None:
+            return None
+        file = frame.f_code.co_filename
+        if file in outer_files or not _is_inner(file):
+            outer_files.add(file)
             return frame
         frame = frame.f_back
     return None

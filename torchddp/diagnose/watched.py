@@ -100,12 +100,14 @@ def {name}({parameters}):
     if log is None:
         return bare({arguments})
     frame = getframe(2)
-    if inner_files[frame.f_code.co_filename]:
+    code = frame.f_code
+    if code.co_filename not in outer_files:
         frame = outer_frame(frame)
-    if frame is None:
-        code, at = None, 0
+        code = None if frame is None else frame.f_code
+    if code is None:
+        at = 0
     else:
-        code, at = frame.f_code, frame.f_lasti
+        at = frame.f_lasti
         training.thread = me
     try:
         shape, dtype = {shape}
@@ -176,11 +178,11 @@ _NAMES = {
     "get_ident": threading.get_ident,
     "getframe": sys._getframe,
     "group_of": _group_of,
-    "inner_files": calls.inner_files,
     "keep_started": _keep_started,
     "logs": calls.logs,
     "note_exception": rank_state.note_exception,
     "open_log": calls.open_log,
+    "outer_files": calls.outer_files,
     "outer_frame": calls.outer_frame,
     "peers_of": _peers_of,
     "ref": weakref.ref,
