@@ -18,6 +18,7 @@ from torchddp._import_check import check_extension, is_command
 
 if TYPE_CHECKING:
     from torchddp.composable import replicate
+    from torchddp.diagnose.collectives import watch_collectives
     from torchddp.diagnose.fail_together import PeerFailedError, fail_together
     from torchddp.diagnose.parameters import check_parameters
     from torchddp.integrations.install import install, installed, uninstall
@@ -65,6 +66,7 @@ __all__ = [
     "parallelize",
     "replicate",
     "uninstall",
+    "watch_collectives",
 ]
 
 # Importing these costs more than most programs want.
@@ -80,6 +82,7 @@ _MODULE_OF = {
     "parallelize": "parallel",
     "replicate": "composable",
     "uninstall": "integrations.install",
+    "watch_collectives": "diagnose.collectives",
 }
 _MODULES = (
     "averaging",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import torchddp
 from tests.distributed.test_reducer_status import Branching
-from tests.harness import run_outcomes, run_ranks
+from tests.harness import keep_until_exit, run_outcomes, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded, step_on
 from torchddp.diagnose import diagnosis
 
@@ -202,6 +202,10 @@ def monitor_of(ddp):
     return None if reports is None else reports.monitor
 
 
+def stall_limit_of(ddp):
+    return ddp.observers.get("hang_reports").waits.stall_s
+
+
 def test_no_report_without_a_stall(tmp_path):
     """A slow rank below the limit, buffers, a deleted model, a destroyed group: silence, also in other logs."""
 
@@ -218,18 +222,18 @@ def test_no_report_without_a_stall(tmp_path):
             if rank == 1:
                 time.sleep(STALL_S / 4)
             step_on(ddp, rank, step)
-        assert not monitor._task.closed
+        assert len(monitor._sources) == 1
         del ddp
         until_s = time.monotonic() + 5
-        while not monitor._task.closed and time.monotonic() < until_s:
+        while monitor._sources and time.monotonic() < until_s:
             time.sleep(0.02)
-        assert monitor._task.closed
+        assert not monitor._sources
         for options in ({"stall_report_s": 0}, {"init_sync": True}):
             other = torchddp.DistributedDataParallel(seeded(Mlp), **options)
-            monitor = monitor_of(other)
-            assert (monitor is None) == ("stall_report_s" in options)
-            if monitor is not None:
-                assert monitor._stall_s == 10.0  # a third of the group's timeout
+            assert (monitor_of(other) is None) == ("stall_report_s" in options)
+            if monitor_of(other) is not None:
+                assert monitor_of(other) is monitor  # one for all models of the process
+                assert stall_limit_of(other) == 10.0  # a third of the group's timeout
         dist.barrier()
         dist.destroy_process_group()
         time.sleep(0.3)
@@ -331,6 +335,7 @@ def test_the_process_with_the_store_is_stopped(tmp_path):
         if rank > 0:
             store = dist.TCPStore("127.0.0.1", port[0], is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        keep_until_exit(dist.group.WORLD)  # to destroy it, gloo would wait for the reduction that hangs
         ddp = torchddp.DistributedDataParallel(
             seeded(Mlp), transport="c10d", timeout=timedelta(seconds=9), stall_report_s=STALL_S
         )
@@ -365,7 +370,7 @@ def test_wrong_limits():
         with pytest.raises(ValueError, match="TORCHDDP_STALL_REPORT_S must hold seconds"):
             torchddp.DistributedDataParallel(seeded(Mlp))
         os.environ["TORCHDDP_STALL_REPORT_S"] = "7"
-        assert monitor_of(torchddp.DistributedDataParallel(seeded(Mlp)))._stall_s == 7
-        assert monitor_of(torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=5))._stall_s == 5
+        assert stall_limit_of(torchddp.DistributedDataParallel(seeded(Mlp))) == 7
+        assert stall_limit_of(torchddp.DistributedDataParallel(seeded(Mlp), stall_report_s=5)) == 5
 
     run_ranks(work, 2)

@@ -182,7 +182,7 @@ class DDPOptions:
     def __post_init__(self) -> None:
         _check_caps(self.bucket_cap_mb, self.bucket_cap_mb_list)
         select.check_choice(self.transport)
-        _check_stall_report(self.stall_report_s)
+        check_stall_report(self.stall_report_s)
         if self.wire_dtype not in (None, torch.bfloat16, torch.float16):
             raise ValueError(f"wire_dtype must be torch.bfloat16, torch.float16 or None, got {self.wire_dtype!r}")
         if self.find_nonfinite not in (False, True, RAISE):
@@ -378,7 +378,7 @@ def stall_limit_s(asked_for_s: float | None, timeout_s: float) -> float:
         source = STALL_ENV
         try:
             asked_for_s = float(text)
-            _check_stall_report(asked_for_s)
+            check_stall_report(asked_for_s)
         except ValueError:
             raise ValueError(
                 f"the environment variable {STALL_ENV} must hold seconds, 0 (no reports) or more; got {text!r}"
@@ -393,7 +393,7 @@ def stall_limit_s(asked_for_s: float | None, timeout_s: float) -> float:
     return float(asked_for_s)
 
 
-def _check_stall_report(stall_report_s: object) -> None:
+def check_stall_report(stall_report_s: object) -> None:
     if stall_report_s is None:
         return
     if isinstance(stall_report_s, bool) or not isinstance(stall_report_s, int | float):

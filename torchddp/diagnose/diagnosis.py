@@ -15,7 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchddp.diagnose.rank_state import GONE, STOPPED, RankState, collective_in, user_part
+from torchddp.diagnose.call_diagnosis import CallDiagnosis, call_in
+from torchddp.diagnose.rank_state import (
+    GONE,
+    STOPPED,
+    RankState,
+    collective_in,
+    ranks_text,
+    user_part,
+)
 from torchddp.whole_file import write_whole
 
 FOLDER_ENV = "TORCHDDP_HANG_REPORT_DIR"
@@ -38,56 +46,64 @@ class Finding:
     """Why the ranks stand still.
 
     Attributes:
+        headline: one sentence.
         culprits: those that are waited for; none if all wait for each other.
         waiting: ranks that wait, and for how long the one that waits longest.
-        waits_for: what those wait for, with its bucket and step.
+        waits_for: what those wait for: a bucket and step, or a call.
+        step: of the model; 0 without one.
     """
 
+    headline: str
     step: int
     culprits: list[Culprit]
     waiting: list[int]
     waited_s: float
     waits_for: str
 
-    @property
-    def headline(self) -> str:
-        """One sentence."""
-        waits = f"{ranks_text(self.waiting)} {'has' if len(self.waiting) == 1 else 'have'} waited {self.waited_s:.3g} s"
-        if not self.culprits:
-            return f"{waits} for {self.waits_for}, and no rank is known to be missing: the network, or a rank's device?"
-        shown = "; ".join(f"rank {culprit.rank} {culprit.why}" for culprit in self.culprits[:_SHOWN_RANKS])
-        if len(self.culprits) > _SHOWN_RANKS:
-            rest = [culprit.rank for culprit in self.culprits[_SHOWN_RANKS:]]
-            shown += f"; {ranks_text(rest)} likewise hold{'s' if len(rest) == 1 else ''} up the others"
-        return f"{shown}; {waits}"
-
 
 def diagnose(states: list[RankState]) -> Finding:
     """The finding, of the states of all ranks that something is known of; at least one of them waits."""
+    in_step = max((state.waited_s for state in states if state.waits), default=0.0)
+    in_calls = max(state.longest_call_s for state in states)
+    # Where both wait for long, calls are told of with the ranks that hold up the step.
+    return _diagnose_step(states) if in_step > 0 and in_step >= in_calls / 2 else _diagnose_calls(states)
+
+
+def _diagnose_calls(states: list[RankState]) -> Finding:
+    calls = CallDiagnosis(states, _silent, _exception)
+    culprits = [Culprit(rank, calls.why(rank)) for rank in calls.culprits()]
+    step = max(state.step for state in states)
+    return Finding(calls.headline(), step, culprits, sorted(calls.waiting), calls.waited_s, calls.waits_for())
+
+
+def _diagnose_step(states: list[RankState]) -> Finding:
     waiting = [state for state in states if state.waits]
     # Whoever waits in the newest step has done the most; of those, what is waited for first.
+    model = max(waiting, key=lambda state: state.waited_s).model
+    waiting = [state for state in waiting if state.model == model]
+    members = waiting[0].members
+    states = [state for state in states if not members or state.rank in members]
     front = max((state.step for state in waiting), default=0)
     first = min((state for state in waiting if state.step == front), key=lambda state: (state.bucket < 0, state.bucket))
-    digests = Counter(state.digest for state in states if state.digest)
+    digests = Counter(state.digest for state in states if state.digest and state.model == model)
     common = digests.most_common(1)[0][0] if digests else ""
     culprits = [Culprit(state.rank, why) for state in states if (why := _why(state, first, states, common))]
     held = {culprit.rank for culprit in culprits}
     stuck = [state.rank for state in waiting if state.rank not in held] or [state.rank for state in waiting]
-    longest = max(state.waited_s for state in waiting if state.rank in stuck)
-    return Finding(front, culprits, stuck, longest, _waits_for(first))
+    longest_s = max(state.waited_s for state in waiting if state.rank in stuck)
+    headline = _step_headline(culprits, stuck, longest_s, _waits_for(first))
+    return Finding(headline, front, culprits, stuck, longest_s, _waits_for(first))
 
 
-def ranks_text(ranks: list[int]) -> str:
-    """'rank 3', 'ranks 0-2 and 5'."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [part for run in runs for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(r) for r in run])]
-    joined = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-    return f"rank{'s' if len(ranks) > 1 else ''} {joined}"
+def _step_headline(culprits: list[Culprit], waiting: list[int], waited_s: float, waits_for: str) -> str:
+    waits = f"{ranks_text(waiting)} {'has' if len(waiting) == 1 else 'have'} waited {waited_s:.3g} s"
+    if not culprits:
+        return f"{waits} for {waits_for}, and no rank is known to be missing: the network, or a rank's device?"
+    shown = "; ".join(f"rank {culprit.rank} {culprit.why}" for culprit in culprits[:_SHOWN_RANKS])
+    if len(culprits) > _SHOWN_RANKS:
+        rest = [culprit.rank for culprit in culprits[_SHOWN_RANKS:]]
+        shown += f"; {ranks_text(rest)} likewise hold{'s' if len(rest) == 1 else ''} up the others"
+    return f"{shown}; {waits}"
 
 
 def _waits_for(state: RankState) -> str:
@@ -100,6 +116,8 @@ def _why(state: RankState, first: RankState, states: list[RankState], model: str
     """Why `first` waits for this rank; empty if it does not."""
     if not state.answered:
         return _silent(state)
+    if state.model != first.model:
+        return f"has no such model: it was deleted, or never wrapped{_activity(state)}"
     if state.digest and state.digest != model:
         return _other_model(state, next(other for other in states if other.digest == model))
     if state.step != first.step:
@@ -148,7 +166,7 @@ def _other_step(state: RankState, first: RankState, states: list[RankState]) -> 
         text += f", in {state.phase}: it is late, or has begun one batch less"
     else:
         text += ": it runs a batch more"
-    return text + _exception(state, first) + _activity(state)
+    return text + _exception(state, first.waited_s) + _activity(state)
 
 
 def _same_step(state: RankState, first: RankState) -> str:
@@ -162,28 +180,27 @@ def _same_step(state: RankState, first: RankState) -> str:
             every = [name for names in state.missing.values() for name in names]
             return f"{text}; its backward ended without {_listed(every)}{_activity(state)}"
         begun = "" if state.backward == "running" else "; its backward has produced none yet"
-        return text + begun + _exception(state, first) + _activity(state)
+        return text + begun + _exception(state, first.waited_s) + _activity(state)
     if state.phase == "forward":
-        return f"has not ended the forward of step {state.step}{_exception(state, first)}{_activity(state)}"
+        return f"has not ended the forward of step {state.step}{_exception(state, first.waited_s)}{_activity(state)}"
     if state.phase == "backward":
         return f"has all gradients of step {state.step}, and is not through with them{_activity(state)}"
     failed = f", which failed there: {_first_line(state.error)}" if state.error and state.phase == "idle" else ""
     if state.phase == "idle" and not failed:
         failed = ", as if all were reduced"
-    return f"has left step {state.step}{failed}{_exception(state, first)}{_activity(state)}"
+    return f"has left step {state.step}{failed}{_exception(state, first.waited_s)}{_activity(state)}"
 
 
-def _exception(state: RankState, first: RankState) -> str:
+def _exception(state: RankState, waited_s: float) -> str:
     told = state.exception
-    if told is None or told["age_s"] > first.waited_s + _EXCEPTION_SLACK_S:
+    if told is None or told["age_s"] > waited_s + _EXCEPTION_SLACK_S:
         return ""
     text = _first_line(f"{told['type']}: {told['message']}")
     return f"; it handles {text}" if told["where"] == "handled" else f"; it left {told['where']} with {text}"
 
 
 def _activity(state: RankState) -> str:
-    within = collective_in(state.stack)
-    if within:
+    if within := call_in(state) or collective_in(state.stack):
         return f"; it is in {within}"
     user = user_part(state.stack)
     if not user:

@@ -1,4 +1,4 @@
-"""What a rank says of itself when ranks are asked why a reduction does not end: its step, process, stack, exception."""
+"""What a rank says of itself when ranks are asked why something does not end: its step, calls, process and stack."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ import torch
 # Of `RankState.alive`, beside 'running': as another rank sees the process; '' if none could look.
 STOPPED, GONE = "stopped", "gone"
 _EXITING = 0x4  # PF_EXITING of the kernel
+# Of `RankState.phase`: the rank answers, and has no such model.
+NO_MODEL = "no model"
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _OWN = str(Path(__file__).parent.parent) + "/"
@@ -28,10 +30,24 @@ _MAX_FRAMES = 100
 _USER_FRAMES = 5
 
 _MAX_CHARS = 2000
-_PROGRAM = "the program"
+_PROGRAM, _THREAD = "the program", "its thread"
+ENDS = (_PROGRAM, _THREAD)  # of an exception's "where": nothing goes on after it
 # By thread, None for what ended the program; and when. Without a lock, which a fork could leave taken.
 _noted: dict[int | None, tuple[float, dict[str, Any]]] = {}
 _hook_before: Any = None
+_thread_hook_before: Any = None
+
+
+class _Training:
+    """The thread that trains: the last one that ran a forward, or from which the program called a collective."""
+
+    __slots__ = ("thread",)
+
+    def __init__(self) -> None:
+        self.thread = threading.main_thread().ident or 0
+
+
+training = _Training()
 
 
 class Frame(NamedTuple):
@@ -47,14 +63,67 @@ class Frame(NamedTuple):
 
 
 @dataclass
+class CallState:
+    """A call of torch.distributed that has not returned.
+
+    Attributes:
+        function, shape: its name; of its first tensor, e.g. 'float32[3, 4]', or ''.
+        file, line: of the program's line that made it; '' if none did.
+        group, number: the key of its group; which of that group's collectives it is, from 1, or 0 for messages.
+        peers: ranks it sends to or gets from, as ('to', 3) and ('from', -1): anybody. For some collectives the root.
+        waits_at: file and line of a wait() for what was started without waiting; otherwise None.
+        thread: that is in it.
+    """
+
+    function: str
+    file: str
+    line: int
+    shape: str = ""
+    group: str = ""
+    number: int = 0
+    peers: list[tuple[str, int]] = field(default_factory=list)
+    waits_at: tuple[str, int] | None = None
+    waited_s: float = 0.0
+    thread: int = 0
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return self.thread, self.function, self.file, self.line, self.group, self.number
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> CallState:
+        waits_at = values["waits_at"] and tuple(values["waits_at"])
+        return cls(**{**values, "peers": [(way, rank) for way, rank in values["peers"]], "waits_at": waits_at})
+
+
+@dataclass
+class GroupCalls:
+    """What a rank has called over one process group.
+
+    Attributes:
+        title: the group's, for reports.
+        ranks: its members.
+        count: collectives so far.
+        recent: of the last ones [number, function, file, line, shape].
+    """
+
+    title: str
+    ranks: list[int]
+    count: int = 0
+    recent: list[list[Any]] = field(default_factory=list)
+
+
+@dataclass
 class RankState:
     """One rank at one moment. All but the first three are empty for a rank that has not answered.
 
     Attributes:
         who: its process (`process_identity`), or None if it never said.
         left: why it takes part no more, if it said so.
+        model: the key of the model that steps, phases and waits are told of; '' if it has none.
+        members: the ranks of that model's process group.
         step: synchronised forwards begun.
-        phase: 'idle', 'forward', 'backward' or 'waiting'; '' if it has not answered.
+        phase: 'idle', 'forward', 'backward' or 'waiting'; 'no model'; '' if it has not answered.
         armed: its forward has ended and gradients are to be reduced.
         waits_for, bucket, waited_s: what it waits in, of which bucket (-1: none), for how many seconds.
         missing: by bucket index, the parameters without a gradient in this step.
@@ -62,12 +131,16 @@ class RankState:
         error: what its reducer's last failed step said.
         exception: `last_exception` of the thread that trains; stack: of that thread.
         digest, parameters: of the names, shapes and dtypes of its parameters; the list only where ranks may differ.
+        calls, groups: what it is in, the longest wait first, and has called before, by the group's key; if watched.
+        thread: the one that trains.
     """
 
     rank: int
     who: dict[str, Any] | None = None
     left: str = ""
     alive: str = ""
+    model: str = ""
+    members: list[int] = field(default_factory=list)
     step: int = 0
     phase: str = ""
     armed: bool = False
@@ -83,6 +156,9 @@ class RankState:
     stack: list[Frame] = field(default_factory=list)
     digest: str = ""
     parameters: list[str] | None = None
+    calls: list[CallState] = field(default_factory=list)
+    groups: dict[str, GroupCalls] = field(default_factory=dict)
+    thread: int = 0
 
     @property
     def answered(self) -> bool:
@@ -92,20 +168,70 @@ class RankState:
     def waits(self) -> bool:
         return self.phase == "waiting"
 
-    @classmethod
-    def from_status(cls, rank: int, status: dict[str, Any]) -> RankState:
+    @property
+    def longest_call_s(self) -> float:
+        return max((call.waited_s for call in self.calls), default=0.0)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """In a reduction or a call."""
+        return max(self.waited_s if self.waits else 0.0, self.longest_call_s)
+
+    def has_moved(self, now: RankState, states: list[RankState]) -> bool:
+        """Whether this rank went on between this and ``now``. ``states``: what the ranks have said then."""
+        if (now.model, now.step) != (self.model, self.step):
+            return True
+        if self.waits and (now.phase, now.waits_for, now.bucket) != (self.phase, self.waits_for, self.bucket):
+            return True
+        # Of those that have lasted: others may come and go in threads that have nothing to do with it.
+        lasting = {call.identity for call in self.calls if call.waited_s >= self.longest_call_s / 2}
+        if not lasting <= {call.identity for call in now.calls}:
+            return True
+        waited_for = {call.group for state in states for call in state.calls}
+        return any(
+            now.groups[key].count != self.groups[key].count
+            for key in waited_for & self.groups.keys() & now.groups.keys()
+        )
+
+    @property
+    def call(self) -> CallState | None:
+        """What it is in: the thread that trains, or another one in a collective, or in whatever has lasted longest."""
+        in_training = [call for call in self.calls if call.thread == self.thread]
+        collectives = [call for call in self.calls if call.number]
+        return next(iter(in_training or collectives or self.calls), None)
+
+    def take_status(self, status: dict[str, Any]) -> None:
         """The part that a reducer knows: of its ``status()``."""
-        missing = {i: bucket["missing"] for i, bucket in enumerate(status["buckets"]) if bucket["missing"]}
-        same = {name: value for name, value in status.items() if name != "buckets"}
-        return cls(rank, missing=missing, **same)
+        for name, value in status.items():
+            if name != "buckets":
+                setattr(self, name, value)
+        self.missing = {i: bucket["missing"] for i, bucket in enumerate(status["buckets"]) if bucket["missing"]}
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "missing": {str(i): names for i, names in self.missing.items()}}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RankState:
-        missing = {int(i): names for i, names in values["missing"].items()}
-        return cls(**{**values, "missing": missing, "stack": [Frame(*frame) for frame in values["stack"]]})
+        inner = {
+            "missing": {int(i): names for i, names in values["missing"].items()},
+            "stack": [Frame(*frame) for frame in values["stack"]],
+            "calls": [CallState.from_json(call) for call in values["calls"]],
+            "groups": {key: GroupCalls(**group) for key, group in values["groups"].items()},
+        }
+        return cls(**{**values, **inner})
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """'rank 3', 'ranks 0-2 and 5'."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [part for run in runs for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(r) for r in run])]
+    joined = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {joined}"
 
 
 # --- processes, as the kernel of their host tells ---
@@ -166,7 +292,7 @@ def _part(file: str) -> str:
         return "torchddp"
     if file.startswith(_TORCH):
         return "torch"
-    return "python" if file.startswith((_PYTHON, "<")) and "site-packages" not in file else "user"
+    return "python" if file.startswith((_PYTHON, "<frozen")) and "site-packages" not in file else "user"
 
 
 def user_part(stack: list[Frame]) -> list[Frame]:
@@ -218,10 +344,15 @@ def last_exception(thread_id: int) -> dict[str, Any] | None:
 
 
 def note_uncaught() -> None:
-    """From now on also what ends the interpreter is noted; the hook that was there is called after. Once a process."""
-    global _hook_before
+    """From now on also what ends the interpreter or a thread is noted; the hooks that were there are called after.
+
+    Once a process.
+    """
+    global _hook_before, _thread_hook_before
     if sys.excepthook is not _excepthook:
         _hook_before, sys.excepthook = sys.excepthook, _excepthook
+    if threading.excepthook is not _thread_excepthook:
+        _thread_hook_before, threading.excepthook = threading.excepthook, _thread_excepthook
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
@@ -229,6 +360,14 @@ def _excepthook(kind: type[BaseException], error: BaseException, where: Tracebac
         note_exception(error, _PROGRAM)
     finally:
         (_hook_before or sys.__excepthook__)(kind, error, where)
+
+
+def _thread_excepthook(told: Any) -> None:
+    try:
+        if told.exc_value is not None:
+            note_exception(told.exc_value, _THREAD)
+    finally:
+        (_thread_hook_before or threading.__excepthook__)(told)
 
 
 def _handled_now(thread_id: int) -> BaseException | None:

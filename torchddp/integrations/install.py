@@ -11,6 +11,7 @@ installed, and a metaclass decides what calling the class makes. So:
 * What torch keeps on its class (``_active_ddp_module``, which Dynamo reads) is in one place, not in two.
 * Pickles of both find their class under its name; unpickling calls no class, so copies stay what they are.
 * There is nothing to restore but the metaclass, and nothing that a module imported later could have missed.
+  (``watch_collectives()``, which is on as long, has its own way: Note [How a function is watched].)
 
 A class that is derived from torch's while installed gets ours as its base (the metaclass makes it). One that
 was derived before keeps torch's: its instances may be there already. It has the other metaclass meanwhile too, which
@@ -29,6 +30,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from torchddp._import_check import is_command
 from torchddp.ddp.module import DistributedDataParallel
+from torchddp.diagnose.collectives import watch_collectives
 from torchddp.integrations import announce
 
 ENV = "TORCHDDP_INSTALL"
@@ -40,6 +42,7 @@ _DEFAULTABLE = _ARGUMENTS[1:]  # all but the module
 
 _lock = threading.RLock()
 _defaults: dict[str, Any] | None = None  # None: not installed
+_watching = ExitStack()  # of collectives, while installed
 
 
 def install(**defaults: Any) -> ExitStack:
@@ -55,6 +58,7 @@ def install(**defaults: Any) -> ExitStack:
     while this is installed derive from torchddp's; those derived before keep torch's, and are named in a warning.
     Models that are already there stay what they are. The logger "torchddp" warns of it once in a job: on rank 0, when
     the first model is made. In a driver of Ray or Spark, whose workers this does not reach, it warns of that instead.
+    Collectives are watched as long as it is installed: :func:`torchddp.watch_collectives`.
 
     In a ``with``, the state before the call comes back at the end, whatever happens inside. Calls may be nested and
     repeated. Not collective, but every rank must do the same. Processes started afterwards by fork have it
@@ -168,8 +172,12 @@ class _InstalledMeta(_PlainMeta):
 
 
 def _switch(defaults: dict[str, Any] | None) -> None:
-    global _defaults
+    global _defaults, _watching
     with _lock:
+        if defaults is None:
+            _watching.close()
+        elif _defaults is None:
+            _watching = watch_collectives()
         _defaults = defaults
         off, on = (_InstalledMeta, _PlainMeta) if defaults is None else (_PlainMeta, _InstalledMeta)
         for cls in (TorchDDP, *announce.derived_early()):

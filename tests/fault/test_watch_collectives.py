@@ -1,0 +1,175 @@
+"""Ranks that hang in collectives of the program: one report names each of them with its function and its line."""
+
+import os
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchddp
+from tests.fault import hanging_programs
+from tests.fault.hanging_programs import KINDS, draw, named_in
+from tests.fault.test_hang_reports import Reports, step_on
+from tests.harness import run_outcomes, run_ranks
+from tests.models import Mlp, seeded
+from torchddp.diagnose import collectives, diagnosis, rank_state
+
+pytestmark = pytest.mark.beyond_torch("torch waits in silence")
+
+FAST = (3, 8, 12, 14, 37)
+SLOW = [seed for seed in range(50) if seed not in FAST]
+
+
+@pytest.mark.parametrize("seed", [*FAST, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)])
+def test_a_random_program_that_hangs(seed, tmp_path):
+    """Each rank that is in a call, and each that is in none, is named where it is, by one report."""
+    program = draw(seed)
+    ended = hanging_programs.run(program, tmp_path)
+    told = f"{program.source}\n{ended}"
+    assert len(ended.reports) == 1, told
+    headline = ended.reports[0].partition("\n")[0]
+    named = named_in(headline)
+    hanging = {rank: place for rank, place in enumerate(ended.places) if place.line}
+    assert len(hanging) == program.world_size, told
+    for rank, place in hanging.items():
+        assert named.get(rank) == (place.function, f"program{seed}.py", place.line), f"rank {rank}: {told}"
+    assert ("they differ from call" in headline) == (program.kind in KINDS[:4] or program.kind == "new group"), told
+
+
+def test_the_programs_are_of_all_kinds():
+    programs = [draw(seed) for seed in range(50)]
+    assert {program.kind for program in programs} == set(KINDS)
+    assert {program.world_size for program in programs} == {2, 3, 4}
+    assert {program.backend for program in programs} == {"gloo", "torchddp_shm"}
+    assert len({program.source for program in programs}) == 50
+
+
+STALL_S = 0.5
+TIMEOUT_S = 4.0  # of the process group: all raise then
+
+
+def headlines(outcomes):
+    texts = [text for outcome in outcomes if outcome.value for text in outcome.value]
+    return [text.partition("\n")[0] for text in texts], texts
+
+
+def watching(folder, timeout_s=TIMEOUT_S):
+    """This rank watches, over a group of its own that gives up soon."""
+    os.environ[diagnosis.FOLDER_ENV] = str(folder)
+    torchddp.watch_collectives(stall_report_s=STALL_S)
+    return Reports(), dist.new_group(timeout=timedelta(seconds=timeout_s))
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_reduction_and_a_barrier(transport, tmp_path):
+    """With a wrapped model there is one report: of the step, with the call of the rank that holds it up."""
+
+    def work(rank):
+        reports, group = watching(tmp_path)
+        ddp = torchddp.DistributedDataParallel(
+            seeded(Mlp), transport=transport, timeout=timedelta(seconds=TIMEOUT_S - 0.5), stall_report_s=STALL_S
+        )
+        for step in range(3):
+            step_on(ddp, rank, step)
+        with pytest.raises(RuntimeError):
+            if rank == 1:
+                dist.barrier(group)
+            else:
+                step_on(ddp, rank, 3)
+                step_on(ddp, rank, 4)
+        time.sleep(1.0)
+        return reports.texts
+
+    (headline, *more), texts = headlines(run_outcomes(work, 3, timeout=60))
+    assert not [text for text in more if "waited 2" not in text and "waited 3" not in text], texts
+    assert "rank 1 is at step 3 (ranks 0 and 2 are at 4), which it has finished" in headline
+    assert "it is in barrier at test_watch_collectives.py:" in headline and '(1st on group "1"' in headline
+
+
+def test_what_is_caught_in_time_is_no_stall(tmp_path):
+    def work(rank):
+        reports, group = watching(tmp_path)
+        for _ in range(4):
+            time.sleep(STALL_S / 4 if rank == 1 else 0)
+            dist.barrier(group)
+        time.sleep(STALL_S)
+        dist.barrier()
+        return reports.texts
+
+    assert run_ranks(work, 2) == [[], []] and not list(tmp_path.iterdir())
+
+
+def test_a_loop_in_a_thread_and_its_exception(tmp_path):
+    """As Ray Train runs it. What the thread handles, and where it is, is told, not the main thread's wait for it."""
+
+    def work(rank):
+        reports, group = watching(tmp_path)
+
+        def train_loop_per_worker():
+            dist.barrier(group)
+            try:
+                if rank == 1:
+                    raise ValueError("no more data")
+                dist.all_reduce(torch.ones(2), group=group)
+            except ValueError:
+                time.sleep(TIMEOUT_S)
+            except RuntimeError:
+                pass
+
+        loop = threading.Thread(target=train_loop_per_worker)
+        loop.start()
+        loop.join()
+        return reports.texts
+
+    (headline, *_), texts = headlines(run_outcomes(work, 2, timeout=60))
+    assert "rank 0 waits in all_reduce at test_watch_collectives.py:" in headline
+    assert "rank 1 is at test_watch_collectives.py:" in headline and " in train_loop_per_worker" in headline, texts
+    assert "it handles ValueError: no more data" in headline
+
+
+def test_a_loop_whose_thread_has_ended(tmp_path):
+    """By an exception that nobody caught, while the process goes on."""
+
+    def work(rank):
+        reports, group = watching(tmp_path)
+
+        def loop():
+            dist.barrier(group)
+            if rank == 1:
+                raise KeyError("label")
+            with pytest.raises(RuntimeError):
+                dist.barrier(group)
+
+        thread = threading.Thread(target=loop)
+        thread.start()
+        thread.join()
+        time.sleep(TIMEOUT_S if rank == 1 else 0)
+        return reports.texts
+
+    (headline, *_), _ = headlines(run_outcomes(work, 2, timeout=60))
+    assert (
+        "rank 1 is elsewhere: the thread that trained has ended; it left its thread with KeyError: 'label'" in headline
+    )
+
+
+def test_a_rank_whose_program_has_ended(tmp_path):
+    """Named with what it ended by; torch alone says 'connection closed', and over shared memory nothing for long."""
+
+    def work(rank):
+        reports, _ = watching(tmp_path)
+        dist.barrier()
+        if rank == 1:  # what the interpreter does at its end
+            rank_state._excepthook(ValueError, ValueError("wrong label"), None)
+            collectives._sources[0][0]._at_exit()
+            time.sleep(TIMEOUT_S)
+            return []
+        with pytest.raises(RuntimeError):
+            dist.monitored_barrier(timeout=timedelta(seconds=3))
+        return reports.texts
+
+    (headline, *_), _ = headlines(run_outcomes(work, 2, timeout=60))
+    assert "rank 1 has left the training (process " in headline
+    assert "its program has ended after ValueError: wrong label" in headline

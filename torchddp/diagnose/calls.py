@@ -1,0 +1,262 @@
+"""What this process calls over its process groups from Python: calls under way, by thread, and the last of each group.
+
+Written by the functions of `watched` on the threads that call, read by the hang monitor on its own. What is written is
+one plain tuple a call, put where one operation of Python's puts it: no lock is taken, and none is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from torchddp.diagnose import rank_state
+from torchddp.diagnose.rank_state import CallState, GroupCalls
+
+_KEPT = 64  # calls of a group, and operations that were started without waiting
+_TOLD = 32  # of a group's, in a report
+_TOLD_GROUPS = 16
+_MAX_DEPTH = 200
+WAIT = "wait"
+
+
+class Call(NamedTuple):
+    """One call. `watched` writes plain tuples of this layout: making one of these would take half of the time.
+
+    Attributes:
+        number: of the group's collectives, from 1; 0 for messages between two ranks and other calls not counted.
+        function: its name in torch.distributed; `WAIT` for a wait for what was started before.
+        shape, dtype: of the first tensor that all ranks have one of; None for other calls.
+        detail: the root or peer as ("from", rank, rank in the group), a list of those, or for a wait a weak reference
+            to the work.
+        code, at: of the caller, and the instruction there.
+        thread: that called.
+    """
+
+    number: int
+    function: str
+    shape: torch.Size | None
+    dtype: torch.dtype | None
+    detail: Any
+    code: CodeType | None
+    at: int
+    thread: int
+    log: GroupLog | None
+
+
+class GroupLog:
+    """A process group's calls. It keeps neither the group nor a tensor alive.
+
+    Attributes:
+        home: the job's group, over which ranks talk about this one's calls.
+        key: the group's name, the same on all ranks.
+        title: as reports call it.
+        ranks: of its members in the job.
+        count: its collectives so far.
+        recent: the last ones, as `Call` lays them out.
+    """
+
+    __slots__ = ("count", "group", "home", "key", "ranks", "recent", "title")
+
+    def __init__(self, group: dist.ProcessGroup, home: dist.ProcessGroup) -> None:
+        self.group, self.home = weakref.ref(group), weakref.ref(home)
+        self.key = str(c10d._world.pg_names[group])
+        self.ranks = sorted(dist.get_process_group_ranks(group))
+        described = group.group_desc if group.group_desc not in ("", "undefined") else self.key[:12]
+        self.title = (
+            'group "default"' if group is home else f'group "{described}" of {rank_state.ranks_text(self.ranks)}'
+        )
+        self.count = 0
+        self.recent: deque[tuple[Any, ...]] = deque(maxlen=_KEPT)
+
+
+# By thread: the call that it is in; of nested ones the outermost.
+active: dict[int, tuple[Any, ...]] = {}
+# By id of the group, which is taken out when the group is gone.
+logs: dict[int, GroupLog] = {}
+# What was started and not waited for: weak references to its Work, and the call.
+started: deque[tuple[weakref.ref[Any], tuple[Any, ...]]] = deque(maxlen=_KEPT)
+
+
+def _forget_all() -> None:
+    active.clear()  # of threads that a forked child does not have
+    logs.clear()
+    started.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def open_log(group: object) -> GroupLog | None:
+    """Of a group that torch knows and that has not been called yet; None for anything else."""
+    if not isinstance(group, dist.ProcessGroup) or group not in c10d._world.pg_map:
+        return None
+    log = GroupLog(group, dist.group.WORLD or group)
+    key = id(group)
+    weakref.finalize(group, logs.pop, key, None).atexit = False
+    logs[key] = log
+    return log
+
+
+# --- who has called ---
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OWN = str(Path(__file__).parent.parent) + os.sep
+_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
+_SITE = sysconfig.get_paths()["purelib"] + os.sep
+
+
+@functools.cache
+def _is_inner(file: str) -> bool:
+    if file.startswith((_TORCH, _OWN, "<frozen")) or file.endswith("typing_extensions.py"):
+        return True
+    return file.startswith(_LIBRARY) and not file.startswith(_SITE)
+
+
+# Files whose frames are the program's, as far as they have been met.
+outer_files: set[str] = set()
+
+
+def outer_frame(frame: FrameType | None) -> FrameType | None:
+    """The first frame from here on outwards that is the program's; None on threads that run no code of the program."""
+    for _ in range(_MAX_DEPTH):
+        if frame is None:
+            return None
+        file = frame.f_code.co_filename
+        if file in outer_files or not _is_inner(file):
+            outer_files.add(file)
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def caller() -> tuple[CodeType | None, int]:
+    """Code and instruction of the program that has called whoever calls this."""
+    frame = outer_frame(sys._getframe(2))
+    return (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+
+
+def _line_of(code: CodeType, at: int) -> int:
+    for begin, end, line in code.co_lines():
+        if begin <= at < end and line is not None:
+            return line
+    return code.co_firstlineno
+
+
+# --- for the hang monitor ---
+
+
+@dataclass(frozen=True, eq=False)
+class Underway:
+    """A call that has not returned."""
+
+    noted: tuple[Any, ...]
+    since_s: float
+
+    @property
+    def call(self) -> Call:
+        return Call._make(self.noted)
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self.since_s
+
+
+class CallWaits:
+    """The calls over one job's groups, as its monitor sees them from look to look."""
+
+    def __init__(self, home: dist.ProcessGroup) -> None:
+        self._home = weakref.ref(home)
+        self._underway: dict[int, Underway] = {}
+
+    def is_of(self, home: dist.ProcessGroup) -> bool:
+        return self._home() is home
+
+    def look(self) -> list[Underway]:
+        """Those under way. Since when is known from look to look only, for nothing reads the clock in a call."""
+        seen: dict[int, Underway] = {}
+        for thread, noted in list(active.items()):
+            before = self._underway.get(thread)
+            found = before if before is not None and before.noted is noted else Underway(noted, time.monotonic())
+            if found.call.log is None or found.call.log.home() is self._home():
+                seen[thread] = found
+        self._underway = seen
+        return list(seen.values())
+
+    def states(self) -> list[CallState]:
+        """Of the calls under way, the longest first."""
+        states = [_state_of(underway) for underway in self.look()]
+        return sorted(states, key=lambda state: -state.waited_s)
+
+    def groups(self) -> dict[str, GroupCalls]:
+        """What was called last, by group; of many groups those with the most calls."""
+        ours = [log for log in list(logs.values()) if log.home() is self._home()]
+        ours.sort(key=lambda log: -log.count)
+        return {log.key: _calls_of(log) for log in ours[:_TOLD_GROUPS]}
+
+
+def _calls_of(log: GroupLog) -> GroupCalls:
+    recent = [Call._make(call) for call in list(log.recent)[-_TOLD:]]
+    told = [[call.number, call.function, *_place_of(call), shape_text(call)] for call in recent]
+    return GroupCalls(log.title, log.ranks, log.count, told)
+
+
+def _state_of(underway: Underway) -> CallState:
+    call = underway.call
+    waits_at: tuple[str, int] | None = None
+    if call.function == WAIT:
+        work = call.detail()
+        of_work = next((Call._make(begun) for ref, begun in list(started) if work is not None and ref() is work), None)
+        if of_work is not None:
+            waits_at, call = _place_of(call), of_work
+    file, line = _place_of(call)
+    return CallState(
+        function=call.function,
+        file=file,
+        line=line,
+        shape=shape_text(call),
+        group=call.log.key if call.log is not None else "",
+        number=call.number,
+        peers=_peers_of(call),
+        waits_at=waits_at,
+        waited_s=underway.waited_s,
+        thread=underway.call.thread,
+    )
+
+
+def _place_of(call: Call) -> tuple[str, int]:
+    return ("", 0) if call.code is None else (call.code.co_filename, _line_of(call.code, call.at))
+
+
+def shape_text(call: Call) -> str:
+    """'float32[3, 4]'; empty without a tensor."""
+    if call.shape is None:
+        return ""
+    return f"{str(call.dtype).removeprefix('torch.')}[{', '.join(map(str, call.shape))}]"
+
+
+def _peers_of(call: Call) -> list[tuple[str, int]]:
+    return list(_pairs_of(call)) if call.function != WAIT else []
+
+
+def _pairs_of(call: Call) -> Iterator[tuple[str, int]]:
+    """('to', 3) or ('from', 3) with ranks of the job; -1: anybody."""
+    of_one = isinstance(call.detail, tuple)
+    for direction, rank, group_rank in [call.detail] if of_one else call.detail or ():
+        if rank is None and group_rank is not None and call.log is not None:
+            group = call.log.group()
+            rank = dist.get_global_rank(group, group_rank) if group is not None else None
+        yield direction, -1 if rank is None else int(rank)

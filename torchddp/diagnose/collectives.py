@@ -1,0 +1,143 @@
+"""``torchddp.watch_collectives()``: hang reports of all collectives of a program. See docs/hang_reports.md."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+import torch.distributed as dist
+
+from torchddp.ddp.options import check_stall_report, stall_limit_s
+from torchddp.diagnose import watched
+from torchddp.diagnose.calls import CallWaits
+from torchddp.diagnose.monitor import HangMonitor, Wait, monitor_of
+from torchddp.diagnose.rank_state import RankState
+from torchddp.transport.agreement import message_device
+from torchddp.transport.select import group_timeout
+
+logger = logging.getLogger("torchddp.hang")
+
+_lock = threading.RLock()
+# Each call of watch_collectives() that has not ended, with its limit; what is watched ends with the last one.
+_watchers: dict[object, float | None] = {}
+_seams = ExitStack()
+_sources: list[tuple[HangMonitor, CallSource]] = []
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread may have held it in the parent
+    _sources.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def watch_collectives(*, stall_report_s: float | None = None) -> ExitStack:
+    """From now on ranks report why a collective of theirs does not return, with or without a wrapped model.
+
+        torchddp.watch_collectives()
+
+    Watched are the functions of torch.distributed that ranks call together, and the sends and receives, however the
+    program has come by them; of each call the function, the first tensor's shape and dtype, the line that called, and
+    its number in the process group are kept. No tensor is kept alive. Once a call has not returned for
+    ``stall_report_s``, the ranks tell each other over the store of the default process group what they are in, and one
+    of them logs the report. ``torchddp.install()`` calls this.
+
+    In a ``with``, watching ends with it, or with ``close()`` of what is returned; without either it lasts as long as
+    the process. Calls may be nested: the last end counts. Not collective, but every rank should do the same: of one
+    that does not, reports only say that it does not answer. Forked children have it too.
+
+    Nothing is watched where TORCH_DISTRIBUTED_DEBUG is DETAIL, for then torch compares all collectives by itself, nor
+    where no reports are wanted, and nothing is reported in a job of one rank or without a store.
+
+    Args:
+        stall_report_s: how many seconds a call may take, 0: nothing is watched. None: the environment variable
+            TORCHDDP_STALL_REPORT_S, or else the lesser of 60 and a third of the default process group's timeout.
+
+    Raises:
+        TypeError, ValueError: the limit, or the variable's, is no finite number of 0 or more.
+    """
+    check_stall_report(stall_report_s)
+    stack = ExitStack()
+    if stall_limit_s(stall_report_s, math.inf) == 0 or dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        return stack
+    watcher = object()
+    with _lock:
+        if not _watchers:
+            _seams.enter_context(watched.watch_all())
+            _seams.enter_context(watched.after_each_call(dist.init_process_group, _look_after_default_group))
+        _watchers[watcher] = stall_report_s
+        _look_after_default_group()
+    stack.callback(_end, watcher)
+    return stack
+
+
+def _end(watcher: object) -> None:
+    with _lock:
+        _watchers.pop(watcher, None)
+        if not _watchers:
+            _seams.close()
+            while _sources:
+                monitor, source = _sources.pop()
+                monitor.remove(source)
+
+
+def _look_after_default_group() -> None:
+    """It was made just now, or is there already. Errors are none of the program's."""
+    try:
+        home = dist.group.WORLD
+        with _lock:
+            _sources[:] = [(monitor, source) for monitor, source in _sources if not monitor.closed]
+            if home is None or any(source.is_of(home) for _, source in _sources):
+                return
+            monitor = monitor_of(home)
+            if monitor is not None:
+                source = CallSource(home, _limit_s(home))
+                monitor.add(source)
+                _sources.append((monitor, source))
+    except Exception:
+        logger.debug("collectives are not watched", exc_info=True)
+
+
+def _limit_s(home: dist.ProcessGroup) -> float:
+    """The latest wish counts. A limit beyond the timeout is never reached: the call fails before."""
+    asked_for_s = list(_watchers.values())[-1]
+    timeout_s = group_timeout(home, message_device(home).type).total_seconds()
+    try:
+        return stall_limit_s(asked_for_s, timeout_s)
+    except ValueError:
+        return stall_limit_s(asked_for_s, math.inf)
+
+
+class CallSource:
+    """The calls over a job's groups, for its monitor.
+
+    Args:
+        stall_s: seconds after which ranks are asked.
+    """
+
+    is_gone = False
+
+    def __init__(self, home: dist.ProcessGroup, stall_s: float) -> None:
+        self.stall_s = stall_s
+        self._calls = CallWaits(home)
+
+    def is_of(self, home: dist.ProcessGroup) -> bool:
+        return self._calls.is_of(home)
+
+    def waits(self) -> list[Wait]:
+        return [Wait(underway, underway.waited_s, self.stall_s) for underway in self._calls.look()]
+
+    def describe(self, state: RankState, asked: str) -> None:
+        state.calls, state.groups = self._calls.states(), self._calls.groups()
+
+    def meet(self, known: dict[int, dict[str, Any]]) -> None:
+        """torch's errors say what they say."""
+
+    def fail_with(self, found: str) -> None:
+        """As `meet`."""

@@ -1,0 +1,361 @@
+"""The hang monitor: one for each job in a process. It looks after what this rank waits in, asks the ranks when that is
+too long, answers, and has one of them report.
+
+See docs/hang_reports.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from torchddp.diagnose import rank_state
+from torchddp.diagnose.diagnosis import diagnose, report_json, report_text, write_report
+from torchddp.diagnose.rank_state import GONE, STOPPED, RankState
+from torchddp.transport.board import Board
+from torchddp.transport.worker import Task, watch
+
+logger = logging.getLogger("torchddp.hang")
+
+_AGAIN = 4.0  # a stall that lasts is reported again when it is so many times as long
+_MAX_POLL_S = 1.0
+_RANKS_A_POLL_S = 64  # worlds that are larger poll more seldom, so that the store has as much to do
+_QUICK_S = 0.05  # between looks, while ranks are being asked
+_KNOWN_A_LOOK = 8  # ranks whose processes are asked for
+_MEETINGS = 100  # looks after which a rank that has not said which process it is never will
+_GIVE_UP_ROUNDS = 10  # collection times after which nobody waits for a report any more
+
+
+class Wait(NamedTuple):
+    """Something that this rank waits in.
+
+    Attributes:
+        key: the same while it is the same wait.
+        limit_s: seconds after which ranks are asked.
+    """
+
+    key: Hashable
+    waited_s: float
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question to all ranks, of the one that waits: ``model``, ``digest``: whose reduction, what it consists of."""
+
+    number: int
+    model: str
+    digest: str
+    waited_s: float
+    begun_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.begun_s
+
+
+class Source(Protocol):
+    """What a rank waits in: a model's reductions, or calls of torch.distributed. Asked on the watcher's thread."""
+
+    stall_s: float
+
+    def waits(self) -> Iterable[Wait]: ...
+
+    def describe(self, state: RankState, asked: str) -> None:
+        """Puts its part into this rank's state. ``asked``: the model that the question is about; '': none."""
+
+    def meet(self, known: dict[int, dict[str, Any]]) -> None:
+        """Which processes some more ranks are (`rank_state.process_identity`)."""
+
+    def fail_with(self, found: str) -> None:
+        """A report's headline, for the errors that may follow."""
+
+    @property
+    def is_gone(self) -> bool: ...
+
+
+class HangMonitor:
+    """A task on the watcher. Nothing here is collective, raises into training, or keeps a model or a process group.
+
+    A forked child is no rank: there its copy neither looks nor tells anything.
+
+    Keys on the board: ``who/R`` (a rank's process), ``left/R`` (why it takes part no more), ``request`` (the last
+    question), ``answer/N/R`` (a `RankState`) and ``report/N`` (the finding) of question N.
+
+    Args:
+        home: the process group of all ranks that tell each other.
+        board: over it.
+    """
+
+    def __init__(self, home: dist.ProcessGroup, board: Board) -> None:
+        self._home, self._board = weakref.ref(home), board
+        self._is_registered = home in _world.pg_map
+        self._sources: list[Source] = []
+        self._report_at_s: dict[Hashable, float] = {}  # by wait that has been reported
+        self._round: Question | None = None
+        self._last_number = 0
+        self._known: dict[int, dict[str, Any]] = {}
+        self._knows_all, self._meetings = False, 0
+        self._pid = os.getpid()  # a forked child has no watcher, and locks as they happened to be
+        rank_state.note_uncaught()
+        # Not later than the watcher's own end, which is registered before.
+        self._at_exit = lambda: self.close("" if self._is_over else "its program has ended")
+        atexit.register(self._at_exit)
+        with contextlib.suppress(Exception):  # a report will say less of this rank
+            board.post_own("who", rank_state.process_identity())
+        self._task: Task = watch(self._look, _QUICK_S)
+
+    # --- its sources; from any thread ---
+
+    def add(self, source: Source) -> None:
+        source.meet(dict(self._known))
+        self._sources = [*self._sources, source]
+
+    def remove(self, source: Source) -> None:
+        self._sources = [other for other in self._sources if other is not source]
+
+    @property
+    def closed(self) -> bool:
+        return self._task.closed
+
+    @property
+    def stall_s(self) -> float:
+        """The least of its sources; of a rank without any, as if somebody asked now and then."""
+        return min((source.stall_s for source in self._sources), default=4 * _MAX_POLL_S)
+
+    @property
+    def _poll_s(self) -> float:
+        return min(_MAX_POLL_S, self.stall_s / 4) * max(1.0, self._board.size / _RANKS_A_POLL_S)
+
+    @property
+    def _collect_s(self) -> float:
+        return 2 * self._poll_s + 0.2
+
+    @property
+    def _is_over(self) -> bool:
+        """Its process group has been destroyed."""
+        home = self._home()
+        return home is None or (self._is_registered and home not in _world.pg_map)
+
+    def close(self, why: str = "") -> None:
+        """Ends the task; ``why`` is told to the other ranks, if their store still answers."""
+        atexit.unregister(self._at_exit)
+        if self._task.closed or os.getpid() != self._pid:
+            return
+        self._task.close()
+        if why:
+            told = rank_state.last_exception(rank_state.training.thread)
+            ended = told is not None and told["where"] in rank_state.ENDS
+            after = f" after {told['type']}: {told['message']}" if told is not None and ended else ""
+            with contextlib.suppress(Exception):
+                self._board.post_own("left", why + after)
+
+    # --- the task ---
+
+    def _look(self) -> None:
+        try:
+            self._look_once()
+        except Exception:
+            # Of the monitor's own: training goes on without it.
+            logger.debug("rank %d: a look at the rank's waits failed", self._board.rank, exc_info=True)
+        busy = self._round is not None or not self._knows_all
+        self._task.every_s = min(_QUICK_S, self._poll_s) if busy else self._poll_s
+
+    def _look_once(self) -> None:
+        if self._is_over:
+            self.close("its process group was destroyed")
+            return
+        for source in self._sources:
+            if source.is_gone:
+                self.remove(source)
+        waits = self._waits()
+        lasting = {wait.key for wait in waits if wait.waited_s >= wait.limit_s}
+        self._report_at_s = {key: at_s for key, at_s in self._report_at_s.items() if key in lasting}
+        stalls = [wait for wait in waits if wait.waited_s >= self._report_at_s.get(wait.key, wait.limit_s)]
+        longest_s = max((wait.waited_s for wait in stalls), default=0.0)
+        try:
+            self._talk(waits, longest_s)
+        except Exception as error:
+            if not stalls:
+                raise
+            self._report_alone(waits, error)
+
+    def _waits(self) -> list[Wait]:
+        return [wait for source in self._sources for wait in source.waits()]
+
+    def _talk(self, waits: list[Wait], stalled_s: float) -> None:
+        if not self._knows_all:
+            self._get_to_know()
+        request = self._board.read("request")
+        number = request["number"] if request else 0
+        if number > self._last_number:
+            self._join_round(Question(**request), waits)
+        elif stalled_s and self._round is None:
+            state = self._own_state("")
+            model = state.model if state.waits else ""
+            asked = Question(self._last_number + 1, model, state.digest, stalled_s)
+            self._board.post(
+                "request",
+                {"number": asked.number, "model": model, "digest": asked.digest, "waited_s": asked.waited_s},
+            )
+            self._join_round(asked, waits, tells_all=True)
+        if self._round is not None:
+            self._go_on(self._round)
+
+    def _get_to_know(self) -> None:
+        """A few ranks' processes a look: who is gone is seen by them, also when the store answers no more."""
+        unknown = [rank for rank in range(min(self._board.size, _RANKS_A_POLL_S)) if rank not in self._known]
+        found = {rank: who for rank in unknown[:_KNOWN_A_LOOK] if (who := self._board.read(f"who/{rank}"))}
+        if found:
+            self._known |= found
+            for source in self._sources:
+                source.meet(dict(self._known))
+        self._meetings += 1
+        self._knows_all = len(found) == len(unknown) or self._meetings > _MEETINGS
+
+    # --- a question to all ranks ---
+
+    def _join_round(self, joined: Question, waits: list[Wait], *, tells_all: bool = False) -> None:
+        self._round, self._last_number = joined, joined.number
+        for wait in waits:
+            if wait.waited_s > 0:
+                self._report_at_s[wait.key] = _AGAIN * max(wait.waited_s, joined.waited_s, wait.limit_s)
+        state = self._own_state(joined.model)
+        if state.digest == joined.digest and self._board.rank > 0 and not tells_all:
+            state.parameters = None  # as rank 0's, or of whoever has asked
+        self._board.post(f"answer/{joined.number}/{self._board.rank}", state.to_json())
+
+    def _own_state(self, asked: str) -> RankState:
+        thread = rank_state.training.thread
+        state = RankState(self._board.rank, phase=rank_state.NO_MODEL, thread=thread)
+        state.who = rank_state.process_identity()
+        state.exception = rank_state.last_exception(thread)
+        state.stack = rank_state.stack_of(thread)
+        for source in self._sources:
+            source.describe(state, asked)
+        return state
+
+    def _go_on(self, asked: Question) -> None:
+        found = self._board.read(f"report/{asked.number}")
+        if found is not None:
+            self._round = None
+            if found:
+                self._tell_sources(found)
+            return
+        if asked.age_s > _GIVE_UP_ROUNDS * self._collect_s:
+            self._round = None
+            return
+        states = self._answers(asked) if self._may_report(asked) else None
+        if states is not None and self._board.claim(f"report/{asked.number}"):
+            self._board.post(f"report/{asked.number}", self._report(asked, states))
+
+    def _may_report(self, asked: Question) -> bool:
+        """Rank 0 first; the others where it has not answered, or has had time enough."""
+        if self._board.rank == 0:
+            return True
+        if asked.age_s < 1.5 * self._collect_s:
+            return False
+        return asked.age_s > 4 * self._collect_s or self._board.read(f"answer/{asked.number}/0") is None
+
+    def _answers(self, asked: Question) -> list[RankState] | None:
+        """By rank; None if it is too early, or another rank's turn."""
+        told = self._board.read_of_ranks(f"answer/{asked.number}")
+        if None in told and asked.age_s < self._collect_s:
+            return None
+        answering = [rank for rank, values in enumerate(told) if values is not None]
+        # Of those that answer, a lower rank has its turn earlier.
+        turn = answering.index(self._board.rank) if self._board.rank in answering else len(answering)
+        if self._board.rank > 0 and asked.age_s < (1.5 + turn) * self._collect_s:
+            return None
+        return [
+            self._silent_state(rank) if values is None else RankState.from_json(values)
+            for rank, values in enumerate(told)
+        ]
+
+    def _silent_state(self, rank: int) -> RankState:
+        who = self._known.get(rank) or self._board.read(f"who/{rank}")
+        left = self._board.read(f"left/{rank}") or ""
+        return RankState(rank, who=who, left=left, alive=rank_state.look_up(who) or "")
+
+    # --- reports ---
+
+    def _report(self, asked: Question, states: list[RankState]) -> str:
+        """Prints the finding; what errors are to tell of it."""
+        if states[self._board.rank].has_moved(self._own_state(asked.model), states):
+            return ""  # the stall has ended while ranks were asked: what they said does not fit together
+        if max((state.longest_wait_s for state in states), default=0.0) < self.stall_s:
+            return ""
+        finding = diagnose(states)
+        seen: set[str] = set()  # each list of parameters stands in the file once
+        for state in states:
+            if state.digest in seen:
+                state.parameters = None
+            seen.add(state.digest)
+        path = write_report(report_json(finding, states, self._board.rank))
+        logger.error("%s", report_text(finding, states, path))
+        return f"Hang report: {finding.headline}"
+
+    def _report_alone(self, waits: list[Wait], error: Exception) -> None:
+        """The store does not answer: what this rank knows by itself."""
+        for wait in waits:
+            self._report_at_s[wait.key] = _AGAIN * max(wait.waited_s, wait.limit_s)
+        self._round = None
+        others = [
+            RankState(rank, who=who, alive=rank_state.look_up(who) or "")
+            for rank, who in self._known.items()
+            if rank != self._board.rank
+        ]
+        states = [self._own_state(""), *(state for state in others if state.alive in (GONE, STOPPED))]
+        finding = diagnose(states)
+        path = write_report(report_json(finding, states, self._board.rank))
+        reason = str(error).partition("\n")[0]
+        logger.error(
+            "%s\n  rank %d can't ask the other ranks: the process group's store does not answer (%s); its host may be "
+            "dead or stopped",
+            report_text(finding, states, path), self._board.rank, reason,
+        )  # fmt: skip
+        self._tell_sources(f"Hang report of rank {self._board.rank} alone: {finding.headline}")
+
+    def _tell_sources(self, found: str) -> None:
+        for source in self._sources:
+            source.fail_with(found)
+
+
+# By id of the home group; a monitor that is closed makes room for the next one.
+_monitors: dict[int, HangMonitor] = {}
+os.register_at_fork(after_in_child=_monitors.clear)
+
+
+def home_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group whose ranks tell each other of this one: the job's."""
+    default = dist.group.WORLD
+    return default if default is not None and group in _world.pg_map else group
+
+
+def monitor_of(home: dist.ProcessGroup) -> HangMonitor | None:
+    """The job's monitor, made now if it is not there, by which all ranks must do so; it lasts as long as the group.
+
+    None for a job of one rank, and for a group without a store, over which ranks could talk.
+    """
+    found = _monitors.get(id(home))
+    if found is not None and not found.closed and found._home() is home:
+        return found
+    if home.size() == 1:
+        return None
+    try:
+        board = Board(home, "hang")
+    except RuntimeError as error:
+        logger.debug("no hang reports: %s", error)
+        return None
+    made = _monitors[id(home)] = HangMonitor(home, board)
+    return made
