@@ -32,7 +32,7 @@ try:
 
     from torchddp._C import finished_steps
     from torchddp.ddp.module import DistributedDataParallel
-    from torchddp.errors import DesyncError, InternalError, TransportError
+    from torchddp.errors import DesyncError, InternalError, TransportError, UsageWarning
     from torchddp.transport.shm import register
 
     register()
@@ -55,6 +55,7 @@ __all__ = [
     "PeerFailedError",
     "ShardedDataParallel",
     "TransportError",
+    "UsageWarning",
     "__version__",
     "check_parameters",
     "fail_together",

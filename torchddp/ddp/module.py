@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -214,6 +215,8 @@ class DistributedDataParallel(TorchDDP):
         recording = reduced and self.static_graph and not self._static_graph_delay_allreduce_enqueued
         if search or recording:
             output = model.through_sink(self, output)
+        if graph:
+            self.observers.after_forward(output)
         if self.require_forward_param_sync != reduced:  # nn.Module takes its time to set what is already so
             self.require_forward_param_sync = reduced
         self._clear_grad_buffer()
@@ -257,7 +260,20 @@ class DistributedDataParallel(TorchDDP):
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(found)):
                 super()._default_broadcast_coalesced(found, bucket_size, authoritative_rank)
 
-    # --- reductions without a backward ---
+    # --- reductions without a backward, or none ---
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As torch's: gradients of forwards inside stay this rank's own until a step outside averages the sums."""
+        observers = self.__dict__.get("observers")  # torch makes no reducer if it delays all parameters
+        if observers is not None:
+            observers.on_no_sync(begins=True)
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            if observers is not None:
+                observers.on_no_sync(begins=False)
 
     @torch.no_grad()
     def reduce(self) -> None:
