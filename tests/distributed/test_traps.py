@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
+import torchddp.optim
+import torchddp.sync
 from tests.harness import run_ranks
 from tests.models import Branches, Mlp, NormNet, batch, loss_of, seeded
 from torchddp.diagnose.changed_gradients import next_look
@@ -235,7 +238,9 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": False}, {"gradient_as_bucket_view": True}], ids=str
+)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("change", WORDS)
 def test_gradients_changed_on_one_rank(change, transport, options):
@@ -369,15 +374,16 @@ def test_a_parameter_in_two_reentrant_checkpoints():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer = nn.Linear(8, 8, dtype=torch.float64)
+            self.first, self.layer = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
 
         def forward(self, x):
+            x = self.first(x)
             return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True)
 
     def work(rank):
         ddp = torchddp.DDP(seeded(Twice))
         with pytest.raises(RuntimeError) as error:
-            loss_of(ddp(batch(rank).requires_grad_())).backward()
+            loss_of(ddp(batch(rank))).backward()
         return str(error.value)
 
     for text in run_ranks(work, 2):
@@ -553,13 +559,21 @@ def uneven_inputs(ddp, optimizer, rank):
 
 
 def compiled(ddp, optimizer, rank):
-    train(torch.compile(ddp, backend="eager"), optimizer, rank, 6)
+    outer = torchddp.DDP(copy.deepcopy(ddp.module))
+    train(torch.compile(outer, backend="eager"), torch.optim.SGD(outer.parameters(), 0.01), rank, 6)
 
 
 def compiled_inside(ddp, optimizer, rank):
-    inside, other = torchddp.DDP(torch.compile(copy.deepcopy(ddp.module), backend="eager")), None
-    other = torch.optim.SGD(inside.parameters(), 0.01)
-    train(inside, other, rank, 6)
+    inside = torchddp.DDP(torch.compile(copy.deepcopy(ddp.module), backend="eager"))
+    train(inside, torch.optim.SGD(inside.parameters(), 0.01), rank, 6)
+
+
+def compiled_optimizer(ddp, optimizer, rank):
+    step = torch.compile(optimizer.step, backend="eager")
+    for i in range(6):
+        optimizer.zero_grad()
+        loss_of(ddp(batch(rank, i))).backward()
+        step()
 
 
 def in_functions(ddp, optimizer, rank):
@@ -588,18 +602,19 @@ def sharded_optimizer(ddp, optimizer, rank):
 
 
 def torchs_sharded_optimizer(ddp, optimizer, rank):
-    sharded = torch.distributed.optim.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.01)
-    train(ddp, sharded, rank, 6)
+    train(ddp, ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.01), rank, 6)
 
 
-def optimizer_in_backward(ddp, optimizer, rank):
-    from torch.distributed.optim import _apply_optimizer_in_backward
+def optimizers_in_hooks(ddp, optimizer, rank):
+    """One a parameter, each of which steps while backward still runs."""
+    optimizers = {p: torch.optim.SGD([p], 0.01) for p in ddp.module.last.parameters()}
 
-    module = copy.deepcopy(ddp.module)
-    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.01})
-    inside = torchddp.DDP(module)
-    for step in range(6):
-        loss_of(inside(batch(rank, step))).backward()
+    def step(parameter):
+        optimizers[parameter].step()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    train(ddp, torch.optim.SGD(ddp.module.first.parameters(), 0.01), rank, 6)
 
 
 RIGHT = [
@@ -623,11 +638,12 @@ RIGHT = [
     uneven_inputs,
     compiled,
     compiled_inside,
+    compiled_optimizer,
     in_functions,
     retained_graph,
     sharded_optimizer,
     torchs_sharded_optimizer,
-    optimizer_in_backward,
+    optimizers_in_hooks,
 ]
 
 
