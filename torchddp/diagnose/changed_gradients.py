@@ -46,13 +46,13 @@ class ChangedGradients:
         )
         self._hook: Any = None
 
-    def before_step(self) -> bool:
+    def after_forward(self) -> bool:
         session = self._session
         if session.joins or self._teller.has_told(CHANGED):
             self.close()
             return False
         finished = session.reducer.finished_steps - self._begin
-        if finished + 1 >= self._due and session.synchronises:
+        if finished + 1 >= self._due:  # also under no_sync(): reduce() has no forward of its own
             if not _is_captured(session.device):
                 session.reducer.note_gradients()
                 self._listen()

@@ -117,14 +117,14 @@ def _processors(numbers: Sequence[int]) -> str:
 
 
 class ThreadCheck:
-    """Of models on CPU, before the first step: ranks post what they have, rank 0 tells of its own host."""
+    """Of models on CPU, in the first step: ranks post what they have, rank 0 tells of its own host."""
 
     def __init__(self, session: ReducerSession, teller: Teller, board: Board | None) -> None:
         self._session, self._teller, self._board = session, teller, board
         self._own: RankThreads | None = None
         self._finished = 0  # steps, when that was posted
 
-    def before_step(self) -> bool:
+    def after_forward(self) -> bool:
         session = self._session
         try:
             if self._own is None:

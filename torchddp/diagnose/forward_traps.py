@@ -3,10 +3,12 @@ forward in vain."""
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.nn.parallel.distributed import _find_tensors
 
 from torchddp.ddp.session import ReducerSession
@@ -46,6 +48,7 @@ class ForwardTraps:
 
     def __init__(self, session: ReducerSession, teller: Teller) -> None:
         self._session, self._teller = session, teller
+        self._module = weakref.ref(session.ddp.module)
         self._forwards: deque[_Forward] = deque(maxlen=_KEPT)
         self._last: _Forward | None = None
         self._count = 0
@@ -55,11 +58,11 @@ class ForwardTraps:
         self._open: _Forward | None = None  # what a backward was owed to when it began
         self._pending: _Pending | None = None
 
-    def before_step(self) -> bool:
-        last = self._last
+    def after_forward(self, output: Any) -> None:
+        """With gradients; `output` is what the program gets."""
+        reducer, last = self._session.reducer, self._last
+        finished = reducer.finished_steps
         if last is not None:
-            reducer = self._session.reducer
-            finished = reducer.finished_steps
             if last.finished_by_next is None:
                 last.finished_by_next = finished
             left, used = reducer.left_and_used_forward()
@@ -68,23 +71,19 @@ class ForwardTraps:
                 self._look_at_left(left)
             if self._pending is not None:
                 self._look_at_pending(self._pending, finished, used)
-        return not (self._teller.has_told(LEFT) and self._teller.has_told(UNREDUCED))
-
-    def after_forward(self, output: Any) -> None:
-        """With gradients; `output` is what the program gets."""
-        session = self._session
-        synchronised = session.synchronises
-        if synchronised and not session.ddp.module.training:
-            return  # of an evaluation nobody expects gradients
-        if not synchronised and self._depth == 0:
+        synchronised = self._session.synchronises
+        if synchronised:
+            module = self._module()
+            if module is None or not module.training:
+                return  # of an evaluation nobody expects gradients
+        elif self._depth == 0:
             return  # not by no_sync(): whoever has set the flag may set it back before backward
-        outputs = list(_find_tensors(output))
-        if len(outputs) > _MOST_OUTPUTS:
-            return
-        self._count += 1
-        self._last = _Forward(self._count, user_line(), synchronised, session.reducer.finished_steps)
-        self._forwards.append(self._last)
-        session.reducer.watch_forward(self._count, outputs)
+        outputs = [output] if type(output) is torch.Tensor else list(_find_tensors(output))
+        if len(outputs) <= _MOST_OUTPUTS:
+            self._count += 1
+            self._last = _Forward(self._count, user_line(), synchronised, finished)
+            self._forwards.append(self._last)
+            reducer.watch_forward(self._count, outputs)
 
     def on_no_sync(self, *, begins: bool) -> None:
         self._depth += 1 if begins else -1

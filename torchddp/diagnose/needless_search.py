@@ -22,7 +22,7 @@ class NeedlessSearch:
         self._begin = session.reducer.finished_steps
         self._has_posted = False
 
-    def before_step(self) -> bool:
+    def after_forward(self) -> bool:
         session = self._session
         steps = session.reducer.finished_steps - self._begin
         if session.joins:

@@ -22,8 +22,8 @@ logger = logging.getLogger("torchddp.distributed")
 class Check(Protocol):
     """Looks for a kind of trap, without a collective."""
 
-    def before_step(self) -> bool:
-        """Before a forward with gradients; False: it need not be asked again."""
+    def after_forward(self) -> bool:
+        """After a forward with gradients; False: it need not be asked again."""
 
     def close(self) -> None: ...
 
@@ -41,7 +41,7 @@ class Traps(StepObserver):
         board = _board_of(session)
         teller.follow(session.rank, board)
         self._forwards = ForwardTraps(session, teller)
-        self._checks: list[Check] = [self._forwards]
+        self._checks: list[Check] = []
         if session.options.find_unused_parameters and not session.options.static_graph:
             self._checks.append(NeedlessSearch(session, teller, board))
         if board is not None and all(spec.owner < 0 for spec in session.specs):
@@ -51,13 +51,11 @@ class Traps(StepObserver):
 
     # Where a compiled program calls the model, the compiler must not look into these.
     @torch._disable_dynamo(recursive=True)
-    def before_step(self) -> None:
-        for check in [check for check in self._checks if not check.before_step()]:
-            self._checks.remove(check)
-
-    @torch._disable_dynamo(recursive=True)
     def after_forward(self, output: Any) -> None:
         self._forwards.after_forward(output)
+        for check in self._checks:
+            if not check.after_forward():
+                self._checks = [other for other in self._checks if other is not check]
 
     @torch._disable_dynamo(recursive=True)
     def on_no_sync(self, *, begins: bool) -> None:
@@ -68,6 +66,7 @@ class Traps(StepObserver):
         self._open()
 
     def close(self) -> None:
+        self._forwards.close()
         for check in self._checks:
             check.close()
         self._checks = []
