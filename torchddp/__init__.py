@@ -33,7 +33,7 @@ try:
 
     from torchddp._C import finished_steps
     from torchddp.ddp.module import DistributedDataParallel
-    from torchddp.errors import DesyncError, InternalError, TransportError
+    from torchddp.errors import DesyncError, InternalError, TransportError, UsageWarning
     from torchddp.transport.shm import register
 
     register()
@@ -56,6 +56,7 @@ __all__ = [
     "PeerFailedError",
     "ShardedDataParallel",
     "TransportError",
+    "UsageWarning",
     "__version__",
     "check_parameters",
     "fail_together",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from dataclasses import dataclass
@@ -12,7 +13,16 @@ import torch
 
 from torchddp._C import InternalError, TransportError
 
-__all__ = ["ADVICE_FOR_A_LOST_PEER", "DesyncError", "InternalError", "NonFinite", "TransportError", "warn_user"]
+__all__ = [
+    "ADVICE_FOR_A_LOST_PEER",
+    "DesyncError",
+    "InternalError",
+    "NonFinite",
+    "TransportError",
+    "UsageWarning",
+    "user_line",
+    "warn_user",
+]
 
 # Ends the error of a wait outside of a reduction, which says as much itself.
 ADVICE_FOR_A_LOST_PEER = (
@@ -20,7 +30,12 @@ ADVICE_FOR_A_LOST_PEER = (
     "drop_last=True), or train a DistributedDataParallel under `with model.join():`. Otherwise a peer has died, left, "
     "or did not reach this step in time: look at the other ranks' logs for the first error."
 )
-_NOT_THE_USERS = (str(Path(__file__).parent) + "/", str(Path(torch.__file__).parent) + "/")
+_NOT_THE_USERS = (str(Path(__file__).parent) + "/", str(Path(torch.__file__).parent) + "/", contextlib.__file__)
+_is_users: dict[str, bool] = {}  # by file
+
+
+class UsageWarning(UserWarning):
+    """The program goes on, but does hardly what was meant: docs/traps.md tells of each. Once for a model."""
 
 
 class DesyncError(RuntimeError):
@@ -69,9 +84,25 @@ class NonFinite:
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """``warnings.warn``, as if it stood in the innermost line that belongs neither to this package nor to torch."""
-    level = 1
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    """``warnings.warn``, as if it stood in the line that `user_line` finds."""
+    warnings.warn(text, category, stacklevel=_users_frame(sys._getframe())[1])
+
+
+def user_line() -> tuple[str, int]:
+    """File and number of the innermost line under way that belongs neither to this package nor to torch."""
+    frame, _ = _users_frame(sys._getframe())
+    return ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def _users_frame(own: FrameType) -> tuple[FrameType | None, int]:
+    """The innermost frame of the user's from ``own`` on, and how many are below it, and itself."""
+    level, frame = 1, own.f_back
+    while frame is not None:
+        file = frame.f_code.co_filename
+        users = _is_users.get(file)
+        if users is None:
+            users = _is_users[file] = not file.startswith(_NOT_THE_USERS)
+        if users:
+            break
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, category, stacklevel=level)
+    return frame, level + 1

@@ -120,6 +120,17 @@ py::dict status_dict(Reducer& self) {
   return result;
 }
 
+std::vector<int64_t> changed_gradients(Reducer& self) {
+  if (self.parts().step.is_under_way()) {
+    return {};
+  }
+  std::vector<int64_t> result;
+  for (const auto change : self.parts().changes.take()) {
+    result.push_back(static_cast<int64_t>(change));
+  }
+  return result;
+}
+
 std::string python_type_name(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -198,7 +209,23 @@ void bind_gradients(PyReducer& c) {
           "Of the last steps in a row with infinite or NaN gradients of this rank: (step, parameter index, elements or "
           "-1), of each parameter the first.")
       .def("nonfinite_version", of(&Parts::non_finite, &NonFiniteWatch::version), NoGil(),
-           "Grows with what nonfinite() tells.");
+           "Grows with what nonfinite() tells.")
+      .def("note_gradients", of(&Parts::changes, &GradientChanges::note_next),
+           "The next step's averages are noted, for changed_gradients().")
+      .def("changed_gradients", &changed_gradients, NoGil(),
+           "By parameter, once: 0 if its gradient is as it was noted, 1: changed in place, 2: None, 3: another tensor. "
+           "Empty where none were noted, or a step is under way.");
+}
+
+void bind_forwards(PyReducer& c) {
+  c.def(
+       "watch_forward",
+       [](Reducer& self, int64_t forward, const std::vector<at::Tensor>& outputs) {
+         self.parts().forwards.watch(forward, outputs);
+       },
+       py::arg("forward"), py::arg("outputs"), "Told by left_and_used_forward() what becomes of it; numbers must grow.")
+      .def("left_and_used_forward", of(&Parts::forwards, &ForwardWatch::left_and_used),
+           "The last forward whose outputs are gone without a backward, and the last that one went through; -1: none.");
 }
 
 void bind_buckets(PyReducer& c) {
@@ -217,6 +244,7 @@ void bind_reducer_reports(py::module_& m, PyReducer& c) {
   bind_status(c);
   bind_times(m, c);
   bind_gradients(c);
+  bind_forwards(c);
   bind_buckets(c);
 }
 

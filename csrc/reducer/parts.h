@@ -4,6 +4,7 @@
 #include "reducer/base/context.h"
 #include "reducer/base/step.h"
 #include "reducer/divisor.h"
+#include "reducer/graph/forward_watch.h"
 #include "reducer/graph/static_graph.h"
 #include "reducer/graph/used_params.h"
 #include "reducer/join_shadow.h"
@@ -16,6 +17,7 @@
 #include "reducer/reduce/layout.h"
 #include "reducer/reduce/reductions.h"
 #include "reducer/report/events.h"
+#include "reducer/report/gradient_changes.h"
 #include "reducer/report/non_finite_watch.h"
 #include "reducer/weights.h"
 
@@ -45,6 +47,8 @@ struct Parts {
   PlanKeeper keeper{context, layout, used, events};
   QueuedFutures futures{context, events};
   JoinShadow shadow{context, layout, hook, events};
+  ForwardWatch forwards;
+  GradientChanges changes{context};
 };
 
 }  // namespace torchddp::reducer

@@ -195,6 +195,7 @@ def test_no_word_where_nothing_is_lost(use):
         model = torchddp.DDP(net())
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
+            warnings.simplefilter("ignore", torchddp.UsageWarning)  # tests/distributed/test_traps.py
             use(model)
 
     run_ranks(work, 2)

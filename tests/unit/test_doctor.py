@@ -228,3 +228,18 @@ def test_variables_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_installed_version_is_the_extensions() -> None:
     assert doctor_command.installed_version() == _C.version
+
+
+# --- threads
+
+
+def test_too_many_threads_are_a_hint() -> None:
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        pytest.skip("one processor: a rank has one thread, whatever is set")
+    found = json.loads(doctor("--json", environ={"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": str(cores)}).stdout)
+    assert found["running"]["threads"] == cores and found["running"]["ranks"] == 2
+    (hint,) = (hint for hint in found["hints"] if "OMP_NUM_THREADS" in hint)
+    assert f"The 2 ranks of this host have {cores} threads each, {2 * cores} in all" in hint
+    done = doctor(environ={"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"})
+    assert "threads         1 in each of 2 ranks" in done.stdout and "OMP_NUM_THREADS" not in done.stdout

@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import importlib
 import json
+import os
 import platform
 import re
 from dataclasses import dataclass, field
@@ -75,6 +76,8 @@ class Running:
     gpus: list[Gpu] = field(default_factory=list)
     cores: int = 0
     cpu_capability: str = ""
+    threads: int = 0  # of torch's operators, in each rank that is started from here
+    ranks: int = 0  # on this host, as the launcher's environment says; 0: it does not
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def diagnose() -> Diagnosis:
     load_error = str(torchddp.import_error) if torchddp.import_error is not None else ""
     problems = [load_error] if load_error else []
     problems += [variable.problem for variable in variables if variable.problem]
-    found = [] if load_error else hints(built, running)
+    found = [] if load_error else [*hints(built, running), *thread_hints(running.ranks)]
     return Diagnosis(built, running, _transports(built, running, load_error), variables, problems, found)
 
 
@@ -133,6 +136,14 @@ def hints(built: Built, running: Running) -> list[str]:
         f"torchddp is a CPU build, torch {running.torch} has CUDA {running.cuda}. CPU models are fine; gradients on a "
         f"GPU are packed by torch's operators, and reduced by the process group. {advice}"
     ]
+
+
+def thread_hints(ranks: int) -> list[str]:
+    """What is wrong with the threads of ranks that are like this process; 0: it is not known how many there are."""
+    threads = importlib.import_module("torchddp.diagnose.cpu_threads")
+    own = threads.RankThreads.of_this_process()
+    text = threads.advice([own] * max(1, ranks)) if ranks or own.threads > 1 else ""
+    return [text] if text else []
 
 
 def has_kernels_for(archs: str, capability: str) -> bool:
@@ -177,12 +188,21 @@ def _running(torch: ModuleType | None, extension: ModuleType | None) -> Running:
         return running
     return dataclasses.replace(
         running,
+        threads=int(torch.get_num_threads()),
+        ranks=_ranks_of_this_host(),
         torch=str(torch.__version__),
         cuda=str(torch.version.cuda or ""),
         driver=_driver(),
         nccl=_nccl(torch),
         gpus=_gpus(torch),
     )
+
+
+def _ranks_of_this_host() -> int:
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        if (value := os.environ.get(name, "")).isdecimal():
+            return int(value)
+    return 0
 
 
 def _driver() -> str:
@@ -279,8 +299,20 @@ def _running_rows(running: Running) -> list[tuple[str, str]]:
         ("driver", running.driver or "none"),
         ("GPUs", ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in running.gpus) or "none"),
         ("cores", str(running.cores)),
+        ("threads", _threads_text(running)),
         ("kernels", running.cpu_capability or "the extension does not load"),
     ]
+
+
+def _threads_text(running: Running) -> str:
+    if not running.threads:
+        return "unknown: torch does not load"
+    if running.ranks:
+        return f"{running.threads} in each of {running.ranks} ranks"
+    text = f"{running.threads} in each rank"
+    if running.cores > 1:
+        text += f"; CPU models: set OMP_NUM_THREADS to {running.cores} / the ranks of this host"
+    return text
 
 
 def doctor(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -222,6 +223,8 @@ class DistributedDataParallel(TorchDDP):
         recording = reduced and self.static_graph and not self._static_graph_delay_allreduce_enqueued
         if search or recording:
             output = model.through_sink(self, output)
+        if graph:
+            self.observers.after_forward(output)
         if self.require_forward_param_sync != reduced:  # nn.Module takes its time to set what is already so
             self.require_forward_param_sync = reduced
         self._clear_grad_buffer()
@@ -271,7 +274,7 @@ class DistributedDataParallel(TorchDDP):
         if not self._delay_all_reduce_all_params:  # otherwise torch has made no reducer
             self.session.precision.zero()
 
-    # --- weighted means, reductions without a backward ---
+    # --- weighted means, reductions without a backward, or none ---
 
     def weigh(self, weight: float | torch.Tensor, *, loss: str = "mean") -> None:
         """What the next backward counts for: gradients become ``sum(w * g) / sum(w)`` over all ranks and backwards.
@@ -292,6 +295,19 @@ class DistributedDataParallel(TorchDDP):
             TypeError, ValueError: a weight that is none. RuntimeError: under ``join()`` without ``weighted=True``.
         """
         self.session.weigh(*weight_and_count(weight, loss, self.session.rank))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As torch's: gradients of forwards inside stay this rank's own until a step outside averages the sums."""
+        observers = self.__dict__.get("observers")  # torch makes no reducer if it delays all parameters
+        if observers is not None:
+            observers.on_no_sync(begins=True)
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            if observers is not None:
+                observers.on_no_sync(begins=False)
 
     @torch.no_grad()
     def reduce(self) -> None:

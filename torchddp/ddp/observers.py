@@ -30,6 +30,12 @@ class StepObserver(Protocol):
     def before_step(self) -> None:
         """At the begin of each forward with gradients. ``session.synchronises``: whether they will be reduced."""
 
+    def after_forward(self, output: Any) -> None:
+        """At the end of each forward with gradients. ``output``: what the program gets."""
+
+    def on_no_sync(self, *, begins: bool) -> None:
+        """``model.no_sync()`` begins, or has ended."""
+
     def on_error(self, error: BaseException) -> None:
         """The forward raised this."""
 
@@ -88,6 +94,7 @@ register(
     "hang_reports", "torchddp.diagnose.hang_reports:HangReports", lambda o: o.stall_report_s != 0, is_optional=True
 )
 register("bucket_planning", "torchddp.plan.auto_plan:BucketPlanning", lambda o: o.plans_buckets)
+register("traps", "torchddp.diagnose.traps:Traps", is_optional=True)
 
 
 class Observers:
@@ -104,6 +111,8 @@ class Observers:
                 if not entry.is_optional:
                     raise
                 logger.debug("no %s on rank %d: %s", name, session.rank, error)
+        self._after_forward = self._told_of("after_forward")
+        self._on_no_sync = self._told_of("on_no_sync")
 
     def __iter__(self) -> Iterator[StepObserver]:
         return iter(self._by_name.values())
@@ -116,11 +125,26 @@ class Observers:
         """As `get`, and made now if it is not there."""
         if name not in self._by_name:
             self._by_name[name] = _registered[name].make(self._session)
+            self._after_forward = self._told_of("after_forward")
+            self._on_no_sync = self._told_of("on_no_sync")
         return self._by_name[name]
+
+    def _told_of(self, event: str) -> list[Callable[..., None]]:
+        """The methods of those that want to know of what few do."""
+        nothing = getattr(StepObserver, event)
+        return [getattr(one, event) for one in self if getattr(type(one), event, nothing) is not nothing]
 
     def before_step(self) -> None:
         for observer in self._by_name.values():
             observer.before_step()
+
+    def after_forward(self, output: Any) -> None:
+        for tell in self._after_forward:
+            tell(output)
+
+    def on_no_sync(self, *, begins: bool) -> None:
+        for tell in self._on_no_sync:
+            tell(begins=begins)
 
     def on_error(self, error: BaseException) -> None:
         for observer in self:

@@ -50,12 +50,6 @@ void UsedParams::search(std::span<const at::Tensor> outputs) {
     static_ = *previous_ == unused_;
   }
   previous_ = unused_;
-  if (unused_.empty()) {
-    TORCH_WARN_ONCE(
-        "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters in the "
-        "forward pass. The search of the autograd graph costs time in every step: turn the flag off if the model never "
-        "has unused parameters. (A false positive if control flow leaves parameters unused in later steps.)");
-  }
 }
 
 void UsedParams::take_from_graph() {

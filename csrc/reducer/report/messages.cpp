@@ -47,6 +47,11 @@ std::string unfinished_reduction_message(int rank, std::span<const int64_t> miss
   }
   text += c10::str("\nParameter indices which did not receive grad for rank ", rank, ": ", c10::Join(" ", indices));
   text += c10::str("\nParameters which did not receive grad for rank ", rank, ": ", c10::Join(", ", names));
+  if (!static_graph && !find_unused_parameters) {
+    text +=
+        "\nIf steps leave these out on purpose, wrap the model with find_unused_parameters=True; with "
+        "static_graph=True, if every step leaves out the same; and set requires_grad=False before, if none uses them.";
+  }
   if (debug_is_off) {
     text +=
         "\nTo see what torch itself knows of each collective, set the environment variable TORCH_DISTRIBUTED_DEBUG to "
@@ -63,9 +68,10 @@ std::string marked_twice_message(int rank, int64_t param, std::span<const plan::
                               "reasons: 1) Use of a module parameter outside the `forward` function, or in several "
                               "concurrent forward-backward passes. "
                               "2) Reused parameters in multiple reentrant backward passes, for example several "
-                              "`checkpoint` functions around the same part of the model. If the graph is the same in "
-                              "every step, static_graph=True supports both; non-reentrant checkpoints "
-                              "(use_reentrant=False) need nothing.");
+                              "`checkpoint` functions around the same part of the model. For checkpoints, pass "
+                              "use_reentrant=False to torch.utils.checkpoint, which needs nothing else; or "
+                              "static_graph=True to DistributedDataParallel, which supports both if the graph is the "
+                              "same in every step.");
   if (marked_as_unused) {
     text +=
         " 3) Incorrect unused parameter detection: the parameter could not be reached from the outputs of `forward`, "

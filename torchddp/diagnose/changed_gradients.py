@@ -1,0 +1,159 @@
+"""Gradients that some ranks change, and others don't, between the end of backward and the optimizer's step."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torchddp.ddp.session import ReducerSession
+from torchddp.diagnose.diagnosis import ranks_text
+from torchddp.diagnose.telling import Teller
+from torchddp.transport.agreement import ranks_by
+from torchddp.transport.board import Board
+
+logger = logging.getLogger("torchddp.distributed")
+
+CHANGED = "gradients changed on some ranks"
+_EACH_UNTIL = 4  # steps; after that those that are powers of two
+_SHOWN_NAMES = 3
+_WORDS = {"0": "left as backward gave it", "1": "changed", "2": "set to None", "3": "replaced by another tensor"}
+
+
+def next_look(step: int) -> int:
+    """The next step after this one whose gradients are looked at."""
+    return step + 1 if step < _EACH_UNTIL else int(1 << step.bit_length())
+
+
+class ChangedGradients:
+    """In few steps each rank notes what it has been handed back, and posts on a board what is another when an optimizer
+    steps. When rank 0's optimizer steps the next time, all have posted: they have run the backward in between.
+    """
+
+    def __init__(self, session: ReducerSession, teller: Teller, board: Board) -> None:
+        self._session, self._teller, self._board = session, teller, board
+        self._begin = session.reducer.finished_steps  # other ranks may have done more or less before
+        self._ids = {id(parameter) for parameter in session.parameters}
+        self._ids |= {id(parameter) for _, parameter in session.named_parameters()}
+        self._due = 1
+        self._posted: tuple[int, str] | None = (
+            None  # rank 0's: step and changes that the others' are to be held against
+        )
+        self._hook: Any = None
+
+    def after_forward(self) -> bool:
+        session = self._session
+        if session.joins or self._teller.has_told(CHANGED):
+            self.close()
+            return False
+        finished = session.reducer.finished_steps - self._begin
+        if finished + 1 >= self._due:  # also under no_sync(): reduce() has no forward of its own
+            if not _is_captured(session.device):
+                session.reducer.note_gradients()
+                self._listen()
+        elif self._hook is not None and self._posted is None:
+            self.close()
+        return True
+
+    def close(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _listen(self) -> None:
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(_weakly(self))
+
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Of any optimizer of this process."""
+        try:
+            if self._concerns(optimizer):
+                self._look()
+        except RuntimeError as error:
+            logger.debug("rank %d does not know what others do with gradients: %s", self._session.rank, error)
+            self._posted = None
+
+    def _concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(parameter) in self._ids for group in optimizer.param_groups for parameter in group["params"])
+
+    def _look(self) -> None:
+        step = self._session.reducer.finished_steps - self._begin
+        if self._posted is not None and step > self._posted[0]:
+            posted, self._posted = self._posted, None
+            self._compare(*posted)
+        if changes := self._session.reducer.changed_gradients():
+            self._post(step, "".join(map(str, changes)))
+            self._due = next_look(step)
+
+    def _post(self, step: int, changes: str) -> None:
+        self._board.post_own(_key(step), [step, changes])
+        self._board.add(_sum_key(step, changes), 1)
+        if self._session.rank == 0:
+            self._posted = (step, changes)
+
+    def _compare(self, step: int, changes: str) -> None:
+        if self._board.add(_sum_key(step, changes), 0) < self._board.size:
+            by_rank = [told[1] if told and told[0] == step else None for told in self._board.read_of_ranks(_key(step))]
+            if text := describe(by_rank, [spec.name for spec in self._session.specs]):
+                self._teller.tell(CHANGED, f"{text} (synchronised step {step}). {_ADVICE}")
+        self._board.forget(_sum_key(step, changes))
+
+
+_ADVICE = (
+    "It happened between the end of backward and the optimizer's step; from there on the ranks' weights drift apart, "
+    "without an error. Do on all ranks what one does: averaged gradients are the same everywhere, and so they are when "
+    "all have clipped or scaled them; what is to differ between ranks belongs before the average, into the loss. "
+    "check_parameters_every=N finds weights that differ."
+)
+
+
+def describe(changes: Sequence[str | None], names: Sequence[str]) -> str:
+    """Who has done what to which gradients; "" if all ranks have done the same.
+
+    Args:
+        changes: by rank, a digit a parameter (`changed_gradients()` of the reducer); None: not known.
+        names: of the parameters.
+    """
+    known = {rank: own for rank, own in enumerate(changes) if own is not None}
+    differ = [index for index in range(len(names)) if len({own[index] for own in known.values()}) > 1]
+    if not differ:
+        return ""
+    ranks = list(known)
+    kinds = ranks_by(known[rank][differ[0]] for rank in ranks)
+    told = "; ".join(
+        f"{_WORDS[kind]} on {ranks_text([ranks[at] for at in places])}"
+        for kind, places in sorted(kinds.items(), reverse=True)
+    )
+    others = [f"'{names[index]}'" for index in differ[1:_SHOWN_NAMES]]
+    more = len(differ) - 1 - len(others)
+    listed = ", ".join(others) + (f" and {more} more" if more > 0 else "")
+    also = f"; ranks also differ on {listed}" if listed else ""
+    return f"Ranks do not do the same to averaged gradients: that of '{names[differ[0]]}' was {told}{also}"
+
+
+def _key(step: int) -> str:
+    return f"gradients{step % 2}"  # ranks are at most a step apart
+
+
+def _sum_key(step: int, changes: str) -> str:
+    return f"gradients/{step}/{hashlib.sha256(changes.encode()).hexdigest()[:16]}"
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _weakly(check: ChangedGradients) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+    """torch keeps its hooks for good; this one does not keep a model."""
+    reference = weakref.ref(check)
+
+    def before_optimizer_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if (alive := reference()) is not None:
+            alive.before_optimizer_step(optimizer)
+
+    return before_optimizer_step

@@ -1,0 +1,54 @@
+"""Warnings that one rank gives for all, once."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from torchddp.errors import UsageWarning, warn_user
+from torchddp.transport.board import Board
+
+logger = logging.getLogger("torchddp.distributed")
+
+
+class Teller:
+    """Of one model; where its ranks can't hear each other, each tells for itself."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._board: Board | None = None
+        self._told: set[str] = set()
+
+    def follow(self, rank: int, board: Board | None) -> None:
+        """The model goes on over this process group."""
+        self.rank, self._board = rank, board
+
+    def has_told(self, trap: str) -> bool:
+        """Whether this rank has nothing to say of it any more."""
+        return trap in self._told
+
+    def tell(self, trap: str, text: str, where: tuple[str, int] | None = None) -> None:
+        """Warns, unless this or another rank has. ``where``: the file and line it is about; None: that of the user."""
+        if trap in self._told:
+            return
+        self._told.add(trap)  # before it warns, which a filter may make an error
+        if not self._is_first(trap):
+            return
+        if where is None:
+            warn_user(text, UsageWarning)
+        else:
+            warnings.warn_explicit(text, UsageWarning, *where)
+
+    def _is_first(self, trap: str) -> bool:
+        if self._board is None:
+            return True
+        try:
+            return self._board.claim(trap)
+        except RuntimeError as error:
+            logger.debug("rank %d can't ask whether others have told of '%s': %s", self.rank, trap, error)
+            return True
+
+
+def place(where: tuple[str, int]) -> str:
+    """'/home/me/train.py:12'."""
+    return f"{where[0]}:{where[1]}"
