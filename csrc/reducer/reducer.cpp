@@ -252,6 +252,22 @@ void Reducer::share_gradients() {
   parts_.layout.adapt();
 }
 
+void Reducer::close() {
+  remove_autograd_hooks();
+  parts_.layout.clear();
+}
+
+void Reducer::take_over(const Reducer& before) {
+  const auto places = parts_.context.places_in(before.parts_.context);
+  parts_.own_averages.take_over(before.parts_.own_averages, places);
+  parts_.used.take_over(before.parts_.used, places);
+  parts_.events.take_over(before.parts_.events);
+  if (before.parts_.step.armed()) {
+    begin_step();
+    arm();
+  }
+}
+
 Status Reducer::status() const {
   auto status = parts_.events.live().read();
   parts_.layout.describe(status, parts_.step);

@@ -117,6 +117,10 @@ class DDPOptions:
             ``(state, hook)``, or the name of one of ``torchddp.comm_hooks``.
         sync: how ``torchddp.sync`` reduces accumulated microbatches, a ``DDPSyncStrategy`` or its name. None:
             SINGLE_AUTO_SYNC, and MULTI_AUTO_SYNC with ``find_unused_parameters``.
+        auto_refresh_trainable: look in every forward that begins a synchronised step whether parameters were frozen,
+            thawed, added or removed, and :meth:`refresh_trainable`. Ranks tell each other, so that one which has
+            changed alone is an error and no hang: an all-gather of one number a step, and such forwards (not those
+            under ``no_grad``) must be made by all ranks. Not inside of ``join()``.
 
     Raises:
         TypeError, ValueError: a value that is not allowed; says what is.
@@ -151,6 +155,7 @@ class DDPOptions:
     adopt_large_gradients: bool = True
     comm_hook: object = None
     sync: DDPSyncStrategy | str | None = None
+    auto_refresh_trainable: bool = False
 
     def __post_init__(self) -> None:
         _check_caps(self.bucket_cap_mb, self.bucket_cap_mb_list)
@@ -166,6 +171,8 @@ class DDPOptions:
                 f"check_parameters_every must be a number of steps, 1 or more, or None for no checks; got {every!r}"
             )
         DDPSyncStrategy.choose(self.sync, self.find_unused_parameters)
+        if not isinstance(self.auto_refresh_trainable, bool):
+            raise TypeError(f"auto_refresh_trainable must be True or False, got {self.auto_refresh_trainable!r}")
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> DDPOptions:
