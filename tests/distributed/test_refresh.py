@@ -29,14 +29,13 @@ def replicated(**options):
 def play_all(rank, make, fresh=None, seeds=range(SCHEDULES), is_told=True, buffers=True, **tolerance):
     changes = 0
     for seed in seeds:
-        for optimizer in OPTIMIZERS:
-            sides = sides_of(make, fresh or make, optimizer, is_told=is_told)
+        sides = sides_of(make, fresh or make, list(OPTIMIZERS)[seed % 2], is_told=is_told)
 
-            def check(was_forward, sides=sides):
-                assert_equal(sides, buffers=buffers and was_forward, **tolerance)
+        def check(was_forward, sides=sides):
+            assert_equal(sides, buffers=buffers and was_forward, **tolerance)
 
-            changes += play(rank, seed, sides, check)
-            assert same_on_all_ranks(list(sides[0].module.parameters()))
+        changes += play(rank, seed, sides, check)
+        assert same_on_all_ranks([torch.cat([p.detach().reshape(-1) for p in sides[0].module.parameters()])])
     assert changes > 2 * len(seeds)
 
 
@@ -91,6 +90,6 @@ def test_options_go_on(make, options):
 def test_noticed_in_forward(make, transport, world_size):
     def work(rank):
         automatic = make(transport=transport, auto_refresh_trainable=True)
-        play_all(rank, automatic, make(transport=transport), seeds=range(6), is_told=False)
+        play_all(rank, automatic, make(transport=transport), seeds=range(6), is_told=False, buffers=False)
 
     run_ranks(work, world_size, timeout=120.0)

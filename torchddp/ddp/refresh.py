@@ -189,12 +189,10 @@ def find_differences(by_rank: Sequence[Sequence[_State]]) -> list[str]:
     """
     names = [[state.name for state in states] for states in by_rank]
     without_names = [[(state.what, state.stride, state.is_new) for state in states] for states in by_rank]
-    if all(own == without_names[0] for own in without_names):
-        orders = [rank for rank, own in enumerate(names) if own != names[0] and sorted(own) == sorted(names[0])]
-        return [f"rank {', '.join(map(str, orders))} has its parameters in another order than rank 0"] if orders else []
+    only_names = all(own == without_names[0] for own in without_names)
     found = []
     tables = [{state.name: state for state in states} for states in by_rank]
-    for name in dict.fromkeys(name for own in names for name in own):
+    for name in () if only_names else dict.fromkeys(name for own in names for name in own):
         states = [table.get(name) for table in tables]
         if all(state == states[0] for state in states):
             continue
@@ -203,7 +201,10 @@ def find_differences(by_rank: Sequence[Sequence[_State]]) -> list[str]:
             said = [f"{text} with strides {state.stride}" for text, state in zip(said, states, strict=True) if state]
         each = ", ".join(f"{text} on rank {', '.join(map(str, ranks))}" for text, ranks in ranks_by(said).items())
         found.append(f"'{name}' is {each}")
-    return found or ["the parameters come in different orders"]
+    moved = [str(rank) for rank, own in enumerate(names) if own != names[0] and sorted(own) == sorted(names[0])]
+    if moved:
+        found.append(f"rank {', '.join(moved)} has its parameters in another order than rank 0")
+    return found
 
 
 # --- torch's mixed precision ---
