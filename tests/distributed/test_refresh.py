@@ -1,10 +1,7 @@
 """refresh_trainable(): after any change of parameters, training goes on as with a wrapper made anew."""
 
-import random
-
 import pytest
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp

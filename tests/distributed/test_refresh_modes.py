@@ -201,7 +201,7 @@ class Stream(contextlib.nullcontext):
     def __init__(self, *args):
         super().__init__()
 
-    def record(self, *args):
+    def record(self, *args, **kwargs):
         pass
 
     wait = wait_stream = record

@@ -86,7 +86,9 @@ def _reason_against(ddp: Any) -> str:
     if ddp._use_python_reducer:
         return "torch._dynamo.config.optimize_ddp='python_reducer' reduces its gradients: wrap the model again"
     if ddp.session.is_joining:
-        return "the model is in a join() context, and ranks that have run out of inputs don't hear of it: leave it first"
+        return (
+            "the model is in a join() context, and ranks that have run out of inputs don't hear of it: leave it first"
+        )
     return "" if ddp.session.is_in_group else "it is not in the process group that the model was given"
 
 
@@ -99,8 +101,8 @@ def _problem(ddp: Any) -> Exception | None:
         return error
     if session.reducer.is_in_graph:
         return RuntimeError(
-            f"refresh_trainable() on rank {rank}: a captured CUDA graph holds the addresses of the buckets, which would "
-            "change. Freeze and thaw before the capture."
+            f"refresh_trainable() on rank {rank}: a captured CUDA graph holds the addresses of the buckets, which "
+            "would change. Freeze and thaw before the capture."
         )
     named = {n: p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore}
     empty = [n for n, p in named.items() if p.is_meta or isinstance(p, torch.nn.parameter.UninitializedParameter)]
