@@ -36,7 +36,7 @@ class LowRank(nn.Module):
         return out
 
 
-def add_adapters(module: nn.Module) -> list[nn.Parameter]:
+def add_adapters(module: nn.Module) -> list[torch.Tensor]:
     """Freezes the module and gives each linear layer inside an adapter: the adapters' parameters."""
     module.requires_grad_(False)
     linear = [(m, name, c) for m in module.modules() for name, c in m.named_children() if isinstance(c, nn.Linear)]

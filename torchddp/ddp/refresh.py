@@ -29,7 +29,7 @@ def refresh_trainable(ddp: Any) -> None:
     ddp.parameters_to_ignore |= ddp.names_to_ignore()
     states = list(_states_of(ddp))
     _agree(ddp, [state for state, _ in states])
-    if session.options.init_sync:
+    if session.options.init_sync and session.policy.sends_states:
         session.send([tensor for state, tensor in states if state.is_new], src=0)
     ddp.observers.close()
     session.close()
@@ -105,7 +105,7 @@ def _problem(ddp: Any) -> Exception | None:
             "would change. Freeze and thaw before the capture."
         )
     named = {n: p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore}
-    empty = [n for n, p in named.items() if p.is_meta or isinstance(p, torch.nn.parameter.UninitializedParameter)]
+    empty = [n for n, p in named.items() if p.is_meta or isinstance(p, torch.nn.UninitializedParameter)]
     if empty:
         return RuntimeError(
             f"refresh_trainable() on rank {rank}: {model.listed(empty)} without values (on the meta device, or of a "
@@ -152,7 +152,7 @@ def _states_of(ddp: Any) -> Iterator[tuple[_State, torch.Tensor]]:
 
 
 def _describe(name: str, tensor: torch.Tensor, role: str, is_new: bool) -> tuple[_State, torch.Tensor]:
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
         return _State(name, f"{role}, without values", (), is_new), tensor
     held = model.local_of(tensor).detach()
     dtype = str(held.dtype).removeprefix("torch.")

@@ -174,11 +174,9 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def _owners_changed(self) -> None:
         """An optimizer has new parameters, or new owners."""
-        trainable = {id(param) for param in self._module_parameters if param.requires_grad}
         session = self.session
         if not self._refreshing and (
-            trainable != session.reduced_ids
-            or self._shards.owners(session.parameters) != [spec.owner for spec in session.specs]
+            session.has_changed() or self._shards.owners(session.parameters) != [spec.owner for spec in session.specs]
         ):
             super().refresh_trainable()
 
