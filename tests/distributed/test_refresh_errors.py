@@ -191,16 +191,20 @@ def test_a_hook_that_refuses_leaves_no_silence():
     """The model reduces nothing until it is refreshed with success: and says so."""
 
     def work(rank):
-        module = seeded(Mlp)
-        hook = torchddp.comm_hooks.PowerSGD(4)
-        model = torchddp.DistributedDataParallel(module, comm_hook=hook)
-        train(model, rank)
+        module = seeded(lambda: Mlp(dtype=torch.float32))
+        model = torchddp.DistributedDataParallel(module, comm_hook=torchddp.comm_hooks.PowerSGD(4))
+
+        def step():
+            loss_of(model(batch(rank).float())).backward()
+            assert same_on_all_ranks([p.grad for p in module.parameters()])
+
+        step()
         module.extra = nn.Linear(2, 2, dtype=torch.float64)
-        with pytest.raises((TypeError, ValueError)):
+        with pytest.raises(TypeError, match=r"'extra\.weight' is torch\.float64"):
             model.refresh_trainable()
-        assert "refresh_trainable() has failed" in error_of(lambda: model(batch(rank)))
+        assert "refresh_trainable() has failed" in error_of(lambda: model(batch(rank).float()))
         del module.extra
         model.refresh_trainable()
-        train(model, rank)
+        step()
 
     run_ranks(work, 2)
