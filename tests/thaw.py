@@ -173,14 +173,11 @@ def sides_of(
     ]
 
 
-def assert_equal(sides: list[Side], *, buffers: bool = True, **tolerance: Any) -> None:
-    """Parameters, gradients, what the optimizers hold, and buffers: bit for bit unless told otherwise."""
+def assert_equal(sides: list[Side], *, buffers: bool = True) -> None:
+    """Parameters, gradients, what the optimizers hold, and buffers: bit for bit."""
 
-    def same(mine: Any, theirs: Any, name: str) -> None:
-        if tolerance:
-            torch.testing.assert_close(mine, theirs, **tolerance)
-        else:
-            assert torch.equal(mine, theirs), name
+    def same(mine: torch.Tensor, theirs: torch.Tensor, name: str) -> None:
+        assert torch.equal(mine, theirs), name
 
     ours, fresh = sides
     for (name, mine), theirs in zip(ours.module.named_parameters(), fresh.module.parameters(), strict=True):
