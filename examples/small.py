@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
-from examples.gpt.ranks import Ranks
+from examples.gpt.ranks import Ranks, open_ranks
 
 WIDTH = 32
 REPORTS = 5  # lines with a loss
@@ -57,3 +60,14 @@ def report(ranks: Ranks, step: int, steps: int, loss: torch.Tensor) -> None:
         mean = sum(ranks.sums([loss.item()])) / ranks.world_size
         if ranks.rank == 0:
             print(f"step {step}: loss {mean:.4f}", flush=True)
+
+
+def run(train: Callable[[Ranks, int, float], None], about: str, steps: int) -> None:
+    """The command of an example: joins the process group, trains on this rank, leaves it."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--steps", type=int, default=steps, help="optimizer steps [%(default)s]")
+    parser.add_argument("--lr", type=float, default=3e-3, help="AdamW's learning rate [%(default)s]")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with open_ranks("torchddp", "cpu") as ranks:
+        train(ranks, arguments.steps, arguments.lr)

@@ -6,7 +6,6 @@ python -m examples.train_plain --steps 200
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -15,8 +14,8 @@ import torch
 if not __package__:  # started by path: make `examples` importable
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.gpt.ranks import Ranks, open_ranks
-from examples.small import loss_of, make_model, report
+from examples.gpt.ranks import Ranks
+from examples.small import loss_of, make_model, report, run
 from torchddp import DistributedDataParallel as DDP  # instead of: from torch.nn.parallel import ...
 from torchddp import finished_steps
 
@@ -37,13 +36,7 @@ def train(ranks: Ranks, steps: int, lr: float) -> None:
 
 def main() -> None:
     """Join the process group, train, leave it."""
-    parser = argparse.ArgumentParser(description="Data parallel training of a small model, one import changed.")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps [%(default)s]")
-    parser.add_argument("--lr", type=float, default=3e-3, help="AdamW's learning rate [%(default)s]")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    with open_ranks("torchddp", "cpu") as ranks:
-        train(ranks, arguments.steps, arguments.lr)
+    run(train, "Data parallel training of a small model, one import changed.", steps=100)
 
 
 if __name__ == "__main__":

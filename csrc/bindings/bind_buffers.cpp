@@ -1,9 +1,10 @@
-// A model's buffers: every forward looks for them, so here and not in Python. And tensors in flat memory that know nothing of each
+// A model's buffers and parameters: every forward looks for them, so here and not in Python. And tensors in flat memory that know nothing of each
 // other.
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
+#include <string_view>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -30,11 +31,11 @@ void each_value(const py::object& mapping, Visit&& visit) {
   }
 }
 
-// In the order of module.buffers(): modules before their children, each module and each buffer once.
-py::list module_buffers(const py::object& module) {
-  static const py::handle kBuffers = py::str("_buffers").release();
+// In the order of module.buffers() and parameters(): modules before their children, each module and each entry once. `name`: the
+// attribute that holds the entries.
+template <typename Visit>
+void each_entry(const py::object& module, py::handle name, Visit&& visit) {
   static const py::handle kModules = py::str("_modules").release();
-  py::list found;
   std::unordered_set<const PyObject*> seen;
   std::vector<py::object> ahead{module};
   std::vector<py::object> visited;  // alive, so that no other object comes to have the address of one
@@ -45,9 +46,9 @@ py::list module_buffers(const py::object& module) {
     if (!seen.insert(current.ptr()).second) {
       continue;
     }
-    each_value(py::getattr(current, kBuffers), [&](py::handle buffer) {
-      if (!buffer.is_none() && seen.insert(buffer.ptr()).second) {
-        found.append(buffer);
+    each_value(py::getattr(current, name), [&](py::handle entry) {
+      if (!entry.is_none() && seen.insert(entry.ptr()).second) {
+        visit(entry);
       }
     });
     each_value(py::getattr(current, kModules), [&](py::handle child) {
@@ -60,7 +61,29 @@ py::list module_buffers(const py::object& module) {
     }
     visited.push_back(std::move(current));
   }
+}
+
+py::list module_buffers(const py::object& module) {
+  static const py::handle kBuffers = py::str("_buffers").release();
+  py::list found;
+  each_entry(module, kBuffers, [&](py::handle buffer) { found.append(buffer); });
   return found;
+}
+
+// `known`: the module's parameters; `trained`: a byte each, whether it required grad.
+bool trains_as_before(const py::object& module, const py::list& known, const py::bytes& trained) {
+  static const py::handle kParameters = py::str("_parameters").release();
+  const std::string_view flags = trained;
+  size_t count = 0;
+  bool same = true;
+  each_entry(module, kParameters, [&](py::handle parameter) {
+    same = same && count < known.size() &&
+           PyList_GET_ITEM(known.ptr(), static_cast<Py_ssize_t>(count)) == parameter.ptr() &&
+           THPVariable_Check(parameter.ptr()) &&
+           THPVariable_Unpack(parameter.ptr()).requires_grad() == (flags[count] != 0);
+    ++count;
+  });
+  return same && count == known.size();
 }
 
 bool can_travel_as_bytes(const py::sequence& tensors) {
@@ -95,6 +118,8 @@ at::Tensor make_flat_view(const at::Tensor& flat, int64_t offset, const at::Tens
 
 void bind_buffers(py::module_& m) {
   m.def("module_buffers", &module_buffers, py::arg("module"), "Each buffer once, in the order of `module.buffers()`.");
+  m.def("trains_as_before", &trains_as_before, py::arg("module"), py::arg("known"), py::arg("trained"),
+        "Whether these are all of the module's parameters, and those with a byte of 1 alone require grad.");
   m.def("can_travel_as_bytes", &can_travel_as_bytes, py::arg("tensors"),
         "Whether TensorBroadcast can take these: ordinary dense tensors of one device.");
   m.def("make_flat_view", &make_flat_view, py::arg("flat"), py::arg("offset"), py::arg("like"), NoGil(),

@@ -74,11 +74,9 @@ void bind_step(PyReducer& c) {
       .def("_delay_all_reduce", &Reducer::delay_all_reduce, NoGil())
       .def("reduce_now", &Reducer::reduce_now, NoGil(),
            "Collective: reduces what gradients there are, without a backward.")
-      .def("averages", of(&Parts::own_averages, &OwnAverages::flags),
-           "Per parameter: whether its gradient is an average that this rank alone has.")
-      .def("set_averages", of(&Parts::own_averages, &OwnAverages::set_flags), py::arg("averages"),
-           "What averages() of the reducer before this one has told.")
       .def("_check_reducer_finalized", &Reducer::check_finalized, NoGil())
+      .def("check_not_unfinished", &Reducer::check_not_unfinished, NoGil(),
+           "RuntimeError, with the gradients that are missing, if a backward has ended before all of them came.")
       .def("rebuild_buckets", &Reducer::rebuild_buckets, NoGil(),
            "Collective when it returns true: new buckets by the measured order, once.")
       .def("adopt_plan", &Reducer::adopt_plan, py::arg("plan"), NoGil(),
@@ -141,6 +139,9 @@ void bind_modes(PyReducer& c) {
           },
           py::arg("params"), NoGil(), "Zeros those of the parameters with these indices.")
       .def("remove_autograd_hooks", &Reducer::remove_autograd_hooks, NoGil())
+      .def("close", &Reducer::close, NoGil(), "For good: without hooks and buckets.")
+      .def("take_over", &Reducer::take_over, py::arg("before"), NoGil(),
+           "Goes on where a closed reducer has stopped, of the same parameters or others.")
       .def("update_process_group", &Reducer::update_process_group, py::arg("new_process_group"),
            py::arg("transport").none(false), NoGil())
       .def("match_used_map", of(&Parts::used, &UsedParams::match), NoGil(),

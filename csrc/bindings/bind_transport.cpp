@@ -163,7 +163,7 @@ void bind_transports(py::module_& m) {
       py::arg("transport"), py::arg("timeout"), NoGil(), "The backend of a process group whose ranks share memory.");
   m.def("host_identity", &shm::host_identity, "Equal for processes that can share memory with each other.");
   m.def(
-      "processor_quota", [] { return shm::processor_quota(); },
+      "processor_quota", [] { return shm::processor_quota().processors; },
       "How many processors the control groups of this process allow at a time; 0 if they don't say.");
 }
 

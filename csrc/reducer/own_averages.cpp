@@ -21,9 +21,10 @@ OwnAverages::OwnAverages(const Context& context, const Step& step, const BucketL
       reduced_(context.params.size(), 0),
       kept_(context.owned ? context.params.size() : 0) {}
 
-void OwnAverages::set_flags(std::vector<uint8_t> flags) {
-  TDDP_INTERNAL(flags.size() == reduced_.size(), flags.size(), " flags for ", reduced_.size(), " parameters");
-  reduced_ = std::move(flags);
+void OwnAverages::take_over(const OwnAverages& before, std::span<const int64_t> places) {
+  for (size_t i = 0; i < reduced_.size(); ++i) {
+    reduced_[i] = places[i] == kNotThere ? 0 : before.reduced_[static_cast<size_t>(places[i])];
+  }
 }
 
 void OwnAverages::put_aside(int64_t param) {

@@ -1,6 +1,7 @@
 // Averages that one rank alone has, because its buckets belong to it.
 #pragma once
 
+#include <span>
 #include <vector>
 
 #include "reducer/base/step.h"
@@ -30,9 +31,8 @@ class OwnAverages {
   // The averages of this step are in .grad.
   void finish();
 
-  // Per parameter: whether its gradient is an average that this rank alone has; to be handed to the reducer that takes over.
-  const std::vector<uint8_t>& flags() const { return reduced_; }
-  void set_flags(std::vector<uint8_t> flags);
+  // Knows what those before have known. `places`: where each parameter was there, or kNotThere.
+  void take_over(const OwnAverages& before, std::span<const int64_t> places);
 
  private:
   void put_aside(int64_t param);

@@ -17,7 +17,7 @@ Reducer::Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> sp
     : parts_(std::move(params), std::move(specs), std::move(group), std::move(transport), std::move(config)) {
   parts_.keeper.lay_out_first();
   hooks_ = std::make_unique<GradHooks>(parts_.context.params, *this);
-  if (parts_.context.owned || parts_.context.config.weighted) {
+  if (parts_.context.owned || parts_.weights.listens()) {
     hooks_->call_before();
   }
   parts_.used.set_hooks(*hooks_);
@@ -278,6 +278,26 @@ void Reducer::share_gradients() {
   parts_.context.views = false;
   parts_.context.shares_gradients = true;
   parts_.layout.adapt();
+}
+
+void Reducer::close() {
+  remove_autograd_hooks();
+  parts_.layout.clear();
+}
+
+void Reducer::take_over(const Reducer& before) {
+  const auto places = parts_.context.places_in(before.parts_.context);
+  parts_.own_averages.take_over(before.parts_.own_averages, places);
+  parts_.used.take_over(before.parts_.used, places);
+  parts_.events.take_over(before.parts_.events);
+  parts_.weights.take_over(before.parts_.weights);
+  if (parts_.weights.listens()) {
+    hooks_->call_before();
+  }
+  if (before.parts_.step.armed()) {
+    begin_step();
+    arm();
+  }
 }
 
 Status Reducer::status() const {

@@ -44,6 +44,8 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void reduce_now();
   // RuntimeError, with the gradients that are missing, if the last synchronised forward was not followed by all of its backward.
   void check_finalized();
+  // The same, but a forward without any backward is none.
+  void check_not_unfinished();
 
   // --- between steps ---
   // See PlanKeeper.
@@ -59,6 +61,11 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // Another reducer averages the same gradients: from the next step on they keep memory of their own, and nothing is reduced in it.
   void share_gradients();
   void remove_autograd_hooks() { hooks_->remove(); }
+  // For good: without hooks and buckets. What it has counted can be read, and taken over.
+  void close();
+  // Goes on where a closed reducer has stopped, whose parameters may be others: steps, gradients of no_sync, a forward without its
+  // backward yet.
+  void take_over(const Reducer& before);
   // Collective if the transport may lose memory.
   void update_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group,
                             std::shared_ptr<transport::Transport> transport);
@@ -80,7 +87,6 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   void pack_all(IsUsed&& is_used);
   void finalize();
   void abandon();
-  void check_not_unfinished();
   template <typename Body>
   void guarded(Body&& body);
 

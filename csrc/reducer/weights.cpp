@@ -190,6 +190,18 @@ void Weights::abandon() {
   forget_total();
 }
 
+void Weights::take_over(const Weights& before) {
+  phase_.store(before.phase_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  count_ = before.count_;
+  drops_ = before.drops_;
+  has_unweighted_.store(before.has_unweighted_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  open_ = before.open_;
+  own_ = before.own_;
+  unit_ = before.unit_;
+  reduced_ = before.reduced_;
+  reference_ = before.reference_;
+}
+
 void Weights::match() {
   if (!context_.config.weighted) {
     return;

@@ -44,6 +44,10 @@ class Weights {
   void raise_if_zero();
   // The reduction has failed.
   void abandon();
+  // Another reducer goes on with the same model, between steps.
+  void take_over(const Weights& before);
+  // Whether it must hear of gradients that are coming.
+  bool listens() const { return open_ || context_.config.weighted; }
   // Before ranks join or leave.
   void forget_total() { reference_.reset(); }
   // Collective, of a rank without inputs: takes part with weight 0 if the model's steps are weighted.

@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples import train_diloco, train_parallelize, train_plain, train_sharded
+from examples import (
+    train_diloco,
+    train_growing,
+    train_lora,
+    train_parallelize,
+    train_plain,
+    train_sharded,
+    train_unfreezing,
+)
 from examples.gpt.ranks import Ranks
 from tests.harness import run_ranks
 from torchddp import ParallelConfig
@@ -149,13 +157,48 @@ def test_diloco_sends_less_than_gradients_would():
     assert 0 < sent < 60 * gradients / 30
 
 
+def test_adapters_train_beside_a_frozen_base():
+    output = output_of(lambda ranks: train_lora.train(ranks, 120, 3e-3), 2)
+    assert_it_learnt(output)
+    adapters, base, changed = re.findall(
+        r"(\d+) adapter weights trained beside (\d+) frozen ones, changed: (\w+)", output
+    )[0]
+    assert int(adapters) < 0.3 * int(base) and changed == "False"
+
+
+def test_unfreezing_sends_more_with_each_stage_and_keeps_the_optimizers_state():
+    output = output_of(lambda ranks: train_unfreezing.train(ranks, 120, 3e-3), 2)
+    losses = losses_in(output)
+    assert losses[-1] < losses[0]
+    sent = [int(n) for n in re.findall(r"by stage: (.*)", output)[0].split(", ")]
+    assert sent == sorted(set(sent)) and len(sent) == 4
+    assert last_number(output, "updates of the head") == 120
+
+
+def test_blocks_are_added_in_training():
+    output = output_of(lambda ranks: train_growing.train(ranks, 120, 3e-3), 2)
+    assert_it_learnt(output)
+    assert "updates of the blocks: 120, 80, 40" in output
+
+
 def test_bad_arguments_are_one_line():
     done = run([sys.executable, "-m", "examples.train_parallelize", "--use-fdsp=true"], want=2)
     assert done.stderr.strip().startswith("error: command line: unknown option 'use_fdsp'; did you mean 'use_fsdp'?")
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("module", [train_plain, train_sharded, train_diloco, train_parallelize])
+@pytest.mark.parametrize(
+    "module",
+    [
+        train_plain,
+        train_sharded,
+        train_diloco,
+        train_parallelize,
+        train_lora,
+        train_unfreezing,
+        train_growing,
+    ],
+)
 def test_help(module, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(sys, "argv", [module.__name__, "--help"])
     with pytest.raises(SystemExit) as caught:

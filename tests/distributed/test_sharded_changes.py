@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.harness import run_ranks
 from tests.models import same_on_all_ranks
-from tests.sharded import make_pair, small_net
+from tests.sharded import make_pair, reference_of, small_net
 
 ADAM = (torch.optim.AdamW, {"lr": 0.01})
 
@@ -113,5 +114,33 @@ def test_frozen_and_thawed_again_and_again():
             assert weight.data_ptr() != before
             pair.train(range(step, step + 1))
         pair.assert_equal()
+
+    run_ranks(work, 2)
+
+
+def test_a_static_graph_stays_static_after_a_change():
+    def work(rank):
+        pair = make_pair(*ADAM, static_graph=True)
+        pair.train(range(2))
+        for model, _ in pair.sides():
+            model.module.first.requires_grad_(False)
+        pair.sharded.refresh_trainable()
+        pair.reference = reference_of(pair.reference.module, {}, {})
+        pair.train(range(2, 4))
+        pair.assert_equal()
+        assert "can_set_static_graph" not in pair.sharded._get_ddp_logging_data()
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_new_parameters_get_rank_0s_values_as_all_do_at_startup(sends):
+    def work(rank):
+        pair = make_pair(*ADAM, make=small_net, sync_models_at_startup=sends)
+        extra = nn.Parameter(torch.full((3,), float(rank)))
+        pair.sharded.module.register_parameter("extra", extra)
+        pair.oss.add_param_group({"params": [extra]})
+        assert extra.tolist() == [0.0 if sends else float(rank)] * 3
+        assert "extra" in [spec.name for spec in pair.sharded.session.specs]
 
     run_ranks(work, 2)

@@ -466,3 +466,54 @@ def test_copies_weigh_too():
         assert_same(model, reference(MICROBATCHES))
 
     run_ranks(work, 4)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("where", ["main_grad", "grad"])
+def test_in_fp32_beside_16_bit_parameters(where, transport):
+    """As exact as fp32 sums of what each rank computes in bfloat16."""
+
+    def work(rank):
+        model = torchddp.DistributedDataParallel(
+            Net(torch.bfloat16), transport=transport, bucket_cap_mb=SMALL, main_grads=torch.float32, main_grads_as=where
+        )
+        for step in range(2):
+            model.zero_grad()
+            run_step(model, rank, MICROBATCHES, torch.bfloat16, step)
+            total = [0.0] * len(list(model.parameters()))
+            for other, counts in enumerate(MICROBATCHES):
+                for micro, count in enumerate(counts):
+                    single = Net(torch.bfloat16)
+                    if count:
+                        mean_loss(single(samples(other, 10 * step + micro, count, torch.bfloat16))).backward()
+                        total = [t + count * p.grad.double() for t, p in zip(total, single.parameters(), strict=True)]
+            everything = sum(map(sum, MICROBATCHES))
+            for p, want in zip(model.parameters(), total, strict=True):
+                got = p.main_grad if where == "main_grad" else p.grad
+                assert got.dtype == torch.float32
+                torch.testing.assert_close(got.double(), want / everything, rtol=1e-5, atol=1e-7)
+
+    run_ranks(work, 4)
+
+
+@pytest.mark.parametrize("main_grads", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_thawed_in_the_middle_of_a_step(transport, main_grads):
+    """What has been accumulated keeps its weight."""
+    options = {"main_grads": torch.float32} if main_grads else {}
+
+    def work(rank):
+        model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
+        model.module.other.requires_grad_(False)
+        for micro, count in enumerate(MICROBATCHES[rank]):
+            if micro == 1:
+                model.refresh_trainable()
+            with model.no_sync() if micro < 2 else nullcontext():
+                model.weigh(count)
+                mean_loss(model(samples(rank, micro, count))).backward()
+        for name, want in reference(MICROBATCHES).items():
+            if not name.startswith("other"):
+                p = model.module.get_parameter(name)
+                torch.testing.assert_close(p.main_grad if main_grads else p.grad, want, **TOLERANCE[torch.float32])
+
+    run_ranks(work, 4)

@@ -65,6 +65,7 @@ class PerParameter(CommHook):
 
     def _setup(self, setup: Setup) -> None:
         super()._setup(setup)
+        self._parts.clear()
         self._hook_of = dict.fromkeys(setup.parameters, self.default)
         for which, hook in reversed(self.rules):  # the first that fits is set last
             for name in _chosen(which, setup):

@@ -5,7 +5,7 @@
 import abc
 import datetime
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -183,10 +183,7 @@ class CommHook(abc.ABC):
         Raises:
             RuntimeError: not attached to this model; a reduction of before that does not end.
         """
-        attachment = self._attachment
-        owner = None if attachment is None else attachment.model()
-        if attachment is None or owner is None or model is not owner:
-            raise RuntimeError(f"this {type(self).__name__} hook is not attached to the model: it can't follow it")
+        attachment = self._attached_to(model)
         # Each collective of before ends within its limit, and after one that failed no other begins.
         limit_s = (self._exchange.time_limit or dist.default_pg_timeout).total_seconds()
         if not attachment.worker.finish(limit_s + _GRACE_S):
@@ -201,6 +198,33 @@ class CommHook(abc.ABC):
         self._follow(steps.index(max(steps)))
         attachment.process_group = model.process_group
         attachment.worker = Worker(f"torchddp {type(self).__name__}")
+
+    def follow_parameters(self, model: Any) -> None:
+        """Go on with the parameters that can be trained now. Collective. Called by the model's ``refresh_trainable``.
+
+        What was held back of a parameter is kept if it still is the same one, of the same name and shape.
+
+        Raises:
+            RuntimeError: not attached to this model; an embedding with sparse gradients.
+            TypeError: a parameter that is neither fp32, bf16 nor fp16, by name.
+            ValueError: a parameter that the method can't take.
+        """
+        attachment = self._attached_to(model)
+        parameters = _reduced_parameters(model)
+        _check_parameters(parameters, model)
+        state, shapes = self._state(), self._shapes
+        kept = {n for n, p in parameters.items() if attachment.names.get(id(p)) == n and shapes.get(n) == p.shape}
+        self._setup(Setup(self._exchange, parameters, model.module))
+        self._load_state(_without(state, shapes.keys() - kept))
+        attachment.names = {id(p): name for name, p in parameters.items()}
+        attachment.layouts.clear()
+
+    def _attached_to(self, model: Any) -> _Attachment:
+        attachment = self._attachment
+        owner = None if attachment is None else attachment.model()
+        if attachment is None or owner is None or model is not owner:
+            raise RuntimeError(f"this {type(self).__name__} hook is not attached to the model: it can't follow it")
+        return attachment
 
     def close(self) -> None:
         """End the hook's thread. It starts again if another bucket comes."""
@@ -292,6 +316,14 @@ class CommHook(abc.ABC):
             raise ValueError(f"this is the state of a {state.get('hook')!r} hook, not of {type(self).__name__!r}")
         self._step = _Step(int(state["step"]))
         self._load_state(state)
+
+
+def _without(state: Any, names: Set[str]) -> Any:
+    """A hook's state without the tensors of these parameters."""
+    if isinstance(state, Mapping):
+        kept = {key: value for key, value in state.items() if not (isinstance(value, Tensor) and key in names)}
+        return {key: _without(value, names) for key, value in kept.items()}
+    return [_without(value, names) for value in state] if isinstance(state, list) else state
 
 
 def _reduced_parameters(model: Any) -> dict[str, nn.Parameter]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from torchddp.composable.module import (
     make_replicated,
     state_of,
 )
-from torchddp.composable.precision import ParameterCast, reduce_in
+from torchddp.composable.precision import reduce_in
 from torchddp.ddp.model import is_dtensor
 from torchddp.ddp.module import DistributedDataParallel
 
@@ -81,7 +82,7 @@ def replicate(
         **options: those of :class:`torchddp.DistributedDataParallel`: ``bucket_cap_mb``, ``find_unused_parameters``,
             ``static_graph``, ``gradient_as_bucket_view``, ``init_sync``, ``forward_sync_buffers``, ``transport``,
             ``wire_dtype``, ``timeout``, ``stall_report_s``, ``gradient_stats``, ``check_parameters_every``,
-            ``find_nonfinite``, ``comm_hook``, ``sync``, ...
+            ``find_nonfinite``, ``comm_hook``, ``sync``, ``auto_refresh_trainable``, ...
 
     Raises:
         TypeError: an unknown option (names it), or one that has another name here; no module.
@@ -98,19 +99,23 @@ def replicate(
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}")
     group = _group_of(mesh)
-    left_out, left_out_names = _left_to_others(module, ignored_modules, ignored_params)
-    parameters = {name: p for name, p in module.named_parameters() if id(p) not in left_out}
-    _check_parameters(module, parameters, mesh, dist.get_rank())
-    sent_in = _differing_dtype(policy.reduce_dtype or policy.param_dtype, parameters.values())
+    left_out = partial(_left_to_others, module, _checked_modules(ignored_modules), list(ignored_params or ()))
+
+    def parameters() -> dict[str, torch.nn.Parameter]:
+        names = left_out()
+        return {name: p for name, p in module.named_parameters() if name not in names}
+
+    present = parameters()
+    _check_parameters(module, present, mesh, dist.get_rank())
+    sent_in = _differing_dtype(policy.reduce_dtype or policy.param_dtype, present.values())
     _check_wire_dtype(sent_in, options)
-    with _ignoring(module, left_out_names):
+    with _ignoring(module, left_out()):
         engine = ReplicateEngine(
-            module, device_ids=_device_ids(device_id, parameters.values()), process_group=group, **options
+            module, left_out, device_ids=_device_ids(device_id, present.values()), process_group=group, **options
         )
     if sent_in is not None:
         engine.register_comm_hook(engine.process_group, reduce_in(sent_in))
-    cast = None if policy.param_dtype is None else ParameterCast(module, parameters.values(), policy.param_dtype)
-    _install(module, engine, policy, cast)
+    _install(module, engine, policy, parameters)
     return module
 
 
@@ -136,7 +141,9 @@ def unreplicate(module: M) -> M:
     return module
 
 
-def _install(module: Any, engine: ReplicateEngine, policy: Any, cast: ParameterCast | None) -> None:
+def _install(
+    module: Any, engine: ReplicateEngine, policy: Any, parameters: Callable[[], Mapping[str, torch.nn.Parameter]]
+) -> None:
     def mark(marked: torch.nn.Module) -> torch.nn.Module:
         make_replicated(marked)
         return marked
@@ -144,7 +151,7 @@ def _install(module: Any, engine: ReplicateEngine, policy: Any, cast: ParameterC
     mark.__name__ = NAME
     composable = contract(state_cls=ReplicateState)(mark)
     composable(module)
-    composable.state(module).install(module, engine, policy, cast)
+    composable.state(module).install(module, engine, policy, parameters)
 
 
 def _differing_dtype(dtype: torch.dtype | None, parameters: Iterable[torch.Tensor]) -> torch.dtype | None:
@@ -224,21 +231,24 @@ def _group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
 
 
 def _left_to_others(
-    module: torch.nn.Module,
-    ignored_modules: Iterable[torch.nn.Module] | None,
-    ignored_params: Iterable[torch.nn.Parameter] | None,
-) -> tuple[set[int], set[str]]:
-    """Ids and all names of tensors that are ignored, or in modules inside that are replicated or sharded themselves."""
-    ignored = list(ignored_modules or ())
-    wrong = [type(m).__name__ for m in ignored if not isinstance(m, torch.nn.Module)]
-    if wrong:
-        raise TypeError(f"ignored_modules must be modules, got {', '.join(wrong)}")
-    own_way = [m for m in module.modules() if find_state(m) is not None or "fully_shard" in (_get_registry(m) or {})]
-    ids = {id(p) for p in ignored_params or ()}
-    for other in [*ignored, *own_way]:
+    module: torch.nn.Module, ignored_modules: Sequence[torch.nn.Module], ignored_params: Sequence[torch.nn.Parameter]
+) -> set[str]:
+    """All names of tensors that are ignored, or in modules inside that are replicated or sharded themselves."""
+    inside = [m for m in module.modules() if m is not module]
+    own_way = [m for m in inside if find_state(m) is not None or "fully_shard" in (_get_registry(m) or {})]
+    ids = {id(p) for p in ignored_params}
+    for other in [*ignored_modules, *own_way]:
         ids |= {id(t) for t in [*other.parameters(), *other.buffers()]}
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return ids, {name for name, tensor in named if id(tensor) in ids}
+    return {name for name, tensor in named if id(tensor) in ids}
+
+
+def _checked_modules(modules: Iterable[torch.nn.Module] | None) -> list[torch.nn.Module]:
+    found = list(modules or ())
+    wrong = [type(m).__name__ for m in found if not isinstance(m, torch.nn.Module)]
+    if wrong:
+        raise TypeError(f"ignored_modules must be modules, got {', '.join(wrong)}")
+    return found
 
 
 def _check_parameters(

@@ -8,7 +8,7 @@ overlap and views. What the reducer puts in the leaf's ``.grad`` becomes the DTe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,14 +60,20 @@ class LocalParameter:
 
 
 class LocalParameters:
-    """A model's parameters for its reducer, of which some are DTensors."""
+    """A model's parameters for its reducer, of which some are DTensors.
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    Args:
+        known: the `leaves` of before, for DTensors that stay.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], known: Mapping[int, torch.nn.Parameter]) -> None:
         self.pairs: list[LocalParameter] = []
         self.for_reducer: list[torch.Tensor] = []
         for index, parameter in enumerate(parameters):
             if is_dtensor(parameter):
-                leaf = torch.nn.Parameter(local_of(parameter).detach())
+                local, leaf = local_of(parameter).detach(), known.get(id(parameter))
+                if leaf is None or leaf.data_ptr() != local.data_ptr() or leaf.dtype != local.dtype:
+                    leaf = torch.nn.Parameter(local)
                 self.pairs.append(LocalParameter(index, parameter, leaf))
                 parameter = leaf
             self.for_reducer.append(parameter)

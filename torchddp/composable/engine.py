@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -17,21 +18,30 @@ class ReplicatePolicy(ReducerPolicy):
     """The reducer works on what this rank holds of DTensors."""
 
     def __init__(self) -> None:
-        self.local = LocalParameters([])
+        self.local = LocalParameters([], {})
 
     def parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        self.local = LocalParameters(parameters)
+        self.local = LocalParameters(parameters, self.local.leaves())
         return self.local.for_reducer
 
     def opened(self, session: ReducerSession) -> None:
         self.local.connect(session.reducer)
 
+    def closing(self, session: ReducerSession) -> None:
+        self.local.disconnect()
+
 
 class ReplicateEngine(DistributedDataParallel):
-    """Never called: the hooks of the module that it was made for begin and end its forward."""
+    """Never called: the hooks of the module that it was made for begin and end its forward.
 
-    def __init__(self, module: torch.nn.Module, **options: Any) -> None:
+    Args:
+        left_out: names of what it is to leave alone in the module as it is now.
+    """
+
+    def __init__(self, module: torch.nn.Module, left_out: Callable[[], set[str]], **options: Any) -> None:
         self._policy = self._replicate = ReplicatePolicy()
+        self._left_out = left_out
+        self.refreshed: Callable[[], None] = lambda: None  # called after `refresh_trainable`
         super().__init__(module, **options)
 
     @property
@@ -70,9 +80,15 @@ class ReplicateEngine(DistributedDataParallel):
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.reducer.prepare_for_backward([])
 
+    def names_to_ignore(self) -> set[str]:
+        return super().names_to_ignore() | self._left_out()
+
+    def refresh_trainable(self) -> None:
+        super().refresh_trainable()
+        self.refreshed()
+
     def release(self) -> None:
         """Not collective. The module's backwards reduce nothing from now on."""
-        self._local.disconnect()
         self.session.close()
         self.observers.close()
 

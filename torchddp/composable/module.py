@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, cast
@@ -41,9 +41,23 @@ class ReplicateState(_State):
         self._handles: list[Any] = []
 
     def install(
-        self, module: torch.nn.Module, engine: ReplicateEngine, policy: Any, cast: ParameterCast | None
+        self,
+        module: torch.nn.Module,
+        engine: ReplicateEngine,
+        policy: Any,
+        parameters: Callable[[], Mapping[str, torch.nn.Parameter]],
     ) -> None:
-        self.engine, self.policy, self.cast = engine, policy, cast
+        """``parameters``: those that are replicated, of the module as it is when it is called."""
+        self.engine, self.policy, self.cast = engine, policy, None
+
+        def cast_anew() -> None:
+            if self.cast is not None:
+                self.cast.remove()
+            self.cast = ParameterCast(module, parameters().values(), policy.param_dtype)
+
+        if policy.param_dtype is not None:
+            engine.refreshed = cast_anew
+            cast_anew()
         # Outermost on both sides, but for hooks that are registered later.
         self._handles = [
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
@@ -189,6 +203,14 @@ class ReplicateModule:
         """As :meth:`torchddp.DistributedDataParallel.weigh`; ``recurse``: for replicated modules inside too."""
         for state in _states(self, recurse):
             state.engine.weigh(weight, loss=loss)
+
+    def refresh_trainable(self) -> None:
+        """After parameters inside were frozen, thawed, added or removed: reduces what can be trained now. Collective.
+
+        See :meth:`torchddp.DistributedDataParallel.refresh_trainable`. Modules inside that are replicated themselves
+        are left to their own.
+        """
+        state_of(self).engine.refresh_trainable()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """As :meth:`torchddp.DistributedDataParallel.register_comm_hook`."""

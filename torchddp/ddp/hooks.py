@@ -53,6 +53,19 @@ def attach(hook: object, model: Any) -> None:
         hook.attach(model)
 
 
+def follow_parameters(hook: object, state: object, model: Any) -> None:
+    """The model has other parameters now. Collective for hooks of which that is."""
+    if callable(follow := getattr(hook, "follow_parameters", None)):
+        follow(model)
+    elif type(state).__name__ == "PowerSGDState" and type(state).__module__.startswith("torch.distributed."):
+        # What it holds back is by the number of a bucket, and these are others. As after registration, it sends
+        # gradients as they are until buckets have found their order.
+        powersgd: Any = state
+        for held in (powersgd.error_dict, powersgd.p_memory_dict, powersgd.q_memory_dict):
+            held.clear()
+        powersgd.iter = 0
+
+
 def is_bf16(hook: object) -> bool:
     """Whether it is one of torch's that send bfloat16."""
     return getattr(hook, "__name__", "") in ("bf16_compress_hook", "bf16_compress_wrapper_hook")

@@ -58,6 +58,8 @@ def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: boo
 
 # --- wrappers, and changes made after wrapping ---
 
+REFRESH = "call its refresh_trainable() on all ranks after such a change"
+
 
 def describe_changes(ddp: TorchDDP, reduced_ids: Collection[int]) -> str:
     """What was done to a model after it was wrapped, in words; empty if nothing was.
@@ -76,7 +78,8 @@ def describe_changes(ddp: TorchDDP, reduced_ids: Collection[int]) -> str:
         )
     if frozen:
         parts.append(f"these no longer require grad: {', '.join(frozen[:8])}")
-    return f"The model was changed after it was wrapped ({'; '.join(parts)}): wrap it again." if parts else ""
+    changed = "; ".join(parts)
+    return f"The model was changed after it was wrapped ({changed}): {REFRESH}, or wrap it again." if parts else ""
 
 
 def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
@@ -207,20 +210,21 @@ def param_specs(
     ]
 
 
+LOOK_EVERY = 64  # steps
 _SHOWN_NAMES = 4
 _STATELESS = torch.nn.utils.stateless.__file__
 
 
 class ParameterWatch:
-    """Says once, in a warning, which parameters the reducer has lost.
+    """Says once, in a warning, which parameters the reducer does not have.
 
     Two things take them from it without an error: another parameter in the place of one (``load_state_dict`` with
     ``assign=True``), and a conversion to another dtype or device, for which autograd gives the same parameter a new
-    node; the reducer's hook is on the old one. Then no gradient arrives, and each rank trains for itself.
+    node; the reducer's hook is on the old one. And it never had those that were thawed or added after wrapping. Then no
+    gradient arrives, and each rank trains for itself.
 
-    To look costs some microseconds a hundred parameters. So that is done in the first step, and when a step has ended
-    in which no gradient came, at the first, second, fourth, eighth ... such step: nothing in steps that are as they
-    should be.
+    To look costs some microseconds a hundred parameters. So that is done in the first step and every `LOOK_EVERY` after
+    it, and when a step has ended in which no gradient came, at the first, second, fourth, eighth ... such step.
     """
 
     def __init__(self, module: torch.nn.Module, parameters: Sequence[torch.Tensor], names: Iterable[str]) -> None:
@@ -230,18 +234,27 @@ class ParameterWatch:
             for name, parameter in zip(names, parameters, strict=True)
         ]
         self.in_doubt = True
+        self._steps_left = LOOK_EVERY
         self._steps_without_gradients = 0
+        self._has_told = False
 
-    def step_without_gradients(self) -> None:
-        """The last synchronised forward was followed by no gradient; often there was no backward for it."""
-        self._steps_without_gradients += 1
-        self.in_doubt = self._steps_without_gradients & (self._steps_without_gradients - 1) == 0
+    def begin_step(self, *, without_gradients: bool) -> None:
+        """``without_gradients``: the last synchronised forward was followed by none; often it had no backward."""
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            self._steps_left, self.in_doubt = LOOK_EVERY, True
+        if without_gradients:
+            self._steps_without_gradients += 1
+            self.in_doubt |= self._steps_without_gradients & (self._steps_without_gradients - 1) == 0
 
     @torch._disable_dynamo(recursive=True)
-    def look(self, module: torch.nn.Module, rank: int) -> None:
-        """Ends the doubt. Before forward, not collective."""
+    def look(self, ddp: Any, reduced_ids: Collection[int]) -> None:
+        """Ends the doubt. Before forward, not collective. ``reduced_ids``: of parameters that are in the reducer."""
         self.in_doubt = False
-        there = _ids(module)
+        if self._has_told:
+            return
+        named = dict(ddp.module.named_parameters())
+        there = {id(parameter) for parameter in named.values()}
         replaced = [
             name for name, parameter, _, _, was_there in self._hooked if was_there and id(parameter) not in there
         ]
@@ -250,22 +263,30 @@ class ParameterWatch:
             for name, parameter, dtype, node, _ in self._hooked
             if parameter.requires_grad and _node(parameter) is not node
         ]
-        if not (replaced or converted) or (replaced and _in_functional_call()):
-            return
-        self._hooked = []
-        found = [
-            f"{_listed(names)} {what}" for names, what in ((converted, _CONVERTED), (replaced, _REPLACED)) if names
+        added = [
+            name
+            for name, parameter in named.items()
+            if parameter.requires_grad
+            and id(parameter) not in reduced_ids
+            and name not in ddp.parameters_to_ignore
+            and name not in replaced
         ]
+        if not (replaced or converted or added) or ((replaced or added) and in_functional_call()):
+            return
+        self._has_told, self._hooked = True, []
+        kinds = ((converted, _CONVERTED), (replaced, _REPLACED), (added, _ADDED))
+        found = [f"{listed(names)} {what}" for names, what in kinds if names]
         warn_user(
-            f"The model of this DistributedDataParallel (rank {rank}) was changed after it was wrapped: "
-            f"{'; '.join(found)}. Their gradients are not averaged any more: each rank trains them for itself. Convert "
-            "the model and load into it before wrapping, or wrap it again (the module itself, .module); a state dict "
-            "loaded without assign=True keeps the parameters."
+            f"The model of this DistributedDataParallel (rank {ddp.session.rank}) was changed after it was wrapped: "
+            f"{'; '.join(found)}. Their gradients are not averaged: each rank trains them for itself. To go on with "
+            f"them, {REFRESH} (auto_refresh_trainable=True does), or wrap the module itself (.module) again; a state "
+            "dict loaded without assign=True keeps the parameters."
         )
 
 
 _CONVERTED = "converted to another dtype or device"
 _REPLACED = "replaced by other parameters (load_state_dict with assign=True, or an assignment)"
+_ADDED = "thawed or added"
 
 
 def _ids(module: torch.nn.Module) -> set[int]:
@@ -277,7 +298,7 @@ def _node(parameter: torch.Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
 
 
-def _in_functional_call() -> bool:
+def in_functional_call() -> bool:
     """Whether other tensors stand in for the parameters for the time of this call."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -287,7 +308,7 @@ def _in_functional_call() -> bool:
     return False
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     more = len(names) - _SHOWN_NAMES
     text = ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
     return f"{text} {'was' if len(names) == 1 else 'were'}"

@@ -17,7 +17,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
 
 from torchddp import _C
-from torchddp.ddp import buffers, hooks, model, regroup
+from torchddp.ddp import buffers, hooks, model, refresh, regroup
 from torchddp.ddp.grad_precision import MAIN_GRAD
 from torchddp.ddp.logger import DDPLogger
 from torchddp.ddp.observers import Observers, load
@@ -71,7 +71,7 @@ class DistributedDataParallel(TorchDDP):
     _policy = ReducerPolicy()
     session: ReducerSession
     observers: Observers
-    _has_builtin_hook = False
+    _builtin_hook: dist.BuiltinCommHookType | None = None
     # Another model reduces the same parameters' gradients.
     _shares_gradients = False
 
@@ -113,6 +113,7 @@ class DistributedDataParallel(TorchDDP):
         reduce_dtype: torch.dtype | None = None,
         main_grads: torch.dtype | None = None,
         main_grads_as: str = MAIN_GRAD,
+        auto_refresh_trainable: bool = False,
     ) -> None:
         options = DDPOptions.of(locals())
         hook = None if comm_hook is None else load("torchddp.comm_hooks:resolve")(comm_hook)
@@ -138,19 +139,23 @@ class DistributedDataParallel(TorchDDP):
         self, parameters: list[torch.Tensor], sparse: list[bool], names: dict[int, str], static_graph: bool
     ) -> None:
         """Builds ``self.reducer`` and ``self.logger``."""
-        is_first = "session" not in self.__dict__
-        if not is_first:
-            self.observers.close()
+        before: ReducerSession | None = self.__dict__.get("session")
         in_order = [names[i].removeprefix(".") for i in range(len(parameters))]
-        is_collective = self._options.init_sync and is_first and not self._is_copy
+        is_collective = before is not None or (self._options.init_sync and not self._is_copy)
         self.session = ReducerSession(
-            self, self._options, self._policy, parameters, in_order, sparse, is_collective=is_collective
+            self, self._options, self._policy, parameters, in_order, sparse, is_collective=is_collective, before=before
         )
         self.reducer = self.session.reducer
-        self.observers = Observers(self.session)
         self.logger = DDPLogger(self.reducer, self.process_group)
         self.logger.log_construction(self, self.session)
         self._passing_sync_batchnorm_handle(self.module)
+        if before is not None:
+            try:
+                refresh.restore_modes(self, before)
+            except BaseException:
+                self.session.close()
+                raise
+        self.observers = Observers(self.session)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -158,7 +163,8 @@ class DistributedDataParallel(TorchDDP):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_is_copy": True})
+        # Its reducer has no communication hook.
+        super().__setstate__({**state, "_is_copy": True, "_comm_hooks": [], "_builtin_hook": None})
         # The new reducer has neither measured an order nor recorded a static graph.
         self._has_rebuilt_buckets = False
         self._static_graph_delay_allreduce_enqueued = False
@@ -235,6 +241,8 @@ class DistributedDataParallel(TorchDDP):
         return list(_find_tensors(output))
 
     def _begin_step(self) -> None:
+        if self._options.auto_refresh_trainable:
+            refresh.refresh_if_changed(self)
         try:
             self.session.begin_step()
             if self._join_config.enable and (work := Join.notify_join_context(self)):
@@ -339,6 +347,33 @@ class DistributedDataParallel(TorchDDP):
                 "SINGLE_AUTO_SYNC or MULTI_AUTO_SYNC."
             )
 
+    # --- parameters that are frozen, thawed, added, removed ---
+
+    def refresh_trainable(self) -> None:
+        """After parameters were frozen, thawed, added or removed: gradients of those that can be trained now are
+        reduced. Collective.
+
+        Between steps, on all ranks, after the same changes on each. Parameters keep their identity, and so does the
+        optimizer's state; gradients that were accumulated under `no_sync` are reduced in the next step. Parameters that
+        the module did not have before get rank 0's values on all ranks, and so do new buffers, as when a module is
+        wrapped; the others keep theirs, and are not sent. Options, communication hooks and the counting of steps go on;
+        buckets are laid out as for a new model, ``static_graph`` records again, ``bucket_cap_mb="auto"`` plans again. A
+        hook that keeps something by bucket should have a method ``follow_parameters(model)``, which is called; those of
+        ``torchddp.comm_hooks`` have, and torch's PowerSGD begins anew. See docs/freeze_and_thaw.md.
+
+        Raises:
+            RuntimeError: the models are not the same on all ranks (on every rank, with parameters and ranks); no
+                parameter requires grad; a backward that is not complete; inside of `join()`; a captured CUDA graph
+                holds the buckets. Nothing was changed: it can be called again once that is put right.
+            ValueError: parameters on several types of devices.
+            TransportError: a peer has died, or did not come in time.
+        """
+        refresh.refresh_trainable(self)
+
+    def names_to_ignore(self) -> set[str]:
+        """Parameters and buffers of the module as it is now that are to be left alone."""
+        return set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+
     # --- communication hooks, join ---
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
@@ -358,13 +393,17 @@ class DistributedDataParallel(TorchDDP):
         """
         self._check_comm_hook(hook)
         hooks.attach(hook, self)
-        self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
         self._comm_hooks.append((hook, state))
+        self.install_comm_hook(state, hook)
+
+    def install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """From now on the reducer as it is calls the hook; not collective."""
+        self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
         self.reducer.register_comm_hook(state, hooks.checked(hook, self.process_group.rank()))
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         self.logger._set_comm_hook_name(str(comm_hook_type))
-        self._has_builtin_hook = True
+        self._builtin_hook = comm_hook_type
         self.reducer.register_builtin_comm_hook(comm_hook_type)
 
     def join_hook(self, **kwargs: Any) -> Any:
@@ -374,7 +413,13 @@ class DistributedDataParallel(TorchDDP):
                 'find_nonfinite="raise" can\'t be used with join(): ranks that have run out of inputs would not raise. '
                 "Make the module with find_nonfinite=True"
             )
-        return super().join_hook(**kwargs)
+        hook = super().join_hook(**kwargs)
+        self.session.joining(hook)
+        return hook
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        super()._sync_final_model(is_last_joiner)
+        self.session.joining(None)
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         self.reducer.match_weights()

@@ -139,6 +139,10 @@ class DDPOptions:
             dtype. It is cleared by the wrapper's ``zero_grad()``, or by ``parameter.main_grad = None`` before the next
             forward (which puts the tensor back); no optimizer's ``zero_grad()`` does that. ``"grad"``: in ``.grad``,
             which is float32 then (``Tensor.grad_dtype``); everything else is as ever.
+        auto_refresh_trainable: look in every forward that begins a synchronised step whether parameters were frozen,
+            thawed, added or removed, and :meth:`refresh_trainable`. Ranks tell each other, so that one which has
+            changed alone is an error and no hang: an all-gather of one number a step, and such forwards (not those
+            under ``no_grad``) must be made by all ranks. Not inside of ``join()``.
 
     Raises:
         TypeError, ValueError: a value that is not allowed; says what is.
@@ -178,6 +182,7 @@ class DDPOptions:
     reduce_dtype: torch.dtype | None = None
     main_grads: torch.dtype | None = None
     main_grads_as: str = MAIN_GRAD
+    auto_refresh_trainable: bool = False
 
     def __post_init__(self) -> None:
         _check_caps(self.bucket_cap_mb, self.bucket_cap_mb_list)
@@ -196,6 +201,8 @@ class DDPOptions:
             )
         DDPSyncStrategy.choose(self.sync, self.find_unused_parameters)
         self._check_precision()
+        if not isinstance(self.auto_refresh_trainable, bool):
+            raise TypeError(f"auto_refresh_trainable must be True or False, got {self.auto_refresh_trainable!r}")
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> DDPOptions:

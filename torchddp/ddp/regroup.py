@@ -36,7 +36,7 @@ def update_process_group(ddp: Any, new_group: dist.ProcessGroup) -> None:
         return
     _check_group(new_group, session.device)
     following = hooks_that_follow(
-        ddp._comm_hooks, ddp._has_builtin_hook, session.rank, session.process_group, new_group
+        ddp._comm_hooks, ddp._builtin_hook is not None, session.rank, session.process_group, new_group
     )
     _forget_steps(ddp)
     session.rebind(new_group)

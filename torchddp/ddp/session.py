@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
-from torch.distributed.utils import _sync_module_states
 
 from torchddp import _C
 from torchddp.ddp import model
@@ -31,18 +30,28 @@ class ReducerPolicy:
 
     Attributes:
         reduce_dtype: what float32 gradients of buckets with an owner travel as; None: as they are.
+        sends_states: all ranks get rank 0's parameters when the first session is opened.
+        ranks_compare_changes: with ``auto_refresh_trainable`` ranks ask each other before each step whether parameters
+            have changed; otherwise each looks at its own, which must change alike.
     """
 
     reduce_dtype: torch.dtype | None = None
+    sends_states = True
+    ranks_compare_changes = True
 
     def parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """What the reducer hears of in the place of the model's parameters, one for each."""
         return parameters
 
-    def transport(self, session: ReducerSession) -> _C.Transport:
-        """The transport, with all ranks' states equal, if the ranks may talk to each other now; collective then."""
+    def transport(self, session: ReducerSession, before: ReducerSession | None) -> _C.Transport:
+        """The transport, with all ranks' states equal, if the ranks may talk to each other now; collective then.
+
+        ``before``: the model's last session, whose transport is kept if it fits.
+        """
+        if before is not None and before.device.type == session.device.type:
+            return before.reducer.transport
         transport = session.connect(collective=session.is_collective)
-        if not session.is_collective:
+        if not session.is_collective or not self.sends_states:
             return transport
         return session.sync_states(transport, 0, buffers=session.options.sends_buffers_at_init)
 
@@ -59,6 +68,9 @@ class ReducerPolicy:
     def opened(self, session: ReducerSession) -> None:
         """The reducer is there. Its transport may be another one: some rank had no room in shared memory."""
 
+    def closing(self, session: ReducerSession) -> None:
+        """The session ends: nothing of it may stay on the module."""
+
 
 class ReducerSession:
     """Opened by the constructor, by unpickling, and again when the model's parameters or their owners change.
@@ -72,10 +84,12 @@ class ReducerSession:
         is_collective: whether ranks could talk to each other when it was opened (not with ``init_sync=False``).
         is_copy: of a model that was pickled or copied, maybe by this rank alone: it keeps to itself.
         reduces_now: the step has no backward (`DistributedDataParallel.reduce`).
+        buffer_names: those that the module had then.
 
     Args:
         ddp: held weakly; torch's constructor has run up to the reducer.
         sparse: which parameters have sparse gradients.
+        before: the model's last session, closed by now; opening is collective then.
     """
 
     def __init__(
@@ -88,6 +102,7 @@ class ReducerSession:
         sparse: list[bool],
         *,
         is_collective: bool,
+        before: ReducerSession | None = None,
     ) -> None:
         if not isinstance(ddp.process_group, dist.ProcessGroup):
             raise TypeError(
@@ -95,7 +110,10 @@ class ReducerSession:
                 f"{ddp.process_group!r}; new_group() gives no group to ranks that it leaves out"
             )
         self.options, self.is_collective, self.is_copy = options, is_collective, ddp._is_copy
+        self.policy = policy
         self._ddp = weakref.ref(ddp)
+        self._is_open = True
+        self._join_hook: weakref.ref[Any] | None = None
         self._take_group(ddp.process_group)
         self.parameters = policy.parameters(parameters)
         self.device = self.parameters[0].device
@@ -105,7 +123,7 @@ class ReducerSession:
         self.precision.check(ddp, self.parameters, names, sparse)
         self.reduces_now = False
         _ = self.stall_limit_s  # a wrong one is an error before anything is sent
-        transport = policy.transport(self)
+        transport = policy.transport(self, before)
         buffer_broadcast = self._reserved_broadcast(transport, ddp.modules_buffers)  # before ranks agree on memory
         dtypes = self._bucket_dtypes()
         self.specs = model.param_specs(self.parameters, names, sparse, dtypes, policy.owners(parameters))
@@ -135,12 +153,17 @@ class ReducerSession:
             timeout=self.wait_limit,
         )
         self.precision.opened(self.reducer, self.parameters)
+        if ddp._shares_gradients:
+            self.reducer.share_gradients()
         if ddp.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]  # torch's mixed-precision hooks pass it back
         # torch's mixed precision puts other tensors in the place of parameters, in every step.
         watched = self.parameters if ddp.mixed_precision is None else []
         self._parameter_watch = model.ParameterWatch(ddp.module, watched, names[: len(watched)])
+        self._known = list(ddp.module.parameters())
+        self._trained = bytes(parameter.requires_grad for parameter in self._known)
+        self.buffer_names = {name for name, _ in ddp.module.named_buffers()}
         self._buffer_broadcast = (
             buffer_broadcast if self.reducer.transport is transport else self._broadcast_over(self.reducer.transport)
         )
@@ -186,6 +209,18 @@ class ReducerSession:
         return any(spec.owner >= 0 for spec in self.specs)
 
     @property
+    def is_joining(self) -> bool:
+        """Whether the model is inside of `join()` now."""
+        return self.joins and self._join_hook is not None and self._join_hook() is not None
+
+    @torch._disable_dynamo(recursive=True)
+    def has_changed(self) -> bool:
+        """Whether parameters were frozen, thawed, added or removed since, on this rank. Not collective."""
+        module = self.ddp.module
+        same = _C.trains_as_before(module, self._known, self._trained)
+        return not (same or model.in_functional_call())
+
+    @property
     def has_comm_hook(self) -> bool:
         return bool(self.ddp._comm_hooks)
 
@@ -221,24 +256,23 @@ class ReducerSession:
             last = transport.size - 1
             raise ValueError(f"src must be a rank of the model's process group, 0 to {last}, got {src}")
         ddp = self.ddp
-        states = list(model.states_of(ddp.module, ddp.parameters_to_ignore, buffers=buffers))
+        return self._send(transport, list(model.states_of(ddp.module, ddp.parameters_to_ignore, buffers=buffers)), src)
+
+    def send(self, states: Sequence[torch.Tensor], src: int) -> None:
+        """One rank's values of these tensors to all ranks, in place. Collective."""
+        self._send(self.reducer.transport, list(states), src)
+
+    def _send(self, transport: _C.Transport, states: list[torch.Tensor], src: int) -> _C.Transport:
         if transport.size == 1 or not states:
             return transport
-        if _C.can_travel_as_bytes(states):
-            broadcast = self._broadcast_over(transport)
-            broadcast.reserve(states)
-            agreed = _C.agree_on_memory(transport, self.wait_limit)
-            (broadcast if agreed is transport else self._broadcast_over(agreed)).run(states, src)
-            return agreed
-        _sync_module_states(
-            module=ddp.module,
-            process_group=self.process_group,
-            broadcast_bucket_size=ddp.broadcast_bucket_size,
-            src=src,
-            params_and_buffers_to_ignore=ddp.parameters_to_ignore,
-            broadcast_buffers=buffers,
-        )
-        return transport
+        if not _C.can_travel_as_bytes(states):
+            dist._broadcast_coalesced(self.process_group, states, self.ddp.broadcast_bucket_size, src)
+            return transport
+        broadcast = self._broadcast_over(transport)
+        broadcast.reserve(states)
+        agreed = _C.agree_on_memory(transport, self.wait_limit)
+        (broadcast if agreed is transport else self._broadcast_over(agreed)).run(states, src)
+        return agreed
 
     def _reserved_broadcast(self, transport: _C.Transport, buffers: list[torch.Tensor]) -> _C.TensorBroadcast:
         broadcast = self._broadcast_over(transport)
@@ -255,16 +289,21 @@ class ReducerSession:
         """Before a forward with gradients. Collective where the reducer rebuilds its buckets."""
         self.precision.before_forward()
         ddp = self.ddp
+        if not self._is_open:
+            raise RuntimeError(
+                f"This DistributedDataParallel (rank {self.rank}) reduces no gradients any more: it was taken apart, "
+                "or refresh_trainable() has failed in the middle. Call that again on all ranks, or wrap anew."
+            )
         if not self.is_in_group and ddp.require_backward_grad_sync:
             raise RuntimeError(
                 f"This DistributedDataParallel (rank {self.rank} of its old process group) was given a process "
                 "group that this rank is not in: it has nobody to reduce gradients with. Pass a group with this rank "
                 "to _update_process_group(), or train under no_sync()."
             )
-        if ddp.require_backward_grad_sync and self.reducer.prepare_for_forward():
-            self._parameter_watch.step_without_gradients()
+        if ddp.require_backward_grad_sync:
+            self._parameter_watch.begin_step(without_gradients=self.reducer.prepare_for_forward())
         if self._parameter_watch.in_doubt:
-            self._parameter_watch.look(ddp.module, self.rank)
+            self._parameter_watch.look(ddp, self.reduced_ids)
 
     def weigh(self, weight: float, count: float, *, goes_on: bool = False) -> None:
         """The next backward's gradients are multiplied by ``weight``, and ``count`` is added to what the sum of all
@@ -337,6 +376,13 @@ class ReducerSession:
         """
         self.reducer.transport.interrupt(reason)
 
+    def joining(self, hook: object | None) -> None:
+        """A `join()` context with this hook begins; None: it has ended, on all ranks."""
+        self._join_hook = None if hook is None else weakref.ref(hook)
+
     def close(self) -> None:
-        """Not collective. Backwards reduce nothing from now on."""
-        self.reducer.remove_autograd_hooks()
+        """Not collective. Steps are errors from now on; another session may take over."""
+        if self._is_open:
+            self._is_open = False
+            self.policy.closing(self)
+            self.reducer.close()

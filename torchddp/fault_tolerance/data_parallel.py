@@ -30,6 +30,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "param_to_hook_all_reduce": ((None,), "it reduces over a fixed group"),
     "skip_all_reduce_unused_params": ((False,), "a replica can't know alone that the others skip the same buckets"),
     "stall_report_s": ((None, 0), "a replica that stalls is left behind by the quorum, after the manager's timeout"),
+    "auto_refresh_trainable": ((False,), "a replica that heals must have the buckets of the others"),
     "check_parameters_every": ((None,), "it compares ranks of a fixed group"),
 }
 
@@ -117,6 +118,10 @@ class DistributedDataParallel(DDP):
     def replan(self) -> None:
         """RuntimeError: buckets stay as they are."""
         self._refuse("replan()", "a replica that heals must have the buckets of the others")
+
+    def refresh_trainable(self) -> None:
+        """RuntimeError: buckets stay as they are."""
+        self._refuse("refresh_trainable()", "a replica that heals must have the buckets of the others; wrap anew")
 
     def _update_process_group(self, new_process_group: Any) -> None:
         self._refuse("_update_process_group()", "the manager reconfigures its own group at each change of the quorum")

@@ -86,6 +86,7 @@ class Profile:
     def __init__(self, model: DistributedDataParallel, steps: int) -> None:
         self._model = model
         self._kept_steps = steps
+        self._reducer = model.reducer  # another one after refresh_trainable(), which ends what is recorded
         # Of the parameters that are reduced; the steps speak of them by index.
         self.names: tuple[str, ...] = tuple(spec.name for spec in model.session.specs)
         self._layouts = Layouts()
@@ -97,16 +98,16 @@ class Profile:
         # After each forward: buckets are rebuilt early in a run, at the begin of a forward.
         self._hook = self._model.register_forward_hook(lambda module, inputs, output: self._note_layout())
         per_step = _EVENTS_PER_STEP + _EVENTS_PER_PARAMETER * len(self.names)
-        self._model.reducer.enable_timeline(self._kept_steps * per_step)
+        self._reducer.enable_timeline(self._kept_steps * per_step)
 
     def _stop(self) -> None:
-        self._model.reducer.disable_timeline()
+        self._reducer.disable_timeline()
         if self._hook is not None:
             self._hook.remove()
         self._final = self.record()
 
     def _note_layout(self) -> None:
-        reducer = self._model.reducer
+        reducer = self._reducer
         layout: Layout = tuple(BucketLayout(tuple(b.params), b.nbytes) for b in reducer.plan.buckets)
         self._layouts.note(reducer.stats()["iteration"], layout)
 
@@ -134,7 +135,7 @@ class Profile:
         """What this rank has to say to the others."""
         if self._final is not None:
             return self._final
-        reducer = self._model.reducer
+        reducer = self._reducer
         read = read_steps(reducer.timeline(), self._layouts.of)
         return RankRecord(
             rank=self._model.process_group.rank(),

@@ -37,7 +37,8 @@ class ShardedDataParallel(DistributedDataParallel):
         sync_models_at_startup: rank 0's parameters and buffers now.
         reduce_buffer_size: elements of the largest message with gradients, unless one gradient is larger; 0: a message
             for each. Buckets are smaller than that where the transport likes small ones.
-        auto_refresh_trainable: notice in forward that parameters were frozen or thawed, and `refresh_trainable`.
+        auto_refresh_trainable: notice in forward that parameters were frozen or thawed, and `refresh_trainable`. Each
+            rank looks at its own: all must have changed the same.
         reduce_fp16: float32 gradients travel as float16, after the division by the world size: half as many bytes, and
             three digits. Sums are rounded to float16 too: over shared memory and gloo once, elsewhere by the backend.
         transport, timeout, stall_report_s, find_unused_parameters, static_graph, device_ids, weighted, zero_weights: as
@@ -84,7 +85,6 @@ class ShardedDataParallel(DistributedDataParallel):
         if not dist.is_initialized():
             raise RuntimeError("ShardedDataParallel needs a process group: call init_process_group first")
         optimizers = agreed_optimizers(module, sharded_optimizer, process_group or dist.group.WORLD)
-        self._auto_refresh = auto_refresh_trainable
         # Read while torch's constructor runs: a plain attribute only.
         self._policy = self._shards = ShardedPolicy(
             module,
@@ -107,8 +107,8 @@ class ShardedDataParallel(DistributedDataParallel):
             forward_sync_buffers=broadcast_buffers,
             weighted=weighted,
             zero_weights=zero_weights,
+            auto_refresh_trainable=auto_refresh_trainable,
         )
-        self._trainable = self._trainable_now()
         for number, optimizer in enumerate(optimizers):
             hooks = StepHooks(
                 check_new=self._check_new,
@@ -155,23 +155,19 @@ class ShardedDataParallel(DistributedDataParallel):
 
     # --- frozen and thawed ---
 
-    def _trainable_now(self) -> list[bool]:
-        return [param.requires_grad for param in self._module_parameters]
-
-    def _begin_step(self) -> None:
-        if self._auto_refresh and self._trainable_now() != self._trainable:
-            self.refresh_trainable()
-        super()._begin_step()
-
     def refresh_trainable(self) -> None:
-        """After parameters were frozen or thawed: finds owners, and buckets without what is frozen. Collective."""
+        """After parameters were frozen or thawed: finds owners, and buckets without what is frozen. Collective.
+
+        Errors are those of the base class. New parameters go to an optimizer by its ``add_param_group``, which calls
+        this.
+        """
         self._refreshing = True
         try:
             for optimizer in self._shards.optimizers:
                 optimizer.refresh_trainable()
         finally:
             self._refreshing = False
-        self._rebuild()
+        super().refresh_trainable()
 
     def _check_new(self, params: list[torch.Tensor]) -> None:
         known = set(self.module.parameters())
@@ -182,31 +178,11 @@ class ShardedDataParallel(DistributedDataParallel):
 
     def _owners_changed(self) -> None:
         """An optimizer has new parameters, or new owners."""
-        trainable = {id(param) for param in self._module_parameters if param.requires_grad}
         session = self.session
         if not self._refreshing and (
-            trainable != session.reduced_ids
-            or self._shards.owners(session.parameters) != [spec.owner for spec in session.specs]
+            session.has_changed() or self._shards.owners(session.parameters) != [spec.owner for spec in session.specs]
         ):
-            self._rebuild()
-
-    def _rebuild(self) -> None:
-        """Collective: reducer and flat memory for the parameters as they are."""
-        if not any(param.requires_grad for param in self.module.parameters()):
-            raise RuntimeError("no parameter of the module requires grad: there is nothing to train")
-        self.synchronize()
-        averages = dict(zip(self.session.parameters, self.reducer.averages(), strict=True))
-        self.session.close()
-        self._shards.remove_hooks()
-        self._module_parameters = [
-            p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
-        ]
-        self._trainable = self._trainable_now()
-        parameters, sparse = self._build_params_for_reducer()
-        names = self._build_debug_param_to_name_mapping(parameters)
-        self._has_rebuilt_buckets = False
-        self._ddp_init_helper(parameters, sparse, names, self.static_graph)
-        self.reducer.set_averages([averages.get(param, 0) for param in parameters])
+            super().refresh_trainable()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """``to``, ``half``, ``cuda`` and the like. Collective."""
@@ -214,7 +190,7 @@ class ShardedDataParallel(DistributedDataParallel):
         super()._apply(fn, recurse)
         device = next(iter(self._module_parameters)).device
         self.device, self.device_type = device, device.type
-        self._rebuild()
+        super().refresh_trainable()
         return self
 
     # --- gradients ---

@@ -29,6 +29,7 @@ class ShardedPolicy(ReducerPolicy):
     """
 
     _reducer: _C.Reducer  # once the session is open
+    ranks_compare_changes = False
 
     def __init__(
         self,
@@ -44,20 +45,14 @@ class ShardedPolicy(ReducerPolicy):
         self.optimizers = optimizers
         self.gathers: list[ParameterGather] = []
         self._module = module
-        self._buffer_numel, self._sends_states, self._overlap_wanted = buffer_numel, sends_states, overlap_wanted
-        # The same one for all reducers of the module, while its device is of this type.
+        self.sends_states = sends_states
+        self._buffer_numel, self._overlap_wanted = buffer_numel, overlap_wanted
         self._transport: _C.Transport | None = None
-        self._device_type = ""
 
     # --- what the session asks ---
 
-    def transport(self, session: ReducerSession) -> _C.Transport:
-        """Collective where it is opened: the first time, and on another kind of device."""
-        if self._transport is None or session.device.type != self._device_type:
-            self._transport, self._device_type = session.connect(collective=True), session.device.type
-            if self._sends_states:
-                buffers = session.options.sends_buffers_at_init
-                self._transport = session.sync_states(self._transport, 0, buffers=buffers)
+    def transport(self, session: ReducerSession, before: ReducerSession | None) -> _C.Transport:
+        self._transport = super().transport(session, before)
         self._lay_out(session, self._transport)
         return self._transport
 
@@ -84,6 +79,11 @@ class ShardedPolicy(ReducerPolicy):
         self._reducer = session.reducer
         for gather in self.gathers if self.overlaps else []:
             gather.install_hooks()
+
+    def closing(self, session: ReducerSession) -> None:
+        self.synchronize()
+        for gather in self.gathers:
+            gather.remove_hooks()
 
     def _lay_out(self, session: ReducerSession, transport: _C.Transport) -> None:
         """Moves each optimizer's parameters to flat memory of their owner's."""
@@ -118,14 +118,8 @@ class ShardedPolicy(ReducerPolicy):
 
     # --- changes ---
 
-    def remove_hooks(self) -> None:
-        """From the module: it is laid out anew."""
-        for gather in self.gathers:
-            gather.remove_hooks()
-
     def release(self) -> None:
-        """The optimizers step by themselves again, and the module has no hooks of ours."""
-        self.remove_hooks()
+        """The optimizers step by themselves again."""
         for optimizer in self.optimizers:
             optimizer.attach(None)
         self.gathers = []

@@ -1,6 +1,7 @@
 #include "reducer/base/context.h"
 
 #include <algorithm>
+#include <unordered_map>
 
 #include "common/check.h"
 #include "transport/cuda/cuda_device.h"
@@ -79,6 +80,19 @@ bucket::Keeping Context::keeping(int64_t param) const {
 bool Context::is_captured() const {
   return std::any_of(devices.begin(), devices.end(),
                      [](const auto& device) { return device->capturing(device->current_stream()); });
+}
+
+std::vector<int64_t> Context::places_in(const Context& other) const {
+  std::unordered_map<const at::TensorImpl*, int64_t> theirs;
+  for (const auto& param : other.params) {
+    theirs.emplace(param.unsafeGetTensorImpl(), static_cast<int64_t>(theirs.size()));
+  }
+  std::vector<int64_t> places;
+  for (const auto& param : params) {
+    const auto found = theirs.find(param.unsafeGetTensorImpl());
+    places.push_back(found == theirs.end() ? kNotThere : found->second);
+  }
+  return places;
 }
 
 std::shared_ptr<gpu::Device> Context::device_of(int64_t param) const {

@@ -51,6 +51,9 @@ struct ReducerConfig {
   std::chrono::milliseconds timeout = transport::kTransportTimeout;
 };
 
+// Of a parameter that another reducer did not have.
+inline constexpr int64_t kNotThere = -1;
+
 // The Reducer writes to it between steps, and to `rpc` when a backward begins; PlanKeeper alone changes the transport.
 struct Context {
   Context(std::vector<at::Tensor> params_, std::vector<plan::ParamSpec> specs_,
@@ -69,6 +72,8 @@ struct Context {
   bool keeps_apart() const { return config.view_storage == bucket::ViewStorage::kOwn; }
   // Whether the step becomes part of a CUDA graph.
   bool is_captured() const;
+  // By parameter: which of the others' it is, or kNotThere.
+  std::vector<int64_t> places_in(const Context& other) const;
   // The CUDA device of a parameter; null for others.
   std::shared_ptr<gpu::Device> device_of(int64_t param) const;
 

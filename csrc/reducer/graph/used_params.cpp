@@ -32,6 +32,17 @@ void UsedParams::make_map() {
   }
 }
 
+void UsedParams::take_over(const UsedParams& before, std::span<const int64_t> places) {
+  for (int64_t param = 0; are_known() && param < context_.num_params(); ++param) {
+    const auto place = places[static_cast<size_t>(param)];
+    if (before.are_searched() && place != kNotThere) {
+      used_here_[param] = before.used_here_[place];
+    } else {
+      note_gradient(param);
+    }
+  }
+}
+
 void UsedParams::note_gradient(int64_t param) {
   context_.with_grad(param, [&](const at::Tensor& grad) {
     if (grad.defined()) {

@@ -29,6 +29,9 @@ class UsedParams {
   bool are_known() const { return used_here_ != nullptr; }
   bool are_searched() const { return context_.config.find_unused_parameters && !static_graph_.enabled(); }
 
+  // No gradient that was accumulated under no_sync is forgotten. `places`: where each parameter was before, or kNotThere.
+  void take_over(const UsedParams& before, std::span<const int64_t> places);
+
   // In each hook, also under no_sync: a parameter that any microbatch used counts as used in the step that synchronises.
   void note(int64_t param) {
     if (are_known() && !static_graph_.replaying()) [[unlikely]] {

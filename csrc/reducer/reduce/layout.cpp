@@ -86,6 +86,13 @@ void BucketLayout::adapt() {
   }
 }
 
+void BucketLayout::clear() {
+  const std::lock_guard lock(layout_mutex_);
+  places_.clear();
+  ways_.clear();
+  buckets_.clear();
+}
+
 void BucketLayout::choose_reductions() {
   ways_.clear();
   for (int64_t i = 0; i < size(); ++i) {

@@ -32,6 +32,9 @@ class BucketLayout {
   // There is a communication hook now, which reduces all buckets; or another reducer of the same gradients.
   void adapt();
 
+  // Lets go of all buckets; gradients that are views keep their memory.
+  void clear();
+
   // A failed operation may still write to the buckets: the next step has others.
   void retire() { retired_ = true; }
   void begin_step();

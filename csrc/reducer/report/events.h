@@ -37,6 +37,8 @@ class StepEvents {
   void all_reduced() { stats_.current.comm_end_ns = wall_clock_ns(); }
   void end_step();
 
+  // Steps are counted on from those of the reducer before.
+  void take_over(const StepEvents& before) { stats_ = before.stats_; }
   int64_t steps() const { return stats_.steps; }
   const StepStats& stats() const { return stats_; }
   LiveStatus& live() const { return *live_; }

@@ -1,0 +1,223 @@
+"""A DistributedDataParallel whose parameters change after it was wrapped: frozen, thawed, added or removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel.distributed import _cast_buffers, _setup_mixed_precision_params
+
+from torchddp.ddp import hooks, model
+from torchddp.transport.agreement import (
+    GroupExchange,
+    TransportExchange,
+    gather_if_different,
+    list_problems,
+    ranks_by,
+)
+
+MAX_DIFFERENCES = 8
+
+
+def refresh_trainable(ddp: Any) -> None:
+    """Reduces what can be trained now: see `DistributedDataParallel.refresh_trainable`. Collective."""
+    if reason := _reason_against(ddp):
+        raise RuntimeError(f"refresh_trainable() can't be called on rank {ddp.process_group.rank()}: {reason}")
+    session = ddp.session
+    ddp.parameters_to_ignore |= ddp.names_to_ignore()
+    states = list(_states_of(ddp))
+    _agree(ddp, [state for state, _ in states])
+    if session.options.init_sync and session.policy.sends_states:
+        session.send([tensor for state, tensor in states if state.is_new], src=0)
+    ddp.observers.close()
+    session.close()
+    ddp._module_parameters = [p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore]
+    parameters, sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+
+
+def refresh_if_changed(ddp: Any) -> None:
+    """Before a forward: `refresh_trainable` if any rank's parameters have changed. Collective if steps are reduced."""
+    session = ddp.session
+    if not (session.synchronises or session.reduces_now) or session.is_joining:
+        return
+    changed = session.has_changed()
+    if session.policy.ranks_compare_changes and session.process_group.size() > 1:
+        exchange = TransportExchange(session.reducer.transport, int, session.device, session.wait_limit)
+        changed = any(flag for (flag,) in exchange.gather([int(changed)]))
+    if changed:
+        ddp.refresh_trainable()
+
+
+def restore_modes(ddp: Any, before: Any) -> None:
+    """The model's new session goes on in the way of the one before. Collective with hooks that are."""
+    reducer = ddp.reducer
+    ddp._has_rebuilt_buckets = False
+    ddp.require_forward_param_sync = True  # the next forward brings buffers to all ranks, as the first does
+    if ddp.static_graph:
+        reducer._set_static_graph()
+        ddp.logger._set_static_graph()
+        ddp._static_graph_delay_allreduce_enqueued = False
+    if ddp.mixed_precision is not None:
+        _prepare_mixed_precision(ddp)
+    if ddp._builtin_hook is not None:
+        reducer.register_builtin_comm_hook(ddp._builtin_hook)
+        ddp.logger._set_comm_hook_name(str(ddp._builtin_hook))
+    if ddp._lazy_init_ran and any(hasattr(p, "_in_backward_optimizers") for p in ddp._module_parameters):
+        ddp._comm_hooks.clear()  # torch's, which steps the optimizers: it is made anew, for new parameters too
+        ddp._setup_in_backward_optimizers()
+    else:
+        for hook, state in ddp._comm_hooks:
+            hooks.follow_parameters(hook, state, ddp)
+            ddp.install_comm_hook(state, hook)
+    reducer.take_over(before.reducer)
+
+
+# --- whether, and whether on all ranks ---
+
+
+def _reason_against(ddp: Any) -> str:
+    """Why this model can't be refreshed; empty if it can. The same on all ranks that come here."""
+    if ddp._delay_all_reduce_all_params:
+        return "delay_all_reduce_named_params reduces all parameters of this model: wrap it again"
+    if ddp._use_python_reducer:
+        return "torch._dynamo.config.optimize_ddp='python_reducer' reduces its gradients: wrap the model again"
+    if ddp.session.is_joining:
+        return (
+            "the model is in a join() context, and ranks that have run out of inputs don't hear of it: leave it first"
+        )
+    return "" if ddp.session.is_in_group else "it is not in the process group that the model was given"
+
+
+def _problem(ddp: Any) -> Exception | None:
+    """What stands against it on this rank."""
+    rank, session = ddp.session.rank, ddp.session
+    try:
+        session.reducer.check_not_unfinished()
+    except RuntimeError as error:
+        return error
+    if session.reducer.is_in_graph:
+        return RuntimeError(
+            f"refresh_trainable() on rank {rank}: a captured CUDA graph holds the addresses of the buckets, which "
+            "would change. Freeze and thaw before the capture."
+        )
+    named = {n: p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore}
+    empty = [n for n, p in named.items() if p.is_meta or isinstance(p, torch.nn.UninitializedParameter)]
+    if empty:
+        return RuntimeError(
+            f"refresh_trainable() on rank {rank}: {model.listed(empty)} without values (on the meta device, or of a "
+            "lazy module before its first forward): initialise them first"
+        )
+    if not any(p.requires_grad for p in named.values()):
+        return RuntimeError(
+            f"refresh_trainable() on rank {rank}: no parameter of the module requires grad, so there is nothing to "
+            "train. Nothing was changed: thaw some, and call it again."
+        )
+    devices = sorted({p.device.type for p in named.values()})
+    if len(devices) > 1:
+        return ValueError(
+            f"refresh_trainable() on rank {rank}: the module's parameters must be on the same type of devices, they "
+            f"are on {' and '.join(devices)}: move the new ones first"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class _State:
+    """What must agree between ranks for one parameter, or one buffer that was added."""
+
+    name: str
+    what: str
+    stride: tuple[int, ...]
+    is_new: bool
+
+    def __str__(self) -> str:
+        return f"{self.what}{', new' if self.is_new else ''}"
+
+
+def _states_of(ddp: Any) -> Iterator[tuple[_State, torch.Tensor]]:
+    """The model's parameters; and of its buffers those that are new, if wrapping would send them."""
+    session = ddp.session
+    known = {id(parameter) for parameter in ddp._module_parameters}
+    for name, parameter in ddp.module.named_parameters():
+        if name not in ddp.parameters_to_ignore:
+            role = "trained" if parameter.requires_grad else "frozen"
+            yield _describe(name, parameter, role, id(parameter) not in known)
+    for name, buffer in ddp.module.named_buffers() if session.options.sends_buffers_at_init else ():
+        if name not in ddp.parameters_to_ignore and name not in session.buffer_names:
+            yield _describe(name, buffer, "a buffer", True)
+
+
+def _describe(name: str, tensor: torch.Tensor, role: str, is_new: bool) -> tuple[_State, torch.Tensor]:
+    if isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
+        return _State(name, f"{role}, without values", (), is_new), tensor
+    held = model.local_of(tensor).detach()
+    dtype = str(held.dtype).removeprefix("torch.")
+    strides = tuple(held.stride()) if held.layout == torch.strided else ()
+    return _State(name, f"{role} ({dtype}{list(held.shape)})", strides, is_new), held
+
+
+def _agree(ddp: Any, states: Sequence[_State]) -> None:
+    """Collective: an error on every rank if one has a problem, or their models differ."""
+    problem = _problem(ddp)
+    if ddp.process_group.size() > 1:
+        told = "" if problem is None else f"{type(problem).__name__}: {problem}"
+        first = next(ddp.module.parameters(), ddp.session.parameters[0])  # which may be elsewhere by now
+        exchange = GroupExchange(ddp.process_group, first.device)
+        by_rank = gather_if_different((told, list(states)), exchange)
+        if by_rank is not None:
+            differences = find_differences([theirs for _, theirs in by_rank])
+            if differences:
+                more = len(differences) - MAX_DIFFERENCES
+                listed = "; ".join(differences[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+                raise RuntimeError(
+                    f"refresh_trainable() on rank {exchange.rank}: the model is not the same on all ranks: {listed}. "
+                    "Nothing was changed. Freeze, thaw, add and remove the same parameters on every rank, and call it "
+                    "again."
+                )
+            if problem is None and (others := list_problems([theirs for theirs, _ in by_rank])):
+                raise RuntimeError(f"refresh_trainable() failed on other ranks, and changed nothing: {others}")
+    if problem is not None:
+        raise problem
+
+
+def find_differences(by_rank: Sequence[Sequence[_State]]) -> list[str]:
+    """A sentence about each parameter that is not the same on all ranks; empty if they can be reduced together.
+
+    Names alone may differ, as when the model is wrapped, unless the same names come in another order.
+    """
+    names = [[state.name for state in states] for states in by_rank]
+    without_names = [[(state.what, state.stride, state.is_new) for state in states] for states in by_rank]
+    only_names = all(own == without_names[0] for own in without_names)
+    found = []
+    tables = [{state.name: state for state in states} for states in by_rank]
+    for name in () if only_names else dict.fromkeys(name for own in names for name in own):
+        states = [table.get(name) for table in tables]
+        if all(state == states[0] for state in states):
+            continue
+        said = ["missing" if state is None else str(state) for state in states]
+        if len(set(said)) == 1:
+            said = [f"{text} with strides {state.stride}" for text, state in zip(said, states, strict=True) if state]
+        each = ", ".join(f"{text} on rank {', '.join(map(str, ranks))}" for text, ranks in ranks_by(said).items())
+        found.append(f"'{name}' is {each}")
+    moved = [str(rank) for rank, own in enumerate(names) if own != names[0] and sorted(own) == sorted(names[0])]
+    if moved:
+        found.append(f"rank {', '.join(moved)} has its parameters in another order than rank 0")
+    return found
+
+
+# --- torch's mixed precision ---
+
+
+def _prepare_mixed_precision(ddp: Any) -> None:
+    """As torch's constructor does; what was there before stays as it is."""
+    ddp.reducer._set_mixed_precision_param_dtype(ddp.mixed_precision.param_dtype)
+    _setup_mixed_precision_params(ddp.mixed_precision, ddp.module)
+    _cast_buffers(ddp.mixed_precision, ddp.module)
+    wait = ddp._module_wait_for_copy_hook
+    for module in ddp.module.modules():
+        if wait not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(wait, prepend=False, with_kwargs=True)
