@@ -42,8 +42,8 @@ struct ReducerConfig {
   bool find_non_finite = false;  // look at this rank's own gradients before they are averaged
   // ... and at the averages: see Note [Non-finite averages] in report/non_finite_watch.h
   bool raise_non_finite = false;
-  bool weighted = false;            // every backward must have a weight: see Note [Weighted means] in weights.h
-  bool zero_weights_raise = true;   // ... and in each step some rank's must be above 0
+  bool weighted = false;           // every backward must have a weight: see Note [Weighted means] in weights.h
+  bool zero_weights_raise = true;  // ... and in each step some rank's must be above 0
   // Gradients at least this large are reduced where autograd made them, where buckets are packed when they are complete: see
   // Note [Adopted gradients] in bucket/grad_slot.h; 0: none are.
   int64_t adopt_bytes = 0;
