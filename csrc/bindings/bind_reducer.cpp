@@ -179,8 +179,7 @@ void bind_reducer(py::module_& m) {
         py::arg("reduce_dtype") = py::none(), py::arg("grad_precision") = GradPrecision::kOfParameter,
         py::arg("gradient_stats") = false, py::arg("find_nonfinite") = false, py::arg("raise_nonfinite") = false,
         py::arg("adopt_bytes") = 0, py::arg("pack_whole_buckets") = false, py::arg("weighted") = false,
-        py::arg("zero_weights_raise") = true,
-        py::arg("timeout") = transport::kTransportTimeout);
+        py::arg("zero_weights_raise") = true, py::arg("timeout") = transport::kTransportTimeout);
   m.def(
       "finished_steps", [] { return all_finished_steps.load(std::memory_order_relaxed); },
       "Synchronised backwards that the reducers of this process have finished, those that are gone included.");

@@ -48,6 +48,7 @@ PYBIND11_MODULE(_C, m) {
   bind_transport(m);
   bind_buffers(m);
   bind_watch(m);
+  bind_calls(m);
   bind_cuda(m);
   bind_reducer(m);
 }

@@ -49,9 +49,11 @@ TDDP_HIDDEN int pthread_setname_np(pthread_t thread, const char* name) noexcept 
   return old_pthread_setname_np(thread, name);
 }
 
-// Before 2.33 an inline function of the headers that called this one.
+// Before 2.33 inline functions of the headers that called these.
 int __fxstat(int version, int fd, struct stat* info) noexcept;
+int __xstat(int version, const char* path, struct stat* info) noexcept;
 TDDP_HIDDEN int fstat(int fd, struct stat* info) noexcept { return __fxstat(1, fd, info); }
+TDDP_HIDDEN int stat(const char* path, struct stat* info) noexcept { return __xstat(1, path, info); }
 
 // std::condition_variable::wait(std::unique_lock<std::mutex>&)
 TDDP_HIDDEN void torchddp_condition_variable_wait(void* condition, void* lock) __asm__(

@@ -277,7 +277,7 @@ def test_a_hook_keeps_its_buckets(monkeypatch):
             for index in range(PLANNING_STEPS + 1):
                 step(ddp, rank, index)
         assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
-        assert sum("communication hook" in record for record in records) == 1
+        assert sum("communication hook" in record for record in records) == (rank == 0)  # once per job
 
     run_ranks(work, 2)
 

@@ -1,7 +1,7 @@
 """What this process calls over its process groups from Python: calls under way, by thread, and the last of each group.
 
 Written by the functions of `watched` on the threads that call, read by the hang monitor on its own. What is written is
-one plain tuple a call, put where one operation of Python's puts it: no lock is taken, and none is needed.
+one plain tuple a call, put where one operation puts it that Python's lock covers: no other is needed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ WAIT = "wait"
 
 
 class Call(NamedTuple):
-    """One call. `watched` writes plain tuples of this layout: making one of these would take half of the time.
+    """One call. csrc/bindings/bind_calls.cpp makes plain tuples of this layout.
 
     Attributes:
         number: of the group's collectives, from 1; 0 for messages between two ranks and other calls not counted.
         function: its name in torch.distributed; `WAIT` for a wait for what was started before.
-        shape, dtype: of the first tensor that all ranks have one of; None for other calls.
+        sizes, dtype: of the first tensor that all ranks have one of; None for other calls. Sizes are bytes of int64s.
         detail: the root or peer as ("from", rank, rank in the group), a list of those, or for a wait a weak reference
             to the work.
         code, at: of the caller, and the instruction there.
@@ -48,7 +48,7 @@ class Call(NamedTuple):
 
     number: int
     function: str
-    shape: torch.Size | None
+    sizes: bytes | None
     dtype: torch.dtype | None
     detail: Any
     code: CodeType | None
@@ -243,9 +243,10 @@ def _place_of(call: Call) -> tuple[str, int]:
 
 def shape_text(call: Call) -> str:
     """'float32[3, 4]'; empty without a tensor."""
-    if call.shape is None:
+    if call.sizes is None:
         return ""
-    return f"{str(call.dtype).removeprefix('torch.')}[{', '.join(map(str, call.shape))}]"
+    sizes = memoryview(call.sizes).cast("q")
+    return f"{str(call.dtype).removeprefix('torch.')}[{', '.join(map(str, sizes))}]"
 
 
 def _peers_of(call: Call) -> list[tuple[str, int]]:

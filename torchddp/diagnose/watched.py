@@ -11,7 +11,8 @@ them, and they are pickled by their names. Two seams do it.
 * The others get the code of a function with the same parameters, which calls ours.
 
 Ours are made from one template with the parameters of the bare function: going through ``*args, **kwargs`` would cost
-more than all that is kept. Each call is to cost less than a microsecond.
+more than all that is kept. They hand the call to compiled code (csrc/bindings/bind_calls.cpp), which notes it and makes
+it for about a microsecond.
 
 Dynamo must not look into them, since what they write changes with every call. It compiles no frame of a file in torch's
 folder, which the template is said to be, and where it would inline a call it breaks the graph at a function with the
@@ -34,6 +35,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from torchddp import _C
 from torchddp.diagnose import calls, rank_state
 
 Function = Callable[..., Any]
@@ -93,46 +95,11 @@ _KINDS = (
 _FILE = os.path.join(os.path.dirname(dist.__file__), "<torchddp watches {name}>")
 _TEMPLATE = """
 def {name}({parameters}):
-    me = get_ident()
-    if me in active:
-        return bare({arguments})
-    log = logs.get(id({group})) or open_log({group})
-    if log is None:
-        return bare({arguments})
-    frame = getframe(2)
-    code = frame.f_code
-    if code.co_filename not in outer_files:
-        frame = outer_frame(frame)
-        code = None if frame is None else frame.f_code
-    if code is None:
-        at = 0
-    else:
-        at = frame.f_lasti
-        training.thread = me
     try:
-        shape, dtype = {shape}
-    except Exception:  # it is not a tensor, as torch will say
-        shape = dtype = None
-    number = 0
-    if {is_counted}:
-        number = log.count = log.count + 1
-    call = (number, '{name}', shape, dtype, {detail}, code, at, me, log)
-    if number:
-        log.recent.append(call)
-    active[me] = call
-    try:
-        result = bare({arguments})
+        return noted(bare, '{name}', {is_counted}, {group}, {tensor}, {detail}, {arguments})
     except Exception as error:
         note_exception(error, '{name}')
         raise
-    finally:
-        del active[me]
-    if result is not None:
-        if isinstance(result, Work):
-            started.append((ref(result), call))
-        else:
-            keep_started(result, call)
-    return result
 """
 
 _WAIT_TEMPLATE = """
@@ -172,22 +139,27 @@ def _keep_started(result: object, call: tuple[Any, ...]) -> None:
 
 
 _NAMES = {
-    "Work": dist.Work,
     "active": calls.active,
     "caller": calls.caller,
     "get_ident": threading.get_ident,
-    "getframe": sys._getframe,
     "group_of": _group_of,
-    "keep_started": _keep_started,
-    "logs": calls.logs,
     "note_exception": rank_state.note_exception,
-    "open_log": calls.open_log,
-    "outer_files": calls.outer_files,
-    "outer_frame": calls.outer_frame,
+    "noted": _C.call_noter(
+        (
+            calls.active,
+            calls.logs,
+            calls.started,
+            rank_state.training,
+            calls.outer_files,
+            sys._getframe,
+            calls.open_log,
+            calls.outer_frame,
+            _keep_started,
+            dist.Work,
+        )
+    ),
     "peers_of": _peers_of,
     "ref": weakref.ref,
-    "started": calls.started,
-    "training": rank_state.training,
     "world": c10d._world,
 }
 
@@ -286,7 +258,7 @@ def _watched(bare: types.FunctionType, kind: _Kind) -> Function:
         arguments=arguments,
         group=group,
         is_counted=kind.is_counted,
-        shape=f"{kind.tensor}.shape, {kind.tensor}.dtype" if kind.tensor else "None, None",
+        tensor=kind.tensor or "None",
         detail=kind.detail,
     )
     made: Any = _make(code, name, bare)
