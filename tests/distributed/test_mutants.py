@@ -4,7 +4,7 @@ import pytest
 
 from tests.behaviours import BEHAVIOURS, read_logs, run_behaviours
 from tests.harness import is_own_class, run_outcomes
-from tests.mutants import CONF_MUTANTS_PATH, MUTANTS, load_conformance_mutants
+from tests.mutants import MUTANTS, load_conformance_mutants
 
 WORLD_SIZE = 2
 LEAST_FAILURES = 3
@@ -56,7 +56,6 @@ def test_true_class_passes_all_checks_in_one_process(ddp_class, tmp_path):
     assert not _failures(results), "\n".join(f"{n}:\n{error}" for n, error in results.items() if error)
 
 
-@pytest.mark.skipif(not CONF_MUTANTS, reason=f"no conformance kit at {CONF_MUTANTS_PATH}")
 @pytest.mark.parametrize("name", CONF_MUTANTS)
 @pytest.mark.thorough
 def test_conformance_mutant_is_caught(name, tmp_path):

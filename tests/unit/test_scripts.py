@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 from types import ModuleType
 
-from scripts.check_conformance import Outcome, read_outcome
+import pytest
+
+from scripts.check_conformance import WORLD_SIZES, Outcome, expected_tests, read_outcome
 from scripts.check_stubs import built_names, compare, stub_names
 from scripts.count_tests import count
 
@@ -59,13 +61,16 @@ def write_results(path: Path, statuses: dict[str, str]) -> Path:
 
 
 def test_conformance_outcome(tmp_path: Path) -> None:
-    baseline = write_results(tmp_path / "baseline.json", {"a": "pass", "b": "pass", "c": "pass", "d": "fail"})
-    results = write_results(tmp_path / "results.json", {"a": "pass", "b": "fail", "c": "pass", "d": "pass"})
-    outcome: Outcome = read_outcome(2, results, baseline, listed=frozenset({"a", "b", "gone"}))
-    assert outcome.conforming == {"a", "c"}  # d does not count: torch's own class fails it
-    assert outcome.lost == ["b", "gone"]
-    assert outcome.gained == ["c"]
-    assert outcome.missed == ["b"]
+    results = write_results(tmp_path / "results.json", {"a": "pass", "b": "fail", "d": "pass"})
+    outcome: Outcome = read_outcome(results, expected=frozenset({"a", "b", "gone"}))
+    assert outcome.missed == ["b", "gone"]
+    assert outcome.passed == {"a", "d"} and outcome.reasons["b"].startswith("fail")
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_conformance_expects_what_torch_passes(world_size: int) -> None:
+    expected = expected_tests(world_size)
+    assert len(expected) > 90 and all(name.startswith("WheelDistTest.test_") for name in expected)
 
 
 def test_count_of_a_junit_report(tmp_path: Path) -> None:
