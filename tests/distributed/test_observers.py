@@ -41,7 +41,7 @@ class Lines(logging.Handler):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_observer_of_the_docs(tmp_path, world_size):
     """One file and one line of registration; steps under no_sync() don't count, and each model has its own."""
-    file, line = code_of("To add an observer of steps")
+    file, line = code_of("Add a step observer")
     assert file.count("\n") <= 30 and line.count("\n") == 1
     (tmp_path / "step_rate.py").write_text(file)
 

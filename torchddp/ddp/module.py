@@ -276,6 +276,15 @@ class DistributedDataParallel(TorchDDP):
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(found)):
                 super()._default_broadcast_coalesced(found, bucket_size, authoritative_rank)
 
+    def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
+        """As torch's, which nobody waits for: there the optimizer can read sums that gloo has not finished."""
+        late = self._delay_grad_buffer
+        assert late is not None  # torch registers this hook once it has made the buffer
+        late.div_(self.process_group.size())
+        work = dist.all_reduce(late, group=self.process_group, async_op=True)
+        torch.autograd.Variable._execution_engine.queue_callback(work.wait)
+        return grad
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As every module's; with ``main_grads`` it also zeros each ``parameter.main_grad``, in place."""
         super().zero_grad(set_to_none)
