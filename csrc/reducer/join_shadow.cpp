@@ -34,7 +34,7 @@ c10::intrusive_ptr<c10::ivalue::Future> JoinShadow::all_reduce(c10d::GradBucket&
   context_.transport->start(transport::Collective::all_reduce(buffer, all_reduce_options(context_, index), {others}),
                             *work);
   work->wait(context_.config.timeout);
-  // With the device, so that who waits for it on another stream waits for this one.
+  // With the device, so that a wait on another stream also waits for this one.
   std::vector<c10::Device> devices;
   if (!buffer.device().is_cpu()) {
     devices.push_back(buffer.device());

@@ -1,4 +1,4 @@
-// A rank without inputs, under join(): takes part in the reductions of those that have some.
+// Under join(): a rank that has run out of inputs takes part in the reductions of the others.
 #pragma once
 
 #include <vector>
@@ -15,9 +15,9 @@ class JoinShadow {
   JoinShadow(const Context& context, const BucketLayout& layout, const CommHook& hook, const StepEvents& events)
       : context_(context), layout_(layout), hook_(hook), events_(events) {}
 
-  // What such a rank gives to each bucket.
+  // The contribution of such a rank to each bucket.
   std::vector<c10d::GradBucket> zero_buckets() const;
-  // Collective: as the others reduce the bucket. Without a hook the result is there on return.
+  // Collective: reduces the bucket as the other ranks do. Without a hook the result is ready on return.
   c10::intrusive_ptr<c10::ivalue::Future> reduce(c10d::GradBucket& bucket) const;
   c10::intrusive_ptr<c10::ivalue::Future> all_reduce(c10d::GradBucket& bucket) const;
 

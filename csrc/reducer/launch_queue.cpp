@@ -15,7 +15,7 @@ using bucket::BucketState;
 bool LaunchQueue::ready(int64_t index, int64_t last, const at::Tensor* incoming) {
   const std::lock_guard lock(mutex_);
   if (!step_.armed()) [[unlikely]] {
-    return false;  // the step was abandoned meanwhile
+    return false;  // the step was abandoned in the meantime
   }
   packers_.complete(index, last, incoming);
   layout_.bucket(index).state = BucketState::kReady;
@@ -41,7 +41,7 @@ void LaunchQueue::launch(int64_t index) {
   auto& bucket = layout_.bucket(index);
   auto& reduction = layout_.reduction(index);
   if (can_skip(bucket)) {
-    reduction.abandon();  // what the packer has asked of it
+    reduction.abandon();  // drop what the packer has already requested from it
     bucket.state = BucketState::kSkipped;
     return;
   }
@@ -63,7 +63,7 @@ bool LaunchQueue::can_skip(const bucket::Bucket& bucket) const {
          });
 }
 
-// While backward goes on: the memory of buckets that were given away serves later gradients.
+// Runs during backward, so that the memory of finished buckets with an owner can serve later gradients.
 void LaunchQueue::finish_early() {
   const bool read_at_end = context_.config.gradient_stats || context_.config.raise_non_finite;
   if (!context_.owned || !overlap_ || read_at_end) {

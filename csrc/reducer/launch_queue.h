@@ -1,4 +1,4 @@
-// When buckets are launched, and waited for: in the order of the plan, on every rank.
+// Launches buckets and waits for them, in plan order on every rank.
 #pragma once
 
 #include <mutex>
@@ -13,7 +13,7 @@
 
 namespace torchddp::reducer {
 
-// Launches take its lock once a bucket: hooks of several threads may complete buckets at once.
+// Takes a lock once per bucket, because hooks on several threads may complete buckets concurrently.
 class LaunchQueue {
  public:
   LaunchQueue(const Context& context, Step& step, BucketLayout& layout, Packers& packers, UsedParams& used,
@@ -27,16 +27,16 @@ class LaunchQueue {
         events_(events) {}
 
   void begin_step() { num_ready_ = next_launch_ = next_finish_ = 0; }
-  // All gradients of the bucket are packed, or can be; `last`: the parameter whose hook it is, and `incoming` what came there. Launches
-  // what can be launched. True if that was the last bucket of the step.
+  // All gradients of the bucket are packed, or can be. `last`: the parameter whose hook this is; `incoming`: its incoming
+  // gradient. Launches every bucket that is next in line. True if the last bucket of the step was launched.
   bool ready(int64_t index, int64_t last = -1, const at::Tensor* incoming = nullptr);
-  // Until the averages of a bucket that was launched are in it.
+  // Waits until the averages of a launched bucket are in it.
   void finish(int64_t index);
-  // Nothing is launched after this.
+  // Launches nothing from here on.
   void abandon();
 
-  // Off: no bucket is launched before the last gradient is there, so that ready times are those of the computation alone,
-  // and the time after them is that of communication alone. Results are the same. Every rank must choose alike.
+  // If off, no bucket is launched before the last gradient is ready, so that ready times show computation alone and the time
+  // after them communication alone. The results are the same. Every rank must use the same setting.
   void set_overlap(bool overlap) { overlap_ = overlap; }
 
  private:

@@ -8,8 +8,8 @@
 namespace torchddp::reducer {
 namespace {
 
-// Of the memory that other ranks' gradients pass through, this much is kept from step to step. A rank that is ahead of the others
-// borrows more; it must not wait for them in the middle of backward, where they may wait for it (a collective of the user's own).
+// How many blocks of the memory for other ranks' gradients are kept between steps. A rank that runs ahead borrows more: it must
+// not wait for its peers in the middle of backward, where they may be waiting for it in a collective of the user's own.
 constexpr size_t kKeptBlocks = 8;
 
 }  // namespace

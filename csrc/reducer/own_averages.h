@@ -1,4 +1,4 @@
-// Averages that one rank alone has, because its buckets belong to it.
+// Averages that only one rank holds, because it owns the bucket.
 #pragma once
 
 #include <span>
@@ -10,28 +10,28 @@
 namespace torchddp::reducer {
 
 // Note [Averages that one rank has]
-// After a synchronised backward the owner's .grad is an average, and the others have none. A further backward without zero_grad()
-// in between must not be averaged together with it: rank by rank it is there once, not on all. So before autograd adds to such a
-// gradient the hook puts it aside, and it is added to the next average. Under no_sync() there is no next average yet, and what
-// the user does to .grad meanwhile (zero_grad) would miss what was put aside: that is an error, unless it is all zeros.
+// After a synchronised backward the owner's .grad holds an average and the other ranks have none. A second backward without
+// zero_grad() must not average that value again, because it exists on one rank only. So before autograd adds to such a
+// gradient, the hook sets the average aside, and it is added to the next average. Under no_sync() there is no next average yet,
+// and a zero_grad() in between could not reach the value set aside; that is an error unless the value is all zeros.
 //
 // Does nothing unless buckets have owners.
 class OwnAverages {
  public:
   OwnAverages(const Context& context, const Step& step, const BucketLayout& layout);
 
-  // Autograd, or the reducer, is about to add to a gradient.
+  // Called when autograd or the reducer is about to add to a gradient.
   void coming(int64_t param) {
     if (context_.owned) {
       put_aside(param);
     }
   }
-  // What an abandoned step has left.
+  // Clears what an abandoned step left behind.
   void begin_step() { kept_.assign(kept_.size(), at::Tensor()); }
-  // The averages of this step are in .grad.
+  // The averages of this step are now in .grad.
   void finish();
 
-  // Knows what those before have known. `places`: where each parameter was there, or kNotThere.
+  // Takes over from a previous reducer. `places`: each parameter's index there, or kNotThere.
   void take_over(const OwnAverages& before, std::span<const int64_t> places);
 
  private:
@@ -40,8 +40,8 @@ class OwnAverages {
   const Context& context_;
   const Step& step_;
   const BucketLayout& layout_;
-  std::vector<uint8_t> reduced_;  // by parameter: its gradient is such an average
-  std::vector<at::Tensor> kept_;  // such averages, while a backward adds to them
+  std::vector<uint8_t> reduced_;  // by parameter: whether its gradient is such an average
+  std::vector<at::Tensor> kept_;  // the averages set aside while a backward adds to them
 };
 
 }  // namespace torchddp::reducer

@@ -1,4 +1,4 @@
-// The parts of a reducer and who knows whom. Each can be told of its own mode, and asked what it knows, without the Reducer.
+// The parts of a reducer, in order of dependency. Each can be configured and queried without the Reducer.
 #pragma once
 
 #include "reducer/base/context.h"

@@ -10,8 +10,8 @@
 namespace torchddp::reducer {
 namespace {
 
-// Collective: rank 0's plan, for all ranks must reduce the same buckets in the same order. Over the parameters' device: a NCCL group
-// takes no CPU tensors.
+// Collective: returns rank 0's plan, since all ranks must reduce the same buckets in the same order. It is exchanged through
+// the parameters' device, because a NCCL group takes no CPU tensors.
 plan::BucketPlan agree_on_plan(const plan::BucketPlan& mine, const Context& context) {
   if (context.transport->size() == 1) {
     return mine;
@@ -22,7 +22,7 @@ plan::BucketPlan agree_on_plan(const plan::BucketPlan& mine, const Context& cont
   context.transport->start(transport::Collective::broadcast(wire, 0), *work);
   work->wait(context.config.timeout);
   const auto host = wire.cpu();
-  context.transport->check();  // what a device has read after a failure is garbage
+  context.transport->check();  // after a failure, what the device has read is garbage
   const std::span<const int64_t> agreed(host.const_data_ptr<int64_t>(), words.size());
   return plan::decode_plan(agreed, context.specs);
 }
@@ -40,10 +40,10 @@ bool PlanKeeper::rebuild() {
   if (!should_rebuild() || measured_order_.empty()) {
     return false;
   }
-  // If that fails there is no second attempt: the next order is that of another step.
+  // If this fails there is no second attempt: the next order would be that of another step.
   const auto order = std::exchange(measured_order_, {});
   switch_to(plan::make_bucket_plan(context_.specs, order, context_.config.limits));
-  return true;  // also if the order makes the same buckets
+  return true;  // true even if the order produces the same buckets
 }
 
 bool PlanKeeper::adopt(const std::optional<plan::BucketPlan>& wanted) {
@@ -55,7 +55,7 @@ bool PlanKeeper::adopt(const std::optional<plan::BucketPlan>& wanted) {
   }
   const bool differs = switch_to(wanted.value_or(layout_.plan()));
   if (!differs) {
-    agree_on_memory();  // for a rank that has joined with other buckets did
+    agree_on_memory();  // in case a rank that joined with other buckets did
   }
   return differs;
 }
@@ -91,7 +91,7 @@ void PlanKeeper::agree_on_memory() {
 }
 
 void PlanKeeper::change_transport(std::shared_ptr<transport::Transport> transport) {
-  // Works of the old one, which reductions hold, must not outlive it.
+  // Work objects of the old transport, held by reductions, must not outlive it.
   const auto old = std::exchange(context_.transport, std::move(transport));
   used_.rebind();
   layout_.lay_out_again();

@@ -1,4 +1,4 @@
-// Which plan the buckets follow: the first, by registration; once, by the order in which gradients have come; or one that was asked for.
+// Chooses the plan: first by registration order, then once by measured gradient order, or as requested by the caller.
 #pragma once
 
 #include <optional>
@@ -12,7 +12,7 @@
 
 namespace torchddp::reducer {
 
-// Calls come from the training thread, between steps.
+// Called by the training thread, between steps.
 class PlanKeeper {
  public:
   PlanKeeper(Context& context, BucketLayout& layout, UsedParams& used, const StepEvents& events)
@@ -20,19 +20,20 @@ class PlanKeeper {
 
   // Collective if the transport may lose memory.
   void lay_out_first();
-  // Collective when it returns true: new buckets by the measured order. Once, after the first measured step.
+  // Lays out buckets by the measured order, once, after the first measured step. Collective if it returns true.
   bool rebuild();
-  // Collective: rank 0's plan, or the one in use if it wants none; whether buckets changed. They are not rebuilt after.
+  // Collective: adopts rank 0's plan, or keeps the current one if rank 0 wants none. Returns whether buckets changed. They are
+  // not rebuilt after this.
   bool adopt(const std::optional<plan::BucketPlan>& wanted);
-  // Collective if the transport may lose memory: the buckets are in its memory from here on.
+  // Moves the buckets to the memory of another transport. Collective if the transport may lose memory.
   void use(std::shared_ptr<transport::Transport> transport);
 
-  // Takes the order in which the gradients of a step have come, if it is the first.
+  // Records the order in which gradients arrived, if this is the first such step.
   void measure(const Step& step);
-  // In the place of a measured one.
+  // Uses reverse registration order instead of a measured one.
   void take_reverse_order();
   void forget();
-  // If a step becomes part of a CUDA graph, which then holds the addresses of the buckets, these stay for good.
+  // A CUDA graph that captured a step holds the buckets' addresses, so from then on the buckets stay.
   void note_capture() { in_graph_ = in_graph_ || context_.is_captured(); }
 
   bool is_in_graph() const { return in_graph_; }

@@ -1,4 +1,4 @@
-// What communication hooks have queued for the end of backward (torch's _install_post_backward_futures).
+// Futures that communication hooks queued for the end of backward (torch's _install_post_backward_futures).
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -17,9 +17,9 @@ class QueuedFutures {
 
   QueuedFutures(const Context& context, const StepEvents& events) : context_(context), events_(events) {}
 
-  // From any thread.
+  // Thread-safe.
   void add(const std::vector<FuturePtr>& futures);
-  // Waits for all of them, and throws the first error.
+  // Waits for all of them and throws the first error.
   void wait();
   void abandon();
 

@@ -148,7 +148,7 @@ void Reducer::arrive(int64_t param, Mark mark, const at::Tensor* incoming) {
   }
 }
 
-// Without hooks: whatever gradients there are. `is_used` tells of which parameters they count.
+// Packs the gradients that exist, without hooks. `is_used` tells which parameters count as used.
 template <typename IsUsed>
 void Reducer::pack_all(IsUsed&& is_used) {
   for (int64_t index = 0; index < parts_.layout.size(); ++index) {
@@ -177,7 +177,7 @@ void Reducer::delay_all_reduce() {
   });
 }
 
-// What was used is what the backwards without reduction have marked: there are no outputs to search from.
+// The earlier backwards without reduction have marked what was used: there are no outputs to search from.
 void Reducer::reduce_now() {
   begin_step();
   arm();
@@ -225,11 +225,11 @@ void Reducer::finalize() {
   parts_.weights.raise_if_zero();
 }
 
-// Hooks of other devices may still be running: they launch nothing after this, and what they use without a lock stays as it is until
-// the next step begins.
+// Hooks of other devices may still be running. They launch nothing after this, and what they use without a lock stays unchanged
+// until the next step begins.
 void Reducer::abandon() {
   parts_.step.disarm();
-  parts_.non_finite.publish();  // may be why
+  parts_.non_finite.publish();  // may be the cause
   parts_.events.live().abandon_step();
   parts_.context.transport->end_backward();
   parts_.queue.abandon();

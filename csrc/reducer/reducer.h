@@ -1,4 +1,5 @@
-// The Reducer: packs gradients into buckets as autograd produces them, reduces the buckets meanwhile, and hands the averages back.
+// The Reducer packs gradients into buckets as autograd produces them, reduces the buckets meanwhile, and hands back the
+// averages.
 #pragma once
 
 #include <memory>
@@ -12,19 +13,19 @@
 namespace torchddp::reducer {
 
 // Note [A step]
-//   begin_forward        checks that the last step finished; Python then rebuilds buckets once, by the measured ready order
+//   begin_forward        checks that the last step finished; Python then rebuilds the buckets once, in measured gradient order
 //   prepare_for_backward arms the hooks (not under no_sync) and looks for unused parameters
-//   on_grad_ready        per parameter: pack into the bucket, point param.grad at it; the bucket's last gradient launches it
-//   finalize             at the end of backward: wait for each bucket, copy out what is no view
-// An exception in any of them leaves the reducer idle (abandon), so that the process can go on.
+//   on_grad_ready        per parameter: packs into the bucket, points param.grad at it; a bucket's last gradient launches it
+//   finalize             at the end of backward: waits for each bucket and copies out what is not a view
+// An exception in any of them leaves the reducer idle (abandon), so that the process can continue.
 //
 // Note [Threads]
-// on_grad_ready is called by autograd threads, several at once when a model spans devices: per-parameter state is touched by
-// its own hook only, a bucket counts arrivals atomically, and launching takes the queue's lock once a bucket. All other calls come
-// from the training thread, without the GIL.
+// Autograd threads call on_grad_ready, concurrently when a model spans devices. Per-parameter state is only touched by its own
+// hook, a bucket counts arrivals atomically, and launching takes the queue's lock once per bucket. All other calls come from
+// the training thread, without the GIL.
 class Reducer final : public GradSink, public std::enable_shared_from_this<Reducer> {
  public:
-  // Collective if the transport may lose memory. `params`: leaves that require grad; `specs`: one each, in the same order.
+  // `params`: leaves that require grad; `specs`: one for each, in the same order. Collective if the transport may lose memory.
   Reducer(std::vector<at::Tensor> params, std::vector<plan::ParamSpec> specs,
           c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<transport::Transport> transport,
           ReducerConfig config);
@@ -33,18 +34,18 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   // True if a step was begun before this one, and no gradient has come in it.
   bool begin_forward();
   void prepare_for_backward(std::span<const at::Tensor> outputs);
-  // What the next backward counts for: see Weights::announce.
+  // Sets the weight of the next backward: see Weights::announce.
   void weigh(double weight, double count, bool goes_on);
   void on_grad_coming(int64_t param, at::Tensor& incoming) override;
   void on_grad_ready(int64_t param, const at::Tensor* incoming) override;
-  // The end of the first synchronised backward of a static graph: nothing was reduced before it.
+  // The end of a static graph's first synchronised backward, which has reduced nothing yet.
   void delay_all_reduce();
-  // Collective: reduces what gradients there are, without a backward. A gradient that a rank has not counts as zero there. Those of
-  // parameters that no rank has used since the last reduction stay as they are, where the ranks search for unused parameters.
+  // Collective: reduces the existing gradients without a backward. A gradient that a rank lacks counts as zero. If the ranks
+  // search for unused parameters, gradients of those that no rank has used since the last reduction stay as they are.
   void reduce_now();
-  // RuntimeError, with the gradients that are missing, if the last synchronised forward was not followed by all of its backward.
+  // RuntimeError, naming the missing gradients, if the backward of the last synchronised forward did not complete.
   void check_finalized();
-  // The same, but a forward without any backward is none.
+  // The same, but a forward without any backward is not an error.
   void check_not_unfinished();
 
   // --- between steps ---
@@ -52,28 +53,29 @@ class Reducer final : public GradSink, public std::enable_shared_from_this<Reduc
   bool rebuild_buckets();
   bool adopt_plan(const std::optional<plan::BucketPlan>& wanted);
   void set_static_graph();
-  // `install` puts a communication hook into place, which reduces all buckets from then on.
+  // `install` installs a communication hook, which reduces all buckets from then on.
   template <typename Install>
   void set_hook(Install&& install) {
     install(parts_.hook);
     parts_.layout.adapt();
   }
-  // Another reducer averages the same gradients: from the next step on they keep memory of their own, and nothing is reduced in it.
+  // Another reducer averages the same gradients: from the next step on they keep their own memory, and nothing is reduced in
+  // place.
   void share_gradients();
   void remove_autograd_hooks() { hooks_->remove(); }
-  // For good: without hooks and buckets. What it has counted can be read, and taken over.
+  // Final: removes hooks and buckets. Counters stay readable and can be taken over.
   void close();
-  // Goes on where a closed reducer has stopped, whose parameters may be others: steps, gradients of no_sync, a forward without its
-  // backward yet.
+  // Continues where a closed reducer stopped, possibly with other parameters: step count, gradients of no_sync, a forward still
+  // without its backward.
   void take_over(const Reducer& before);
   // Collective if the transport may lose memory.
   void update_process_group(c10::intrusive_ptr<c10d::ProcessGroup> group,
                             std::shared_ptr<transport::Transport> transport);
   void reset_state();
 
-  // For what concerns one part alone: its modes, and what it has to report.
+  // For calls that concern a single part: its modes and reports.
   Parts& parts() { return parts_; }
-  // From any thread, at any time; waits for nothing.
+  // Thread-safe at any time; never waits.
   Status status() const;
 
  private:

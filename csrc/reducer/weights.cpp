@@ -15,7 +15,7 @@ void Weights::announce(double weight, double count, bool goes_on) {
              ": weigh() was called, but there are gradients of a backward before, whose weight is not known. Call "
              "weigh(n) before each backward of a step, or clear the gradients first.");
   if (open_ && phase_.load(std::memory_order_relaxed) == Phase::kCame && !has_gradients()) {
-    own_ = unit_ = 0.0;  // the program has dropped what it had accumulated
+    own_ = unit_ = 0.0;  // the program has dropped the accumulated gradients
   }
   if (!open_) {
     own_ = unit_ = goes_on ? reduced_ : 0.0;
@@ -33,7 +33,7 @@ void Weights::announce(double weight, double count, bool goes_on) {
   phase_.store(Phase::kAnnounced, std::memory_order_release);
 }
 
-// A backward that does not reduce may be one of the module by itself, whose gradients are cleared.
+// A backward that does not reduce may belong to the bare module, whose gradients are cleared before the next step.
 void Weights::check_unannounced(int64_t param, bool reduces) {
   if (!context_.config.weighted && !open_) [[likely]] {
     return;

@@ -1,4 +1,4 @@
-// Weighted means: what each backward's gradients count for.
+// Weighted means: how much the gradients of each backward count.
 #pragma once
 
 #include <atomic>
@@ -12,51 +12,51 @@
 namespace torchddp::reducer {
 
 // Note [Weighted means]
-// With weights w (samples, tokens), gradients become sum(w g) / sum(w) over the ranks and the backwards of a step; without, they
-// become sum(g) / world_size.
-//   Packing multiplies gradients by w / R, where R is the total weight of the first weighted step. What travels then has the size of an
-//   average, which 16-bit wires can hold; and if all weights are equal it is the plain average, to the bit.
-//   This rank's part of the total is summed beside the first bucket. Each bucket's sum is then multiplied by R / total, which costs a
-//   pass over it, unless the total is R.
-//   Between the backwards of a step .grad holds sum(w g) / unit, where unit is the last weight: the next backward adds to it as ever,
-//   and what is there is rescaled only where the weight changes.
-//   A backward of weight 0 counts for nothing even if its gradients are NaN, as those of a mean over no samples are.
+// With weights w (samples, tokens), gradients become sum(w g) / sum(w) over the ranks and backwards of a step; without weights
+// they become sum(g) / world_size.
+//   Packing multiplies gradients by w / R, where R is the total weight of the first weighted step. What is sent is then about as large
+//   as an average, which 16-bit wires can hold; and if all weights are equal, the result is the plain average to the bit.
+//   This rank's share of the total is summed beside the first bucket. Each bucket's sum is then multiplied by R / total, which costs
+//   one pass over it unless the total is R.
+//   Between the backwards of a step, .grad holds sum(w g) / unit, where unit is the last weight. The next backward adds to it as
+//   usual, and .grad is rescaled only when the weight changes.
+//   A backward of weight 0 contributes nothing even if its gradients are NaN, as those of a mean over no samples are.
 //
-// coming() is called by autograd's threads, everything else by one thread at a time.
+// Autograd threads call coming(); everything else is called by one thread at a time.
 class Weights {
  public:
   Weights(const Context& context, const Divisor& divisor, const StepEvents& events)
       : context_(context), divisor_(divisor), events_(events) {}
 
-  // Of the next backward: its gradients are multiplied by `weight`, and `count` is added to what the sum is divided by. `goes_on`: it
-  // belongs to the same step as the backwards that were reduced before it.
+  // For the next backward: its gradients are multiplied by `weight`, and `count` is added to the divisor. `goes_on`: it belongs
+  // to the same step as the reduced backwards before it.
   void announce(double weight, double count, bool goes_on);
-  // Autograd is about to add `incoming` to the gradient of a parameter, in a backward that reduces or not.
+  // Autograd is about to add `incoming` to a parameter's gradient, in a backward that may or may not reduce.
   void coming(int64_t param, bool reduces, at::Tensor& incoming);
 
-  // A reduction begins. Returns what gradients are multiplied by while they are packed.
+  // A reduction begins. Returns the factor that packing applies.
   double begin();
-  // Makes the sum in a bucket a mean.
+  // Turns the sum in a bucket into a mean.
   void correct(bucket::Bucket& bucket);
   // The reduction has ended.
   void finish();
-  // Throws ZeroWeightError if no rank gave the last step a weight above 0, unless that is allowed.
+  // Throws ZeroWeightError if every rank's weight was 0 in the last step, unless that is allowed.
   void raise_if_zero();
   // The reduction has failed.
   void abandon();
-  // Another reducer goes on with the same model, between steps.
+  // Another reducer continues with the same model, between steps.
   void take_over(const Weights& before);
-  // Whether it must hear of gradients that are coming.
+  // Whether coming() must be called.
   bool listens() const { return open_ || context_.config.weighted; }
-  // Before ranks join or leave.
+  // Called before ranks join or leave.
   void forget_total() { reference_.reset(); }
-  // Collective, of a rank without inputs: takes part with weight 0 if the model's steps are weighted.
+  // Collective: a rank without inputs takes part with weight 0 if the model's steps are weighted.
   void match();
 
  private:
   void check_unannounced(int64_t param, bool reduces);
 
-  // Of the backward that was announced last.
+  // State of the most recently announced backward.
   enum class Phase : uint8_t { kNone, kAnnounced, kCame };
 
   bool has_gradients() const;
@@ -70,22 +70,22 @@ class Weights {
   const StepEvents& events_;
 
   std::atomic<Phase> phase_{Phase::kNone};
-  std::mutex mutex_;          // while a backward's first gradient changes the phase
-  double count_ = 0.0;        // what that backward adds to the total
+  std::mutex mutex_;          // held while a backward's first gradient changes the phase
+  double count_ = 0.0;        // added to the total by that backward
   bool drops_ = false;        // its weight is 0
-  int64_t first_param_ = -1;  // whose gradient came first in it
+  int64_t first_param_ = -1;  // the parameter whose gradient arrived first
 
-  std::atomic<bool> has_unweighted_{false};  // gradients came of which nobody knows the weight
+  std::atomic<bool> has_unweighted_{false};  // gradients arrived without an announced weight
 
-  bool open_ = false;     // gradients that are not reduced yet have weights
-  double own_ = 0.0;      // this rank's part of the total
-  double unit_ = 0.0;     // see the note
-  double reduced_ = 0.0;  // own_ of the last step that was reduced
+  bool open_ = false;     // there are weighted gradients that are not reduced yet
+  double own_ = 0.0;      // this rank's share of the total
+  double unit_ = 0.0;     // see Note [Weighted means]
+  double reduced_ = 0.0;  // own_ of the last reduced step
 
   std::optional<double> reference_;  // R
   at::Tensor total_;                 // of this step, on the parameters' device
   std::unique_ptr<transport::Work> work_;
-  at::Tensor factor_;  // R / total_; undefined if it is 1, or not known yet
+  at::Tensor factor_;  // R / total_; undefined if it is 1 or not known yet
 };
 
 }  // namespace torchddp::reducer

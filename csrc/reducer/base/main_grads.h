@@ -1,4 +1,4 @@
-// Gradients that add up beside .grad, in fp32 where parameters have 16 bits.
+// Gradients accumulated beside .grad, in fp32 for 16-bit parameters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,14 +11,14 @@
 namespace torchddp::reducer {
 
 // Note [Main gradients]
-// As Megatron keeps them: what autograd leaves in .grad is added to memory of the bucket, in the hook, and .grad is None again. Of each
-// parameter there are two tensors. The gradient, as packers and the rest of the reducer know it in the place of .grad: undefined once it
-// was cleared; then what has come last, until it is packed; then the view of its slot. And the one that the program sees as
-// param.main_grad: always the same tensor, over the slot's memory wherever that is. Between steps a slot is zero where the gradient is
-// undefined, so the first gradient after that overwrites it, which is one pass over memory and not two. If the program has written to
-// what it sees meanwhile (the tensor's version tells), that is the gradient.
+// As in Megatron: the hook adds what autograd left in .grad to bucket memory and sets .grad back to None. Each parameter has
+// two tensors. One is the gradient as the packers and the rest of the reducer see it instead of .grad: undefined once cleared,
+// then the latest gradient until it is packed, then the view of its slot. The other is what the program sees as
+// param.main_grad: always the same tensor, over the slot's memory wherever that is. Between steps a slot is zero where the
+// gradient is undefined, so the first gradient overwrites it, which takes one pass over memory instead of two. If the program
+// has written to main_grad in the meantime (its version counter tells), that value is the gradient.
 //
-// A parameter's own hook alone calls take(); the rest comes from the training thread, between steps.
+// Only a parameter's own hook calls take(). All other calls come from the training thread, between steps.
 class MainGrads {
  public:
   explicit MainGrads(size_t num_params)
@@ -31,28 +31,28 @@ class MainGrads {
     }
     return grad;
   }
-  // By parameter: what the program sees.
+  // The tensors the program sees, by parameter.
   const std::vector<at::Tensor>& shown() const { return shown_; }
 
-  // `came`: from .grad. `packed`: it is going to be packed in this backward; otherwise it is added to the slot here.
+  // `came`: taken from .grad. `packed`: this backward will pack it; otherwise it is added to the slot here.
   void take(int64_t param, at::Tensor came, bool packed);
-  // What has been accumulated is dropped.
+  // Drops what has been accumulated.
   void clear(int64_t param);
 
-  // There are going to be new buckets, and the old slots go; then, for each parameter, its new slot.
+  // Called before the buckets are replaced, when the old slots go away; then, for each parameter, its new slot.
   void leave_slots();
   void move_to(bucket::GradSlot& slot, int64_t param);
 
  private:
-  // Into the slot, in the slot's dtype, unless it is there.
+  // Moves a gradient into its slot, in the slot's dtype, unless it is already there.
   void widen(size_t param);
   void take_what_was_written(int64_t param);
   void note_version(size_t param);
 
-  // All by parameter.
+  // Each by parameter.
   std::vector<at::Tensor> grads_;
   std::vector<at::Tensor> shown_;
-  std::vector<uint32_t> versions_;  // of what is shown, when it was cleared
+  std::vector<uint32_t> versions_;  // of the shown tensor when it was cleared
   std::vector<bucket::GradSlot*> slots_;
 };
 

@@ -1,4 +1,4 @@
-// The step under way: whether hooks reduce, which gradients have come, and in which order.
+// The current step: whether hooks reduce, which gradients have arrived, and in which order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,33 +13,33 @@ namespace torchddp::reducer {
 
 enum class Mark : uint8_t { kNone, kUsed, kUnused };
 
-// A gradient that the end of the step must look at again.
+// A gradient that needs attention at the end of the step.
 struct LateGrad {
   int64_t param;
-  at::Tensor saved;  // what to go back to if nobody used the parameter
+  at::Tensor saved;  // restored if nobody used the parameter
 };
 
-// Hooks of several autograd threads call it at once: a parameter's mark and place in the order are its own hook's, the rest is atomic
-// or has a lock. What a step leaves behind stays readable until the next begins (clear).
+// Hooks on several autograd threads call it concurrently. Only a parameter's own hook touches its mark and its place in the
+// order; the rest is atomic or locked. The outcome of a step stays readable until the next one begins (clear).
 class Step {
  public:
   explicit Step(size_t num_params);
 
   void clear();
-  // From here on hooks reduce.
+  // From here on, hooks reduce.
   void arm() { armed_.store(true, std::memory_order_release); }
   void disarm() { armed_.store(false, std::memory_order_release); }
-  // All gradients are final; or the step was given up, and nobody need be told of what is missing.
+  // All gradients are final, or the step was abandoned and no one needs to be told what is missing.
   void end() { incomplete_.store(false, std::memory_order_release); }
 
   bool armed() const { return armed_.load(std::memory_order_acquire); }
   // The first hook of this backward has run.
   bool begun() const { return begun_.load(std::memory_order_acquire); }
-  // Some gradients have come, others have not.
+  // Some gradients have arrived, but not all.
   bool is_unfinished() const { return incomplete_.load(std::memory_order_acquire) && armed(); }
   bool is_under_way() const { return armed() || incomplete_.load(std::memory_order_acquire); }
 
-  // Runs `body` in the first hook to come; the others wait for it.
+  // Runs `body` in the first hook to arrive; the others wait for it.
   template <typename Body>
   void begin(Body&& body) {
     const std::lock_guard lock(begin_mutex_);
@@ -49,7 +49,7 @@ class Step {
     }
   }
 
-  // Returns the mark before.
+  // Returns the previous mark.
   Mark mark(int64_t param, Mark mark) {
     incomplete_.store(true, std::memory_order_relaxed);
     return marks_[static_cast<size_t>(param)].exchange(mark, std::memory_order_relaxed);
@@ -61,13 +61,13 @@ class Step {
     order_[static_cast<size_t>(num_ready_->fetch_add(1, std::memory_order_relaxed))] = param;
   }
   std::vector<int64_t> ready_order() const;
-  // How many are in that order; for reports that may outlive the step.
+  // The number of gradients in that order, for reports that may outlive the step.
   std::shared_ptr<const std::atomic<int64_t>> num_ready() const { return num_ready_; }
 
   void add_late(int64_t param, at::Tensor saved = {});
   std::vector<LateGrad> take_late();
 
-  // What gradients are multiplied by.
+  // The factor that gradients are multiplied by.
   double scale() const { return scale_; }
   void set_scale(double scale) { scale_ = scale; }
 

@@ -9,7 +9,7 @@ namespace torchddp::reducer {
 
 struct ForwardWatch::Fates {
   std::atomic<int64_t> newest{-1};
-  std::atomic<int64_t> reduced{-1};  // the newest when gradients were averaged last
+  std::atomic<int64_t> reduced{-1};  // the newest forward when gradients were last averaged
   std::atomic<int64_t> left{-1};
   std::atomic<int64_t> used{-1};
 };
@@ -18,7 +18,7 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Of one forward; goes with the last of its outputs' graphs.
+// Shared by the outputs of one forward; destroyed with the last of their graphs.
 class Outputs {
  public:
   Outputs(std::shared_ptr<ForwardWatch::Fates> fates, int64_t forward) : fates_(std::move(fates)), forward_(forward) {}
@@ -50,7 +50,7 @@ class UseHook final : public torch::autograd::FunctionPreHook {
     return grads;
   }
 
-  // Compiled autograd may leave it out.
+  // Compiled autograd may ignore it.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {}
 
  private:

@@ -1,4 +1,4 @@
-// What becomes of what a forward has returned: whether a backward goes through it before it is gone.
+// Whether a backward runs through the outputs of a forward before they are destroyed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,25 +10,25 @@
 
 namespace torchddp::reducer {
 
-// Outputs tell it themselves, from whichever thread runs a backward or lets go of them: nothing is asked for in a step. watch() and
-// reduced() come from the training thread, or from that of the backward that it waits for.
+// The outputs report it themselves, from whichever thread runs the backward or drops the last reference, so a step pays
+// nothing. watch() and reduced() are called by the training thread, or by the thread of a backward that it waits for.
 class ForwardWatch {
  public:
   ForwardWatch();
 
-  // Forwards have numbers that grow. `outputs`: all tensors that the program got; those without a graph tell nothing.
+  // Forward numbers increase. `outputs`: every tensor returned to the program; those without a graph report nothing.
   void watch(int64_t forward, std::span<const at::Tensor> outputs);
-  // Gradients were averaged: no forward so far was in vain.
+  // Gradients were averaged, so no forward up to now was wasted.
   void reduced();
 
-  // The last forward whose outputs are all gone, though no backward went through them, nor were gradients averaged meanwhile; and the
-  // last through whose outputs a backward went. -1: none.
+  // First: the last forward whose outputs were all destroyed without a backward through them or a reduction in between. Second:
+  // the last forward that a backward went through. -1 if there is none.
   std::pair<int64_t, int64_t> left_and_used() const;
 
   struct Fates;
 
  private:
-  std::shared_ptr<Fates> fates_;  // outputs may outlive this
+  std::shared_ptr<Fates> fates_;  // outputs may outlive this object
 };
 
 }  // namespace torchddp::reducer

@@ -16,7 +16,7 @@ class ReadyHook final : public torch::autograd::FunctionPostHook {
 
   variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
     sink_.on_grad_ready(param_, inputs.size() == 1 && inputs[0].defined() ? &inputs[0] : nullptr);
-    return outputs;  // AccumulateGrad has none: an empty list
+    return outputs;  // AccumulateGrad has no outputs: an empty list
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {

@@ -1,4 +1,4 @@
-// The autograd hooks: one per parameter, fired after its gradient was accumulated, without the GIL.
+// The autograd hooks: one per parameter. Each runs without the GIL after its gradient was accumulated.
 #pragma once
 
 #include <torch/csrc/autograd/variable.h>
@@ -11,21 +11,21 @@
 
 namespace torchddp::reducer {
 
-// Called by whichever autograd thread accumulated the gradient; several at once when a model spans devices.
+// Called by the autograd thread that accumulated the gradient; concurrently when a model spans several devices.
 class GradSink {
  public:
-  // Before autograd adds `incoming`, which may be replaced, to the gradient. Only after GradHooks::call_before.
+  // Called before autograd adds `incoming`, which may be replaced, to the gradient. Only after GradHooks::call_before.
   virtual void on_grad_coming(int64_t param, at::Tensor& incoming) = 0;
-  // `incoming`: what autograd handed to the parameter and still holds; null if unknown.
+  // `incoming`: the tensor that autograd passed to the parameter and still holds; null if unknown.
   virtual void on_grad_ready(int64_t param, const at::Tensor* incoming) = 0;
-  // Whether compiled autograd may take over (it then bypasses the hooks).
+  // Throws unless compiled autograd may take over (it bypasses the hooks).
   virtual void check_compiled_autograd() const = 0;
 
  protected:
   ~GradSink() = default;
 };
 
-// Registers on construction, removes on destruction or by remove(). The sink must outlive the hooks.
+// The constructor registers the hooks; the destructor or remove() removes them. The sink must outlive them.
 class GradHooks {
  public:
   GradHooks(std::span<const at::Tensor> params, GradSink& sink);
@@ -33,21 +33,21 @@ class GradHooks {
   GradHooks(const GradHooks&) = delete;
   GradHooks& operator=(const GradHooks&) = delete;
 
-  // From now on the sink hears of gradients before they are accumulated, too.
+  // From now on the sink is also called before each gradient is accumulated.
   void call_before();
   void remove();
-  // The AccumulateGrad node of each parameter: where an autograd graph ends that uses it.
+  // A parameter's AccumulateGrad node, where every autograd graph that uses the parameter ends.
   torch::autograd::Node* accumulator(int64_t param) const { return hooks_[static_cast<size_t>(param)].first.get(); }
   int64_t size() const { return static_cast<int64_t>(hooks_.size()); }
 
  private:
-  // A parameter holds its accumulator only weakly, so the hooks keep it alive. The pointer type changed between torch 2.12
-  // (std::shared_ptr) and 2.13 (c10::intrusive_ptr) under one mangled name: take it from the header.
+  // A parameter only holds its accumulator weakly, so the hooks keep it alive. The pointer type changed from std::shared_ptr
+  // (torch 2.12) to c10::intrusive_ptr (2.13) under the same mangled name, so it is taken from the header.
   using AccumulatorPtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
   GradSink& sink_;
   bool calls_before_ = false;
   std::vector<std::pair<AccumulatorPtr, uintptr_t>> hooks_;
-  // autograd knows no way to remove a hook that runs before a node: those are told.
+  // autograd can't remove a hook that runs before a node, so these hooks check this flag instead.
   std::shared_ptr<std::atomic<bool>> removed_ = std::make_shared<std::atomic<bool>>(false);
 };
 

@@ -18,7 +18,7 @@ void StaticGraph::restart_recording() {
 
 void StaticGraph::begin_step() {
   if (recording()) {
-    restart_recording();  // of a step that failed
+    restart_recording();  // left by a step that failed
   }
   left_ = expected_;
 }
@@ -26,7 +26,7 @@ void StaticGraph::begin_step() {
 bool StaticGraph::count(int64_t param, const at::Tensor* incoming) {
   const auto index = static_cast<size_t>(param);
   if (incoming == nullptr && left_[index] <= 0) {
-    // Of an output that the loss leaves out: torch's sink, which is there in the recorded step only, leads here.
+    // This belongs to an output that the loss doesn't use: torch's sink, present only in the recorded step, leads here.
     bool lacking = false;
     context_.with_grad(param, [&](const at::Tensor& grad) { lacking = !grad.defined(); });
     if (lacking) {

@@ -1,4 +1,4 @@
-// Static graphs: how often each gradient hook fires in a step, recorded once and expected ever after.
+// Static graphs: how often each gradient hook fires per step, recorded once and then expected in every step.
 #pragma once
 
 #include <cstdint>
@@ -14,17 +14,17 @@ class StaticGraph {
 
   void enable();
   bool enabled() const { return enabled_; }
-  // In the first synchronised backward nothing is reduced until it ends: only then is it known which hook firing is the last.
+  // The first synchronised backward reduces nothing until it ends, because only then is it known which firing is the last.
   bool recording() const { return enabled_ && !recorded_; }
   bool replaying() const { return enabled_ && recorded_; }
 
-  // From here on the graph is as it was recorded; or it is recorded again.
+  // The recording is complete, or a new one begins.
   void finish_recording() { recorded_ = true; }
   void restart_recording();
   void begin_step();
 
-  // The hook of a parameter has fired. True if its gradient is complete: always, if no graph is expected. Throws GraphError if it has
-  // fired more often than in the recorded step.
+  // A parameter's hook has fired. True if its gradient is complete, which is always so when no graph is expected. Throws
+  // GraphError if the hook has fired more often than in the recorded step.
   bool is_last(int64_t param, const at::Tensor* incoming) { return !enabled_ || count(param, incoming); }
   bool was_used(int64_t param) const { return expected_[static_cast<size_t>(param)] != 0; }
 

@@ -1,4 +1,4 @@
-// Which parameters an autograd graph does not reach.
+// Finds the parameters that an autograd graph does not reach.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,11 +13,11 @@
 
 namespace torchddp::reducer {
 
-// Its memory is reused from step to step.
+// Reuses its memory from step to step.
 class UnusedSearch {
  public:
   explicit UnusedSearch(const GradHooks& hooks) : hooks_(hooks) {}
-  // Parameter indices, ascending, whose accumulator cannot be reached from `outputs`.
+  // Indices, in ascending order, of the parameters whose accumulators cannot be reached from `outputs`.
   std::vector<int64_t> find(std::span<const at::Tensor> outputs);
 
  private:

@@ -85,8 +85,8 @@ void UsedParams::copy_to_device() {
     device_map_.copy_(host_map_);
     return;
   }
-  // By way of pinned memory the host does not wait. Memory of its own each time: reset() may rewrite the host map before the
-  // device has read it, and torch's allocator gives this to nobody else meanwhile.
+  // Pinned memory, so that the host does not wait. It is allocated for each copy: reset() may overwrite the host map before the
+  // device has read it, and torch's allocator does not reuse pinned memory that is still being read.
   const auto pinned = at::empty_like(host_map_, at::TensorOptions().pinned_memory(true));
   pinned.copy_(host_map_);
   device_map_.copy_(pinned, /*non_blocking=*/true);

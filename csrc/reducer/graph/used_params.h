@@ -1,4 +1,4 @@
-// Which parameters a step uses, where some may be left out.
+// Which parameters a step uses, for models that may leave some out.
 #pragma once
 
 #include <memory>
@@ -13,58 +13,59 @@
 
 namespace torchddp::reducer {
 
-// With find_unused_parameters the graph is searched in each step; with a static graph the first step tells. Otherwise all are used.
+// With find_unused_parameters the graph is searched in every step; with a static graph the first step records it. Otherwise all
+// parameters count as used.
 //
-// Ranks tell each other by a map, one int32 a parameter: used here in this step, or in the no_sync steps before it. Summed over ranks,
-// it tells which parameters nobody used: their gradients are left alone.
+// Ranks exchange a map with one int32 per parameter: 1 if this rank used it in this step, or in the no_sync steps before it.
+// The sum over ranks shows which parameters no rank used; their gradients are left alone.
 class UsedParams {
  public:
   UsedParams(const Context& context, const StaticGraph& static_graph, const StepEvents& events);
-  // For the search; kept.
+  // For the search; the hooks must stay alive.
   void set_hooks(const GradHooks& hooks) { search_ = std::make_unique<UnusedSearch>(hooks); }
-  // Ranks tell each other from here on: with a static graph too.
+  // From here on ranks exchange maps, with a static graph too.
   void make_map();
 
-  // Whether ranks tell each other what they use.
+  // Whether ranks exchange maps.
   bool are_known() const { return used_here_ != nullptr; }
   bool are_searched() const { return context_.config.find_unused_parameters && !static_graph_.enabled(); }
 
-  // No gradient that was accumulated under no_sync is forgotten. `places`: where each parameter was before, or kNotThere.
+  // Keeps the marks of gradients accumulated under no_sync. `places`: each parameter's previous index, or kNotThere.
   void take_over(const UsedParams& before, std::span<const int64_t> places);
 
-  // In each hook, also under no_sync: a parameter that any microbatch used counts as used in the step that synchronises.
+  // Called in each hook, under no_sync too: a parameter used by any microbatch counts as used in the step that synchronises.
   void note(int64_t param) {
     if (are_known() && !static_graph_.replaying()) [[unlikely]] {
       note_gradient(param);
     }
   }
-  // Looks for the parameters that `outputs` do not depend on.
+  // Finds the parameters that `outputs` do not depend on.
   void search(std::span<const at::Tensor> outputs);
-  // A static graph was recorded.
+  // A static graph has been recorded.
   void take_from_graph();
-  // What this backward will not use.
+  // The parameters that this backward will not use.
   std::span<const int64_t> unused() const {
     return static_graph_.recording() ? std::span<const int64_t>() : std::span<const int64_t>(unused_);
   }
   int64_t unused_bytes() const;
   bool is_used_here(int64_t param) const { return !are_known() || used_here_[param] != 0; }
 
-  // Collective; in each step that reduces, when all buckets are launched or before.
+  // Collective, in every step that reduces, once all buckets are launched or earlier.
   void start_reduction();
-  // The same where it is not started with the last bucket: while a static graph is being recorded.
+  // Starts the reduction when the last bucket did not, because a static graph is being recorded.
   void start_reduction_if_recording();
-  // Waits for other ranks, if it must: throws while a CUDA graph is captured.
+  // May wait for other ranks; throws while a CUDA graph is being captured.
   bool is_unused_everywhere(int64_t param);
   void finish();
   void abandon();
-  // The transport is another one.
+  // The transport was replaced.
   void rebind();
 
-  // Whether unused parameters have been the same in all steps.
+  // Whether the unused parameters have been the same in every step.
   bool have_been_static() const { return static_; }
-  // int32, one element a parameter: after a step, the number of ranks that used each.
+  // int32, one element per parameter: after a step, the number of ranks that used it.
   at::Tensor map() const;
-  // Collective, of a rank without inputs, which uses none.
+  // Collective: the part of a rank without inputs, which uses no parameter.
   void match();
 
  private:
@@ -82,11 +83,11 @@ class UsedParams {
   bool static_ = true;
 
   at::Tensor host_map_;    // CPU
-  at::Tensor device_map_;  // where it is reduced
-  // What captured graphs read in each replay, as it was when they were captured.
+  at::Tensor device_map_;  // on the device where it is reduced
+  // The maps that captured graphs read on each replay, as they were at capture.
   std::vector<at::Tensor> captured_maps_;
-  int32_t* used_here_ = nullptr;  // of host_map_
-  at::Tensor counts_;             // the sum, on the CPU; undefined until it is asked for
+  int32_t* used_here_ = nullptr;  // points into host_map_
+  at::Tensor counts_;             // the sum, on the CPU; undefined until requested
   std::unique_ptr<transport::Work> work_;
   bool in_flight_ = false;
 };

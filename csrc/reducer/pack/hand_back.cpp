@@ -25,14 +25,14 @@ void HandBack::copy_back(int64_t param, at::Tensor& grad, bucket::DevicePieces& 
   const auto& place = layout_.place(param);
   auto& slot = *place.slot;
   if (used_.is_unused_everywhere(param)) {
-    return;  // nobody's gradient changes
+    return;  // no rank used it, so its gradient stays as it is
   }
   if (!grad.defined()) {
     slot.restore_view();
     grad =
         layout_.gives_views(*place.bucket) && context_.rpc == nullptr ? slot.view() : slot.clone_as(slot.grad_dtype());
   } else if (!slot.holds(grad)) {
-    pieces.add(slot, grad);  // of a gradient that is part of a graph (create_graph), only the values change
+    pieces.add(slot, grad);  // if the gradient is part of a graph (create_graph), only its values change
   }
 }
 

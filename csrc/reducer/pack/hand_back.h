@@ -1,4 +1,4 @@
-// Averages from their buckets to where the program looks for them.
+// Moves averages from their buckets to where the program expects them.
 #pragma once
 
 #include "bucket/device_pieces.h"
@@ -13,12 +13,12 @@ class HandBack {
   HandBack(const Context& context, BucketLayout& layout, UsedParams& used)
       : context_(context), layout_(layout), used_(used) {}
 
-  // The averages are in the bucket. A bucket of another rank's lets go of its memory.
+  // The averages are in the bucket. A bucket owned by another rank releases its memory.
   void run(bucket::Bucket& bucket);
   // All averages are in their buckets.
   void finish(const LateGrad& late);
 
-  // An optimizer that runs in backward has taken the gradients from the buckets.
+  // An optimizer that runs in backward has taken the gradients out of the buckets.
   void leave_to_optimizer() { left_to_optimizer_ = true; }
 
  private:

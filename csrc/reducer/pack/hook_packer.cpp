@@ -32,7 +32,7 @@ void HookPacker::pack(int64_t param, at::Tensor& grad, bool unused, const at::Te
   rules_.leave_to_holders(place);
   copy_into(param, slot, grad);
   if (!rules_.layout.gives_views(*place.bucket)) {
-    return;  // HandBack copies the average back
+    return;  // HandBack will copy the average back
   }
   if (!replaced) [[unlikely]] {
     rules_.stays(param, grad);
@@ -87,7 +87,7 @@ void HookPacker::scale(const BucketLayout::Place& place) const {
   }
 }
 
-// A gradient that nobody copies: a pass over it would be one more, so the reduction looks at it where it can.
+// For a gradient that is not copied, checking it here would cost an extra pass, so the reduction checks it if it can.
 void HookPacker::look_in_place(int64_t param, const BucketLayout::Place& place, const at::Tensor& grad) const {
   if (rules_.non_finite.on() && !rules_.layout.reduction(place.index).counts_non_finite(*place.bucket)) {
     rules_.non_finite.look_at(param, grad);

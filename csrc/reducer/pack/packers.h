@@ -1,4 +1,4 @@
-// Gradients into their buckets: in their hooks, or a whole bucket at once.
+// Packs gradients into their buckets: one by one in their hooks, or a whole bucket at once.
 #pragma once
 
 #include "reducer/graph/used_params.h"
@@ -18,17 +18,17 @@ class Packers {
       whole_bucket_.begin_step();
     }
   }
-  // In the hook of a gradient, or in its place. `incoming`: see GradSink::on_grad_ready.
+  // Called in a gradient's hook, or in place of it. `incoming`: see GradSink::on_grad_ready.
   void pack(int64_t param, bool unused, const at::Tensor* incoming);
-  // All gradients of the bucket are there, the last one that of `last`. Under the queue's lock.
+  // All gradients of the bucket have arrived; `last` is the parameter of the last one. Called under the queue's lock.
   void complete(int64_t index, int64_t last, const at::Tensor* incoming);
-  // The bucket is about to be launched. Under the queue's lock.
+  // The bucket is about to be launched. Called under the queue's lock.
   void follow(int64_t index) {
     if (auto* const streams = whole_bucket_.streams(index)) {
       streams->follow();
     }
   }
-  // All averages are where they belong, as the current stream sees it.
+  // All averages are in place, as seen by the current stream.
   void end_step() { whole_bucket_.end_step(); }
 
   void set_grad_dtype(std::optional<at::ScalarType> dtype) { rules_.set_grad_dtype(dtype); }
@@ -37,7 +37,7 @@ class Packers {
  private:
   void pack_sparse(int64_t param, const BucketLayout::Place& place, at::Tensor& grad, bool unused) const;
 
-  const bool whole_;  // a bucket at once
+  const bool whole_;  // pack whole buckets
   const UsedParams& used_;
   PackRules rules_;
   HookPacker in_hook_;

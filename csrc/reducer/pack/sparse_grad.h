@@ -1,4 +1,4 @@
-// Sparse gradients: a bucket each, reduced as they are or on an agreed set of row ids.
+// Sparse gradients: one bucket each, reduced as they are or on an agreed set of row ids.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,11 +10,11 @@
 namespace torchddp::reducer {
 
 // Row ids that every rank announced before the step (torch's `_set_sparse_metadata`), by parameter name. With them only the
-// values travel: ranks hold rows for the same ids, so the values are dense memory of equal shape.
+// values are sent: all ranks hold rows for the same ids, so the values are dense and have the same shape.
 using SparseMetadata = std::map<std::string, at::Tensor>;
 
-// The gradient of a parameter that was not used. Of the dimensions that gradients of embeddings have, as the ranks' must match: gloo ends
-// the process where they don't.
+// The gradient of an unused parameter. It has the dimensions that gradients of embeddings have, because gloo aborts the process
+// if they differ between ranks.
 at::Tensor no_rows(const at::Tensor& param);
 
 struct SparseGrad {
@@ -22,7 +22,7 @@ struct SparseGrad {
   std::optional<at::Tensor> row_ids;  // only with metadata
 };
 
-// The gradient of parameter `name`, times `scale`, as it is reduced. In place where there is no metadata.
+// The gradient of parameter `name`, times `scale`, in the form it is reduced in. In place if there is no metadata.
 SparseGrad make_sparse_grad(const at::Tensor& grad, double scale, const std::string& name,
                             const std::optional<SparseMetadata>& metadata);
 

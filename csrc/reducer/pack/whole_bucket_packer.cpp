@@ -45,7 +45,7 @@ void WholeBucketPacker::pack(int64_t index, int64_t last, const at::Tensor* inco
   }
   rules_.layout.lend_memory(bucket);
   bucket::DevicePieces pieces(bucket::DevicePieces::Direction::kPack, rules_.step.scale());
-  if (!rules_.context.is_captured()) {  // a replay would do it again, for whoever held gradients then
+  if (!rules_.context.is_captured()) {  // a replay would repeat it for whoever held gradients at capture
     leave_to_holders(bucket);
     look_at_all(bucket);
   }
@@ -88,7 +88,8 @@ void WholeBucketPacker::gather(int64_t param, bucket::Bucket& bucket, at::Tensor
   }
   rules_.check(param, grad);
   slot.restore_view();
-  const bool replaced = rules_.becomes_view(bucket, grad, unused, incoming);  // before `pieces` shares it
+  // decided before `pieces` shares the tensor
+  const bool replaced = rules_.becomes_view(bucket, grad, unused, incoming);
   pieces.add(slot, grad);
   if (bucket.is_given_away()) {
     grad.reset();
@@ -116,7 +117,7 @@ void WholeBucketPacker::place_apart(int64_t param, bucket::GradSlot& slot, at::T
   rules_.check(param, grad);
   slot.pack(grad, 1.0);
   if (!rules_.context.views) {
-    return;  // HandBack copies the average back
+    return;  // HandBack will copy the average back
   }
   if (is_free) {
     slot.restore_view();

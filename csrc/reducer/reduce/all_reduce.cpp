@@ -1,4 +1,4 @@
-// The ordinary reduction: an all-reduce of the bucket, where it lies.
+// The default reduction: an all-reduce of the bucket in place.
 #include <utility>
 
 #include "reducer/reduce/reductions.h"
@@ -43,7 +43,7 @@ class AllReduce final : public Reduction {
   }
 
  private:
-  // Whether the transport can look for what is not finite while it sums.
+  // Whether the transport can check for non-finite values while it sums.
   bool sums_tell(const bucket::Bucket& bucket) const {
     return !context_.config.wire_dtype && bucket.apart().empty() &&
            context_.transport->counts_non_finite(bucket.wire());

@@ -14,7 +14,7 @@ namespace {
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// torch's built-in hooks, written anew: libtorch does not export its own classes.
+// torch's built-in hooks, reimplemented because libtorch does not export its classes.
 class AllReduceHook final : public c10d::CppCommHookInterface<GroupPtr> {
  public:
   using CppCommHookInterface::CppCommHookInterface;
@@ -32,7 +32,7 @@ class Fp16CompressHook final : public c10d::CppCommHookInterface<GroupPtr> {
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
     std::vector<at::Tensor> compressed{bucket.getBufferRef().to(at::kHalf)};
-    // After the cast, as torch does: small gradients lose bits once, not twice.
+    // After the cast, as in torch, so that small gradients lose bits once instead of twice.
     compressed[0].div_(state_->getSize());
     auto done = state_->allreduce(compressed)->getFuture();
     const auto buffer = bucket.getBuffer();
@@ -68,14 +68,14 @@ void CommHook::install_builtin(c10d::BuiltinCommHookType type, const c10::intrus
 
 namespace {
 
-// Types are lost on the way through torch's futures, and what gloo says of a lost peer has none of its own.
+// torch's futures lose exception types, and gloo's errors about a lost peer have none, so this looks at the text.
 bool tells_of_lost_peer(std::string_view text) {
   constexpr std::array<std::string_view, 4> kWords = {"TransportError", "DistBackendError", "gloo/transport/",
                                                       "Connection closed by peer"};
   return std::any_of(kWords.begin(), kWords.end(), [&](auto word) { return text.find(word) != text.npos; });
 }
 
-// A GradBucket holds shapes by reference, and a hook may keep it for longer than any bucket lives.
+// GradBucket holds shapes by reference, and a hook may keep it longer than any bucket lives.
 c10::IntArrayRef shape_of_pairs(c10::IntArrayRef shape) {
   static std::mutex mutex;
   static std::set<std::vector<int64_t>> shapes;

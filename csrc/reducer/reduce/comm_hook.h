@@ -1,4 +1,4 @@
-// User-defined and built-in communication hooks: what torch calls a DDP comm hook, with torch's own types.
+// Communication hooks, user-defined and built-in, with torch's own types.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/comm.hpp>
@@ -15,20 +15,20 @@ class CommHook {
  public:
   explicit operator bool() const { return hook_ != nullptr; }
 
-  // At most one hook per reducer, before the first backward.
+  // At most one hook per reducer, installed before the first backward.
   void install(std::unique_ptr<c10d::CommHookInterface> hook);
   void install_builtin(c10d::BuiltinCommHookType type, const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket) const { return hook_->runHook(bucket); }
-  // Waits, then takes the tensor out of the future: the bucket's new values, as many as the hook was given.
+  // Waits, then takes the tensor from the future: the bucket's new values, the same number as the hook was given.
   at::Tensor wait(c10::ivalue::Future& future) const;
 
  private:
   std::unique_ptr<c10d::CommHookInterface> hook_;
 };
 
-// torch's view of a bucket, in which complex gradients are pairs of real numbers, as in torch's own. `buffer` stands in for the bucket's
-// memory when given (a joined rank sends zeros).
+// torch's view of a bucket, in which complex gradients are pairs of real numbers. `buffer`, if given, replaces the bucket's
+// memory (a joined rank sends zeros).
 c10d::GradBucket make_grad_bucket(int64_t index, int64_t bucket_count, const bucket::Bucket& bucket,
                                   std::span<const at::Tensor> params,
                                   const std::optional<at::Tensor>& buffer = std::nullopt);

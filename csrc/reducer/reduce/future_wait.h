@@ -1,4 +1,4 @@
-// Waiting for a future of somebody else, who may never complete it.
+// Waits for a future that its owner may never complete.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -7,7 +7,8 @@
 
 namespace torchddp::reducer {
 
-// Until it is complete, well or not. Throws TransportError, in the name of `what`, after the time limit of the module or its group.
+// Returns once it is complete, successfully or not. After the time limit of the module or its group, throws a TransportError
+// that names `what`.
 void wait_for_future(const Context& context, c10::ivalue::Future& future, const char* what);
 
 }  // namespace torchddp::reducer

@@ -1,4 +1,4 @@
-// A bucket that a communication hook reduces.
+// Reduces a bucket with a communication hook.
 #include <utility>
 
 #include "common/check.h"

@@ -9,7 +9,7 @@ namespace torchddp::reducer {
 
 void BucketLayout::check(const plan::BucketPlan& plan) const { plan::check_plan(plan, context_.specs); }
 
-// By parameter: whether its gradient lives in its bucket, and not in the program's hands alone: then averages are copied back to it.
+// By parameter: whether its gradient lives in its bucket. If not, averages are copied back to the program's tensor.
 std::vector<bool> BucketLayout::find_views() const {
   std::vector<bool> is_view(context_.params.size(), false);
   for (size_t i = 0; i < places_.size(); ++i) {
@@ -28,11 +28,11 @@ void BucketLayout::lay_out(plan::BucketPlan plan) {
   check(plan);
   const auto is_view = find_views();
   const std::lock_guard lock(layout_mutex_);
-  retired_ = true;  // until this is through: a transport that is broken throws in the middle
+  retired_ = true;  // until this succeeds: a broken transport throws halfway
   if (context_.main_grads != nullptr) {
     context_.main_grads->leave_slots();
   }
-  // The old memory goes bucket by bucket, as soon as its last gradient has moved.
+  // The old memory is released bucket by bucket, as soon as its last gradient has moved.
   apart_bytes_ = reductions_.apart_bytes();
   places_.assign(context_.params.size(), Place{});
   ways_.clear();
@@ -100,7 +100,7 @@ void BucketLayout::choose_reductions() {
   }
 }
 
-// Gradients that have a bucket each may be born in it.
+// Gradients with a bucket of their own may be allocated directly in it.
 void BucketLayout::expect_gradients() const {
   std::vector<int64_t> sizes;
   for (const auto& bucket : buckets_) {

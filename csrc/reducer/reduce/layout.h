@@ -1,4 +1,4 @@
-// The buckets: which there are, where each gradient goes, and how each is reduced.
+// The buckets: which there are, where each gradient goes, and how each bucket is reduced.
 #pragma once
 
 #include <memory>
@@ -14,7 +14,7 @@
 
 namespace torchddp::reducer {
 
-// Changes between steps only.
+// Changes only between steps.
 class BucketLayout {
  public:
   struct Place {                       // where a parameter's gradient goes
@@ -25,42 +25,42 @@ class BucketLayout {
 
   BucketLayout(const Context& context, const Reductions& reductions) : context_(context), reductions_(reductions) {}
 
-  // New buckets. Gradients that live in the old ones move along.
+  // Creates new buckets. Gradients that live in the old ones move.
   void lay_out(plan::BucketPlan plan);
-  // The same ones, over the transport in use.
+  // Recreates the same buckets, in the memory of the current transport.
   void lay_out_again() { lay_out(plan_); }
-  // There is a communication hook now, which reduces all buckets; or another reducer of the same gradients.
+  // Called when a communication hook now reduces all buckets, or another reducer averages the same gradients.
   void adapt();
 
-  // Lets go of all buckets; gradients that are views keep their memory.
+  // Releases all buckets. Gradients that are views keep their memory.
   void clear();
 
-  // A failed operation may still write to the buckets: the next step has others.
+  // A failed operation may still write to the buckets, so the next step gets new ones.
   void retire() { retired_ = true; }
   void begin_step();
   void end_step();
-  // Forgets reductions that are under way.
+  // Forgets reductions in flight.
   void abandon() noexcept;
 
   const plan::BucketPlan& plan() const { return plan_; }
-  // Throws if the buckets can't be laid out so.
+  // Throws if the buckets can't be laid out this way.
   void check(const plan::BucketPlan& plan) const;
   int64_t size() const { return static_cast<int64_t>(buckets_.size()); }
   bucket::Bucket& bucket(int64_t index) const { return *buckets_[static_cast<size_t>(index)]; }
   Reduction& reduction(int64_t index) const { return *ways_[static_cast<size_t>(index)]; }
-  // Whether gradients are views of the bucket; otherwise averages are copied back.
+  // Whether gradients are views of the bucket. If not, averages are copied back.
   bool gives_views(const bucket::Bucket& bucket) const { return context_.views && bucket.keeping().views; }
   const Place& place(int64_t param) const { return places_[static_cast<size_t>(param)]; }
 
-  // Gives a bucket memory, if it has none: see Note [Gradients that are given away] in bucket/bucket.h. From several threads.
+  // Gives a bucket memory if it has none: see Note [Gradients that are given away] in bucket/bucket.h. Thread-safe.
   void lend_memory(bucket::Bucket& bucket);
 
-  // A row a bucket, see bucket::Bucket::measure; float64, on the parameters' device. Undefined unless the configuration asks for it.
+  // One row per bucket, see bucket::Bucket::measure; float64, on the parameters' device. Undefined unless configured.
   const at::Tensor& gradient_stats() const { return gradient_stats_; }
   void measure(int64_t index) const;
 
   int64_t memory_bytes() const;
-  // Adds the buckets to a report, unless they are just changing: a thread that only reports must not wait for one that allocates.
+  // Adds the buckets to a report, unless they are being replaced: a reporting thread must not wait for one that allocates.
   void describe(Status& status, const Step& step) const;
 
  private:
@@ -78,7 +78,7 @@ class BucketLayout {
   at::Tensor gradient_stats_;
   int64_t apart_bytes_ = 0;  // see Bucket
   bool retired_ = false;
-  mutable std::mutex layout_mutex_;  // of buckets_; never taken by a step whose buckets stay
+  mutable std::mutex layout_mutex_;  // guards buckets_; a step whose buckets stay never takes it
   std::mutex lend_mutex_;
 };
 

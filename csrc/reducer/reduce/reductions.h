@@ -1,4 +1,4 @@
-// Which way each bucket is reduced.
+// Chooses how each bucket is reduced.
 #pragma once
 
 #include <memory>
@@ -13,14 +13,14 @@ namespace torchddp::reducer {
 
 using ReductionPtr = std::unique_ptr<Reduction>;
 
-// Makes them. A new way of reducing is a file beside this one, a function below, and one line in make().
+// The factory. A new way of reducing is a file beside this one, a function below, and one line in make().
 class Reductions {
  public:
   Reductions(const Context& context, const CommHook& hook, NonFiniteWatch& non_finite, const StepEvents& events)
       : context_(context), hook_(hook), non_finite_(non_finite), events_(events) {}
 
-  // From which size on gradients lie apart (Note [Adopted gradients] in bucket/grad_slot.h); 0: none do. A communication hook is given
-  // them all in one piece.
+  // The size from which gradients are reduced where they lie (Note [Adopted gradients] in bucket/grad_slot.h); 0: none are. A
+  // communication hook always gets the whole bucket in one piece.
   int64_t apart_bytes() const;
   // For bucket `index` of `count`.
   ReductionPtr make(const bucket::Bucket& bucket, int64_t index, int64_t count) const;
@@ -38,7 +38,7 @@ ReductionPtr make_hook_reduction(const Context& context, const CommHook& hook, c
 ReductionPtr make_sparse_reduction(const Context& context);
 ReductionPtr make_reduction_to_owner(const Context& context, int64_t index);
 
-// As every rank must give them to the all-reduce of bucket `index`, also one that takes part without gradients.
+// The options for the all-reduce of bucket `index`, which must be the same on every rank, including one without gradients.
 transport::SumOptions all_reduce_options(const Context& context, int64_t index);
 
 }  // namespace torchddp::reducer

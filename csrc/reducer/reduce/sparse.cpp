@@ -1,4 +1,4 @@
-// A sparse gradient: all of it, or, where ranks have agreed on row ids, its values.
+// Reduces a sparse gradient: as a whole, or only its values where ranks have agreed on row ids.
 #include "reducer/reduce/reductions.h"
 
 namespace torchddp::reducer {

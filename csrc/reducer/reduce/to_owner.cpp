@@ -1,4 +1,4 @@
-// A bucket that belongs to one rank: only its owner gets the averages.
+// Reduces a bucket to the rank that owns it; only the owner gets the averages.
 #include <c10/core/GradMode.h>
 
 #include <utility>
@@ -9,7 +9,7 @@
 namespace torchddp::reducer {
 namespace {
 
-// The values of `wire` times `scale`, in memory of the transport.
+// The values of `wire` times `scale`, in the transport's memory.
 at::Tensor narrowed(const at::Tensor& wire, at::ScalarType dtype, double scale, transport::Transport& transport) {
   const auto bytes = wire.numel() * static_cast<int64_t>(c10::elementSize(dtype));
   const auto narrow = transport.scratch().lend(bytes, wire.device()).narrow(0, 0, bytes).view(dtype);
@@ -58,7 +58,7 @@ class ToOwner final : public Reduction {
   const Context& context_;
   const int64_t index_;
   const std::unique_ptr<transport::Work> work_;
-  at::Tensor narrow_;  // what travels in the place of the bucket, if that is to be narrower
+  at::Tensor narrow_;  // sent in place of the bucket if it is to be narrower
 };
 
 }  // namespace

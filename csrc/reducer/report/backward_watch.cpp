@@ -18,8 +18,8 @@ std::string describe(c10::ivalue::Future& future) {
 }
 
 // Note [The graph task of this thread]
-// torch exports the address of one of its members, and its number. We are compiled for one minor version of torch, which has one
-// layout of the class; the number tells whether it is the one that we were compiled for.
+// torch exports the address of one of the class's members, and its id. We are compiled for one minor version of torch, so the
+// class layout is known; the id confirms that it is the expected one.
 GraphTask* current_graph_task() {
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
   if (nodes == nullptr) {

@@ -1,4 +1,4 @@
-// How the backward ends that runs now: with an error, or without.
+// Whether the current backward ends with an error.
 #pragma once
 
 #include <exception>
@@ -9,12 +9,12 @@
 
 namespace torchddp::reducer {
 
-// Called in a hook. Tells `status` when the outermost backward of this thread has begun, and when it ends, at the cost of one
-// callback; keeps nothing alive. Outside of a backward only the beginning is told.
+// Called in a hook. Tells `status` when this thread's outermost backward began and when it ends, for the cost of one callback;
+// keeps nothing alive. Outside of a backward only the beginning is reported.
 void watch_backward(const std::shared_ptr<LiveStatus>& status);
 
-// Gives "ValueError" for what such an error of Python's was thrown as, and nothing for errors of C++. The bindings install it:
-// nothing here knows Python.
+// Maps the C++ form of a Python exception to its name, such as "ValueError"; empty for C++ errors. Installed by the bindings,
+// since nothing here knows Python.
 using ErrorTypeName = std::string (*)(const std::exception_ptr& error);
 void set_error_type_name(ErrorTypeName name);
 

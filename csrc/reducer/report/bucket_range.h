@@ -1,4 +1,4 @@
-// A range of torch.profiler around work for one bucket, by name.
+// A named torch.profiler range around work on one bucket.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -10,7 +10,7 @@
 
 namespace torchddp::reducer {
 
-// "torchddp.launch bucket 3 (4194304 bytes: 'head.weight', 'norm.bias' and 7 more)". Some nanoseconds while no profiler runs.
+// "torchddp.launch bucket 3 (4194304 bytes: 'head.weight', 'norm.bias' and 7 more)". Takes nanoseconds while no profiler runs.
 class BucketRange {
  public:
   BucketRange(const char* what, int64_t index, const bucket::Bucket& bucket, std::span<const plan::ParamSpec> specs)

@@ -31,7 +31,7 @@ void StepEvents::begin_backward() {
 }
 
 void StepEvents::record_ready(int64_t param) {
-  const auto now_ns = timeline::now_ns();  // read once: the clock is most of what an event costs
+  const auto now_ns = timeline::now_ns();  // read once, because the clock is most of an event's cost
   ready_times_ns_[static_cast<size_t>(param)] = now_ns - backward_begin_ns_;
   timeline_.record_at(EventKind::kGradReady, param, now_ns);
   if (ready_clock_ != nullptr) {

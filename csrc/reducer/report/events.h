@@ -1,4 +1,4 @@
-// What a step tells of itself: to the timeline, the statistics and the live status.
+// Reports the events of a step to the timeline, the statistics and the live status.
 #pragma once
 
 #include <memory>
@@ -13,11 +13,11 @@
 
 namespace torchddp::reducer {
 
-// Each event of a step is told once, here. grad_ready() comes from autograd's threads, launches and ends of reductions from one thread
-// at a time, everything else from the training thread.
+// Each event of a step is reported once, here. Autograd threads call grad_ready(); launches and ends of reductions come from
+// one thread at a time, everything else from the training thread.
 class StepEvents {
  public:
-  // `num_ready`: gradients that have come in this step.
+  // `num_ready`: the number of gradients that have arrived in this step.
   StepEvents(const Context& context, std::shared_ptr<const std::atomic<int64_t>> num_ready);
 
   void begin_forward();
@@ -29,7 +29,7 @@ class StepEvents {
   }
   void packed(int64_t bucket) { timeline_.record(timeline::EventKind::kPacked, bucket); }
   void launching(int64_t index, const bucket::Bucket& bucket);
-  // `operation`: what the transport has counted for it; null if a communication hook has taken the bytes.
+  // `operation`: the transport's byte counts for it; null if a communication hook has sent the bytes.
   void launched(int64_t bytes, const transport::Traffic* operation);
   void wait_begins(int64_t bucket) { timeline_.record(timeline::EventKind::kWaitBegin, bucket); }
   void reduced(int64_t bucket) { timeline_.record(timeline::EventKind::kDone, bucket); }
@@ -37,7 +37,7 @@ class StepEvents {
   void all_reduced() { stats_.current.comm_end_ns = wall_clock_ns(); }
   void end_step();
 
-  // Steps are counted on from those of the reducer before.
+  // Continues the step count of the previous reducer.
   void take_over(const StepEvents& before) { stats_ = before.stats_; }
   int64_t steps() const { return stats_.steps; }
   const StepStats& stats() const { return stats_; }
@@ -45,11 +45,11 @@ class StepEvents {
   timeline::Timeline& timeline() { return timeline_; }
   void enable_timeline(int64_t capacity);
 
-  // Keep ready times, as the timeline does, without its events; on a CUDA device by the device's clock.
+  // Records ready times as the timeline does, but without its events; on a CUDA device by the device's clock.
   void record_ready_times(bool record);
-  // By parameter, ns since backward began.
+  // By parameter, in ns since backward began.
   std::vector<int64_t> ready_times_ns() const;
-  // Of the last recorded step, from the begin of forward to the first gradient; by the device's clock where ready times are.
+  // Of the last recorded step: from the start of forward to the first gradient, by the device's clock if ready times are.
   int64_t forward_ns() const;
 
  private:
@@ -61,8 +61,8 @@ class StepEvents {
   timeline::Timeline timeline_;
   int64_t backward_begin_ns_ = 0;  // steady clock
   bool records_ready_times_ = false;
-  std::vector<int64_t> ready_times_ns_;           // only while they are recorded, or the timeline is on
-  std::unique_ptr<gpu::ReadyClock> ready_clock_;  // of a device, while they are recorded
+  std::vector<int64_t> ready_times_ns_;           // only while recording, or if the timeline is on
+  std::unique_ptr<gpu::ReadyClock> ready_clock_;  // of a device, while recording
 };
 
 }  // namespace torchddp::reducer

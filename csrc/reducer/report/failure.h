@@ -1,4 +1,4 @@
-// Where the error of a transport gets the words that a user needs: at which step, for which bucket and parameters.
+// Adds what a user needs to know to a transport's error: the step, the bucket and the parameters.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace torchddp::reducer {
 
-// Runs `body`; a TransportError leaves it as one that says `describe(its text)`.
+// Runs `body`; a TransportError is rethrown as one that says `describe(its text)`.
 template <typename Describe, typename Body>
 decltype(auto) described(Describe&& describe, Body&& body) {
   try {
@@ -19,7 +19,7 @@ decltype(auto) described(Describe&& describe, Body&& body) {
   }
 }
 
-// The same for what goes wrong in a step: "rank 1, step 3: `what` failed: ...".
+// The same for failures within a step: "rank 1, step 3: `what` failed: ...".
 template <typename Body>
 decltype(auto) described_in_step(const Context& context, const StepEvents& events, const std::string& what,
                                  Body&& body) {

@@ -1,4 +1,4 @@
-// Whether gradients are still what the reducer has handed back.
+// Whether gradients have changed since the reducer handed them back.
 #pragma once
 
 #include <cstdint>
@@ -10,25 +10,25 @@ namespace torchddp::reducer {
 
 enum class GradChange : uint8_t { kNone, kChanged, kGone, kReplaced };
 
-// Costs nothing but in steps that are asked for. Then version counters tell, and on the CPU a hash of the values too, since what is
-// changed through `.data` counts no version.
+// Costs nothing except in the requested steps. In those it compares version counters and, on the CPU, a hash of the values,
+// because changes through `.data` do not bump the version.
 class GradientChanges {
  public:
   explicit GradientChanges(const Context& context) : context_(context) {}
 
-  // The gradients of the next step are noted when they are handed back.
+  // Records the gradients of the next step when they are handed back.
   void note_next() { wanted_ = true; }
   void handed_back() {
     if (wanted_) [[unlikely]] {
       note();
     }
   }
-  // By parameter, since then; empty if there is nothing to compare with. Forgets what was noted.
+  // By parameter, the changes since then; empty if nothing was recorded. Forgets the record.
   std::vector<GradChange> take();
 
  private:
   struct Noted {
-    const void* tensor = nullptr;  // null: there was no gradient
+    const void* tensor = nullptr;  // null if there was no gradient
     int64_t version = 0;
     uint64_t hash = 0;
   };

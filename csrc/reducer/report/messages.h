@@ -1,4 +1,4 @@
-// The longer error texts: what was got, which rank, parameter and bucket, and what to do.
+// The longer error messages: what was got, on which rank, for which parameter and bucket, and what to do.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ std::string unfinished_reduction_message(int rank, std::span<const int64_t> miss
 std::string marked_twice_message(int rank, int64_t param, std::span<const plan::ParamSpec> specs,
                                  bool marked_as_unused);
 std::string static_graph_changed_message(int rank, int64_t param, std::span<const plan::ParamSpec> specs);
-// `averages`: parameters whose averages are not finite; `own`: those of which this rank's own gradients were not.
+// `averages`: parameters with non-finite averages; `own`: those whose gradient on this rank was already non-finite.
 std::string non_finite_message(int rank, int64_t step, std::span<const int64_t> averages, std::span<const int64_t> own,
                                std::span<const plan::ParamSpec> specs);
 std::string transport_failure_message(int rank, int64_t step, int64_t bucket, int64_t num_buckets,

@@ -41,7 +41,7 @@ void NonFiniteLog::look(int64_t step, const std::vector<int64_t>& params, const 
   if (values.empty()) {
     return;
   }
-  // The largest magnitude: a NaN is passed on. Few launches for many gradients.
+  // The largest magnitude propagates NaNs, and needs few launches for many gradients.
   auto largest = at::_foreach_norm(values, std::numeric_limits<double>::infinity());
   for (auto& value : largest) {
     value = value.to(largest.front().scalar_type());

@@ -1,4 +1,4 @@
-// Which of this rank's own gradients were infinite or NaN, before they were averaged.
+// Which of this rank's own gradients were infinite or NaN before they were averaged.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,8 +20,9 @@ struct NonFiniteGrad {
 inline constexpr int64_t kUncounted = -1;
 
 // Note [Episodes]
-// Once a value that is not finite has reached the weights, every gradient of every step is such. So what is kept is an episode: steps in a
-// row with such gradients, of each parameter the first. An episode after steps without any replaces the last one.
+// Once a non-finite value has reached the weights, every gradient of every later step is non-finite too. So the log keeps an
+// episode: consecutive steps with such gradients, with the first occurrence for each parameter. After steps without any, a new
+// episode replaces the old one.
 //
 // Thread-safe: autograd threads write, a watcher reads.
 class NonFiniteLog {
@@ -29,12 +30,13 @@ class NonFiniteLog {
   explicit NonFiniteLog(int64_t num_params) : seen_(static_cast<size_t>(num_params), 0) {}
 
   void note(int64_t step, int64_t param, int64_t count);
-  // Whether each of the gradients (of one device, some of the parameters) is finite: queued on the current stream, known later.
+  // Checks whether each gradient (some of the parameters, all on one device) is finite: queued on the current stream, known
+  // later.
   void look(int64_t step, const std::vector<int64_t>& params, const std::vector<at::Tensor>& grads);
-  // From now on readers see what was noted so far. At the end of a step, so that they see all of it at once.
+  // Makes everything noted so far visible to readers. Called at the end of a step, so that they see it all at once.
   void publish();
 
-  // Grows with what there is to read. Does not wait.
+  // Increases when there is something new to read. Does not wait.
   int64_t version();
   // The last episode. Waits for devices.
   std::vector<NonFiniteGrad> episode();
@@ -52,7 +54,7 @@ class NonFiniteLog {
   std::mutex mutex_;
   std::vector<uint8_t> seen_;  // by parameter: part of the episode
   std::vector<NonFiniteGrad> episode_;
-  int64_t last_step_ = -1;  // of the episode
+  int64_t last_step_ = -1;  // last step of the episode
   int64_t version_ = 0;
   int64_t published_ = 0;
   std::deque<Pending> pending_;

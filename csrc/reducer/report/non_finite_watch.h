@@ -1,4 +1,4 @@
-// Looks for gradients that are infinite or NaN: this rank's own, and the averages.
+// Looks for infinite and NaN gradients: this rank's own, and the averages.
 #pragma once
 
 #include <cstdint>
@@ -13,36 +13,36 @@
 namespace torchddp::reducer {
 
 // Note [Non-finite averages]
-// Ranks need not tell each other that a step went wrong: a NaN or an infinity of one rank makes the average NaN or infinite on all, with
-// the same bits, and so does a sum that overflows. Each rank looks at the averages, which say the same everywhere. Where the transport has
-// looked at all of them while it summed, only those of a bucket with a bad one are read again, to name parameters.
+// Ranks need not tell each other that a step went wrong. A NaN or infinity on one rank makes the average non-finite on all of
+// them, with the same bits, and so does an overflowing sum. Each rank checks the averages, which agree everywhere. Where the
+// transport has checked them while summing, only buckets with a bad value are read again, to name the parameters.
 //
-// Does nothing unless the configuration asks for it. Own gradients are noted by autograd's threads, averages by one thread at a time.
+// Does nothing unless configured. Autograd threads note own gradients; averages are noted by one thread at a time.
 class NonFiniteWatch {
  public:
   NonFiniteWatch(const Context& context, const StepEvents& events);
 
   bool on() const { return log_ != nullptr; }
-  // `count` elements of a gradient of this rank are not finite.
+  // `count` elements of one of this rank's gradients are not finite.
   void note(int64_t param, int64_t count) {
     if (count > 0) [[unlikely]] {
       log_->note(events_.steps(), param, count);
     }
   }
-  // Reads a gradient.
+  // Checks one gradient.
   void look_at(int64_t param, const at::Tensor& grad);
-  // Of one device; queued.
+  // Checks gradients of one device; queued on its stream.
   void look_at(const std::vector<int64_t>& params, const std::vector<at::Tensor>& grads);
-  // Reads the averages of a bucket, unless its reduction knows that they are finite.
+  // Checks the averages of a bucket, unless its reduction has already found them finite.
   void look_at_average(const bucket::Bucket& bucket, bool known_finite);
 
   void begin_step() { bad_averages_.clear(); }
-  // From now on readers see what was noted in this step.
+  // Makes what was noted in this step visible to readers.
   void publish();
-  // Throws NonFiniteError if an average was bad.
+  // Throws NonFiniteError if an average was not finite.
   void raise_if_bad();
 
-  // What NonFiniteLog::episode and version tell; nothing unless gradients are looked at. From any thread.
+  // NonFiniteLog's episode and version; empty unless gradients are checked. Thread-safe.
   std::vector<NonFiniteGrad> episode() { return on() ? log_->episode() : std::vector<NonFiniteGrad>(); }
   int64_t version() { return on() ? log_->version() : 0; }
 

@@ -9,22 +9,22 @@
 namespace torchddp::reducer {
 namespace {
 
-// "gone", "stopped", or null: it runs.
+// "gone", "stopped", or null if it is running.
 const char* trouble_of(const PeerProcess& peer) {
   std::ifstream file("/proc/" + std::to_string(peer.pid) + "/stat");
   std::string line;
   std::getline(file, line);
-  const auto name_end = line.rfind(')');  // the name, in parentheses, may hold anything
+  const auto name_end = line.rfind(')');  // the name, in parentheses, may contain anything
   char state = 'X';
   unsigned flags = 0;
   long long started = -1;
-  // The third, ninth and twenty-second field.
+  // Fields 3, 9 and 22.
   constexpr const char* kFields = " %c %*d %*d %*d %*d %*d %u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %lld";
   if (name_end == std::string::npos ||
       std::sscanf(line.c_str() + name_end + 1, kFields, &state, &flags, &started) != 3) {
     return "gone";
   }
-  // PF_EXITING: set before connections are closed, on a busy machine long before the state is Z.
+  // PF_EXITING is set before connections are closed; on a busy machine, long before the state is Z.
   constexpr unsigned kExiting = 0x4;
   if (started != peer.started || state == 'Z' || state == 'X' || (flags & kExiting) != 0) {
     return "gone";

@@ -1,4 +1,4 @@
-// What has become of the other ranks' processes, where this host can tell: a connection that has ended does not say whose it was.
+// The state of the other ranks' processes on this host, because a closed connection does not say whose it was.
 #pragma once
 
 #include <chrono>
@@ -11,11 +11,11 @@ namespace torchddp::reducer {
 struct PeerProcess {
   int64_t rank = 0;
   int64_t pid = 0;
-  int64_t started = 0;  // as the kernel counts it: the number may belong to another process by now
+  int64_t started = 0;  // kernel start time, as the pid may have been reused
 };
 
-// Those that are gone or stopped, with rank and number, except those that `told` says have died; empty if none is. A process that is being
-// ended closes its connections before it is gone, so this looks for as long as `patience` until it finds one.
+// Peers that are gone or stopped, with rank and pid, except those that `told` already reports as dead; empty if there are none.
+// A dying process closes its connections before it disappears, so this keeps looking for up to `patience`.
 std::string missing_peers(const std::vector<PeerProcess>& peers, const std::string& told,
                           std::chrono::milliseconds patience);
 

@@ -10,7 +10,7 @@ void LiveStatus::begin_forward(int64_t step) {
   const std::lock_guard lock(mutex_);
   step_ = step;
   backward_ = BackwardEnd::kNone;
-  ++backward_number_;  // what an earlier backward has to tell comes too late
+  ++backward_number_;  // reports of earlier backwards come too late
   phase_.store(Phase::kForward, std::memory_order_relaxed);
 }
 
@@ -100,7 +100,7 @@ Status LiveStatus::read() const {
   }
   status.backward = backward_;
   if (backward_ == BackwardEnd::kDone && num_ready_->load(std::memory_order_relaxed) != ready_at_end_) {
-    status.backward = BackwardEnd::kRunning;  // another backward of the same step
+    status.backward = BackwardEnd::kRunning;  // another backward of the same step is running
   }
   status.backward_error = backward_error_;
   status.error = error_;

@@ -1,4 +1,4 @@
-// Where a step is: written by the threads of training, read by any other, which must never hold those up.
+// The progress of a step: written by the training threads, readable by any other without ever holding those up.
 #pragma once
 
 #include <atomic>
@@ -16,59 +16,60 @@ namespace torchddp::reducer {
 
 enum class Phase : uint8_t { kIdle, kForward, kBackward };
 
-// Of the backward that the hooks of this step have seen begin.
+// The state of the backward whose start this step's hooks have seen.
 enum class BackwardEnd : uint8_t { kNone, kRunning, kDone, kFailed };
 
 struct BucketStatus {
   bucket::BucketState state;
-  std::vector<int64_t> missing;  // parameters that have produced no gradient in this step
+  std::vector<int64_t> missing;  // parameters without a gradient in this step so far
 };
 
-// A copy, as Reducer::status() gives it.
+// A snapshot, as returned by Reducer::status().
 struct Status {
-  int64_t step = 0;  // synchronised forwards begun
+  int64_t step = 0;  // number of synchronised forwards begun
   Phase phase = Phase::kIdle;
   bool waits = false;
   std::string waits_for;
-  int64_t bucket = -1;  // waited for; -1: no bucket
+  int64_t bucket = -1;  // the bucket waited for; -1 if none
   int64_t waited_ns = 0;
   BackwardEnd backward = BackwardEnd::kNone;
   std::string backward_error;
   std::string error;   // of the last step or check that failed
-  bool armed = false;  // a synchronised forward has ended, its reduction has not
+  bool armed = false;  // a synchronised forward has ended, but its reduction has not
   bool has_buckets = false;
   std::vector<BucketStatus> buckets;
 };
 
-// Thread-safe. Its mutex is held for some assignments, and taken a few times a step, never by a gradient's hook.
+// Thread-safe. The mutex is held for a few assignments and taken a few times per step, never in a gradient's hook.
 class LiveStatus {
  public:
-  // `num_ready`: gradients that have come in this step.
+  // `num_ready`: the number of gradients that have arrived in this step.
   explicit LiveStatus(std::shared_ptr<const std::atomic<int64_t>> num_ready) : num_ready_(std::move(num_ready)) {}
 
   void begin_forward(int64_t step);
-  // The number of this backward, for end_backward().
+  // Returns this backward's number, for end_backward().
   int64_t begin_backward();
-  // `error`: null if there was none.
+  // `error`: null if it succeeded.
   void end_backward(int64_t number, const std::string* error);
   void end_step();
   void abandon_step() { phase_.store(Phase::kIdle, std::memory_order_relaxed); }
 
-  // The number of this wait, for end_wait(). Waits may lie within each other: the innermost is told.
+  // Returns this wait's number, for end_wait(). Waits may nest; the innermost is reported.
   int64_t begin_wait(std::string what, int64_t bucket);
   void end_wait(int64_t number);
 
   void set_error(std::string text);
   std::string error() const;
 
-  // What the next error of a transport is to tell besides, one after the other; the step's end without error drops all.
+  // Text to append to the next transport error. Texts accumulate; a step that ends without an error drops them.
   void note_failure(const std::string& text);
-  // `text` of a transport's error, which ranks of this host are gone or stopped, and what was noted, which is forgotten.
+  // `text` of a transport error, plus the ranks of this host that are gone or stopped, plus the noted texts, which are then
+  // dropped.
   std::string with_note(std::string text);
-  // Other ranks of this host, as far as they are known.
+  // The other ranks of this host, as far as they are known.
   void set_peers(std::vector<PeerProcess> peers);
 
-  // Without `armed` and the buckets.
+  // Leaves out `armed` and the buckets.
   Status read() const;
 
  private:
@@ -84,7 +85,7 @@ class LiveStatus {
   std::atomic<bool> has_note_{false};
   mutable std::mutex mutex_;
   int64_t step_ = 0;
-  std::vector<Wait> waits_;  // the innermost is the last
+  std::vector<Wait> waits_;  // innermost last
   int64_t wait_number_ = 0;
   int64_t backward_number_ = 0;
   int64_t ready_at_end_ = 0;
@@ -95,7 +96,7 @@ class LiveStatus {
   std::vector<PeerProcess> peers_;
 };
 
-// While it lives, the training thread waits.
+// Marks the training thread as waiting for as long as it lives.
 class WaitScope {
  public:
   WaitScope(LiveStatus& status, const char* what, int64_t bucket = -1)

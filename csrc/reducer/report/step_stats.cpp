@@ -7,7 +7,7 @@ namespace torchddp::reducer {
 void StepTimes::count(transport::Traffic operation, int64_t gradient_bytes) {
   for (size_t i = 0; i < transport::kNumRoutes; ++i) {
     auto& payload_bytes = operation.routes[i].payload_bytes;
-    if (payload_bytes > 0 && i != static_cast<size_t>(transport::Route::kOuter)) {  // which has a part of them only
+    if (payload_bytes > 0 && i != static_cast<size_t>(transport::Route::kOuter)) {  // sees only part of them
       payload_bytes = gradient_bytes;
     }
   }

@@ -1,4 +1,4 @@
-// Where the time of a step went: the few clock readings behind torch's DDP logging fields.
+// How long each part of a step took: the few clock readings behind torch's DDP logging fields.
 #pragma once
 
 #include <atomic>
@@ -8,22 +8,22 @@
 
 namespace torchddp::reducer {
 
-// Of all reducers that this process has had.
+// Counted over all reducers of this process.
 inline std::atomic<int64_t> all_finished_steps{0};
 
-// Wall-clock nanoseconds since the epoch (as torch logs them); 0 where nothing was measured.
+// Wall-clock nanoseconds since the epoch (as torch logs them); 0 if not measured.
 struct StepTimes {
   int64_t forward_begin_ns = 0;
   int64_t backward_begin_ns = 0;
   int64_t comm_begin_ns = 0;  // first bucket launched
   int64_t backward_compute_end_ns = 0;
   int64_t comm_end_ns = 0;      // last bucket reduced
-  int64_t buckets_reduced = 0;  // without those that were skipped
-  int64_t bytes_reduced = 0;    // of those buckets, as they lie in memory
-  transport::Traffic traffic;   // of the gradients; of those under a communication hook only the hook can tell
+  int64_t buckets_reduced = 0;  // without skipped ones
+  int64_t bytes_reduced = 0;    // of those buckets, as stored
+  transport::Traffic traffic;   // of the gradients; a communication hook's traffic is only known to the hook
   int64_t hook_bytes = 0;       // given to the hook
 
-  // Of one operation; `gradient_bytes`: what it was given, which is more than it saw where copies are narrower.
+  // Counts one operation. `gradient_bytes`: the size of its input, which is larger than what it sent if copies are narrower.
   void count(transport::Traffic operation, int64_t gradient_bytes);
 
   int64_t forward_ns() const { return span(forward_begin_ns, backward_begin_ns); }
@@ -37,7 +37,7 @@ struct StepTimes {
 };
 
 struct StepStats {
-  StepTimes current;  // of the step under way
+  StepTimes current;  // of the current step
   StepTimes last;     // of the last finished step
   int64_t steps = 0;  // synchronised forwards begun
   int64_t finished = 0;
