@@ -1,5 +1,5 @@
-// A model's buffers and parameters: every forward looks for them, so here and not in Python. And tensors in flat memory that know nothing of each
-// other.
+// Finds a model's buffers and parameters, in C++ because every forward does it. Also makes tensors over flat memory that are
+// independent of each other.
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -15,7 +15,7 @@
 namespace torchddp::bindings {
 namespace {
 
-// Modules and buffers lie in dictionaries; scripted modules have objects with a method of that name instead.
+// Modules and buffers are stored in dictionaries; scripted modules have objects with a method of the same name instead.
 template <typename Visit>
 void each_value(const py::object& mapping, Visit&& visit) {
   if (PyDict_Check(mapping.ptr())) {
@@ -38,7 +38,7 @@ void each_entry(const py::object& module, py::handle name, Visit&& visit) {
   static const py::handle kModules = py::str("_modules").release();
   std::unordered_set<const PyObject*> seen;
   std::vector<py::object> ahead{module};
-  std::vector<py::object> visited;  // alive, so that no other object comes to have the address of one
+  std::vector<py::object> visited;  // keeps them alive, so that no address is reused
   std::vector<py::object> children;
   while (!ahead.empty()) {
     auto current = std::move(ahead.back());
@@ -101,8 +101,8 @@ bool can_travel_as_bytes(const py::sequence& tensors) {
   return true;
 }
 
-// Shape and strides of `like`, which must be dense, in the memory of `flat` (1-d) from element `offset` on. It has a storage of its
-// own, so that saving or copying it does not drag the rest of `flat` along; it keeps that memory alive.
+// A tensor with the shape and strides of `like`, which must be dense, over `flat` (1-d) from element `offset` on. It has its
+// own storage, so saving or copying it does not drag the rest of `flat` along, and it keeps that memory alive.
 at::Tensor make_flat_view(const at::Tensor& flat, int64_t offset, const at::Tensor& like) {
   TDDP_CHECK(flat.is_contiguous() && flat.scalar_type() == like.scalar_type() && offset >= 0 &&
                  offset + like.numel() <= flat.numel(),

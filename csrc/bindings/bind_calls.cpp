@@ -8,13 +8,14 @@
 #include "bindings/bindings.h"
 
 // Note [Noting a call]
-// torchddp/diagnose/watched.py has each call of a collective noted here, since the same in Python takes more than a microsecond.
-// Hence CPython's own interface: pybind11's conversion of arguments would take as long. Nor does Python handle a signal
-// between what is written before the call and what is taken back after it: Ctrl-C leaves no call under way that is over.
+// torchddp/diagnose/watched.py notes each call of a collective here, because doing it in Python takes more than a microsecond.
+// It uses CPython's own interface, since pybind11's argument conversion would take as long. As a bonus, Python handles no
+// signal between what is written before the call and what is removed after it, so Ctrl-C can't leave a finished call marked as
+// active.
 namespace torchddp::bindings {
 namespace {
 
-// What is written to and asked: the items of the tuple that is the function's `self`.
+// What is read and written: the items of the tuple that is the function's `self`.
 enum Item {
   kActive,
   kLogs,
@@ -29,7 +30,7 @@ enum Item {
   kItems
 };
 
-// The first arguments; those of the function that is called follow.
+// The leading arguments; those of the wrapped function follow.
 enum Given { kFunction, kName, kIsCounted, kGroup, kTensor, kDetail, kOwnArguments };
 
 PyObject* item(PyObject* self, Item which) { return PyTuple_GET_ITEM(self, which); }
@@ -48,10 +49,10 @@ int checked(int status) {
   return status;
 }
 
-// A name that is looked up at each call.
+// A name that is looked up on every call.
 PyObject* constant(const char* name) { return PyUnicode_InternFromString(name); }
 
-// None for what is no group of torch's.
+// None for anything that is not one of torch's groups.
 py::object log_of(PyObject* self, PyObject* group) {
   const py::object key = owned(PyLong_FromVoidPtr(group));
   if (PyObject* log = PyDict_GetItemWithError(item(self, kLogs), key.ptr())) {
@@ -66,9 +67,9 @@ py::object code_of(const py::object& frame) {
   return owned(reinterpret_cast<PyObject*>(PyFrame_GetCode(as_frame(frame))));
 }
 
-// The code and the instruction of the program that calls; None and 0 on a thread that runs nothing of it.
+// The calling program's code object and instruction; None and 0 on a thread that runs none of the program.
 std::pair<py::object, py::object> caller(PyObject* self) {
-  static PyObject* const depth = PyLong_FromLong(2);  // over the function that calls this and torch's decorator
+  static PyObject* const depth = PyLong_FromLong(2);  // above the function that calls this and torch's decorator
   py::object frame = owned(PyObject_CallOneArg(item(self, kGetFrame), depth));
   py::object code = code_of(frame);
   if (checked(PySet_Contains(item(self, kOuterFiles), reinterpret_cast<PyCodeObject*>(code.ptr())->co_filename)) == 0) {
@@ -81,8 +82,8 @@ std::pair<py::object, py::object> caller(PyObject* self) {
   return {code, py::int_(PyFrame_GetLasti(as_frame(frame)))};
 }
 
-// The bytes of a tensor's sizes, an int64 each, and its dtype: a torch.Size would take five times as long. Two times None for
-// what is no tensor, as torch will say, or has no sizes of its own.
+// The tensor's sizes as bytes, an int64 each, and its dtype: building a torch.Size would take five times as long. None and None
+// for anything that is not a tensor (torch will complain) or has symbolic sizes.
 std::pair<py::object, py::object> described(PyObject* object) {
   if (THPVariable_Check(object)) {
     const auto& tensor = THPVariable_Unpack(object);
@@ -105,7 +106,7 @@ py::object next_number(const py::object& log) {
   return number;
 }
 
-// The call, laid out as torchddp.diagnose.calls.Call; None if it is none of a known group.
+// The call in the layout of torchddp.diagnose.calls.Call; None if its group is unknown.
 py::object begin(PyObject* self, PyObject* const* args, const py::object& thread) {
   static PyObject* const append = constant("append");
   static PyObject* const recent = constant("recent");
@@ -130,7 +131,7 @@ py::object begin(PyObject* self, PyObject* const* args, const py::object& thread
   return call;
 }
 
-// Keeps what the call has started and not waited for.
+// Remembers what the call has started and the program has not waited for.
 void keep_started(PyObject* self, PyObject* result, const py::object& call) {
   static PyObject* const append = constant("append");
   if (PyObject_TypeCheck(result, reinterpret_cast<PyTypeObject*>(item(self, kWork)))) {
@@ -158,7 +159,7 @@ PyObject* noted(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObjec
     if (!call.is_none()) {
       const py::error_scope raised_by_it;
       PyDict_DelItem(active, thread.ptr());
-      PyErr_Clear();  // a forked child has none
+      PyErr_Clear();  // absent in a forked child
     }
     if (result && !call.is_none()) {
       keep_started(self, result.ptr(), call);

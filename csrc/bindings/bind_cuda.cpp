@@ -1,4 +1,4 @@
-// What Python needs to set up NCCL. Without CUDA in the build all of it exists, and says so.
+// What Python needs to set up NCCL. In a build without CUDA everything exists and raises an error that says so.
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
@@ -77,7 +77,7 @@ std::shared_ptr<NcclTransport> connect_nccl(const std::string& id, int rank, int
       std::move(communicator), at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device_index)), timeout));
 }
 
-// A communicator that transports share, and that ends with the last of them.
+// A communicator shared by transports; it ends with the last of them.
 struct SharedNccl {
   std::weak_ptr<gpu::Communicator> communicator;
   at::Device device;

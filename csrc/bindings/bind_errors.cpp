@@ -32,12 +32,13 @@ void throw_across(const std::runtime_error& error) {
   throw AcrossAutograd(error.what(), type);
 }
 
-// What a handler of a signal raised: restored as it was by whoever knows the first base, torch's engine and pybind11 among them.
+// An exception raised by a signal handler. Whatever catches its first base, such as torch's engine and pybind11, restores it
+// unchanged.
 struct RaisedByHandler final : py::error_already_set, SignalInterrupt {};
 
 // See Note [Signals in a wait] in common/signals.h.
 void check_python_signals() {
-  // Python's main thread is the process's, also in a forked child.
+  // Python's main thread is the process's main thread, in a forked child too.
   if (syscall(SYS_gettid) != getpid() || Py_IsInitialized() == 0) {
     return;
   }

@@ -28,7 +28,7 @@ struct Argument {
   int64_t numel;
 };
 
-// Contiguous tensors on the CPU, none overlapping another. A residual is like the first of them.
+// Checks for contiguous CPU tensors that don't overlap. A residual must match the first of them.
 void check(const char* function, std::vector<Argument> arguments, const std::optional<at::Tensor>& residual = {}) {
   if (residual) {
     arguments.push_back({"residual", *residual, at::kFloat, arguments.front().numel});

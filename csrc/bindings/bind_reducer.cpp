@@ -48,7 +48,7 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> params, std::vecto
                                           std::move(config)));
 }
 
-// What a rank without inputs does with a bucket, as torch's future.
+// The part of a rank without inputs in reducing a bucket, as torch's future.
 auto shadowed(c10::intrusive_ptr<c10::ivalue::Future> (JoinShadow::*reduce)(c10d::GradBucket&) const) {
   return [reduce](Reducer& self, c10d::GradBucket& bucket) {
     return std::make_shared<torch::jit::PythonFutureWrapper>((self.parts().shadow.*reduce)(bucket));
@@ -151,7 +151,7 @@ void bind_modes(PyReducer& c) {
       .def("reset_state", &Reducer::reset_state, NoGil());
 }
 
-// torch's names for what this package calls too.
+// torch's names for methods that this package calls too.
 void bind_torch_names(PyReducer& c) {
   for (const char* name :
        {"rebuild_buckets", "register_comm_hook", "register_builtin_comm_hook", "set_forward_pass_work_handle",

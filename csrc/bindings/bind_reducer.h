@@ -1,4 +1,4 @@
-// What the files of the Reducer's bindings share.
+// Shared by the files that bind the Reducer.
 #pragma once
 
 #include <functional>
@@ -13,7 +13,7 @@ namespace torchddp::bindings {
 
 using PyReducer = py::class_<reducer::Reducer, std::shared_ptr<reducer::Reducer>>;
 
-// A method of one of the reducer's parts, as one of the reducer. `part`: a member of Parts, or a function of it.
+// Exposes a method of one of the reducer's parts as a method of the reducer. `part`: a member of Parts, or a function of it.
 template <typename Find, typename Part, typename Result, typename... Args>
 auto of(Find part, Result (Part::*method)(Args...)) {
   return [part, method](reducer::Reducer& self, Args... args) -> std::decay_t<Result> {

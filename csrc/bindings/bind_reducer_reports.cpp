@@ -1,4 +1,4 @@
-// The Reducer's Python surface: what it tells of itself.
+// The Reducer's Python surface: its reports.
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 

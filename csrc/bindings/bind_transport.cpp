@@ -17,7 +17,7 @@ namespace {
 using namespace transport;
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// The method that starts what `make` makes of its arguments. To wait in the same call is quicker than in another one.
+// A method that starts the collective `make` builds from its arguments. Waiting in the same call is faster than a second call.
 template <typename... Arguments>
 auto starter(Collective (*make)(Arguments...)) {
   return [make](Transport& self, Arguments... arguments, Work& work, bool wait) {
@@ -33,7 +33,7 @@ void bind_interface(py::module_& m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work", "The restartable handle of a collective; see Transport.make_work.")
       .def("poll", &Work::poll, NoGil(), "True when nothing is under way. Never blocks.")
       .def(
-          "wait", [](Work& work) { work.wait(kTransportTimeout); }, NoGil())  // to convert a default takes long
+          "wait", [](Work& work) { work.wait(kTransportTimeout); }, NoGil())  // converting a default argument is slow
       .def("wait", &Work::wait, py::arg("timeout"), NoGil(),
            "Blocks until the result may be used; TransportError when a peer is gone or `timeout` has passed.")
       .def("abandon", &Work::abandon, NoGil(), "Forgets an operation that failed.");

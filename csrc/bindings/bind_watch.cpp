@@ -6,10 +6,10 @@ namespace torchddp::bindings {
 namespace {
 
 // Note [Exceptions from another thread]
-// Python raises an asynchronous exception at the start of the next Python function, or at a jump back. If that function is the
-// `__exit__` of the block that it was meant to end, it never gets to say that the block has ended. Here __enter__ and __exit__ are C
-// functions, in which Python raises nothing, and one that is still to come is taken back before any Python code of theirs runs. The
-// GIL makes a step of each of the methods below.
+// Python raises an asynchronous exception at the start of the next Python function or at a backward jump. If that function is
+// the `__exit__` of the block that the exception was meant to end, the block never gets to report its end. Here __enter__ and
+// __exit__ are C functions, in which Python raises nothing, and a pending exception is cancelled before any of their Python
+// code runs. The GIL makes each method below atomic.
 class AsyncGate {
  public:
   void open() {

@@ -1,4 +1,4 @@
-// One function per area: they translate, never decide.
+// One function per area. Bindings translate; they make no decisions.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -19,14 +19,14 @@ void bind_calls(py::module_& m);
 void bind_cuda(py::module_& m);
 void bind_reducer(py::module_& m);
 
-// Name of the route -> (bytes given, bytes on the wire), of those that anything took.
+// Route name -> (bytes given, bytes on the wire), for routes that carried anything.
 py::dict to_dict(const transport::Traffic& traffic);
 
-// For calls that may wait, or that run autograd: other Python threads, and hooks written in Python, need the GIL meanwhile.
+// For calls that may wait or run autograd, during which other Python threads and Python hooks need the GIL.
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-// The same object, let go of without the GIL. What holds a process group must be: its destructor waits for threads that may be
-// about to ask for the GIL (torch binds its own classes so).
+// The same object, released without the GIL. Anything that holds a process group needs this: its destructor waits for threads
+// that may be about to take the GIL (torch binds its own classes this way).
 template <typename T>
 std::shared_ptr<T> no_gil(std::shared_ptr<T> owner) {
   auto* object = owner.get();

@@ -17,8 +17,8 @@
 
 namespace {
 
-// What this was built for; empty where there is no such part. Text, since torchddp/_import_check.py also looks for it in the
-// file, where that does not load.
+// What this was built for; a part that does not apply is empty. As text, because torchddp/_import_check.py also searches the
+// file for it when it does not load.
 [[gnu::used]] constexpr char kBuildInfo[] =
     "torchddp build info"
     "\nversion=" TORCHDDP_VERSION        //

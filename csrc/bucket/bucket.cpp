@@ -47,7 +47,7 @@ Bucket::Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params,
     return;
   }
   const auto device = params[static_cast<size_t>(params_.front())].device();
-  // NCCL registers memory only if all ranks have the same, which owners of different buckets don't.
+  // NCCL registers memory only if all ranks have the same, and owners of different buckets don't.
   flat_ = given_away_ || (owner_ >= 0 && transport.capabilities().reaches_any_memory)
               ? at::empty({spec.numel}, at::TensorOptions().dtype(keeping.dtype).device(device))
               : transport.allocate(spec.numel, keeping.dtype, device);
@@ -151,7 +151,7 @@ std::vector<int64_t> Bucket::move(transport::Transport& transport) {
 }
 
 void Bucket::release_memory() {
-  padding_.clear();  // else it would keep the memory
+  padding_.clear();  // it would keep the memory alive
   point_at(at::empty({0}, flat_.options()));
   if (flat_.is_complex()) {
     wire_.reset();

@@ -1,4 +1,4 @@
-// A bucket: flat memory for some gradients.
+// A bucket: flat memory for a group of gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,48 +15,51 @@ namespace torchddp::bucket {
 
 // idle -> filling -> ready -> in_flight -> reduced -> filling ...
 enum class BucketState : uint8_t {
-  kIdle,      // no step under way
-  kFilling,   // waits for gradients
-  kReady,     // all gradients are packed; waits for its turn (buckets are launched in plan order on every rank)
+  kIdle,      // no step in progress
+  kFilling,   // waiting for gradients
+  kReady,     // all gradients are packed; waiting for its turn (buckets are launched in plan order on every rank)
   kInFlight,  // handed to the transport or to a communication hook
-  kSkipped,   // nobody uses its parameters: not reduced in this step
+  kSkipped,   // no rank uses its parameters, so it is not reduced in this step
   kReduced,   // results are in flat memory
 };
 
-// Owned by the Reducer. arrive() may be called by several autograd threads at once; everything else by one thread at a time.
+// Owned by the Reducer. Several autograd threads may call arrive() concurrently; everything else is called by one thread at a
+// time.
 class Bucket {
  public:
-  // `params`: all parameters of the reducer, indexed by the plan's slots. A bucket that belongs to another rank has no memory yet.
-  // Gradients with the offset plan::kApart lie apart, see Note [Adopted gradients] in grad_slot.h.
+  // `params`: all parameters of the reducer, indexed by the plan's slots. A bucket owned by another rank has no memory yet.
+  // Gradients with offset plan::kApart are reduced where they lie, see Note [Adopted gradients] in grad_slot.h.
   Bucket(const plan::BucketSpec& spec, std::span<const at::Tensor> params, transport::Transport& transport,
          const Keeping& keeping);
 
   int64_t num_slots() const { return static_cast<int64_t>(params_.size()); }
   bool is_sparse() const { return sparse_; }
   const Keeping& keeping() const { return keeping_; }
-  // The rank that alone gets the averages, or -1.
+  // The only rank that gets the averages, or -1 if all do.
   int owner() const { return owner_; }
   // See Note [Gradients that are given away].
   bool is_given_away() const { return given_away_; }
-  // Of the flat memory, padding included, and of the gradients that lie apart; and of the flat memory alone, if it is there.
+  // bytes(): flat memory including padding, plus the gradients reduced where they lie. flat_bytes(): the flat memory alone, if
+  // present.
   int64_t bytes() const;
   int64_t memory_bytes() const;
-  // Parameter index of each slot, in the plan's order, and where it begins in flat memory, unless it lies apart.
+  // The parameter index of each slot, in plan order, and its offset in flat memory unless it is reduced where it lies.
   const std::vector<int64_t>& params() const { return params_; }
   const std::vector<int64_t>& offsets() const { return offsets_; }
   GradSlot& slot(int64_t i) { return slots_[static_cast<size_t>(i)]; }
 
-  // What the wire and hooks see: 1-d, real (complex memory as pairs). A sparse bucket has none until a gradient was set.
+  // What the transport and hooks see: 1-d and real (complex memory as pairs). A sparse bucket has none until its gradient is
+  // set.
   const at::Tensor& wire() const { return wire_; }
-  // The gradients that lie apart, 1-d each; without memory between steps.
+  // The gradients that are reduced where they lie, each 1-d; without memory between steps.
   const std::vector<at::Tensor>& apart() const { return apart_; }
-  // At the end of a step: whoever has the gradients has their memory.
+  // At the end of a step: the memory now belongs to whoever holds the gradients.
   void release_apart();
   // The values of slot `i`, 1-d.
   at::Tensor values(int64_t i) const;
   // The same memory in the parameters' dtype, or the sparse gradient.
   const at::Tensor& buffer() const { return flat_; }
-  // Of a sparse gradient that has rows for what all ranks have agreed on.
+  // For a sparse gradient that has rows for the ids all ranks agreed on.
   const std::optional<at::Tensor>& row_ids() const { return row_ids_; }
   void set_sparse_gradient(at::Tensor gradient, std::optional<at::Tensor> row_ids) {
     flat_ = wire_ = std::move(gradient);
@@ -64,28 +67,29 @@ class Bucket {
   }
 
   // Note [Gradients that are given away]
-  // A bucket of another rank's parameters needs flat memory from its first gradient until the owner has read it. It has none when
-  // it is made, borrows some (take_memory) or adopts a gradient, and lets go of it after the reduction.
+  // A bucket of another rank's parameters needs flat memory from its first gradient until the owner has read it. It starts
+  // without memory, borrows some (take_memory) or adopts a gradient, and releases it after the reduction.
   bool has_memory() const { return !given_away_ || slots_[0].has_memory(); }
-  // `memory`: bytes, at least bytes() of them.
+  // `memory`: at least bytes() bytes.
   void take_memory(const at::Tensor& memory);
-  // Other memory with the same values; plain on a device, for one rank alone may have to move. Returns the parameters whose views stay
-  // where they were.
+  // Moves to new memory with the same values; ordinary memory on a device, because a single rank may have to move. Returns the
+  // parameters whose views stayed where they were.
   std::vector<int64_t> move(transport::Transport& transport);
   void release_memory();
-  // Zeros what lies between slots: no gradients, but sums, norms and hooks go over it. Whoever else writes there calls this.
+  // Zeros the padding between slots, because sums, norms and hooks run over it. Called after anything that may have written
+  // there.
   void clear_padding();
 
-  // One thread at a time writes it, any thread may read it for a report.
+  // Written by one thread at a time; any thread may read it for a report.
   std::atomic<BucketState> state{BucketState::kIdle};
 
-  // Whether the transport can scale a gradient that is all of this bucket, and what it shall scale it by. Otherwise gradients
-  // are scaled when they are packed.
+  // Whether the transport can scale the gradient that makes up this whole bucket, and by how much. Otherwise gradients are
+  // scaled when they are packed.
   bool scales_in_flight() const { return scales_; }
   double scale = 1.0;
 
-  // Of all values as they are: {sum of squares, number of those that are not finite} into `stats`, two doubles on the bucket's
-  // device. Memory of a dtype that is not floating point gives zeros, as does a sparse bucket.
+  // Writes {sum of squares, number of non-finite values} of the bucket to `stats`, two doubles on the bucket's device. Both are
+  // zero for dtypes that are not floating point and for sparse buckets.
   void measure(const at::Tensor& stats) const;
 
   void begin_step() {
@@ -93,7 +97,7 @@ class Bucket {
     pending_.store(num_slots(), std::memory_order_relaxed);
     state = BucketState::kFilling;
   }
-  // One more gradient is packed. True for the last.
+  // One more gradient is packed. True for the last one.
   bool arrive() { return pending_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
 
  private:

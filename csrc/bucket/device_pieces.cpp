@@ -15,7 +15,7 @@ namespace {
 
 #ifdef TORCHDDP_WITH_CUDA
 
-// Of the current device.
+// For the current device.
 void warn_without_kernels(int device, cudaError_t error) {
   cudaDeviceProp properties{};
   C10_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
@@ -27,7 +27,7 @@ void warn_without_kernels(int device, cudaError_t error) {
       properties.major, properties.minor, " has kernels for it.");
 }
 
-// Whether our kernels run on the device, which is current. The first time it says so if they don't.
+// Whether our kernels run on the current device. The first time it warns if they don't.
 bool has_kernels(at::Device device) {
   if (!device.is_cuda()) {
     return false;
@@ -37,7 +37,7 @@ bool has_kernels(at::Device device) {
     const auto error = static_cast<cudaError_t>(kernels::find_kernels());
     if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction &&
         error != cudaErrorInvalidKernelImage && error != cudaErrorUnsupportedPtxVersion) {
-      C10_CUDA_CHECK(error);  // of something else: the model's kernels, or a capture
+      C10_CUDA_CHECK(error);  // left by something else: the model's kernels, or a capture
     }
     return static_cast<int>(error);
   };
@@ -66,7 +66,7 @@ void move_pieces(kernels::Direction direction, const GradSlot& slot, std::span<c
 void DevicePieces::add(GradSlot& slot, const at::Tensor& gradient) {
   const bool pack = direction_ == Direction::kPack;
   const bool waits = slot.device().is_cuda() || (together_ && slot.device().is_cpu());
-  // What lies elsewhere in the bucket would be overwritten before it is read.
+  // A gradient that lies elsewhere in the bucket would be overwritten before it is read.
   const auto outside = waits && pack && slot.overlaps(gradient) && !slot.holds(gradient) ? gradient.clone() : gradient;
   if (const auto piece = waits ? slot.piece_of(outside) : std::nullopt) {
     pieces_[static_cast<size_t>(piece->dtype)].push_back(piece->memory);

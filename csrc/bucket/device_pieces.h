@@ -1,4 +1,4 @@
-// Gradients into or out of the slots of one bucket, all at once: on CUDA in one launch a dtype.
+// Moves gradients into or out of the slots of a bucket, all at once: on CUDA, one launch per dtype.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,12 +16,12 @@ class DevicePieces {
  public:
   using Direction = kernels::Direction;
 
-  // `together`: CPU gradients wait for run() too, as a device's do.
+  // `together`: CPU gradients also wait for run(), as a device's do.
   explicit DevicePieces(Direction direction, double scale = 1.0, bool together = true)
       : direction_(direction), scale_(scale), together_(together) {}
 
-  // slot <- gradient * scale, or gradient <- slot: any gradient of the slot's shape. Moved by run(), which it lives to see; at once if
-  // it is laid out otherwise than the slot, or need not wait.
+  // slot <- gradient * scale, or gradient <- slot, for any gradient of the slot's shape. run() moves it, so it must live until
+  // then. It is moved at once if its layout differs from the slot's or it need not wait.
   void add(GradSlot& slot, const at::Tensor& gradient);
   void run();
 

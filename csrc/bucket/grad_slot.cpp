@@ -16,7 +16,7 @@
 namespace torchddp::bucket {
 namespace {
 
-// `non_finite`, if there is one, gets the number of infinities and NaNs in `src`.
+// `non_finite`, if not null, receives the number of infinities and NaNs in `src`.
 void scale_cast_parallel(void* dst, kernels::DType dst_dtype, const void* src, kernels::DType src_dtype, int64_t numel,
                          double scale, int64_t* non_finite) {
   const auto found = sum_of_parts(numel, [&](int64_t begin, int64_t end) {
@@ -33,7 +33,7 @@ void scale_cast_parallel(void* dst, kernels::DType dst_dtype, const void* src, k
   }
 }
 
-// dst += src. Floats, but for equal dtypes. What is cast stays in the first-level cache.
+// dst += src. Both are floats unless their dtypes are equal. Cast values stay in the L1 cache.
 void add_parallel(void* dst, kernels::DType dst_dtype, const void* src, kernels::DType src_dtype, int64_t numel) {
   constexpr int64_t kChunk = 1024;
   sum_of_parts(numel, [&](int64_t begin, int64_t end) {
@@ -128,7 +128,7 @@ void GradSlot::pack(const at::Tensor& grad, double scale) {
   if (scale == 1.0) {
     target.copy_(source);
   } else if (source.scalar_type() == dtype_ && source.layout() == at::kStrided) {
-    // As torch's mul by a Python number: the product is formed in float, not with a scale that was rounded to 16 bits before.
+    // As torch's mul by a Python number: the product is formed in float, with a scale that was not rounded to 16 bits first.
     auto factor = at::scalar_tensor(scale, at::TensorOptions().dtype(at::kDouble));
     factor.unsafeGetTensorImpl()->set_wrapped_number(true);
     at::mul_out(target, source, factor);

@@ -1,4 +1,4 @@
-// One gradient's place in a bucket's flat memory: packing into it and reading back.
+// One gradient's place in a bucket's flat memory: packing into it, and reading back.
 #pragma once
 
 #include <optional>
@@ -10,23 +10,23 @@
 namespace torchddp::bucket {
 
 // Note [Adopted gradients]
-// A large gradient that has a bucket of its own need not be copied into it: its memory becomes the bucket's for this step. The
-// flat tensor is re-pointed, nothing is allocated. The slot keeps the gradient alive until the next one comes, so that memory
-// rotates between steps as it does when a bucket is copied into.
+// A large gradient with a bucket of its own need not be copied: its memory becomes the bucket's for this step. The flat tensor
+// is re-pointed and nothing is allocated. The slot keeps the gradient alive until the next one arrives, so memory rotates
+// between steps as it does when a bucket is copied into.
 //
-// On a device the large gradients of a bucket lie apart (`adopt_bytes`), each reduced where it is, and only the small ones are
-// packed. Such a slot has memory from the time when its bucket is complete to the end of the step: that of the gradient, which stays
-// param.grad, or, where it can't be taken (another layout, shared, part of a graph, none), memory for this step alone. Which slots
-// lie apart follows from the plan, so it is the same on all ranks, whatever their gradients are.
+// On a device, the large gradients of a bucket are reduced where they lie (`adopt_bytes`) and only the small ones are packed.
+// Such a slot has memory from the moment its bucket is complete until the end of the step: the gradient's own, which stays
+// param.grad, or, where that can't be used (another layout, shared, part of a graph, missing), temporary memory for this step.
+// Which slots these are follows from the plan, so it is the same on all ranks, whatever their gradients are.
 
 // Not thread-safe per slot; different slots of one bucket may be packed by different threads.
 class GradSlot : public SlotView {
  public:
   using SlotView::SlotView;
 
-  // flat <- grad * scale, if `grad` is an ordinary CPU tensor of grad_dtype() and the slot's layout: no dispatcher call. False, and
-  // nothing done, otherwise.
-  // `non_finite`, if there is one, gets the number of infinities and NaNs in `grad`.
+  // flat <- grad * scale without a dispatcher call, if `grad` is an ordinary CPU tensor of grad_dtype() and has the slot's
+  // layout. Otherwise returns false and does nothing. `non_finite`, if not null, receives the number of infinities and NaNs in
+  // `grad`.
   bool try_pack(const at::Tensor& grad, double scale, int64_t* non_finite = nullptr) {
     if (!is_plain(grad)) [[unlikely]] {
       return false;
@@ -34,16 +34,17 @@ class GradSlot : public SlotView {
     pack_plain(grad.const_data_ptr(), grad_kernel_dtype_, scale, non_finite);
     return true;
   }
-  // The same for any gradient of the parameter's shape: every layout, and every dtype that converts.
+  // The same for any gradient of the parameter's shape, in any layout and any convertible dtype.
   void pack(const at::Tensor& grad, double scale);
   // flat <- flat + grad, in the slot's dtype; any gradient of the parameter's shape.
   void add(const at::Tensor& grad);
-  // Takes the memory of `grad`, which must be unshared, as the slot's, under the conditions of try_pack and if the slot may: see
-  // Note [Adopted gradients].
+  // Takes over the memory of `grad`, which must be unshared, as the slot's memory, under the conditions of try_pack and if
+  // adoption is allowed: see Note [Adopted gradients].
   bool adopt(const at::Tensor& grad);
-  // The slot is all of its flat tensor: it may take any memory that the bucket's transport reaches.
+  // The slot fills its flat tensor, so it may adopt any memory that the bucket's transport reaches.
   void allow_adoption(const transport::Transport& transport) { adopter_ = &transport; }
-  // The flat tensor is the slot's alone, and has memory only from take_fresh_memory() or adopt() to release_if_apart().
+  // The flat tensor belongs to the slot alone, and has memory only from take_fresh_memory() or adopt() until
+  // release_if_apart().
   void lie_apart(const transport::Transport& transport);
   bool is_apart() const { return is_apart_; }
   void take_fresh_memory();
@@ -52,14 +53,14 @@ class GradSlot : public SlotView {
   // flat <- flat * scale, for a gradient that was accumulated in place.
   void scale_in_place(double scale);
   void zero();
-  // grad <- slot. `grad` has memory of its own.
+  // grad <- slot, where `grad` has its own memory.
   void unpack(const at::Tensor& grad) const;
-  // A gradient with memory of its own, equal to the slot.
+  // A copy of the slot with its own memory.
   at::Tensor clone() const { return clone_as(dtype_); }
   at::Tensor clone_as(at::ScalarType dtype) const;
 
-  // For kernels that move many gradients at once: a gradient of the slot's layout, as what it is in memory. None if it is laid out
-  // otherwise, or neither of the slot's dtype nor convertible, or if the slot lies apart.
+  // For kernels that move many gradients at once: a gradient of the slot's layout as raw memory. Empty if its layout differs,
+  // its dtype is neither the slot's nor convertible, or it is reduced where it lies.
   struct Piece {
     kernels::DType dtype;
     kernels::DevicePiece memory;

@@ -1,4 +1,4 @@
-// Loops over elements, on torch's threads where there are many.
+// Loops over elements, on torch's threads if there are enough of them.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -7,10 +7,10 @@
 
 namespace torchddp::bucket {
 
-// Below twice this, waking a second thread costs more than the work. Elements, not bytes: at::parallel_for counts those.
+// Below twice this, waking a second thread costs more than the work. In elements, as at::parallel_for counts.
 constexpr int64_t kParallelGrain = 256 * 1024;
 
-// The sum of part(begin, end) for ranges that make up [0, numel).
+// The sum of part(begin, end) over ranges that cover [0, numel).
 template <typename Part>
 int64_t sum_of_parts(int64_t numel, Part&& part) {
   if (numel < 2 * kParallelGrain || at::get_num_threads() == 1) {

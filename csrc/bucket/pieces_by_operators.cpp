@@ -22,7 +22,7 @@ at::Tensor tensor_at(void* data, int64_t numel, kernels::DType dtype, at::Device
       .make_tensor();
 }
 
-// But for what is in its place.
+// Except for what is already in place.
 void copy_apart(const Tensors& to, const Tensors& from) {
   Tensors targets;
   Tensors sources;
@@ -32,7 +32,7 @@ void copy_apart(const Tensors& to, const Tensors& from) {
       sources.push_back(from[i]);
     }
   }
-  if (!targets.empty()) {  // operators take no empty list
+  if (!targets.empty()) {  // operators don't accept an empty list
     at::_foreach_copy_(targets, sources);
   }
 }
@@ -61,7 +61,7 @@ void move_by_operators(kernels::Direction direction, const GradSlot& slot, std::
   }
   TDDP_CHECK(kernels::is_float(flat_type) && kernels::is_float(outside_type), "gradients of dtype ",
              transport::scalar_type(outside_type), " can't be scaled");
-  // The product is formed in float at least, and rounded once.
+  // The product is formed in float or wider, and rounded once.
   const auto product = c10::promoteTypes(
       at::kFloat, c10::promoteTypes(transport::scalar_type(flat_type), transport::scalar_type(outside_type)));
   if (product == to.front().scalar_type()) {

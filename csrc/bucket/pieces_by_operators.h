@@ -1,4 +1,4 @@
-// What kernels::move_on_device does, by torch's operators: for devices that our kernels were not built for.
+// kernels::move_on_device with torch's operators, for devices that our kernels were not built for.
 #pragma once
 
 #include <span>
@@ -8,7 +8,7 @@
 
 namespace torchddp::bucket {
 
-// The same bits, on the current stream, from all pieces at once. `slot`: any of the bucket.
+// Gives the same bits, on the current stream, for all pieces at once. `slot`: any slot of the bucket.
 void move_by_operators(kernels::Direction direction, const GradSlot& slot, std::span<const kernels::DevicePiece> pieces,
                        kernels::DType outside_type, double scale);
 

@@ -10,14 +10,14 @@
 namespace torchddp::bucket {
 namespace {
 
-// Whether more than `known` references exist. The one that the object's Python wrapper has does not count while nobody refers to the
-// wrapper: it lives as long as the object, for the next who asks.
+// Whether there are more than `known` references. The reference held by the object's Python wrapper does not count while no one
+// refers to the wrapper, which lives as long as the object.
 template <typename Impl>
 bool has_others(const Impl* impl, size_t count, size_t known) {
   return count > known && (count > known + 1 || !impl->pyobj_slot()->has_unique_reference());
 }
 
-// What keeps the memory of a slot's view.
+// Keeps the memory of a slot's view alive.
 struct MemoryOwners {
   c10::Storage flat;
   c10::DataPtr more;
@@ -36,9 +36,10 @@ c10::Storage make_storage(size_t bytes, c10::DataPtr data) {
 
 }  // namespace
 
-// Memory that a tensor elsewhere in the graph shares must not be scaled or reduced in place: with `param[None] + x` the other
-// branch may still have to read it. Known to share it are the gradient, the tensor that autograd handed to AccumulateGrad and
-// keeps until the hooks have run, and the tensor which that one is a view of (a linear layer's weight gradient is transposed).
+// Memory shared with a tensor elsewhere in the graph must not be scaled or reduced in place: with `param[None] + x` the other
+// branch may still have to read it. The known sharers are the gradient itself, the tensor that autograd handed to
+// AccumulateGrad and keeps until the hooks have run, and the tensor that this one is a view of (a linear layer's weight
+// gradient is transposed).
 bool is_unshared(const at::Tensor& grad, const at::Tensor* incoming) {
   if (!grad.has_storage()) {
     return false;
@@ -190,7 +191,7 @@ bool SlotView::part_from_holders() {
     auto memory = impl->set_data_ptr({nullptr, copy.device()});
     flat_.unsafeGetTensorImpl()->set_storage_keep_dtype(make_storage(bytes, std::move(memory)));
   }
-  // A bare pointer that somebody has (DLPack) must find memory there for as long as the gradient is kept.
+  // A bare pointer held elsewhere (DLPack) must stay valid for as long as the gradient is kept.
   impl->set_data_ptr(with_owners(copy.mutable_data_ptr(), copy.storage(), memory(), copy.device()));
   return true;
 }

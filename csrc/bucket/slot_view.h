@@ -10,25 +10,25 @@
 namespace torchddp::bucket {
 
 // Note [Gradients that the program keeps]
-// With torch's default a gradient has memory of its own: what a program keeps of it (param.grad, a view, detach()) stays as it was
-// when zero_grad() has set param.grad to None and the next step makes another. To give the same, the view of a slot has a storage
-// of its own over the bucket's memory. Before a slot is overwritten, reference counts tell whether anything but the slot refers to
-// the view or its storage. If so, that storage gets a copy of the values as its memory, and the slot a new view. The memory of NumPy
-// arrays can't be changed (torch marks such storages as not resizable): then it is the bucket that gets other memory. Likewise a
-// gradient that the program holds when it comes (param.grad was assigned, a hook kept it) is copied back into at the end of
-// backward, where others are replaced by the view. With gradient_as_bucket_view=True, views share the bucket's storage as torch's do,
-// and what is kept changes.
+// With torch's default, a gradient has its own memory: whatever a program keeps of it (param.grad, a view, detach()) stays as
+// it was after zero_grad() has set param.grad to None and the next step makes a new one. To match that, the view of a slot has
+// its own storage over the bucket's memory. Before a slot is overwritten, reference counts tell whether anything else refers to
+// the view or its storage. If so, that storage gets a copy of the values as its memory, and the slot a new view. The memory of
+// a NumPy array can't be changed (torch marks such storages as not resizable), so there the bucket gets new memory instead.
+// Likewise, if the program holds a gradient when it arrives (param.grad was assigned, a hook kept it), the average is copied
+// back into it at the end of backward instead of replacing it with the view. With gradient_as_bucket_view=True, views share the
+// bucket's storage as torch's do, and kept ones change.
 
-// Whether the gradient that autograd has just written to param.grad is referred to by param.grad alone: neither the tensor nor its
-// memory by anything else. `incoming`: the tensor that autograd handed to the parameter and still holds, or null.
+// Whether param.grad is the only reference to the gradient that autograd just wrote there, both to the tensor and to its
+// memory. `incoming`: the tensor that autograd handed to the parameter and still holds, or null.
 bool is_unshared(const at::Tensor& grad, const at::Tensor* incoming);
 
 enum class ViewStorage : uint8_t { kOwn, kBucket };
 
-// How a bucket keeps gradients.
+// How a bucket stores gradients.
 struct Keeping {
   at::ScalarType dtype;       // of the bucket's memory
-  at::ScalarType grad_dtype;  // of gradients as they come, and as they are where averages are copied back
+  at::ScalarType grad_dtype;  // of incoming gradients, and of the program's tensors that averages are copied back to
   ViewStorage view_storage = ViewStorage::kOwn;
   bool views = true;      // gradients may become views of the bucket; otherwise averages are copied back
   bool may_adopt = true;  // see Note [Adopted gradients] in grad_slot.h
@@ -36,8 +36,8 @@ struct Keeping {
 
 class SlotView {
  public:
-  // `flat`: the bucket's 1-d memory. The view takes the layout that autograd gives the gradient of `param`: the strides of a
-  // parameter whose memory is dense, row-major otherwise.
+  // `flat`: the bucket's 1-d memory. The view has the layout that autograd gives the gradient of `param`: the parameter's
+  // strides if its memory is dense, row-major otherwise.
   SlotView(const at::Tensor& flat, int64_t offset, const at::Tensor& param, const Keeping& keeping);
 
   // The slot as a gradient: same shape as the parameter. It is no autograd view of `flat` (so that detach_() works on it).
@@ -48,7 +48,7 @@ class SlotView {
   at::Device device() const { return flat_.device(); }
   c10::IntArrayRef sizes() const { return sizes_; }
 
-  // Whether `grad`'s elements are this slot's memory, in its layout: then there is nothing to copy.
+  // Whether `grad`'s elements are this slot's memory in its layout, so that nothing needs copying.
   bool holds(const at::Tensor& grad) const {
     return grad.unsafeGetTensorImpl() == view_.unsafeGetTensorImpl() ? is_intact() : holds_slow(grad);
   }
@@ -56,12 +56,13 @@ class SlotView {
 
   // User code may have re-pointed the view (`p.grad.data = x`): then the slot needs a new one before it is handed out again.
   void restore_view();
-  // Before the slot is overwritten by what is not its gradient: see Note [Gradients that the program keeps]. False if the bucket must
-  // get other memory.
+  // Called before something other than its gradient overwrites the slot: see Note [Gradients that the program keeps]. False if
+  // the bucket must get new memory.
   bool leave_to_holders() { return view_storage_ == ViewStorage::kBucket || !is_held() || part_from_holders(); }
-  // The flat tensor was given other memory.
+  // The flat tensor now has different memory.
   void rebind();
-  // The flat tensor was given other memory with the same values: the view and what is kept of it move there. False if they can't.
+  // The flat tensor now has different memory with the same values; the view and anything kept of it move there. False if they
+  // can't.
   bool follow();
   // Another tensor over the slot's memory, with a storage of its own: `shown`, which is made if it is undefined and stays the same tensor
   // when the slot is another one.
@@ -102,11 +103,11 @@ class SlotView {
  private:
   bool is_intact() const { return view_.const_data_ptr() == data_; }
   bool holds_slow(const at::Tensor& grad) const;
-  // Whether anything but the slot refers to the view or its storage.
+  // Whether anything besides the slot refers to the view or its storage.
   bool is_held() const;
   bool part_from_holders();
   std::byte* address() const;
-  // `keeps`, if there is any, lives as long as the memory is used.
+  // `keeps`, if given, stays alive as long as the memory is in use.
   c10::DataPtr memory(c10::DataPtr keeps = {}) const;
   at::Tensor make_view();
   c10::Storage make_own_storage() const;

@@ -1,4 +1,4 @@
-// Tensors as the kernels that check memory see them.
+// Tensors prepared for the kernels that check memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,12 +7,12 @@
 
 namespace torchddp::bucket {
 
-// Elements that are infinite or NaN (of complex ones, parts); for any strided tensor, on the CPU at the speed of memory. Waits for a
-// device.
+// The number of infinite or NaN elements (for complex tensors, of parts) in any strided tensor; at memory speed on the CPU.
+// Waits for a device.
 int64_t count_non_finite(const at::Tensor& tensor);
 
-// Of a contiguous floating point tensor on the CPU. Squares are formed and added in double, in a fixed order: the same bits whatever
-// the instruction set and the number of threads.
+// Of a contiguous floating point tensor on the CPU. Squares are formed and added in double in a fixed order, so the bits do not
+// depend on the instruction set or the number of threads.
 double sum_of_squares(const at::Tensor& tensor);
 
 // Of the bits of a contiguous CPU tensor, of any dtype; see kernels/hash.h.

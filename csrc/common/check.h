@@ -1,4 +1,4 @@
-// Checks that say what was got and what was expected.
+// Checks whose messages say what was got and what was expected.
 #pragma once
 
 #include <c10/util/StringUtil.h>
@@ -13,7 +13,7 @@
     }                                                    \
   } while (false)
 
-// A condition that only a mistake of ours can break.
+// A condition that only a bug of ours can break.
 #define TDDP_INTERNAL(condition, ...)                                                                                  \
   do {                                                                                                                 \
     if (!(condition)) [[unlikely]] {                                                                                   \

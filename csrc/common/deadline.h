@@ -1,11 +1,11 @@
-// When a time limit is over, for limits of any size: `now + limit` overflows for what a user may give to say "never".
+// Deadlines for limits of any size: `now + limit` overflows for the values that users pass to mean "never".
 #pragma once
 
 #include <chrono>
 
 namespace torchddp {
 
-// `since + limit`, or the end of time if that is sooner.
+// `since + limit`, or the end of time if that comes first.
 template <class Rep, class Period>
 std::chrono::steady_clock::time_point deadline_after(
     std::chrono::duration<Rep, Period> limit,

@@ -1,4 +1,4 @@
-// The errors that leave the engine, and how they cross autograd.
+// The errors that leave the engine, and how they pass through autograd.
 #pragma once
 
 #include <stdexcept>
@@ -6,21 +6,21 @@
 
 namespace torchddp {
 
-// A peer is gone, a collective failed or timed out. Recoverable: the reducer is back in its idle state when this is thrown, so
-// that the process can go on with another process group.
+// A peer is gone, or a collective failed or timed out. Recoverable: the reducer is idle again when this is thrown, so the
+// process can continue with another process group.
 class TransportError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// The autograd graph is not the one that was promised (a parameter used twice, or against static_graph). The step stays
-// unfinished, so that the next forward says which gradients are missing.
+// The autograd graph is not as promised (a parameter was used twice, or static_graph was violated). The step stays unfinished,
+// so that the next forward names the missing gradients.
 class GraphError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// What is wrong with a step that is finished when this is thrown.
+// An error about a step that is otherwise finished.
 class StepError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -32,22 +32,22 @@ class NonFiniteError : public StepError {
   using StepError::StepError;
 };
 
-// A weighted mean of gradients with no weight above 0.
+// A weighted mean whose weights were all 0.
 class ZeroWeightError : public StepError {
  public:
   using StepError::StepError;
 };
 
-// A broken invariant of ours.
+// One of our own invariants is broken.
 class InternalError : public std::logic_error {
  public:
   using std::logic_error::logic_error;
 };
 
 // Note [Errors across autograd]
-// Hooks run inside torch's autograd engine, which carries a C++ exception to Python by a fixed list of types that does not
-// contain ours. The bindings install a thrower that turns our errors into an exception type which that list maps to
-// `torchddp.TransportError`, `FloatingPointError` and `ValueError`; without one (C++ tests) the error itself is thrown.
+// Hooks run inside torch's autograd engine, which translates C++ exceptions to Python by a fixed list of types that does not
+// contain ours. The bindings install a thrower that converts our errors to a type on that list, which becomes
+// `torchddp.TransportError`, `FloatingPointError` or `ValueError`. Without a thrower (C++ tests) the error itself is thrown.
 inline void (*autograd_thrower)(const std::runtime_error&) = nullptr;
 
 template <typename Error>

@@ -1,10 +1,10 @@
-// A forked child has copies of its parent's objects, but none of the threads, peers and locks that belong to them.
+// A forked child has copies of its parent's objects, but not the threads, peers and locks behind them.
 #pragma once
 
 namespace torchddp {
 
-// How often this process was forked from another one, counted in the child, from the first call on. An object that keeps the number it was
-// made at knows whether it is still where it was made, for the price of a load.
+// How many forks led to this process, counted in the child from the first call on. An object that stores the count of its
+// creation can tell, for the price of a load, whether it is still in the process that made it.
 int forks();
 
 }  // namespace torchddp

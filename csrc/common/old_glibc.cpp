@@ -1,12 +1,11 @@
-// Lets an extension that was built on a new Linux load on one with glibc 2.28 (the wheels' manylinux_2_28).
+// Lets an extension built on a new Linux load on one with glibc 2.28 (manylinux_2_28 wheels).
 //
-// The linker binds each function of libc and libstdc++ to the newest version that the building machine has. A few of those
-// that we use got a new version lately without changing (glibc 2.34 took in libpthread), or exist since lately only: one of
-// them is enough for an old system to refuse the whole extension. Each is defined here again, hidden, so that our own
-// objects use it and nobody else does, and calls the version that all systems have. A new one that slips in is named by
-// `auditwheel` in `make wheel`.
+// The linker binds each function of libc and libstdc++ to the newest version on the build machine. Some functions that we use
+// recently got a new version without changing (glibc 2.34 merged libpthread) or are recent additions; one of them is enough for
+// an older system to refuse the whole extension. Each is defined again here, hidden so that only our objects use it, and calls
+// the version that every system has. If a new one slips in, `auditwheel` names it in `make wheel`.
 //
-// Not under sanitizers, which put functions of their own in the place of libc's.
+// Not under sanitizers, which replace libc's functions with their own.
 #include <features.h>
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
@@ -19,7 +18,7 @@
 
 #define TDDP_HIDDEN __attribute__((visibility("hidden")))
 
-// `name` as it was in `version`, under the name `old_name`.
+// Makes version `version` of `name` available as `old_name`.
 #define TDDP_OLD_VERSION(name, version) __asm__(".symver old_" #name "," #name "@" version)
 
 TDDP_OLD_VERSION(dlsym, "GLIBC_2.2.5");
@@ -36,8 +35,7 @@ int old_pthread_once(pthread_once_t* control, void (*routine)());
 int old_pthread_setname_np(pthread_t thread, const char* name);
 void old__ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE(void* condition, void* lock);
 
-// libstdc++ counts without atomic instructions where this says that there is one thread. 0 means "not known", and is always
-// right.
+// libstdc++ skips atomic instructions where this says that there is only one thread. 0 means "unknown", which is always safe.
 TDDP_HIDDEN extern char __libc_single_threaded;
 char __libc_single_threaded = 0;
 
@@ -49,7 +47,7 @@ TDDP_HIDDEN int pthread_setname_np(pthread_t thread, const char* name) noexcept 
   return old_pthread_setname_np(thread, name);
 }
 
-// Before 2.33 inline functions of the headers that called these.
+// Before glibc 2.33 these were inline functions of the headers that called the following.
 int __fxstat(int version, int fd, struct stat* info) noexcept;
 int __xstat(int version, const char* path, struct stat* info) noexcept;
 TDDP_HIDDEN int fstat(int fd, struct stat* info) noexcept { return __fxstat(1, fd, info); }
@@ -62,8 +60,8 @@ void torchddp_condition_variable_wait(void* condition, void* lock) {
   old__ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE(condition, lock);
 }
 
-// std::condition_variable::wait_for(). glibc has it since 2.30; before, libstdc++ waited as is done below, by the clock of
-// the calendar: whoever sets that back meanwhile makes the wait longer.
+// std::condition_variable::wait_for(). glibc has this since 2.30. Before, libstdc++ waited as below, by the calendar clock, so
+// setting that clock back makes the wait longer.
 TDDP_HIDDEN int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock,
                                        const timespec* deadline) {
   using Clockwait = int (*)(pthread_cond_t*, pthread_mutex_t*, clockid_t, const timespec*);

@@ -1,11 +1,11 @@
-// What csrc/common/old_glibc.cpp decides, for its test.
+// The decision made by csrc/common/old_glibc.cpp, exposed for its test.
 #pragma once
 
 #include <ctime>
 
 namespace torchddp {
 
-// The time on the calendar's clock at which another clock, which now shows `now`, will show `deadline`.
+// The calendar time at which another clock, which now shows `now`, will show `deadline`.
 inline timespec calendar_deadline(const timespec& deadline, const timespec& now, const timespec& calendar) {
   constexpr long kSecond_ns = 1'000'000'000;
   timespec result{};

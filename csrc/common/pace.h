@@ -1,4 +1,4 @@
-// Lets a call through now and then, however often it is made.
+// Rate limit: lets a call through only once per interval.
 #pragma once
 
 #include <atomic>
@@ -6,12 +6,12 @@
 
 namespace torchddp {
 
-// Thread-safe: of calls at the same time one gets through.
+// Thread-safe: of concurrent calls, one gets through.
 class Pace {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `interval`: at least so long after one call the next one gets through.
+  // `interval`: the minimum time between two calls that get through.
   explicit Pace(std::chrono::nanoseconds interval) : interval_(interval) {}
 
   bool is_due(Clock::time_point now = Clock::now()) {

@@ -1,10 +1,10 @@
-// Handlers of signals that arrive while a thread waits.
+// Runs Python's signal handlers while a thread waits in C++.
 //
 // Note [Signals in a wait]
-// Python runs the handlers of signals in its main thread, between its own instructions: a wait in C++ would hold them up until it ends.
-// So who waits for long asks now and then whether there is one to run. Python does not tell without the GIL, and who has that may want
-// any lock of ours, as a handler may: so no lock is held meanwhile. If a handler raises, the wait throws that exception, and what was
-// waited for is given up. Only the main thread runs handlers; others wait as if there were none.
+// Python runs signal handlers in its main thread between bytecode instructions, so a wait in C++ would delay them until it
+// ends. A long wait therefore checks now and then whether a handler is due. The check needs the GIL, and its holder may want
+// any lock of ours, as may a handler; so no lock is held meanwhile. If a handler raises, the wait throws that exception and
+// gives up what it waited for. Only the main thread runs handlers; other threads wait as if there were none.
 #pragma once
 
 #include <atomic>
@@ -12,13 +12,13 @@
 
 namespace torchddp {
 
-// What a handler raised derives from this too, so that it is not taken for an error of what was waited for.
+// Exceptions raised by a handler also derive from this, so that they are not mistaken for an error of the operation waited for.
 class SignalInterrupt {
  public:
   virtual ~SignalInterrupt() = default;
 };
 
-// Runs handlers if this is the thread that does; throws what they raise. Null: there are none.
+// Runs due handlers if this is the main thread, and throws what they raise. Null: there are no handlers.
 inline std::atomic<void (*)()> signal_check{nullptr};
 
 inline void check_signals() {
@@ -27,10 +27,10 @@ inline void check_signals() {
   }
 }
 
-// How long to sleep at most between two looks; also how long a wait may take before the first. Looking may take the GIL.
+// The longest sleep between two checks, and how long a wait may take before the first. A check may take the GIL.
 inline constexpr std::chrono::milliseconds kSignalInterval{100};
 
-// When a wait that began at `begin` has to look.
+// Tells a wait that began at `begin` when to check.
 class SignalWatch {
  public:
   using Clock = std::chrono::steady_clock;

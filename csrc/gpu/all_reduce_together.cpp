@@ -26,11 +26,11 @@ int all_reduce_together(Nccl& nccl, Comm comm, Stream stream, kernels::DType typ
     for (const auto& memory : others) {
       add(memory, scaled_sum);
     }
-    // Also after an error: the thread would stay in the group.
+    // Also after an error, or the thread would stay in the group.
     const auto ended = nccl.group_end();
     result = result == kNcclSuccess ? ended : result;
   }
-  // After an error the communicator may have been aborted and freed, its kinds of sums with it.
+  // After an error the communicator, and its reduction operators with it, may have been aborted and freed.
   if (scaled_sum != kPlainSum && (result == kNcclSuccess || result == kNcclInProgress)) {
     nccl.destroy_op(scaled_sum, comm);
   }

@@ -1,4 +1,4 @@
-// Sums of several tensors as one operation of NCCL.
+// Sums several tensors in one NCCL operation.
 #pragma once
 
 #include <span>
@@ -12,10 +12,10 @@ struct Memory {
   int64_t numel;
 };
 
-// In place: the sum of `packed`, which may be empty, and of each of the others times `scale`, rounded to `type`. NCCL scales while it
-// reads, which costs next to nothing; but its NVLink SHARP and symmetric-memory algorithms know plain sums only. Which kind of sum it
-// is must not depend on the scale, in which ranks may differ: NCCL could choose another algorithm for it. Without peers (`size` 1) it
-// may.
+// In place: the sum of `packed`, which may be empty, and of each other tensor times `scale`, rounded to `type`. NCCL scales
+// while it reads, which costs almost nothing, but its NVLink SHARP and symmetric-memory algorithms support plain sums only. The
+// kind of sum must not depend on the scale, in which ranks may differ, because NCCL could then choose different algorithms.
+// Without peers (`size` 1) it may.
 int all_reduce_together(Nccl& nccl, Comm comm, Stream stream, kernels::DType type, const Memory& packed,
                         std::span<const Memory> others, double scale, int size);
 

@@ -11,9 +11,9 @@
 namespace torchddp::gpu {
 namespace {
 
-// An abort is quick, but its thread may have to wait for a processor.
+// An abort is fast, but its thread may have to wait for a processor.
 constexpr std::chrono::milliseconds kAbortGrace{1000};
-// Finished operations that a new one puts away; more than one, so that none pile up.
+// How many finished operations a new one retires; more than one, so that they don't pile up.
 constexpr size_t kRetireAtOnce = 2;
 
 }  // namespace
@@ -43,8 +43,8 @@ Communicator::Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> d
 
 Communicator::~Communicator() {
   if (forks() != state_->made_in) {
-    // A forked child: the rank is still there, and here are neither its watchdog nor its device. What the watchdog waits on must not
-    // be destroyed, for that would wait for the watchdog.
+    // A forked child: the rank lives on in the parent, and this process has neither its watchdog nor its device. What the
+    // watchdog waits on must not be destroyed, because that would wait for the watchdog.
     watchdog_.detach();
     new std::shared_ptr<State>(std::move(state_));
     return;
@@ -60,7 +60,7 @@ Communicator::~Communicator() {
     state.mark_broken(state.who() + ": left while " + std::to_string(state.in_flight.size()) +
                       " operations were under way");
   } else if (state.life == State::Life::kRunning && state.captured) {
-    // NCCL would wait, without end, for graphs that hold operations of this communicator to be destroyed: it is left as it is.
+    // NCCL would wait forever for graphs that hold operations of this communicator to be destroyed, so it is left as it is.
     state.life = State::Life::kLeft;
     state.changed.notify_all();
   } else if (state.life == State::Life::kRunning) {
@@ -76,7 +76,7 @@ Communicator::~Communicator() {
   try {
     state.device->synchronize();
   } catch (const std::exception&) {
-    // The device is lost; so is what it used.
+    // The device is lost, and so is everything on it.
   }
   lock.lock();
   state.closed = true;
@@ -88,7 +88,8 @@ Communicator::~Communicator() {
   state.destroy_streams();
 }
 
-// Of a communicator that is left or broken. False if NCCL does not come back: the threads that wait for it have what they need.
+// For a communicator that was left or is broken. False if NCCL does not return: the threads that wait for it own what they
+// need.
 bool Communicator::end_watchdog(std::chrono::steady_clock::time_point deadline) {
   std::unique_lock lock(state_->mutex);
   const bool over = state_->changed.wait_until(lock, deadline, [&] { return state_->is_over(); });
@@ -103,7 +104,7 @@ Nccl& Communicator::nccl() { return *state_->nccl; }
 
 void Communicator::start(Ticket& ticket, const OperationLabel& label, const Call& call, std::shared_ptr<void> keep) {
   auto& state = *state_;
-  OperationsInFlight::Keeps keeps;  // let go of without the locks
+  OperationsInFlight::Keeps keeps;  // released without holding the locks
   try {
     const State::Turn turn(state, label);
     auto& device = *state.device;
@@ -126,7 +127,7 @@ void Communicator::start(Ticket& ticket, const OperationLabel& label, const Call
     keeps = state.in_flight.take_keeps();
     ticket.number = state.in_flight.add(device, state.stream, label, std::move(keep));
   } catch (const CaptureError&) {
-    throw;  // the graph is spoilt, the communicator is not
+    throw;  // the graph is invalid, the communicator is not
   } catch (const DeviceError& error) {
     state.fail(describe(label) + " could not be queued: " + error.what());
   }
@@ -219,7 +220,7 @@ void Communicator::commit_memory(std::chrono::milliseconds timeout) {
   for (const auto& block : change.make) {
     state.call({"registering memory with NCCL", -1, -1, timeout}, [&] {
       const auto result = state.nccl->window_register(state.comm, block->memory, block->bytes, &block->window);
-      // Whatever it returns, the window is there only when the communicator says that nothing is in progress.
+      // Whatever it returns, the window exists only once the communicator reports that nothing is in progress.
       return result == kNcclSuccess ? kNcclInProgress : result;
     });
   }

@@ -1,4 +1,4 @@
-// A NCCL communicator of our own, on a stream of its own.
+// A NCCL communicator of our own, on its own stream.
 #pragma once
 
 #include <chrono>
@@ -18,23 +18,24 @@ struct CommunicatorConfig {
   std::chrono::milliseconds connect_timeout{std::chrono::minutes(2)};  // of the constructor
   std::chrono::milliseconds leave_timeout{std::chrono::seconds(10)};   // of everything the destructor does
   std::chrono::milliseconds watch_interval{100};
-  // How long the abort of a broken communicator waits for a call that is still inside NCCL, which frees what that call uses. A call
-  // that is about to return does so in this time; one that is stuck checks only whether it was aborted.
+  // How long aborting a broken communicator waits for a call that is still inside NCCL, since the abort frees what that call
+  // uses. A call that is about to return does so in this time; one that is stuck only checks whether it was aborted.
   std::chrono::milliseconds call_grace{500};
   CommSettings settings = {};
   bool high_priority = false;  // of the stream
 };
 
-// What a call of NCCL is called in errors, and how long it may take.
+// How errors refer to a NCCL call, and how long it may take.
 struct OperationLabel {
   const char* name = "";
   int64_t numel = -1;   // -1: of no elements
   int64_t bucket = -1;  // -1: of no bucket
-  // The call itself, in which NCCL may have to connect to peers; then the operation, once the device has got to it.
+  // Applies to the call itself, in which NCCL may have to connect to peers, and then to the operation once the device reaches
+  // it.
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};
 };
 
-// One operation, to be joined.
+// One operation, to be joined later.
 struct Ticket {
   uint64_t number = 0;    // 0: none
   Event event = nullptr;  // of an operation in a captured graph; owned by the ticket's holder, see Communicator::forget
@@ -42,27 +43,28 @@ struct Ticket {
 };
 
 // Note [Errors of the device are found by a watchdog]
-// The host never waits for an operation: it queues it and goes on, so a dead peer is nobody's return value. A thread of ours looks
-// every watch_interval, off the path of a step, whether NCCL reports an error, whether the oldest operation has taken too long, and
-// whether a call is stuck inside NCCL: the first one of a kind connects to peers, which may not be there. If so the communicator is
-// broken: NCCL's abort makes the kernels and calls that wait for a peer end, so that a host that waits for them comes back, and every
-// later call throws TransportError. What the broken operation wrote is garbage, and one optimizer step may already have used it: the
-// next forward raises (Transport::check), before anything is built on it. The abort itself may hang in NCCL; nobody waits for it longer
-// than leave_timeout.
+// The host never waits for an operation: it queues it and goes on, so no return value reports a dead peer. A thread of ours
+// checks every watch_interval, off the critical path, whether NCCL reports an error, whether the oldest operation has taken too
+// long, and whether a call is stuck inside NCCL (the first call of each kind connects to peers, which may not be there). If so,
+// the communicator is broken: NCCL's abort ends the kernels and calls that wait for a peer, so that a host waiting for them
+// returns, and every later call throws TransportError. What the broken operation wrote is garbage, and one optimizer step may
+// already have used it; the next forward raises (Transport::check) before anything builds on it. The abort itself may hang in
+// NCCL; no one waits for it longer than leave_timeout.
 //
-// A graph that is replayed calls nobody here. So from the first capture on NCCL is asked for errors in every interval, and what is found
-// is written to stderr too: the program may never come back to ask. How long a replay takes can't be seen.
+// A replayed graph makes no calls here. So after the first capture NCCL is asked for errors in every interval, and findings are
+// also written to stderr, because the program may never ask. How long a replay takes can't be observed.
 //
-// Calls of one communicator must come in the same order on all ranks. Thread-safe. No method but start(), commit_memory() and
-// give_back_memory() waits for a call of another thread.
+// Calls on one communicator must come in the same order on all ranks. Thread-safe. Only start(), commit_memory() and
+// give_back_memory() wait for calls of other threads.
 class Communicator {
  public:
   using Call = std::function<int(Comm, Stream)>;
 
-  // Collective: all ranks with the id that one of them made. Handlers of signals run meanwhile. Throws TransportError.
+  // Collective: every rank passes the id that one of them made. Signal handlers run meanwhile. Throws TransportError.
   Communicator(std::shared_ptr<Nccl> nccl, std::shared_ptr<Device> device, CommunicatorConfig config,
                const UniqueId& id);
-  // Flushes and leaves; aborts what does not end within leave_timeout. NCCL's part stays behind if a graph was captured with it.
+  // Flushes and leaves; aborts what does not end within leave_timeout. NCCL's part stays behind if a graph captured its
+  // operations.
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -71,12 +73,12 @@ class Communicator {
   int size() const;
   Nccl& nccl();
 
-  // Queues `call` on the communicator's stream, behind what is queued on the current stream now. `keep` stays alive until the
-  // operation is joined, or the device is done with it. While the current stream captures a graph the operation becomes part of it, and
-  // nobody watches it.
+  // Queues `call` on the communicator's stream, after everything queued on the current stream so far. `keep` stays alive until
+  // the operation is joined or the device is done with it. If the current stream is capturing a graph, the operation becomes
+  // part of the graph and is not watched.
   void start(Ticket& ticket, const OperationLabel& label, const Call& call, std::shared_ptr<void> keep);
-  // The current stream waits for the operation, and `keep` goes: what is queued there later, in the same memory, comes after it.
-  // Throws TransportError if the communicator is broken.
+  // The current stream waits for the operation, and `keep` is released: anything queued there later in the same memory runs
+  // after it. Throws TransportError if the communicator is broken.
   void join(Ticket& ticket);
   // Whether the operation has ended, well or not. Operations of a graph count as ended.
   bool ended(const Ticket& ticket);

@@ -9,8 +9,8 @@ namespace torchddp::gpu {
 // Thread-safe.
 class KernelProbe {
  public:
-  // Whether find(), an error of CUDA for the current device, is 0. Asked once a device, unless it throws; then warn(error) is called
-  // if it is not.
+  // Whether find(), which returns a CUDA error for the current device, returns 0. Called once per device unless it throws; if
+  // the result is not 0, warn(error) is called.
   template <typename Find, typename Warn>
   bool runs_on(int device, Find&& find, Warn&& warn) {
     std::unique_lock lock(mutex_);

@@ -12,7 +12,7 @@ std::string version_text(int version) {
 }  // namespace
 
 std::string version_problem(int running, int built) {
-  // The configuration of a communicator grows from minor version to minor version: an older library refuses a newer one.
+  // The communicator's config struct grows with each minor version, and an older library refuses a newer one.
   if (running / 10000 == built / 10000 && running / 100 >= built / 100) {
     return "";
   }

@@ -1,4 +1,4 @@
-// The calls of NCCL that we make, as a table: a test puts a recording one in its place, which also injects errors.
+// The NCCL calls we make, as an interface: tests replace it with a recording one that also injects errors.
 #pragma once
 
 #include <array>
@@ -23,36 +23,36 @@ struct UniqueId {
   std::array<char, 128> bytes{};
 };
 
-// ncclResult_t, of which we only tell these apart.
+// ncclResult_t values, of which we only distinguish these.
 inline constexpr int kNcclSuccess = 0;
 inline constexpr int kNcclInProgress = 7;
 
-// Symmetric memory windows exist from here on (2.27).
+// Symmetric memory windows exist since this version (2.27).
 inline constexpr int kWindowsVersion = 22700;
 
-// What a user wants of a communicator, by the names that torch gives the fields of ncclConfig_t.
+// User settings for a communicator, by the names of torch's ncclConfig_t fields.
 struct CommSettings {
   std::map<std::string, int> numbers;
   std::string net_name;  // empty: NCCL's choice
 };
 
-// Methods mirror NCCL's functions and return its result codes. Calls for a communicator block, unless its settings or the
-// environment (NCCL_COMM_BLOCKING) say otherwise: then each may return kNcclInProgress. One call at a time for a communicator; abort()
-// alone may come while another is inside, which then returns. NCCL knows all types but kI16.
+// Methods mirror NCCL's functions and return its result codes. Calls for a communicator block unless its settings or the
+// environment (NCCL_COMM_BLOCKING) say otherwise; then each may return kNcclInProgress. One call at a time per communicator,
+// except that abort() may come while another call is inside, which then returns. NCCL supports all types except kI16.
 class Nccl {
  public:
   virtual ~Nccl() = default;
 
-  // MAJOR * 10000 + MINOR * 100 + PATCH of the library that is loaded, and of the header that we were compiled with.
+  // MAJOR * 10000 + MINOR * 100 + PATCH of the loaded library, and of the header we were compiled with.
   virtual int version() = 0;
   virtual int built_version() const = 0;
-  // The library's words for a result, with what it logged last for `comm` (may be null).
+  // The library's description of a result, with its last log message for `comm` (may be null).
   virtual std::string describe(int result, Comm comm) = 0;
 
   virtual int make_id(UniqueId* id) = 0;
   // Those of CommSettings::numbers that this build can set.
   virtual std::vector<std::string> known_numbers() const = 0;
-  // NCCL may write to `comm` until nothing is in progress any more.
+  // NCCL may write to `comm` until nothing is in progress.
   virtual int init_rank(Comm* comm, int size, const UniqueId& id, int rank, const CommSettings& settings) = 0;
   virtual int async_error(Comm comm, int* error) = 0;
   virtual int finalize(Comm comm) = 0;
@@ -61,16 +61,16 @@ class Nccl {
 
   virtual int memory_alloc(void** memory, int64_t bytes) = 0;
   virtual int memory_free(void* memory) = 0;
-  // Collective: equal sizes, in the same order on all ranks. `window` stays null where the hardware has no use for it; it is written
-  // to until nothing is in progress any more.
+  // Collective: equal sizes, in the same order on all ranks. `window` stays null if the hardware has no use for it; it may be
+  // written to until nothing is in progress.
   virtual int window_register(Comm comm, void* memory, int64_t bytes, Window* window) = 0;
   virtual int window_deregister(Comm comm, Window window) = 0;
 
-  // What is called between the two is launched together; the end returns what any of the calls ran into.
+  // Calls between the two are launched together; group_end returns the error of any of them.
   virtual int group_start() = 0;
   virtual int group_end() = 0;
-  // A sum of each rank's values times its `scale`, rounded to `type`, which is floating point. To be destroyed after the last call that
-  // it is given to has returned.
+  // A sum of each rank's values times its `scale`, rounded to `type`, which is floating point. Destroy it after the last call
+  // that uses it has returned.
   virtual int make_pre_mul_sum(SumOp* op, double scale, kernels::DType type, Comm comm) = 0;
   virtual int destroy_op(SumOp op, Comm comm) = 0;
 
@@ -85,7 +85,7 @@ class Nccl {
   virtual int broadcast(void* data, int64_t numel, kernels::DType type, int root, Comm comm, Stream stream) = 0;
 };
 
-// Why the library that is loaded can't be used by an extension compiled with `built`; empty if it can.
+// Why the loaded library can't be used by an extension compiled with `built`; empty if it can.
 std::string version_problem(int running, int built);
 
 }  // namespace torchddp::gpu

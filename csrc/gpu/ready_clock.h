@@ -1,4 +1,4 @@
-// When gradients became ready, by the device's own clock: the host, which runs ahead of it, does not know.
+// When gradients became ready, by the device's clock; the host runs ahead of the device and can't tell.
 #pragma once
 
 #include <cstddef>
@@ -10,9 +10,9 @@
 
 namespace torchddp::gpu {
 
-// One event for the begin of forward, one for that of backward and one a gradient, recorded on the current stream of the calling
-// thread. mark() follows begin_backward() and may be called from several threads, each with indices of its own. What a graph captures is not measured: its events mean
-// nothing until it is replayed, and then nobody asks.
+// Records one event at the start of forward, one at the start of backward and one per gradient, on the calling thread's current
+// stream. mark() follows begin_backward() and may be called from several threads, each with its own indices. Work captured into
+// a graph is not measured, because its events mean nothing until it is replayed, and then no one asks.
 class ReadyClock {
  public:
   ReadyClock(std::shared_ptr<Device> device, size_t count);
@@ -23,9 +23,9 @@ class ReadyClock {
   void begin_forward();
   void begin_backward();
   void mark(size_t index);
-  // By index, ns since backward began; 0 where nothing was marked. Blocks until the device is idle.
+  // By index, in ns since backward began; 0 where nothing was marked. Blocks until the device is idle.
   std::vector<int64_t> read_ns();
-  // From one begin to the other; 0 if one of them is missing. Blocks likewise.
+  // From the start of forward to the start of backward; 0 if one is missing. Blocks likewise.
   int64_t forward_ns();
 
  private:

@@ -8,7 +8,7 @@
 namespace torchddp::gpu {
 namespace {
 
-// After those before it: order counts.
+// Depends on the order of the words.
 uint64_t mixed(uint64_t hash, uint64_t kind, uint64_t word) {
   return kernels::mix_bits(kernels::mix_bits(hash + kind) ^ word);
 }
@@ -27,7 +27,7 @@ uint64_t mixed(uint64_t hash, const WindowMemory::Change& change) {
 
 void WindowMemory::let_go(BlockPtr block) {
   std::erase(new_, block);
-  // Ranks may let go in another order.
+  // Ranks may release blocks in different orders.
   const auto place = std::upper_bound(let_go_.begin(), let_go_.end(), block,
                                       [](const auto& a, const auto& b) { return a->number < b->number; });
   let_go_.insert(place, std::move(block));
@@ -48,7 +48,7 @@ WindowMemory::Change WindowMemory::take_proposal() {
     block->number = ++registered_;
     std::erase(new_, block);
   }
-  // What was let go of since it was told is registered all the same: its place is that of its number now.
+  // A block released since the proposal is registered anyway; its place is now that of its number.
   std::stable_sort(let_go_.begin(), let_go_.end(), [](const auto& a, const auto& b) { return a->number < b->number; });
   return change;
 }

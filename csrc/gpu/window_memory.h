@@ -1,4 +1,4 @@
-// Which memory a communicator has as windows, and which it will have. Not for use outside of gpu/.
+// Which memory a communicator has registered as windows, and which it will. Internal to gpu/.
 #pragma once
 
 #include <cstdint>
@@ -11,20 +11,21 @@
 namespace torchddp::gpu {
 
 // Note [When windows are made]
-// Registering a window is collective, and NCCL places it at an offset that each rank works out alone from what is free: the offsets
-// must come out equal. But memory is asked for, and let go of, where ranks may differ: one has no room, one alone gives up a step and
-// lays its buckets out again, one keeps a gradient for longer. So allocating registers nothing, and letting go gives nothing back. Where
-// ranks agree anyhow (transport::agree_on_memory) each tells what it would register and give back now, and what it has before. Only if
-// all say the same it is done: what was told, not what has come since. Otherwise all go on with other memory.
+// Registering a window is collective, and NCCL places it at an offset that each rank computes on its own from what is free: the
+// offsets must come out equal. But ranks may allocate and release memory at different times: one has no room, one alone
+// abandons a step and lays out its buckets again, one keeps a gradient longer. So allocating registers nothing, and releasing
+// returns nothing. At points where ranks agree anyway (transport::agree_on_memory), each announces what it would register and
+// return now, and what it already has. Only if all say the same is it done, for what was announced and not for what has come
+// since. Otherwise all continue with ordinary memory.
 //
-// Memory that was laid out anew after a step that failed stays unregistered until ranks agree again. NCCL takes other kernels for it, so
-// if that happened to some ranks only, their next operation does not end: the time limit ends it.
+// Memory laid out again after a failed step stays unregistered until ranks next agree. NCCL uses different kernels for it, so
+// if only some ranks did that, their next operation hangs until the time limit ends it.
 
 struct Block {
   void* memory = nullptr;
   int64_t bytes = 0;
-  uint64_t number = 0;      // in the order of registration; 0: not registered
-  Window window = nullptr;  // NCCL writes it whenever it gets to it
+  uint64_t number = 0;      // in registration order; 0: not registered
+  Window window = nullptr;  // NCCL may write it later
 };
 using BlockPtr = std::shared_ptr<Block>;
 
@@ -35,16 +36,16 @@ class WindowMemory {
     std::vector<BlockPtr> give_back, make;
   };
 
-  // Somebody's, and not registered yet.
+  // A block in use that is not registered yet.
   void add(BlockPtr block) { new_.push_back(std::move(block)); }
-  // Nobody's any more.
+  // A block that is no longer used.
   void let_go(BlockPtr block);
 
   // See Communicator::memory_state().
   int64_t propose();
-  // What was proposed last, to be done now.
+  // The last proposal, which the caller now carries out.
   Change take_proposal();
-  // All that was let go of.
+  // Every released block.
   std::vector<BlockPtr> take_let_go();
 
  private:

@@ -50,7 +50,7 @@ struct FiniteKernel {
   using Word = Bits<item_size(Src)>;
   typedef Word Vector __attribute__((vector_size(Isa::kBytes)));
   static constexpr int64_t kWidth = Isa::kBytes / item_size(Src);
-  static constexpr int kVectors = 4;  // side by side
+  static constexpr int kVectors = 4;  // processed together
 
   TDDP_TARGET static bool run(const unsigned char* data, int64_t numel) {
     constexpr Word kExponent = exponent_bits<Src>();

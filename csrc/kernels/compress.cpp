@@ -1,4 +1,4 @@
-// Where scales and codes lie, and the kernel of the active instruction set.
+// The layout of scales and codes, and calls to the kernels of the active instruction set.
 #include "kernels/compress.h"
 
 #include "common/round_up.h"

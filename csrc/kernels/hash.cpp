@@ -1,4 +1,4 @@
-// Whole blocks by the kernel in use, the rest of a range stripe by stripe.
+// Whole blocks go through the active kernel, the rest of a range stripe by stripe.
 #include "kernels/hash.h"
 
 #include <algorithm>

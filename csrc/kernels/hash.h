@@ -27,10 +27,10 @@ inline constexpr auto kHashKeys = [] {
   return keys;
 }();
 
-// Hashes what it is given piece by piece, as one range of bytes. About as fast as memory is read, and the same on every instruction
-// set. The method is that of XXH3 for long inputs (Yann Collet): eight lanes that multiply the halves of keyed words and add each word
-// to the neighbour's lane, mixed every 1024 bytes, so that what changes its place changes the hash. One changed word is always noticed;
-// of other changes one in about 2^64 is not. Not for adversaries.
+// Hashes a range of bytes given piece by piece. About as fast as reading memory, with the same result on every instruction set.
+// The method is that of XXH3 for long inputs (Yann Collet): eight lanes multiply the halves of keyed words and add each word to
+// the neighbouring lane, mixed every 1024 bytes, so that moved data changes the hash. A single changed word is always detected;
+// other changes are missed with a probability of about 2^-64. Not secure against adversaries.
 class Hash {
  public:
   Hash();

@@ -1,5 +1,5 @@
-// The portable kernels: any processor, and the yardstick for the others. 16-byte vectors, which the baseline of every 64-bit processor
-// has.
+// The portable kernels: they run on any processor and are the reference for the others. 16-byte vectors, which the baseline of
+// every 64-bit processor has.
 #define TDDP_TARGET
 #include "kernels/isa_table.h"
 

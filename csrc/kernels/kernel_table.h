@@ -1,5 +1,4 @@
-// Inside of the kernels: one table of functions per instruction set, and which of them is in use. Not for use outside kernels/ and
-// its tests.
+// One table of functions per instruction set, and which of them is active. Internal to kernels/ and its tests.
 #pragma once
 
 #include <array>
@@ -17,7 +16,7 @@ inline constexpr int kNumReduceOps = 4;
 
 // What a checked sum found.
 struct SumFindings {
-  // A sum in these bytes is not finite. Counts what of the sources is not.
+  // The sum of these bytes is not finite; counts the non-finite values of each source.
   void note(const void* const* srcs, int64_t num_srcs, DType type, int64_t at, int64_t bytes);
 
   int64_t* counts;  // by source
@@ -64,7 +63,7 @@ extern const KernelTable generic_kernels;
 extern const KernelTable avx2_kernels;
 extern const KernelTable avx512_kernels;
 
-// The table in use.
+// The active table.
 const KernelTable& active_table();
 
 // What this processor can run, best first; the last is always "generic".

@@ -1,4 +1,4 @@
-// Chunk by chunk: a chunk with something in it is counted element by element, which is rare.
+// Works in chunks: a chunk that contains a non-finite value, which is rare, is counted element by element.
 #include "kernels/non_finite.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace torchddp::kernels {
 namespace {
 
-// Elements between two looks at whether any was not finite.
+// Elements between two checks for non-finite values.
 constexpr int64_t kChunk = 2048;
 
 template <DType Src>

@@ -1,4 +1,4 @@
-// Infinities and NaNs in gradients, found while the data is in cache anyway.
+// Finds infinities and NaNs in gradients while the data is in cache anyway.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@
 
 namespace torchddp::kernels {
 
-// How many of `numel` contiguous elements, at any alignment, are infinite or NaN. Where there are none it costs an exponent test an
-// element. Opaque types have none.
+// The number of infinite or NaN values among `numel` contiguous elements at any alignment. Without any it costs one exponent
+// test per element. Opaque types have none.
 int64_t count_non_finite(const void* data, DType dtype, int64_t numel);
 
-// scale_cast (pack.h), and what count_non_finite says of `src` before it, in one pass over memory.
+// scale_cast (pack.h), and count_non_finite of `src` beforehand, in a single pass over memory.
 int64_t scale_cast_counting(void* dst, DType dst_type, const void* src, DType src_type, int64_t numel, double scale);
 
 }  // namespace torchddp::kernels

@@ -1,4 +1,4 @@
-// Chooses the kernels once, then every call is a comparison and one indirect call (or memcpy).
+// Chooses the kernels once; after that every call is a comparison and an indirect call (or memcpy).
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -40,7 +40,7 @@ const KernelTable* table_for(const char* wanted) {
   int highest = capability_level("avx512");
   if (wanted != nullptr && *wanted != '\0') {
     const int level = capability_level(wanted);
-    // A warning, no exception: this may first run inside an autograd hook.
+    // A warning rather than an exception, because this may first run inside an autograd hook.
     if (level < 0) {
       std::fprintf(stderr, "torchddp: TORCHDDP_CPU_CAPABILITY='%s' is ignored: allowed are generic, avx2, avx512\n",
                    wanted);

@@ -1,4 +1,4 @@
-// The launches of pack_cuda.h. What a thread does stands in pack_device_body.h, which launches there are in pack_device_plan.h.
+// The launches of pack_cuda.h. pack_device_body.h has the work of one thread, pack_device_plan.h plans the launches.
 #include "kernels/pack_cuda.h"
 
 #include <cuda_runtime.h>
@@ -14,10 +14,12 @@ namespace {
 
 static_assert(kInvalidValue == cudaErrorInvalidValue, "the host code returns CUDA's error");
 
-// Blocks that fit a multiprocessor at once, at least. Left to itself, or asked for more, nvcc 13.0 spills registers of some kernels.
+// Minimum number of resident blocks per multiprocessor. With nvcc 13.0's own choice, or a higher number, some kernels spill
+// registers.
 constexpr int kMinBlocks = 2;
 
-// __grid_constant__: the table is read where the parameters lie. Without it, indexing would copy it to every thread's stack.
+// __grid_constant__ lets the table be read where the parameters are. Without it, indexing would copy it to every thread's
+// stack.
 template <class Pack, int kCapacity>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
     pack_kernel(const __grid_constant__ PieceTable<kCapacity> table) {
@@ -48,7 +50,7 @@ int find_kernels() {
   constexpr auto kernel = device::pack_kernel<device::Pack<DType::kU8, DType::kU8>, device::kFewPieces>;
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
-  static_cast<void>(cudaGetLastError());  // so that torch does not report it again, somewhere else
+  static_cast<void>(cudaGetLastError());  // so that torch does not report it again elsewhere
   return error;
 }
 

@@ -1,5 +1,5 @@
-// Pack and unpack on a CUDA device: one launch moves a whole bucket. No CUDA type here: a stream is a void* (cudaStream_t), an
-// error an int (cudaError_t, 0 is success). Defined in pack_cuda.cu, so only where CUDA is compiled in.
+// Pack and unpack on a CUDA device: one launch moves a whole bucket. Uses no CUDA types: a stream is a void* (cudaStream_t), an
+// error an int (cudaError_t, 0 is success). Defined in pack_cuda.cu, so only in CUDA builds.
 #pragma once
 
 #include <cstdint>

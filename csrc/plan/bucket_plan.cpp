@@ -29,7 +29,7 @@ std::string describe(std::span<const ParamSpec> params, int64_t param) {
   return "parameter '" + params[static_cast<size_t>(param)].name + "' (index " + std::to_string(param) + ")";
 }
 
-// Every parameter in itself: sizes that are possible, and small enough in sum that no offset can overflow.
+// Checks each parameter on its own: valid sizes, small enough in total that no offset can overflow.
 void check_params(std::span<const ParamSpec> params) {
   int64_t total_bytes = 0;
   for (int64_t i = 0; i < std::ssize(params); ++i) {
@@ -77,7 +77,7 @@ void check_order(std::span<const int64_t> order, int64_t num_params) {
   }
 }
 
-// Where the slot of a parameter begins that comes after `end` elements.
+// Where a parameter's slot begins if it follows `end` elements.
 int64_t begin_after(int64_t end, const ParamSpec& spec) {
   return round_up(end, ceil_div(spec.alignment, spec.itemsize));
 }
@@ -91,7 +91,7 @@ BucketIndices indices_of(const BucketPlan& plan) {
   return buckets;
 }
 
-// Every parameter in exactly one bucket.
+// Every parameter must be in exactly one bucket.
 void check_indices(const BucketIndices& buckets, std::span<const ParamSpec> params) {
   constexpr int64_t kNone = -1;
   std::vector<int64_t> bucket_of(params.size(), kNone);
@@ -145,11 +145,11 @@ void check_bucket(const BucketSpec& bucket, int64_t index, std::span<const Param
   }
 }
 
-// The bucket of one (dtype, device, owner) that is still filling.
+// The bucket of one (dtype, device, owner) that is still being filled.
 struct OpenBucket {
   std::vector<int64_t> params;
   int64_t bytes = 0;
-  size_t num_closed = 0;  // how many of this kind were full before: chooses the cap
+  size_t num_closed = 0;  // how many of its kind are already full; selects the cap
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Bucket plans as pure functions: which gradient lies where in which flat bucket. No torch types.
+// Bucket plans as pure functions: which gradient goes where in which flat bucket. No torch types.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace torchddp::plan {
 
-// What a bucket plan needs to know of a parameter.
+// What a bucket plan needs to know about a parameter.
 struct ParamSpec {
   std::string name;      // fully qualified, for messages
   int64_t numel = 0;     // elements of the gradient
@@ -16,10 +16,10 @@ struct ParamSpec {
   int32_t dtype = 0;     // opaque key: only parameters with equal dtype share a bucket
   int32_t device = 0;    // opaque key: only parameters with equal device share a bucket
   bool sparse = false;   // its gradient is sparse: a bucket of its own, without flat memory
-  // The rank that alone gets the average; only parameters with equal owner share a bucket. -1: all ranks.
+  // The only rank that gets the average, or -1 for all ranks. Only parameters with equal owner share a bucket.
   int32_t owner = -1;
-  // Its slot begins at a multiple of so many bytes, counted from the bucket's first, with zeros before it where need be.
-  // 1, or less than an element has: right after the slot in front of it.
+  // The slot begins at a multiple of this many bytes from the start of the bucket, zero-padded if necessary. 1, or anything
+  // below the element size: directly behind the previous slot.
   int64_t alignment = 1;
 
   int64_t bytes() const { return numel * itemsize; }
@@ -30,8 +30,8 @@ struct ParamSpec {
 // last cap repeating.
 struct BucketLimits {
   std::vector<int64_t> caps_bytes;
-  // Gradients at least this large get a bucket each, which needs no packing (Note [Adopted gradients] in bucket/grad_slot.h);
-  // 0: none do.
+  // Gradients of at least this size get a bucket each, which needs no packing (Note [Adopted gradients] in bucket/grad_slot.h).
+  // 0: none.
   int64_t solo_bytes = 0;
 };
 
@@ -61,17 +61,18 @@ struct BucketPlan {
 // Parameter indices of each bucket of a plan.
 using BucketIndices = std::vector<std::vector<int64_t>>;
 
-// `order` is the expected order in which gradients become ready: each parameter index exactly once. Buckets come out
-// sorted by the position in `order` of their last gradient: that is when each can start. Throws std::invalid_argument
-// with what was got and what is allowed (no caps, a cap <= 0, an order that is no permutation, numel < 0, itemsize <=
-// 0, an alignment that is no number of elements).
+// `order` is the expected order in which gradients become ready, each parameter index exactly once. Buckets are sorted by the
+// position of their last gradient in `order`, which is when each can start. Throws std::invalid_argument, saying what was got
+// and what is allowed (no caps, a cap <= 0, an order that is not a permutation, numel < 0, itemsize <= 0, an alignment that is
+// not a whole number of elements).
 BucketPlan make_bucket_plan(std::span<const ParamSpec> params, std::span<const int64_t> order,
                             const BucketLimits& limits);
 
-// The plan with these buckets. Throws as check_plan().
+// The plan with these buckets. Throws like check_plan().
 BucketPlan plan_of(const BucketIndices& buckets, std::span<const ParamSpec> params);
 
-// The bucket without flat memory for parameters of at least so many bytes: their offset is kApart, the others move together.
+// The offset of parameters of at least this many bytes in buckets that leave them where they are; the other slots close the
+// gap.
 inline constexpr int64_t kApart = -1;
 BucketSpec lay_apart(BucketSpec bucket, std::span<const ParamSpec> params, int64_t bytes);
 
@@ -79,12 +80,10 @@ BucketSpec lay_apart(BucketSpec bucket, std::span<const ParamSpec> params, int64
 // matching dtype, device and owner, where its alignment puts it, sparse ones alone.
 void check_plan(const BucketPlan& plan, std::span<const ParamSpec> params);
 
-// `seen` is a prefix of a ready order (some parameters may never have become ready): the rest follows in reverse
-// registration order.
+// Completes `seen`, a prefix of a ready order (some parameters may never have become ready), in reverse registration order.
 std::vector<int64_t> complete_order(std::vector<int64_t> seen, int64_t num_params);
 
-// n-1, n-2, .., 0: the guess before anything was measured (the last registered layer is the first to have its
-// gradient).
+// n-1, n-2, ..., 0: the guess before anything was measured (the last registered layer gets its gradient first).
 inline std::vector<int64_t> reverse_registration_order(int64_t num_params) { return complete_order({}, num_params); }
 
 // A plan as plain integers, so that rank 0's plan can be broadcast: [version, num_buckets, then per bucket its number
@@ -93,7 +92,7 @@ inline std::vector<int64_t> reverse_registration_order(int64_t num_params) { ret
 int64_t encoded_size(int64_t num_params);
 // `plan` holds each of `num_params` parameters once.
 std::vector<int64_t> encode_plan(const BucketPlan& plan, int64_t num_params);
-// Throws std::invalid_argument if the words are no plan for these parameters.
+// Throws std::invalid_argument if the words do not encode a plan for these parameters.
 BucketPlan decode_plan(std::span<const int64_t> words, std::span<const ParamSpec> params);
 
 }  // namespace torchddp::plan

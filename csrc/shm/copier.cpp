@@ -13,9 +13,9 @@
 namespace torchddp::shm {
 namespace {
 
-// Below it looking at the clock takes as long as the copy.
+// Below this size, reading the clock takes as long as the copy.
 constexpr int64_t kMinMeasured = 4096;
-// The ways. Who reads a copy that is in a cache is quicker too, which is not measured here.
+// The two ways. A reader is also faster if the copy is in a cache, which is not measured here.
 constexpr int kStream = 1;
 constexpr double kReader = 1.25;
 

@@ -1,4 +1,4 @@
-// How far the ranks have come with their own work, as last seen.
+// How far each rank's own work has progressed, as last observed.
 #pragma once
 
 #include <vector>
@@ -7,12 +7,12 @@
 
 namespace torchddp::shm {
 
-// Looked up again only where it matters: once in kSlots operations as a rule.
+// Only looked up again where it matters, usually once in kSlots operations.
 class Done {
  public:
   explicit Done(const Board& board) : board_(board), seen_(static_cast<size_t>(board.size())) {}
 
-  // Whether a rank's own work in an operation is done.
+  // Whether a rank has done its own work in an operation.
   bool has(int rank, uint64_t seq) {
     auto& seen = seen_[static_cast<size_t>(rank)];
     if (seen <= seq) {

@@ -17,21 +17,21 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Looking before sleeping: some 100 us where each rank has a processor, then for some 10 ms more, giving way to whoever else can run there.
-// On a virtual machine a rank that comes last and has to wake the others is held up by that for 20 to 70 us, and they return 100 us
-// after it if their processors are given back to them at once, which they often are not.
+// A waiting rank spins for about 100 us if each rank has a processor, then yields for about 10 ms more before it sleeps on a
+// futex. On a virtual machine, waking the others costs the last rank to arrive 20 to 70 us, and they return 100 us after that
+// if they get their processors back at once, which they often don't.
 constexpr int kSpins = 2000;
 constexpr int kYields = 16'000;
-// Somebody else who ran longer than this needs the processor. So many waits then sleep soon.
+// If yielding took longer than this, another thread needs the processor, and the next few waits sleep early.
 constexpr std::chrono::microseconds kGaveWay{200};
 constexpr int kShortWaits = 8;
 constexpr int kCrowdedSpins = 20;
 constexpr int kCrowdedYields = 100;
-// An owner that has not begun its chunks by then may not be running.
+// After this many checks, an owner that has not begun its chunks may not be running.
 constexpr int kHelpAfter = 64;
-// A sleeper looks whether its peers still live this often. The bound that users see is two seconds.
+// How often a sleeping rank checks that its peers are alive. The bound visible to users is two seconds.
 constexpr int64_t kSleepNs = 20'000'000;
-// Nobody rings when the link between hosts has something.
+// Nothing rings the doorbell when the link between hosts makes progress.
 constexpr int64_t kOuterSleepNs = 100'000;
 constexpr milliseconds kPeerCheck{10};
 
@@ -41,17 +41,17 @@ void pause_cpu() {
 #endif
 }
 
-// How often this thread has been off its processor for another one; not while the whole virtual machine was.
+// How often this thread lost its processor to another one; does not count times when the whole virtual machine was stopped.
 int64_t context_switches() {
   rusage usage{};
   getrusage(RUSAGE_THREAD, &usage);
   return usage.ru_nvcsw + usage.ru_nivcsw;
 }
 
-// Lets others run on this thread's processor.
+// Yields this thread's processor to others.
 class Courtesy {
  public:
-  // False if somebody needed it.
+  // False if another thread needed it.
   bool give_way() {
     const auto before = switches_ >= 0 ? switches_ : context_switches();
     const auto start = Engine::Clock::now();
@@ -80,14 +80,14 @@ Engine::Engine(EngineConfig config)
 
 Engine::~Engine() {
   if (failure_.is_forked()) {
-    return;  // a forked child drops its copy; the rank is still there
+    return;  // a forked child drops its copy; the rank lives on in the parent
   }
   auto open = static_cast<uint32_t>(RankState::kOpen);
   board_.own_header().state.compare_exchange_strong(open, static_cast<uint32_t>(RankState::kClosed));
   board_.ring();
 }
 
-// Who looks for others' work with the mutex held goes to sleep, without it, when another thread wants to come in.
+// A thread that checks for others' work while holding the mutex sleeps, without it, when another thread wants to enter.
 Engine::Lock Engine::enter() {
   Lock lock(mutex_, std::try_to_lock);
   if (!lock) {
@@ -110,7 +110,8 @@ uint64_t Engine::start(const Operation& operation) {
   running(seq).start(operation, seq);
   ++next_;
   under_way_.store(next_ - oldest_, std::memory_order_relaxed);
-  // After this rank's own work: to wake others takes longer than much of it. What takes long for each they do meanwhile.
+  // Wakes the others after this rank's own work, because waking takes longer than most of that work. If every rank has much to
+  // do, they can do theirs meanwhile, so it wakes them first.
   const auto wake = [&] {
     if (board_.has_sleepers() && running(seq).is_awaited()) {
       board_.ring();
@@ -164,7 +165,7 @@ bool Engine::advance() {
   return moved;
 }
 
-// To those who may wait for nothing else.
+// For ranks that may be waiting for nothing else.
 void Engine::tell_done(const Running& op) {
   if (!board_.has_sleepers()) {
     return;
@@ -238,13 +239,13 @@ bool Engine::wait_for(uint64_t seq, std::chrono::nanoseconds longest, bool spin)
   });
 }
 
-// `patience` looks at the clock: only where there is something to wait for.
+// `patience` reads the clock, so it is only called if there is something to wait for.
 template <class MakePatience>
 bool Engine::finish(uint64_t seq, MakePatience&& patience) {
   auto lock = enter();
   auto& op = running(seq);
   if (op.seq() != seq) {
-    return true;  // its slot serves a later one: it was complete
+    return true;  // its slot serves a later operation, so it was complete
   }
   failure_.check();
   const bool finished = op.is_complete() || wait_until(Goal::kComplete, op, patience(), lock);
@@ -260,7 +261,7 @@ Engine::Patience Engine::patience(milliseconds timeout, Clock::time_point since)
   return {.until = deadline_after(limit, since), .limit = limit};
 }
 
-// Gives `lock`, which holds the mutex, back while it sleeps, so that other threads can start operations and do their work.
+// Releases `lock`, which holds the mutex, while sleeping, so that other threads can start operations and do their work.
 bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& lock) {
   const auto seq = op.seq();  // while this thread sleeps, another may give the slot to a later operation
   const auto reached = [&] {
@@ -270,7 +271,7 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& 
   auto next_check = begin + kPeerCheck;
   SignalWatch signals(begin);
   const int spins = !patience.spins ? 0 : crowded_ ? kCrowdedSpins : kSpins;
-  // The other hosts are further away than that, and to look for them takes locks that their link needs.
+  // Other hosts are further away than that, and checking on them takes locks that their link needs.
   const bool shortly = !patience.spins || board_.spans() || short_waits_ > 0;
   int looks = shortly ? spins : spins + (crowded_ ? kCrowdedYields : kYields);
   short_waits_ -= short_waits_ > 0 ? 1 : 0;
@@ -278,13 +279,13 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& 
   const auto work_or_help = [&](int idle) {
     return work() || ((crowded_ || idle >= kHelpAfter) && op.help(idle >= spins));
   };
-  // A peer that hands out the same work over and over can't keep us here.
+  // A peer that hands out the same work over and over must not keep us here.
   const auto check = [&](Clock::time_point now) {
     check_peers(op, patience.fails ? patience.until : Clock::time_point::max(), patience.limit);
     return patience.fails || now < patience.until;
   };
   for (int idle = 0; !reached();) {
-    // Before any work: what another thread gave up, with its memory, must not be written to any more.
+    // Before any work: memory that another thread gave up must not be written to.
     if (failure_.has_failed()) {
       failure_.check();
     }
@@ -309,7 +310,7 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& 
       looks = spins;  // it has become a long wait
       ++asleep_;
       const auto bell = board_.lie_down();
-      // Whoever posted before it saw us asleep is seen here.
+      // A peer that posted before it could see us asleep is noticed here.
       if (!reached() && !work_or_help(std::max(spins, kHelpAfter))) {
         const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(patience.until - Clock::now()).count();
         const auto longest = awaits_outer() ? kOuterSleepNs : kSleepNs;
@@ -323,7 +324,7 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& 
       if (now < next_check && now < patience.until) {
         continue;
       }
-      // What another thread has seen meanwhile counts, but not against an operation that is complete.
+      // What another thread has seen counts, but not against an operation that is complete.
       if (reached()) {
         return true;
       }
@@ -340,7 +341,7 @@ bool Engine::wait_until(Goal goal, Running& op, const Patience& patience, Lock& 
   return true;
 }
 
-// Who is called away will not come back to the operation, and the peers must not wait for that.
+// If a handler raises, this thread will not return to the operation, and the peers must not wait for it.
 void Engine::run_handlers(SignalWatch& signals, const Running& waited_for, Lock& lock) {
   const auto what = waited_for.describe();
   lock.unlock();
@@ -348,15 +349,15 @@ void Engine::run_handlers(SignalWatch& signals, const Running& waited_for, Lock&
     signals.look();
   } catch (...) {
     interrupt(board_.name(board_.rank()) + " gave up: the handler of a signal raised an exception in " + what);
-    lock.lock();  // whoever is at work on the operation has ended: its memory may go
+    lock.lock();  // no thread works on the operation any more, so its memory may go
     throw;
   }
   lock.lock();
 }
 
-// Throws if it is no use to wait any longer.
+// Throws if waiting is pointless.
 void Engine::check_peers(Running& waited_for, Clock::time_point deadline, milliseconds timeout) {
-  // Operations are worked on in order: the first that lacks an input holds up those after it.
+  // Operations are done in order: the first one that lacks an input holds up those after it.
   auto& op = waited_for.is_worked() ? waited_for : running(cursor_);
   std::string names;
   int first = -1;
@@ -377,10 +378,10 @@ void Engine::check_peers(Running& waited_for, Clock::time_point deadline, millis
   }
 }
 
-// Whether the operation waits for it. If it does not: if the peer gave up, no other will go on for long. If it died, it may have had a
-// chunk of another's shard in its hands; one that closed its end had none.
+// Whether the operation is waiting for this peer. Even if it isn't: if the peer gave up, no other will go on for long; if it
+// died, it may have been working on a chunk of another's shard. One that closed its end had none.
 bool Engine::check_peer(Running& op, int peer) {
-  // In this order: a rank that finished the operation may have closed its end, and exited, since it was last looked at.
+  // In this order: a rank that finished the operation may have closed its end and exited since it was last checked.
   const bool exited = config_.gone(peer);
   const auto state = board_.state(peer);
   const bool waits = op.waits_for(peer);
@@ -393,7 +394,7 @@ bool Engine::check_peer(Running& op, int peer) {
   return waits;
 }
 
-// A rank that has left, with `state` as its last word.
+// Reports a rank that has left, with `state` as its last state.
 void Engine::blame(int peer, RankState state, const std::string& what) {
   if (state == RankState::kFailed) {
     failure_.fail_after(what, peer);

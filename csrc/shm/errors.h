@@ -10,7 +10,7 @@
 
 namespace torchddp::shm {
 
-// Setting up failed; the ranks fall back together, or tell the user.
+// Setup failed; the ranks fall back together, or tell the user.
 class Unavailable : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -18,7 +18,7 @@ class Unavailable : public std::runtime_error {
 
 [[noreturn]] inline void throw_unavailable(const std::string& what) {
   auto reason = std::generic_category().message(errno);
-  if (errno == EMFILE) {  // nobody else's fault
+  if (errno == EMFILE) {  // only this process is affected
     rlimit limit{};
     getrlimit(RLIMIT_NOFILE, &limit);
     reason += " in this process, which may have " + std::to_string(limit.rlim_cur) + " (ulimit -n)";

@@ -3,7 +3,7 @@
 namespace torchddp::shm {
 namespace {
 
-// How long a peer that gave up without saying because of whom is not held against it.
+// How long a peer that gave up without naming a culprit is not itself blamed.
 constexpr std::chrono::milliseconds kReasonPatience{500};
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Why an engine can't go on.
+// Why an engine can't continue.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@
 
 namespace torchddp::shm {
 
-// Of one thread at a time, but for interrupt(). Once an engine has failed it stays so, and its peers see that.
+// Used by one thread at a time, except for interrupt(). Once an engine has failed it stays so, and its peers see that.
 class Failure {
  public:
   using Clock = std::chrono::steady_clock;
@@ -24,19 +24,20 @@ class Failure {
   bool has_failed() const { return !failed_.empty() || interrupted_.load(std::memory_order_acquire); }
   // Throws TransportError if there is one.
   void check();
-  // From any thread.
+  // Thread-safe.
   void interrupt(const std::string& reason);
-  // `culprit`: because of whom, or -1.
+  // `culprit`: the rank responsible, or -1.
   [[noreturn]] void fail(const std::string& message, int culprit);
-  // Because `rank` did, before `what` was complete. One that names no culprit was probably interrupted from outside, by who is about to interrupt this rank too, with a
-  // reason that says more: unless it is `late`, there is some time for that first, in which whoever waits goes on.
+  // Fails because `rank` did, before `what` was complete. A rank that names no culprit was probably interrupted from outside,
+  // by something that is about to interrupt this rank too with a better reason. Unless `late`, it gets some time for that, and
+  // the caller goes on waiting.
   void fail_after(const std::string& what, int rank, bool late = false);
   // A peer that gave up without naming a culprit, or -1.
   int silent() const { return silent_; }
 
  private:
   const Board& board_;
-  const int forks_;  // of this process when the engine was made
+  const int forks_;  // of this process when the engine was created
   std::string failed_;
   int silent_ = -1;  // first seen at silent_since_
   Clock::time_point silent_since_;

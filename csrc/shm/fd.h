@@ -32,16 +32,16 @@ class Fd {
   int fd_ = -1;
 };
 
-// The whole message or nothing: then false, with errno set.
+// Sends the whole message or nothing; in that case returns false with errno set.
 bool send_with_fd(int socket, std::span<const std::byte> message, int fd);
 
 struct ReceivedFd {
   bool whole = false;    // a message of the expected size came, with exactly one file descriptor
-  bool refused = false;  // this process may hold no more of them
+  bool refused = false;  // this process has reached its limit of open files
   Fd fd;
 };
 
-// What is there to be read now, without waiting.
+// Reads what is available now, without waiting.
 ReceivedFd receive_with_fd(int socket, std::span<std::byte> message);
 
 }  // namespace torchddp::shm

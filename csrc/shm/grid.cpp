@@ -7,7 +7,7 @@
 namespace torchddp::shm {
 namespace {
 
-// Of each rank's block: small enough to be in cache when it is written to all, large enough to be worth a claim.
+// Of each rank's block: small enough to stay in cache until it is written to all, large enough to be worth claiming.
 constexpr int64_t kChunkBytes = 64 * 1024;
 // Chunks begin at multiples of this many elements: whole cache lines for every type.
 constexpr int64_t kUnit = 128;
@@ -36,7 +36,7 @@ Grid grid_of(const Operation& operation, const Board& board) {
   const auto numel = operation.numel;
   const auto share = round_up(ceil_div(numel, most), kUnit);
   const auto max_chunks = int64_t{Marks::kMaxChunks} * least;
-  // As many for each, so that owners have as much to do: the last ones may be empty.
+  // The same number for each owner, so that they have equal work; the last ones may be empty.
   const auto each = std::clamp(ceil_div(share * kernels::item_size(operation.type), kChunkBytes), int64_t{1},
                                std::max<int64_t>(max_chunks / most, 1));
   const auto chunks = std::min(each * most, max_chunks);

@@ -1,4 +1,4 @@
-// How a large all-reduce is cut into chunks, and who owns which: pure, and the same on all ranks.
+// How a large all-reduce is cut into chunks, and who owns which: pure functions with the same result on all ranks.
 #pragma once
 
 #include <cstdint>
@@ -14,16 +14,16 @@ struct Grid {
   int64_t chunk_numel = 0;
   int chunks = 0;
 
-  // Each of `owners` has about as many chunks as the others, one behind the other.
+  // Each of `owners` has about the same number of consecutive chunks.
   int begin(int owner, int owners) const { return static_cast<int>(int64_t{chunks} * owner / owners); }
   int owner(int chunk, int owners) const { return static_cast<int>(((int64_t{chunk} + 1) * owners - 1) / chunks); }
   // The elements of chunks [first, last).
   Range range(int first, int last) const;
 };
 
-// The nodes that an all-reduce knows: all ranks are one where sums can't be handed on, see Note [Chunks].
+// The memory nodes that an all-reduce distinguishes: a single one if sums can't be passed on, see Note [Chunks].
 std::span<const Group> nodes_of(const Operation& operation, const Board& board);
-// How many of a node's ranks own chunks, the first ones: all of them but between hosts.
+// How many of a node's ranks own chunks, counted from the first: all of them unless there are several hosts.
 int owners_of(const Group& node, const Board& board);
 Grid grid_of(const Operation& operation, const Board& board);
 

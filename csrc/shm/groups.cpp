@@ -7,7 +7,8 @@
 namespace torchddp::shm {
 namespace {
 
-// As many as share a last-level cache on many processors. A leader reads so many posts, and a sum passes so many fewer leaders.
+// The number of cores that share a last-level cache on many processors. A leader reads this many posts, and a sum passes that
+// many fewer leaders.
 constexpr int kSmall = 8;
 
 std::vector<Group> runs_of(std::span<const int> nodes) {

@@ -1,4 +1,4 @@
-// Which ranks of a host work together: those of a node of memory, and in small groups.
+// Which ranks of a host work together: those of one memory node, in small groups.
 #pragma once
 
 #include <span>
@@ -13,8 +13,8 @@ struct Group {
   int end() const { return first + size; }
 };
 
-// Sums are formed in rank order, so a group hands its partial sum on to the next: a group is a run of ranks, and where the ranks of two
-// nodes take turns, nodes are of no use and count as one.
+// Sums are formed in rank order and one group passes its partial sum to the next, so a group is a run of consecutive ranks. If
+// the ranks of two nodes alternate, nodes don't help, and all ranks count as one node.
 class Groups {
  public:
   // `nodes`: where each rank runs.
@@ -22,14 +22,14 @@ class Groups {
 
   // All ranks, as if they were on one node.
   const std::vector<Group>& all() const { return all_; }
-  // All ranks of a node each.
+  // All ranks of one node each.
   const std::vector<Group>& nodes() const { return nodes_; }
   size_t node_of(int rank) const { return node_of_[static_cast<size_t>(rank)]; }
-  // Parts of nodes, few enough ranks for one of them to read what each has posted.
+  // Parts of nodes, with few enough ranks for one of them to read every rank's post.
   const std::vector<Group>& small() const { return small_; }
   size_t small_of(int rank) const { return small_of_[static_cast<size_t>(rank)]; }
   int leader_of(int rank) const { return small_[small_of(rank)].first; }
-  // Of all: it has the total.
+  // The leader that has the total.
   int last_leader() const { return small_.back().first; }
 
  private:

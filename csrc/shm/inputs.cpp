@@ -39,7 +39,7 @@ bool agrees(const Terms& terms, const Operation& mine) {
   job.failure.fail(job.board.name(rank) + " offers memory that is not in its segment, for " + job.describe(), rank);
 }
 
-// Not to be read again by a compiler that would rather: the peer may have changed it.
+// Keeps the compiler from reading it again: the peer may have changed it.
 void read_once() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
 Place place_of(const Post& post) {
@@ -124,7 +124,7 @@ void Inputs::check(int rank) {
   scales_[at] = terms.scale;
   scaled_ |= terms.scale != 1.0;
   counted_[at] = terms.counted != 0 && can_count(operation, job_.board);
-  // Of the ranks of other nodes nobody here knows.
+  // No rank here knows about the ranks of other nodes.
   counts_ |= counted_[at] != 0 || (can_count(operation, job_.board) && job_.board.groups().nodes().size() > 1);
   known_[at] = 1;
   job_.board.count_lines(rank, parcel_lines(is_eager(operation, job_.board) ? operation.bytes() : 0));
@@ -139,12 +139,12 @@ std::byte* Inputs::find_block(int rank) const {
   if (!job_.board.holds(rank, offset, job_.operation.bytes())) {
     fail_outside(job_, rank);
   }
-  // One's own is read where it was just read to be copied: from cache.
+  // A rank reads its own input where it was just read for the copy: from cache.
   const bool own = job_.operation.form == Form::kEveryone && rank == job_.rank();
   return own ? static_cast<std::byte*>(job_.operation.output) : job_.board.base(rank) + offset;
 }
 
-// The part of a rank's block that is for this one.
+// The part of a rank's block that is meant for this one.
 std::byte* Inputs::find_split(int rank, const Terms& terms) const {
   const auto& board = job_.board;
   const auto table_bytes = split_table_bytes(board.size());
@@ -203,7 +203,7 @@ void Inputs::sum(Group ranks, const void* partial, Range range, std::span<void* 
   }
 }
 
-// Whoever sums tells the others what it found, in their own slots: nobody else empties those.
+// The rank that sums writes what it found to the others' slots, which only their owners clear.
 void Inputs::sum_checked(Group ranks, bool has_partial, std::span<void* const> targets,
                          std::span<const void* const> sources, std::span<const double> scales, int64_t numel) const {
   std::array<int64_t, kMaxRanks + 1> counts;
@@ -212,7 +212,7 @@ void Inputs::sum_checked(Group ranks, bool has_partial, std::span<void* const> t
   if (!kernels::checked_sum_ranks(targets, sources, scales, job_.operation.type, numel, found)) [[likely]] {
     return;
   }
-  // A partial sum that is not finite makes a total that is not either.
+  // A non-finite partial sum makes a non-finite total.
   const int size = job_.board.size();
   for (int rank = ranks.end() == size ? 0 : size; rank < size; ++rank) {
     job_.slot(rank).sums_not_finite.store(1);
@@ -225,7 +225,7 @@ void Inputs::sum_checked(Group ranks, bool has_partial, std::span<void* const> t
   }
 }
 
-// Sums of 16-bit floats, formed and written in kF32, piece by piece so that they stay in the first cache.
+// Sums of 16-bit floats, computed and written in kF32 piece by piece so that they stay in the L1 cache.
 void Inputs::sum_wires(Group ranks, const void* partial, Range range, std::span<void* const> targets) const {
   constexpr int64_t kPiece = 2048;
   std::array<float, kPiece> total;

@@ -10,26 +10,26 @@
 
 namespace torchddp::shm {
 
-// Checked before it is used, see Note [Trust]. What disagrees with this rank's operation is an error.
+// Checked before use, see Note [Trust]. Anything that disagrees with this rank's operation is an error.
 class Inputs {
  public:
   explicit Inputs(Job& job);
 
   void begin();
-  // What this rank is in; an error if `theirs`, which `rank` has written, are others.
+  // The terms of this rank's operation; an error if `theirs`, which `rank` wrote, differ.
   Terms terms() const;
   void expect(int rank, const Terms& theirs) const;
-  // No more are looked for: this rank's work is done, and slots may come to serve later operations.
+  // Stops looking for inputs: this rank's work is done, and slots may be reused by later operations.
   void close() { is_open_ = false; }
-  // False as long as a rank has not posted its own.
+  // False as long as the rank has not posted its input.
   bool find(int rank);
-  // Whether those of all these ranks are known. `next`: the first not yet known to be, kept by the caller.
+  // Whether the inputs of all these ranks are known. `next`: the first one not known yet, kept by the caller.
   bool find(Group ranks, int& next);
 
-  // Of ranks whose inputs are known. Of a Form::kQuestion: whether they accept.
+  // For ranks whose inputs are known. For Form::kQuestion: whether they accept.
   bool all_accept() const { return all_accept_; }
   std::byte* block(int rank) const { return blocks_[static_cast<size_t>(rank)]; }
-  // In rank order, `range` of the inputs of these ranks after `partial`, which may be null. To all targets.
+  // Adds `range` of these ranks' inputs to `partial`, which may be null, in rank order. Writes to all targets.
   void sum(Group ranks, const void* partial, Range range, std::span<void* const> targets) const;
 
  private:
@@ -43,11 +43,11 @@ class Inputs {
   Job& job_;
   std::vector<uint8_t> known_;           // by rank
   std::vector<std::byte*> blocks_;       // every rank's input
-  std::vector<const std::byte*> wires_;  // what they send in the place of their blocks
+  std::vector<const std::byte*> wires_;  // what they send instead of their blocks
   std::vector<double> scales_;           // what their inputs are multiplied by
-  std::vector<uint8_t> counted_;         // who wants to know what is infinite or NaN
-  bool scaled_ = false;                  // not all by 1
-  bool counts_ = false;                  // anybody
+  std::vector<uint8_t> counted_;         // who asks for non-finite counts
+  bool scaled_ = false;                  // not all scales are 1
+  bool counts_ = false;                  // whether any rank does
   bool all_accept_ = true;
   bool is_open_ = true;
 };

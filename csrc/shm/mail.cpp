@@ -18,12 +18,12 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = Engine::Clock;
 
-// Looking before sleeping: some 100 us where each rank has a processor.
+// Spins for about 100 us before sleeping, if each rank has a processor.
 constexpr int kSpins = 2000;
 constexpr int kCrowdedSpins = 20;
 constexpr int64_t kSleepNs = 20'000'000;
 constexpr milliseconds kPeerCheck{10};
-// Of envelopes that wait for a message as large.
+// The limit for idle envelopes.
 constexpr int64_t kFreeBytes = 64 << 20;
 constexpr auto kEnvelopeBytes = static_cast<int64_t>(sizeof(Envelope));
 
@@ -37,7 +37,7 @@ bool matches(const Message& receive, int from, const Letter& letter) {
   return (receive.peer < 0 || receive.peer == from) && receive.tag == letter.tag;
 }
 
-// What is used of it. A peer may change `from` meanwhile: `to` is what counts.
+// Copies what is used of it. A peer may change `from` meanwhile; `to` is what counts.
 void copy(Letter& to, const Letter& from) {
   to.tag = from.tag;
   to.bytes = from.bytes;
@@ -68,7 +68,7 @@ std::string Mail::describe(const Message& message) const {
          std::to_string(message.tag) + ")";
 }
 
-// Where the message is to be written.
+// Where to write the message.
 std::byte* Mail::prepare(Letter& letter) {
   engine_.check();
   const Lock lock(mutex_);
@@ -115,7 +115,7 @@ void Mail::forget(const MessagePtr& message) {
   receives_.remove(message);
 }
 
-// Contents of a fresh block are unspecified.
+// The contents of a fresh block are unspecified.
 void Mail::open_box() {
   if (box_ != nullptr) {
     return;
@@ -132,7 +132,7 @@ void Mail::open_box() {
   board_.own_header().mail.store(segment_.offset_of(memory));
 }
 
-// Of a peer, for this rank; null as long as that has sent and received nothing.
+// A peer's lane for this rank; null until that peer has sent or received something.
 const Lane* Mail::lane_of(int peer) {
   auto& lane = boxes_[static_cast<size_t>(peer)];
   if (lane == nullptr) {
@@ -148,7 +148,7 @@ const Lane* Mail::lane_of(int peer) {
   return lane;
 }
 
-// Whether anything moved.
+// True if anything moved.
 bool Mail::advance() {
   bool moved = false;
   for (int peer = 0; peer < board_.size(); ++peer) {
@@ -203,7 +203,7 @@ bool Mail::take_letters(int from) {
     accept(from, letter);
     taken.store(number + 1);
   }
-  // The sender waits for room, or another thread of this rank for a message.
+  // The sender may be waiting for room, or another thread of this rank for a message.
   if (theirs->posted.load() - before >= kLetters || board_.has_sleepers()) {
     board_.ring();
   }
@@ -242,14 +242,14 @@ void Mail::deliver(Message& message, int from, const Letter& letter) {
   message.is_done = true;
 }
 
-// Null if it is not in the segment of that rank.
+// Null if it is not in that rank's segment.
 Envelope* Mail::find_envelope(int from, const Letter& letter) {
   const bool inside = letter.envelope % 64 == 0 && letter.bytes <= INT64_MAX - kEnvelopeBytes &&
                       board_.holds(from, letter.envelope, kEnvelopeBytes + letter.bytes);
   return inside ? reinterpret_cast<Envelope*>(board_.base(from) + letter.envelope) : nullptr;
 }
 
-// Where in this rank's segment.
+// Returns its offset in this rank's segment.
 int64_t Mail::lend_envelope(int64_t bytes) {
   collect_envelopes();
   auto size = bytes + kEnvelopeBytes;
@@ -272,7 +272,7 @@ int64_t Mail::lend_envelope(int64_t bytes) {
   return segment_.offset_of(memory);
 }
 
-// Those that were read.
+// Reclaims the ones that were read.
 void Mail::collect_envelopes() {
   for (auto it = lent_.begin(); it != lent_.end();) {
     if (it->second->is_read.load() == 0) {
@@ -354,12 +354,12 @@ bool Mail::wait_until(const MessagePtr& message, Time until, bool spin) {
   return true;
 }
 
-// Until somebody rings.
+// Sleeps until the doorbell rings.
 void Mail::sleep(const MessagePtr& message, Time until) {
   const auto bell = board_.lie_down();
   try {
     engine_.check();
-    // Whoever posted before it saw us asleep is seen here.
+    // A peer that posted before it could see us asleep is noticed here.
     if (!is_done(message)) {
       const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(until - Clock::now()).count();
       board_.sleep(bell, std::clamp<int64_t>(left, 1, kSleepNs));
@@ -371,7 +371,7 @@ void Mail::sleep(const MessagePtr& message, Time until) {
   board_.rise();
 }
 
-// Throws if nobody is left who could do the other part. What a rank sent before it left is there.
+// Throws if no rank is left that could do the other part. What a rank sent before it left can still be read.
 void Mail::check_peers(const MessagePtr& message) {
   int last_left = -1;
   bool all_left = true;
@@ -389,7 +389,7 @@ void Mail::check_peers(const MessagePtr& message) {
   }
 }
 
-// As in Engine: the peers must not wait for who is called away.
+// As in Engine: if a handler raises, the peers must not wait for this thread.
 void Mail::run_handlers(SignalWatch& signals, const Message& message) {
   try {
     signals.look();

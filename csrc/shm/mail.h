@@ -1,13 +1,14 @@
-// Messages from one rank to another, beside the collectives of the engine.
+// Point-to-point messages between ranks, independent of the engine's collectives.
 //
 // Note [How messages travel]
-// A sender writes a letter to a lane of its own segment, one lane for each rank, and goes on: a small message travels in the letter, a
-// larger one in an envelope, which is memory of the sender's segment. A receiver takes all letters out of its lanes whenever it looks,
-// and keeps those that nobody has asked for yet, so that a lane is full only while its receiver does not look; then the sender's
-// letters wait on its side. A receiver reads an envelope when its message is asked for, and says so in the envelope, which then serves
-// another. Nothing of it is freed before the segment is: what was sent can be read when the sender is long gone.
+// A sender writes a letter to a lane in its own segment (one lane per rank) and continues. A small message is stored in the
+// letter, a larger one in an envelope, which is a block of the sender's segment. Whenever a receiver is inside a call, it takes
+// all letters out of its lanes and keeps those that no receive has asked for yet. So a lane is only full while its receiver
+// makes no calls; then further letters wait on the sender's side. A receiver reads an envelope when its message is asked for
+// and marks it as read, after which it can be reused. Envelopes are only freed with the segment, so a message can still be read
+// long after its sender has gone.
 //
-// Messages are matched by source and tag, in the order in which they were sent, with receives in the order in which they were asked for.
+// Messages are matched by source and tag, in the order they were sent, with receives in the order they were posted.
 #pragma once
 
 #include <array>
@@ -37,52 +38,53 @@ inline constexpr uint64_t kLetters = 32;
 struct Letter {
   int32_t tag = 0;
   int64_t bytes = 0;
-  int64_t envelope = 0;  // where it is in the sender's segment; 0: the message is in `body`
+  int64_t envelope = 0;  // location in the sender's segment; 0: the message is in `body`
   std::array<std::byte, kLetterBytes> body;
 };
 
-// Between the owner of the segment, who alone writes to it, and one other rank.
+// Between the segment's owner, which alone writes to it, and one other rank.
 struct alignas(64) Lane {
   std::atomic<uint64_t> posted;  // letters to that rank
   std::atomic<uint64_t> taken;   // letters from that rank
   std::array<Letter, kLetters> letters;
 };
 
-// The message follows.
+// The message follows it.
 struct alignas(64) Envelope {
   std::atomic<uint32_t> is_read;  // written by the receiver
 };
 
 // --- in this process ---
 
-// What a rank sends, or waits for. Only to be looked at after Mail has said that it is done.
+// A message being sent or waited for. Only valid to read after Mail has reported that it is done.
 struct Message {
-  const int peer;  // -1: a receive from any
+  const int peer;  // -1: receive from any rank
   const int32_t tag;
   const int64_t bytes;
-  std::byte* const target;  // of a receive; null for what is sent
+  std::byte* const target;  // for a receive; null for a send
   int source = -1;          // of what was received
-  std::string problem{};    // why it could not be delivered; the next one may be
+  std::string problem{};    // why it could not be delivered; later messages may still be
   bool is_done = false;
 };
 using MessagePtr = std::shared_ptr<Message>;
 
-// Thread-safe. All methods may throw TransportError, when the engine has failed or because of what makes it fail.
+// Thread-safe. All methods may throw TransportError if the engine has failed, or because of what makes it fail.
 class Mail {
  public:
   // All three must outlive it.
   Mail(Engine& engine, Segment& segment);
 
-  // Calls write(memory) for the message before it returns. Done as soon as its letter has found room: nobody waits for the receiver.
+  // Calls write(memory) for the message before returning. Done as soon as its letter has found room; the receiver is not waited
+  // for.
   template <typename Write>
   MessagePtr send(int to, int32_t tag, int64_t bytes, Write&& write);
-  // `target` must stay until the message is done, or forgotten. A message of another size is a problem of that message alone.
+  // `target` must stay valid until the message is done or forgotten. A size mismatch fails that message only.
   MessagePtr receive(int from, int32_t tag, void* target, int64_t bytes);
-  // A receive that nobody waits for any more.
+  // Cancels a receive that no one waits for any more.
   void forget(const MessagePtr& message);
 
   bool poll(const MessagePtr& message);
-  // An error, for all ranks, when `timeout` is up, counted from `since`.
+  // Raises an error, for all ranks, if `timeout`, counted from `since`, has passed.
   void wait(const MessagePtr& message, std::chrono::milliseconds timeout,
             Engine::Clock::time_point since = Engine::Clock::now());
   // False if it is not done after `longest`. `spin`: as for Engine::wait_for().
@@ -127,7 +129,7 @@ class Mail {
   std::vector<const Lane*> boxes_;  // the peers' lanes for this rank; null until they have a box
   std::vector<std::deque<Outgoing>> outgoing_;
   std::vector<std::deque<Letter>> unread_;  // by source, in the order of their arrival
-  std::list<MessagePtr> receives_;          // in the order in which they were asked for
+  std::list<MessagePtr> receives_;          // in the order they were posted
   std::list<std::pair<int64_t, Envelope*>> lent_;
   std::multimap<int64_t, Envelope*> free_;  // by bytes
 };

@@ -26,14 +26,14 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kAddressLength = 32;
-// How often to see whether those that are waited for are still there.
+// How often to check that the ranks waited for still exist.
 constexpr std::chrono::milliseconds kLookAround{100};
-// And to try again what was held up.
+// How often to retry what was blocked.
 constexpr std::chrono::milliseconds kRetry{5};
-// More than there can be ranks to come.
+// More than the number of ranks that can still connect.
 constexpr size_t kMaxSilent = kMaxRanks;
 
-// First words on a connection; the segment's file descriptor travels with them.
+// The first message on a connection; the segment's file descriptor is sent with it.
 struct Hello {
   uint64_t magic = kMagic;
   uint32_t version = kVersion;
@@ -68,7 +68,7 @@ socklen_t fill_address(sockaddr_un& address, const std::string& name) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
 }
 
-// Whether somebody listens there. To ask is to visit, without a word.
+// Whether something listens there. The only way to find out is to connect, without sending anything.
 bool listens(const std::string& name) {
   sockaddr_un address;
   const auto length = fill_address(address, name);
@@ -77,7 +77,7 @@ bool listens(const std::string& name) {
          errno != ECONNREFUSED;
 }
 
-// What is there to be read. Nothing if it is not a hello of ours.
+// Reads what is available. Empty if it is not one of our hellos.
 std::optional<Received> read_hello(int socket) {
   Received received;
   auto message = receive_with_fd(socket, std::as_writable_bytes(std::span(&received.hello, 1)));
@@ -106,7 +106,7 @@ ucred credentials_of(int socket) {
   return credentials;
 }
 
-// Everything that is read before it is trusted.
+// Checks everything that was read before it is trusted.
 Mapping map_segment(const Received& received, int size, const std::string& from) {
   const auto bytes = sealed_bytes(received.segment);
   if (bytes < kDataOffset) {
@@ -124,12 +124,12 @@ Mapping map_segment(const Received& received, int size, const std::string& from)
 std::string local_rank(size_t rank) { return "local rank " + std::to_string(rank); }
 
 // Note [How ranks meet]
-// Each rank connects to those before it, and is connected to by those after it. Who has connected gives its segment, and gets the other's
-// for it; neither before it knows that the other is the same user's. Nothing here waits but poll(): a listener whose queue is full, and a
-// segment that can't be sent because too many descriptors are under way that nobody has read yet (RLIMIT_NOFILE limits those of a user),
-// are tried again, and what has come is read meanwhile, so that others can go on. Nobody else at the listener holds up anybody: who says
-// nothing of ours is let go of, and the oldest of those who say nothing at all when they are too many. A peer may be among those, held up
-// before its first word or between that and our ear: it comes again.
+// Each rank connects to those before it and accepts those after it. The connecting rank sends its segment and gets the other's
+// in return; neither does so before it knows that the other belongs to the same user. Nothing here blocks except poll(). A
+// listener with a full queue, and a segment that can't be sent because too many unread descriptors are in flight (RLIMIT_NOFILE
+// limits those of a user), are retried, and incoming data is read meanwhile so that others can continue. Strangers at the
+// listener hold up no one: a connection that sends anything else is closed, and if too many connections stay silent, so is the
+// oldest of them. One of those may be a peer that was delayed; it connects again.
 class Handshake {
  public:
   Handshake(int listener, const std::vector<std::string>& addresses, const Hello& hello, const Segment& own,
@@ -178,7 +178,7 @@ class Handshake {
     Peer peer;
     bool knows_us = false;  // has this rank's segment
     bool is_known = false;  // we have its segment
-    std::string obstacle;   // why something is to be tried again
+    std::string obstacle;   // why something must be retried
   };
 
   bool is_before(size_t rank) const { return rank < rank_; }
@@ -191,11 +191,11 @@ class Handshake {
                        [](const Other& other) { return other.knows_us && other.is_known; });
   }
 
-  // Connects and gives the segment, as far as that goes now. False if it is to be tried again soon.
+  // Connects and sends the segment, as far as that is possible now. False if it should be retried soon.
   bool reach(size_t rank) {
     auto& other = others_[rank];
     if (!other.peer.socket && (!is_before(rank) || !connect(rank))) {
-      return !is_before(rank);  // that one has to come
+      return !is_before(rank);  // that one connects to us
     }
     return other.knows_us || introduce(rank);
   }
@@ -211,7 +211,7 @@ class Handshake {
       }
       throw_unavailable("could not connect to " + local_rank(rank));
     }
-    // Whoever listens there may have taken the name of a rank that has gone.
+    // The listener may have taken over the name of a rank that is gone.
     if (const auto user = credentials_of(socket.get()).uid; user != geteuid()) {
       throw Unavailable(local_rank(rank) + " runs as user " + std::to_string(user) + ", this rank as " +
                         std::to_string(geteuid()));
@@ -243,17 +243,17 @@ class Handshake {
     throw_unavailable("could not give the shared segment to " + local_rank(rank));
   }
 
-  // We were let go of as if we were a stranger; or it has gone: connecting says so.
+  // Either we were mistaken for a stranger or the rank is gone; connecting again will tell.
   void hear_no_more(size_t rank) {
     others_[rank].obstacle = "it hung up";
     others_[rank].peer.socket = Fd();
     others_[rank].knows_us = false;
   }
 
-  // Everything that has come, or comes until `until`.
+  // Reads everything that has arrived, or arrives until `until`.
   void read(Clock::time_point until) {
     std::vector<pollfd> entries;
-    std::vector<size_t> asked;  // whose answers are awaited
+    std::vector<size_t> asked;  // ranks whose answers are pending
     for (size_t rank = 0; rank < rank_; ++rank) {
       if (others_[rank].knows_us && !others_[rank].is_known) {
         entries.push_back({others_[rank].peer.socket.get(), POLLIN, 0});
@@ -291,7 +291,7 @@ class Handshake {
     }
   }
 
-  // Of the rank that this one has connected to.
+  // The answer of a rank that this one has connected to.
   void hear_answer(size_t rank) {
     const auto received = read_hello(others_[rank].peer.socket.get());
     if (!received) {
@@ -336,18 +336,19 @@ class Handshake {
         }
         return;
       }
-      // Abstract sockets are open to every user of the machine.
+      // Any user of the machine can connect to an abstract socket.
       if (credentials_of(socket.get()).uid == geteuid()) {
         silent_.push_back(std::move(socket));
       }
       if (silent_.size() > kMaxSilent) {
         silent_.erase(silent_.begin());
-        return;  // what they may have said comes first
+        return;  // first read what they may have sent
       }
     }
   }
 
-  // A rank that has given up will not come. One of the missing at a time: all ranks look around, and those they visit have to let them in.
+  // A rank that has given up will not connect. Checks one missing rank at a time: every rank does this, and each check costs
+  // the other side a connection.
   void look_around() {
     if (num_to_come() == 0) {
       return;
@@ -382,17 +383,17 @@ class Handshake {
   const Segment& own_;
   const size_t rank_;
   const Clock::time_point deadline_;
-  bool is_limited_ = false;    // the same obstacle is before all ranks
-  size_t seen_;                // which of those to come was looked for last
-  std::vector<Other> others_;  // by rank; nothing is to be done for this one's
-  std::vector<Fd> silent_;     // who has come and said nothing yet, the oldest first
+  bool is_limited_ = false;    // all ranks face the same obstacle
+  size_t seen_;                // which expected rank was checked last
+  std::vector<Other> others_;  // by rank; this rank's own entry is unused
+  std::vector<Fd> silent_;     // connected but silent so far, oldest first
 };
 
 std::string read_line(const char* path) {
   std::ifstream file(path);
   std::string line;
   if (!std::getline(file, line)) {
-    throw_unavailable(std::string("could not read ") + path);  // or this rank would seem to be on another host
+    throw_unavailable(std::string("could not read ") + path);  // or this rank would appear to be on another host
   }
   return line;
 }

@@ -8,7 +8,7 @@
 namespace torchddp::shm {
 namespace {
 
-// Up to so many ranks everybody reads what everybody has posted: one step, and no more cache lines than a chain's.
+// Up to this many ranks, every rank reads every post: a single step, and no more cache lines than a chain needs.
 constexpr int kFlatRanks = 4;
 
 bool is_half(kernels::DType type) { return type == kernels::DType::kF16 || type == kernels::DType::kBF16; }
@@ -17,7 +17,7 @@ bool is_usual_sum(const Operation& operation) {
   return operation.kind == OpKind::kAllReduce && operation.form == Form::kUsual;
 }
 
-// The leader of a group reads what it has posted and the sum before, and where the total is; the others read that.
+// The leader of a group reads its ranks' posts, the previous sum, and the total's location; the others read that.
 int64_t read_in_chain(int64_t bytes, const Board& board) {
   const auto& groups = board.groups();
   const auto place = groups.small_of(board.rank());
@@ -29,8 +29,8 @@ int64_t read_in_chain(int64_t bytes, const Board& board) {
   return (group.size - 1 + (place > 0 ? 1 : 0) + (has_total ? 0 : 1)) * bytes;
 }
 
-// Of its chunks an owner reads its node's addends and the sum before, and writes the sums to all of the node: at once, or by way of the
-// last node.
+// For its chunks, an owner reads its node's addends and the previous sum, and writes the sums to all ranks of the node,
+// directly or by way of the last node.
 Moved moved_by_owner(const Operation& operation, const Board& board) {
   const auto nodes = nodes_of(operation, board);
   const auto at = nodes.size() == 1 ? 0 : board.groups().node_of(board.rank());
@@ -64,7 +64,7 @@ bool is_eager(const Operation& operation, const Board& board) {
   if (operation.kind != OpKind::kAllReduce) {
     return operation.bytes() <= kEagerBytes;
   }
-  // A sum of 16-bit floats that is handed on would be rounded more than once.
+  // A sum of 16-bit floats that is passed on would be rounded more than once.
   const bool is_flat = board.size() <= kFlatRanks;
   const bool fits = operation.bytes() <= (is_flat ? kEagerBytes : kChainBytes);
   return fits && !board.spans() && (is_flat || !is_half(operation.type));

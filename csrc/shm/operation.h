@@ -1,4 +1,4 @@
-// Operations: what a rank asks for, and what follows from that and from the ranks that take part.
+// Operations: what a rank asks for, and what follows from that and from the participating ranks.
 #pragma once
 
 #include <atomic>
@@ -13,10 +13,10 @@
 
 namespace torchddp::shm {
 
-// As torch names it.
+// The name used by torch.
 const char* kind_name(OpKind kind);
 
-// What is infinite or NaN in an operation.
+// Non-finite values in an operation.
 struct NonFinite {
   std::atomic<int64_t> inputs{0};        // elements of this rank's input, added
   std::atomic<bool> sums_finite{false};  // whether all elements of the result are known to be finite
@@ -29,24 +29,25 @@ struct Operation {
   int root = 0;
   // Elements of this rank's input (kScatter: of the root's).
   int64_t numel = 0;
-  // Must lie in this rank's segment unless is_eager(); null where a rank has none (not the root).
+  // Must be in this rank's segment unless is_eager(); null on ranks without one (not the root).
   const void* input = nullptr;
-  // Any memory; of a large kAllReduce it is the input; of kReduce it may be, and is null but on the root.
+  // Any memory. For a large kAllReduce it is the input; for kReduce it may be, and is null except on the root.
   void* output = nullptr;
-  // What this rank's input is multiplied by before it is summed (kAllReduce, kReduce); ranks may differ. Anything but 1 for a sum of
-  // kF64 or kF32 only.
+  // Factor for this rank's input before it is summed (kAllReduce, kReduce); ranks may differ. Other than 1 only for sums of
+  // kF64 or kF32.
   double scale = 1.0;
-  // For a large kAllReduce of kF32: memory of the segment for numel 16-bit floats of type `wire`, in which the input travels. Sums are
-  // formed in kF32; sums that travel on to other hosts are rounded again.
+  // For a large kAllReduce of kF32: memory of the segment for numel 16-bit floats of type `wire`, in which the input is sent.
+  // Sums are computed in kF32; sums that are sent on to other hosts are rounded again.
   void* wire_memory = nullptr;
   kernels::DType wire = kernels::DType::kBF16;
-  // Of kAllReduce on a single host, the same on all ranks. The output of a kEveryone is what the input is a copy of. A kQuestion has no input, and a bool, if anything, for its output: whether all accept.
+  // For kAllReduce on a single host; equal on all ranks. The output of a kEveryone is what the input is a copy of. A kQuestion
+  // has no input, and at most a bool as its output: whether all accept.
   Form form = Form::kUsual;
   bool accepts = false;
-  // Of a large kAllReduce, a sum of floats without wire_memory: filled in by the time that wait() returns. Whoever sums looks, while sums
-  // are in registers. Nothing is found out about others.
+  // For a large kAllReduce that sums floats without wire_memory; filled in by the time wait() returns. The rank that sums
+  // checks the values while they are in registers. Other operations report nothing.
   std::shared_ptr<NonFinite> non_finite = {};
-  // kAllToAllSplits: bytes that this rank expects from each, in rank order; empty: nothing from anybody.
+  // kAllToAllSplits: the bytes that this rank expects from each rank, in rank order; empty: nothing from any.
   std::vector<int64_t> expected = {};
 
   int64_t bytes() const { return numel * kernels::item_size(type); }
@@ -56,22 +57,22 @@ struct Operation {
 // [offsets[r], offsets[r + 1]) of it are for rank r.
 constexpr int64_t split_table_bytes(int size) { return round_up((size + 1) * 8, 16); }
 
-// How it is done. Whether the operation's input travels in the post.
+// Whether the operation's input is sent in the post itself.
 bool is_eager(const Operation& operation, const Board& board);
-// Whether it is summed from group to group, or in chunks by their owners; by each rank for itself otherwise.
+// Whether it is summed from group to group, or in chunks by their owners; otherwise each rank sums for itself.
 bool is_chained(const Operation& operation, const Board& board);
 bool is_chunked(const Operation& operation, const Board& board);
-// Whether the numbers travel in 16 bits; how many bytes that are.
+// Whether the values are sent in 16 bits, and how many bytes that takes.
 bool has_wire(const Operation& operation, const Board& board);
 int64_t wire_bytes(const Operation& operation);
-// Whether infinities and NaNs can be told.
+// Whether infinities and NaNs can be reported.
 bool can_count(const Operation& operation, const Board& board);
 
 struct Moved {
   int64_t bytes = 0;        // of other ranks' memory, that this rank reads or writes
   int64_t outer_numel = 0;  // of its shard, which it sums with the other hosts
 };
-// What an operation like this takes of this rank, if every rank does its own work.
+// What such an operation costs this rank if every rank does its own work.
 Moved moved(const Operation& operation, const Board& board);
 
 // Of elements.

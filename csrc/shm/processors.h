@@ -1,4 +1,4 @@
-// Which processors this process may use, how many of them at a time, and where memory is near.
+// Which processors this process may use, how many of them at a time, and which memory is close.
 #pragma once
 
 #include <array>
@@ -13,16 +13,16 @@ using ProcessorMask = std::array<uint64_t, 16>;
 
 int count(const ProcessorMask& mask);
 
-// By the affinity of the calling thread; none if the machine has more.
+// From the affinity of the calling thread; empty if the machine has more.
 ProcessorMask allowed_processors();
 
 // How many processors a control group may use at a time.
 struct Quota {
-  int processors = 0;  // rounded down but at least one; 0: no group says
-  uint64_t group = 0;  // which one says it: the same number for all processes of this host that share it
+  int processors = 0;  // rounded down, at least one; 0: not limited
+  uint64_t group = 0;  // which group sets the limit: the same number in all processes of this host that share it
 };
 
-// The least that the group of this process, or any around it, is given: cpu.max (version 2), cpu.cfs_quota_us (version 1). `root`: of the
+// The smallest quota of this process's group or any parent: cpu.max (version 2) or cpu.cfs_quota_us (version 1). `root`: of the
 // file system.
 Quota processor_quota(const std::string& root = "");
 
@@ -31,11 +31,12 @@ struct Allowance {
   Quota quota;
 };
 
-// Whether ranks with these have fewer processors than they are, all together or some of them: those that may run nowhere else (a
-// scheduler binds each rank to its own, or several to one), and those in one control group (each may have a container of its own).
+// Whether ranks with these allowances have fewer processors than ranks, in total or in a subset: ranks bound to the same
+// processors (a scheduler binds each rank to its own, or several to one), or ranks in one control group (each may have its own
+// container).
 bool is_too_little(const std::vector<Allowance>& of_ranks);
 
-// The node of memory that has all of these processors; else that which has `current`; 0 if the kernel knows none.
+// The memory node that has all of these processors; else the one of `current`; 0 if the kernel knows none.
 int memory_node(const ProcessorMask& allowed, int current, const std::string& root = "");
 
 }  // namespace torchddp::shm

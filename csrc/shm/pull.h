@@ -1,5 +1,5 @@
-// Each rank reads what it needs of the others' inputs. Complete when no peer reads one's own any more; at once if that travelled in the
-// post.
+// Each rank reads what it needs of the others' inputs. Complete when no peer reads this rank's input any more; at once if that
+// was in the post.
 #pragma once
 
 #include "shm/inputs.h"
@@ -17,7 +17,7 @@ class Pull final : public Way {
   bool waits_for(int rank, bool is_worked) const override;
 
  private:
-  // Whether this rank reads what `rank` brings; whether `rank` reads what others bring.
+  // Whether this rank reads the input of `rank`, and whether `rank` reads the inputs of others.
   bool needs(int rank) const;
   bool reads(int rank) const { return job_.operation.kind != OpKind::kReduce || rank == job_.operation.root; }
   void move();
@@ -25,7 +25,7 @@ class Pull final : public Way {
 
   Job& job_;
   Inputs& inputs_;
-  int next_input_ = 0, next_done_ = 0;  // the first ranks not yet seen to have posted, to have done their work
+  int next_input_ = 0, next_done_ = 0;  // the first ranks not yet seen to have posted, and to have finished
 };
 
 }  // namespace torchddp::shm

@@ -1,4 +1,4 @@
-// Which of two ways to do the same is quicker where that depends on the machine and changes with time.
+// Learns which of two ways to do something is faster, where that depends on the machine and changes over time.
 #pragma once
 
 #include <algorithm>
@@ -7,17 +7,17 @@
 
 namespace torchddp::shm {
 
-// Takes the quicker one, and tries the other now and then: rarely where it was no better the last times, so that one that takes ten times
-// as long costs a percent or two. Not thread-safe.
+// Takes the faster way and tries the other now and then; more rarely if it was no better the last times, so that even one that
+// takes ten times as long costs only a percent or two. Not thread-safe.
 class Quicker {
  public:
-  // The way to take now: 0, which is the first, or 1.
+  // The way to take now: 0, the initial choice, or 1.
   int way() const { return trials_ > 0 ? 1 - best_ : best_; }
 
-  // What it took, in any unit, for as much work as the other times.
+  // What it cost, in any unit, for a comparable amount of work.
   void took(int way, double cost) {
     auto& known = cost_[static_cast<size_t>(way)];
-    // Who was off the processor meanwhile took long: what is seen seldom is believed slowly.
+    // Being descheduled makes a run look slow, so rare slow results are trusted slowly.
     known = cost < known ? cost : known + (std::min(cost, 2 * known) - known) / 8;
     if (way == best_) {
       const bool has_changed = known > kChange * at_decision_;
@@ -32,7 +32,7 @@ class Quicker {
 
  private:
   static constexpr double kUnknown = std::numeric_limits<double>::infinity();
-  // The first of them find the caches as the better way left them.
+  // The first few find the caches as the better way left them.
   static constexpr int kTrials = 6;
   static constexpr int kFirstPause = 16;
   static constexpr int kLongestPause = 4096;

@@ -28,7 +28,7 @@ void Running::start(const Operation& started, uint64_t number) {
   auto& post = job_.board.slot(job_.rank(), number).post;
   job_.operation = started;
   put_input(post);
-  // An operation that was refused leaves the slot as free as it was.
+  // A rejected operation leaves the slot free.
   job_.seq = number;
   is_worked_ = is_finished_ = false;
   next_done_ = 0;
@@ -42,8 +42,8 @@ void Running::start(const Operation& started, uint64_t number) {
   }
 }
 
-// An operation is often followed by one like it. Its post goes into cache lines that the peers have read, and to take them back from there
-// takes as long as to read them: now, while this rank waits anyway.
+// An operation is often followed by a similar one. Its post goes into cache lines that the peers have read, and taking those
+// back takes as long as reading them; so do it now, while this rank waits anyway.
 void Running::expect_another(uint64_t number, int64_t bytes) const {
   constexpr int64_t kLine = 64;
   constexpr int64_t kMaxLines = 32;
@@ -110,7 +110,7 @@ bool Running::is_recyclable() {
 
 bool Running::waits_for(int rank) {
   const bool lags = job_.board.header(rank).done.load() <= job_.seq;
-  return way_->waits_for(rank, is_worked_) || (lags && is_complete());  // then it is the slot that is waited for
+  return way_->waits_for(rank, is_worked_) || (lags && is_complete());  // in that case the slot is waited for
 }
 
 bool Running::is_shared_work() const {

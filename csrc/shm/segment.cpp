@@ -25,7 +25,7 @@ namespace {
 constexpr int64_t kPage = 4096;
 constexpr int64_t kHugePage = 2 << 20;
 
-// Of kernels newer than the headers may be: 6.1 and 5.14. Older ones refuse, and pages come as they are touched.
+// May be newer than the build's headers (Linux 6.1 and 5.14). Older kernels refuse, and pages appear when touched.
 #ifndef MADV_COLLAPSE
 #define MADV_COLLAPSE 25
 #endif
@@ -33,11 +33,12 @@ constexpr int64_t kHugePage = 2 << 20;
 #define MADV_POPULATE_WRITE 23
 #endif
 
-// Blocks share no page unless they are small, so that a page can be given back with its block.
+// Large blocks don't share pages, so that pages can be returned with their block.
 int64_t alignment_for(int64_t bytes) { return bytes >= kHugePage ? kHugePage : bytes >= kPage ? kPage : 64; }
 
-// As much as the machine could ever hold, but no more than kFairShares of an even division: each rank maps the segments of all, and 128
-// times the memory of a large machine is all of its address space. No more than a limit on file sizes, whose breach is a deadly signal.
+// As much as the machine could ever hold, but no more than kFairShares of an even division: each rank maps every segment, and
+// 128 times the memory of a large machine would fill its address space. Also no more than the file size limit, which is
+// enforced by a fatal signal.
 int64_t virtual_bytes(int size) {
   constexpr int kFairShares = 4;
   int64_t bytes = static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
@@ -49,7 +50,7 @@ int64_t virtual_bytes(int size) {
   return bytes / kHugePage * kHugePage;
 }
 
-// Without pages yet: see commit().
+// Has no pages yet: see commit().
 Fd make_sealed_file(int64_t bytes) {
   Fd file(memfd_create("torchddp", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!file) {
@@ -58,15 +59,15 @@ Fd make_sealed_file(int64_t bytes) {
   if (ftruncate(file.get(), bytes) != 0) {
     throw_unavailable("could not size shared memory of " + std::to_string(bytes) + " bytes");
   }
-  // A peer that could shrink the file could make us touch what is no longer there.
+  // If a peer could shrink the file, touching our mapping could fault.
   if (fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     throw_unavailable("could not seal shared memory");
   }
   return file;
 }
 
-// Huge pages, as far as the kernel has them at hand: it fills up those of which a small one is there, in a tenth of the time that as many
-// small ones take. It stops at the first that it can't have.
+// Uses huge pages as far as the kernel has them ready: it fills up those that hold a small page, in a tenth of the time that
+// the small pages would take. Stops at the first one that it can't get.
 void take_huge_pages(const Fd& file, std::byte* base, int64_t offset, int64_t bytes) {
   const auto end = offset + bytes / kHugePage * kHugePage;
   for (auto at = offset; at < end; at += kHugePage) {
@@ -77,7 +78,7 @@ void take_huge_pages(const Fd& file, std::byte* base, int64_t offset, int64_t by
   madvise(base + offset, static_cast<size_t>(end - offset), MADV_COLLAPSE);
 }
 
-// Allocates pages now, so that a machine without room says no instead of sending SIGBUS later. False with errno set.
+// Allocates pages now, so that a machine without room reports an error instead of sending SIGBUS later. False with errno set.
 bool commit(const Fd& file, int64_t offset, int64_t bytes) {
   const auto end = offset + bytes;
   auto step = bytes;
@@ -86,7 +87,8 @@ bool commit(const Fd& file, int64_t offset, int64_t bytes) {
     if (fallocate(file.get(), 0, at, part) == 0) {
       at += part;
     } else if (errno == EINTR) {
-      // Before Linux 6.10 a signal undoes all of a call, and with a profiler the next one comes soon: less at a time, down to a page.
+      // Before Linux 6.10 a signal undoes the whole call, and under a profiler the next one comes soon; so try less at a time,
+      // down to a page.
       step = std::max(part / 2, kPage);
     } else {
       return false;
@@ -95,7 +97,7 @@ bool commit(const Fd& file, int64_t offset, int64_t bytes) {
   return true;
 }
 
-// Leaves errno as it is.
+// Preserves errno.
 void give_back(const Fd& file, int64_t offset, int64_t bytes) {
   const auto reason = errno;
   if (bytes >= kPage) {  // only such a block has its pages to itself
@@ -133,7 +135,7 @@ int64_t sealed_bytes(const Fd& file) {
 
 Mapping::Mapping(int fd, int64_t bytes) : bytes_(bytes) {
   const auto failed = [&] { throw_unavailable("could not map " + std::to_string(bytes) + " bytes of shared memory"); };
-  // More than needed, of nothing: a huge page can be mapped as one only where it begins at a multiple of its size.
+  // Reserves more address space than needed: a huge page can only be mapped as one at a multiple of its size.
   const auto length = static_cast<size_t>(bytes);
   auto* room = mmap(nullptr, length + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (room == MAP_FAILED) {
@@ -155,7 +157,7 @@ Mapping::Mapping(int fd, int64_t bytes) : bytes_(bytes) {
   }
   munmap(base_ + length, static_cast<size_t>(end - base_) - length);
   madvise(base_, static_cast<size_t>(bytes), MADV_DONTDUMP);  // the peers' memory, and holes that a dump would fill
-  madvise(base_, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // where the machine allows it; no matter if it doesn't
+  madvise(base_, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // an optimisation that the machine may not allow
 }
 
 Mapping& Mapping::operator=(Mapping&& other) noexcept {
@@ -238,7 +240,7 @@ bool Segment::populate(int64_t offset, int64_t bytes) {
 
 void Segment::release(void* memory) {
   if (forks() != forks_) {
-    return;  // a forked child drops its copy of a tensor; the pages are the parent's
+    return;  // a forked child drops its copy of a tensor; the pages belong to the parent
   }
   const std::lock_guard lock(mutex_);
   const auto taken = taken_.find(offset_of(memory));

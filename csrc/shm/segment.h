@@ -1,4 +1,4 @@
-// Memory that other processes can map: a nameless file (memfd), mapped whole, filled as it is asked for.
+// Memory that other processes can map: an anonymous file (memfd), mapped as a whole and populated on demand.
 #pragma once
 
 #include <cstddef>
@@ -12,14 +12,14 @@
 
 namespace torchddp::shm {
 
-// The size of a file from elsewhere, -1 unless nobody can change it: what is mapped of it stays there to be touched.
+// The size of a file from another process, or -1 unless it is sealed, so that a mapping of it stays valid.
 int64_t sealed_bytes(const Fd& file);
 
-// A mapping of a segment, one's own or a peer's. It begins where a huge page can.
+// A mapping of a segment, our own or a peer's. Aligned to huge pages.
 class Mapping {
  public:
   Mapping() = default;
-  // Of the first `bytes` of the file, which may be closed after that. Throws Unavailable.
+  // Maps the first `bytes` of the file, which may be closed afterwards. Throws Unavailable.
   Mapping(int fd, int64_t bytes);
   Mapping(Mapping&& other) noexcept { *this = std::move(other); }
   Mapping& operator=(Mapping&& other) noexcept;
@@ -38,28 +38,29 @@ struct HeldMemory {
   int64_t huge = 0;       // bytes of those in huge pages
 };
 
-// This rank's segment: the header of layout.h, then memory for buckets. It has no name, belongs to this user alone, can't be
-// resized by anybody (sealed), and is gone when the last process that maps it is. Virtual size is that of the machine's memory, or
-// several times this rank's share of it; pages are there from allocate() to release() only, and are allocated by the kernel
-// before they are touched, so that a machine without room says no instead of sending SIGBUS. They are huge where a block holds whole ones
-// and the kernel has some left, and this rank is the first to touch them, in allocate(): they lie in its own node's memory. Thread-safe.
+// This rank's segment: the header of layout.h, then memory for buckets. It has no name, is private to the user, is sealed
+// against resizing, and disappears with the last process that maps it. Its virtual size is that of the machine's memory, or
+// several times this rank's share of it. Pages exist only from allocate() to release(), and are allocated by the kernel before
+// they are touched, so that a machine without room reports an error instead of sending SIGBUS. Blocks that hold whole huge
+// pages use them while the kernel has some. allocate() touches the memory first, so that it is on this rank's own memory node.
+// Thread-safe.
 class Segment {
  public:
-  // `limit_bytes`: how much allocate() may hand out; 0 for no limit but the machine's. `node`: of memory, next to this rank; none for the
-  // one that is next to its processors. Throws Unavailable.
+  // `limit_bytes`: how much allocate() may hand out; 0: limited only by the machine. `node`: the memory node to use; by default
+  // the one closest to this rank's processors. Throws Unavailable.
   Segment(int rank, int size, int64_t limit_bytes, std::optional<int> node = std::nullopt);
 
   int fd() const { return fd_.get(); }
   std::byte* base() const { return mapping_.base(); }
   int64_t bytes() const { return mapping_.bytes(); }
 
-  // At least `bytes` of memory, 64-byte aligned; large blocks on page boundaries. Contents are unspecified. Null, with errno set,
-  // if there is no room. A forked child gets nothing: parent and child would hand out the same memory.
+  // At least `bytes` of memory, 64-byte aligned; large blocks are page-aligned. The contents are unspecified. Null, with errno
+  // set, if there is no room. A forked child gets nothing, because parent and child would hand out the same memory.
   void* allocate(int64_t bytes);
   void release(void* memory);
-  // Reads what the kernel knows of all mappings: milliseconds.
+  // Reads the kernel's list of all mappings, which takes milliseconds.
   HeldMemory held() const;
-  // Whether all of [memory, memory + bytes) is in what allocate() hands out.
+  // Whether all of [memory, memory + bytes) was handed out by allocate().
   bool contains(const void* memory, int64_t bytes) const;
   int64_t offset_of(const void* memory) const { return static_cast<const std::byte*>(memory) - base(); }
 

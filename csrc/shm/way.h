@@ -1,4 +1,4 @@
-// How an operation is done: a class for each way, of which Running chooses one. All calls are made by one thread at a time.
+// How an operation is done: one class per way; Running chooses. Called by one thread at a time.
 #pragma once
 
 namespace torchddp::shm {
@@ -6,18 +6,18 @@ namespace torchddp::shm {
 class Way {
  public:
   virtual ~Way() = default;
-  // Before this rank posts.
+  // Called before this rank posts.
   virtual void begin() = 0;
-  // Does what can be done now of this rank's own work. True once that is all done, and no peer's input is read here any more.
+  // Does as much of this rank's own work as possible. True once it is all done and no peer's input is needed here any more.
   virtual bool work() = 0;
-  // When that was true: whether the result is there, and nobody needs this rank's memory any more.
+  // After work() returned true: whether the result is ready and no rank needs this rank's memory any more.
   virtual bool is_complete() = 0;
-  // Does some of what another rank has not got to; it may be waiting for a processor. Whether there was something. `is_late`: this rank
-  // has waited for long.
+  // Does some work of a rank that has not got to it, perhaps because it is waiting for a processor. True if there was any.
+  // `is_late`: this rank has waited for a long time.
   virtual bool help(bool /*is_late*/) { return false; }
-  // Whether others may have parts of the operation in their hands that they did not bring.
+  // Whether other ranks may be working on parts of the operation that are not their own.
   virtual bool has_helpers() const { return false; }
-  // Whether `rank` is one of those that are still waited for. `is_worked`: work() was true.
+  // Whether `rank` is still being waited for. `is_worked`: work() has returned true.
   virtual bool waits_for(int rank, bool is_worked) const = 0;
 };
 

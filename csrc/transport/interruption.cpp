@@ -26,7 +26,7 @@ bool Interruption::wait_for(c10::ivalue::Future& future, milliseconds limit) con
   }
   future.addCallback(
       [state = state_](c10::ivalue::Future&) {
-        // With the lock, or the waiter could miss it between its look and its sleep.
+        // Under the lock, or the waiter could miss it between its check and its sleep.
         const std::lock_guard lock(state->mutex);
         state->changed.notify_all();
       },
@@ -48,7 +48,7 @@ bool Interruption::wait_for(c10::ivalue::Future& future, milliseconds limit) con
     try {
       check_signals();
     } catch (const SignalInterrupt&) {
-      // The operation goes on without this rank: who starts another would wait for peers that are at this one.
+      // The operation continues without this rank: starting another would wait for peers that are still at this one.
       raise("this rank gave up: the handler of a signal raised an exception while it waited for the others");
       throw;
     }

@@ -1,4 +1,4 @@
-// Ends the waits of a transport from another thread.
+// Ends a transport's waits from another thread.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -12,7 +12,7 @@
 
 namespace torchddp::transport {
 
-// Thread-safe. Once raised it stays so, with the first reason.
+// Thread-safe. Once raised, it stays raised, with the first reason.
 class Interruption {
  public:
   void raise(const std::string& reason) const;
@@ -22,8 +22,9 @@ class Interruption {
       fail();
     }
   }
-  // Until the future is complete, well or not, or it is raised: then as check(). False if `limit` has passed (0: there is none). Runs
-  // the handlers of signals meanwhile; what one raises raises this too. Not for futures that complete only when somebody waits for them.
+  // Waits until the future is complete, successfully or not, or this is raised (then as check()). False if `limit` has passed
+  // (0: no limit). Runs signal handlers meanwhile; an exception from one raises this too. Not for futures that only complete
+  // when waited for.
   bool wait_for(c10::ivalue::Future& future, std::chrono::milliseconds limit = std::chrono::milliseconds(0)) const;
 
  private:

@@ -12,11 +12,11 @@
 namespace torchddp::transport {
 namespace {
 
-// A program's steps repeat: as many as it has operations under way at once, and then some.
+// A program's steps repeat, so keep as many blocks as it has operations in flight, and some more.
 constexpr size_t kMostFree = 16;
-// Sizes are rounded up, so that the same memory serves neighbours.
+// Sizes are rounded up so that the same memory serves similar sizes.
 constexpr int64_t kUnitBytes = 64 * 1024;
-// A block that is larger than this many times what is asked for is wanted by somebody else.
+// A block larger than this multiple of the request is left for others.
 constexpr int64_t kMostWaste = 4;
 
 int64_t size_of(const at::Tensor& memory) { return static_cast<int64_t>(memory.nbytes()); }
@@ -24,7 +24,7 @@ int64_t size_of(const at::Tensor& memory) { return static_cast<int64_t>(memory.n
 }  // namespace
 
 struct MemoryCache::Shelf {
-  // In a forked child: its loans are copies of its parent's, and its lock is as it was.
+  // In a forked child: loans are copies of the parent's, and the lock is in an unknown state.
   bool is_inherited() const { return made_in != forks(); }
 
   const int made_in = forks();
@@ -48,7 +48,7 @@ struct MemoryCache::Shelf {
     free.erase(best);
     return memory;
   }
-  // Keeps this many, the oldest.
+  // Keeps only this many, dropping the newest.
   bool trim(size_t blocks) {
     if (is_inherited()) {
       return false;

@@ -1,5 +1,5 @@
-// Flat memory for one operation or one step, kept for the next who asks: the kernel clears new shared pages, which costs more than
-// a copy.
+// Flat memory for one operation or step, cached for the next use: the kernel clears new shared pages, which costs more than a
+// copy.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,12 +15,12 @@ class MemoryCache {
   using Allocate = std::function<at::Tensor(int64_t bytes, at::Device device)>;
 
   explicit MemoryCache(Allocate allocate);
-  // Bytes (1-d, kByte), at least as many as asked for, newly allocated if none of the right size is free. They come back when the
-  // last tensor over that memory is gone; whoever leaves an operation that may still write to them keeps one.
+  // Returns bytes (1-d, kByte), at least as many as requested, newly allocated if no free block fits. They return to the cache
+  // when the last tensor over that memory is gone; code that abandons an operation which may still write to them keeps one.
   at::Tensor lend(int64_t bytes, at::Device device);
-  // Lets go of what nobody has, but for so many blocks; whether there was anything.
+  // Frees unused memory except for this many blocks. True if anything was freed.
   bool trim(size_t blocks);
-  // Lent, and kept to be lent.
+  // Lent and cached.
   int64_t bytes() const;
 
  private:

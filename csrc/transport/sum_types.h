@@ -1,4 +1,4 @@
-// torch's dtypes as the kernels see them.
+// Maps torch's dtypes to the kernels' types.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -12,7 +12,7 @@
 
 namespace torchddp::transport {
 
-// What the kernels sum, in the order of kernels::DType.
+// The dtypes that the kernels sum, in the order of kernels::DType.
 inline constexpr std::array kSumTypes{at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kChar,
                                       at::kByte,   at::kShort, at::kInt,  at::kLong};
 

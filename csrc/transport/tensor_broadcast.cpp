@@ -14,9 +14,9 @@
 namespace torchddp::transport {
 namespace {
 
-// From here on a copy costs more than a message of its own.
+// From this size on a copy costs more than a separate message.
 constexpr int64_t kAloneBytes = 1 << 20;
-// What is copied through shared memory at once.
+// How much is copied through shared memory at a time.
 constexpr int64_t kPieceBytes = 4 << 20;
 // Every dtype's alignment.
 constexpr int64_t kAlignment = 16;
@@ -56,7 +56,7 @@ void TensorBroadcast::reserve(std::span<const at::Tensor> tensors) {
 
 void TensorBroadcast::reserve(int64_t bytes, at::Device device) {
   if (!flat_.defined() || flat_.numel() < bytes || flat_.device() != device) {
-    // Registered memory is dear, and not needed for a message.
+    // Registered memory is expensive, and a message does not need it.
     flat_ = transport_->capabilities().reaches_any_memory
                 ? at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device))
                 : transport_->allocate(bytes, at::kByte, device);
@@ -65,7 +65,7 @@ void TensorBroadcast::reserve(int64_t bytes, at::Device device) {
 }
 
 void TensorBroadcast::run(std::span<const at::Tensor> tensors, int root) {
-  // Below autograd: neither version counters nor graphs have to know.
+  // Below autograd: neither version counters nor graphs need to know.
   const c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
   const c10::NoGradGuard no_grad;
   size_t begin = 0;
@@ -143,7 +143,7 @@ void TensorBroadcast::run_together(std::span<const at::Tensor> tensors, int64_t 
   const auto message = flat_.narrow(0, 0, bytes);
   const bool is_root = transport_->rank() == root;
   std::vector<at::Tensor> places;
-  std::vector<at::Tensor> others;  // those that take more than a copy of bytes
+  std::vector<at::Tensor> others;  // those that need more than a copy of bytes
   const auto each = [&](auto&& plain) {
     int64_t offset = 0;
     for (const auto& tensor : tensors) {

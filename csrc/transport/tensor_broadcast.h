@@ -1,4 +1,4 @@
-// Many tensors in one message: a module's buffers before forward, its weights when it is wrapped.
+// Sends many tensors in one message: a module's buffers before forward, its weights when it is wrapped.
 #pragma once
 
 #include <memory>
@@ -9,16 +9,17 @@
 
 namespace torchddp::transport {
 
-// Holds one message. Where the transport reaches any memory larger tensors are sent from where they are, otherwise in pieces.
+// Holds one message. If the transport reaches any memory, larger tensors are sent from where they are; otherwise in pieces.
 class TensorBroadcast {
  public:
-  // `message_bytes`: no message is larger, but for a tensor that is sent from where it is.
+  // `message_bytes`: the largest message, except for tensors sent from where they are.
   TensorBroadcast(std::shared_ptr<Transport> transport, int64_t message_bytes, std::chrono::milliseconds timeout);
 
-  // Not collective: takes the memory that run() needs for such tensors, so that ranks can agree on a transport by whether they got it.
+  // Not collective: allocates what run() needs for such tensors, so that ranks can agree on a transport by whether this
+  // succeeded.
   void reserve(std::span<const at::Tensor> tensors);
-  // Collective. On return all ranks' `tensors` hold those of rank `root`. They must be strided and of one device, and agree in
-  // number, dtypes and shapes between ranks. Invisible to autograd: no version counter moves.
+  // Collective. On return `tensors` hold rank `root`'s values on all ranks. They must be strided, on one device, and agree in
+  // number, dtypes and shapes between ranks. Invisible to autograd: no version counter changes.
   void run(std::span<const at::Tensor> tensors, int root);
 
  private:

@@ -1,16 +1,17 @@
-// Bytes of collective operations: what they were given, and what this rank hands to the network or to shared memory for them.
+// Bytes of collective operations: what they were given, and what this rank sends over the network or through shared memory for
+// them.
 //
 // Note [Bytes on the wire]
-// A network is not asked what it sent, for neither c10d nor NCCL could tell: bytes are counted by the algorithm, without headers and
-// acknowledgements. Of W ranks each sends, of a tensor of N bytes,
-//   all-reduce 2 (W-1)/W N and all-gather or reduce-scatter (W-1)/W N: a ring, which is what gloo and NCCL do by default, and what
-//     any algorithm needs that is even between ranks; NCCL's trees and in-switch sums may differ;
+// Neither c10d nor NCCL can report what they sent, so bytes are counted by the algorithm, without headers and acknowledgements.
+// For a tensor of N bytes, each of W ranks sends
+//   all-reduce 2 (W-1)/W N, all-gather and reduce-scatter (W-1)/W N: a ring, which gloo and NCCL use by default, and the minimum for any
+//     algorithm that loads ranks evenly; NCCL's trees and in-switch sums may differ;
 //   reduce N, the root nothing;
-//   broadcast (W-1)/W N: the mean over ranks, for who sends how often differs between backends;
-//   all-reduce of sparse tensors (W-1) N of its own N, for it is a gather.
-// Shared memory has no wire. What is counted there is what this rank reads of other ranks' memory or writes to it, by the plan of
-// shm::Engine (who does the work of a rank that is late does not matter): for a large all-reduce as much as in a ring.
-// No torch here, so that it can be tested without.
+//   broadcast (W-1)/W N: the mean over ranks, since who sends how often differs between backends;
+//   all-reduce of sparse tensors (W-1) N of its own N, because it is a gather.
+// Shared memory has no wire. There the count is what this rank reads from and writes to other ranks' memory according to the
+// plan of shm::Engine, regardless of which rank does the work of a late one. For a large all-reduce it equals a ring's. No
+// torch here, so that it can be tested without it.
 #pragma once
 
 #include <array>
@@ -20,14 +21,14 @@
 
 namespace torchddp::transport {
 
-// The way that bytes take. kOuter: between hosts whose ranks share memory inside each.
+// The route that bytes take. kOuter: between hosts whose ranks share memory within each.
 enum class Route : uint8_t { kC10d, kShm, kOuter, kNccl };
 inline constexpr size_t kNumRoutes = 4;
 inline constexpr std::array<const char*, kNumRoutes> kRouteNames{"c10d", "shm", "outer", "nccl"};
 
 struct RouteBytes {
   int64_t payload_bytes = 0;  // of the whole tensors: the input of a reduce-scatter, the output of an all-gather
-  int64_t wire_bytes = 0;     // handed on by this rank
+  int64_t wire_bytes = 0;     // sent by this rank
   bool operator==(const RouteBytes&) const = default;
 };
 

@@ -89,7 +89,7 @@ std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport,
   transport->start(Collective::all_gather(told, at::full({1}, mine, options)), *work);
   work->wait(timeout);
   const auto states = told.cpu();
-  transport->check();  // what a device has read after a failure is garbage
+  transport->check();  // after a failure, what the device has read is garbage
   const std::span<const int64_t> all(states.const_data_ptr<int64_t>(), static_cast<size_t>(states.numel()));
   if (mine == 0 || std::any_of(all.begin(), all.end(), [&](int64_t state) { return state != mine; })) {
     return fallback;

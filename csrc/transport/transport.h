@@ -18,20 +18,20 @@
 namespace torchddp::transport {
 
 struct SumOptions {
-  // Other than 1 only for fp32 and fp64, and if the transport scales; ranks may differ in it. For all_reduce and reduce.
+  // Other than 1 only for fp32 and fp64, and only if the transport scales; ranks may differ. For all_reduce and reduce.
   double scale = 1.0;
-  // fp32 tensors may travel as kBFloat16 or kHalf, and are summed in fp32. Only if the transport narrows; equal on all ranks. Ranks
-  // get equal results. For all_reduce alone.
+  // fp32 tensors may be sent as kBFloat16 or kHalf and are summed in fp32. Only if the transport narrows; equal on all ranks,
+  // which get equal results. For all_reduce only.
   std::optional<at::ScalarType> wire;
-  // What errors call it, where the operation itself is all that is left to tell of: -1 is no bucket.
+  // How errors refer to it if the operation is all that is left to name; -1: not a bucket.
   int64_t bucket = -1;
-  // Work::non_finite() tells of this rank's own input, Work::sums_finite() of the result. For all_reduce alone, and only if
+  // Work::non_finite() then reports this rank's own input, and Work::sums_finite() the result. For all_reduce only, and only if
   // Transport::counts_non_finite(); ranks may differ.
   bool count_non_finite = false;
 };
 
-// More tensors for an all_reduce, each where it lies: the sum over ranks of tensor * scale, in place. Floating point, one dtype, as many and
-// of the same sizes on all ranks, which may differ in the scale. Only if the transport sums_alongside.
+// More tensors for an all_reduce, each where it lies: the sum over ranks of tensor * scale, in place. Floating point, one
+// dtype, the same number and sizes on all ranks, which may differ in the scale. Only if the transport sums_alongside.
 struct Alongside {
   std::span<const at::Tensor> tensors = {};  // until start() returns
   double scale = 1.0;
@@ -41,7 +41,7 @@ struct Alongside {
 struct Collective {
   enum class Kind : uint8_t { kAllReduce, kReduce, kReduceScatter, kAllGather, kBroadcast, kBarrier };
 
-  // In place: the sum over ranks of tensor * options.scale. With others alongside it may be empty.
+  // In place: the sum over ranks of tensor * options.scale. May be empty if there are tensors alongside.
   static Collective all_reduce(const at::Tensor& tensor, const SumOptions& options = {}, const Alongside& others = {}) {
     return {Kind::kAllReduce, tensor, tensor, 0, options, others};
   }
@@ -81,12 +81,12 @@ struct Capabilities {
   // all_reduce takes tensors alongside, and scales them for less than a pass over memory.
   bool sums_alongside = false;
   bool scales_alongside = false;
-  // What operations put on the wire follows from Note [Bytes on the wire]; otherwise launch() counts.
+  // The bytes on the wire follow from Note [Bytes on the wire]; otherwise launch() counts them.
   bool is_network = true;
 };
 
-// Operations are collective: every rank starts them in the same order with equal shapes and dtypes. start() returns at once; the
-// tensors must stay unchanged until Work::wait() returned. Calls come from one thread at a time.
+// Operations are collective: every rank starts them in the same order with equal shapes and dtypes. start() returns at once;
+// the tensors must stay unchanged until Work::wait() has returned. Called by one thread at a time.
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -96,9 +96,9 @@ class Transport {
   virtual int size() const = 0;
   const Capabilities& capabilities() const { return capabilities_; }
 
-  // Flat memory that this transport reaches without another copy. Contents are unspecified.
+  // Flat memory that this transport reaches without a copy. The contents are unspecified.
   virtual at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device);
-  // The same for bytes that are needed for an operation or a step only: lent again when the last tensor over them is gone. Throws
+  // The same for memory needed for one operation or step only: reused once the last tensor over it is gone. Throws
   // TransportError if there is no room.
   MemoryCache& scratch() { return scratch_; }
   // Whether collectives work on this CPU memory without copying it.
@@ -106,46 +106,47 @@ class Transport {
 
   virtual std::unique_ptr<Work> make_work() = 0;
   void start(const Collective& operation, Work& work);
-  // Whether all_reduce of this tensor, not narrowed, counts infinities and NaNs on the way, for less than a pass over memory.
+  // Whether an all_reduce of this tensor, not narrowed, also counts infinities and NaNs for less than a pass over memory.
   virtual bool counts_non_finite(const at::Tensor& /*tensor*/) const { return false; }
-  // Of all operations since the transport was made.
+  // Of all operations since the transport was created.
   virtual Traffic traffic() const { return counter_.read(); }
 
-  // Throws TransportError if an operation failed after it had been waited for: where results are only queued, it may. Costs next to
-  // nothing.
+  // Throws TransportError if an operation failed after it was waited for, which is possible where results are only queued.
+  // Costs almost nothing.
   virtual void check() {}
 
-  // From any thread, not collective: waits under way and all later operations here throw TransportError(reason), those of the peers
-  // soon, where they can be told. Does not wait. The transport is of no use any more.
+  // Thread-safe, not collective: current waits and all later operations here throw TransportError(reason), and soon those of
+  // the peers that can be told. Does not wait. The transport can't be used afterwards.
   virtual void interrupt(const std::string& reason) { interruption_.raise(reason); }
   // For waits outside of the transport that must end with it.
   const Interruption& interruption() const { return interruption_; }
 
-  // Does what can be done for the operations under way, without waiting. For transports whose ranks do the work themselves: called
-  // from every autograd hook, from several threads, so it must cost next to nothing when there is nothing to do, and may do
-  // nothing where it did something a moment ago.
+  // Makes progress on operations in flight without waiting. For transports whose ranks do the work themselves: every autograd
+  // hook calls it, from several threads, so it must cost almost nothing when there is nothing to do, and may skip if it ran a
+  // moment ago.
   virtual void progress() {}
 
-  // For transports that do not reach any memory: the gradients that a bucket each waits for, by size in bytes. Between
-  // begin_backward and end_backward the transport may let torch allocate tensors of such sizes where it reaches them, so that
+  // For transports that can't reach any memory: the sizes in bytes of the gradients that have a bucket each. Between
+  // begin_backward and end_backward the transport may let torch allocate tensors of these sizes in its own memory, so that
   // those gradients need not be copied.
   virtual void expect_gradients(std::span<const int64_t> sizes) { static_cast<void>(sizes); }
   virtual void begin_backward() {}
   virtual void end_backward() {}
 
-  // For transports that can't always get, or use, the memory that they want; see agree_on_memory. Where ranks say different numbers, or
-  // one says 0, for it has had to give memory that its peers don't reach, all go on with fallback(). Null where that can't happen.
+  // For transports that can't always get or use the memory they want; see agree_on_memory. If ranks report different numbers,
+  // or one reports 0 because it had to hand out memory that its peers can't reach, all continue with fallback(). Null if that
+  // can't happen.
   virtual std::shared_ptr<Transport> fallback() const { return nullptr; }
   virtual int64_t memory_state() { return 1; }
-  // Collective, where all ranks have said the same.
+  // Collective; called when all ranks have reported the same.
   virtual void commit_memory() {}
-  // Where small messages start that are for the host.
+  // The device on which small messages for the host begin.
   virtual at::Device message_device() const { return at::kCPU; }
 
  protected:
   explicit Transport(Route route, Capabilities capabilities = {}) : route_(route), capabilities_(capabilities) {}
 
-  // As start(), which has checked the arguments, and counts what they put on a network.
+  // Like start(), which has already checked the arguments and counts the bytes for networks.
   virtual void launch(const Collective& operation, Work& work) = 0;
   // New memory for scratch().
   virtual at::Tensor allocate_scratch(int64_t bytes, at::Device device);
@@ -164,8 +165,8 @@ class Transport {
 // Of a sparse tensor: its indices and values.
 int64_t bytes_of(const at::Tensor& tensor);
 
-// Collective if the transport has a fallback, otherwise nothing. `transport`, with its memory as it wants it, or on all ranks its
-// fallback.
+// Collective if the transport has a fallback, otherwise does nothing. Returns `transport` with its preferred memory, or its
+// fallback on all ranks.
 std::shared_ptr<Transport> agree_on_memory(std::shared_ptr<Transport> transport, std::chrono::milliseconds timeout);
 
 }  // namespace torchddp::transport

@@ -17,7 +17,7 @@ using Kind = Collective::Kind;
 
 class C10dWork final : public Work {
  public:
-  // Other backends than gloo may have works that complete only when they are waited for (torchft's), or end when they are aborted.
+  // Works of other backends than gloo may only complete when waited for (torchft's), or end when aborted.
   C10dWork(GroupPtr group, const Interruption& interruption, bool is_gloo)
       : group_(std::move(group)), interruption_(interruption), is_gloo_(is_gloo) {}
 
@@ -39,10 +39,10 @@ class C10dWork final : public Work {
     } catch (const SignalInterrupt&) {
       throw;
     } catch (const std::exception& error) {
-      interruption_.check();  // which may have been why
+      interruption_.check();  // which may have been the cause
       throw TransportError(error.what());
     }
-    // c10d lets a Work report failure by its return value alone, and torchft's does.
+    // c10d lets a Work report failure by its return value alone, as torchft's does.
     if (!ok) {
       throw TransportError("the process group reported that the operation failed (Work.wait() returned False)");
     }
@@ -57,10 +57,10 @@ class C10dWork final : public Work {
     finish_ = nullptr;
   }
 
-  // What is left to do with the result, by the thread that waits for it.
+  // What remains to be done with the result, by the waiting thread.
   void then(std::function<void()> finish) { finish_ = std::move(finish); }
 
-  // `device`: of the operation's tensors. launch(works) adds what it starts.
+  // `device`: that of the operation's tensors. launch(works) appends what it starts.
   template <typename Start>
   void start(const char* operation, at::Device device, Start&& launch) {
     TDDP_INTERNAL(works_.empty(), operation, " on a Work whose last operation was not waited for");
@@ -101,13 +101,14 @@ void C10dTransport::interrupt(const std::string& reason) {
   try {
     group_->abort();
   } catch (const std::exception&) {
-    // The backend can't: its operations end by their own time limit.
+    // The backend can't abort; its operations end by their own time limit.
   }
 }
 
 // Note [Sums to one rank over gloo]
-// gloo's reduce-scatter with an all-gather took 1.4 times as long as its all-reduce (68 MB, 1 Gbit/s). What a rank needs to sum is
-// sent to it directly instead, (W - 1) / W of the bytes once, and it sums in rank order, in the thread that waits. Costs memory for the inputs meanwhile.
+// gloo's reduce-scatter built on an all-gather took 1.4 times as long as its all-reduce (68 MB, 1 Gbit/s). Instead, each rank
+// is sent what it needs to sum, (W - 1) / W of the bytes once, and the waiting thread sums in rank order. Costs memory for the
+// inputs meanwhile.
 bool C10dTransport::sums_itself(const Collective& operation) const {
   const auto& sum = operation.output;
   return (operation.kind == Kind::kReduce || operation.kind == Kind::kReduceScatter) && is_gloo_ && size() > 1 &&

@@ -14,12 +14,12 @@ class C10dTransport final : public Transport {
   int rank() const override { return group_->getRank(); }
   int size() const override { return group_->getSize(); }
   std::unique_ptr<Work> make_work() override;
-  // gloo's operations go on without us, until their own time limit; those of other backends are aborted, where they can.
+  // gloo's operations continue in the background until their own time limit; those of other backends are aborted if possible.
   void interrupt(const std::string& reason) override;
 
  private:
   void launch(const Collective& operation, Work& work) override;
-  // The tensors alongside are scaled here, and sent one after the other.
+  // The tensors alongside are scaled here and sent one after the other.
   void all_reduce_each(const Collective& operation, Work& work);
   bool sums_itself(const Collective& operation) const;
   void exchange_and_sum(const Collective& operation, Work& work);

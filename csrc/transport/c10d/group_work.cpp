@@ -3,7 +3,7 @@
 namespace torchddp::transport {
 namespace {
 
-// Null for gloo's own reduce-scatter, which has none; with more than one rank C10dTransport seldom uses it.
+// Null for gloo's own reduce-scatter, which has no future; with more than one rank C10dTransport seldom uses it.
 c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work) {
   try {
     return work.getFuture();
@@ -18,7 +18,7 @@ bool is_gloo(c10d::ProcessGroup& group) {
   try {
     return group.getBackend(c10::DeviceType::CPU)->getBackendName() == "gloo";
   } catch (const std::exception&) {
-    return false;  // it has none for CPU tensors, or none of torch's own
+    return false;  // it has no backend for CPU tensors, or not one of torch's
   }
 }
 
@@ -28,7 +28,7 @@ bool wait_interruptibly(c10d::Work& work, const GroupPtr& group, const Interrupt
     interruption.check();
   } else if (const auto future = future_of(work); future != nullptr) {
     const bool ended = wait_or_keep(group, [&] { return interruption.wait_for(*future, timeout); });
-    // If the time is over let torch say so in its own words. Otherwise this is the moment between the future and the work.
+    // If the time is up, torch reports it in its own words. Otherwise this is the short moment between the future and the work.
     timeout = ended ? kNoTimeout : std::chrono::milliseconds(1);
   }
   return work.wait(timeout);
@@ -38,7 +38,7 @@ std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group, at::Device devic
   try {
     return group.getBackend(device.type())->getBackendOptions()->timeout;
   } catch (const std::exception&) {
-    return kProcessGroupDefaultTimeout;  // a backend of somebody else, which does not tell
+    return kProcessGroupDefaultTimeout;  // a third-party backend that does not say
   }
 }
 

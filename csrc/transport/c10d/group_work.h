@@ -1,4 +1,4 @@
-// Operations of torch's process groups: on flat tensors, whatever torch calls them; and waits that another thread can end.
+// Operations of torch's process groups on flat tensors, across torch's renamings, and waits that another thread can end.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -8,13 +8,13 @@
 
 namespace torchddp::transport {
 
-// Whether the group's operations on CPU tensors are gloo's: torch can't abort them, and their futures complete by themselves.
+// Whether gloo handles the group's CPU tensors: torch can't abort its operations, and their futures complete on their own.
 bool is_gloo(c10d::ProcessGroup& group);
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// Runs `wait`, for an operation of `group`, or of none. If the handler of a signal ends it, the group stays for good: gloo's destructor waits until
-// its operations have ended, which would hold up the end of the process for as long.
+// Runs `wait` for an operation of `group` (which may be null). If a signal handler ends it, the group is kept alive forever:
+// gloo's destructor waits until its operations have ended, which would delay process exit for as long.
 template <typename Wait>
 auto wait_or_keep(const GroupPtr& group, Wait&& wait) {
   try {
@@ -25,7 +25,7 @@ auto wait_or_keep(const GroupPtr& group, Wait&& wait) {
   }
 }
 
-// As work.wait(timeout), for an operation of gloo, which `group` is; throws TransportError when `interruption` is raised.
+// Like work.wait(timeout) for an operation of `group`, which is gloo's; throws TransportError when `interruption` is raised.
 bool wait_interruptibly(c10d::Work& work, const GroupPtr& group, const Interruption& interruption,
                         std::chrono::milliseconds timeout = kNoTimeout);
 

@@ -18,7 +18,7 @@ namespace {
 
 void check(cudaError_t result, const char* what) {
   if (result != cudaSuccess) {
-    static_cast<void>(cudaGetLastError());  // so that torch does not report it again, somewhere else
+    static_cast<void>(cudaGetLastError());  // so that torch does not report it again elsewhere
     const auto message = std::string(what) + ": " + cudaGetErrorString(result);
     if (result >= cudaErrorStreamCaptureUnsupported && result <= cudaErrorStreamCaptureWrongThread) {
       throw gpu::CaptureError(message);
@@ -58,7 +58,8 @@ class CudaDevice final : public gpu::Device {
 
   bool finished(gpu::Event event) override {
     const c10::cuda::CUDAGuard guard(index_);  // the watchdog must not make a context on device 0
-    // A query would spoil a graph that another thread captures in CUDA's strictest mode, were it not said to be harmless.
+    // In CUDA's strictest mode a query would invalidate a graph that another thread is capturing, unless it is declared
+    // harmless.
     auto mode = cudaStreamCaptureModeRelaxed;
     check(cudaThreadExchangeStreamCaptureMode(&mode), "changing the capture mode");
     const auto result = cudaEventQuery(event_of(event));
@@ -83,7 +84,7 @@ class CudaDevice final : public gpu::Device {
     auto status = cudaStreamCaptureStatusNone;
     const auto result = cudaStreamIsCapturing(stream_of(stream), &status);
     if (result == cudaErrorStreamCaptureImplicit) {
-      // The legacy default stream while some other one captures: it does not.
+      // This is the legacy default stream while some other stream captures; it doesn't capture.
       static_cast<void>(cudaGetLastError());
       return false;
     }
@@ -102,7 +103,7 @@ class CudaDevice final : public gpu::Device {
   }
 
  private:
-  // Errors of these two can't be acted on: at the end of the process the driver may be gone already.
+  // Errors of these two can't be handled: at process exit the driver may already be gone.
   void drop_stream(gpu::Stream stream) noexcept override { static_cast<void>(cudaStreamDestroy(stream_of(stream))); }
   void drop_event(gpu::Event event) noexcept override { static_cast<void>(cudaEventDestroy(event_of(event))); }
 

@@ -1,4 +1,4 @@
-// The real device and the real NCCL behind the tables of gpu/.
+// The real device and the real NCCL behind the interfaces of gpu/.
 #pragma once
 
 #include <memory>
@@ -9,13 +9,13 @@
 
 namespace torchddp::transport {
 
-// CUDA device `index`; one object each, kept for ever. Null if this extension was compiled without CUDA, as are the others here.
+// CUDA device `index`; one object each, never destroyed. Null in a build without CUDA, like everything here.
 std::shared_ptr<gpu::Device> cuda_device(int index);
 
-// Calls are made for CUDA device `index`.
+// Makes calls for CUDA device `index`.
 std::shared_ptr<gpu::Nccl> nccl_library(int index);
 
-// Tells devices of this and other machines apart; empty without CUDA. Throws gpu::DeviceError.
+// Identifies a device among all machines; empty without CUDA. Throws gpu::DeviceError.
 std::string device_identity(int index);
 
 }  // namespace torchddp::transport

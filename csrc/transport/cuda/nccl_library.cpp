@@ -21,7 +21,7 @@ static_assert(sizeof(ncclUniqueId) == sizeof(gpu::UniqueId));
 ncclComm_t comm_of(gpu::Comm comm) { return static_cast<ncclComm_t>(comm); }
 
 ncclDataType_t type_of(kernels::DType type) {
-  // In the order of kernels::DType; ncclNumTypes, which NCCL refuses, where it has none.
+  // In the order of kernels::DType; ncclNumTypes, which NCCL refuses, for types it lacks.
   constexpr std::array kTypes{ncclFloat64, ncclFloat32,  ncclFloat16, ncclBfloat16, ncclInt8,
                               ncclUint8,   ncclNumTypes, ncclInt32,   ncclInt64};
   static_assert(kTypes.size() == kernels::kNumDTypes);
@@ -45,7 +45,7 @@ constexpr std::array kNumbers{
     Number{"nvls_ctas", &ncclConfig_t::nvlsCTAs},
 };
 
-// NCCL acts for the thread's current device.
+// NCCL acts on the thread's current device.
 class NcclLibrary final : public gpu::Nccl {
  public:
   explicit NcclLibrary(int index) : index_(static_cast<c10::DeviceIndex>(index)) {}
@@ -87,7 +87,7 @@ class NcclLibrary final : public gpu::Nccl {
       }
     }
     if (!settings.net_name.empty()) {
-      config.netName = strdup(settings.net_name.c_str());  // NCCL's from here on
+      config.netName = strdup(settings.net_name.c_str());  // owned by NCCL from here on
     }
     return ncclCommInitRankConfig(reinterpret_cast<ncclComm_t*>(comm), size, given, rank, &config);
   }
@@ -97,7 +97,7 @@ class NcclLibrary final : public gpu::Nccl {
     *error = found;
     return result;
   }
-  // NCCL sets the device back to what it was: on a new thread that is device 0, which must not get a context for it.
+  // NCCL restores the previous device: on a new thread that is device 0, which must not get a context because of it.
   int finalize(gpu::Comm comm) override {
     const c10::cuda::CUDAGuard guard(index_);
     return ncclCommFinalize(comm_of(comm));
@@ -114,14 +114,14 @@ class NcclLibrary final : public gpu::Nccl {
   int memory_alloc(void** memory, int64_t bytes) override {
     const c10::cuda::CUDAGuard guard(index_);
     const auto result = ncclMemAlloc(memory, static_cast<size_t>(bytes));
-    static_cast<void>(cudaGetLastError());  // so that torch does not report it again, somewhere else
+    static_cast<void>(cudaGetLastError());  // so that torch does not report it again elsewhere
     return result;
   }
   int memory_free(void* memory) override {
     const c10::cuda::CUDAGuard guard(index_);
     return ncclMemFree(memory);
   }
-  // gpu::Communicator asks for windows only if both versions have them.
+  // gpu::Communicator only asks for windows if both versions support them.
   int window_register(gpu::Comm comm, void* memory, int64_t bytes, gpu::Window* window) override {
 #if NCCL_VERSION_CODE >= 22700
     const c10::cuda::CUDAGuard guard(index_);

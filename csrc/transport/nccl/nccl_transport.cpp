@@ -38,7 +38,7 @@ class NcclWork final : public Work {
   std::shared_ptr<gpu::Communicator> communicator_;
 };
 
-// Of the elements that are summed: a bool is a byte, 0 or 1. Operations that only move them take every dtype, as bytes.
+// For the elements that are summed: a bool is a byte, 0 or 1. Operations that only move data take every dtype as bytes.
 kernels::DType type_of(const Collective& operation) {
   using Kind = Collective::Kind;
   const auto dtype = operation.input.scalar_type();
@@ -50,7 +50,7 @@ kernels::DType type_of(const Collective& operation) {
   return *type;
 }
 
-// What NCCL shall multiply these tensors by. A scale that it would round is applied here.
+// The factor that NCCL applies to these tensors. A scale that it would round is applied here.
 double scale_for_nccl(const Alongside& others, kernels::DType type) {
   if (gpu::can_scale_by(type, others.scale)) {
     return others.scale;
@@ -93,7 +93,7 @@ at::Tensor NcclTransport::allocate(int64_t numel, at::ScalarType dtype, at::Devi
       lost_memory_ = true;
     }
     if (communicator_->uses_windows()) {
-      communicator_->give_back_memory(timeout_);  // of buckets that this one is in the place of
+      communicator_->give_back_memory(timeout_);  // of buckets that this one replaces
     }
     return Transport::allocate(numel, dtype, device);
   }
@@ -119,7 +119,7 @@ void NcclTransport::launch(const Collective& operation, Work& work) {
     TDDP_CHECK(tensor.device() == device_, operation.name(), " on rank ", rank(), " through NCCL needs a tensor on ",
                device_, ", got one on ", tensor.device());
   };
-  auto memory = std::make_shared<std::vector<at::Storage>>();  // as long as NCCL uses it
+  auto memory = std::make_shared<std::vector<at::Storage>>();  // for as long as NCCL uses it
   for (const auto& tensor : {output, input}) {
     check_device(tensor);
     memory->push_back(tensor.storage());

@@ -14,7 +14,7 @@ struct Loan {
   int64_t bytes;
 };
 
-// Before torch's own CPU allocator; see Note [Gradients born in shared memory].
+// Installed in front of torch's CPU allocator; see Note [Gradients born in shared memory].
 class PoolAllocator final : public c10::Allocator {
  public:
   explicit PoolAllocator(c10::Allocator* torch) : torch_(torch) {}
@@ -27,7 +27,7 @@ class PoolAllocator final : public c10::Allocator {
     }
     return torch_->allocate(bytes);
   }
-  // For raw_allocate(), whose memory has nothing but its address to be known by.
+  // For raw_allocate(), whose memory is identified by its address alone.
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* dest, const void* src, std::size_t count) const override { default_copy_data(dest, src, count); }
 
@@ -50,7 +50,7 @@ class PoolAllocator final : public c10::Allocator {
     static auto* const allocator = [] {
       auto* made = new PoolAllocator(c10::GetCPUAllocator());
       c10::SetCPUAllocator(made);
-      // No other thread is in the middle of something when a process is forked. The child begins without pools.
+      // Makes sure that no other thread is inside while the process forks. The child starts without pools.
       pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
                      [] {
                        instance().pools_.clear();

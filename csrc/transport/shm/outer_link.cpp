@@ -1,4 +1,4 @@
-// Between hosts: the ranks that own the same shard on each of them, and a process group of those.
+// The link between hosts: a process group of the ranks that own the same shard on each host.
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
@@ -24,7 +24,7 @@ class C10dOuterLink final : public shm::OuterLink {
         at::from_blob(data, {numel}, [segment = segment_](void*) {}, at::TensorOptions().dtype(scalar_type(type)));
     try {
       if (wire) {
-        // Process groups sum 16-bit floats in 16 bits. Here each host gets the others' addends and sums them itself.
+        // Process groups sum 16-bit floats in 16 bits. Here each host gets the others' addends and sums them in fp32.
         auto mine = running.data.to(scalar_type(*wire));
         running.gathered = at::empty({group_->getSize() * numel}, mine.options());
         running.work = all_gather_flat(*group_, running.gathered, mine);
@@ -67,7 +67,7 @@ class C10dOuterLink final : public shm::OuterLink {
   struct Running {
     c10::intrusive_ptr<c10d::Work> work;
     at::Tensor data;
-    at::Tensor gathered;  // what all hosts sent, a row each, if it is not summed by the process group itself
+    at::Tensor gathered;  // what all hosts sent, one row each, unless the process group sums it
   };
   std::deque<Running> running_;
 };

@@ -11,12 +11,12 @@ namespace {
 
 using Clock = shm::Engine::Clock;
 
-// Measured: below it the whole tensor is as quick.
+// Measured: below this the whole tensor is as fast.
 constexpr int64_t kMinBytes = 4 << 20;
-// With less ranks meet more often, with more the sums come from memory.
+// With smaller pieces ranks meet more often; with larger ones the sums come from memory.
 constexpr int64_t kPieceBytes = 1 << 20;
 constexpr int64_t kMaxBuffers = 4;
-// Each reads what all have brought; more ranks had better share the work.
+// Each rank reads every rank's input; with more ranks it is better to share the work.
 constexpr int kMaxRanks = 4;
 
 class Run {
@@ -65,7 +65,7 @@ class Run {
     free_.pop_back();
   }
 
-  // Afterwards no rank needs its buffer.
+  // After this no rank needs its buffer.
   void end_oldest() {
     const auto [seq, buffer, place, numel] = started_.front();
     engine_.wait(seq, pieces_.timeout, since_);
@@ -81,7 +81,7 @@ class Run {
   shm::Copier& copier_;
   const Clock::time_point since_ = Clock::now();
   const int64_t item_;
-  std::vector<std::byte*> free_;  // the last one first, so that as few are touched as can be
+  std::vector<std::byte*> free_;  // the last one first, so that as few as possible are touched
   std::deque<Piece> started_;
 };
 

@@ -120,7 +120,7 @@ ShmBackend::WorkPtr ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& 
   return start(call);
 }
 
-// outputs[rank][i] is what that rank gave as inputs[i].
+// outputs[rank][i] is what that rank passed as inputs[i].
 ShmBackend::WorkPtr ShmBackend::allgather_coalesced(Lists& outputs, Tensors& inputs,
                                                     const c10d::AllgatherOptions& options) {
   auto call = begin(c10d::OpType::ALLGATHER_COALESCED, "torchddp_shm:all_gather_coalesced", options, inputs, {});
@@ -196,7 +196,7 @@ ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
   return start(call);
 }
 
-// A send or a receive. Nobody says whether he will wait at once, so it may go on after the call.
+// A send or a receive. The caller may not wait at once, so it may continue after the call.
 ShmBackend::WorkPtr ShmBackend::start_message(c10d::OpType type, const char* title, Tensors& tensors, int peer,
                                               int tag) {
   auto call = begin(type, title, c10d::BarrierOptions(), tensors, tensors);

@@ -12,9 +12,10 @@ namespace torchddp::transport {
 
 class ShmCall;
 
-// Dense CPU tensors of any dtype, contiguous or not; reductions: sum, average, product, minimum and maximum of the dtypes in
-// sum_types.h, of bool, and (sum and average) of complex numbers. Thread-safe, if all ranks start collectives in the same order all
-// the same. A send does not wait for its receive, see Note [How messages travel] in shm/mail.h. The names are those of torch 2.11; later ones call them by new names that lead here.
+// Dense CPU tensors of any dtype, contiguous or not. Reductions: sum, average, product, minimum and maximum of the dtypes in
+// sum_types.h, of bool, and (sum and average) of complex numbers. Thread-safe, but all ranks must start collectives in the same
+// order. A send does not wait for its receive, see Note [How messages travel] in shm/mail.h. Method names are those of torch
+// 2.11; later versions' new names lead here.
 class ShmBackend final : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;

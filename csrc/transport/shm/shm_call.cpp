@@ -20,7 +20,7 @@ using RedOpType = c10d::ReduceOp::RedOpType;
 
 constexpr const char* kName = ShmBackend::kName;
 
-// What the engine does with each of c10d's reductions, in their order.
+// The engine's counterpart of each of c10d's reductions, in their order.
 std::optional<std::pair<kernels::DType, kernels::ReduceOp>> find_reduction(at::ScalarType dtype, RedOpType op) {
   using kernels::ReduceOp;
   constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax};
@@ -29,7 +29,7 @@ std::optional<std::pair<kernels::DType, kernels::ReduceOp>> find_reduction(at::S
   if (!type || static_cast<size_t>(op) >= std::size(kOps) || (is_bool && op == RedOpType::AVG)) {
     return std::nullopt;
   }
-  // "Or" and "and" of bytes that are 0 or 1, and stay so.
+  // "Or" and "and" of bytes that are 0 or 1 and stay so.
   const bool is_or = op == RedOpType::SUM || op == RedOpType::MAX;
   return std::pair(*type, !is_bool ? kOps[op] : is_or ? ReduceOp::kMax : ReduceOp::kMin);
 }
@@ -39,7 +39,7 @@ const char* op_name(RedOpType op) {
   return static_cast<size_t>(op) < std::size(kNames) ? kNames[op] : "an unknown reduction";
 }
 
-// The tensors lie in memory one behind the other. Where the first begins.
+// Where the first tensor begins, if all are consecutive in memory.
 const std::byte* consecutive(const Tensors& tensors) {
   const std::byte* begin = nullptr;
   const std::byte* end = nullptr;
@@ -65,7 +65,7 @@ void divide(const at::Tensor& tensor, int size) {
   }
 }
 
-// The result, which is a sum so far, becomes the average.
+// Divides the sum in the result to get the average.
 void divide_after(ShmPart& part, const Tensors& tensors, int size) {
   part.deliver = [tensors, deliver = std::move(part.deliver), size] {
     if (deliver) {
@@ -172,7 +172,7 @@ shm::Operation ShmCall::reducing(shm::OpKind kind, const Tensors& tensors, const
   return {.kind = kind, .type = type, .op = reduction, .root = root, .numel = numel};
 }
 
-// For what needs memory: without it the others would wait until their time is up.
+// For calls that need memory: if this failed silently the other ranks would wait for their full timeout.
 template <typename Take>
 void ShmCall::or_abort(Take&& take) const {
   try {
@@ -183,8 +183,8 @@ void ShmCall::or_abort(Take&& take) const {
   }
 }
 
-// The operation's input: where it is if the engine reaches it there, or a copy, after `lead_bytes` that are left free. Not
-// `in_place`: the operation writes to it, and the tensor must stay as it is. Returns the memory.
+// The operation's input: in place if the engine reaches it, otherwise a copy behind `lead_bytes` that are left free. Not
+// `in_place`: the operation writes to its input, and the tensor must stay unchanged. Returns the memory.
 at::Tensor ShmCall::bring(ShmPart& part, const Tensors& tensors, int64_t lead_bytes, bool in_place) {
   const BelowAutograd guard;
   const bool eager = transport_->engine().is_eager(part.operation);
@@ -205,7 +205,7 @@ at::Tensor ShmCall::bring(ShmPart& part, const Tensors& tensors, int64_t lead_by
   return part.input;
 }
 
-// The operation's output: right into the tensors if they lie in memory as the engine writes it.
+// The operation's output: directly in the tensors if they are laid out in memory as the engine writes it.
 void ShmCall::take_result(ShmPart& part, const Tensors& tensors) const {
   if (const auto* memory = consecutive(tensors)) {
     part.operation.output = const_cast<std::byte*>(memory);
@@ -217,7 +217,7 @@ void ShmCall::take_result(ShmPart& part, const Tensors& tensors) const {
   part.deliver_to(tensors, part.output);
 }
 
-// Asks the others, who do the same. See Note [An all-reduce in pieces].
+// Asks the other ranks, which do the same. See Note [An all-reduce in pieces].
 bool ShmCall::goes_in_pieces(const shm::Operation& whole, const Tensors& tensors) const {
   auto& engine = transport_->engine();
   bool all_accept = false;
@@ -250,7 +250,7 @@ ShmPart ShmCall::in_pieces(ShmPart part, const Tensors& tensors, const c10d::Red
   return part;
 }
 
-// Each rank sums what all have brought to its tensors. It brings a copy.
+// Each rank sums every rank's input into its own tensors. It contributes a copy.
 void ShmCall::sum_for_itself(ShmPart& part, const Tensors& tensors) {
   const BelowAutograd guard;
   take_result(part, tensors);
@@ -264,7 +264,7 @@ void ShmCall::sum_for_itself(ShmPart& part, const Tensors& tensors) {
   part.operation.input = data_of(part.staging);
 }
 
-// Ranks sum for each other, in memory that all of them reach; a few numbers each for itself.
+// Ranks sum for each other in memory that all of them reach; for a few numbers each sums for itself.
 void ShmCall::sum_together(ShmPart& part, const Tensors& tensors, bool keep) {
   const bool eager = transport_->engine().is_eager(part.operation);
   const auto memory = bring(part, tensors, 0, keep || eager);

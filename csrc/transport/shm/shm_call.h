@@ -10,7 +10,7 @@
 
 namespace torchddp::transport {
 
-// Checks what the collective was called with, and makes the engine's operations of it. `rank` and `size` are the group's.
+// Checks the arguments of a collective and turns it into engine operations. `rank` and `size` are the group's.
 class ShmCall {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -18,23 +18,24 @@ class ShmCall {
 
   ShmCall(ShmOperations& operations, int rank, int size, ShmC10dWork::Description description);
 
-  // The name of the collective, and with the rank, for messages.
+  // The collective's name, and the name with the rank, for messages.
   const char* name() const;
   std::string where() const;
 
   void check_dense_cpu(const Tensors& tensors) const;
-  // The tensor of a list that must hold one.
+  // The tensor of a list that must hold exactly one.
   const at::Tensor& only(const Tensors& tensors) const;
-  // The tensors for, or from, each rank: as many as there are ranks, each as large as `like`.
+  // The tensors for or from each rank: one per rank, each of the size of `like`.
   const Tensors& one_each(const Lists& lists, const at::Tensor& like) const;
-  // The tensors of a rank that is not the root: none.
+  // The tensors of a rank that is not the root: must be none.
   Tensors none(const char* what, const Lists& lists) const;
   void check_pairs(const Tensors& outputs, const Tensors& inputs) const;
   int root(int64_t root) const;
   // Rows of a tensor, one part for each rank.
   Tensors split_rows(const at::Tensor& tensor, const std::vector<int64_t>& splits) const;
 
-  // Each adds an operation. Tensors are checked here, but for broadcast's and the outputs of scatter. `keep`: this rank wants the result.
+  // Each adds an operation. Tensors are checked here, except broadcast's and the outputs of scatter. `keep`: this rank wants
+  // the result.
   void all_reduce(const Tensors& tensors, const c10d::ReduceOp& op, bool keep = true, int root = 0);
   void reduce_scatter(const at::Tensor& output, const Tensors& inputs, const c10d::ReduceOp& op);
   void all_gather(const Tensors& outputs, const at::Tensor& input);

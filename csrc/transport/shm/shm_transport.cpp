@@ -17,7 +17,7 @@
 
 namespace torchddp::transport {
 
-// An operation of the engine, and the tensors it works on. Or one of the process group, for what shared memory can't do.
+// An operation of the engine with its tensors, or one of the process group for what shared memory can't do.
 class ShmWork final : public Work {
  public:
   ShmWork(std::shared_ptr<ShmTransport> transport, std::unique_ptr<Work> group_work)
@@ -31,7 +31,7 @@ class ShmWork final : public Work {
     try {
       return engine_.poll(seq_);
     } catch (const TransportError&) {
-      return true;  // wait() says what happened
+      return true;  // wait() reports what happened
     }
   }
 
@@ -62,7 +62,7 @@ class ShmWork final : public Work {
     seq_ = seq;
     active_ = true;
   }
-  // What torch.profiler shows for the operation: from here to the end of wait().
+  // The range torch.profiler shows for the operation: from here to the end of wait().
   void record(const std::string& title, const at::Tensor& tensor) {
     auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
     if (!callbacks) {
@@ -75,7 +75,7 @@ class ShmWork final : public Work {
   }
   // Where the next operation counts.
   std::shared_ptr<shm::NonFinite> count_anew() {
-    // An operation that was abandoned may still add to the old one.
+    // An abandoned operation may still add to the old one.
     if (non_finite_ == nullptr || non_finite_.use_count() > 1) {
       non_finite_ = std::make_shared<shm::NonFinite>();
     }
@@ -97,8 +97,8 @@ class ShmWork final : public Work {
   void check_idle() const { TDDP_INTERNAL(!active_, "an operation on a Work whose last one was not waited for"); }
   Work& group_work() { return *group_work_; }
 
-  OperationMemory memory;  // of the operation under way
-  // Shared memory in which the input travels in 16 bits; kept for the next operation, as large as the last as a rule.
+  OperationMemory memory;  // of the current operation
+  // Shared memory in which the input is sent in 16 bits; kept, since the next operation usually has the same size.
   at::Tensor wire;
 
  private:
@@ -142,7 +142,7 @@ bool is_dense_cpu(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().is_cpu() && tensor.layout() == at::kStrided;
 }
 
-// How the engine sums it. Nothing: the process group has to.
+// The type in which the engine sums it. Empty: the process group has to.
 std::optional<kernels::DType> type_of(const at::Tensor& tensor) {
   return is_dense_cpu(tensor) ? sum_type(tensor.scalar_type()) : std::nullopt;
 }
@@ -204,7 +204,7 @@ ShmTransport::ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlac
   config.run_parallel = run_parallel;
   engine_ = std::make_unique<shm::Engine>(std::move(config));
   mail_ = std::make_unique<shm::Mail>(*engine_, *segment_);
-  // Named as the process group names them, whose place they take: what reads profiles knows these names.
+  // Named as the process group names them, since tools that read profiles know those names.
   const auto backend = group != nullptr ? group->getBackendName() : std::string("shm");
   for (size_t kind = 0; kind < titles_.size(); ++kind) {
     titles_[kind] = backend + ":" + shm::kind_name(static_cast<shm::OpKind>(kind));
@@ -224,7 +224,7 @@ at::Tensor ShmTransport::try_allocate(int64_t numel, at::ScalarType dtype) {
   if (memory == nullptr) {
     return {};
   }
-  auto segment = segment_;  // the mapping outlives the transport for as long as a gradient is in it
+  auto segment = segment_;  // the mapping outlives the transport for as long as it holds a gradient
   return at::from_blob(memory, {numel}, [segment](void* block) { segment->release(block); }, at::dtype(dtype));
 }
 
@@ -323,7 +323,7 @@ void ShmTransport::keep(std::vector<at::Tensor> memory, std::optional<uint64_t> 
 }
 
 void ShmTransport::drop_finished() {
-  std::vector<Kept> finished;  // let go of without the lock
+  std::vector<Kept> finished;  // released without holding the lock
   const std::lock_guard lock(kept_mutex_);
   const auto first = std::partition(kept_.begin(), kept_.end(),
                                     [&](const Kept& kept) { return !kept.until || !engine_->poll(*kept.until); });
@@ -378,8 +378,8 @@ void ShmTransport::start_sum(const Collective& sum, Work& work) {
                            .type = *sum_type(tensor.scalar_type()),
                            .numel = tensor.numel(),
                            .scale = sum.options.scale};
-  // Between hosts the ranks that own shards sum them for a single one too, each byte once over the link; more than is asked for
-  // reaches the rest.
+  // Between hosts, the ranks that own shards sum them even if only one rank wants the result: each byte crosses the link once,
+  // and the other ranks get more than they asked for.
   if (sum.kind == Kind::kReduce && !placement_.spans) {
     operation.kind = shm::OpKind::kReduce;
     operation.root = sum.root;
@@ -403,7 +403,8 @@ bool ShmTransport::counts_non_finite(const at::Tensor& tensor) const {
 }
 
 void ShmTransport::start_broadcast(const at::Tensor& tensor, int root, Work& work) {
-  // Between hosts to those with the root's place there, who then are the roots of their hosts: the link carries it once.
+  // Between hosts it goes to the ranks with the root's place on each host, which then act as roots there: it crosses the link
+  // once.
   const int local_root = placement_.spans ? placement_.places[static_cast<size_t>(root)] : root;
   const bool is_root = local_root == engine_->board().rank();
   if (placement_.spans && is_root) {

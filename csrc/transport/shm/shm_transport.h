@@ -1,4 +1,4 @@
-// Ranks of one host, CPU tensors: the bucket is the shared memory.
+// For ranks of one host and CPU tensors: the bucket is the shared memory.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -20,30 +20,31 @@
 
 namespace torchddp::transport {
 
-// Who is where, as the ranks have agreed.
+// The placement of ranks, as they have agreed on it.
 struct ShmPlacement {
   std::vector<int> local_ranks;        // group ranks of this host, ascending
   std::vector<std::string> addresses;  // of their listeners
-  // Between hosts: the ranks with this one's place on each host; null on a single host, and for a rank that owns no shard.
+  // Between hosts: the ranks with this rank's place on each host; null on a single host, and on a rank that owns no shard.
   c10::intrusive_ptr<c10d::ProcessGroup> outer_group;
-  // By group rank: its place among the ranks of its host, and its rank in the outer group of that place (-1: there is none).
+  // By group rank: its place among the ranks of its host, and its rank in the outer group of that place (-1: none).
   std::vector<int> places, outer_ranks;
   int owners = 0;                          // ranks of each host that own shards
   bool spans = false;                      // several hosts
-  std::optional<int> node = std::nullopt;  // of memory, next to this rank: none for what the kernel says
+  std::optional<int> node = std::nullopt;  // the memory node next to this rank; empty: as the kernel reports
 };
 
-// Through the ranks that own the same shard on each host, which are `group`. It may still write to the segment when an operation has failed,
-// and the transport is gone.
+// A link through `group`, the ranks that own the same shard on each host. It may still write to the segment after an operation
+// has failed and the transport is gone.
 std::unique_ptr<shm::OuterLink> make_outer_link(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                                 std::shared_ptr<shm::Segment> segment);
 
 class ShmTransport;
 
-// The first half of opening the transport: what a rank tells the others before they connect.
+// The first half of opening the transport: what a rank sends to the others before they connect.
 class ShmEndpoint {
  public:
-  // `limit_bytes`: of the segment; 0 for as much as the machine has. Throws shm::Unavailable if there can't even be an empty one.
+  // `limit_bytes`: of the segment; 0 for as much as the machine has. Throws shm::Unavailable if not even an empty one can be
+  // made.
   explicit ShmEndpoint(int64_t limit_bytes) : limit_bytes_(limit_bytes) { shm::Segment(0, 1, limit_bytes); }
   const std::string& address() const { return listener_.address(); }
   // Every rank of the host must call it at about the same time. Throws shm::Unavailable.
@@ -55,14 +56,14 @@ class ShmEndpoint {
   shm::Listener listener_;
 };
 
-// Hooks look at the peers no more often. A look takes the engine's mutex and a cache line from the processor of each peer, some
-// tenths of a microsecond and more with more peers, and a step has hundreds of hooks. What it finds is a shard to sum, which takes
-// longer than this. Waits look on their own account, so the end of backward is not delayed.
+// The minimum interval at which hooks check on the peers. A check takes the engine's mutex and a cache line from each peer's
+// processor, some tenths of a microsecond and more with more peers, and a step has hundreds of hooks. What it may find is a
+// shard to sum, which takes longer than this. Waits check on their own, so the end of backward is not delayed.
 inline constexpr std::chrono::microseconds kLookInterval{5};
 
-// What shared memory can't do (sparse tensors, other devices, dtypes that nobody sums, collectives other than the all-reduce
-// between hosts) goes through the process group; which way is decided by what is equal on all ranks. Memory that is not shared is
-// copied in and out.
+// What shared memory can't do (sparse tensors, other devices, dtypes that can't be summed, collectives between hosts other than
+// all-reduce) goes through the process group. The choice depends only on what is equal on all ranks. Memory that is not shared
+// is copied in and out.
 class ShmTransport final : public Transport, public std::enable_shared_from_this<ShmTransport> {
  public:
   ShmTransport(c10::intrusive_ptr<c10d::ProcessGroup> group, ShmPlacement placement,
@@ -70,7 +71,7 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  // In the segment; if that has no room, in private memory, with a warning (see memory_state).
+  // In the segment; if that has no room, in private memory with a warning (see memory_state).
   at::Tensor allocate(int64_t numel, at::ScalarType dtype, at::Device device) override;
   std::unique_ptr<Work> make_work() override;
   bool reaches(const at::Tensor& tensor) const override;
@@ -81,7 +82,7 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
       engine_->progress();
     }
   }
-  // With what went through the process group.
+  // Includes what went through the process group.
   Traffic traffic() const override;
 
   void expect_gradients(std::span<const int64_t> sizes) override { pool_->expect(sizes); }
@@ -91,7 +92,8 @@ class ShmTransport final : public Transport, public std::enable_shared_from_this
   int64_t memory_state() override { return lost_memory_ ? 0 : 1; }
   std::shared_ptr<Transport> fallback() const override { return c10d_; }
 
-  // Nobody waits any more for an operation whose peers may still write to this memory: it stays until that one is complete, or for good.
+  // No one waits any more for an operation whose peers may still write to this memory: keeps it until that one is complete, or
+  // forever.
   void keep(std::vector<at::Tensor> memory, std::optional<uint64_t> until = std::nullopt);
 
   // Of this rank's segment.

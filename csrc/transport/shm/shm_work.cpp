@@ -17,12 +17,12 @@ namespace {
 using Clock = shm::Engine::Clock;
 using std::chrono::milliseconds;
 
-// How often the watcher looks at operations that nobody has asked a Future of.
+// How often the watcher checks operations without a Future.
 constexpr milliseconds kLook{5};
 constexpr std::chrono::microseconds kMoment{100};
-// Looks without anything under way, until it sleeps for good.
+// Checks with nothing in flight before it sleeps for good.
 constexpr int kIdleLooks = 20;
-// What close() gives the others to come: ranks leave at about the same time, or one of them has failed.
+// How long close() waits for the other ranks: they leave at about the same time, or one of them has failed.
 constexpr milliseconds kFarewell{10'000};
 
 }  // namespace
@@ -50,7 +50,7 @@ bool ShmC10dWork::wait(milliseconds timeout) {
     throw TransportError(c10::str("rank ", rank_, ": ", c10d::opTypeToString(opType_), " was not complete ",
                                   timeout.count(), " ms after wait(). It goes on, and so does the process group"));
   }
-  const std::lock_guard lock(finishing_);  // another thread may be about to say that it is over
+  const std::lock_guard lock(finishing_);  // another thread may be about to report that it is over
   TDDP_INTERNAL(is_over(), "a wait for an operation has ended before the operation");
   if (exception_ != nullptr) {
     std::rethrow_exception(exception_);
@@ -89,7 +89,7 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmC10dWork::getFuture() {
   return future_;
 }
 
-// Whether it is over, well or not. `wait_for_others`: also if another thread is just ending it.
+// Whether it is over, successfully or not. `wait_for_others`: also if another thread is just ending it.
 bool ShmC10dWork::try_finish(ShmTransport& transport, bool wait_for_others) {
   std::unique_lock lock(finishing_, std::defer_lock);
   if (wait_for_others) {
@@ -127,7 +127,7 @@ void ShmC10dWork::conclude(ShmTransport& transport, std::exception_ptr error, st
   finish(error);
   over_.store(true, std::memory_order_release);
   const auto future = future_;
-  lock.unlock();  // callbacks may ask for this very operation
+  lock.unlock();  // callbacks may ask for this same operation
   memory.reset();
   operations_->remove(*this, future != nullptr);
   if (future != nullptr) {
@@ -228,16 +228,16 @@ void ShmOperations::start(const c10::intrusive_ptr<ShmC10dWork>& work) {
 
 void ShmOperations::remove(ShmC10dWork& work, bool awaited) {
   if (!work.place_) {
-    return;  // it was over before anybody else could see it
+    return;  // it was over before any other thread could see it
   }
-  c10::intrusive_ptr<ShmC10dWork> last;  // let go of without the lock
+  c10::intrusive_ptr<ShmC10dWork> last;  // released without holding the lock
   const std::lock_guard lock(mutex_);
   last = std::move(**work.place_);
   works_.erase(*work.place_);
   awaited_futures_ -= awaited ? 1 : 0;
 }
 
-// Somebody waits for a Future: the watcher must be as quick as a wait().
+// A thread waits for a Future, so the watcher must be as fast as a wait().
 void ShmOperations::attend() {
   std::unique_lock lock(mutex_);
   ++awaited_futures_;
@@ -248,7 +248,7 @@ void ShmOperations::attend() {
 void ShmOperations::wake_watcher(std::unique_lock<std::mutex>& /*held*/) {
   if (!watching_ && !stop_) {
     watching_ = true;
-    // It holds what it needs, so that nobody has to wait for it.
+    // It owns what it needs, so nothing has to wait for it.
     watcher_ = std::thread([self = shared_from_this()] {
       pthread_setname_np(pthread_self(), "torchddp_shm");
       self->watch();
@@ -293,7 +293,8 @@ void ShmOperations::watch() {
   drain_and_drop();
 }
 
-// Ends what can be ended. Where somebody waits for a Future, sleeps until something happens to the first of those; whether it did.
+// Ends what can be ended. If a Future is waited for, sleeps until something happens to the first such operation; returns
+// whether it did.
 bool ShmOperations::look(ShmTransport& transport, const Works& works) {
   ShmC10dWork* awaited = nullptr;
   for (const auto& work : works) {
@@ -311,7 +312,7 @@ bool ShmOperations::look(ShmTransport& transport, const Works& works) {
       awaited->await(transport, awaited->started_);
     }
   } catch (const TransportError&) {
-    // Each operation learns of it when it is looked at again.
+    // Each operation reports it when it is next checked.
   }
   return true;
 }
@@ -321,7 +322,7 @@ ShmOperations::Works ShmOperations::under_way() const {
   return {works_.begin(), works_.end()};
 }
 
-// The end of the backend: in the watcher if there is one.
+// The end of the backend, in the watcher if there is one.
 void ShmOperations::drain_and_drop() {
   const auto transport = this->transport();
   if (transport == nullptr) {
@@ -332,7 +333,7 @@ void ShmOperations::drain_and_drop() {
     try {
       work->await_until(*transport, deadline, false);
     } catch (const TransportError&) {
-      // try_finish() tells it.
+      // try_finish() reports it.
     }
     if (!work->try_finish(*transport, true)) {
       work->fail(*transport, std::make_exception_ptr(
@@ -340,7 +341,7 @@ void ShmOperations::drain_and_drop() {
                                                          c10d::opTypeToString(work->opType_), " was complete"))));
     }
   }
-  std::shared_ptr<ShmTransport> last;  // let go of without the lock
+  std::shared_ptr<ShmTransport> last;  // released without holding the lock
   const std::lock_guard lock(mutex_);
   last.swap(transport_);
 }
@@ -354,7 +355,7 @@ void ShmOperations::close() {
 
 void ShmOperations::close_later() {
   if (getpid() != pid_) {
-    return;  // a forked child: there is no watcher, and the rank is still there
+    return;  // a forked child: there is no watcher, and the rank lives on in the parent
   }
   {
     const std::lock_guard lock(mutex_);
@@ -372,7 +373,7 @@ void ShmOperations::close_later() {
 
 void ShmOperations::abort(const std::string& reason) {
   if (const auto transport = this->transport()) {
-    transport->engine().interrupt(reason);  // whatever is under way says so
+    transport->engine().interrupt(reason);  // operations in flight report it
   }
 }
 

@@ -1,15 +1,16 @@
-// The operations of a c10d backend over shared memory, from their start to their end.
+// The operations of a c10d backend over shared memory, from start to end.
 //
 // Note [Who finishes a c10d operation]
-// Ranks do the work themselves, whenever one of their threads passes by: in wait(), in isCompleted(), in the next collective. Nobody
-// may pass by for long: a Future is only ever waited for outside of our code, and a Work may be dropped. So each backend has one
-// thread more, the watcher, started by the first asynchronous operation that is not complete at once. It sleeps for good when nothing is under way, looks every
-// few milliseconds at what is, and wakes with every message where a Future was asked for.
+// Ranks do the work themselves whenever one of their threads is inside a call: wait(), isCompleted(), the next collective. But
+// there may be no such call for a long time: a Future is waited for outside of our code, and a Work may be dropped. So each
+// backend has one extra thread, the watcher, started by the first asynchronous operation that does not complete at once. It
+// sleeps for good when nothing is in flight, checks every few milliseconds what is, and wakes with every message if a Future
+// was requested.
 //
 // Note [Locks and the GIL]
-// Python asks for Futures with the GIL in its hands, so no lock of these operations may be held while the GIL is waited for. It is
-// waited for by whoever lets go of a Work (its Future keeps Python callbacks) or of a tensor that Python has seen. Both are let go of
-// with no lock held.
+// Python requests Futures while holding the GIL, so no lock of these operations may be held while waiting for the GIL.
+// Releasing a Work (its Future keeps Python callbacks) or a tensor that Python has seen waits for the GIL. Both are therefore
+// released with no lock held.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,7 +35,7 @@ namespace torchddp::transport {
 class ShmOperations;
 class ShmTransport;
 
-// Neither version counters nor graphs have to know what is copied.
+// Neither version counters nor graphs need to know about these copies.
 struct BelowAutograd {
   c10::impl::ExcludeDispatchKeyGuard keys{c10::autograd_dispatch_keyset_with_ADInplaceOrView};
   c10::NoGradGuard no_grad;
@@ -55,7 +56,7 @@ class ShmC10dWork : public c10d::Work {
 
   bool isCompleted() override;
   bool isSuccess() const override;
-  // A limit of its own ends the waiting, not the operation.
+  // The caller's own limit ends the wait, not the operation.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(); }
   void abort() override;
@@ -64,16 +65,16 @@ class ShmC10dWork : public c10d::Work {
 
  protected:
   using Time = shm::Engine::Clock::time_point;
-  // Under way in the transport. All of it throws TransportError.
+  // In flight in the transport. All of these throw TransportError.
   virtual void start(ShmTransport& transport) = 0;
   virtual bool poll(ShmTransport& transport) = 0;
-  // An error, for all ranks, when the operation's own time is up, counted from `since`.
+  // Raises an error, for all ranks, if the operation's own time limit, counted from `since`, has passed.
   virtual void await(ShmTransport& transport, Time since) = 0;
   // False if it is not complete at `until`. `spin`: as for Engine::wait_for().
   virtual bool await_until(ShmTransport& transport, Time until, bool spin) = 0;
-  // Complete: the result to where it is wanted.
+  // It is complete: moves the result to its destination.
   virtual void deliver() = 0;
-  // What it worked with, to be let go of without a lock. `failed`: part of it may be under way.
+  // What it worked with, to be released without a lock. `failed`: part of it may be in flight.
   virtual std::shared_ptr<void> give_back(ShmTransport& transport, bool failed) = 0;
 
   const std::vector<at::Tensor> outputs_;
@@ -95,15 +96,15 @@ class ShmC10dWork : public c10d::Work {
 
   std::mutex finishing_;
   std::atomic<bool> over_{false};
-  std::atomic<bool> awaited_{false};  // somebody has its Future
+  std::atomic<bool> awaited_{false};  // its Future was requested
   c10::intrusive_ptr<c10::ivalue::Future> future_;
-  std::optional<std::list<c10::intrusive_ptr<ShmC10dWork>>::iterator> place_;  // among those under way
+  std::optional<std::list<c10::intrusive_ptr<ShmC10dWork>>::iterator> place_;  // among those in flight
 };
 
 // An operation of the engine; a collective on several tensors is several.
 struct ShmPart : OperationMemory {
   shm::Operation operation;
-  std::function<void()> run{};  // of several of the engine's in its place; complete on return
+  std::function<void()> run{};  // several engine operations in its place; complete on return
 };
 
 class ShmCollective final : public ShmC10dWork {
@@ -125,7 +126,7 @@ class ShmCollective final : public ShmC10dWork {
   std::vector<uint64_t> seqs_;
 };
 
-// What is under way, and the watcher. Thread-safe.
+// The operations in flight, and the watcher. Thread-safe.
 class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
  public:
   ShmOperations(std::shared_ptr<ShmTransport> transport, std::chrono::milliseconds timeout);
@@ -133,16 +134,16 @@ class ShmOperations : public std::enable_shared_from_this<ShmOperations> {
 
   // Null after close().
   std::shared_ptr<ShmTransport> transport() const;
-  // The same, or an error that says so.
+  // The same, or an error that says it is closed.
   std::shared_ptr<ShmTransport> open_transport() const;
   std::chrono::milliseconds timeout() const { return timeout_.load(); }
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
 
   // An operation that is not asynchronous is over on return.
   void start(const c10::intrusive_ptr<ShmC10dWork>& work);
-  // Waits a while for what is under way, then lets go of the shared memory. What was not complete has failed.
+  // Waits a while for operations in flight, then releases the shared memory. What was not complete has failed.
   void close();
-  // The same, without waiting: the watcher does it. For destructors, which may hold the GIL.
+  // The same without waiting: the watcher does it. For destructors, which may hold the GIL.
   void close_later();
   void abort(const std::string& reason);
 
