@@ -80,28 +80,28 @@ class Communicator {
   // The current stream waits for the operation, and `keep` is released: anything queued there later in the same memory runs
   // after it. Throws TransportError if the communicator is broken.
   void join(Ticket& ticket);
-  // Whether the operation has ended, well or not. Operations of a graph count as ended.
+  // Whether the operation has ended, successfully or not. Operations captured into a graph count as ended.
   bool ended(const Ticket& ticket);
   // The ticket will not be used any more.
   void forget(Ticket& ticket);
-  // From any thread, without waiting: the watchdog aborts the communicator, and every later call throws TransportError(reason).
+  // Thread-safe; does not wait. The watchdog aborts the communicator, and every later call throws TransportError(reason).
   void interrupt(const std::string& reason);
-  // Throws what broke the communicator, if anything did.
+  // Throws what broke the communicator, if it is broken.
   void check();
   bool is_broken() const;
 
-  // Whether NCCL reaches memory of its own better than other memory: there is a peer, and the version has windows.
+  // Whether NCCL works better on its own memory than on other memory: there is a peer, and this version has windows.
   bool uses_windows() const;
-  // Memory that can be registered as a window; null if there is no room. Not collective: see Note [When windows are made]. May be let
-  // go of at any time, but is given back with the next commit_memory() or give_back_memory().
+  // Memory that can be registered as a window; null if there is no room. Not collective: see Note [When windows are made]. May
+  // be released at any time, but is only returned by the next commit_memory() or give_back_memory().
   std::shared_ptr<void> allocate(int64_t bytes);
-  // What the next commit_memory() would do, and what the ones before have done, as a number that is equal on ranks where that is
+  // What the next commit_memory() would do and what previous ones have done, as a number that is equal on two ranks if that is
   // equal; never 0. Blocks until the device is idle if operations still hold memory.
   int64_t memory_state();
-  // Collective, on ranks that have the same memory_state(): registers what is not registered yet. Blocks until the device is idle if
-  // there is something to give back. Throws TransportError.
+  // Collective, on ranks with the same memory_state(): registers what is not registered yet. Blocks until the device is idle if
+  // there is memory to return. Throws TransportError.
   void commit_memory(std::chrono::milliseconds timeout);
-  // Not collective: what has been let go of, by ranks that have agreed to register nothing.
+  // Not collective: returns released memory, on ranks that have agreed to register nothing.
   void give_back_memory(std::chrono::milliseconds timeout);
 
  private:

@@ -17,7 +17,7 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 constexpr microseconds kPollInterval{200};
-// A call that is in progress is asked about without a pause for so long, then at intervals: most are through in some tens of
+// How long to poll a call in progress without a pause; after that, at intervals. Most calls finish within some tens of
 // microseconds, in which the calling thread could not queue anything else either.
 constexpr microseconds kBusyPolling{200};
 
@@ -86,7 +86,7 @@ void Communicator::State::throw_if_broken() const {
   }
 }
 
-// From here on nobody but the watchdog calls NCCL for this communicator, and that only to abort it.
+// From here on only the watchdog calls NCCL for this communicator, and only to abort it.
 void Communicator::State::mark_broken(std::string what) {
   if (life == Life::kMaking || life == Life::kRunning) {
     life = Life::kBroken;
@@ -119,8 +119,8 @@ void Communicator::State::call(const OperationLabel& label, const std::function<
   settle(body(), label);
 }
 
-// Until a call has taken effect: for a communicator that does not block it may be in progress still. The watchdog sees to it that this
-// ends. The peers hear of a handler of a signal that raises by the end of the communicator.
+// Waits until a call has taken effect: on a non-blocking communicator it may still be in progress. The watchdog makes sure that
+// this ends. If a signal handler raises here, the peers notice when the communicator ends.
 void Communicator::State::settle(int result, const OperationLabel& label) {
   const auto since = Clock::now();
   SignalWatch signals(since);
@@ -145,7 +145,7 @@ void Communicator::State::settle(int result, const OperationLabel& label) {
       result = asked;
     }
   }
-  check();  // an aborted communicator must not be asked for words
+  check();  // an aborted communicator can't describe its errors
   if (result != kNcclSuccess) {
     fail(describe(label) + " failed: " + nccl->describe(result, comm));
   }
@@ -184,7 +184,7 @@ void Communicator::State::make(const UniqueId& id) {
               ": could not make a NCCL communicator: " + (error.empty() ? nccl->describe(result, comm) : error));
 }
 
-// In the thread that wants the communicator.
+// Runs in the thread that creates the communicator.
 void Communicator::State::await_making() {
   const auto deadline = deadline_after(config.connect_timeout);
   std::unique_lock lock(mutex);
@@ -211,10 +211,10 @@ void Communicator::State::await_making() {
   throw_if_broken();
 }
 
-// What is wrong; empty if nothing is.
+// Returns what is wrong; empty if nothing is.
 std::string Communicator::State::find_problem() {
   if (inside) {
-    // NCCL's functions must not be called beside it.
+    // No other NCCL function may be called meanwhile.
     const auto& label = inside->label;
     return Clock::now() < deadline_after(label.timeout, inside->since)
                ? ""
@@ -251,7 +251,7 @@ void Communicator::State::look() {
   }
   mark_broken(who() + ": " + found);
   if (captured) {
-    std::fprintf(stderr, "torchddp: %s\n", problem.c_str());  // who replays a graph does not ask us
+    std::fprintf(stderr, "torchddp: %s\n", problem.c_str());  // a program that replays a graph never asks us
   }
 }
 
@@ -271,7 +271,7 @@ void Communicator::State::watch() {
     try {
       nccl->abort(comm);  // may block; see Note [Errors of the device are found by a watchdog]
     } catch (const std::exception&) {
-      // The device is lost: there is nothing left to abort.
+      // The device is lost, so there is nothing left to abort.
     }
     lock.lock();
   }
@@ -281,7 +281,7 @@ void Communicator::State::watch() {
 
 // --- leaving ---
 
-// On a thread of its own: NCCL waits for peers here.
+// On its own thread, because NCCL waits for peers here.
 void Communicator::State::leave(milliseconds timeout) {
   try {
     const OperationLabel label{"leaving a NCCL communicator", -1, -1, timeout};
@@ -290,7 +290,7 @@ void Communicator::State::leave(milliseconds timeout) {
     {
       const std::lock_guard lock(mutex);
       throw_if_broken();
-      inside->label.timeout = milliseconds::max();  // what is being destroyed can't be aborted
+      inside->label.timeout = milliseconds::max();  // a communicator that is being destroyed can't be aborted
     }
     nccl->destroy(comm);
     const std::lock_guard lock(mutex);
@@ -300,7 +300,7 @@ void Communicator::State::leave(milliseconds timeout) {
   }
 }
 
-// Once the watchdog has ended.
+// Called once the watchdog has ended.
 void Communicator::State::destroy_streams() {
   in_flight.clear(*device);
   device->destroy_event(fork);
@@ -309,7 +309,7 @@ void Communicator::State::destroy_streams() {
 
 // --- memory ---
 
-// What operations hold that have ended, or are about to, and were not joined.
+// Releases what operations hold that have ended, or are about to, and were not joined.
 void Communicator::State::let_operations_go() {
   {
     const std::lock_guard lock(mutex);
@@ -337,17 +337,17 @@ void Communicator::State::give_back(const std::vector<BlockPtr>& blocks, millise
         call({"giving memory back to NCCL", -1, -1, timeout},
              [&] { return nccl->window_deregister(comm, block->window); });
       } catch (const TransportError&) {
-        // Broken, as the next call says; its windows go with it.
+        // Broken, as the next call will report; its windows go with it.
       }
     }
     nccl->memory_free(block->memory);
   }
 }
 
-// A block has no owner any more; the device may still use it.
+// A block has no owner any more, but the device may still use it.
 void Communicator::State::release(BlockPtr block) noexcept {
   if (forks() != made_in) {
-    return;  // a forked child: it is the parent's
+    return;  // a forked child: it belongs to the parent
   }
   try {
     {

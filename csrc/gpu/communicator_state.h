@@ -1,4 +1,4 @@
-// What a communicator's calls and its watchdog share. Not for use outside of gpu/.
+// State shared by a communicator's calls and its watchdog. Internal to gpu/.
 #pragma once
 
 #include <condition_variable>
@@ -22,7 +22,7 @@ using Clock = std::chrono::steady_clock;
 // For errors.
 std::string describe(const OperationLabel& label);
 
-// Operations on the communicator's stream that nobody has seen to end, oldest first.
+// Operations on the communicator's stream that have not been seen to end, oldest first.
 class OperationsInFlight {
  public:
   struct Operation {
@@ -33,37 +33,37 @@ class OperationsInFlight {
   };
   using Keeps = std::vector<std::shared_ptr<void>>;
 
-  // Behind what is on the stream. Returns its number.
+  // Appends an operation behind everything on the stream. Returns its number.
   uint64_t add(Device& device, Stream stream, const OperationLabel& label, std::shared_ptr<void> keep);
-  // Null if it was put away, or never queued.
+  // Null if it was retired or never queued.
   Operation* find(const Ticket& ticket);
-  // Puts finished operations away, oldest first. What they held is let go of by the next caller: the watchdog must not run foreign
-  // destructors, which may want Python's lock.
+  // Retires finished operations, oldest first. The next caller releases what they held: the watchdog must not run foreign
+  // destructors, which may need the GIL.
   void retire(Device& device, size_t at_most);
-  // What finished operations have held, to be let go of without the lock.
+  // What finished operations held, to be released without the lock.
   Keeps take_keeps() { return std::exchange(done_with_, {}); }
   bool holds_anything() const;
 
   bool empty() const { return operations_.empty(); }
   size_t size() const { return operations_.size(); }
   const Operation& oldest() const { return operations_.front(); }
-  // Of the oldest.
+  // Of the oldest operation.
   Clock::time_point deadline() const;
-  // Without the lock: blocks of memory may go.
+  // Called without the lock, as it may release blocks of memory.
   void clear(Device& device);
 
  private:
   std::deque<Operation> operations_;           // the last is number next_ - 1
   uint64_t next_ = 1;                          // number of the next operation
-  Clock::time_point last_end_ = Clock::now();  // when the device was last seen to have finished one
+  Clock::time_point last_end_ = Clock::now();  // when the device was last seen to finish one
   std::vector<Event> free_events_;
   Keeps done_with_;
 };
 
-// Shared with the threads of a communicator, which outlive it where NCCL hangs.
+// Shared with the communicator's threads, which outlive it if NCCL hangs.
 struct Communicator::State {
   enum class Life { kMaking, kRunning, kBroken, kAborted, kLeft };
-  class Turn;  // one call of NCCL, from before it is made until it has taken effect
+  class Turn;  // one NCCL call, from just before it is made until it has taken effect
   struct Inside {
     OperationLabel label;
     Clock::time_point since;
@@ -75,29 +75,29 @@ struct Communicator::State {
   CommunicatorConfig config;
   const int made_in = forks();
 
-  std::mutex calls;  // who has it may call NCCL. Taken before the other one, and held for as long as NCCL takes
-  std::mutex mutex;  // of all below, never held for long
+  std::mutex calls;  // its holder may call NCCL. Taken before the other mutex, and held for as long as NCCL takes
+  std::mutex mutex;  // guards everything below; never held for long
   std::condition_variable changed;
   Life life = Life::kMaking;
   std::string problem;
   std::optional<Inside> inside;
-  Comm made = nullptr;  // NCCL writes it whenever it gets to it
+  Comm made = nullptr;  // NCCL may write it later
   Comm comm = nullptr;
   Stream stream = nullptr;
   Event fork = nullptr;
   OperationsInFlight in_flight;
   WindowMemory windows;
-  bool closed = false;    // the communicator is gone, its memory may not be
-  bool captured = false;  // some operation became part of a graph
+  bool closed = false;    // the communicator is gone, though its memory may not be
+  bool captured = false;  // an operation was captured into a graph
 
   std::string who() const { return "rank " + std::to_string(config.rank) + " of " + std::to_string(config.size); }
   bool is_over() const { return (life == Life::kAborted || life == Life::kLeft) && !inside; }
 
-  // With the mutex.
+  // With the mutex held.
   void throw_if_broken() const;
   void mark_broken(std::string what);
   void look();
-  // Without it.
+  // Without the mutex.
   void check();
   void refuse_nested(const OperationLabel& label);
   [[noreturn]] void fail(std::string what);
@@ -120,7 +120,7 @@ struct Communicator::State {
   std::string find_problem();
 };
 
-// Throws TransportError if the communicator is broken, or the thread is inside already: in the handler of a signal.
+// Throws TransportError if the communicator is broken, or if the thread is already inside (in a signal handler).
 class Communicator::State::Turn {
  public:
   Turn(State& state, const OperationLabel& label) : state_(state) {

@@ -8,7 +8,7 @@
 
 namespace torchddp::kernels {
 
-// A tensor: its contiguous memory, and the element at which it lies in flat memory.
+// A tensor: its contiguous memory, and its offset in flat memory, in elements.
 struct DevicePiece {
   void* outside;
   int64_t begin;
@@ -33,8 +33,8 @@ enum class Direction : uint8_t { kPack, kUnpack };
 int move_on_device(Direction direction, void* flat, DType flat_type, const DevicePiece* pieces, int64_t count,
                    DType outside_type, double scale, void* stream);
 
-// 0 if the current device can run the kernels above, otherwise CUDA's error: they are built for some compute capabilities only.
-// Loads one of them, so not to be called for the first time while a graph is captured.
+// 0 if the current device can run these kernels, otherwise CUDA's error: they are built for some compute capabilities only.
+// Loads one of them, so the first call must not happen while a graph is being captured.
 int find_kernels();
 
 }  // namespace torchddp::kernels

@@ -20,7 +20,7 @@
 
 #include "kernels/float_bits.h"
 
-// The host's compiler knows no such pragma, not even where nvcc calls it.
+// Other compilers don't know this pragma, including nvcc's host compiler.
 #if defined(__CUDA_ARCH__)
 #define TDDP_UNROLL _Pragma("unroll")
 #define TDDP_NO_UNROLL _Pragma("unroll 1")
@@ -105,7 +105,7 @@ struct Element {
   static TDDP_ALWAYS_INLINE Bits<kBytes> load(const unsigned char* src) { return *reinterpret_cast<const Word*>(src); }
   static TDDP_ALWAYS_INLINE void store(unsigned char* dst, Bits<kBytes> bits) { *reinterpret_cast<Word*>(dst) = bits; }
 
-  // Element `index` of a vector in registers, little-endian. `put` wants zeroes there.
+  // Element `index` of a vector in registers, little-endian. `put` expects zeros there.
   static TDDP_ALWAYS_INLINE Bits<kBytes> get(const uint32_t* words, int index) {
     if constexpr (kBytes == 8) {
       return words[2 * index] | static_cast<uint64_t>(words[2 * index + 1]) << 32;
@@ -125,7 +125,7 @@ struct Element {
   }
 };
 
-// First tile of a block: slices differ by one tile at most.
+// The first tile of a block; slices differ by at most one tile.
 TDDP_ALWAYS_INLINE uint32_t slice_begin(uint32_t num_tiles, uint32_t num_blocks, uint32_t block) {
   const uint32_t longer = num_tiles % num_blocks;
   return num_tiles / num_blocks * block + (block < longer ? block : longer);
@@ -147,13 +147,13 @@ TDDP_ALWAYS_INLINE int find_piece(const PieceTable<kCapacity>& table, uint32_t t
   return low;
 }
 
-// A kernel. Opaque words are copied, as is what is neither scaled nor cast: as integers of its size.
+// One kernel. Opaque words, and anything neither scaled nor cast, are copied as integers of their size.
 template <DType Dst, DType Src>
 struct Pack {
   static constexpr bool kCopy = !is_float(Dst);
   static_assert(kCopy ? Dst == Src : is_float(Src), "opaque words are copied");
   using Layout = Tiling<Dst, Src>;
-  using Factor = std::conditional_t<kCopy, int, Product<Dst, Src>>;  // of a copy unused
+  using Factor = std::conditional_t<kCopy, int, Product<Dst, Src>>;  // unused for a copy
   using Target = Element<Layout::kDstBytes>;
   using Source = Element<Layout::kSrcBytes>;
 
@@ -177,7 +177,7 @@ struct Pack {
     }
   }
 
-  // The vector whose first element is `at`, of which only [0, numel) are the piece's.
+  // The vector that begins at element `at`, of which only [0, numel) belong to the piece.
   static TDDP_ALWAYS_INLINE void run_vector(unsigned char* dst, const unsigned char* src, int64_t numel, int64_t at,
                                             bool src_on_grid, Factor factor) {
     if (at >= 0 && at + Layout::kVector <= numel) {
@@ -199,7 +199,7 @@ struct Pack {
     }
   }
 
-  // What `thread` does of one tile of a piece.
+  // The work of `thread` on one tile of a piece.
   static TDDP_ALWAYS_INLINE void run_tile(unsigned char* dst, const unsigned char* src, int64_t numel, uint32_t tile,
                                           int thread, Factor factor) {
     const int64_t lead = lead_elements(dst, Layout::kDstBytes);
@@ -208,7 +208,7 @@ struct Pack {
     const bool src_on_grid =
         (reinterpret_cast<uintptr_t>(src) - static_cast<uintptr_t>(lead * Layout::kSrcBytes)) % kAccessBytes == 0;
     if (src_on_grid && begin >= 0 && begin + Layout::kTile <= numel) {
-      // All loads before the first store: the compiler can't move them past it, source and destination may be one.
+      // All loads come before the first store. The compiler can't reorder them, because source and destination may be the same.
       uint32_t in[Layout::kVectorsPerThread][Layout::kSrcWords];
       TDDP_UNROLL
       for (int v = 0; v < Layout::kVectorsPerThread; ++v) {
@@ -226,7 +226,7 @@ struct Pack {
     }
   }
 
-  // All that `thread` of `block` does.
+  // All the work of `thread` of `block`.
   template <int kCapacity>
   static TDDP_ALWAYS_INLINE void run_thread(const PieceTable<kCapacity>& table, uint32_t num_blocks, uint32_t block,
                                             int thread) {

@@ -1,5 +1,5 @@
-// Which launches a pack or unpack on the device takes: checks, kernel, chunks of pieces, tiles, blocks. Host code without CUDA, so
-// that tests run it. Not for use outside kernels/ and its tests.
+// Plans the launches of a pack or unpack on the device: checks, kernel, chunks of pieces, tiles, blocks. Host code without
+// CUDA, so that tests can run it. Internal to kernels/ and its tests.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace torchddp::kernels::device {
 
-// Kernel parameters were limited to 4 KB; since CUDA 12.1, from compute capability 7.0 on, it is 32,764 bytes. Parameters are
-// copied with every launch, so the smallest table serves that is enough.
+// Kernel parameters used to be limited to 4 KB; since CUDA 12.1, from compute capability 7.0 on, the limit is 32,764 bytes.
+// Parameters are copied with every launch, so the smallest sufficient table is used.
 inline constexpr int kFewPieces = 144;
 inline constexpr int kSomePieces = 416;
 inline constexpr int kMaxPieces = 1168;
@@ -20,8 +20,8 @@ static_assert(sizeof(PieceTable<kFewPieces>) <= 4096, "the small table must fit 
 static_assert(kFewPieces < kSomePieces && kSomePieces < kMaxPieces);
 static_assert(sizeof(PieceTable<kMaxPieces>) <= 32764, "the large table must fit the parameters of a kernel");
 
-// A grid has no more blocks. Several times what the largest device runs at once, so that the last blocks to finish are a small
-// part of all.
+// The largest grid: several times what the largest device runs at once, so that the last blocks to finish are a small part of
+// all.
 inline constexpr uint32_t kMaxBlocks = 4096;
 
 inline constexpr int kInvalidValue = 1;  // cudaErrorInvalidValue
@@ -56,7 +56,7 @@ struct Job {
   }
 };
 
-// More than any device's memory holds, of the largest elements; keeps the sums above from overflowing.
+// More elements of the largest type than any device's memory holds; keeps the sums above from overflowing.
 inline constexpr int64_t kMaxNumel = int64_t{1} << 48;
 
 inline bool is_aligned(const void* pointer, DType dtype) {
@@ -95,7 +95,7 @@ auto visit_cast(DType src_type, const Visit& visit) {
   }
 }
 
-// What `visit` returns for the Pack<Dst, Src> that does the job.
+// Returns visit() of the Pack<Dst, Src> that does the job.
 template <class Visit>
 auto visit_kernel(const Job& job, const Visit& visit) {
   if (job.is_copy()) {
@@ -122,7 +122,7 @@ auto visit_kernel(const Job& job, const Visit& visit) {
   }
 }
 
-// Fills `table` with as many non-empty pieces as it holds, from `next` on; returns where the rest begins.
+// Fills `table` with as many non-empty pieces as fit, starting at `next`; returns where the rest begins.
 template <int kCapacity>
 int64_t fill_table(PieceTable<kCapacity>& table, const Job& job, int64_t next) {
   table.scale = job.scale;
@@ -140,7 +140,7 @@ int64_t fill_table(PieceTable<kCapacity>& table, const Job& job, int64_t next) {
   return next;
 }
 
-// The launches of a job, in order. launch(table, num_blocks) returns an error, or 0 to go on.
+// The launches of a job, in order. launch(table, num_blocks) returns an error, or 0 to continue.
 template <class Launch>
 int for_each_launch(const Job& job, const Launch& launch) {
   if (!is_valid(job)) return kInvalidValue;

@@ -1,4 +1,4 @@
-// Strided views: order and merge the dimensions, then hand the longest possible runs to scale_cast.
+// Strided views: orders and merges the dimensions, then passes the longest possible runs to scale_cast.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -38,7 +38,7 @@ Layout make_layout(std::span<const int64_t> dst_strides, std::span<const int64_t
     if (sizes[i] <= 0) layout.empty = true;
     if (sizes[i] == 1) continue;
     const Dim dim{sizes[i], dst_strides[i], src_strides[i]};
-    // Insertion by destination stride, largest outside: there are few dimensions, mostly ordered already.
+    // Insertion sort by destination stride, largest outermost: there are few dimensions, mostly sorted already.
     int at = layout.num_dims++;
     for (; at > 0 && magnitude(layout.dims[at - 1].dst_stride) < magnitude(dim.dst_stride); --at) {
       layout.dims[at] = layout.dims[at - 1];
@@ -48,7 +48,7 @@ Layout make_layout(std::span<const int64_t> dst_strides, std::span<const int64_t
   return layout;
 }
 
-// Joins an outer dimension to the one inside it where both views step through the two as through one.
+// Merges an outer dimension with the next inner one where both views step through the two as through one.
 void merge_dims(Layout& layout) {
   if (layout.num_dims == 0) return;
   int last = 0;
@@ -131,7 +131,7 @@ class StridedPack {
     }
   }
 
-  // Gathers into a small contiguous buffer, so that conversions have one implementation only, the vectorised one.
+  // Gathers into a small contiguous buffer, so that only the vectorised conversion is needed.
   void staged_run(unsigned char* dst, const unsigned char* src, const Dim& dim) const {
     alignas(64) unsigned char gathered[kStagedRun * 8];
     alignas(64) unsigned char scaled[kStagedRun * 8];

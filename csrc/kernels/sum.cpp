@@ -1,4 +1,4 @@
-// The checks of a reduction, then one indirect call.
+// Checks the arguments of a reduction, then makes one indirect call.
 #include "kernels/sum.h"
 
 #include <cstring>

@@ -33,8 +33,8 @@ constexpr uint64_t least_not_finite(DType type) {
   return type == DType::kF16 ? 0x477FF000u : type == DType::kBF16 ? 0x7F7F8000u : 0x7F800000u;
 }
 
-// A checked sum looks at the totals while they are in registers: a total with a term that is not finite is not finite itself. So the
-// sources need no look of their own but where a total is bad, and then before anything is written over them.
+// A checked sum checks the totals while they are in registers: a total with a non-finite term is itself non-finite. So the
+// sources are only checked where a total is bad, before anything is written over them.
 template <class Isa, DType Type, ReduceOp Op>
 struct SumKernel {
   using Lane = decltype(lane_of<Type, Op>());
@@ -82,7 +82,7 @@ struct SumKernel {
     }
   }
 
-  // A source, times its factor where there are factors.
+  // A source, times its factor if there are factors.
   template <bool kScaled>
   static TDDP_INLINE Vector scaled(Vector value, const double* scales, int64_t rank) {
     if constexpr (kScaled) {
@@ -160,8 +160,8 @@ struct SumKernel {
   }
 
   // Note [Many ranks]
-  // A processor follows a dozen streams through memory and no more, and buffers that start on a page share the same few sets of the
-  // first cache. So the many sources of a tile are added a few at a time, and the totals kept, in lanes, in between; then they are
+  // A processor can follow about a dozen streams through memory, and buffers that start on a page share the same few sets of
+  // the L1 cache. So the many sources of a tile are added a few at a time, with the totals kept in lanes in between, and then
   // written to a few destinations at a time. Returns how far whole steps went.
   template <bool kScaled, bool kChecked>
   static TDDP_INLINE int64_t tiles(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
@@ -202,7 +202,7 @@ struct SumKernel {
     return start;
   }
 
-  // Less than a vector, by way of a whole one.
+  // Loads less than a vector by way of a whole one.
   static TDDP_INLINE Vector load_part(const unsigned char* src, int64_t bytes) {
     unsigned char whole[kStepBytes] = {};
     std::memcpy(whole, src, static_cast<size_t>(bytes));
@@ -249,7 +249,7 @@ struct SumKernel {
   template <bool kScaled, bool kChecked>
   static TDDP_INLINE void all(void* const* dsts, int64_t num_dsts, const void* const* srcs, const double* scales,
                               int64_t num_srcs, int64_t bytes, SumFindings* found) {
-    // Two ranks: with the numbers known and the pointers in locals the loops over ranks dissolve.
+    // Two ranks: with the counts known and the pointers in locals, the compiler unrolls the loops over ranks.
     if constexpr (Op == ReduceOp::kSum && kUnroll > 1) {
       if (num_srcs == 2 && (num_dsts == 1 || num_dsts == 2)) {
         const void* const two_srcs[] = {srcs[0], srcs[1]};

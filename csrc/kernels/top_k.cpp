@@ -1,6 +1,6 @@
-// First the candidates: a sample says which magnitude is surely, or nearly so, below the k-th, and one pass over memory lists
-// what is above. (Should there be less than k, the pass is repeated and lists everything: the result is exact whatever the
-// sample said.) Then the k-th candidate by radix selection over the bits of |v|, eleven and then twice ten.
+// First finds candidates: a sample gives a magnitude that is almost surely below the k-th, and one pass over memory lists
+// everything above. (If that is fewer than k, the pass is repeated and lists everything, so the result is exact whatever the
+// sample said.) Then finds the k-th candidate by radix selection over the bits of |v|: eleven, then twice ten.
 #include "kernels/top_k.h"
 
 #include <algorithm>
@@ -23,9 +23,9 @@ constexpr int kFirstShift = 20;
 constexpr int kSecondShift = 10;
 constexpr uint32_t kDigits = 1u << (31 - kFirstShift);
 
-// Numbers looked at together: most such groups hold no candidate.
+// Numbers checked together: most such groups hold no candidate.
 constexpr int64_t kGroup = 32;
-// One of so many numbers is in the sample, which is worth its while from the least size on.
+// One in this many numbers is sampled, the least is kLeastSample numbers.
 constexpr int64_t kSampleShare = 32;
 constexpr int64_t kLeastSample = 256;
 constexpr int64_t kMostSample = 8192;

@@ -1,4 +1,4 @@
-// What an engine is made of; and the board, through which the ranks of a host see each other's segments.
+// An engine's configuration, and the board: this rank's view of every segment of the host.
 #pragma once
 
 #include <chrono>
@@ -22,32 +22,32 @@ struct SegmentView {
   int64_t bytes = 0;
 };
 
-// The all-reduce between hosts of the shards that one rank of each owns. Operations finish in the order of their start.
+// The all-reduce between hosts of the shards that one rank on each host owns. Operations finish in the order they start.
 class OuterLink {
  public:
   virtual ~OuterLink() = default;
-  // `wire`: what the numbers travel as, if not as they are.
+  // `wire`: the type in which values are sent, if not their own.
   virtual void start(void* data, kernels::DType type, int64_t numel, std::optional<kernels::DType> wire) = 0;
-  // True if the oldest is finished: then it is forgotten. Throws TransportError.
+  // True if the oldest operation has finished; it is then forgotten. Throws TransportError.
   virtual bool finish_oldest() = 0;
 };
 
 struct EngineConfig {
   int rank = 0;                       // of this host
   std::vector<SegmentView> segments;  // by rank, this one's included
-  std::vector<int> group_ranks;       // what to call them in errors
+  std::vector<int> group_ranks;       // their names in errors
   std::function<bool(int)> gone;      // whether the process of a rank has exited
   std::chrono::milliseconds timeout{std::chrono::minutes(30)};
   OuterLink* outer = nullptr;  // not null if the group spans hosts
-  int owners = 0;              // ranks that own shards: all of a single host, the least number on any host otherwise
-  int threads = 1;             // to reduce a large block with
+  int owners = 0;              // ranks that own shards: all on a single host, otherwise the smallest number on any host
+  int threads = 1;             // for reducing a large block
   std::function<void(int, const std::function<void()>&)> run_parallel;  // calls it on that many threads
 
-  // Whether so much work is worth them.
+  // Whether this much work is worth more than one thread.
   bool is_parallel(int64_t bytes) const { return threads > 1 && bytes >= (4 << 20); }
 };
 
-// A view of all segments. Decides nothing.
+// A view of all segments. Makes no decisions.
 class Board {
  public:
   // `config` must outlive it.
@@ -62,22 +62,22 @@ class Board {
   // Who works with whom.
   const Groups& groups() const { return groups_; }
   RankState state(int rank) const { return static_cast<RankState>(header(rank).state.load()); }
-  // Whether the ranks have fewer processors between them than they are.
+  // Whether the ranks have fewer processors in total than there are ranks.
   bool is_crowded() const;
 
   std::byte* base(int rank) const { return config_.segments[static_cast<size_t>(rank)].base; }
   Header& header(int rank) const { return *reinterpret_cast<Header*>(base(rank)); }
   Header& own_header() const { return header(rank()); }
   Slot& slot(int rank, uint64_t seq) const { return header(rank).slots[seq % kSlots]; }
-  // Whether a rank has started an operation. Its post can be read then.
+  // Whether a rank has started an operation, so that its post can be read.
   bool has_posted(int rank, uint64_t seq) const { return slot(rank, seq).post.number.load() > seq; }
-  // Whether so many bytes at `offset` lie where a rank has its blocks.
+  // Whether this many bytes at `offset` lie within the part of the segment where a rank has its blocks.
   bool holds(int rank, int64_t offset, int64_t bytes) const {
     const auto all = config_.segments[static_cast<size_t>(rank)].bytes;
     return offset >= kDataOffset && bytes >= 0 && bytes <= all && offset <= all - bytes;
   }
 
-  // For transfers(): `lines` of a rank's were read, `bytes` of its blocks read or written.
+  // For transfers(): `lines` cache lines of a rank were read, or `bytes` of its blocks read or written.
   void count_lines(int rank, int64_t lines) const { count(rank, lines, 0); }
   void count_bytes(int rank, int64_t bytes) const { count(rank, 0, bytes); }
   Transfers transfers() const { return {transfers_[0], transfers_[1], transfers_[2], transfers_[3]}; }
@@ -92,11 +92,11 @@ class Board {
     return true;
   }
 
-  // Wakes all who sleep, with one call of the kernel. What they wait for must have been stored before, sequentially consistent.
+  // Wakes all sleeping ranks with one system call. What they wait for must have been stored before, sequentially consistent.
   void ring() const;
   bool has_sleepers() const { return header(0).sleeping.load() != 0; }
-  // To sleep: lie_down(), look once more whether there is really nothing to do, sleep() until somebody rings after lie_down() or the time
-  // is up, rise().
+  // To sleep: lie_down(), check once more that there is nothing to do, sleep() until the doorbell rings after lie_down() or the
+  // time is up, then rise().
   uint32_t lie_down() const;
   void sleep(uint32_t bell, int64_t longest_ns) const;
   void rise() const { header(0).sleeping.fetch_sub(1); }

@@ -46,7 +46,7 @@ bool Chain::work() {
   return true;
 }
 
-// Somebody who was to hand a sum on does not run.
+// A rank that should have passed a sum on is not running.
 bool Chain::help(bool is_late) {
   if (!is_late) {
     return false;
@@ -59,7 +59,7 @@ bool Chain::hand_on_all() {
   bool has_moved = false;
   for (const auto count = next_input_.size(); next_group_ < count; ++next_group_) {
     const int leader = job_.board.groups().small()[next_group_].first;
-    if (!inputs_.find(leader)) {  // which is an error if that is in another operation
+    if (!inputs_.find(leader)) {  // an error if that rank is in another operation
       break;
     }
     if (hand_on(next_group_)) {
@@ -71,7 +71,7 @@ bool Chain::hand_on_all() {
   return has_moved;
 }
 
-// The sum of all up to this group, to the next one. False if somebody else does it, or not all is there yet.
+// Passes the sum of all ranks up to this group to the next one. False if another rank does it, or some input is missing.
 bool Chain::hand_on(size_t group) {
   const auto& groups = job_.board.groups().small();
   const int leader = groups[group].first;

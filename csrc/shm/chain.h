@@ -1,13 +1,13 @@
 // Small all-reduces of many ranks.
 //
 // Note [Chains]
-// Were every rank to read what every other one has posted, a host would move W (W - 1) cache lines an operation, and W - 1 of them to each
-// rank one after the other. So one rank in a group of a few reads what the group has posted, adds it in rank order to the sum of the
-// groups before, and hands that on to the next group's. The last one has the total; those who lead groups read it there, the others
-// from their leader: 2 (W - 1) lines, and no rank reads more than a group and a few.
-// Nothing is waited for twice: a leader reads its group while the groups before do the same. Where ranks outnumber processors, most of
-// them are not running, and it is whoever comes last who does it all: no rank needs to run again before it takes the total.
-// The same idea is in xhc of Open MPI (hierarchies, data in the line of the flag) and in Jocksch et al., IJHPCA 2025 (radices).
+// If every rank read every other rank's post, an operation would move W (W - 1) cache lines on a host, W - 1 of them to each
+// rank one after the other. Instead, one rank in each small group reads the group's posts, adds them in rank order to the sum
+// of the groups before, and passes that on to the next group. The last one has the total. Group leaders read it there and the
+// others from their leader: 2 (W - 1) lines, and no rank reads much more than a group. No time is spent waiting twice: a leader
+// reads its group while the groups before do the same. If ranks outnumber processors, most of them are not running, and the
+// last to arrive does all the work, so that no rank needs to run again before it takes the total. xhc of Open MPI (hierarchies,
+// data in the flag's line) and Jocksch et al., IJHPCA 2025 (radices) use the same idea.
 #pragma once
 
 #include "shm/inputs.h"
@@ -33,9 +33,9 @@ class Chain final : public Way {
   Job& job_;
   Inputs& inputs_;
   const bool crowded_;
-  int source_ = 0;               // where this rank takes the total
+  int source_ = 0;               // where this rank gets the total
   std::vector<int> next_input_;  // by group: the first rank not yet seen to have posted
-  size_t next_group_ = 0;        // the first whose sum this rank has not seen handed on
+  size_t next_group_ = 0;        // the first whose sum this rank has not seen passed on
 };
 
 }  // namespace torchddp::shm

@@ -33,14 +33,14 @@ void Chunks::begin() {
   }
   next_done_ = 0;
   is_finished_ = false;
-  // Relaxed: peers read the slot after the post, whose store is the one that others have to wait for.
+  // Relaxed: peers read the slot after the post, whose store is the one that others wait for.
   constexpr auto kRelaxed = std::memory_order_relaxed;
   auto& slot = job_.slot(job_.rank());
   slot.non_finite.store(0, kRelaxed);
   slot.sums_not_finite.store(0, kRelaxed);
   for (auto* stage : {&slot.sums, &slot.copies}) {
     stage->claimed.store(Tally::pack(job_.seq, 0), kRelaxed);
-    // Not this one: to a rank that still looks for the slot's last operation it says that all was written.
+    // Excludes this value: to a rank that still looks for the slot's last operation, it means that everything was written.
     stage->marks.store(Marks::none(job_.seq), std::memory_order_release);
   }
 }
@@ -80,14 +80,14 @@ bool Chunks::work() {
   return true;
 }
 
-// False if what it needs is not there yet.
+// False if something it needs is missing.
 bool Chunks::do_own(Step step) {
   const int mine = job_.rank();
   const auto own = share(mine);
-  // Counted, so that a peer that spoils `claimed` can't keep us here.
+  // Bounded, so that a peer that corrupts `claimed` can't keep us here.
   const auto run = [&] {
     for (auto left = own.size(); left > 0 && do_chunk(mine, step); --left) {
-      // Long work goes on while others wake up, and then is shared with them.
+      // Long work continues while other ranks wake up and then share it.
       if (left == own.size() && left > 1) {
         job_.board.ring();
       }
@@ -114,7 +114,7 @@ bool Chunks::help(bool /*is_late*/) {
     if (!inputs_.find(ranks, next_input_[node])) {
       continue;
     }
-    const int first = i == 0 ? job_.rank() - ranks.first + 1 : 0;  // not all at the same one
+    const int first = i == 0 ? job_.rank() - ranks.first + 1 : 0;  // so that not all start at the same one
     for (int place = first; place < first + ranks.size; ++place) {
       const int rank = ranks.first + place % ranks.size;
       if (do_chunk(rank, Step::kSum) || (!is_last(node) && do_chunk(rank, Step::kCopy))) {
@@ -125,7 +125,7 @@ bool Chunks::help(bool /*is_late*/) {
   return false;
 }
 
-// The next chunk of a rank that nobody has claimed yet. False if there is none, or not all is there that it needs.
+// Does the next unclaimed chunk of a rank. False if there is none, or some input is missing.
 bool Chunks::do_chunk(int rank, Step step) {
   const auto node = node_of(rank);
   const auto own = share(rank);
@@ -149,7 +149,7 @@ bool Chunks::do_chunk(int rank, Step step) {
   }
   const auto bit = Marks::bit(chunk - own.begin);
   if (Marks::has_all(stage.marks.fetch_or(bit) | bit, own.size()) && job_.board.has_sleepers()) {
-    // On one node there is nothing to do for anybody before all is done.
+    // On one node there is nothing left to do before everything is done.
     const auto done = [&](int peer) { return is_done(peer); };
     if (nodes_.size() > 1 || job_.board.spans() || job_.board.all_of_ranks(done)) {
       job_.board.ring();
@@ -170,7 +170,7 @@ bool Chunks::is_ready(size_t node, int chunk, Step step) {
   return true;
 }
 
-// `rank` has posted: what is in its slot is of this operation, or of a later one.
+// `rank` has posted, so its slot holds this operation or a later one.
 bool Chunks::has_marked(int rank, int chunk, Step step) const {
   const auto marks = stage(rank, step).marks.load();
   return !Marks::is_of(marks, job_.seq) || Marks::has(marks, chunk - share(rank).begin);
@@ -193,7 +193,7 @@ std::span<void* const> Chunks::blocks(size_t node, int chunk, std::span<void*> r
   return room.first(static_cast<size_t>(ranks.size));
 }
 
-// Of the blocks of the node's ranks, this often.
+// Counts this many transfers of the blocks of the node's ranks.
 void Chunks::count(size_t node, int chunk, int64_t times) const {
   for (int rank = nodes_[node].first; rank < nodes_[node].end(); ++rank) {
     job_.board.count_bytes(rank, times * bytes_of(chunk));

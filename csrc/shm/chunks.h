@@ -1,16 +1,15 @@
 // Large all-reduces of blocks in the segments.
 //
 // Note [Chunks]
-// Blocks are cut into chunks. Of each chunk, one rank of each node of memory is the owner. It adds the blocks of its node in rank order to
-// the sum of the nodes before, and leaves that in its own block; the last node's owner writes the total to all blocks of its node, and
-// the other owners copy it from there into all blocks of theirs. So the bits are those of rank order, and of N bytes about 2 N cross
-// the link between two nodes, in place of the W N of a host that does not know its nodes. On one node all that is left is: add the
-// blocks of all, write to all, while the chunk is in cache.
-// Owners take their chunks one by one. Who waits with nothing else to do takes chunks of others, of its own node's first, so that a rank
-// that is not running holds nobody up.
-// 16-bit floats are rounded once, at the end: what is handed on would be rounded too, so for them all ranks are one node.
-// Between hosts the owners write only their own block at first; the outer link sums it with the other hosts', and then it is written to
-// all blocks of this host.
+// Blocks are cut into chunks. On each memory node, one rank owns each chunk. The owner adds the blocks of its node in rank
+// order to the sum of the nodes before and leaves the result in its own block. The last node's owner writes the total to all
+// blocks of its node, and the other owners copy it from there to all blocks of theirs. So the bits are those of rank order, and
+// for N bytes about 2 N cross the link between two nodes, instead of the W N of a host that ignores its nodes. On a single node
+// this reduces to: add all blocks and write to all of them while the chunk is in cache. Owners do their chunks one by one. A
+// waiting rank with nothing else to do takes chunks of others, first of its own node, so that a rank that is not running holds
+// up no one. 16-bit floats are rounded once, at the end. A sum that is passed on would be rounded too, so for them all ranks
+// count as one node. Between hosts, owners first write only their own block; the outer link sums it with the other hosts'
+// blocks, and then it is written to all blocks of this host.
 #pragma once
 
 #include <span>
@@ -30,12 +29,12 @@ class Chunks final : public Way {
   bool work() override;
   bool is_complete() override;
   bool help(bool is_late) override;
-  // Not between hosts, where the owner alone writes its shard.
+  // Not between hosts, where only the owner writes its shard.
   bool has_helpers() const override { return !job_.board.spans(); }
   bool waits_for(int rank, bool is_worked) const override;
 
-  // Between hosts: when work() was true, this rank's shard is with the outer link. False until that has summed it; then it is handed to
-  // all ranks of this host.
+  // Between hosts: once work() has returned true, the outer link has this rank's shard. False until it has summed the shard,
+  // which is then written to all ranks of this host.
   bool finish_outer();
   bool is_finished() const { return is_finished_; }
 
@@ -48,7 +47,7 @@ class Chunks final : public Way {
 
   size_t node_of(int rank) const { return nodes_.size() == 1 ? 0 : job_.board.groups().node_of(rank); }
   bool is_last(size_t node) const { return node + 1 == nodes_.size(); }
-  // What a rank of a node owns; and who of a node owns a chunk.
+  // What a rank of a node owns, and which rank of a node owns a chunk.
   Share share(int rank) const;
   int owner(size_t node, int chunk) const;
   Stage& stage(int rank, Step step) const;
@@ -71,7 +70,7 @@ class Chunks final : public Way {
   std::span<const Group> nodes_;
   Grid grid_;
   std::vector<int> next_input_;  // by node: the first rank whose input is not known yet
-  int next_done_ = 0;            // the first rank that is not known to have done its share
+  int next_done_ = 0;            // the first rank not known to have done its share
   bool is_finished_ = false;     // the outer link has summed the shard
 };
 
