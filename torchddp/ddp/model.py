@@ -239,7 +239,7 @@ class ParameterWatch:
         self._has_told = False
 
     def begin_step(self, *, without_gradients: bool) -> None:
-        """``without_gradients``: no gradient followed the last synchronised forward, often because it had no backward."""
+        """``without_gradients``: the last synchronised forward got no gradient, often because it had no backward."""
         self._steps_left -= 1
         if self._steps_left == 0:
             self._steps_left, self.in_doubt = LOOK_EVERY, True

@@ -228,7 +228,7 @@ class DDPOptions:
         )
 
     def _check_precision(self) -> None:
-        """ValueError if ``reduce_dtype`` or ``main_grads`` has an unsupported value or conflicts with another option."""
+        """ValueError if ``reduce_dtype`` or ``main_grads`` has a bad value or conflicts with another option."""
         for name, dtype in (("reduce_dtype", self.reduce_dtype), ("main_grads", self.main_grads)):
             if dtype not in (None, torch.float32):
                 raise ValueError(

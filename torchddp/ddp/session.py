@@ -189,7 +189,7 @@ class ReducerSession:
         return self._ddp()
 
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        """The module's current parameters, including frozen but not ignored ones: the local part that this rank holds."""
+        """The module's current parameters, frozen ones included, ignored ones not: this rank's part of each."""
         ddp = self.ddp
         ignored = ddp.parameters_to_ignore
         return [(name, model.local_of(p)) for name, p in ddp.module.named_parameters() if name not in ignored]

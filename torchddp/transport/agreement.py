@@ -219,7 +219,7 @@ def ranks_by(values: Iterable[Key]) -> dict[Key, list[int]]:
 
 
 def list_problems(by_rank: Sequence[str]) -> str:
-    """The distinct problems, each with its ranks, since all ranks may report what one can't do. "" if there are none."""
+    """The distinct problems, each with its ranks, since ranks may share one. "" if there are none."""
     return "; ".join(
         f"rank {', '.join(map(str, ranks))}: {problem}" for problem, ranks in ranks_by(by_rank).items() if problem
     )

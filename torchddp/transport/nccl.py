@@ -1,4 +1,4 @@
-"""Creates a NCCL communicator for the ranks of a process group, through the group's store: on all of them or on none."""
+"""Creates a NCCL communicator for the ranks of a process group, through its store: on all of them or on none."""
 
 from __future__ import annotations
 

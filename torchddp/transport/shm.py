@@ -181,7 +181,7 @@ def _place(process_group: dist.ProcessGroup | None, hosts: Sequence[Sequence[int
 def _outer_group(
     process_group: dist.ProcessGroup, placement: _Placement, timeout: datetime.timedelta | None
 ) -> dist.ProcessGroup | None:
-    """The ranks in this rank's place on each host, or None if its place owns no shard. One per process group, cached."""
+    """The ranks in this rank's place on each host, or None if its place owns no shard. Cached per process group."""
     if not placement.columns:
         return None
     if process_group not in _outer_groups:
