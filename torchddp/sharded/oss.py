@@ -47,8 +47,8 @@ class OSS(Optimizer):
         group: the process group to shard over; default: all ranks.
         broadcast_buffer_size: elements of the largest message of updated parameters, unless a single parameter is
             larger; -1: one message per owner and dtype.
-        broadcast_fp16: send float32 parameters as float16; all ranks, including the owner, continue with the rounded
-            values. Replicas stay equal at the price of half precision weights (weights below 65504, small updates vanish).
+        broadcast_fp16: send float32 parameters as float16; all ranks, including the owner, continue with the
+            rounded values. Replicas stay equal, but weights have half precision (below 65504, small updates vanish).
         defaults: the options of ``optim``.
 
     The constructor is collective: it raises RuntimeError on every rank if the parameters differ between ranks.
