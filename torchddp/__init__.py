@@ -2,8 +2,8 @@
 
     from torchddp import DistributedDataParallel as DDP
 
-Everything torch's class accepts, this one accepts, in the same order; it is a subclass of it. See
-:class:`torchddp.DistributedDataParallel` for what differs.
+It is a subclass of torch's class and accepts the same arguments in the same order. See
+:class:`torchddp.DistributedDataParallel` for the differences.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ try:
     DDP = DistributedDataParallel
     if os.environ.get("TORCHDDP_INSTALL"):
         importlib.import_module("torchddp.integrations.install").install_by_variable()
-except (ImportError, OSError) as error:  # OSError: a library of torch's does not load
+except (ImportError, OSError) as error:  # OSError: one of torch's libraries does not load
     if not is_command():
         raise
-    import_error = error  # `torchddp doctor` tells what is wrong
+    import_error = error  # `torchddp doctor` explains what is wrong
 
 __all__ = [
     "DDP",
@@ -70,7 +70,7 @@ __all__ = [
     "watch_collectives",
 ]
 
-# Importing these costs more than most programs want.
+# Imported lazily, because most programs don't need these.
 _MODULE_OF = {
     "ParallelConfig": "parallel",
     "PeerFailedError": "diagnose.fail_together",
@@ -104,7 +104,7 @@ def __getattr__(name: str) -> object:
         return getattr(importlib.import_module(f"torchddp.{_MODULE_OF[name]}"), name)
     if name in _MODULES:
         return importlib.import_module(f"torchddp.{name}")
-    if name == "__version__":  # lazily: reading package metadata costs more than the rest of this import
+    if name == "__version__":  # lazy, because reading package metadata takes longer than the rest of this import
         from torchddp import _C
 
         return str(_C.version)
@@ -114,7 +114,7 @@ def __getattr__(name: str) -> object:
 def _register_with_lightning() -> None:
     try:
         importlib.import_module("torchddp.integrations.lightning")
-    except Exception as error:  # of a version that we don't know: torchddp is of use all the same
+    except Exception as error:  # unknown version: torchddp works all the same
         logging.getLogger("torchddp").warning(
             "Lightning does not know torchddp's strategies by name: %s: %s", type(error).__name__, error
         )

@@ -1,8 +1,8 @@
-"""What `import torchddp` asks first: does the extension fit the torch that runs, and is this the `torchddp` command?
+"""Checks made by `import torchddp`: does the extension fit the running torch, and is this the `torchddp` command?
 
-libtorch's C++ interface changes between minor versions without its symbols changing: a mismatch does not fail to
-load, it crashes later. Where CUDA or Python do not fit, the loader's words don't help. One readable error instead,
-that names the wheel to install. The command must start also where the rest of the package can't.
+libtorch's C++ interface changes between minor versions while its symbols keep their names, so a mismatched extension
+loads and crashes later. If CUDA or Python don't fit, the loader's message doesn't help. This raises one readable error
+that names the wheel to install. The command must start even where the rest of the package can't.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BUILD_INFO = re.compile(rb"torchddp build info\n(?:\w+=[^\n\0]*\n)+")  # kBuild
 
 
 def check_extension() -> None:
-    """Raise ImportError unless the extension loads and was built for the Python, torch and CUDA that run."""
+    """Raise ImportError unless the extension loads and was built for the running Python, torch and CUDA."""
     running = running_versions()
     try:
         from torchddp import _C
@@ -37,11 +37,11 @@ def check_extension() -> None:
         raise ImportError(f"{reason}. {wheel_advice(built['version'], running)}")
 
 
-# --- what it was built for, and what runs ---
+# --- versions: built for, and running ---
 
 
 def running_versions() -> dict[str, str]:
-    """Of Python, torch and its CUDA ("" for a CPU build), by the names that they have in the extension's build info."""
+    """Versions of Python, torch and its CUDA ("" for a CPU build), named as in the extension's build info."""
     import torch
 
     cuda = str(torch.version.cuda or "")
@@ -49,12 +49,14 @@ def running_versions() -> dict[str, str]:
 
 
 def parse_build_info(text: str) -> dict[str, str]:
-    """By name; the first line is a heading."""
+    """The entries by name; the first line is a heading."""
     return dict(line.split("=", 1) for line in text.splitlines()[1:])
 
 
 def read_build_info(folder: Path) -> dict[str, str]:
-    """Of the extension in ``folder``, which need not load: this Python's, else another's. Empty if it says nothing."""
+    """The build info of the extension in ``folder``, which need not load: this Python's, or else another's. Empty if
+    missing.
+    """
     own = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     for path in sorted(folder.glob("_C*.so"), key=lambda path: path.name != own):
         if found := _BUILD_INFO.search(path.read_bytes()):
@@ -66,17 +68,17 @@ def read_build_info(folder: Path) -> dict[str, str]:
 
 
 def misfit(built: Mapping[str, str], running: Mapping[str, str]) -> str:
-    """Why an extension that was built for these versions can't run with those; or nothing."""
+    """Why an extension built for these versions can't run with those; empty if it can."""
     torch, cuda = running["torch"], running["cuda"]
     if minor(built["python"]) != minor(running["python"]):
         return f"torchddp was built for Python {built['python']}, but this is Python {running['python']}"
     if minor(built["torch"]) != minor(torch):
         return f"torchddp was built for torch {built['torch']}, but torch {torch} is running"
     if not built["cuda"]:
-        return ""  # moves CUDA tensors too, through the process group
+        return ""  # it moves CUDA tensors too, through the process group
     if not cuda:
         return f"torchddp was built with CUDA {built['cuda']}, but torch {torch} is a CPU build"
-    # NVIDIA's libraries serve what was built with an older one of the same major version.
+    # NVIDIA's libraries also serve code built with an older version of the same major release.
     if not (minor(cuda)[0], 0) <= minor(built["cuda"]) <= minor(cuda):
         return (
             f"torchddp was built with CUDA {built['cuda']}, but torch {torch} brings CUDA {cuda}, which serves only "
@@ -86,7 +88,7 @@ def misfit(built: Mapping[str, str], running: Mapping[str, str]) -> str:
 
 
 def wheel_advice(version: str, running: Mapping[str, str]) -> str:
-    """Which wheel fits, and how to get it. ``version``: torchddp's, with or without its local part; "" if unknown."""
+    """Which wheel fits and how to get it. ``version``: torchddp's, with or without its local part; "" if unknown."""
     torch = ".".join(map(str, minor(running["torch"])))
     variant = "cu{}{}".format(*minor(running["cuda"])) if running["cuda"] else "cpu"
     wheel = f"torchddp=={version.split('+')[0]}+{variant}.torch{torch}" if version else "torchddp"
@@ -112,6 +114,6 @@ def is_command(argv: Sequence[str] | None = None, orig_argv: Sequence[str] | Non
     argv = getattr(sys, "argv", []) if argv is None else argv
     orig_argv = sys.orig_argv if orig_argv is None else orig_argv
     started = argv[0] if argv else ""
-    if started == "-m":  # what Python sets while it looks for the module, which imports the package
+    if started == "-m":  # set by Python while it looks for the module, which imports the package
         return _COMMAND in [after for before, after in zip(orig_argv, orig_argv[1:], strict=False) if before == "-m"]
     return Path(started).name == _COMMAND

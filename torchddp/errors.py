@@ -1,4 +1,4 @@
-"""What is told of a run that went wrong: exceptions beside torch's own, warnings, and gradients that are not finite."""
+"""Exceptions that torch does not have, the usage warning, and records of non-finite gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
     "warn_user",
 ]
 
-# Ends the error of a wait outside of a reduction, which says as much itself.
+# Appended to errors of waits outside of a reduction, where the rest does not say so.
 ADVICE_FOR_A_LOST_PEER = (
     "If ranks have different numbers of batches, give all of them as many (torchddp.sync.even_batches, a sampler with "
     "drop_last=True), or train a DistributedDataParallel under `with model.join():`. Otherwise a peer has died, left, "
@@ -35,18 +35,18 @@ _is_users: dict[str, bool] = {}  # by file
 
 
 class UsageWarning(UserWarning):
-    """The program goes on, but does hardly what was meant: docs/traps.md tells of each. Once for a model."""
+    """The program continues but probably does not do what was intended; see docs/traps.md. Given once per model."""
 
 
 class DesyncError(RuntimeError):
-    """Parameters that should be the same on all ranks are not. Raised on all of them.
+    """Parameters that should be equal on all ranks differ. Raised on all ranks.
 
     Attributes:
-        step: finished synchronised steps.
-        parameter: name of the first that differs, in the order of registration; None if their numbers differ.
-        ranks: those that have another value than most, or than rank 0 if no value is that of most.
+        step: number of finished synchronised steps.
+        parameter: name of the first one that differs, in registration order; None if their number differs.
+        ranks: those whose value differs from the majority, or from rank 0 if there is no majority.
         num_parameters: how many parameters differ.
-        max_difference: of the first one's elements, the largest that is finite; None if it was not found out.
+        max_difference: the largest finite difference between elements of the first one; None if unknown.
     """
 
     def __init__(
@@ -72,30 +72,30 @@ class DesyncError(RuntimeError):
 
 @dataclass(frozen=True)
 class NonFinite:
-    """A gradient of one rank, before it was averaged, that was not finite."""
+    """A gradient of one rank that was not finite before averaging."""
 
-    step: int  # synchronised forwards, from 1
+    step: int  # synchronised forwards, counted from 1
     rank: int
     parameter: str
-    count: int | None  # its elements (parts of complex ones) that are infinite or NaN; None: not counted, on a device
+    count: int | None  # infinite or NaN elements (parts of complex ones); None on a device, where they are not counted
 
     def __str__(self) -> str:
         return f"'{self.parameter}'" + ("" if self.count is None else f" ({self.count} values)")
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """``warnings.warn``, as if it stood in the line that `user_line` finds."""
+    """Like ``warnings.warn``, attributed to the line that `user_line` finds."""
     warnings.warn(text, category, stacklevel=_users_frame(sys._getframe())[1])
 
 
 def user_line() -> tuple[str, int]:
-    """File and number of the innermost line under way that belongs neither to this package nor to torch."""
+    """File and line of the innermost running frame that belongs neither to this package nor to torch."""
     frame, _ = _users_frame(sys._getframe())
     return ("<unknown>", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
 def _users_frame(own: FrameType) -> tuple[FrameType | None, int]:
-    """The innermost frame of the user's from ``own`` on, and how many are below it, and itself."""
+    """The user's innermost frame above ``own``, and its stack level."""
     level, frame = 1, own.f_back
     while frame is not None:
         file = frame.f_code.co_filename

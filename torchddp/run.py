@@ -1,12 +1,12 @@
-"""`python -m torchddp.run script.py args...`: runs an unmodified program on torchddp's DistributedDataParallel.
+"""`python -m torchddp.run script.py args...`: run an unmodified program on torchddp's DistributedDataParallel.
 
     torchrun --nproc-per-node 2 -m torchddp.run train.py --lr 0.1
     torchrun --nproc-per-node 2 -m torchddp.run -m package.train --lr 0.1
 
-torchddp.install() is in force before the program's first line. What it sees is as under Python itself: sys.argv,
-`__main__`, sys.path[0]; what it raises ends the process with its traceback. TORCHDDP_INSTALL=1 is set for Python
-processes that it starts: they install torchddp when they import it. Tasks of Slurm's srun get RANK, WORLD_SIZE and what
-else torchrun sets, where that is not set.
+Calls torchddp.install() before the program's first line. The program sees the same sys.argv, `__main__` and sys.path[0]
+as under plain Python, and an exception ends the process with its own traceback. TORCHDDP_INSTALL=1 is set for Python
+processes that the program starts, which then install torchddp when they import it. Tasks of Slurm's srun get RANK,
+WORLD_SIZE and the other variables of torchrun, unless they are already set.
 
     srun --ntasks 4 python -m torchddp.run train.py
 """
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run_script(arguments: list[str]) -> None:
     path = arguments[0]
-    if os.path.isdir(path) or path.endswith((".zip", ".pyz")):  # with a __main__.py inside
+    if os.path.isdir(path) or path.endswith((".zip", ".pyz")):  # containing a __main__.py
         sys.argv = arguments
         _first_on_path(path)
         runpy.run_path(path, run_name="__main__")
@@ -83,13 +83,13 @@ def _run_module(arguments: list[str]) -> None:
 
 
 def _first_on_path(folder: str) -> None:
-    """In the place of what `python -m` has put there for this module, if it has."""
+    """Replace the entry that `python -m` added to sys.path for this module, if there is one."""
     if not getattr(sys.flags, "safe_path", False) and sys.path:
         sys.path[0] = folder
 
 
 def _run(code: CodeType, **attributes: Any) -> None:
-    """As `__main__`, which stays: what is pickled or started later looks there for the program's functions."""
+    """Run as `__main__` and leave it in place: pickled functions and later processes look there."""
     module = ModuleType("__main__")
     module.__dict__.update({"__builtins__": __builtins__, "__loader__": None, "__package__": None, "__spec__": None})
     module.__dict__.update(attributes)

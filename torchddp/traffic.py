@@ -1,4 +1,4 @@
-"""Bytes of a step's gradients: what was given to be reduced, and what this rank put on the wire for it."""
+"""Bytes per step: the gradients given to the reducer, and what this rank sent for them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from torchddp import _C
 
 __all__ = ["OUTER", "Traffic", "of_model", "text_of", "total_wire_bytes"]
 
-# Between hosts whose ranks share memory inside each. Its payload is a part of what "shm" was given.
+# Between hosts whose ranks share memory. Its payload is part of what "shm" was given.
 OUTER = "outer"
 _HOOK = "hook"
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one step sent over one transport, of one rank.
+    """What one rank sent in one step over one transport.
 
     Attributes:
-        payload_bytes: of the gradients given to be reduced, as they lie in memory.
-        wire_bytes: what this rank handed to the network or to shared memory for them, headers not counted; None if
-            nobody can tell.
+        payload_bytes: size of the gradients to be reduced, as stored in memory.
+        wire_bytes: what this rank passed to the network or to shared memory for them, without headers; None if unknown.
     """
 
     payload_bytes: int
@@ -32,20 +31,22 @@ class Traffic:
 def of_model(model: Any) -> dict[str, Traffic]:
     """What gradients sent in the model's last finished synchronised step, by transport. Not collective.
 
-    * ``"c10d"``, ``"nccl"``: counted as the ring algorithms do it, 2 (W-1)/W of the payload for an all-reduce over W
-      ranks; neither gloo nor NCCL can be asked. Other algorithms (NCCL's trees) may send something else.
-    * ``"shm"``: bytes that this rank reads of other ranks' memory or writes to it.
-    * ``"outer"``: what the rank sends to other hosts, where ranks of a host share memory; its payload is this rank's
-      part of what ``"shm"`` was given.
-    * ``"hook"``: under a communication hook what the hook's attribute ``traffic`` says, if it is a :class:`Traffic`;
-      ``wire_bytes`` is None otherwise.
+    * ``"c10d"``, ``"nccl"``: computed for ring algorithms, 2 (W-1)/W of the payload for an all-reduce over W ranks,
+    since
+      neither gloo nor NCCL reports it. Other algorithms (NCCL's trees) may send a different amount.
+    * ``"shm"``: bytes that this rank reads from or writes to other ranks' memory.
+    * ``"outer"``: what this rank sends to other hosts if the ranks of a host share memory; its payload is this rank's
+    part
+      of what ``"shm"`` was given.
+    * ``"hook"``: with a communication hook, the hook's attribute ``traffic`` if it is a :class:`Traffic`; otherwise
+      ``wire_bytes`` is None.
 
-    Empty before the first such step. Steps under ``no_sync()`` send nothing, and leave it as it is. Not counted:
-    buffers, parameters that ShardedDataParallel sends after a step, and messages about which parameters were used.
+    Empty before the first such step. Steps under ``no_sync()`` send nothing and don't change it. Not included: buffers,
+    parameters that ShardedDataParallel sends after a step, and the exchange of used parameters.
 
     Raises:
-        TypeError: the model is no ``torchddp.DistributedDataParallel``.
-        ValueError: torch's Python reducer does the model's work (or ``delay_all_reduce_named_params`` was given).
+        TypeError: the model is not a ``torchddp.DistributedDataParallel``.
+        ValueError: torch's Python reducer is used, or ``delay_all_reduce_named_params`` was given.
     """
     reducer = getattr(model, "reducer", None)
     if not isinstance(reducer, _C.Reducer):
@@ -57,7 +58,7 @@ def of_model(model: Any) -> dict[str, Traffic]:
             "delay_all_reduce_named_params, reduces them), so their bytes are not counted"
         )
     counted = {route: Traffic(*given_and_sent) for route, given_and_sent in reducer.traffic().items()}
-    if _HOOK in counted and model._comm_hooks:  # none of Python: torch's built-in ones
+    if _HOOK in counted and model._comm_hooks:  # not a Python hook: torch's built-in ones
         said = getattr(model._comm_hooks[-1][0], "traffic", None)
         if isinstance(said, Traffic):
             counted[_HOOK] = said
@@ -65,13 +66,13 @@ def of_model(model: Any) -> dict[str, Traffic]:
 
 
 def total_wire_bytes(traffic: Mapping[str, Traffic]) -> int | None:
-    """Over all transports; None if that of one is not known."""
+    """The sum over all transports; None if one of them is unknown."""
     known = [each.wire_bytes for each in traffic.values() if each.wire_bytes is not None]
     return sum(known) if len(known) == len(traffic) else None
 
 
 def text_of(traffic: Mapping[str, Traffic]) -> str:
-    """Like "25.2 MB as gradients, 12.6 MB on the wire (shm)"; "nothing" if nothing was sent."""
+    """Such as "25.2 MB as gradients, 12.6 MB on the wire (shm)"; "nothing" if nothing was sent."""
     if not traffic:
         return "nothing"
     given = sum(each.payload_bytes for route, each in traffic.items() if route != OUTER)

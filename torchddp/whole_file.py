@@ -1,4 +1,4 @@
-"""Files that others may look for, or lie in wait for."""
+"""Writing files safely in folders that others may read or write."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
-    """Puts a new file there, whole or not at all, in place of one that is there already; OSError if that can't be.
+    """Create or replace a file atomically; OSError if that fails.
 
-    Nothing that exists is written to, and no link is followed: in a folder that others can write to as well, such as
-    ``/tmp``, a name may lead to any file of the user's. ``mode``, less the umask: who may read it.
+    Never writes to an existing file and follows no link: in a folder that others can write to, such as ``/tmp``, a name
+    may lead to any file of the user's. ``mode``, minus the umask: who may read it.
     """
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

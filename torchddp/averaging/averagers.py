@@ -1,4 +1,4 @@
-"""Model averaging every few steps: over all ranks, or over growing groups of them."""
+"""Model averaging every few steps, over all ranks or over growing groups of them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torchddp.traffic import Traffic
 
 
 class _Averager(ModelAverager, abc.ABC):
-    """Parameters, and a count of steps; which steps average what is up to the classes below."""
+    """Parameters and a step count; subclasses decide which steps average."""
 
-    _alike: str  # what all ranks must have been given alike
+    _alike: str  # what must be equal on all ranks
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class _Averager(ModelAverager, abc.ABC):
 
     @abc.abstractmethod
     def _group_due(self) -> dist.ProcessGroup | None:
-        """That which averages after this step, which is no warm-up any more; None: no group does."""
+        """What averages after this step, past warm-up; None: no group does."""
 
     def average_parameters(self, params: ParamSource | None = None) -> None:
-        """Counts a step, and averages if it is due, over the largest group for which it is. Raises TransportError.
+        """Count a step, and average if it is due, over the largest group that is due. Raises TransportError.
 
-        ``params``: to be averaged instead of those of the constructor from now on; the same on all ranks.
+        ``params``: from now on average these instead of the constructor's; the same on all ranks.
         """
         group = self._group_due() if self.step >= self.warmup_steps else None
         if group is not None:
@@ -126,7 +126,7 @@ class PeriodicAverager(_Averager):
         return self.process_group if (self.step - self.warmup_steps) % self.period == 0 else None
 
     def average_now(self, params: ParamSource | None = None) -> None:
-        """Collective. Averages whatever the step is, and counts nothing. Raises TransportError."""
+        """Average now, whatever the step, without counting one. Collective. Raises TransportError."""
         self._average_over(self.process_group, params)
 
 

@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then one step of an outer optimizer on what they have moved on average."""
+"""DiLoCo: many local steps, then one outer optimizer step on their average displacement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ OuterFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 
 class GlobalWeights:
-    """A copy of the parameters in at least fp32, and the optimizer that is given what ranks have moved away from it.
+    """A copy of the parameters in at least fp32, and the outer optimizer that is fed the ranks' average displacement
+    from it.
 
     Equal on all ranks as long as all are given the same means.
     """
@@ -41,21 +42,21 @@ class GlobalWeights:
             raise TypeError(f"outer_optimizer must return an optimizer, got {type(self.optimizer).__name__}")
 
     def pack_moved(self, bucket: FlatBucket, flat: torch.Tensor) -> None:
-        """This rank's outer gradient: how far its parameters have moved, with the sign of a gradient."""
+        """This rank's outer gradient: its parameters' displacement, with the sign of a gradient."""
         views = bucket.views(flat)
         for view, name in zip(views, bucket.named, strict=True):
-            # As the ranks have got it: rounding to 16 bits is no movement.
+            # Relative to what the ranks received: rounding to 16 bits is not a displacement.
             view.copy_(self.weights[name].detach().to(bucket.dtype))
         torch._foreach_sub_(views, [local.detach().to(flat.dtype) for local in bucket.named.values()])
 
     def step(self, bucket: FlatBucket, flat: torch.Tensor, alpha: float = 0.0) -> None:
-        """Moves the weights of a bucket by their outer gradient, which the optimizer may overwrite.
+        """Update the weights of a bucket with their outer gradient, which the optimizer may overwrite.
 
-        The ranks' own parameters become ``alpha`` of themselves and 1 - ``alpha`` of these.
+        The rank's own parameters become ``alpha`` times themselves plus 1 - ``alpha`` times these.
         """
         for name, view in zip(bucket.named, bucket.views(flat), strict=True):
             self.weights[name].grad = view
-        self.optimizer.step()  # leaves alone what has no gradient
+        self.optimizer.step()  # skips parameters without a gradient
         for name in bucket.named:
             self.weights[name].grad = None
             local, weight = self._local[name].detach(), self.weights[name].detach()
@@ -77,7 +78,7 @@ class GlobalWeights:
 
 
 class OuterLoop(OptimizerWrapper):
-    """What DiLoCo and Streaming DiLoCo share: global weights, a count of steps, and how both are saved."""
+    """Shared by DiLoCo and Streaming DiLoCo: global weights, a step count, and saving both."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class OuterLoop(OptimizerWrapper):
         outer_optimizer: OuterFactory | None,
         wire: str | None,
         process_group: dist.ProcessGroup | None,
-        options: str = "",  # what else all ranks must have been given alike
+        options: str = "",  # what else must be equal on all ranks
     ) -> None:
         make_outer = _outer_factory(outer_optimizer, outer_lr, outer_momentum, nesterov)
         super().__init__(optimizer)
@@ -123,23 +124,24 @@ class OuterLoop(OptimizerWrapper):
 
     @property
     def outer_optimizer(self) -> Optimizer:
-        """It moves the global weights; its learning rate may be scheduled, equally on all ranks."""
+        """Updates the global weights; its learning rate may be scheduled, equally on all ranks."""
         return self._global.optimizer
 
     @property
     def global_weights(self) -> Named:
-        """By name: what all ranks agree on, in at least fp32. To be read only."""
+        """By name: the weights that all ranks agree on, in at least fp32. Read-only."""
         return {name: weight.detach() for name, weight in self._global.weights.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and under the method's name the step, the global weights and the outer optimizer's.
+        """The inner optimizer's state; under the method's name, the step, the global weights and the outer optimizer's
+        state.
 
-        Between synchronisations parameters differ: each rank then saves its own model and optimizer.
+        Between synchronisations parameters differ, so each rank saves its own model and optimizer.
         """
         return {**self._inner.state_dict(), self._key: {"step": self.steps, **self._global.state_dict()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Exact, together with the model's, in any order. ValueError if another optimizer or model was saved."""
+        """Exact, together with the model's, in any order. ValueError for the state of another optimizer or model."""
         saved = self._saved_part(state_dict)
         self._global.load_state_dict(saved)
         self._inner.load_state_dict(state_dict)
@@ -236,7 +238,7 @@ class DiLoCo(OuterLoop):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Collective. An outer step now, whatever the count: at the end of training, for instance."""
+        """Collective. Take an outer step now, whatever the count; for example at the end of training."""
         for bucket, mean in self._means.run(self.steps, self._global.pack_moved):
             self._global.step(bucket, mean)
         self.traffic = self._means.traffic

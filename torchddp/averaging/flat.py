@@ -1,4 +1,4 @@
-"""Means over the ranks of a process group, of many tensors in few flat messages."""
+"""Means of many tensors over the ranks of a process group, in a few flat messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OWN_WIRE = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """Tensors of one dtype and device that travel in one message, which is summed in at least fp32."""
+    """Tensors of one dtype and device that are sent in one message, summed in at least fp32."""
 
     named: Named
     offsets: tuple[int, ...]
@@ -94,7 +94,7 @@ def check_wire(wire: str | None, named: Named) -> None:
 
 
 def wire_of(wire: str | None, bucket: FlatBucket) -> str:
-    """How its message travels. None: tensors of 16 bits in their own format, all others as they are."""
+    """The message's format. None: 16-bit tensors in their own format, all others unchanged."""
     return wire or _OWN_WIRE.get(bucket.dtype, "fp32")
 
 
@@ -116,7 +116,7 @@ Pack = Callable[[FlatBucket, torch.Tensor], None]
 class FlatMeans:
     """Means of many tensors, bucket by bucket. Holds the memory of one bucket. Construction is collective.
 
-    ``who``: the class that averages, for errors. ``traffic``: bytes of the last run.
+    ``who``: the averaging class, for errors. ``traffic``: bytes of the last run.
     """
 
     def __init__(
@@ -134,9 +134,10 @@ class FlatMeans:
         self._scratch = {dtype: torch.empty(n, dtype=dtype, device=device) for dtype, n in largest.items()}
 
     def run(self, step: int, pack: Pack = FlatBucket.pack) -> Iterator[tuple[FlatBucket, torch.Tensor]]:
-        """Collective. Each bucket with the mean of what ``pack`` gave, valid until the next is asked for. Exhaust it.
+        """Collective. Yield each bucket with the mean of what ``pack`` gave, valid until the next one is requested.
+        Exhaust it.
 
-        Raises TransportError: a peer is gone, or did not come here in time.
+        Raises TransportError: a peer is gone or did not arrive in time.
         """
         before, payload_bytes = self._exchange.sent_bytes, 0
         for index, bucket in enumerate(self.buckets):

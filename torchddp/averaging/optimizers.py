@@ -1,4 +1,4 @@
-"""Optimizers around another one, whose groups and state they show as their own: post-local SGD, SlowMo."""
+"""Optimizers that wrap another one and share its groups and state: post-local SGD, SlowMo."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torchddp.traffic import Traffic
 
 
 class OptimizerWrapper(Optimizer, abc.ABC):
-    """Steps the inner optimizer, then does what the averaging method asks for after a step.
+    """Steps the inner optimizer, then does what the averaging method requires.
 
-    Learning rate schedulers and hooks take either of the two.
+    Learning rate schedulers and hooks accept either optimizer.
     """
 
     _key: str  # of what the method itself saves in the state dict
@@ -36,7 +36,7 @@ class OptimizerWrapper(Optimizer, abc.ABC):
         if hasattr(optimizer, "process_group"):
             raise ValueError(f"{who} can't wrap {given}, whose steps are collective: ranks step by themselves here")
         self._inner = optimizer
-        # One state: hooks of either side see it saved and loaded.
+        # Shared state: hooks on either optimizer see it saved and loaded.
         self._optimizer_state_dict_pre_hooks = optimizer._optimizer_state_dict_pre_hooks
         self._optimizer_state_dict_post_hooks = optimizer._optimizer_state_dict_post_hooks
         self._optimizer_load_state_dict_pre_hooks = optimizer._optimizer_load_state_dict_pre_hooks
@@ -60,25 +60,25 @@ class OptimizerWrapper(Optimizer, abc.ABC):
         self._inner.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The inner optimizer's step, and what is due after it. Collective in some steps. Raises TransportError."""
+        """Step the inner optimizer, then do what is due. Collective in some steps. Raises TransportError."""
         loss = self._inner.step() if closure is None else self._inner.step(closure)
         self.after_step()
         return loss
 
     @abc.abstractmethod
     def after_step(self) -> None:
-        """Counts a step of the inner optimizer, and does what is due. `step` calls it.
+        """Count a step of the inner optimizer, and do what is due. `step` calls it.
 
-        To be called by those who step the inner optimizer (`optim`) themselves. So with a GradScaler, which leaves out
-        steps on one rank alone: ``scaler.step(optimizer.optim)``, then ``optimizer.after_step()``.
+        Call it yourself if you step the inner optimizer (`optim`) directly, as with a GradScaler, which may skip a step
+        on one rank alone: ``scaler.step(optimizer.optim)``, then ``optimizer.after_step()``.
         """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: what the method keeps belongs to the parameters of the constructor."""
+        """Not supported: the method's state belongs to the constructor's parameters."""
         raise RuntimeError(f"{type(self).__name__} takes no parameters later: make it after all groups were added")
 
     def _saved_part(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The method's own part of a state dict. ValueError if another optimizer was saved."""
+        """The method's own part of a state dict. ValueError for the state of another optimizer."""
         if self._key not in state_dict:
             raise ValueError(f"the state dict has no '{self._key}': it was saved by another optimizer")
         part: dict[str, Any] = state_dict[self._key]
@@ -119,7 +119,7 @@ class PostLocalSGD(OptimizerWrapper):
         self.averager.average_parameters(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the next average is set up anew, by all ranks."""
+        """As torch's; the next average is set up again by all ranks."""
         self._inner.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class SlowMo(OptimizerWrapper):
         done = averager.step - averager.warmup_steps
         if done < 0 or done % averager.period != 0:
             return
-        # Before the first round too: ranks that trained apart meanwhile would keep different beginnings.
+        # Before the first round too, because ranks that trained separately would keep different starting points.
         averager.average_now(self._inner.param_groups)
         if done > 0:
             self._step_slowly()

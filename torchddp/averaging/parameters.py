@@ -1,4 +1,4 @@
-"""The parameters that a method averages: by name, and checked to be the same on all ranks."""
+"""The parameters that a method averages: named, and verified to be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def named_parameters(source: ParamSource) -> Named:
         kinds = "a module, or an iterable of parameters, named parameters or groups"
         raise TypeError(f"params must be {kinds}, got a tensor")
     if isinstance(source, nn.parallel.DistributedDataParallel):
-        source = source.module  # with the names of the bare one: checkpoints are interchangeable
+        source = source.module  # with the bare module's names, so that checkpoints are interchangeable
     pairs = source.named_parameters() if isinstance(source, nn.Module) else _pairs(source)
     found: Named = {}
     seen: set[int] = set()
@@ -70,7 +70,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which such tensors are summed: at least fp32, real."""
+    """The dtype in which such tensors are summed: at least fp32, real."""
     return torch.promote_types(torch.float32, dtype.to_real())
 
 
@@ -84,7 +84,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def problem_of(named: Named) -> ValueError | None:
-    """Why these can't be averaged by this rank."""
+    """Why this rank can't average these; empty if it can."""
     if not named:
         return ValueError("there is no parameter to average: none was given, or none has requires_grad")
     device = next(iter(named.values())).device
@@ -103,23 +103,23 @@ def problem_of(named: Named) -> ValueError | None:
 
 
 def verify_same(named: Named, process_group: dist.ProcessGroup, who: str, options: Iterable[str] = ()) -> None:
-    """Collective. RuntimeError on every rank unless parameters (and ``options``) are the same on all of them.
+    """Collective. RuntimeError on every rank unless parameters and ``options`` are the same on all ranks.
 
-    ValueError on a rank where they can't be averaged, RuntimeError with its reason on the others.
+    ValueError on a rank where they can't be averaged; RuntimeError with its reason on the others.
     """
     lines = [*options, *(f"'{n}' {p.dtype}{list(p.shape)} with strides {list(p.stride())}" for n, p in named.items())]
     verify_agreement(lines, problem_of(named), process_group, who)
 
 
 def broadcast_from_first(named: Named, process_group: dist.ProcessGroup) -> None:
-    """Collective. All ranks hold the values of the group's rank 0."""
+    """Collective. Give all ranks the values of the group's rank 0."""
     if process_group.size() > 1:
         broadcast = _C.TensorBroadcast(_C.C10dTransport(process_group), _MESSAGE_BYTES, datetime.timedelta(0))
         broadcast.run([tensor.detach() for tensor in named.values()], 0)
 
 
 def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """``process_group``, or the default one. RuntimeError where there is none, or one that can't average."""
+    """``process_group``, or the default one. RuntimeError if there is none, or it can't average."""
     if not dist.is_initialized() and process_group is None:
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
     group = process_group if process_group is not None else dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: a fragment of the parameters at a time, on the way while inner steps go on."""
+"""Streaming DiLoCo: synchronises a fragment of the parameters at a time, while inner steps continue."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from torchddp.transport.waits import wait_for_future
 from torchddp.transport.worker import Worker
 
 _GRACE_S = 10.0
-_MOST_MESSAGES = 4  # one after the other, for a mean: two inside of a host, two between hosts
+_MOST_MESSAGES = 4  # for one mean, sequentially: two within a host, two between hosts
 
 
 @dataclass
 class _OnTheWay:
-    """A fragment whose mean is being made, and the step after which it is merged."""
+    """A fragment whose mean is being computed, and the step after which it is merged."""
 
     fragment: int
     due: int
-    flats: list[torch.Tensor]  # one for each bucket; means once the future is done
-    future: torch.futures.Future[torch.Tensor] | None = None  # None: they are means already
+    flats: list[torch.Tensor]  # one per bucket; means once the future is done
+    future: torch.futures.Future[torch.Tensor] | None = None  # None: they are already means
     sent_before: int = 0  # bytes
 
 
@@ -104,7 +104,7 @@ class StreamingDiLoCo(OuterLoop):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Merges now what is on the way: at the end of training. All ranks must, after the same step."""
+        """Merge what is in transit now, at the end of training. All ranks must call it after the same step."""
         arrived = self._on_the_way
         if arrived is None:
             return
@@ -128,10 +128,10 @@ class StreamingDiLoCo(OuterLoop):
             self.finish()
 
     def _wait(self, pending: _OnTheWay) -> None:
-        """Until the means are there. The thread makes them, wherever the other ranks are in their steps."""
+        """Wait for the means. The thread computes them, wherever the other ranks are in their steps."""
         if pending.future is None:
             return
-        # Each message ends within the time limit of the process group.
+        # Each message ends within the process group's time limit.
         limit_s = (self._exchange.time_limit or dist.default_pg_timeout).total_seconds()
         limit_s = _MOST_MESSAGES * limit_s * len(pending.flats) + _GRACE_S
         try:
@@ -148,7 +148,7 @@ class StreamingDiLoCo(OuterLoop):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """See `DiLoCo`. A fragment on the way is waited for and saved: the run goes on as if nobody had looked."""
+        """See `DiLoCo`. Waits for a fragment in transit and saves it, without disturbing the run."""
         state = super().state_dict()
         pending = self._on_the_way
         if pending is not None:
@@ -184,7 +184,7 @@ class StreamingDiLoCo(OuterLoop):
 
 
 def _average(exchange: Exchange, flats: list[torch.Tensor], wires: list[str]) -> torch.Tensor:
-    """For the thread; holds nothing of the model. Returns a mean: on a device the future waits for its stream."""
+    """Runs on the thread and holds nothing of the model. On a device, the future waits for its stream."""
     for flat, wire in zip(flats, wires, strict=True):
         average_flat(exchange, flat, wire)
     return flats[0]

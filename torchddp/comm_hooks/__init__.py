@@ -1,4 +1,4 @@
-"""Communication hooks: gradients that travel compressed. See docs/comm_hooks.md."""
+"""Communication hooks that send compressed gradients. See docs/comm_hooks.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Hooks made of others: one for some parameters and another for the rest, 16 bits around another."""
+"""Hooks built from others: different hooks for different parameters, and 16-bit casts around a hook."""
 
-# Annotations are no strings here: torch's register_comm_hook() compares those of hooks with the types themselves.
+# No `from __future__ import annotations` here: torch's register_comm_hook() compares a hook's annotations with the
+# types.
 
 import datetime
 import fnmatch
@@ -22,22 +23,22 @@ _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class PerParameter(CommHook):
-    """Reduces each parameter with the hook of the first rule that fits it, or else with ``default``.
+    """Reduces each parameter with the hook of the first matching rule, or else with ``default``.
 
-    A bucket is taken apart (copied) by hook, and each part reduced in turn; None sums exactly, in fp32. Sends and holds
+    A bucket is split (copied) by hook, and each part is reduced in turn; None sums exactly in fp32. Sends and stores
     what the hooks do.
 
     Args:
         default: a hook, or None.
-        rules: pairs of which parameters, and a hook or None. Which: a glob on the parameter's name ("encoder.*");
-            "norms" (those of normalisation layers), "biases" (named so), "vectors" (of one dimension at most); a class
-            of modules (``torch.nn.Embedding``: the parameters that such modules hold themselves); or a function
-            ``(name, parameter) -> bool``, which must answer alike on all ranks. A hook may be in several rules.
-        hierarchical, timeout: of this hook's exchange, over which all the others send; their own are not used.
+        rules: pairs of a selector and a hook or None. A selector is a glob on the parameter's name ("encoder.*");
+            "norms" (of normalisation layers), "biases" (by name), or "vectors" (at most one dimension); a module class
+            (``torch.nn.Embedding``: the parameters directly in such modules); or a function ``(name, parameter) ->
+            bool``, which must answer the same on all ranks. A hook may be in several rules.
+        hierarchical, timeout: for this hook's exchange, which all the others use in place of their own.
 
     Raises:
-        TypeError: what is neither a hook nor None; a rule that is none.
-        ValueError: at :meth:`attach`, a glob that no parameter's name fits.
+        TypeError: something is neither a hook nor None, or not a rule.
+        ValueError: at :meth:`attach`, a glob that matches no parameter's name.
     """
 
     def __init__(
@@ -109,7 +110,8 @@ class PerParameter(CommHook):
 
 
 def without_norms_and_biases(hook: CommHook, **options: Any) -> PerParameter:
-    """``hook`` for all but normalisation layers and biases, which are small and matter: those are summed in fp32.
+    """``hook`` for everything except normalisation layers and biases, which are small and sensitive and are summed in
+    fp32.
 
     The options are those of :class:`PerParameter`.
     """
@@ -141,17 +143,17 @@ def _held_by(kinds: tuple[type[nn.Module], ...], setup: Setup) -> list[str]:
 
 
 class CastAround(CommHook):
-    """What ``inner`` gets is rounded to ``dtype``, and the exact sums that it sends travel in 16 bits.
+    """Rounds the input of ``inner`` to ``dtype``, and sends its exact sums in 16 bits.
 
-    As torch's ``fp16_compress_wrapper`` and ``bf16_compress_wrapper``, but sums stay in fp32. So PowerSGD's P and Q
-    take half the bytes; quantisers send what they send anyway. For hooks of torch, see :func:`cast_around_torch`.
+    Like torch's ``fp16_compress_wrapper`` and ``bf16_compress_wrapper``, but sums stay in fp32. PowerSGD's P and Q then
+    take half the bytes; quantisers send what they would anyway. For torch's hooks, see :func:`cast_around_torch`.
 
     Args:
         inner: a hook of torchddp.comm_hooks.
         dtype: ``torch.float16`` or ``torch.bfloat16``.
 
     Raises:
-        TypeError: ``inner`` is no such hook.
+        TypeError: ``inner`` is not such a hook.
         ValueError: another dtype.
     """
 
@@ -187,9 +189,9 @@ class CastAround(CommHook):
 def cast_around_torch(
     hook: Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]], dtype: torch.dtype = torch.float16
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
-    """A hook of torch's kind that gives ``hook`` the bucket in ``dtype``, and casts the result back.
+    """A torch-style hook that passes ``hook`` the bucket in ``dtype`` and casts the result back.
 
-    torch's own wrappers do this too; this one also takes bfloat16 on CPU models.
+    Like torch's own wrappers, but also supports bfloat16 on CPU models.
 
     Raises:
         ValueError: a dtype that is neither ``torch.float16`` nor ``torch.bfloat16``.

@@ -1,4 +1,4 @@
-"""Sums of which every summand travels compressed."""
+"""Sums whose summands are sent compressed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def sum_compressed(
 
 
 def server_shard(exchange: Exchange, numel: int) -> tuple[int, int]:
-    """What this member sums of ``numel`` elements, as [begin, end); nothing where members send each other all."""
+    """The part of ``numel`` elements that this member sums, as [begin, end); empty if members send each other
+    everything.
+    """
     if exchange.members <= 2:
         return 0, 0
     return _shards(numel, exchange.members)[exchange.member]

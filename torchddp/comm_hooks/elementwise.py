@@ -1,4 +1,4 @@
-"""Hooks that compress every gradient by itself: in fewer bits, or only the largest."""
+"""Hooks that compress each gradient on its own: in fewer bits, or only the largest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchddp.comm_hooks.layout import Layout, Piece, Residuals, check_names
 
 
 class FlatHook(CommHook):
-    """A hook to which a bucket is a row of numbers: what it compresses is the host's sum, or this rank's gradients."""
+    """A hook that treats a bucket as a row of numbers: it compresses the host's sum, or this rank's gradients."""
 
     def __init__(self, *, error_feedback: bool, **options: Any) -> None:
         super().__init__(**options)
@@ -77,7 +77,8 @@ class Quantized(FlatHook):
 
     def _follow(self, lead: int) -> None:
         if self.error_feedback:
-            # What this rank held back of sums counts as its own from now on: it may sum other shards, or none.
+            # A residual of sums that this rank held becomes its own, because it may sum other shards from now on, or
+            # none.
             self._residuals.restart(self._shapes, self._device, self._server_residuals)
             self._server_residuals = Residuals()
 

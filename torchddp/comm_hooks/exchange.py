@@ -1,13 +1,13 @@
-"""What compressors send: exact sums, and messages of bytes between the ranks or the hosts.
+"""What compressors send: exact sums, and messages of bytes between ranks or hosts.
 
-Over process groups of their own, so that nothing else is sent in between.
+Over separate process groups, so that nothing else is sent in between.
 
 Note [Hosts]
 ~~~~~~~~~~~~
-With several hosts, the ranks of one first sum exactly in the memory they share; each then owns a shard of the bucket,
-and only that is compressed and sent to the ranks in its place on the other hosts. What is lost to rounding is then
-lost once a host, not once a rank, and a byte crosses the link once. On one host every rank counts as a host, or
-nothing would be compressed.
+With several hosts, the ranks of each host first sum exactly in shared memory. Each rank then owns a shard of the
+bucket, and only that is compressed and sent to the ranks in the same place on the other hosts. So rounding loses bits
+once per host instead of once per rank, and a byte crosses the link once. On a single host every rank counts as a host,
+because otherwise nothing would be compressed.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Exchange:
         return number + 1
 
     def interrupt(self, reason: str) -> None:
-        """From any thread, not collective: what is under way, and all that comes, raises TransportError(reason)."""
+        """Thread-safe, not collective: current and later operations raise TransportError(reason)."""
         self._everyone.interrupt(reason)
         if self._inner is not None:
             self._inner.interrupt(reason)

@@ -1,6 +1,7 @@
-"""What all communication hooks of torchddp have in common."""
+"""The base of all torchddp communication hooks."""
 
-# Annotations are no strings here: torch's register_comm_hook() compares those of hooks with the types themselves.
+# No `from __future__ import annotations` here: torch's register_comm_hook() compares a hook's annotations with the
+# types.
 
 import abc
 import datetime
@@ -25,13 +26,13 @@ _GRACE_S = 5.0  # beyond the limit of a collective, for its thread to end
 
 @dataclass(frozen=True)
 class Setup:
-    """What a hook is given once, before it reduces anything.
+    """Given to a hook once, before it reduces anything.
 
     Attributes:
         exchange: how to reach the other ranks.
         parameters: those that will be reduced, by name.
-        module: the model itself, without its wrapper.
-        sum_format: how exact sums are to travel: "fp16", "bf16" or None (as they are).
+        module: the model without its wrapper.
+        sum_format: the format in which exact sums are sent: "fp16", "bf16" or None (unchanged).
     """
 
     exchange: Exchange
@@ -55,7 +56,7 @@ class _Step:
 
 @dataclass
 class _Attachment:
-    """What belongs to one model."""
+    """State that belongs to one model."""
 
     model: weakref.ReferenceType[Any]
     process_group: Any
@@ -65,23 +66,24 @@ class _Attachment:
 
 
 class CommHook(abc.ABC):
-    """Reduces gradients its own way; given to ``DistributedDataParallel(comm_hook=...)`` or ``register_comm_hook``.
+    """Reduces gradients in its own way; for ``DistributedDataParallel(comm_hook=...)`` or ``register_comm_hook``.
 
-    Every bucket becomes the average over all ranks, or what the method makes of it: the same bits on every rank (of
-    machines with equal CPUs or GPUs, where the method computes after the exchange). The hook's own thread does the
-    work while backward goes on: Note [One thread per hook]. With one rank gradients stay as they are.
+    Every bucket becomes the average over all ranks, or the method's approximation of it: the same bits on every rank
+    (of machines with equal CPUs or GPUs, if the method computes after the exchange). The hook's own thread does the
+    work while backward runs: Note [One thread per hook]. With one rank, gradients are unchanged.
 
-    One hook belongs to one model, over the model's process group. Gradients may be fp32, bf16 or fp16; sums are in
-    fp32. A NaN or Inf in a gradient is in the average on all ranks, and gone with the next finite step. Under
+    A hook belongs to one model, over the model's process group. Gradients may be fp32, bf16 or fp16; sums are in fp32.
+    A NaN or Inf in a gradient reaches the average on all ranks, and is gone with the next finite step. Under
     ``no_sync()`` nothing happens. A copy (pickle, deepcopy) belongs to no model yet.
 
     Args:
-        hierarchical: "auto": between hosts of equally many ranks, sum exactly inside each and compress only what hosts
-            send each other; False: every rank sends to every other; True: sum exactly in the host even if there is one.
+        hierarchical: "auto": if several hosts have equally many ranks, sum exactly within each and compress only what
+            hosts send each other; False: every rank sends to every other; True: sum exactly within the host even if
+            there is only one.
         timeout: of each exchange; None: that of the process group.
     """
 
-    # Whether all that it sends are exact sums: then it can go where only those do (torchft's Manager).
+    # Whether it only sends exact sums, so that it works where nothing else is available (torchft's Manager).
     sends_sums_only = False
 
     def __init__(self, *, hierarchical: bool | str = "auto", timeout: datetime.timedelta | None = None) -> None:
@@ -91,29 +93,33 @@ class CommHook(abc.ABC):
         self._exchange: Any = None  # an Exchange, once attached
         self._step = _Step(0)
 
-    # --- what a method must say ---
+    # --- implemented by each method ---
 
     def _setup(self, setup: Setup) -> None:
-        """Collective. In :meth:`attach`, and in :meth:`rebind` with another exchange: checks and keeps parameters."""
+        """Collective. Called by :meth:`attach`, and by :meth:`rebind` with another exchange: check and store the
+        parameters.
+        """
         self._exchange, self._sum_format = setup.exchange, setup.sum_format
         self._shapes = {name: p.shape for name, p in setup.parameters.items()}
         self._device = next((p.device for p in setup.parameters.values()), None)
 
     def _follow(self, lead: int) -> None:  # noqa: B027  # most have nothing to make alike
-        """Collective. After :meth:`_setup` for other ranks, some new: makes alike what must be, as ``lead`` has it."""
+        """Collective. After :meth:`_setup` with other ranks, some of them new: synchronise what must agree, from
+        ``lead``.
+        """
 
     @abc.abstractmethod
     def _reduce(self, piece: Piece) -> None:
-        """In place: the averages. Called in the same order on all ranks; padding may be left with any values."""
+        """In place: the averages. Called in the same order on all ranks; padding may end up with any values."""
 
     def carried_state(self) -> dict[str, Any]:
-        """What a rank that takes another one's place should go on with: what is alike on all ranks."""
+        """What a rank that replaces another one should start with: the state that is equal on all ranks."""
         return {}
 
     def start_over(self, state: Mapping[str, Any] | None = None) -> None:
-        """Forget what this rank alone holds back, and go on from another one's :meth:`carried_state`. Not collective.
+        """Drop this rank's own residuals, and start from another rank's :meth:`carried_state`. Not collective.
 
-        For a rank that takes another's place, and (None) after a step that was thrown away with what was sent in it.
+        For a rank that replaces another one, and (None) after a step that was discarded with everything sent in it.
         """
         raise RuntimeError(f"{type(self).__name__} can't start over without the other ranks")
 
@@ -125,17 +131,17 @@ class CommHook(abc.ABC):
     def _load_state(self, state: Mapping[str, Any]) -> None:
         """The way back; tensors of all parameters, by name."""
 
-    # --- for methods ---
+    # --- for use by methods ---
 
     def _average_exactly(self, flat: Tensor) -> None:
-        """In place: the average over all ranks, which travels as the setup says of exact sums."""
+        """In place: the average over all ranks, sent in the setup's format for exact sums."""
         flat.mul_(1 / self._exchange.world_size)
         sum_over_ranks(self._exchange, flat, self._sum_format)
 
     def _named_state(self) -> dict[str, Any]:
         return {"hook": type(self).__name__, **self._state()}
 
-    # --- life ---
+    # --- lifetime ---
 
     def attach(self, model: Any) -> None:
         """Make the hook's process groups. Collective; called by the model when the hook is registered.
@@ -227,7 +233,7 @@ class CommHook(abc.ABC):
         return attachment
 
     def close(self) -> None:
-        """End the hook's thread. It starts again if another bucket comes."""
+        """End the hook's thread. It restarts if another bucket arrives."""
         if self._attachment is not None:
             self._attachment.worker.close()
 
@@ -237,7 +243,7 @@ class CommHook(abc.ABC):
     # --- a step ---
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """torch's signature; ``state`` is not used. The future holds the bucket's buffer with the averages."""
+        """torch's signature; ``state`` is unused. The future holds the bucket's buffer with the averages."""
         attachment, exchange = self._attachment, self._exchange
         if attachment is None:
             raise RuntimeError(f"{type(self).__name__} was not attached: call hook.attach(model) on all ranks first")

@@ -1,4 +1,4 @@
-"""`replicate`: data parallelism for a module that stays what it is."""
+"""`replicate`: data parallelism for a module that keeps its class."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torchddp.ddp.module import DistributedDataParallel
 
 M = TypeVar("M", bound=torch.nn.Module)
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DistributedDataParallel looks for names
-# Of DistributedDataParallel's, with what stands in their place.
+# DistributedDataParallel's options, and what replaces them here.
 _INSTEAD = {
     "device_mesh": "mesh=",
     "process_group": "mesh=",
@@ -61,35 +61,37 @@ def replicate(
     device_id: int | torch.device | None = None,
     **options: Any,
 ) -> M:
-    """Data parallelism as :class:`torchddp.DistributedDataParallel` does it, by hooks in the place of a wrapper.
+    """Data parallelism as in :class:`torchddp.DistributedDataParallel`, with hooks instead of a wrapper.
 
-    Returns ``module`` itself: names, state dict keys, attributes and ``isinstance`` stay, and so do the parameter
-    objects: an optimizer may be made before or after. It is a :class:`torchddp.composable.ReplicateModule` too, with
-    ``set_requires_gradient_sync`` and ``no_sync``. Modules inside that are replicated or sharded already are left to
-    that. A copy (deepcopy, pickle) is a module of the original class, not replicated.
+    Returns ``module`` itself. Names, state dict keys, attributes, ``isinstance`` and the parameter objects stay, so the
+    optimizer may be made before or after. The module also becomes a :class:`torchddp.composable.ReplicateModule`, with
+    ``set_requires_gradient_sync`` and ``no_sync``. Submodules that are already replicated or sharded are left alone. A
+    copy (deepcopy, pickle) is a module of the original class and not replicated.
 
-    Collective, and so are forwards and backwards where those of DistributedDataParallel are.
+    Collective, as are forwards and backwards where those of DistributedDataParallel are.
 
     Args:
-        mesh: one dimension: the ranks that hold the same model and average its gradients. Of a mesh of two, pass the
-            one to replicate over (``mesh["dp"]``); parameters may then be DTensors over the other. None: all ranks.
+        mesh: one dimension: the ranks that hold the same model and average its gradients. Of a two-dimensional mesh,
+            pass the one to replicate over (``mesh["dp"]``); parameters may then be DTensors over the other. None: all
+            ranks.
         mp_policy: torch's ``MixedPrecisionPolicy``: forward and backward in ``param_dtype``, gradients reduced in
-            ``reduce_dtype`` (None: in ``param_dtype``), forward's inputs and outputs cast. Parameters, ``.grad`` and
-            the optimizer keep the dtype that the module has. None: nothing is cast.
-        ignored_modules: inside ``module``: their parameters and buffers are neither averaged, nor sent or compared.
+            ``reduce_dtype`` (None: in ``param_dtype``), inputs and outputs of forward cast. Parameters, ``.grad`` and
+            the optimizer keep the module's dtype. None: nothing is cast.
+        ignored_modules: submodules whose parameters and buffers are neither averaged, sent nor compared.
         ignored_params: the same for single parameters.
-        device_id: a GPU that forward's inputs are moved to, or the CPU, which moves nothing (as torch's ``replicate``).
+        device_id: a GPU that forward's inputs are moved to, or the CPU, which moves nothing (as in torch's
+            ``replicate``).
         **options: those of :class:`torchddp.DistributedDataParallel`: ``bucket_cap_mb``, ``find_unused_parameters``,
             ``static_graph``, ``gradient_as_bucket_view``, ``init_sync``, ``forward_sync_buffers``, ``transport``,
             ``wire_dtype``, ``timeout``, ``stall_report_s``, ``gradient_stats``, ``check_parameters_every``,
             ``find_nonfinite``, ``comm_hook``, ``sync``, ``auto_refresh_trainable``, ...
 
     Raises:
-        TypeError: an unknown option (names it), or one that has another name here; no module.
-        ValueError: a mesh of several dimensions or for other devices; DTensors over ranks that gradients are averaged
-            over; a container without forward; options that don't go with ``mp_policy``.
-        RuntimeError: a module that is replicated, sharded or wrapped already, or has no parameters to train, or some on
-            the meta device; ranks whose models differ.
+        TypeError: an unknown option (named), one with another name here, or not a module.
+        ValueError: a mesh with several dimensions or for other devices; DTensors over ranks that gradients are averaged
+            over; a container without forward; options that conflict with ``mp_policy``.
+        RuntimeError: the module is already replicated, sharded or wrapped, has no parameters to train, or has some on
+            the meta device; models differ between ranks.
 
     The idea and names are those of torch's ``torch.distributed._composable.replicate`` and ``fully_shard``.
     """
@@ -120,7 +122,7 @@ def replicate(
 
 
 def engine_of(module: torch.nn.Module) -> ReplicateEngine:
-    """The engine of a replicated module, for what wants a DistributedDataParallel: ``torchddp.check_parameters``, say.
+    """The engine of a replicated module, for functions that take a DistributedDataParallel, like ``check_parameters``.
 
     It has a reducer, ``gradient_stats()``, ``nonfinite()``, ``traffic()``, ``reduce()``; it can't be called.
 
@@ -131,7 +133,8 @@ def engine_of(module: torch.nn.Module) -> ReplicateEngine:
 
 
 def unreplicate(module: M) -> M:
-    """``module`` as it was before `replicate`: its class, its hooks. Parameters and gradients stay. Not collective.
+    """Restore ``module`` to its state before `replicate`: class and hooks. Parameters and gradients stay. Not
+    collective.
 
     Raises:
         TypeError: the module is not replicated.
@@ -155,7 +158,7 @@ def _install(
 
 
 def _differing_dtype(dtype: torch.dtype | None, parameters: Iterable[torch.Tensor]) -> torch.dtype | None:
-    """``dtype``, if any gradient is of another."""
+    """``dtype``, if any gradient has another one."""
     trained = {p.dtype for p in parameters if p.requires_grad}
     return None if dtype is None or trained == {dtype} else dtype
 
@@ -171,7 +174,7 @@ def _device_ids(device_id: Any, parameters: Iterable[torch.Tensor]) -> list[Any]
 
 @contextmanager
 def _ignoring(module: torch.nn.Module, names: set[str]) -> Iterator[None]:
-    """Inside, DistributedDataParallel leaves these out, besides those that the user named there."""
+    """Inside this context DistributedDataParallel leaves these out, in addition to those that the user named."""
     before = module.__dict__.get(_IGNORED)
     module.__dict__[_IGNORED] = [*(before or ()), *names]
     try:
@@ -183,7 +186,7 @@ def _ignoring(module: torch.nn.Module, names: set[str]) -> Iterator[None]:
             module.__dict__[_IGNORED] = before
 
 
-# --- whether it can do what it is asked for, and with which ranks and parameters ---
+# --- checks of the arguments; which ranks and parameters ---
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -233,7 +236,7 @@ def _group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
 def _left_to_others(
     module: torch.nn.Module, ignored_modules: Sequence[torch.nn.Module], ignored_params: Sequence[torch.nn.Parameter]
 ) -> set[str]:
-    """All names of tensors that are ignored, or in modules inside that are replicated or sharded themselves."""
+    """The names of all tensors that are ignored, or belong to submodules that are replicated or sharded themselves."""
     inside = [m for m in module.modules() if m is not module]
     own_way = [m for m in inside if find_state(m) is not None or "fully_shard" in (_get_registry(m) or {})]
     ids = {id(p) for p in ignored_params}
@@ -284,7 +287,7 @@ def _check_parameters(
 
 
 def _check_wire_dtype(wire_dtype: torch.dtype | None, options: Mapping[str, Any]) -> None:
-    """``wire_dtype``: what a policy wants gradients to be cast to on their way; None: nothing."""
+    """The ``wire_dtype`` that a policy needs for its gradients; None: no cast."""
     for name in ("comm_hook", "wire_dtype") if wire_dtype is not None else ():
         if options.get(name):
             raise ValueError(

@@ -1,8 +1,8 @@
-"""Parameters that are DTensors, as the engine sees them: leaves of its own in the memory of this rank's part.
+"""DTensor parameters as the engine sees them: leaves of its own over the memory of this rank's part.
 
-Autograd accumulates into the DTensor; the engine's leaf is never part of a graph. When a gradient has arrived, a hook
-hands this rank's part of it to the leaf and tells the reducer, which goes on as for any other parameter: buckets,
-overlap and views. What the reducer puts in the leaf's ``.grad`` becomes the DTensor's.
+Autograd accumulates into the DTensor; the engine's leaf is never part of a graph. When a gradient arrives, a hook
+passes this rank's part of it to the leaf and notifies the reducer, which handles it like any other: buckets, overlap
+and views. What the reducer puts in the leaf's ``.grad`` becomes the DTensor's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torchddp import _C
 from torchddp.ddp.model import is_dtensor, local_of
 
-GRADIENT_IS_LATE = 3  # callbacks in a row after which the reducer's own, which may queue another, has run
+GRADIENT_IS_LATE = 3  # after this many callbacks in a row, the reducer's own has run, which may queue another
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,20 @@ class LocalParameter:
     leaf: torch.nn.Parameter
 
     def take_gradient(self) -> None:
-        """The DTensor's gradient to the leaf. Collective over the DTensor's mesh if it lies there in another way."""
+        """Pass the DTensor's gradient to the leaf. Collective over the DTensor's mesh if its layout differs there."""
         grad = self.dtensor.grad
         if grad is None:
             self.leaf.grad = None
             return
         if grad.placements != self.dtensor.placements:
-            # Partial sums, of a weight that every rank holds: its ranks add them up here, as FSDP2 does.
+            # Partial sums of a weight that every rank holds: the mesh's ranks add them up here, as FSDP2 does.
             grad = self.dtensor.grad = grad.redistribute(placements=self.dtensor.placements)
         local = local_of(grad)
         if self.leaf.grad is not local:
             self.leaf.grad = local
 
     def give_gradient(self) -> None:
-        """What the leaf's gradient has become, to the DTensor."""
+        """Pass the leaf's resulting gradient to the DTensor."""
         from torch.distributed.tensor import DTensor
 
         local, grad = self.leaf.grad, self.dtensor.grad
@@ -60,10 +60,10 @@ class LocalParameter:
 
 
 class LocalParameters:
-    """A model's parameters for its reducer, of which some are DTensors.
+    """A model's parameters for its reducer, some of which are DTensors.
 
     Args:
-        known: the `leaves` of before, for DTensors that stay.
+        known: the previous `leaves`, for DTensors that stay.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], known: Mapping[int, torch.nn.Parameter]) -> None:
@@ -80,14 +80,14 @@ class LocalParameters:
         self._handles: list[Any] = []
 
     def leaves(self) -> dict[int, torch.nn.Parameter]:
-        """By the id of the DTensor."""
+        """By id of the DTensor."""
         return {id(pair.dtensor): pair.leaf for pair in self.pairs}
 
     def __bool__(self) -> bool:
         return bool(self.pairs)
 
     def connect(self, reducer: _C.Reducer) -> None:
-        """From now on the reducer hears of the DTensors' gradients."""
+        """From now on the reducer is notified of the DTensors' gradients."""
         weak = weakref.ref(reducer)
         for pair in self.pairs:
             hook = _ready_hook(pair.index, pair.leaf, weak)
@@ -109,7 +109,9 @@ class LocalParameters:
             pair.give_gradient()
 
     def around_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Around the backward through these: also gradients that no hook tells of, for this rank does not make them."""
+        """Wraps the backward through these, including gradients that no hook reports because this rank doesn't make
+        them.
+        """
         with_graph = [t for t in outputs if t.requires_grad]
         if with_graph:
             torch.autograd.graph.register_multi_grad_hook(with_graph, self._backward_begins, mode="any")
@@ -117,11 +119,11 @@ class LocalParameters:
     def _backward_begins(self, _grad: torch.Tensor) -> None:
         for pair in self.pairs:
             if pair.dtensor.grad is None:
-                pair.leaf.grad = None  # cleared by zero_grad() since
+                pair.leaf.grad = None  # cleared by zero_grad() since then
         _after_backward(self.give_gradients, GRADIENT_IS_LATE)
 
     def reached_from(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """For the search for unused parameters: tensors whose graphs lead to the leaves of those that are used."""
+        """For the search for unused parameters: tensors whose graphs lead to the leaves of used DTensors."""
         by_id = self.leaves()
         todo = [t.grad_fn for t in outputs if t.grad_fn is not None]
         seen = set(todo)
@@ -140,7 +142,7 @@ class LocalParameters:
 def _ready_hook(
     index: int, leaf: torch.nn.Parameter, reducer: weakref.ref[_C.Reducer]
 ) -> Callable[[torch.Tensor], None]:
-    """Knows the DTensor only when called: one that its own hook held would never be freed."""
+    """Gets the DTensor only when called: if its own hook held it, it would never be freed."""
 
     @torch.no_grad()
     def ready(dtensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The DistributedDataParallel that works for a replicated module, from outside of it."""
+"""The DistributedDataParallel that drives a replicated module from outside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchddp.ddp.session import ReducerPolicy, ReducerSession
 
 
 class ReplicatePolicy(ReducerPolicy):
-    """The reducer works on what this rank holds of DTensors."""
+    """The reducer works on the local parts of DTensors."""
 
     def __init__(self) -> None:
         self.local = LocalParameters([], {})
@@ -32,10 +32,10 @@ class ReplicatePolicy(ReducerPolicy):
 
 
 class ReplicateEngine(DistributedDataParallel):
-    """Never called: the hooks of the module that it was made for begin and end its forward.
+    """Never called itself: hooks on the module it was made for begin and end each forward.
 
     Args:
-        left_out: names of what it is to leave alone in the module as it is now.
+        left_out: returns the names to leave alone in the module as it is now.
     """
 
     def __init__(self, module: torch.nn.Module, left_out: Callable[[], set[str]], **options: Any) -> None:
@@ -50,7 +50,7 @@ class ReplicateEngine(DistributedDataParallel):
 
     @property
     def _leaves(self) -> dict[int, torch.nn.Parameter]:
-        """For communication hooks: what stands in a bucket for a DTensor."""
+        """For communication hooks: what replaces a DTensor in a bucket."""
         return self._local.leaves()
 
     def _assign_modules_buffers(self) -> None:
@@ -64,7 +64,8 @@ class ReplicateEngine(DistributedDataParallel):
 
     def _post_forward(self, output: Any) -> Any:
         output = super()._post_forward(output)
-        # Ranks may use different parameters: the averages of those that this one did not use come with no hook.
+        # Ranks may use different parameters, and averages of parameters that this rank did not use arrive without a
+        # hook.
         differ = self.find_unused_parameters or self.static_graph or self.skip_all_reduce_unused_params
         if differ and self._local and torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._local.around_backward(_find_tensors(output))
@@ -76,7 +77,7 @@ class ReplicateEngine(DistributedDataParallel):
         self._local.give_gradients()
 
     def reduce_next_backward(self) -> None:
-        """Gradients of a forward that was begun without synchronisation are reduced in its backward after all."""
+        """Reduce, in its backward, the gradients of a forward that was begun without synchronisation."""
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.reducer.prepare_for_backward([])
 

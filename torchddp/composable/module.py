@@ -1,4 +1,4 @@
-"""A replicated module: what it can do besides what its class can, its engine, and the hooks around its forward."""
+"""A replicated module: its added methods, its engine, and the hooks around its forward."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torchddp.composable.engine import ReplicateEngine
 from torchddp.composable.precision import ParameterCast, cast_tensors, in_backward
 
-NAME = "replicate"  # in the registry of torch's contract, where fully_shard looks for it
+NAME = "replicate"  # the registry of torch's contract, where fully_shard looks for it
 _classes: dict[type, type] = {}
 _CALL = torch.nn.Module._call_impl.__code__
 _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_always_called")
 
 
 class ReplicateState(_State):
-    """Made by torch's ``contract``, filled by `install`."""
+    """Created by torch's ``contract``, filled by `install`."""
 
     engine: ReplicateEngine
     policy: Any  # a MixedPrecisionPolicy
@@ -47,7 +47,7 @@ class ReplicateState(_State):
         policy: Any,
         parameters: Callable[[], Mapping[str, torch.nn.Parameter]],
     ) -> None:
-        """``parameters``: those that are replicated, of the module as it is when it is called."""
+        """``parameters``: returns the replicated parameters of the module as it is when called."""
         self.engine, self.policy, self.cast = engine, policy, None
 
         def cast_anew() -> None:
@@ -58,7 +58,7 @@ class ReplicateState(_State):
         if policy.param_dtype is not None:
             engine.refreshed = cast_anew
             cast_anew()
-        # Outermost on both sides, but for hooks that are registered later.
+        # Outermost on both sides, except for hooks registered later.
         self._handles = [
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._after_forward),
@@ -66,7 +66,7 @@ class ReplicateState(_State):
         ]
 
     def hooked_modules(self, module: torch.nn.Module) -> list[tuple[torch.nn.Module, list[Any]]]:
-        """The modules that have hooks of ours, with the handles of those; ``module`` first."""
+        """The modules with our hooks, and the handles of those; ``module`` first."""
         others = [] if self.cast is None else [(owner.module, owner.handles) for owner in self.cast.owners]
         return [(module, self._handles), *others]
 
@@ -85,7 +85,7 @@ class ReplicateState(_State):
             if _calls_itself(module):
                 self._recurses = True
                 return args, kwargs
-            self._close()  # a KeyboardInterrupt, of which hooks don't hear, has ended the forward before
+            self._close()  # the previous forward ended with a KeyboardInterrupt, which hooks don't see
         if "fully_shard" in module.__dict__[REGISTRY_KEY]:
             raise RuntimeError(
                 "this module was given to fully_shard() after torchddp.replicate(), and both would reduce its "
@@ -116,7 +116,7 @@ class ReplicateState(_State):
 
     @torch._disable_dynamo(recursive=True)
     def _after_failure(self, module: torch.nn.Module, _args: Any, _output: Any) -> None:
-        """Also called when all went well, but then there is nothing left to close."""
+        """Also called after success, when there is nothing left to close."""
         if not self._is_open or (self._recurses and _calls_itself(module)):
             return
         self._close()
@@ -124,7 +124,7 @@ class ReplicateState(_State):
         if error is not None:
             self.engine.observers.on_error(error)
 
-    # --- what they do ---
+    # --- what the hooks do ---
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not self.policy.cast_forward_inputs:
@@ -138,7 +138,7 @@ class ReplicateState(_State):
             self.cast.leave()
 
     def _check_rerun(self) -> None:
-        """A forward during backward repeats one for activation checkpointing, and is no step."""
+        """A forward during backward is a recomputation for activation checkpointing, not a step."""
         if torch.is_grad_enabled() and not self._had_graph:
             raise RuntimeError(
                 f"a replicated module (rank {self.engine.session.rank}) runs inside of checkpoint(use_reentrant=True): "
@@ -148,7 +148,7 @@ class ReplicateState(_State):
 
 
 def _calls_itself(module: torch.nn.Module) -> bool:
-    """Whether the call of ``module`` that runs the hook we are in was made inside of another call of it."""
+    """Whether the current call of ``module`` was made inside another call of it."""
     frame: FrameType | None = sys._getframe(1)
     calls = 0
     while frame is not None:
@@ -159,21 +159,21 @@ def _calls_itself(module: torch.nn.Module) -> bool:
 
 
 class ReplicateModule:
-    """Mixed into the class of a module by `torchddp.replicate`; ``isinstance(module, ReplicateModule)`` tells."""
+    """Mixed into a module's class by `torchddp.replicate`; test with ``isinstance(module, ReplicateModule)``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # For a slice of a replicated Sequential: what a class makes of itself is not replicated.
+        # For a slice of a replicated Sequential: modules that a class creates from itself are not replicated.
         original: Any = original_class(cls)
         made = original.__new__(original, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether gradients are reduced in the backwards to come; not collective, but the same on every rank.
+        """Set whether the following backwards reduce gradients. Not collective, but must be the same on every rank.
 
-        Set it before forward. As with ``fully_shard``, True set between forward and backward counts for that backward;
-        not with ``find_unused_parameters`` and ``static_graph``, which must know in forward. With False gradients
-        accumulate on each rank, until a backward with True. ``recurse``: for replicated modules inside too.
+        Set it before forward. As with ``fully_shard``, setting True between forward and backward applies to that
+        backward; not with ``find_unused_parameters`` and ``static_graph``, which must know in forward. With False,
+        gradients accumulate on each rank until a backward with True. ``recurse``: also for replicated submodules.
         """
         for state in _states(self, recurse):
             engine = state.engine
@@ -185,9 +185,9 @@ class ReplicateModule:
 
     @contextmanager
     def no_sync(self, *, recurse: bool = True) -> Iterator[None]:
-        """Gradients accumulate on each rank inside; the first forward and backward after it reduce the sum.
+        """Accumulate gradients on each rank; the first forward and backward afterwards reduce the sum.
 
-        Include the forward. Not collective, but every rank must skip the same steps.
+        Include the forward in the context. Not collective, but every rank must skip the same steps.
         """
         engines = [state.engine for state in _states(self, recurse)]
         before = [engine.require_backward_grad_sync for engine in engines]
@@ -200,15 +200,15 @@ class ReplicateModule:
                 engine.require_backward_grad_sync = value
 
     def weigh(self, weight: float | torch.Tensor, *, loss: str = "mean", recurse: bool = True) -> None:
-        """As :meth:`torchddp.DistributedDataParallel.weigh`; ``recurse``: for replicated modules inside too."""
+        """As :meth:`torchddp.DistributedDataParallel.weigh`; ``recurse``: also for replicated submodules."""
         for state in _states(self, recurse):
             state.engine.weigh(weight, loss=loss)
 
     def refresh_trainable(self) -> None:
-        """After parameters inside were frozen, thawed, added or removed: reduces what can be trained now. Collective.
+        """Update what is reduced after parameters inside were frozen, thawed, added or removed. Collective.
 
-        See :meth:`torchddp.DistributedDataParallel.refresh_trainable`. Modules inside that are replicated themselves
-        are left to their own.
+        See :meth:`torchddp.DistributedDataParallel.refresh_trainable`. Submodules that are replicated themselves are
+        not included.
         """
         state_of(self).engine.refresh_trainable()
 
@@ -217,21 +217,21 @@ class ReplicateModule:
         state_of(self).engine.register_comm_hook(state, hook)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A module of the original class, which is not replicated: it has no peers."""
+        """Copies as a module of the original class, which is not replicated because it has no peers."""
         with plain(cast(torch.nn.Module, self)) as module:
             copied = copy.deepcopy(module, memo)
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a module of the original class, which is not replicated."""
+        """Pickles as a module of the original class, which is not replicated."""
         with plain(cast(torch.nn.Module, self)) as module:
             reduced = module.__reduce_ex__(protocol)
             if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-                return reduced  # by a __reduce__ of the user's own
+                return reduced  # from the user's own __reduce__
             make, made_of = reduced[:2]
             if make is copyreg.__newobj__:  # type: ignore[attr-defined]
-                # Which pickle refuses for another class than the object's; this does the same, by another name.
+                # pickle refuses it for a class other than the object's; this does the same under another name.
                 make, made_of = copyreg._reconstructor, (type(module), object, None)  # type: ignore[attr-defined]
             return (make, made_of, dict(reduced[2]), *reduced[3:])
 
@@ -266,7 +266,7 @@ def _states(module: Any, recurse: bool) -> list[ReplicateState]:
 
 
 def forget(module: torch.nn.Module) -> None:
-    """Undoes `make_replicated`, and what torch's contract has noted."""
+    """Undo `make_replicated`, and remove what torch's contract has recorded."""
     module.__class__ = original_class(type(module))
     states, registry = module.__dict__[STATE_KEY], module.__dict__[REGISTRY_KEY]
     for key in [key for key, state in states.items() if isinstance(state, ReplicateState)]:
@@ -280,7 +280,7 @@ def forget(module: torch.nn.Module) -> None:
 
 @contextmanager
 def plain(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Inside, ``module`` is as it was before `replicate`, to be copied; not to be run."""
+    """Inside this context ``module`` is as before `replicate`, for copying; it must not be run."""
     state = state_of(module)
     replicated = type(module)
     saved = dict(module.__dict__)

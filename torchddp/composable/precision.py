@@ -1,7 +1,8 @@
-"""torch's MixedPrecisionPolicy: forward and backward with parameters of fewer bits, made of the optimizer's own.
+"""torch's MixedPrecisionPolicy: forward and backward in a narrower dtype, with parameters cast from the optimizer's
+own.
 
-For the length of forward, the modules hold low-precision copies in the place of their parameters. The copies are part
-of the graph, so that gradients come back through the cast to the parameters themselves, in their own dtype.
+During forward, the modules hold low-precision copies in place of their parameters. The copies are part of the graph, so
+gradients flow back through the cast to the parameters, in the parameters' dtype.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.distributed.utils import _apply_to_tensors
 
 
 def cast_tensors(value: Any, dtype: torch.dtype | None) -> Any:
-    """``value`` with its floating-point tensors in ``dtype``; None: as they are."""
+    """``value`` with its floating-point tensors cast to ``dtype``; None: unchanged."""
     if dtype is None:
         return value
     return _apply_to_tensors(lambda t: t.to(dtype) if torch.is_floating_point(t) else t, value)
@@ -26,10 +27,10 @@ def in_backward() -> bool:
 
 
 class ParameterCast:
-    """The parameters of a model that are computed with in another dtype.
+    """The parameters of a model that computes in another dtype.
 
-    Modules that hold some get hooks too: activation checkpointing runs a part of forward again during backward, when
-    the model as a whole is not running.
+    Modules that own parameters get hooks too, because activation checkpointing reruns parts of forward during backward,
+    when the model as a whole is not running.
     """
 
     def __init__(self, module: torch.nn.Module, parameters: Collection[torch.Tensor], dtype: torch.dtype) -> None:
@@ -43,7 +44,7 @@ class ParameterCast:
                 self.owners.append(_Owner(self, owner, slots))
 
     def enter(self) -> None:
-        """From now on the modules compute with copies, one of each parameter, also of one that several share."""
+        """From now on the modules compute with copies: one per parameter, even if several modules share it."""
         self.active = True
         copies: dict[int, torch.Tensor] = {}
         for owner in self.owners:
@@ -61,13 +62,13 @@ class ParameterCast:
 
 
 class _Owner:
-    """A module with the parameters that are registered on itself, and hooks for a forward that is not the model's."""
+    """A module with its own parameters, and hooks for a forward that is not part of the model's."""
 
     def __init__(self, cast: ParameterCast, module: torch.nn.Module, slots: Mapping[str, torch.Tensor]) -> None:
         self.module = module
         self._cast = cast
         self._slots = slots
-        self._depth = 0  # of forwards that are run again
+        self._depth = 0  # from recomputed forwards
         self.handles: list[Any] = [
             module.register_forward_pre_hook(self.begin, prepend=True),
             module.register_forward_hook(self.end, always_call=True),
@@ -76,7 +77,7 @@ class _Owner:
     def put(self, copies: dict[int, torch.Tensor], dtype: torch.dtype) -> None:
         registered: dict[str, Any] = self.module._parameters
         for name, parameter in self._slots.items():
-            if registered.get(name) is parameter:  # else it was replaced, or is in place already
+            if registered.get(name) is parameter:  # otherwise it was replaced, or is already in place
                 if id(parameter) not in copies:
                     copies[id(parameter)] = parameter.to(dtype)
                 registered[name] = copies[id(parameter)]
@@ -87,7 +88,7 @@ class _Owner:
         self._tell_rnn()
 
     def _tell_rnn(self) -> None:
-        names = getattr(self.module, "_flat_weights_names", None)  # of torch.nn.RNN and its kind: a list of its weights
+        names = getattr(self.module, "_flat_weights_names", None)  # torch.nn.RNN and its relatives: a list of weights
         if names is not None:
             self.module.__dict__["_flat_weights"] = [getattr(self.module, name, None) for name in names]
 
@@ -107,7 +108,7 @@ class _Owner:
 
 
 class _NoHook:
-    """What is left of the hooks of an `_Owner` in a copy."""
+    """What remains of an `_Owner`'s hooks in a copy."""
 
     def begin(self, *_: Any) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The sizes of buckets that nobody has asked for: what suits the device and the transport."""
+"""Default bucket sizes, chosen for the device and the transport."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from torchddp.transport.message_cost import MessageLine, NoRoomError, measure_li
 
 _MIB = 1024 * 1024
 _DEFAULT_CAP_BYTES = 25 * _MIB
-# Between CPU ranks a bucket of 25 MiB takes longer than the backward of the layers in it, and the last one hides
-# behind nothing.
+# Between CPU ranks a bucket of 25 MiB takes longer than the backward of its layers, and nothing hides the last one.
 _CPU_CAP_BYTES = 8 * _MIB
-# A CPU gradient this large is reduced where it lies, in a bucket of its own: a copy costs more than one more message.
+# A CPU gradient of this size is reduced in place, in a bucket of its own: a copy costs more than an extra message.
 _CPU_SOLO_BYTES = 1 * _MIB
-# Over shared memory small buckets are best, which are reduced while they are in cache, where each rank has a processor:
-# one costs about two microseconds and its bytes. With more ranks, and most of all where they take turns on processors,
-# it costs up to hundreds: larger ones then, up to what is usual elsewhere.
+# Over shared memory, small buckets that are reduced while in cache are best, as long as each rank has a processor: a
+# message costs about two microseconds plus its bytes. With more ranks, and above all when ranks share processors, it
+# costs up to hundreds of microseconds, and larger buckets pay off, up to the usual sizes.
 _SHARED_CAP_BYTES, _LARGEST_SHARED_CAP_BYTES = 1 * _MIB, _DEFAULT_CAP_BYTES
 _SHARED_SOLO_BYTES = 256 * 1024
-# Of a bucket's time no more than this share goes to what it costs whatever its size; 1 MiB between two ranks with a
-# processor each is just that.
+# The fixed cost of a message may take at most this share of a bucket's time. For two ranks with a processor each, that
+# gives 1 MiB.
 _FIXED_SHARE = 1 / 8
 _BUDGET_S = 0.005
 
-# What rank 0 of a group has measured: models over one group share it.
+# What rank 0 of a group has measured, shared by all models over that group.
 _lines: weakref.WeakKeyDictionary[dist.ProcessGroup, MessageLine] = weakref.WeakKeyDictionary()
 
 
@@ -41,16 +40,16 @@ def default_sizes(
     process_group: dist.ProcessGroup,
     timeout: datetime.timedelta = datetime.timedelta(0),
 ) -> tuple[list[int], int]:
-    """Caps in bytes, the last one for all further buckets; from which size on a gradient has a bucket of its own.
+    """Return bucket caps in bytes (the last one repeats) and the size from which a gradient gets its own bucket.
 
-    Equal on all ranks. Collective over shared memory, where the gradients fill more than the smallest bucket: takes
-    some milliseconds the first time that a group asks. Sums don't depend on it, since they are made in rank order.
+    Equal on all ranks. Collective over shared memory if the gradients exceed the smallest bucket; the first call for a
+    group takes a few milliseconds. The sums do not depend on the result, because they are formed in rank order.
 
     Raises:
         TransportError: a peer is gone.
     """
     if not transport.reaches_any_memory:
-        # Where one bucket holds all, nothing depends on what it costs.
+        # If one bucket holds everything, the cost of a message does not matter.
         fits_one = sum(p.nbytes for p in parameters) <= _SHARED_CAP_BYTES
         line = None if fits_one else _line_of(process_group, transport, timeout)
         cap_bytes, solo_bytes = shared_sizes(line or MessageLine(0.0, 0.0))
@@ -61,28 +60,27 @@ def default_sizes(
 
 
 def shared_sizes(line: MessageLine) -> tuple[int, int]:
-    """The cap, and the size of a gradient with a bucket of its own, for what a message costs. Pure.
+    """Return the cap, and the size from which a gradient gets its own bucket, for a given message cost. Pure.
 
-    The cap is a power of two (or the largest there is), the nearest one, so that small errors of measurement change no
-    bucket.
+    The cap is rounded to the nearest power of two (or to the maximum), so that small measurement errors change nothing.
     """
-    bytes_s = line.alpha_s * (1 / _FIXED_SHARE - 1)  # that the bytes of a bucket should take
+    bytes_s = line.alpha_s * (1 / _FIXED_SHARE - 1)  # the time that a bucket's bytes should take
     cap_bytes = _SHARED_CAP_BYTES
     while cap_bytes < _LARGEST_SHARED_CAP_BYTES and cap_bytes * math.sqrt(2) * line.beta_s_per_byte < bytes_s:
         cap_bytes *= 2
     cap_bytes = min(cap_bytes, _LARGEST_SHARED_CAP_BYTES)
-    # To copy a byte takes about as long as to reduce it: each rank reads and writes as many. So from here on the copy
-    # costs more than one more message.
+    # Copying a byte takes about as long as reducing it, since each rank reads and writes the same number of bytes. So
+    # from this size on the copy costs more than another message.
     return cap_bytes, max(_SHARED_SOLO_BYTES, int(cap_bytes * _FIXED_SHARE))
 
 
 def _line_of(
     process_group: dist.ProcessGroup, transport: _C.Transport, timeout: datetime.timedelta
 ) -> MessageLine | None:
-    """Collective: what was measured for the group, or is now; None where there was no room for it."""
+    """Collective: return the line measured for the group, measuring it if necessary; None if there was no room."""
     if transport.size == 1:
         return None
-    # Rank 0 alone decides: another may have lost what it knew, if measuring failed there at the end.
+    # Rank 0 decides alone: another rank may have lost its result if its measurement failed at the very end.
     known = _lines.get(process_group, MessageLine(math.nan, math.nan, math.nan))
     exchange = TransportExchange(transport, float, torch.device("cpu"), timeout)
     line = MessageLine(*exchange.of_rank_0(known))
@@ -90,6 +88,6 @@ def _line_of(
         try:
             line = measure_line(transport, torch.device("cpu"), timeout, _BUDGET_S)
         except NoRoomError:
-            return None  # the reducer will find that out, and take the fallback
+            return None  # the reducer will notice and use the fallback
         _lines[process_group] = line
     return line

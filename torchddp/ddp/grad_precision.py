@@ -1,6 +1,6 @@
-"""In which dtype gradients of 16-bit parameters are reduced and kept: a class for each way.
+"""The dtype in which gradients of 16-bit parameters are reduced and stored: one class per mode.
 
-The reducer does the work (`_C.GradPrecision`); what is here are the parameters' side of it and the checks.
+The reducer does the work (`_C.GradPrecision`); this module has the checks and the parameters' side of it.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class GradPrecision:
-    """Gradients have the dtype of their parameter, everywhere."""
+    """Gradients have the dtype of their parameter throughout."""
 
     kind = _C.GradPrecision.OF_PARAMETER
-    shares_storage = False  # gradients stay views of one bucket, and change with the next step
-    can_share = True  # the reducer of another wrapper may average the same gradients
+    shares_storage = False  # gradients stay views of one bucket and change with the next step
+    can_share = True  # another wrapper's reducer may average the same gradients
 
     def bucket_dtype(self, parameter: torch.Tensor) -> torch.dtype:
         return parameter.dtype
 
     def check(self, ddp: Any, parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]) -> None:
-        """ValueError or RuntimeError for a model that it can't work with. Not collective."""
+        """Raise ValueError or RuntimeError for a model that this mode does not support. Not collective."""
 
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Before the reducer is there."""
+        """Called before the reducer is created."""
 
     def opened(self, reducer: _C.Reducer, parameters: Sequence[torch.Tensor]) -> None:
-        """The reducer is there."""
+        """Called once the reducer exists."""
 
     def before_forward(self) -> None:
-        """Of each forward with gradients."""
+        """Called before each forward with gradients."""
 
     def zero(self) -> None:
-        """The model's `zero_grad` was called."""
+        """Called by the model's `zero_grad`."""
 
 
 class ReducedWide(GradPrecision):
-    """Reduced in float32, and rounded to ``.grad``."""
+    """Reduce in float32, then round to ``.grad``."""
 
     kind = _C.GradPrecision.REDUCED
     asked_by = "reduce_dtype=torch.float32"
-    # Values of gradient_as_bucket_view, and why not others.
+    # Values of gradient_as_bucket_view that don't work here, and why.
     views_allowed: tuple[bool | None, ...] = (None, False)
     why_views = "a 16-bit .grad is no view of a float32 bucket. Leave it out, or take main_grads=torch.float32"
 
@@ -79,7 +79,7 @@ class ReducedWide(GradPrecision):
 
 
 class WideGrads(ReducedWide):
-    """``.grad`` of a 16-bit parameter is float32, which autograd itself adds to."""
+    """``.grad`` of a 16-bit parameter is float32, and autograd accumulates into it."""
 
     kind = _C.GradPrecision.GRADS
     asked_by = 'main_grads=torch.float32 with main_grads_as="grad"'
@@ -88,13 +88,13 @@ class WideGrads(ReducedWide):
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
             if parameter.dtype in _HALVES and parameter.grad_dtype != torch.float32:
-                before, parameter.grad = parameter.grad, None  # torch wants none there
+                before, parameter.grad = parameter.grad, None  # torch expects None here
                 parameter.grad_dtype = torch.float32
                 parameter.grad = None if before is None else before.float()
 
 
 class MainGrads(ReducedWide):
-    """Gradients add up in ``parameter.main_grad``, memory of the bucket; ``.grad`` is None after backward."""
+    """Accumulate gradients in ``parameter.main_grad``, which is bucket memory; ``.grad`` is None after backward."""
 
     kind = _C.GradPrecision.MAIN_GRADS
     shares_storage = True
@@ -112,7 +112,7 @@ class MainGrads(ReducedWide):
     def check(self, ddp: Any, parameters: Sequence[torch.Tensor], names: Sequence[str], sparse: Sequence[bool]) -> None:
         super().check(ddp, parameters, names, sparse)
         self._names = names
-        if not ddp.gradient_as_bucket_view:  # with what the user asked for it would be
+        if not ddp.gradient_as_bucket_view:  # the explicitly requested value would give this
             raise ValueError(
                 f"{self.asked_by} does not go with a model that is wrapped twice: both wrappers would take the same "
                 "gradients. Wrap once"

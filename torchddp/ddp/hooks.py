@@ -1,4 +1,4 @@
-"""Communication hooks: whether one can be called, what it returns, and whether it can follow to other ranks."""
+"""Communication hooks: checks of their signature and result, and moving them to another process group."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Hook = Callable[[Any, Any], Any]
 
 @runtime_checkable
 class AttachedHook(Protocol):
-    """One that has process groups of its own, as those of ``torchddp.comm_hooks`` do. Both methods are collective."""
+    """A hook with its own process groups, like those of ``torchddp.comm_hooks``. Both methods are collective."""
 
     def attach(self, model: Any) -> None:
-        """Makes them for a model; called when the hook is registered."""
+        """Create the groups for a model; called when the hook is registered."""
 
     def rebind(self, model: Any) -> None:
-        """Makes them anew for the process group that the model has now."""
+        """Create them again for the model's current process group."""
 
 
 def check_hook_signature(hook: object) -> None:
@@ -29,7 +29,7 @@ def check_hook_signature(hook: object) -> None:
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable. Got {type(hook).__name__}.")
     try:
-        # Annotations are strings where the hook's file imports them from __future__.
+        # Annotations are strings if the hook's file uses `from __future__ import annotations`.
         signature = inspect.signature(hook, eval_str=True)
     except (NameError, TypeError, AttributeError, SyntaxError):
         signature = inspect.signature(hook)
@@ -48,18 +48,18 @@ def check_hook_signature(hook: object) -> None:
 
 
 def attach(hook: object, model: Any) -> None:
-    """Collective for an `AttachedHook`; does nothing for others."""
+    """Collective for an `AttachedHook`; does nothing for other hooks."""
     if isinstance(hook, AttachedHook):
         hook.attach(model)
 
 
 def follow_parameters(hook: object, state: object, model: Any) -> None:
-    """The model has other parameters now. Collective for hooks of which that is."""
+    """The model's parameters have changed. Collective for hooks whose own method is."""
     if callable(follow := getattr(hook, "follow_parameters", None)):
         follow(model)
     elif type(state).__name__ == "PowerSGDState" and type(state).__module__.startswith("torch.distributed."):
-        # What it holds back is by the number of a bucket, and these are others. As after registration, it sends
-        # gradients as they are until buckets have found their order.
+        # PowerSGD keeps state per bucket index, and the buckets are different now. As after registration, it sends
+        # gradients uncompressed until the buckets have settled.
         powersgd: Any = state
         for held in (powersgd.error_dict, powersgd.p_memory_dict, powersgd.q_memory_dict):
             held.clear()
@@ -67,17 +67,17 @@ def follow_parameters(hook: object, state: object, model: Any) -> None:
 
 
 def is_bf16(hook: object) -> bool:
-    """Whether it is one of torch's that send bfloat16."""
+    """Whether it is one of torch's hooks that send bfloat16."""
     return getattr(hook, "__name__", "") in ("bf16_compress_hook", "bf16_compress_wrapper_hook")
 
 
 def checked(hook: Hook, rank: int) -> Hook:
-    """``hook`` with its return value checked: the engine can only wait for a torch future."""
+    """Wrap ``hook`` with a check of its return value: the engine can only wait for a torch future."""
 
     @functools.wraps(hook)
     def call(state: object, bucket: dist.GradBucket) -> Any:
         future = hook(state, bucket)
-        if not isinstance(future, torch._C.Future):  # the base of torch.futures.Future: what Work.get_future() gives
+        if not isinstance(future, torch._C.Future):  # base class of torch.futures.Future, returned by Work.get_future()
             raise RuntimeError(  # torch's type
                 f"Communication hook {getattr(hook, '__qualname__', hook)!r} returned {type(future).__name__} for "
                 f"bucket {bucket.index()} on rank {rank}: it must return a torch.futures.Future that holds one tensor."
@@ -94,7 +94,7 @@ def hooks_that_follow(
     old: dist.ProcessGroup,
     new: dist.ProcessGroup,
 ) -> list[AttachedHook]:
-    """Those to be bound to the new process group; RuntimeError for one that would go on sending to the old ranks."""
+    """The hooks to bind to the new process group. RuntimeError if one would keep sending to the old ranks."""
     if has_builtin_hook and new is not old:
         raise RuntimeError(
             f"the built-in communication hook of rank {rank} sends over the process group that it was registered with: "
@@ -110,7 +110,7 @@ def hooks_that_follow(
 
 
 def _reason_not_to_follow(hook: object, state: object, old: dist.ProcessGroup, new: dist.ProcessGroup) -> str:
-    """Why this hook of torch's kind would send to the wrong ranks; empty as far as can be seen."""
+    """Why this torch-style hook would send to the wrong ranks; empty if no reason is known."""
     if state is old and new is not old:
         return (
             "its state is the old one. Give it a state that you can change, with the process group as an attribute, "

@@ -1,4 +1,4 @@
-"""What ``model._get_ddp_logging_data()`` reports: torch's fields, filled from the reducer."""
+"""The data of ``model._get_ddp_logging_data()``: torch's fields, filled from our reducer."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _NCCL_ENVIRONMENT = {
 
 @dataclass
 class DDPLoggingData:
-    """The shape of torch's C++ struct of the same name."""
+    """Same fields as torch's C++ struct of this name."""
 
     strs_map: dict[str, str] = field(default_factory=dict)
     ints_map: dict[str, int] = field(default_factory=dict)
 
 
 class DDPLogger(dist.Logger):
-    """A ``torch.distributed.Logger`` that reads its fields off our reducer, when somebody asks.
+    """A ``torch.distributed.Logger`` that reads its fields from our reducer on demand.
 
-    torch's functions that log through a DDP logger take only its own class, which takes only its own reducer: the
-    base holds one over a single number that never gets a gradient.
+    torch functions that log through a DDP logger accept only torch's class, which accepts only torch's reducer. So the
+    base class holds a reducer over a single scalar that never gets a gradient.
     """
 
     def __init__(self, reducer: _C.Reducer, process_group: dist.ProcessGroup) -> None:
@@ -58,7 +58,7 @@ class DDPLogger(dist.Logger):
         self._events = DDPLoggingData()
 
     def rebind(self, process_group: dist.ProcessGroup) -> None:
-        """Let go of the old process group."""
+        """Release the old process group."""
         self._anchor._update_process_group(process_group)
         self._fixed.ints_map.update(world_size=process_group.size(), rank=process_group.rank())
 
@@ -66,9 +66,9 @@ class DDPLogger(dist.Logger):
         self._sample_rate = sample_rate
 
     def log_construction(self, ddp: Any, session: ReducerSession) -> None:
-        """Take down what does not change after construction."""
+        """Record what does not change after construction."""
         parameters = session.parameters
-        # Groups that torch does not know (torchft's) have their own word for it.
+        # Groups unknown to torch (torchft's) name their backend themselves.
         known = ddp.process_group in _world.pg_map
         backend = dist.get_backend(ddp.process_group) if known else ddp.process_group.name()
         dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters)
@@ -80,7 +80,7 @@ class DDPLogger(dist.Logger):
         environment = _ENVIRONMENT | (_NCCL_ENVIRONMENT if "nccl" in backend else {})
         strings.update({key: os.environ.get(variable, "N/A") for key, variable in environment.items()})
         strings["bucket_sizes"] = self._bucket_sizes()
-        # Those in force; the last repeats.
+        # The caps in use; the last one repeats.
         strings["bucket_caps_bytes"] = ", ".join(map(str, session.bucket_caps_bytes))
         self._fixed.ints_map.update(
             world_size=ddp.process_group.size(),
@@ -90,7 +90,7 @@ class DDPLogger(dist.Logger):
             has_sync_bn=int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in ddp.module.modules())),
             bucket_cap_bytes=ddp.bucket_bytes_cap,
             find_unused_parameters=int(ddp.find_unused_parameters),
-            # What the user said, and what is done.
+            # What the user asked for, and what is in effect.
             gradient_as_bucket_view=int(bool(session.options.gradient_as_bucket_view)),
             gradients_are_bucket_views=int(ddp.gradient_as_bucket_view),
             is_multi_device_module=int(ddp.is_multi_device_module),
@@ -104,7 +104,7 @@ class DDPLogger(dist.Logger):
         return ", ".join(str(bucket.nbytes) for bucket in self._reducer.plan.buckets)
 
     def set_runtime_stats_and_log(self) -> None:
-        """Nothing to do: see the class."""
+        """Does nothing: see the class."""
 
     def set_error_and_log(self, error: str) -> None:
         self._events.ints_map["has_error"] = 1
@@ -120,7 +120,7 @@ class DDPLogger(dist.Logger):
         self._events.ints_map["static_graph"] = 1
 
     def _sampled_iteration(self, iteration: int) -> int:
-        """The last iteration up to this one that is sampled: the first ten, then every ``sample_rate``-th."""
+        """The last sampled iteration up to this one: the first ten are sampled, then every ``sample_rate``-th."""
         return (
             iteration
             if iteration <= _ALWAYS_SAMPLED
@@ -134,7 +134,7 @@ class DDPLogger(dist.Logger):
         data = DDPLoggingData(dict(self._fixed.strs_map), dict(self._fixed.ints_map))
         begun = stats.pop("iteration")
         data.ints_map["iteration"] = self._sampled_iteration(max(0, begun - 1))
-        # As torch, not counting the order measured with unused parameters: num_bucket_rebuilds counts that too.
+        # Like torch, does not count rebuilds measured with unused parameters; num_bucket_rebuilds does.
         rebuilt = reducer.has_rebuilt_buckets
         static = self._events.ints_map.get("static_graph", 0)
         if steps_finished:
@@ -159,7 +159,7 @@ class DDPLogger(dist.Logger):
         return data
 
     def _add_errors(self, data: DDPLoggingData) -> None:
-        # Through the base class come errors of torch's own functions that were given this logger.
+        # Errors of torch's own functions that were given this logger arrive through the base class.
         torch_data = super()._get_ddp_logging_data()
         error = self._reducer.last_error() or torch_data.strs_map.get("error", "")
         if error:

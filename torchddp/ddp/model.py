@@ -1,4 +1,4 @@
-"""What must be known of the model that is wrapped: its parameters and buffers, wrappers inside, later changes."""
+"""Facts about the wrapped model: parameters, buffers, nested wrappers, and changes after wrapping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.parallel.distributed import _DDPSink, _tree_flatten_with_rref, _tr
 from torchddp import _C
 from torchddp.errors import warn_user
 
-# --- DTensors: what the engine works with is what this rank holds of them ---
+# --- DTensors: the engine works on this rank's local part ---
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -23,16 +23,16 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def is_dtensor(tensor: torch.Tensor) -> bool:
     if type(tensor) in _PLAIN:
         return False
-    module = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
+    module = sys.modules.get("torch.distributed.tensor")  # a program that has a DTensor has imported it
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself; of a DTensor this rank's part: the same memory, without a graph. Not collective."""
+    """Return the tensor, or the local part of a DTensor: same memory, no graph. Not collective."""
     if not is_dtensor(tensor):
         return tensor
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # to_local() would make a Parameter of it
-    if hasattr(local, "trigger_wait"):  # a collective may still be on its way to it
+    if hasattr(local, "trigger_wait"):  # a collective may still be writing it
         local = local.wait()  # type: ignore[attr-defined]
     return local
 
@@ -41,13 +41,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def buffers_of(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Each buffer once, in the order of ``module.buffers()``; in less time, for every forward does this."""
+    """Each buffer once, in the order of ``module.buffers()``, but faster, since every forward does this."""
     found = _C.module_buffers(module)
     return found if _C.can_travel_as_bytes(found) else [local_of(buffer) for buffer in found]
 
 
 def states_of(module: torch.nn.Module, ignored: Collection[str], *, buffers: bool) -> Iterator[torch.Tensor]:
-    """What all ranks of a wrapped module start from: parameters, and buffers if wanted."""
+    """What all ranks of a wrapped module start from: the parameters and, if wanted, the buffers."""
     for name, parameter in module.named_parameters():
         if name not in ignored:
             yield local_of(parameter).detach()
@@ -62,9 +62,9 @@ REFRESH = "call its refresh_trainable() on all ranks after such a change"
 
 
 def describe_changes(ddp: TorchDDP, reduced_ids: Collection[int]) -> str:
-    """What was done to a model after it was wrapped, in words; empty if nothing was.
+    """Describe what was done to a model after it was wrapped; empty if nothing was.
 
-    ``reduced_ids``: of the parameters whose gradients are reduced.
+    ``reduced_ids``: ids of the parameters whose gradients are reduced.
     """
     known = {id(p) for p in ddp._module_parameters}
     current = {n: p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore}
@@ -83,11 +83,11 @@ def describe_changes(ddp: TorchDDP, reduced_ids: Collection[int]) -> str:
 
 
 def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
-    """DDP modules inside ``module`` whose parameters would be reduced twice.
+    """Return the DDP modules inside ``module`` whose parameters would be reduced twice.
 
     Raises:
-        ValueError: the gradients of one are views of another class's buckets, where two reducers spoil each other's; or
-            they are kept beside ``.grad``.
+        ValueError: the gradients of one are views of another class's buckets, so two reducers would overwrite each
+            other's; or they are kept outside of ``.grad``.
     """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     mine = {id(p) for n, p in module.named_parameters() if n not in ignored and p.requires_grad}
@@ -95,7 +95,7 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
         m for m in module.modules() if isinstance(m, TorchDDP) and any(id(p) in mine for p in m._module_parameters)
     ]
     for other in inner:
-        # Ours are told to copy instead (`copy_gradients`); torch's can't be told once they are made.
+        # Ours switch to copying (`copy_gradients`); torch's can't be switched once they are constructed.
         if other.gradient_as_bucket_view and not _has_our_reducer(other):
             raise ValueError(
                 "DistributedDataParallel can't wrap a model in which torch.nn.parallel.DistributedDataParallel with "
@@ -116,10 +116,10 @@ def wrapped_inside(module: torch.nn.Module) -> list[TorchDDP]:
 
 
 def copy_gradients(models: Iterable[Any]) -> None:
-    """One ``.grad`` can't be in the buckets of two reducers: ours among these copy averages back instead."""
+    """A ``.grad`` can't be in the buckets of two reducers, so our models among these copy averages back instead."""
     for ddp in models:
         if _has_our_reducer(ddp):
-            ddp._shares_gradients = True  # also after pickling
+            ddp._shares_gradients = True  # survives pickling
             ddp.reducer.share_gradients()
             ddp.gradient_as_bucket_view = False
 
@@ -129,18 +129,18 @@ def _has_our_reducer(ddp: TorchDDP) -> bool:
 
 
 def _takes_gradients(ddp: Any) -> bool:
-    """Whether it keeps gradients where no other wrapper finds them."""
+    """Whether it stores gradients where no other wrapper can find them."""
     return _has_our_reducer(ddp) and not ddp.session.precision.can_share
 
 
 def check_outer(ddp: TorchDDP, outer: TorchDDP | None) -> None:
-    """Before the first forward of ``ddp``, inside the forward of ``outer``, if that is there.
+    """Check, before the first forward of ``ddp``, the model ``outer`` whose forward is running, if any.
 
     Raises:
         RuntimeError: torch's class wraps the same parameters, and their gradients are views of ``ddp``'s buckets.
     """
     if outer is None or _has_our_reducer(outer):
-        return  # ours has seen to it when it was made
+        return  # ours checked this when it was constructed
     shared = {id(p) for p in ddp._module_parameters} & {id(p) for p in outer._module_parameters}
     if not shared:
         return
@@ -167,19 +167,19 @@ def reason_against_reducing(ddp: TorchDDP) -> str:
 
 
 def through_sink(ddp: TorchDDP, output: Any) -> Any:
-    """Routes outputs through an autograd node of torch's DDP.
+    """Route outputs through an autograd node of torch's DDP.
 
-    Its backward is the first to run: it tells when the outermost backward of a static graph's first step begins, and
-    hands undefined gradients to the hooks of parameters whose outputs did not take part in the loss.
+    Its backward runs first. It signals when the outermost backward of a static graph's first step begins, and passes
+    undefined gradients to the hooks of parameters whose outputs the loss does not use.
     """
     tensors, spec, is_rref = _tree_flatten_with_rref(output)
     through = _DDPSink.apply(weakref.ref(ddp), *tensors)
-    # Tensors that no graph leads to stay as they are.
+    # Tensors that are not part of a graph stay as they are.
     kept = [t if torch.is_tensor(t) and t.grad_fn is None else s for t, s in zip(tensors, through, strict=True)]
     return _tree_unflatten_with_rref(kept, spec, is_rref)
 
 
-# Where gradients begin in a bucket on a GPU: a cache line, so that kernels and views of the bucket move whole lines.
+# Alignment of gradients in a bucket on a GPU: a cache line, so that kernels and views move whole lines.
 SLOT_ALIGNMENT_BYTES = 128
 
 
@@ -190,7 +190,7 @@ def param_specs(
     bucket_dtypes: Sequence[torch.dtype] | None = None,
     owners: Sequence[int] | None = None,
 ) -> list[_C.ParamSpec]:
-    """The parameters as the reducer and the planner know them; in buckets of their own dtype, if no other is given."""
+    """The parameters as the reducer and the planner see them, with their own dtype in buckets unless one is given."""
     bucket_dtypes = bucket_dtypes or [p.dtype for p in parameters]
     owners = owners if owners is not None else [-1] * len(parameters)
     dtypes = {dtype: i for i, dtype in enumerate(dict.fromkeys(p.dtype for p in parameters))}
@@ -216,15 +216,15 @@ _STATELESS = torch.nn.utils.stateless.__file__
 
 
 class ParameterWatch:
-    """Says once, in a warning, which parameters the reducer does not have.
+    """Warn once about parameters that the reducer doesn't have.
 
-    Two things take them from it without an error: another parameter in the place of one (``load_state_dict`` with
-    ``assign=True``), and a conversion to another dtype or device, for which autograd gives the same parameter a new
-    node; the reducer's hook is on the old one. And it never had those that were thawed or added after wrapping. Then no
-    gradient arrives, and each rank trains for itself.
+    Two things detach parameters from it without an error: replacing one (``load_state_dict`` with ``assign=True``), and
+    converting the dtype or device, which gives the same parameter a new autograd node while the reducer's hook is on
+    the old one. Parameters thawed or added after wrapping were never attached. Their gradients don't reach the reducer,
+    and each rank trains them on its own.
 
-    To look costs some microseconds a hundred parameters. So that is done in the first step and every `LOOK_EVERY` after
-    it, and when a step has ended in which no gradient came, at the first, second, fourth, eighth ... such step.
+    A check takes some microseconds per hundred parameters. It runs in the first step, then every `LOOK_EVERY` steps,
+    and after the first, second, fourth, eighth, ... step that ended without any gradient.
     """
 
     def __init__(self, module: torch.nn.Module, parameters: Sequence[torch.Tensor], names: Iterable[str]) -> None:
@@ -239,7 +239,7 @@ class ParameterWatch:
         self._has_told = False
 
     def begin_step(self, *, without_gradients: bool) -> None:
-        """``without_gradients``: the last synchronised forward was followed by none; often it had no backward."""
+        """``without_gradients``: the last synchronised forward got no gradient, often because it had no backward."""
         self._steps_left -= 1
         if self._steps_left == 0:
             self._steps_left, self.in_doubt = LOOK_EVERY, True
@@ -249,7 +249,7 @@ class ParameterWatch:
 
     @torch._disable_dynamo(recursive=True)
     def look(self, ddp: Any, reduced_ids: Collection[int]) -> None:
-        """Ends the doubt. Before forward, not collective. ``reduced_ids``: of parameters that are in the reducer."""
+        """Check before forward. Not collective. ``reduced_ids``: ids of the parameters in the reducer."""
         self.in_doubt = False
         if self._has_told:
             return
@@ -294,12 +294,12 @@ def _ids(module: torch.nn.Module) -> set[int]:
 
 
 def _node(parameter: torch.Tensor) -> Any:
-    """Where autograd accumulates the gradient; the same object as long as somebody has it."""
+    """The node in which autograd accumulates the gradient; the same object for as long as it is referenced."""
     return torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
 
 
 def in_functional_call() -> bool:
-    """Whether other tensors stand in for the parameters for the time of this call."""
+    """Whether other tensors replace the parameters during this call."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == _STATELESS:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: torch's module, with the compiled reducer behind torch's own seams."""
+"""DistributedDataParallel: torch's module with the compiled reducer behind torch's own extension points."""
 
 from __future__ import annotations
 
@@ -33,46 +33,47 @@ logger = logging.getLogger("torchddp.distributed")
 
 
 class DistributedDataParallel(TorchDDP):
-    r"""``torch.nn.parallel.DistributedDataParallel`` with another engine; every argument of torch's class, in its
+    r"""``torch.nn.parallel.DistributedDataParallel`` on a faster engine. Takes every argument of torch's class, in its
     order.
 
-    Gradients are packed into buckets by autograd hooks in C++, scaled by ``1 / world_size`` on the way in, summed
-    over the ranks of ``process_group`` while backward goes on, and are final when ``backward()`` returns.
-    Construction, the first forwards, and every synchronised backward are collective: each rank must reach them in the
-    same order.
+    Autograd hooks in C++ pack gradients into buckets and scale them by ``1 / world_size``. Buckets are summed over the
+    ranks of ``process_group`` while backward runs, and gradients are final when ``backward()`` returns. Construction,
+    the first forwards, and every synchronised backward are collective: each rank must reach them in the same order.
 
-    What differs from torch's class:
+    Differences from torch's class:
 
-    * ``gradient_as_bucket_view`` defaults to None: ``param.grad`` is bucket memory, there is no second copy of the
-      gradients, and nothing is copied back; yet a program sees what it sees with torch's default. What it keeps of a
-      ``.grad`` set to None stays as it was (the next step copies it), and a tensor that it assigned to ``.grad`` and
-      holds gets the averages. ``True``: views that change with the next step, as torch's do. ``False``: copies.
-    * ``find_unused_parameters=True`` and ``static_graph=True`` rebuild buckets by the measured order too.
+    * ``gradient_as_bucket_view`` defaults to None: ``param.grad`` is bucket memory, so there is no second copy of the
+      gradients and nothing is copied back, yet a program sees what it sees with torch's default. If it keeps a gradient
+      after setting ``.grad`` to None, that tensor keeps its values (the next step copies it). If it assigns a tensor to
+      ``.grad`` and holds it, the averages go into that tensor. ``True``: views that change with the next step, as in
+      torch. ``False``: copies.
+    * ``find_unused_parameters=True`` and ``static_graph=True`` also rebuild buckets in the measured gradient order.
     * ``bucket_cap_mb=None``: a first bucket of 1 MiB, then 25 MiB; smaller ones on CPU. ``"auto"``: planned from steps.
-    * ``batched_grad_copy`` is accepted and changes nothing: packing never goes through one operator a parameter.
-    * ``bf16_compress_hook`` works on CPU models too.
+    * ``batched_grad_copy`` is accepted and has no effect: packing never uses one operator per parameter.
+    * ``bf16_compress_hook`` also works for CPU models.
 
     Args:
-        transport and all after it: torchddp's own; :class:`torchddp.ddp.options.DDPOptions` says what each does.
+        transport and everything after it: specific to torchddp; see :class:`torchddp.ddp.options.DDPOptions`.
 
-    Memory per rank: the gradients (as buckets), which of 16-bit parameters take 4 bytes an element with ``main_grads``
-    and 4 + 2 with ``reduce_dtype``; with ``wire_dtype`` half as much again; over shared memory also up to three more
-    gradients of each size from 256 KiB on (those are allocated there by autograd, and not copied); one int32 a
-    parameter with ``find_unused_parameters`` or ``static_graph``.
+    Memory per rank: the gradients, as buckets. Gradients of 16-bit parameters take 4 bytes per element with
+    ``main_grads`` and 4 + 2 with ``reduce_dtype``. ``wire_dtype`` adds half of the buckets. Over shared memory,
+    autograd allocates gradients of 256 KiB and more there instead of copying them, with up to three spare blocks of
+    each size. ``find_unused_parameters`` and ``static_graph`` add one int32 per parameter.
 
     Raises:
-        TypeError: a ``comm_hook`` or ``process_group`` that is none. ValueError: mixed device types, a wrong option.
-        RuntimeError: no parameter requires grad; ranks whose models differ (names the parameters and ranks).
+        TypeError: ``comm_hook`` or ``process_group`` has the wrong type.
+        ValueError: mixed device types, or an invalid option.
+        RuntimeError: no parameter requires grad, or the ranks' models differ (names the parameters and ranks).
     """
 
     reducer: _C.Reducer  # type: ignore[assignment]  # torch's stubs know only their own
     logger: Any
-    # What the session asks while it opens; other classes have another.
+    # Asked by the session while it opens; other classes have their own.
     _policy = ReducerPolicy()
     session: ReducerSession
     observers: Observers
     _builtin_hook: dist.BuiltinCommHookType | None = None
-    # Another model reduces the same parameters' gradients.
+    # Another model reduces the gradients of the same parameters.
     _shares_gradients = False
 
     def __init__(
@@ -118,7 +119,7 @@ class DistributedDataParallel(TorchDDP):
         options = DDPOptions.of(locals())
         hook = None if comm_hook is None else load("torchddp.comm_hooks:resolve")(comm_hook)
         inner = model.wrapped_inside(module)
-        # Before torch's constructor, which builds the reducer with them: plain attributes only.
+        # Set before torch's constructor, which builds the reducer from them; plain attributes only.
         self._options = options.kept()
         self._is_copy = False
         self.sync_strategy = options.strategy
@@ -128,17 +129,18 @@ class DistributedDataParallel(TorchDDP):
         if hook is not None:
             self.register_comm_hook(*hook)
 
-    # --- what torch's constructor and unpickling call ---
+    # --- called by torch's constructor and by unpickling ---
 
     def _build_params_for_reducer(self) -> tuple[list[torch.Tensor], list[bool]]:
-        # torch compares f"{module}.{parameter}", which for the outermost module begins with a dot that nobody writes.
+        # torch compares f"{module}.{parameter}", which begins with a dot for the outermost module; users don't write
+        # that dot.
         self.parameters_to_ignore |= {f".{name}" for name in self.parameters_to_ignore if "." not in name}
         return super()._build_params_for_reducer()
 
     def _ddp_init_helper(
         self, parameters: list[torch.Tensor], sparse: list[bool], names: dict[int, str], static_graph: bool
     ) -> None:
-        """Builds ``self.reducer`` and ``self.logger``."""
+        """Build ``self.reducer`` and ``self.logger``."""
         before: ReducerSession | None = self.__dict__.get("session")
         in_order = [names[i].removeprefix(".") for i in range(len(parameters))]
         is_collective = before is not None or (self._options.init_sync and not self._is_copy)
@@ -163,9 +165,9 @@ class DistributedDataParallel(TorchDDP):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Its reducer has no communication hook.
+        # The reducer of a copy has no communication hook.
         super().__setstate__({**state, "_is_copy": True, "_comm_hooks": [], "_builtin_hook": None})
-        # The new reducer has neither measured an order nor recorded a static graph.
+        # The new reducer has neither a measured order nor a recorded static graph.
         self._has_rebuilt_buckets = False
         self._static_graph_delay_allreduce_enqueued = False
 
@@ -173,7 +175,7 @@ class DistributedDataParallel(TorchDDP):
 
     @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """``module(*inputs, **kwargs)``, with what must happen around it (``_pre_forward``, ``_post_forward``)."""
+        """Return ``module(*inputs, **kwargs)``, between ``_pre_forward`` and ``_post_forward``."""
         if self._use_python_reducer or self._delay_all_reduce_all_params:
             return super().forward(*inputs, **kwargs)
         if torch.autograd._profiler_enabled():
@@ -205,7 +207,7 @@ class DistributedDataParallel(TorchDDP):
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
-            # Ranks that have run out of inputs learn whether this step will be reduced.
+            # Tells ranks that have run out of inputs whether this step will be reduced.
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
@@ -225,19 +227,19 @@ class DistributedDataParallel(TorchDDP):
         search = graph and self.find_unused_parameters and not self.static_graph
         if reduced:
             self.reducer.prepare_for_backward(self._search_from(output) if search else [])
-        # A static graph's only in steps that are reduced: under no_sync() it would end the recording too early.
+        # Only in steps of a static graph that are reduced: under no_sync() it would end the recording too early.
         recording = reduced and self.static_graph and not self._static_graph_delay_allreduce_enqueued
         if search or recording:
             output = model.through_sink(self, output)
         if graph:
             self.observers.after_forward(output)
-        if self.require_forward_param_sync != reduced:  # nn.Module takes its time to set what is already so
+        if self.require_forward_param_sync != reduced:  # nn.Module is slow to set attributes
             self.require_forward_param_sync = reduced
         self._clear_grad_buffer()
         return output
 
     def _search_from(self, output: Any) -> list[torch.Tensor]:
-        """Where the search for parameters that a backward won't reach begins."""
+        """Where the search for unused parameters starts."""
         return list(_find_tensors(output))
 
     def _begin_step(self) -> None:
@@ -248,7 +250,7 @@ class DistributedDataParallel(TorchDDP):
             if self._join_config.enable and (work := Join.notify_join_context(self)):
                 by_world_size = bool(self._divide_by_initial_world_size)
                 self.reducer.set_forward_pass_work_handle(work, by_world_size)
-            # Before forward, where memory use is lowest. Once in a training run.
+            # Before forward, where memory use is lowest; once per training run.
             if not self._has_rebuilt_buckets and self.reducer.rebuild_buckets():
                 self._has_rebuilt_buckets = True
                 logger.info("Reducer buckets have been rebuilt in this iteration.")
@@ -277,46 +279,49 @@ class DistributedDataParallel(TorchDDP):
                 super()._default_broadcast_coalesced(found, bucket_size, authoritative_rank)
 
     def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
-        """As torch's, which nobody waits for: there the optimizer can read sums that gloo has not finished."""
+        """torch's own never waits for the all-reduce, so over gloo the optimizer may read unfinished sums."""
         late = self._delay_grad_buffer
-        assert late is not None  # torch registers this hook once it has made the buffer
+        assert late is not None  # torch registers this hook after making the buffer
         late.div_(self.process_group.size())
         work = dist.all_reduce(late, group=self.process_group, async_op=True)
         torch.autograd.Variable._execution_engine.queue_callback(work.wait)
         return grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As every module's; with ``main_grads`` it also zeros each ``parameter.main_grad``, in place."""
+        """As in every module; with ``main_grads`` it also zeros each ``parameter.main_grad`` in place."""
         super().zero_grad(set_to_none)
-        if not self._delay_all_reduce_all_params:  # otherwise torch has made no reducer
+        if not self._delay_all_reduce_all_params:  # if it is set, torch has built no reducer
             self.session.precision.zero()
 
-    # --- weighted means, reductions without a backward, or none ---
+    # --- weighted means, reducing without a backward, not reducing ---
 
     def weigh(self, weight: float | torch.Tensor, *, loss: str = "mean") -> None:
-        """What the next backward counts for: gradients become ``sum(w * g) / sum(w)`` over all ranks and backwards.
+        """Set the weight of the next backward: gradients become ``sum(w * g) / sum(w)`` over all ranks and backwards of
+        a step.
 
             model.weigh(len(batch))
             loss_of(model(batch)).mean().backward()
 
-        Call it before each backward of a step, those under `no_sync` too, on every rank. ``g`` are a backward's own
-        gradients: a step of several microbatches needs no division of the loss. A rank without samples runs a forward
-        and a backward of any batch with weight 0: it contributes nothing, even where its gradients are NaN. Not
-        collective; the sum of the weights travels beside the first bucket. See ``docs/weighted_means.md``.
+        Call it on every rank before each backward of a step, including those under `no_sync`. ``g`` are the gradients
+        of one backward, so a step of several microbatches needs no division of the loss. A rank without samples runs a
+        forward and a backward of any batch with weight 0, which contributes nothing even if its gradients are NaN. Not
+        collective; the sum of the weights is sent along with the first bucket. See ``docs/weighted_means.md``.
 
         Args:
-            weight: how many samples or tokens the loss is over: 0 or more, a number or a tensor with one element.
-            loss: ``"mean"`` or ``"sum"`` of them. With "sum" gradients are only divided, by the sum of all weights.
+            weight: the number of samples or tokens that the loss covers, at least 0: a number or a one-element tensor.
+            loss: whether the loss is their ``"mean"`` or ``"sum"``. With "sum", gradients are only divided by the sum
+                of all weights.
 
         Raises:
-            TypeError, ValueError: a weight that is none. RuntimeError: under ``join()`` without ``weighted=True``.
+            TypeError, ValueError: the weight is invalid.
+            RuntimeError: under ``join()`` without ``weighted=True``.
         """
         self.session.weigh(*weight_and_count(weight, loss, self.session.rank))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As torch's: gradients of forwards inside stay this rank's own until a step outside averages the sums."""
-        observers = self.__dict__.get("observers")  # torch makes no reducer if it delays all parameters
+        """As in torch: gradients of forwards inside stay local until a step outside averages the accumulated sums."""
+        observers = self.__dict__.get("observers")  # torch builds no reducer if it delays all parameters
         if observers is not None:
             observers.on_no_sync(begins=True)
         try:
@@ -328,16 +333,17 @@ class DistributedDataParallel(TorchDDP):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Averages the gradients there are over the ranks, in buckets, as a synchronised backward would. Collective.
+        """Average the existing gradients over the ranks, in buckets, as a synchronised backward would. Collective.
 
-        For gradients that were accumulated under `no_sync`; what FORCED_SYNC of `torchddp.sync` calls. Ranks may have
-        used different parameters: one that a rank has no gradient of counts as zero there. One that no rank has used
-        since the last reduction keeps its ``.grad`` as it is, None too, if the model was made with
-        ``find_unused_parameters``; without that, ranks can't tell, and it gets a gradient of zeros. Parameters that are
-        frozen by now, and have no gradient, get none.
+        For gradients accumulated under `no_sync`; FORCED_SYNC of `torchddp.sync` calls this. Ranks may have used
+        different parameters: where a rank has no gradient, it counts as zero. If no rank has used a parameter since the
+        last reduction and the model was made with ``find_unused_parameters``, its ``.grad`` stays as it is, even None;
+        without that option ranks can't tell, and it gets a gradient of zeros. Parameters that were frozen meanwhile and
+        have no gradient get none.
 
         Raises:
-            RuntimeError: see `check_can_reduce`. TransportError: a peer has died, or did not come in time.
+            RuntimeError: see `check_can_reduce`.
+            TransportError: a peer died or did not arrive in time.
         """
         self.check_can_reduce()
         self.session.reduces_now = True
@@ -348,39 +354,39 @@ class DistributedDataParallel(TorchDDP):
             self.session.reduces_now = False
 
     def check_can_reduce(self) -> None:
-        """RuntimeError, with the reason, if `reduce` can't work in this model's mode. Not collective."""
+        """Raise RuntimeError with the reason if `reduce` can't work in this model's mode. Not collective."""
         if reason := model.reason_against_reducing(self):
-            rank = self.process_group.rank()  # not the session's: torch makes no reducer if it delays all parameters
+            # the session may not exist: torch builds no reducer if it delays all parameters
+            rank = self.process_group.rank()
             raise RuntimeError(
                 f"gradients can't be reduced after backward (reduce(), FORCED_SYNC) on rank {rank}: {reason}. Take "
                 "SINGLE_AUTO_SYNC or MULTI_AUTO_SYNC."
             )
 
-    # --- parameters that are frozen, thawed, added, removed ---
+    # --- freezing, thawing, adding and removing parameters ---
 
     def refresh_trainable(self) -> None:
-        """After parameters were frozen, thawed, added or removed: gradients of those that can be trained now are
-        reduced. Collective.
+        """Update what is reduced after parameters were frozen, thawed, added or removed. Collective.
 
-        Between steps, on all ranks, after the same changes on each. Parameters keep their identity, and so does the
-        optimizer's state; gradients that were accumulated under `no_sync` are reduced in the next step. Parameters that
-        the module did not have before get rank 0's values on all ranks, and so do new buffers, as when a module is
-        wrapped; the others keep theirs, and are not sent. Options, communication hooks and the counting of steps go on;
-        buckets are laid out as for a new model, ``static_graph`` records again, ``bucket_cap_mb="auto"`` plans again. A
-        hook that keeps something by bucket should have a method ``follow_parameters(model)``, which is called; those of
-        ``torchddp.comm_hooks`` have, and torch's PowerSGD begins anew. See docs/freeze_and_thaw.md.
+        Call it between steps on all ranks, after making the same changes on each. Parameters keep their identity and
+        the optimizer its state; gradients accumulated under `no_sync` are reduced in the next step. New parameters and
+        buffers get rank 0's values on all ranks, as when a module is wrapped; existing ones are neither sent nor
+        changed. Options, communication hooks and the step count carry over. Buckets are laid out as for a new model,
+        ``static_graph`` records again, and ``bucket_cap_mb="auto"`` plans again. A hook with per-bucket state should
+        have a method ``follow_parameters(model)``, which is called here; those of ``torchddp.comm_hooks`` have one, and
+        torch's PowerSGD starts over. See docs/freeze_and_thaw.md.
 
         Raises:
-            RuntimeError: the models are not the same on all ranks (on every rank, with parameters and ranks); no
-                parameter requires grad; a backward that is not complete; inside of `join()`; a captured CUDA graph
-                holds the buckets. Nothing was changed: it can be called again once that is put right.
-            ValueError: parameters on several types of devices.
-            TransportError: a peer has died, or did not come in time.
+            RuntimeError: the models differ between ranks (raised on every rank, with parameters and ranks); no
+                parameter requires grad; a backward is incomplete; inside `join()`; a captured CUDA graph holds the
+                buckets. Nothing has changed, and it can be called again after the cause is fixed.
+            ValueError: the parameters are on several types of devices.
+            TransportError: a peer died or did not arrive in time.
         """
         refresh.refresh_trainable(self)
 
     def names_to_ignore(self) -> set[str]:
-        """Parameters and buffers of the module as it is now that are to be left alone."""
+        """The module's current parameters and buffers that must be left alone."""
         return set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
 
     # --- communication hooks, join ---
@@ -391,14 +397,15 @@ class DistributedDataParallel(TorchDDP):
         except (TypeError, ValueError) as error:
             self._log_and_throw(type(error), str(error))
         if self.device_type != "cpu" and hooks.is_bf16(hook):
-            super()._check_comm_hook(hook)  # torch asks for CUDA and NCCL here, also on CPU, where gloo sums bfloat16
+            # torch requires CUDA and NCCL here, even on CPU, where gloo can sum bfloat16
+            super()._check_comm_hook(hook)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce buckets with ``hook(state, bucket: GradBucket) -> Future[Tensor]`` from now on (torch's types).
 
-        Once, before the first backward. The bucket is not divided by the world size beforehand. Any hook written for
-        torch's class works. Every rank must register a hook that sends the same collectives; collective if it is one of
-        ``torchddp.comm_hooks``.
+        Call it once, before the first backward. The bucket is not divided by the world size beforehand. Any hook
+        written for torch's class works. Every rank must register a hook that runs the same collectives; registering one
+        of ``torchddp.comm_hooks`` is itself collective.
         """
         self._check_comm_hook(hook)
         hooks.attach(hook, self)
@@ -406,7 +413,7 @@ class DistributedDataParallel(TorchDDP):
         self.install_comm_hook(state, hook)
 
     def install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """From now on the reducer as it is calls the hook; not collective."""
+        """Make the current reducer call the hook. Not collective."""
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
         self.reducer.register_comm_hook(state, hooks.checked(hook, self.process_group.rank()))
 
@@ -416,7 +423,7 @@ class DistributedDataParallel(TorchDDP):
         self.reducer.register_builtin_comm_hook(comm_hook_type)
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """As torch's, for `join()`. RuntimeError with ``find_nonfinite="raise"``."""
+        """As in torch, for `join()`. RuntimeError with ``find_nonfinite="raise"``."""
         if self._options.find_nonfinite == RAISE:
             raise RuntimeError(
                 'find_nonfinite="raise" can\'t be used with join(): ranks that have run out of inputs would not raise. '
@@ -435,64 +442,65 @@ class DistributedDataParallel(TorchDDP):
         super()._match_all_reduce_for_bwd_pass()
 
     def _match_unused_params_allreduce(self) -> None:
-        # A rank without inputs uses no parameter. (torch sends the last step's sum again, and calls everything used.)
+        # A rank without inputs uses no parameter. (torch resends the last step's sum and marks everything as used.)
         self.reducer.match_used_map()
 
     # --- process groups ---
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Go on over another process group. Collective: see `regroup.update_process_group`."""
+        """Continue over another process group. Collective: see `regroup.update_process_group`."""
         regroup.update_process_group(self, new_process_group)
 
     def sync_module_states(self, src: int = 0) -> None:
-        """Give all ranks the parameters and buffers of one. Collective.
+        """Give all ranks one rank's parameters and buffers. Collective.
 
-        For ranks that have joined by :meth:`_update_process_group`; those that DistributedDataParallel was told to
-        ignore are left alone. In place: optimizers keep their parameters. What an optimizer holds is not sent.
+        For ranks that joined through :meth:`_update_process_group`. Parameters and buffers that DistributedDataParallel
+        was told to ignore are left alone. Works in place, so optimizers keep their parameters; optimizer state is not
+        sent.
 
         Args:
-            src: that rank, in the model's process group; the same on all.
+            src: the sending rank in the model's process group; the same on all ranks.
 
         Raises:
             ValueError: there is no such rank.
-            TransportError: a peer has died, or did not come in time.
+            TransportError: a peer died or did not arrive in time.
         """
         self.session.sync_states(self.reducer.transport, src, buffers=True)
 
     def interrupt(self, reason: str) -> None:
-        """From any thread, not collective: see `ReducerSession.interrupt`."""
+        """Thread-safe, not collective: see `ReducerSession.interrupt`."""
         self.session.interrupt(reason)
 
     def replan(self) -> None:
-        """Measure the next eight synchronised steps and plan the buckets anew, whatever they were made by.
+        """Measure the next eight synchronised steps and plan the buckets again, however the current ones were made.
 
-        Not collective, but every rank must call it before the same step; the planning itself is. Use it when the
-        model's speed or the network has changed. Between now and then no rank may run a forward that the others do
-        not, unless without gradients. A model under ``join()`` or with a communication hook keeps its buckets, and so
-        does one of which a step was captured in a CUDA graph.
+        Not collective itself, but every rank must call it before the same step, and the planning is collective. Use it
+        when the model's speed or the network has changed. Until the planning is done, no rank may run a forward that
+        the others don't, except without gradients. A model under ``join()``, with a communication hook, or with a step
+        captured in a CUDA graph keeps its buckets.
         """
         self.observers.add("bucket_planning").start(look_for_kept=False)
 
     def gradient_stats(self) -> torch.Tensor:
-        """What the averaged gradients of the last synchronised backward are like, without another pass by the caller.
+        """Statistics of the averaged gradients of the last synchronised backward, without another pass over them.
 
         Returns:
-            float64 tensor ``[buckets, 2]`` on the model's device: the sum of squares of each bucket, and how many of
-            its values are infinite or NaN. Equal on all ranks. ``stats[:, 0].sum().sqrt()`` is the total 2-norm for
-            clipping, ``stats[:, 1].sum()`` what a loss scaler looks for; neither waits for the device. Sparse gradients
-            count as zero. The next backward writes to the same tensor, unless buckets change before it.
+            float64 tensor ``[buckets, 2]`` on the model's device: each bucket's sum of squares and its number of
+            infinite or NaN values. Equal on all ranks. ``stats[:, 0].sum().sqrt()`` is the total 2-norm for clipping,
+            and ``stats[:, 1].sum()`` is what a loss scaler needs; neither waits for the device. Sparse gradients count
+            as zero. The next backward overwrites the tensor, unless the buckets change before it.
 
         Raises RuntimeError if the module was not made with ``gradient_stats=True``.
         """
         return self.reducer.gradient_stats()
 
     def nonfinite(self) -> list[NonFinite]:
-        """Where infinite and NaN gradients came from: what ranks had before they averaged, first steps first.
+        """Where infinite and NaN gradients came from: each rank's own gradients before averaging, earliest steps first.
 
-        Not collective. Of each rank the last steps in a row with such gradients, and of each parameter the first: so
-        the first entries are the source, and what follows may be due to weights that were spoiled by it. What other
-        ranks have found is there when they have begun another forward, or half a second later. Copies of a model
-        (pickle, deepcopy) tell of their own rank only. RuntimeError without ``find_nonfinite``.
+        Not collective. For each rank it covers the last run of consecutive steps with such gradients, with the first
+        occurrence per parameter: the first entries are the source, and later ones may be caused by weights it spoiled.
+        Findings of other ranks arrive once those have begun another forward, or half a second later. Copies of a model
+        (pickle, deepcopy) report their own rank only. RuntimeError without ``find_nonfinite``.
         """
         finder = self.observers.get("find_nonfinite")
         if finder is None:
@@ -504,7 +512,7 @@ class DistributedDataParallel(TorchDDP):
         return of_model(self)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """How often ``_get_ddp_logging_data()`` moves on after the first ten steps: every ``sample_rate``-th step."""
+        """After the first ten steps, refresh ``_get_ddp_logging_data()`` every ``sample_rate``-th step."""
         if sample_rate < 1:
             what = "DDP runtime logging sample rate should be equal or greater than 1"
             self._log_and_throw(ValueError, f"{what}, got {sample_rate}")

@@ -1,7 +1,7 @@
-"""What looks on at the steps of a model: bucket planning, checks, hang reports, and what a program adds.
+"""Observers of a model's steps: bucket planning, checks, hang reports, and whatever a program adds.
 
-To add one, write a class with the methods of `StepObserver` and register it by one line below, or by `register` from
-outside of the package. The module and the session know observers by these methods alone.
+To add one, write a class with the methods of `StepObserver` and register it with one line below, or from outside of the
+package with `register`. The module and the session only know observers by these methods.
 """
 
 from __future__ import annotations
@@ -22,37 +22,38 @@ logger = logging.getLogger("torchddp.distributed")
 
 
 class StepObserver(Protocol):
-    """Told of a model's steps on the training thread; derive from it, and override what matters.
+    """Notified of a model's steps on the training thread. Derive from it and override what you need.
 
-    An error ends the forward it is raised in. Where a method is collective, every rank's model must have the observer.
+    An error ends the forward it is raised in. If a method is collective, the model must have the observer on every
+    rank.
     """
 
     def before_step(self) -> None:
-        """At the begin of each forward with gradients. ``session.synchronises``: whether they will be reduced."""
+        """At the start of each forward with gradients. ``session.synchronises``: whether they will be reduced."""
 
     def after_forward(self, output: Any) -> None:
         """At the end of each forward with gradients. ``output``: what the program gets."""
 
     def on_no_sync(self, *, begins: bool) -> None:
-        """``model.no_sync()`` begins, or has ended."""
+        """``model.no_sync()`` begins or has ended."""
 
     def on_error(self, error: BaseException) -> None:
-        """The forward raised this."""
+        """The forward raised this error."""
 
     def on_group_change(self) -> None:
-        """The session goes on over another process group, whose ranks may have done other numbers of steps."""
+        """The session continues over another process group, whose ranks may have done different numbers of steps."""
 
     def close(self) -> None:
-        """The model lets go of it: it is released, wrapped anew, or without a process group for now."""
+        """The model drops the observer: it is destroyed, wrapped again, or without a process group for now."""
 
 
-# Called with a model's session once the reducer is there.
+# Called with a model's session once the reducer exists.
 Factory = Callable[["ReducerSession"], StepObserver]
 
 
 @dataclass(frozen=True)
 class _Registered:
-    factory: Factory | str  # "module:name", imported when a model wants it
+    factory: Factory | str  # "module:name", imported when a model needs it
     wanted: Callable[[DDPOptions], bool]
     is_optional: bool
 
@@ -71,23 +72,23 @@ def register(
     *,
     is_optional: bool = False,
 ) -> None:
-    """Models made from now on have this observer.
+    """Give this observer to models constructed from now on.
 
     Args:
-        name: for `Observers.get`; registering it again replaces the one before.
-        factory: called with the model's session, or where that class or function is: "package.module:name".
+        name: for `Observers.get`; registering it again replaces the previous one.
+        factory: called with the model's session, or the location of such a class or function: "package.module:name".
         wanted: whether a model with these options gets one.
-        is_optional: a process that can't even read its module (no file descriptors are left) goes on without.
+        is_optional: if its module can't even be read (out of file descriptors), the process continues without it.
     """
     _registered[name] = _Registered(factory, wanted, is_optional)
 
 
 def unregister(name: str) -> None:
-    """Models made from now on are without it. KeyError: there is no such observer."""
+    """Stop giving this observer to new models. KeyError if there is none of that name."""
     del _registered[name]
 
 
-# In the order in which they are told of a step.
+# In the order in which they are notified of a step.
 register("find_nonfinite", "torchddp.diagnose.nonfinite:NonFiniteFinder", lambda o: bool(o.find_nonfinite))
 register("check_parameters", "torchddp.diagnose.parameters:ParameterCheck", lambda o: bool(o.check_parameters_every))
 register(
@@ -98,7 +99,7 @@ register("traps", "torchddp.diagnose.traps:Traps", is_optional=True)
 
 
 class Observers:
-    """Those of one model."""
+    """The observers of one model."""
 
     def __init__(self, session: ReducerSession) -> None:
         self._session = session
@@ -118,11 +119,11 @@ class Observers:
         return iter(self._by_name.values())
 
     def get(self, name: str) -> Any:
-        """The one that is registered by this name, or None if the model has none."""
+        """The observer registered under this name, or None if the model has none."""
         return self._by_name.get(name)
 
     def add(self, name: str) -> Any:
-        """As `get`, and made now if it is not there."""
+        """Like `get`, but creates it if it is missing."""
         if name not in self._by_name:
             self._by_name[name] = _registered[name].make(self._session)
             self._after_forward = self._told_of("after_forward")
@@ -130,7 +131,7 @@ class Observers:
         return self._by_name[name]
 
     def _told_of(self, event: str) -> list[Callable[..., None]]:
-        """The methods of those that want to know of what few do."""
+        """The bound methods of those observers that override this optional event."""
         nothing = getattr(StepObserver, event)
         return [getattr(one, event) for one in self if getattr(type(one), event, nothing) is not nothing]
 
@@ -160,6 +161,6 @@ class Observers:
 
 
 def load(path: str) -> Any:
-    """What "package.module:name" names."""
+    """Import what "package.module:name" refers to."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -24,33 +24,34 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AUTO = "auto"  # bucket_cap_mb: planned from measurements
-RAISE = "raise"  # find_nonfinite, zero_weights: an error rather than a warning, or zeros
+RAISE = "raise"  # find_nonfinite, zero_weights: raise instead of warning, or of giving zeros
 STALL_ENV = "TORCHDDP_STALL_REPORT_S"
 _DEFAULT_STALL_S = 60.0
 
 _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
-# timedelta.max in microseconds, by which C++ is told, does not fit in 64 bits.
+# timedelta.max in microseconds, the unit passed to C++, does not fit in 64 bits.
 _LONGEST_TIMEOUT = datetime.timedelta(days=100 * 365)
 
 # By main_grads_as.
 _PRECISIONS: dict[str, Callable[[], GradPrecision]] = {MAIN_GRAD: MainGrads, "grad": WideGrads}
 
 _MIB = 1024 * 1024
-# A CUDA gradient this large is reduced where it lies. Packing reads and writes it, which takes 0.7 us at the 3 TB/s of
-# an H100 and 1.3 us at the 1.6 of an A100. One more all-reduce in a group should cost the host about as much (not
-# measured yet), and the host runs ahead.
+# A CUDA gradient of this size is reduced in place. Packing reads and writes it, which takes 0.7 us at an H100's 3 TB/s
+# and 1.3 us at an A100's 1.6 TB/s. One more all-reduce in a group should cost the host about as much (not measured
+# yet), and the host runs ahead.
 _CUDA_ADOPT_BYTES = 1 * _MIB
 
 
 class DDPSyncStrategy(str, Enum):
-    """How and when the gradients of a step of several microbatches are reduced (the names are Composer's).
+    """How and when the gradients of a step with several microbatches are reduced (the names are Composer's).
 
     Strings name members in any case: ``DDPSyncStrategy("forced_sync")``; ValueError for unknown ones.
 
-    * ``SINGLE_AUTO_SYNC``: while the last microbatch's backward runs. One reduction a step, which backward hides.
-    * ``MULTI_AUTO_SYNC``: while each microbatch's backward runs. As many reductions as microbatches.
-    * ``FORCED_SYNC``: all at once, after the last microbatch's backward. One reduction a step, which nothing hides, for
-      any use of parameters.
+    * ``SINGLE_AUTO_SYNC``: during the last microbatch's backward. One reduction per step, hidden by that backward.
+    * ``MULTI_AUTO_SYNC``: during each microbatch's backward. As many reductions as microbatches.
+    * ``FORCED_SYNC``: all at once after the last microbatch's backward. One reduction per step that nothing hides;
+    works
+      however the parameters are used.
     """
 
     SINGLE_AUTO_SYNC = "single_auto_sync"
@@ -66,7 +67,7 @@ class DDPSyncStrategy(str, Enum):
 
     @classmethod
     def choose(cls, asked_for: DDPSyncStrategy | str | None, find_unused_parameters: bool) -> DDPSyncStrategy:
-        """The strategy of a model; ``None``: as Composer's trainer chooses."""
+        """The strategy for a model; ``None`` chooses as Composer's trainer does."""
         if asked_for is not None:
             return cls(asked_for)
         return cls.MULTI_AUTO_SYNC if find_unused_parameters else cls.SINGLE_AUTO_SYNC
@@ -74,78 +75,84 @@ class DDPSyncStrategy(str, Enum):
 
 @dataclass(frozen=True)
 class DDPOptions:
-    """Every argument of DistributedDataParallel but the module, in its order; checked when it is made.
+    """Every argument of DistributedDataParallel except the module, in its order; checked on construction.
 
     Those up to ``forward_sync_buffers`` mean what they mean in torch's class, or what DistributedDataParallel says.
 
     Args:
-        bucket_cap_mb: None: a first bucket of 1 MiB, then 25 MiB (models on CPU: 8 MiB, and a gradient of 1 MiB or more
-            has a bucket of its own and is reduced where it lies; over shared memory 1 MiB, and 256 KiB; larger, up to
-            25 MiB, where messages are dear for many ranks or few processors, which models of more than 1 MiB measure in
-            some milliseconds; ``bucket_bytes_cap``, which torch's compiler reads, says 25 MiB as in torch). A number
-            given explicitly holds for every bucket, the first included (torch does the same). Fractions are allowed;
-            zero and negative numbers raise ValueError. ``"auto"``: the buckets with the least exposed time for this
-            model and group: a plan that ``torchddp tune`` has kept, or else one made after eight synchronised steps, of
-            which the last five were measured (they overlap nothing, and the last ends with up to a second of timing
+        bucket_cap_mb: None: a first bucket of 1 MiB, then 25 MiB. On a CPU later buckets are 8 MiB, and gradients of 1
+            MiB and more get a bucket each and are reduced in place. Over shared memory the sizes are 1 MiB and 256 KiB;
+            they grow, up to 25 MiB, if messages are expensive because of many ranks or few processors, which models of
+            more than 1 MiB measure in a few milliseconds. (``bucket_bytes_cap``, which torch's compiler reads, is 25
+            MiB as in torch.) A number applies to every bucket including the first, as in torch. Fractions are allowed;
+            zero and
+        negative numbers raise ValueError. ``"auto"``: the buckets that expose the least communication time for this
+            model and group, from a plan stored by ``torchddp tune`` or else made after eight synchronised steps, of
+            which the last five are measured (they overlap nothing, and the last ends with up to a second of timing
             messages). See `DistributedDataParallel.replan`.
-        transport: what moves buckets between ranks. ``"c10d"``: the process group itself. ``"shm"``: memory that the
-            ranks of a host share, for models on CPU (several hosts: shared inside each, the process group between
-            them). ``"nccl"``: a NCCL communicator and a stream of its own, for models on one CUDA device a rank. Both
-            raise RuntimeError where that is impossible. ``"auto"``: shared memory if the process group is gloo's and
-            all ranks can, NCCL for a CUDA model if the process group is NCCL's and all ranks can, c10d otherwise; also
-            c10d with ``init_sync=False``, and for copies (pickle, deepcopy), which may be made by one rank alone. The
-            environment variable TORCHDDP_TRANSPORT chooses where this says "auto".
-        wire_dtype: ``torch.bfloat16`` or ``torch.float16``: fp32 gradients travel in 16 bits and are summed in fp32;
-            the same values on all ranks, but not those of full precision. Over shared memory only (RuntimeError
-            otherwise; the hook ``bf16_compress_hook`` works everywhere). Two hosts send half as much to each other; of
-            more, every host sends its part to every other. None: as they are.
-        timeout: how long a reduction may take, e.g. ``datetime.timedelta(seconds=30)``; None: the process group's own
+        transport: what moves buckets between ranks. ``"c10d"``: the process group itself. ``"shm"``: memory shared by
+            the ranks of a host, for CPU models (with several hosts: shared memory within each, the process group
+            between them).
+        ``"nccl"``: our own NCCL communicator and stream, for models on one CUDA device per rank. Both raise
+            RuntimeError where they can't work. ``"auto"``: shared memory if the process group is gloo's and all ranks
+            can use it; NCCL for a CUDA model if the process group is NCCL's and all ranks can use it; otherwise c10d.
+            Also c10d with ``init_sync=False``, and for copies (pickle, deepcopy), which a single rank may make. The
+            environment variable TORCHDDP_TRANSPORT replaces "auto".
+        wire_dtype: ``torch.bfloat16`` or ``torch.float16``: send fp32 gradients in 16 bits and sum them in fp32. All
+            ranks get the same values, but not those of full precision. Over shared memory only (RuntimeError otherwise;
+            the hook ``bf16_compress_hook`` works everywhere). Two hosts send each other half as much; with more, every
+            host sends
+        its part to every other. None: no conversion.
+        timeout: how long a reduction may take, e.g. ``datetime.timedelta(seconds=30)``; None: the process group's
             limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and
             parameters.
-        stall_report_s: seconds that a reduction may wait before the ranks tell each other, through the process group's
-            store, where they are, and one of them logs why they stand still (``docs/hang_reports.md``). 0: no reports.
-            None: the environment variable TORCHDDP_STALL_REPORT_S, or else the lesser of 60 and a third of the timeout.
-        gradient_stats: measure every bucket once it is reduced; see :meth:`gradient_stats`.
-        check_parameters_every: every so many synchronised steps, before forward, compare the parameters of all ranks
-            by a hash (collective); a difference raises :class:`torchddp.DesyncError` on all. Not once ``join()`` was
-            entered. None: never. See :func:`torchddp.check_parameters`.
+        stall_report_s: seconds that a reduction may wait before the ranks exchange their positions through the process
+            group's store and one of them logs why they are stuck (``docs/hang_reports.md``). 0: no reports. None: the
+            environment variable TORCHDDP_STALL_REPORT_S, or else the smaller of 60 and a third of the timeout.
+        gradient_stats: compute statistics of every reduced bucket; see :meth:`gradient_stats`.
+        check_parameters_every: before the forward of every n-th synchronised step, compare the parameters of all ranks
+            by a hash (collective); a difference raises :class:`torchddp.DesyncError` on all. Stops once ``join()`` was
+            used.
+        None: never. See :func:`torchddp.check_parameters`.
         find_nonfinite: look for infinities and NaNs in this rank's own gradients while they are packed; see
-            :meth:`nonfinite`. ``"raise"``: also raise FloatingPointError on all ranks at the end of a backward whose
-            averages are not all finite (not with ``join()``; on a CUDA device backward then waits).
-        adopt_large_gradients: over NCCL, gradients of 1 MiB and more stay where autograd made them, and are reduced
-            there; only the smaller ones are packed. ``param.grad`` keeps its memory, as with torch's default, and no
-            bucket has any for it. Not with ``gradient_as_bucket_view=True`` or a communication hook. False packs all,
-            into memory that is registered with NCCL: its NVLink SHARP and symmetric-memory algorithms, which may be
-            faster between the GPUs of a host, reduce nothing else.
-        weighted: every backward has a weight, which :meth:`weigh` tells before it, and gradients become
-            sum(weight * gradient) / sum(weight) over the ranks and the backwards of a step. A backward without one
-            raises RuntimeError. False: only the steps in which `weigh` is called are weighted, on all ranks or on none.
-            Needed under ``join()``, where a rank that has run out of inputs must know.
-        zero_weights: what becomes of a weighted step in which every rank's weight is 0. ``"raise"``: ValueError on all
+            :meth:`nonfinite`. ``"raise"``: also raise FloatingPointError on all ranks at the end of a backward with
+            non-finite averages (not with ``join()``; on a CUDA device backward then waits for the device).
+        adopt_large_gradients: over NCCL, reduce gradients of 1 MiB and more where autograd allocated them, and pack
+            only the smaller ones. ``param.grad`` keeps its memory, as with torch's default, and buckets hold none for
+            it. Not with ``gradient_as_bucket_view=True`` or a communication hook. False packs everything into memory
+            registered with NCCL, as its NVLink SHARP and symmetric-memory algorithms require, which may be faster
+            between the GPUs of a host.
+        weighted: every backward has a weight, set with :meth:`weigh` before it, and gradients become sum(weight *
+            gradient) / sum(weight) over the ranks and backwards of a step. A backward without one raises
+        RuntimeError. False: only steps that call `weigh` are weighted, on all ranks or on none. Required under
+            ``join()``, where a rank that has run out of inputs must know.
+        zero_weights: what happens in a weighted step in which every rank's weight is 0. ``"raise"``: ValueError on all
             ranks at the end of backward (on a CUDA device, backward then waits). ``"zeros"``: gradients are zeros.
-        comm_hook: as :meth:`register_comm_hook` with it: a hook ``hook(state, bucket)`` whose state is None, a tuple
+        comm_hook: calls :meth:`register_comm_hook` with it: a hook ``hook(state, bucket)`` whose state is None, a tuple
             ``(state, hook)``, or the name of one of ``torchddp.comm_hooks``.
-        sync: how ``torchddp.sync`` reduces accumulated microbatches, a ``DDPSyncStrategy`` or its name. None:
-            SINGLE_AUTO_SYNC, and MULTI_AUTO_SYNC with ``find_unused_parameters``.
-        reduce_dtype: ``torch.float32``: gradients of bfloat16 and float16 parameters are cast to it on the way into
-            their buckets, scaled, summed over the ranks and rounded once, to ``.grad`` in the parameter's dtype. What
-            adds up under ``no_sync()`` does so in ``.grad``. Buckets take 4 bytes for each of them, beside the
-            2 of ``.grad``. None: in their own dtype. Others are always reduced in their own.
-        main_grads: ``torch.float32``: such gradients also add up in it, over microbatches and ranks (implies
-            ``reduce_dtype``). 4 bytes a parameter, the bucket itself; the 16-bit gradient that autograd made lives
-            until its hook has run. None: no. ``docs/main_grads.md`` has examples.
-        main_grads_as: where. ``"main_grad"``: in ``parameter.main_grad``, the same tensor for good, zero at first;
-            ``.grad`` is None after each backward. All parameters have one, those that have not 16 bits in their own
-            dtype. It is cleared by the wrapper's ``zero_grad()``, or by ``parameter.main_grad = None`` before the next
-            forward (which puts the tensor back); no optimizer's ``zero_grad()`` does that. ``"grad"``: in ``.grad``,
-            which is float32 then (``Tensor.grad_dtype``); everything else is as ever.
-        auto_refresh_trainable: look in every forward that begins a synchronised step whether parameters were frozen,
-            thawed, added or removed, and :meth:`refresh_trainable`. Ranks tell each other, so that one which has
-            changed alone is an error and no hang: an all-gather of one number a step, and such forwards (not those
-            under ``no_grad``) must be made by all ranks. Not inside of ``join()``.
+        sync: how ``torchddp.sync`` reduces accumulated microbatches: a ``DDPSyncStrategy`` or its name. None:
+            SINGLE_AUTO_SYNC, or MULTI_AUTO_SYNC with ``find_unused_parameters``.
+        reduce_dtype: ``torch.float32``: cast gradients of bfloat16 and float16 parameters to it as they enter their
+            buckets, scale and sum them over the ranks in it, and round once, to ``.grad`` in the parameter's dtype.
+            Accumulation under ``no_sync()`` still happens in ``.grad``. Buckets take 4 bytes per element, in addition
+            to
+        the 2 of ``.grad``. None: no conversion. Other gradients are always reduced in their own dtype.
+        main_grads: ``torch.float32``: also accumulate such gradients in it over microbatches and ranks (implies
+            ``reduce_dtype``). Takes 4 bytes per element, which is the bucket itself; the 16-bit gradient made by
+            autograd
+        lives until its hook has run. None: off. ``docs/main_grads.md`` has examples.
+        main_grads_as: where they are. ``"main_grad"``: in ``parameter.main_grad``, always the same tensor, initially
+            zero; ``.grad`` is None after each backward. All parameters have one; those without 16 bits have it in their
+            own dtype. The wrapper's ``zero_grad()`` clears it, as does ``parameter.main_grad = None`` before the next
+            forward (which restores the tensor); an optimizer's ``zero_grad()`` does not. ``"grad"``: in ``.grad``,
+            which is then float32 (``Tensor.grad_dtype``); everything else works as usual.
+        auto_refresh_trainable: in every forward that begins a synchronised step, check whether parameters were frozen,
+            thawed, added or removed, and if so call :meth:`refresh_trainable`. Ranks compare their findings, so that a
+        change on only one of them is an error instead of a hang: an all-gather of one number per step. All ranks must
+            run such forwards (those under ``no_grad`` don't count). Not inside ``join()``.
 
     Raises:
-        TypeError, ValueError: a value that is not allowed; says what is.
+        TypeError, ValueError: a value is not allowed; the message says which values are.
     """
 
     device_ids: Sequence[int | torch.device] | None = None
@@ -206,11 +213,11 @@ class DDPOptions:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> DDPOptions:
-        """From a mapping that may hold other things besides."""
+        """From a mapping that may contain other things as well."""
         return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
 
     def kept(self) -> DDPOptions:
-        """Without what is needed once, and what no copy of the model could have."""
+        """Without what is only needed once, and what a copy of the model can't have."""
         return replace(
             self,
             process_group=None,
@@ -221,7 +228,7 @@ class DDPOptions:
         )
 
     def _check_precision(self) -> None:
-        """ValueError for what ``reduce_dtype`` and ``main_grads`` can't be, or do not go with."""
+        """ValueError if ``reduce_dtype`` or ``main_grads`` has a bad value or conflicts with another option."""
         for name, dtype in (("reduce_dtype", self.reduce_dtype), ("main_grads", self.main_grads)):
             if dtype not in (None, torch.float32):
                 raise ValueError(
@@ -250,7 +257,7 @@ class DDPOptions:
     # --- what follows from them ---
 
     def make_precision(self) -> GradPrecision:
-        """How gradients of 16-bit parameters are reduced and kept, for one session."""
+        """How gradients of 16-bit parameters are reduced and stored, for one session."""
         if self.main_grads is not None:
             return _PRECISIONS[self.main_grads_as]()
         return GradPrecision() if self.reduce_dtype is None else ReducedWide()
@@ -261,7 +268,7 @@ class DDPOptions:
 
     @property
     def views(self) -> bool:
-        """Whether gradients are bucket memory, unless something stands against it."""
+        """Whether gradients are bucket memory, unless something prevents it."""
         return self.gradient_as_bucket_view is None or bool(self.gradient_as_bucket_view)
 
     @property
@@ -274,32 +281,32 @@ class DDPOptions:
 
     @property
     def wait_limit(self) -> datetime.timedelta:
-        """Of each reduction; zero: the process group's own."""
+        """The limit of each reduction; zero: the process group's own."""
         return datetime.timedelta(0) if self.timeout is None else min(self.timeout, _LONGEST_TIMEOUT)
 
     @property
     def asked_caps(self) -> list[int]:
-        """The caps of buckets in bytes that the user asked for, the last one for all further buckets; or none."""
+        """The bucket caps in bytes that the user asked for (the last one repeats), or none."""
         cap_mb = None if isinstance(self.bucket_cap_mb, str) else self.bucket_cap_mb
         asked_for = list(self.bucket_cap_mb_list or ()) or ([] if cap_mb is None else [cap_mb])
         return [max(1, int(cap * _MIB)) for cap in asked_for]
 
     @property
     def adopt_bytes(self) -> int:
-        """From which size on a gradient is reduced where autograd made it, over NCCL; 0: none is."""
+        """The size from which a gradient is reduced in place over NCCL; 0: none is."""
         return _CUDA_ADOPT_BYTES if self.adopt_large_gradients and not self.gradient_as_bucket_view else 0
 
     def stall_limit_s(self, group_timeout: datetime.timedelta) -> float:
-        """Seconds of waiting after which ranks report why; 0: never. ValueError: `stall_limit_s`."""
+        """Seconds of waiting after which ranks report why; 0: never. ValueError: see `stall_limit_s`."""
         return stall_limit_s(self.stall_report_s, (self.wait_limit or group_timeout).total_seconds())
 
     # --- torch's constructor ---
 
     def for_torch(self, *, views: bool) -> dict[str, Any]:
-        """The arguments of the running torch's constructor, with warnings about deprecated ones.
+        """The arguments for the constructor of the running torch, with warnings about deprecated ones.
 
         Raises:
-            TypeError: one that this torch does not know yet was given.
+            TypeError: an argument was given that this torch doesn't have yet.
         """
         if self.check_reduction:
             warn_user(
@@ -310,7 +317,7 @@ class DDPOptions:
         arguments = {field.name: getattr(self, field.name) for field in fields(self)[: _LAST_OF_TORCH + 1]}
         del arguments["check_reduction"]
         arguments |= {
-            "init_sync": False,  # the session does it, with errors that name parameters and ranks
+            "init_sync": False,  # done by the session, with errors that name parameters and ranks
             "bucket_cap_mb": None if self.plans_buckets else self.bucket_cap_mb,
             "gradient_as_bucket_view": views,
             **self._buffer_arguments(),
@@ -322,13 +329,13 @@ class DDPOptions:
         return {name: value for name, value in arguments.items() if name not in unknown}
 
     def _buffer_arguments(self) -> dict[str, bool | None]:
-        """What the two arguments about buffers mean together, and a warning about the one that is deprecated.
+        """Combine the two arguments about buffers, and warn about the deprecated one.
 
-        Here, not in torch's constructor, for which the line that made the model would be one of ours.
+        Done here because in torch's constructor the warning would point to one of our lines.
         """
         new, old = self.forward_sync_buffers, self.broadcast_buffers
         if "forward_sync_buffers" not in _TORCH_ARGUMENTS:
-            # Before torch 2.13 broadcast_buffers says both, and has no None.
+            # Before torch 2.13, broadcast_buffers covers both and can't be None.
             chosen = new if new is not None else old
             return {"broadcast_buffers": True if chosen is None else chosen, "forward_sync_buffers": None}
         if old is not None and new is not None:
@@ -351,7 +358,9 @@ _LAST_OF_TORCH = [field.name for field in fields(DDPOptions)].index("forward_syn
 
 
 def _check_caps(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None) -> None:
-    """ValueError for another text than "auto", what is not positive, or both kinds of caps; TypeError for no number."""
+    """ValueError for a text other than "auto", a cap that is not positive, or both kinds of caps; TypeError for a
+    non-number.
+    """
     if isinstance(bucket_cap_mb, str):
         if bucket_cap_mb != AUTO:
             raise ValueError(f"bucket_cap_mb must be a number of MiB, None or {AUTO!r}, got {bucket_cap_mb!r}")
@@ -362,7 +371,7 @@ def _check_caps(bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[
     for name, cap in [("bucket_cap_mb", bucket_cap_mb), *caps]:
         if cap is None:
             continue
-        if not isinstance(cap, numbers.Real):  # numpy's are as well
+        if not isinstance(cap, numbers.Real):  # numpy's numbers are Numbers too
             error = ValueError if isinstance(cap, str) else TypeError
             raise error(f"{name} must be a number of MiB, got {cap!r}")
         if not float(cap) > 0:
@@ -373,12 +382,12 @@ def stall_limit_s(asked_for_s: float | None, timeout_s: float) -> float:
     """Seconds of waiting after which ranks report why; 0: never.
 
     Args:
-        asked_for_s: by the user; None: the environment variable TORCHDDP_STALL_REPORT_S, or else the lesser of 60 and a
-            third of the timeout.
-        timeout_s: how long a reduction may take, at which its waits end anyhow.
+        asked_for_s: set by the user; None: the environment variable TORCHDDP_STALL_REPORT_S, or else the smaller of 60
+            and a third of the timeout.
+        timeout_s: how long a reduction may take before its waits end anyway.
 
     Raises:
-        ValueError: one that was given is not below the timeout, or the variable holds no number of seconds.
+        ValueError: the given value is not below the timeout, or the variable is not a number of seconds.
     """
     source = "stall_report_s"
     if asked_for_s is None and (text := os.environ.get(STALL_ENV)):

@@ -1,4 +1,4 @@
-"""A DistributedDataParallel whose parameters change after it was wrapped: frozen, thawed, added or removed."""
+"""Freezing, thawing, adding and removing parameters of a DistributedDataParallel after it was wrapped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_DIFFERENCES = 8
 
 
 def refresh_trainable(ddp: Any) -> None:
-    """Reduces what can be trained now: see `DistributedDataParallel.refresh_trainable`. Collective."""
+    """See `DistributedDataParallel.refresh_trainable`. Collective."""
     if reason := _reason_against(ddp):
         raise RuntimeError(f"refresh_trainable() can't be called on rank {ddp.process_group.rank()}: {reason}")
     session = ddp.session
@@ -40,7 +40,9 @@ def refresh_trainable(ddp: Any) -> None:
 
 
 def refresh_if_changed(ddp: Any) -> None:
-    """Before a forward: `refresh_trainable` if any rank's parameters have changed. Collective if steps are reduced."""
+    """Before a forward: call `refresh_trainable` if any rank's parameters have changed. Collective if steps are
+    reduced.
+    """
     session = ddp.session
     if not (session.synchronises or session.reduces_now) or session.is_joining:
         return
@@ -53,10 +55,10 @@ def refresh_if_changed(ddp: Any) -> None:
 
 
 def restore_modes(ddp: Any, before: Any) -> None:
-    """The model's new session goes on in the way of the one before. Collective with hooks that are."""
+    """Put the new session into the modes of the previous one. Collective if the hooks are."""
     reducer = ddp.reducer
     ddp._has_rebuilt_buckets = False
-    ddp.require_forward_param_sync = True  # the next forward brings buffers to all ranks, as the first does
+    ddp.require_forward_param_sync = True  # the next forward sends buffers to all ranks, as the first one does
     if ddp.static_graph:
         reducer._set_static_graph()
         ddp.logger._set_static_graph()
@@ -67,7 +69,7 @@ def restore_modes(ddp: Any, before: Any) -> None:
         reducer.register_builtin_comm_hook(ddp._builtin_hook)
         ddp.logger._set_comm_hook_name(str(ddp._builtin_hook))
     if ddp._lazy_init_ran and any(hasattr(p, "_in_backward_optimizers") for p in ddp._module_parameters):
-        ddp._comm_hooks.clear()  # torch's, which steps the optimizers: it is made anew, for new parameters too
+        ddp._comm_hooks.clear()  # torch's hook, which steps the optimizers: it is rebuilt to include new parameters
         ddp._setup_in_backward_optimizers()
     else:
         for hook, state in ddp._comm_hooks:
@@ -76,11 +78,11 @@ def restore_modes(ddp: Any, before: Any) -> None:
     reducer.take_over(before.reducer)
 
 
-# --- whether, and whether on all ranks ---
+# --- checks, on this rank and on all ranks ---
 
 
 def _reason_against(ddp: Any) -> str:
-    """Why this model can't be refreshed; empty if it can. The same on all ranks that come here."""
+    """Why this model can't be refreshed; empty if it can. The same on all ranks that call it."""
     if ddp._delay_all_reduce_all_params:
         return "delay_all_reduce_named_params reduces all parameters of this model: wrap it again"
     if ddp._use_python_reducer:
@@ -93,7 +95,7 @@ def _reason_against(ddp: Any) -> str:
 
 
 def _problem(ddp: Any) -> Exception | None:
-    """What stands against it on this rank."""
+    """What prevents it on this rank."""
     rank, session = ddp.session.rank, ddp.session
     try:
         session.reducer.check_not_unfinished()
@@ -127,7 +129,7 @@ def _problem(ddp: Any) -> Exception | None:
 
 @dataclass(frozen=True)
 class _State:
-    """What must agree between ranks for one parameter, or one buffer that was added."""
+    """What must agree between ranks for one parameter or one added buffer."""
 
     name: str
     what: str
@@ -139,7 +141,7 @@ class _State:
 
 
 def _states_of(ddp: Any) -> Iterator[tuple[_State, torch.Tensor]]:
-    """The model's parameters; and of its buffers those that are new, if wrapping would send them."""
+    """The model's parameters, and its new buffers if wrapping would send them."""
     session = ddp.session
     known = {id(parameter) for parameter in ddp._module_parameters}
     for name, parameter in ddp.module.named_parameters():
@@ -161,11 +163,11 @@ def _describe(name: str, tensor: torch.Tensor, role: str, is_new: bool) -> tuple
 
 
 def _agree(ddp: Any, states: Sequence[_State]) -> None:
-    """Collective: an error on every rank if one has a problem, or their models differ."""
+    """Collective: raise on every rank if one has a problem or their models differ."""
     problem = _problem(ddp)
     if ddp.process_group.size() > 1:
         told = "" if problem is None else f"{type(problem).__name__}: {problem}"
-        first = next(ddp.module.parameters(), ddp.session.parameters[0])  # which may be elsewhere by now
+        first = next(ddp.module.parameters(), ddp.session.parameters[0])  # whose device may have changed
         exchange = GroupExchange(ddp.process_group, first.device)
         by_rank = gather_if_different((told, list(states)), exchange)
         if by_rank is not None:
@@ -185,9 +187,9 @@ def _agree(ddp: Any, states: Sequence[_State]) -> None:
 
 
 def find_differences(by_rank: Sequence[Sequence[_State]]) -> list[str]:
-    """A sentence about each parameter that is not the same on all ranks; empty if they can be reduced together.
+    """Describe each parameter that differs between ranks; empty if they can be reduced together.
 
-    Names alone may differ, as when the model is wrapped, unless the same names come in another order.
+    Names may differ, as when the model is wrapped, unless the same names appear in another order.
     """
     names = [[state.name for state in states] for states in by_rank]
     without_names = [[(state.what, state.stride, state.is_new) for state in states] for states in by_rank]
@@ -213,7 +215,7 @@ def find_differences(by_rank: Sequence[Sequence[_State]]) -> list[str]:
 
 
 def _prepare_mixed_precision(ddp: Any) -> None:
-    """As torch's constructor does; what was there before stays as it is."""
+    """As torch's constructor does; what already exists stays as it is."""
     ddp.reducer._set_mixed_precision_param_dtype(ddp.mixed_precision.param_dtype)
     _setup_mixed_precision_params(ddp.mixed_precision, ddp.module)
     _cast_buffers(ddp.mixed_precision, ddp.module)

@@ -1,4 +1,4 @@
-"""A DistributedDataParallel that goes on over another process group: ranks leave, die, or join."""
+"""Moving a DistributedDataParallel to another process group, when ranks leave, die, or join."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torchddp.transport.agreement import backend_of
 
 
 def update_process_group(ddp: Any, new_group: dist.ProcessGroup) -> None:
-    """Go on over another process group. Collective among its ranks, each of which has this model wrapped.
+    """Continue over another process group. Collective among its ranks, each of which has wrapped this model.
 
-    Between steps, or after a step that failed: then clear the gradients, which may be averaged in part. The ranks agree
-    on buckets, shared memory is attached anew, hooks of ``torchddp.comm_hooks`` follow with what they hold back,
-    ``static_graph`` records again, ``bucket_cap_mb="auto"`` plans again. Parameters, buffers and the optimizer's state
-    stay as they are on each rank: see ``sync_module_states``. A rank that is not in the group calls this as well, or
-    not; its model can't be trained until it gets a group that it is in.
+    Call it between steps, or after a failed step; in that case clear the gradients, which may be partly averaged. The
+    ranks agree on buckets and connect shared memory again. Hooks of ``torchddp.comm_hooks`` move along with their
+    state, ``static_graph`` records again, and ``bucket_cap_mb="auto"`` plans again. Parameters, buffers and optimizer
+    state stay as they are on each rank: see ``sync_module_states``. A rank outside of the group may call this too; its
+    model can't be trained until it gets a group that contains the rank.
 
     Raises:
-        TypeError: what is no process group.
-        ValueError: a group without a backend for the model's device; ranks with different transports.
-        RuntimeError: a group that was destroyed; models that differ between its ranks (names the parameters and ranks);
-            a communication hook that can't follow. The model keeps the group it had.
-        TransportError: a rank of the group has died, or did not come in time.
+        TypeError: not a process group.
+        ValueError: the group has no backend for the model's device, or the ranks have different transports.
+        RuntimeError: the group was destroyed; the models differ between its ranks (names the parameters and ranks); a
+            communication hook can't move. The model keeps its previous group.
+        TransportError: a rank of the group died or did not arrive in time.
     """
     session = ddp.session
     if _rank_not_in_group(new_group):
@@ -48,7 +48,7 @@ def update_process_group(ddp: Any, new_group: dist.ProcessGroup) -> None:
 
 
 def _forget_steps(ddp: Any) -> None:
-    # As torch's own does, whose reducer would not know the new transport.
+    # As in torch's own method, but its reducer would not know the new transport.
     ddp._has_rebuilt_buckets = False
     ddp.reducer.reset_state()
     if ddp.static_graph:
@@ -56,10 +56,10 @@ def _forget_steps(ddp: Any) -> None:
 
 
 def _check_group(group: object, device: torch.device) -> None:
-    """TypeError, RuntimeError or ValueError for what no model on this device can be reduced over."""
+    """TypeError, RuntimeError or ValueError for a group that can't reduce a model on this device."""
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"_update_process_group takes a process group, got {type(group).__name__}")
-    if type(group) is not dist.ProcessGroup:  # written in Python, torchft's for instance: it knows best
+    if type(group) is not dist.ProcessGroup:  # written in Python (torchft's, for instance): trust it
         return
     if group not in _world.pg_map and _name_of(group):
         raise RuntimeError(
@@ -77,4 +77,4 @@ def _name_of(group: dist.ProcessGroup) -> str:
     try:
         return str(group.group_name)
     except RuntimeError:
-        return ""  # never had one: torch did not make it
+        return ""  # torch did not create it, so it never had one

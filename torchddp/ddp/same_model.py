@@ -1,4 +1,4 @@
-"""Whether all ranks wrap the same model; if not, one error that names what differs and where."""
+"""Checks that all ranks wrap the same model; if not, raises one error that says what differs and where."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def _dtype_in_words(dtype: torch.dtype, reduced_in: torch.dtype) -> str:
 
 
 def find_differences(by_rank: Sequence[Sequence[ParamDescription]]) -> list[str]:
-    """Sentences about every rank whose parameters do not match rank 0's; empty if gradients can be reduced together.
+    """Describe every rank whose parameters don't match rank 0's; empty if gradients can be reduced together.
 
-    Names alone may differ (a rank may wrap the same layers under other names), unless the same names come in another
-    order: then gradients would be added to those of other layers.
+    Names may differ (a rank may use other names for the same layers), unless the same names appear in another order:
+    gradients would then be added to those of other layers.
     """
     found: list[str] = []
     reference = by_rank[0]
@@ -108,9 +108,9 @@ def verify_same_model(
 ) -> None:
     """Collective. Raise RuntimeError on every rank unless the parameters agree, ValueError unless the other values do.
 
-    Parameters in number, order, shape, strides and dtype, also that of their buckets. ``adopt_bytes``: as
-    `DDPOptions.adopt_bytes`.
-    One all-gather of an integer when they do; the full descriptions travel only when they don't.
+    Parameters must agree in number, order, shape, strides and dtype, including the dtype of their buckets.
+    ``adopt_bytes``: as `DDPOptions.adopt_bytes`. Costs one all-gather of an integer if they agree; full descriptions
+    are only sent if they don't.
     """
     if process_group.size() == 1:
         return

@@ -1,4 +1,4 @@
-"""One model's engine over one process group: its transport, its reducer, and what those were made of."""
+"""One model's engine over one process group: its transport, its reducer, and what they were built from."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = ["ReducerPolicy", "ReducerSession"]
 
 
 class ReducerPolicy:
-    """How the gradients of a model are reduced: here every rank gets the average of every parameter.
+    """How a model's gradients are reduced. In this base class every rank gets the average of every parameter.
 
-    Other kinds of data parallelism derive from it, and hand it to the session, which asks while it opens.
+    Other kinds of data parallelism derive from it and pass it to the session, which calls it while it opens.
 
     Attributes:
-        reduce_dtype: what float32 gradients of buckets with an owner travel as; None: as they are.
-        sends_states: all ranks get rank 0's parameters when the first session is opened.
-        ranks_compare_changes: with ``auto_refresh_trainable`` ranks ask each other before each step whether parameters
-            have changed; otherwise each looks at its own, which must change alike.
+        reduce_dtype: dtype in which float32 gradients of buckets with an owner are sent; None: no conversion.
+        sends_states: whether all ranks get rank 0's parameters when the first session opens.
+        ranks_compare_changes: with ``auto_refresh_trainable``, whether ranks ask each other before each step if
+            parameters have changed. Otherwise each checks its own, which must change in the same way.
     """
 
     reduce_dtype: torch.dtype | None = None
@@ -40,13 +40,13 @@ class ReducerPolicy:
     ranks_compare_changes = True
 
     def parameters(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What the reducer hears of in the place of the model's parameters, one for each."""
+        """The tensors that the reducer gets in place of the model's parameters, one for each."""
         return parameters
 
     def transport(self, session: ReducerSession, before: ReducerSession | None) -> _C.Transport:
-        """The transport, with all ranks' states equal, if the ranks may talk to each other now; collective then.
+        """Return the transport, with all ranks' states synchronised if the ranks may communicate now (then collective).
 
-        ``before``: the model's last session, whose transport is kept if it fits.
+        ``before``: the model's previous session, whose transport is reused if it fits.
         """
         if before is not None and before.device.type == session.device.type:
             return before.reducer.transport
@@ -56,20 +56,20 @@ class ReducerPolicy:
         return session.sync_states(transport, 0, buffers=session.options.sends_buffers_at_init)
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> list[int] | None:
-        """The rank that alone gets each parameter's average; None: all ranks get all."""
+        """The only rank that gets each parameter's average; None: all ranks get all of them."""
         return None
 
     def bucket_caps(self, session: ReducerSession, transport: _C.Transport) -> tuple[list[int], int]:
-        """As `default_sizes`, collective where that is, or what the user asked for."""
+        """The caps the user asked for, or those of `default_sizes` (collective where that is)."""
         if asked_for := session.options.asked_caps:
             return asked_for, 0
         return default_sizes(session.parameters, transport, session.process_group, session.wait_limit)
 
     def opened(self, session: ReducerSession) -> None:
-        """The reducer is there. Its transport may be another one: some rank had no room in shared memory."""
+        """The reducer exists. Its transport may have changed, if some rank had no room in shared memory."""
 
     def closing(self, session: ReducerSession) -> None:
-        """The session ends: nothing of it may stay on the module."""
+        """The session ends; nothing of it may stay on the module."""
 
 
 class ReducerSession:
@@ -77,19 +77,20 @@ class ReducerSession:
 
     Attributes:
         reducer: with hooks on `parameters`.
-        specs: names and sizes of them, in their order.
-        parameters: whose gradients are reduced; `reduced_ids` has the model's own too, where the reducer has others.
-        precision: in which dtype their gradients are reduced and kept.
-        process_group, rank: those of now.
-        is_collective: whether ranks could talk to each other when it was opened (not with ``init_sync=False``).
-        is_copy: of a model that was pickled or copied, maybe by this rank alone: it keeps to itself.
+        specs: their names and sizes, in order.
+        parameters: those whose gradients are reduced. `reduced_ids` also has the model's own, if the reducer has
+            others.
+        precision: the dtype in which their gradients are reduced and stored.
+        process_group, rank: the current ones.
+        is_collective: whether ranks could communicate when it was opened (not with ``init_sync=False``).
+        is_copy: the model was pickled or copied, perhaps by this rank alone, so it does not communicate to set up.
         reduces_now: the step has no backward (`DistributedDataParallel.reduce`).
-        buffer_names: those that the module had then.
+        buffer_names: the buffers that the module had then.
 
     Args:
         ddp: held weakly; torch's constructor has run up to the reducer.
         sparse: which parameters have sparse gradients.
-        before: the model's last session, closed by now; opening is collective then.
+        before: the model's previous session, already closed; opening is then collective.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class ReducerSession:
         self.precision = options.make_precision()
         self.precision.check(ddp, self.parameters, names, sparse)
         self.reduces_now = False
-        _ = self.stall_limit_s  # a wrong one is an error before anything is sent
+        _ = self.stall_limit_s  # a wrong value raises before anything is sent
         transport = policy.transport(self, before)
         buffer_broadcast = self._reserved_broadcast(transport, ddp.modules_buffers)  # before ranks agree on memory
         dtypes = self._bucket_dtypes()
@@ -158,7 +159,7 @@ class ReducerSession:
         if ddp.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]  # torch's mixed-precision hooks pass it back
-        # torch's mixed precision puts other tensors in the place of parameters, in every step.
+        # torch's mixed precision replaces the parameters with other tensors in every step.
         watched = self.parameters if ddp.mixed_precision is None else []
         self._parameter_watch = model.ParameterWatch(ddp.module, watched, names[: len(watched)])
         self._known = list(ddp.module.parameters())
@@ -170,11 +171,11 @@ class ReducerSession:
         interruptible.register(self)
         policy.opened(self)
 
-    # --- what it knows ---
+    # --- queries ---
 
     @property
     def wait_limit(self) -> datetime.timedelta:
-        """Of each reduction; zero: the process group's own."""
+        """The limit of each reduction; zero: the process group's own."""
         return self.options.wait_limit
 
     @property
@@ -184,33 +185,33 @@ class ReducerSession:
 
     @property
     def ddp(self) -> Any:
-        """The model; None once it is gone."""
+        """The model; None once it is destroyed."""
         return self._ddp()
 
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        """Those of the module as it is now, frozen ones too, but none it was told to ignore: what this rank holds."""
+        """The module's current parameters, frozen ones included, ignored ones not: this rank's part of each."""
         ddp = self.ddp
         ignored = ddp.parameters_to_ignore
         return [(name, model.local_of(p)) for name, p in ddp.module.named_parameters() if name not in ignored]
 
     @property
     def synchronises(self) -> bool:
-        """Whether the gradients of the step to come are reduced."""
+        """Whether the gradients of the next step are reduced."""
         return bool(self.ddp.require_backward_grad_sync)
 
     @property
     def joins(self) -> bool:
-        """Whether the model is, or was, used under `join()`: then ranks may make different numbers of steps."""
+        """Whether the model is or was used under `join()`, so that ranks may do different numbers of steps."""
         return bool(self.ddp._join_config.enable)
 
     @property
     def has_owners(self) -> bool:
-        """Whether each average goes to one rank alone."""
+        """Whether each average goes to a single rank."""
         return any(spec.owner >= 0 for spec in self.specs)
 
     @property
     def is_joining(self) -> bool:
-        """Whether the model is inside of `join()` now."""
+        """Whether the model is inside `join()` now."""
         return self.joins and self._join_hook is not None and self._join_hook() is not None
 
     @torch._disable_dynamo(recursive=True)
@@ -227,10 +228,10 @@ class ReducerSession:
     # --- opening ---
 
     def connect(self, *, collective: bool, group: dist.ProcessGroup | None = None) -> _C.Transport:
-        """The transport that the options and the ranks choose, of a group (None: this one's).
+        """Open the transport that the options and the ranks choose, for a group (None: this session's).
 
-        If ``collective``, the ranks compare their models first. A copy that may not talk to others goes over the
-        process group: for that no agreement is needed.
+        If ``collective``, the ranks first compare their models. A copy that may not communicate uses the process group,
+        which needs no agreement.
         """
         group = group or self.process_group
         devices = [p.device for p in self.parameters]
@@ -247,10 +248,10 @@ class ReducerSession:
         return [self.precision.bucket_dtype(p) for p in self.parameters]
 
     def sync_states(self, transport: _C.Transport, src: int, *, buffers: bool) -> _C.Transport:
-        """Gives all ranks one rank's parameters, and buffers if wanted. Collective.
+        """Give all ranks one rank's parameters, and buffers if wanted. Collective.
 
-        Returns the transport, or the one that the ranks went on with because some had no room for a message.
-        ValueError: there is no rank ``src``.
+        Returns the transport, or its replacement if some rank had no room for a message. ValueError: there is no rank
+        ``src``.
         """
         if not 0 <= src < transport.size:
             last = transport.size - 1
@@ -259,7 +260,7 @@ class ReducerSession:
         return self._send(transport, list(model.states_of(ddp.module, ddp.parameters_to_ignore, buffers=buffers)), src)
 
     def send(self, states: Sequence[torch.Tensor], src: int) -> None:
-        """One rank's values of these tensors to all ranks, in place. Collective."""
+        """Send one rank's values of these tensors to all ranks, in place. Collective."""
         self._send(self.reducer.transport, list(states), src)
 
     def _send(self, transport: _C.Transport, states: list[torch.Tensor], src: int) -> _C.Transport:
@@ -286,7 +287,7 @@ class ReducerSession:
     # --- steps ---
 
     def begin_step(self) -> None:
-        """Before a forward with gradients. Collective where the reducer rebuilds its buckets."""
+        """Called before a forward with gradients. Collective when the reducer rebuilds its buckets."""
         self.precision.before_forward()
         ddp = self.ddp
         if not self._is_open:
@@ -306,11 +307,11 @@ class ReducerSession:
             self._parameter_watch.look(ddp, self.reduced_ids)
 
     def weigh(self, weight: float, count: float, *, goes_on: bool = False) -> None:
-        """The next backward's gradients are multiplied by ``weight``, and ``count`` is added to what the sum of all
-        ranks' is divided by. Not collective.
+        """Multiply the next backward's gradients by ``weight``, and add ``count`` to the divisor of all ranks' sum. Not
+        collective.
 
         Args:
-            goes_on: it belongs to one step with the backwards that were reduced before it.
+            goes_on: it belongs to the same step as the backwards reduced before it.
 
         RuntimeError: under ``join()`` without ``weighted=True``.
         """
@@ -322,7 +323,7 @@ class ReducerSession:
         self.reducer.weigh(weight, count, goes_on)
 
     def sync_buffers(self, buffers: list[torch.Tensor], root: int) -> None:
-        """One rank's buffers to all, as bytes. Collective."""
+        """Send one rank's buffers to all, as bytes. Collective."""
         wait = self.reducer.begin_wait("the broadcast of buffers")
         try:
             self._buffer_broadcast.run(buffers, root)
@@ -336,7 +337,7 @@ class ReducerSession:
             self.reducer.end_wait(wait)
 
     def reduce(self) -> None:
-        """Averages the gradients there are, without a backward. Collective."""
+        """Average the existing gradients without a backward. Collective."""
         frozen = [p for p in self.parameters if not p.requires_grad and p.grad is None]
         self.reducer.reduce_now()
         for parameter in frozen:
@@ -345,10 +346,10 @@ class ReducerSession:
     # --- other ranks ---
 
     def rebind(self, new_group: dist.ProcessGroup) -> None:
-        """Goes on over another process group, with a transport of its own. Collective among its ranks.
+        """Continue over another process group with a new transport. Collective among its ranks.
 
         Raises:
-            ValueError, RuntimeError: ranks with different transports or models; the session keeps the group it had.
+            ValueError, RuntimeError: ranks with different transports or models; the session keeps its group.
         """
         if new_group in _world.pg_map:
             align_group_counts(new_group)
@@ -356,32 +357,32 @@ class ReducerSession:
         self._take_group(new_group)
         self.reducer.update_process_group(new_group, transport)
         if not self.reducer.is_in_graph:
-            # Rank 0's buckets: a rank that joins has not measured the order that the others go by.
+            # Use rank 0's buckets: a rank that joins has not measured the order that the others use.
             self.reducer.adopt_plan(None)
             self.reducer.reset_state()
         self._buffer_broadcast = self._broadcast_over(self.reducer.transport)
         interruptible.register(self)
 
     def leave_group(self) -> None:
-        """This rank is not in the new group: until it gets one with it, no step can be reduced."""
+        """This rank is not in the new group, so no step can be reduced until it gets a group that contains it."""
         self.is_in_group = False
 
     def _take_group(self, group: dist.ProcessGroup) -> None:
         self.process_group, self.rank, self.is_in_group = group, group.rank(), True
 
     def interrupt(self, reason: str) -> None:
-        """From any thread, not collective: waits for other ranks here, now or later, raise TransportError(reason).
+        """Thread-safe, not collective: current and later waits for other ranks here raise TransportError(reason).
 
-        Peers hear of it as of a rank that is gone. The model can only go on over another process group.
+        Peers see this rank as gone. The model can only continue over another process group.
         """
         self.reducer.transport.interrupt(reason)
 
     def joining(self, hook: object | None) -> None:
-        """A `join()` context with this hook begins; None: it has ended, on all ranks."""
+        """A `join()` context with this hook begins; None: it has ended on all ranks."""
         self._join_hook = None if hook is None else weakref.ref(hook)
 
     def close(self) -> None:
-        """Not collective. Steps are errors from now on; another session may take over."""
+        """Not collective. Steps raise from now on; another session may take over."""
         if self._is_open:
             self._is_open = False
             self.policy.closing(self)

@@ -1,4 +1,4 @@
-"""What a backward counts for in the mean over ranks: samples, tokens, or any other weight."""
+"""The weight of a backward in the mean over ranks: samples, tokens, or anything else."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LOSSES = ("mean", "sum")
 
 
 def weight_and_count(weight: Any, loss: str, rank: int) -> tuple[float, float]:
-    """What a backward's gradients are multiplied by, and what it adds to the divisor of all ranks' sum.
+    """The factor for a backward's gradients, and what the backward adds to the divisor of all ranks' sum.
 
     Args:
-        weight: a number, or a tensor with one element (one on a device is waited for).
-        loss: "mean": the gradients are those of a mean over the ``weight``; "sum": of a sum over it.
+        weight: a number, or a tensor with one element (waits for a device).
+        loss: "mean": the gradients are of a mean over ``weight`` samples; "sum": of their sum.
 
     Raises:
-        TypeError, ValueError: a weight that is no number, negative, infinite or NaN; another kind of loss.
+        TypeError, ValueError: a weight that is not a number, negative, infinite or NaN; another kind of loss.
     """
     if loss not in LOSSES:
         raise ValueError(

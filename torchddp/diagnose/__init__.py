@@ -1,1 +1,1 @@
-"""What should hold by itself, and what is wrong where it does not: hangs, lost peers, parameters, gradients."""
+"""Diagnosis of what goes wrong: hangs, lost peers, diverged parameters, non-finite gradients, misuse."""

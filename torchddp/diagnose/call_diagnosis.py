@@ -1,4 +1,4 @@
-"""From the calls of torch.distributed that ranks are in to who differs from whom, in a sentence. Pure."""
+"""Turns the torch.distributed calls that ranks are in into a sentence about which ranks differ. Pure."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _ROOTED = ("broadcast", "scatter", "broadcast_object_list", "scatter_object_list
 
 
 class CallDiagnosis:
-    """Of states of which at least one is in a call.
+    """A diagnosis of rank states, at least one of which is in a call.
 
     Attributes:
-        waiting: the ranks in a call that has lasted, with it; and those that are in such a call by now.
-        concerned: those and whoever they wait for.
+        waiting: the ranks in a call that has lasted, with that call; and ranks that have since entered one of them.
+        concerned: those, and the ranks they wait for.
 
     Args:
-        silent: why a rank that has not answered does not.
-        exception: what a rank handles or has left with, if that explains a wait of so many seconds; empty if not.
+        silent: why a rank that has not answered has not.
+        exception: what a rank is handling or has ended with, if that explains a wait of this many seconds; else empty.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class CallDiagnosis:
         self._states = {state.rank: state for state in states}
         self._silent, self._exception = silent, exception
         self.waited_s = max(state.longest_call_s for state in states)
-        # A rank that comes last has waited less than those that it comes to.
+        # The last rank to arrive has waited less than the others.
         self.waiting = {state.rank: call for state in states if (call := state.call) is not None}
         by_length = sorted(self.waiting, key=lambda rank: (-self.waiting[rank].waited_s, rank))
         self.first = self.waiting[by_length[0]]
@@ -66,7 +66,7 @@ class CallDiagnosis:
         return f"{text}; the longest wait is {self.waited_s:.3g} s"
 
     def clauses(self) -> list[Clause]:
-        """What the ranks are in: calls first, of those the one with the fewest ranks."""
+        """What the ranks are in: calls first, and among those the one with the fewest ranks."""
         shows_shape, shows_peers = self._differ_in("shape"), self._differ_in("peers")
         texts = {
             rank: self._call_text(call, shows_shape=shows_shape, shows_peers=shows_peers)
@@ -93,7 +93,7 @@ class CallDiagnosis:
         return f"waits {self._call_text(call, shows_shape=True, shows_peers=True)}{self._number_text(call)}"
 
     def culprits(self) -> list[int]:
-        """Ranks that others wait for: those that are in no call, or else those in another one than most."""
+        """Ranks that others wait for: those in no call, or else those in a different call than most."""
         absent = [rank for rank in self.concerned if rank not in self.waiting]
         if absent:
             return absent
@@ -127,7 +127,7 @@ class CallDiagnosis:
         return ""
 
     def _first_difference(self, key: str, ranks: list[int]) -> int | None:
-        """The first of the group's calls, of those that all still know, in which ranks differ."""
+        """The first call in which ranks differ, among those of the group that all of them remember."""
         by_number = [{row[0]: row for row in self._states[rank].groups[key].recent} for rank in ranks]
         by_number = [rows for rows in by_number if rows]
         if len(by_number) < 2:
@@ -173,7 +173,7 @@ class CallDiagnosis:
         return f"at {Path(file).name}:{line}" if file else "of a library's thread"
 
     def _elsewhere(self, state: RankState) -> str:
-        """What a rank does that is in no call."""
+        """What a rank that is in no call is doing."""
         if not state.answered:
             return self._silent(state)
         where = user_part(state.stack)
@@ -194,7 +194,7 @@ class CallDiagnosis:
         return f"{text}; its last call on {group.title} was the {ordinal(number)}, {last}"
 
     def _differ_in(self, what: str) -> bool:
-        """Whether calls that are the same otherwise differ in this: nothing is said of it if not."""
+        """Whether otherwise equal calls differ in this; if not, it is not mentioned."""
         of_call: dict[tuple[str, int, str], list[object]] = {}
         for call in self.waiting.values():
             if call.number and (what != "peers" or call.function in _ROOTED):

@@ -1,7 +1,7 @@
-"""What this process calls over its process groups from Python: calls under way, by thread, and the last of each group.
+"""Records this process's torch.distributed calls: the current one of each thread, and the last ones of each group.
 
-Written by the functions of `watched` on the threads that call, read by the hang monitor on its own. What is written is
-one plain tuple a call, put where one operation puts it that Python's lock covers: no other is needed.
+Written by the functions of `watched` on the calling threads, read by the hang monitor on its own. Each call is one
+plain tuple, stored with a single operation that the GIL makes atomic, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from torch.distributed import distributed_c10d as c10d
 from torchddp.diagnose import rank_state
 from torchddp.diagnose.rank_state import CallState, GroupCalls
 
-_KEPT = 64  # calls of a group, and operations that were started without waiting
-_TOLD = 32  # of a group's, in a report
+_KEPT = 64  # calls of a group, and operations started without waiting
+_TOLD = 32  # of a group's calls, in a report
 _TOLD_GROUPS = 16
 _MAX_DEPTH = 200
 WAIT = "wait"
 
 
 class Call(NamedTuple):
-    """One call. csrc/bindings/bind_calls.cpp makes plain tuples of this layout.
+    """One call. csrc/bindings/bind_calls.cpp makes plain tuples in this layout.
 
     Attributes:
-        number: of the group's collectives, from 1; 0 for messages between two ranks and other calls not counted.
-        function: its name in torch.distributed; `WAIT` for a wait for what was started before.
-        sizes, dtype: of the first tensor that all ranks have one of; None for other calls. Sizes are bytes of int64s.
-        detail: the root or peer as ("from", rank, rank in the group), a list of those, or for a wait a weak reference
+        number: index among the group's collectives, from 1; 0 for point-to-point messages and other uncounted calls.
+        function: its name in torch.distributed; `WAIT` for waiting for an operation started earlier.
+        sizes, dtype: of the first tensor that all ranks have; None for other calls. Sizes are the bytes of int64s.
+        detail: the root or peer as ("from", rank, rank in the group), a list of those, or for a wait, a weak reference
             to the work.
-        code, at: of the caller, and the instruction there.
-        thread: that called.
+        code, at: the caller's code object and instruction.
+        thread: the calling thread.
     """
 
     number: int
@@ -58,15 +58,15 @@ class Call(NamedTuple):
 
 
 class GroupLog:
-    """A process group's calls. It keeps neither the group nor a tensor alive.
+    """A process group's calls. Keeps neither the group nor a tensor alive.
 
     Attributes:
-        home: the job's group, over which ranks talk about this one's calls.
+        home: the job's group, through which ranks discuss this one's calls.
         key: the group's name, the same on all ranks.
-        title: as reports call it.
-        ranks: of its members in the job.
-        count: its collectives so far.
-        recent: the last ones, as `Call` lays them out.
+        title: its name in reports.
+        ranks: its members' ranks in the job.
+        count: its number of collectives so far.
+        recent: the last ones, in the layout of `Call`.
     """
 
     __slots__ = ("count", "group", "home", "key", "ranks", "recent", "title")
@@ -83,16 +83,16 @@ class GroupLog:
         self.recent: deque[tuple[Any, ...]] = deque(maxlen=_KEPT)
 
 
-# By thread: the call that it is in; of nested ones the outermost.
+# By thread: the call that it is in; the outermost if they nest.
 active: dict[int, tuple[Any, ...]] = {}
-# By id of the group, which is taken out when the group is gone.
+# By id of the group; the entry is removed when the group is destroyed.
 logs: dict[int, GroupLog] = {}
-# What was started and not waited for: weak references to its Work, and the call.
+# Operations started and not waited for: weak references to the Work, and the call.
 started: deque[tuple[weakref.ref[Any], tuple[Any, ...]]] = deque(maxlen=_KEPT)
 
 
 def _forget_all() -> None:
-    active.clear()  # of threads that a forked child does not have
+    active.clear()  # of threads that don't exist in a forked child
     logs.clear()
     started.clear()
 
@@ -101,7 +101,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def open_log(group: object) -> GroupLog | None:
-    """Of a group that torch knows and that has not been called yet; None for anything else."""
+    """For a group known to torch that was not called before; None for anything else."""
     if not isinstance(group, dist.ProcessGroup) or group not in c10d._world.pg_map:
         return None
     log = GroupLog(group, dist.group.WORLD or group)
@@ -126,12 +126,12 @@ def _is_inner(file: str) -> bool:
     return file.startswith(_LIBRARY) and not file.startswith(_SITE)
 
 
-# Files whose frames are the program's, as far as they have been met.
+# Files whose frames belong to the program, as seen so far.
 outer_files: set[str] = set()
 
 
 def outer_frame(frame: FrameType | None) -> FrameType | None:
-    """The first frame from here on outwards that is the program's; None on threads that run no code of the program."""
+    """The first frame outwards that belongs to the program; None on threads that run none of its code."""
     for _ in range(_MAX_DEPTH):
         if frame is None:
             return None
@@ -161,7 +161,7 @@ def _line_of(code: CodeType, at: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Underway:
-    """A call that has not returned."""
+    """A call in progress."""
 
     noted: tuple[Any, ...]
     since_s: float
@@ -176,7 +176,7 @@ class Underway:
 
 
 class CallWaits:
-    """The calls over one job's groups, as its monitor sees them from look to look."""
+    """The calls over one job's groups, as its monitor observes them from check to check."""
 
     def __init__(self, home: dist.ProcessGroup) -> None:
         self._home = weakref.ref(home)
@@ -186,7 +186,7 @@ class CallWaits:
         return self._home() is home
 
     def look(self) -> list[Underway]:
-        """Those under way. Since when is known from look to look only, for nothing reads the clock in a call."""
+        """The current calls. Their start is only known to within one check, because calls don't read the clock."""
         seen: dict[int, Underway] = {}
         for thread, noted in list(active.items()):
             before = self._underway.get(thread)
@@ -197,12 +197,12 @@ class CallWaits:
         return list(seen.values())
 
     def states(self) -> list[CallState]:
-        """Of the calls under way, the longest first."""
+        """The current calls, longest first."""
         states = [_state_of(underway) for underway in self.look()]
         return sorted(states, key=lambda state: -state.waited_s)
 
     def groups(self) -> dict[str, GroupCalls]:
-        """What was called last, by group; of many groups those with the most calls."""
+        """The last calls by group; if there are many groups, those with the most calls."""
         ours = [log for log in list(logs.values()) if log.home() is self._home()]
         ours.sort(key=lambda log: -log.count)
         return {log.key: _calls_of(log) for log in ours[:_TOLD_GROUPS]}

@@ -1,4 +1,4 @@
-"""Gradients that some ranks change, and others don't, between the end of backward and the optimizer's step."""
+"""Detects gradients that only some ranks change between the end of backward and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from torchddp.transport.board import Board
 logger = logging.getLogger("torchddp.distributed")
 
 CHANGED = "gradients changed on some ranks"
-_EACH_UNTIL = 4  # steps; after that those that are powers of two
+_EACH_UNTIL = 4  # the first steps to check; after them, powers of two
 _SHOWN_NAMES = 3
 _WORDS = {"0": "left as backward gave it", "1": "changed", "2": "set to None", "3": "replaced by another tensor"}
 
 
 def next_look(step: int) -> int:
-    """The next step after this one whose gradients are looked at."""
+    """The next step after this one whose gradients are checked."""
     return step + 1 if step < _EACH_UNTIL else int(1 << step.bit_length())
 
 
 class ChangedGradients:
-    """In few steps each rank notes what it has been handed back, and posts on a board what is another when an optimizer
-    steps. When rank 0's optimizer steps the next time, all have posted: they have run the backward in between.
+    """In a few steps, each rank records the gradients it was handed, and when an optimizer steps, posts which of them
+    changed. By the next step of rank 0's optimizer all have posted, because they have run the backward in between.
     """
 
     def __init__(self, session: ReducerSession, teller: Teller, board: Board) -> None:
@@ -42,7 +42,7 @@ class ChangedGradients:
         self._ids |= {id(parameter) for _, parameter in session.named_parameters()}
         self._due = 1
         self._posted: tuple[int, str] | None = (
-            None  # rank 0's: step and changes that the others' are to be held against
+            None  # on rank 0: the step and changes that the other ranks' are compared with
         )
         self._hook: Any = None
 
@@ -52,7 +52,7 @@ class ChangedGradients:
             self.close()
             return False
         finished = session.reducer.finished_steps - self._begin
-        if finished + 1 >= self._due:  # also under no_sync(): reduce() has no forward of its own
+        if finished + 1 >= self._due:  # under no_sync() too: reduce() has no forward of its own
             if not _is_captured(session.device):
                 session.reducer.note_gradients()
                 self._listen()
@@ -70,7 +70,7 @@ class ChangedGradients:
             self._hook = register_optimizer_step_pre_hook(_weakly(self))
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Of any optimizer of this process."""
+        """Before a step of any optimizer in this process."""
         try:
             if self._concerns(optimizer):
                 self._look()
@@ -113,10 +113,10 @@ _ADVICE = (
 
 
 def describe(changes: Sequence[str | None], names: Sequence[str]) -> str:
-    """Who has done what to which gradients; "" if all ranks have done the same.
+    """Describe which ranks changed which gradients; "" if all ranks did the same.
 
     Args:
-        changes: by rank, a digit a parameter (`changed_gradients()` of the reducer); None: not known.
+        changes: by rank, one digit per parameter (the reducer's `changed_gradients()`); None: unknown.
         names: of the parameters.
     """
     known = {rank: own for rank, own in enumerate(changes) if own is not None}
@@ -149,7 +149,7 @@ def _is_captured(device: torch.device) -> bool:
 
 
 def _weakly(check: ChangedGradients) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
-    """torch keeps its hooks for good; this one does not keep a model."""
+    """torch keeps its hooks forever; this one does not keep the model alive."""
     reference = weakref.ref(check)
 
     def before_optimizer_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

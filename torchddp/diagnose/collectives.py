@@ -22,7 +22,7 @@ from torchddp.transport.select import group_timeout
 logger = logging.getLogger("torchddp.hang")
 
 _lock = threading.RLock()
-# Each call of watch_collectives() that has not ended, with its limit; what is watched ends with the last one.
+# One entry, with its limit, per active call of watch_collectives(); watching ends with the last one.
 _watchers: dict[object, float | None] = {}
 _seams = ExitStack()
 _sources: list[tuple[HangMonitor, CallSource]] = []
@@ -30,7 +30,7 @@ _sources: list[tuple[HangMonitor, CallSource]] = []
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.RLock()  # another thread may have held it in the parent
+    _lock = threading.RLock()  # another thread of the parent may have held it
     _sources.clear()
 
 
@@ -38,29 +38,29 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def watch_collectives(*, stall_report_s: float | None = None) -> ExitStack:
-    """From now on ranks report why a collective of theirs does not return, with or without a wrapped model.
+    """Report why a torch.distributed call hangs, with or without a wrapped model.
 
         torchddp.watch_collectives()
 
-    Watched are the functions of torch.distributed that ranks call together, and the sends and receives, however the
-    program has come by them; of each call the function, the first tensor's shape and dtype, the line that called, and
-    its number in the process group are kept. No tensor is kept alive. Once a call has not returned for
-    ``stall_report_s``, the ranks tell each other over the store of the default process group what they are in, and one
-    of them logs the report. ``torchddp.install()`` calls this.
+    Watches the collectives, sends and receives of torch.distributed, however the program obtained the functions. It
+    records each call's function, calling line, sequence number in the process group, and the shape and dtype of its
+    first tensor; no tensor is kept alive. When a call has not returned for ``stall_report_s``, the ranks exchange what
+    they are in through the store of the default process group, and one of them logs the report. ``torchddp.install()``
+    calls this.
 
-    In a ``with``, watching ends with it, or with ``close()`` of what is returned; without either it lasts as long as
-    the process. Calls may be nested: the last end counts. Not collective, but every rank should do the same: of one
-    that does not, reports only say that it does not answer. Forked children have it too.
+    Used as a context manager, watching ends with the block, or with ``close()`` of the result; otherwise it lasts as
+    long as the process. Calls may nest: the last end counts. Not collective, but every rank should call it: reports can
+    only say that a rank without it does not answer. Forked children inherit it.
 
-    Nothing is watched where TORCH_DISTRIBUTED_DEBUG is DETAIL, for then torch compares all collectives by itself, nor
-    where no reports are wanted, and nothing is reported in a job of one rank or without a store.
+    Nothing is watched if TORCH_DISTRIBUTED_DEBUG is DETAIL, because torch then compares all collectives itself, or if
+    reports are turned off; nothing is reported in a job of one rank or without a store.
 
     Args:
-        stall_report_s: how many seconds a call may take, 0: nothing is watched. None: the environment variable
-            TORCHDDP_STALL_REPORT_S, or else the lesser of 60 and a third of the default process group's timeout.
+        stall_report_s: how many seconds a call may take; 0: watch nothing. None: the environment variable
+            TORCHDDP_STALL_REPORT_S, or else the smaller of 60 and a third of the default process group's timeout.
 
     Raises:
-        TypeError, ValueError: the limit, or the variable's, is no finite number of 0 or more.
+        TypeError, ValueError: the limit, or the variable's value, is not a finite number of at least 0.
     """
     check_stall_report(stall_report_s)
     stack = ExitStack()
@@ -88,7 +88,7 @@ def _end(watcher: object) -> None:
 
 
 def _look_after_default_group() -> None:
-    """It was made just now, or is there already. Errors are none of the program's."""
+    """The default group was just created, or already exists. Errors here must not reach the program."""
     try:
         home = dist.group.WORLD
         with _lock:
@@ -105,7 +105,7 @@ def _look_after_default_group() -> None:
 
 
 def _limit_s(home: dist.ProcessGroup) -> float:
-    """The latest wish counts. A limit beyond the timeout is never reached: the call fails before."""
+    """The latest setting wins. A limit beyond the timeout never takes effect, because the call fails first."""
     asked_for_s = list(_watchers.values())[-1]
     timeout_s = group_timeout(home, message_device(home).type).total_seconds()
     try:
@@ -137,7 +137,7 @@ class CallSource:
         state.calls, state.groups = self._calls.states(), self._calls.groups()
 
     def meet(self, known: dict[int, dict[str, Any]]) -> None:
-        """torch's errors say what they say."""
+        """torch's errors can't be extended."""
 
     def fail_with(self, found: str) -> None:
         """As `meet`."""

@@ -1,4 +1,4 @@
-"""Whether the ranks of a host have as many threads as it has processors for them."""
+"""Checks whether the ranks of a host run as many threads as it has processors for them."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ logger = logging.getLogger("torchddp.distributed")
 
 THREADS = "threads of CPU ranks"
 VARIABLE = "OMP_NUM_THREADS"
-# What is told: so many times as many threads as processors, or processors as threads.
+# Reported if there are this many times more threads than processors, or processors than threads.
 _TOO_MANY, _TOO_FEW = 1.5, 4
 _KEY = "cpu"
 
-_has_looked = False  # once a process: it concerns the job, not the model
+_has_looked = False  # once per process: it concerns the job, not the model
 
 
 @dataclass(frozen=True)
 class RankThreads:
-    """What a rank may use.
+    """The CPU resources of a rank.
 
     Attributes:
         host: equal for ranks of a host.
         threads: of torch's operators.
         processors: that this rank is bound to.
-        machine: that the first process here is bound to, which has all there are (or all of a container).
-        quota: how many processors control groups allow at a time; 0: they don't say.
-        by_variable: the number of threads is OMP_NUM_THREADS', which torchrun sets to 1.
+        machine: that the first process here is bound to, which is the whole machine (or container).
+        quota: how many processors control groups allow at a time; 0: unlimited.
+        by_variable: whether OMP_NUM_THREADS sets the number of threads; torchrun sets it to 1.
     """
 
     host: str
@@ -63,7 +63,7 @@ class RankThreads:
 def _processors_of(pid: int) -> list[int]:
     try:
         return sorted(os.sched_getaffinity(pid))
-    except (OSError, AttributeError):  # not allowed to know, or another system than Linux
+    except (OSError, AttributeError):  # no permission, or not Linux
         return list(range(os.cpu_count() or 1)) if pid == 0 else []
 
 
@@ -101,7 +101,7 @@ def advice(ranks: Sequence[RankThreads]) -> str:
 
 
 def _within_quota(processors: int, ranks: Sequence[RankThreads]) -> int:
-    """What the control groups leave of so many; ranks with different limits have one each."""
+    """How many of these processors the control groups allow; ranks with different limits have one each."""
     quotas = {rank.quota for rank in ranks}
     quota = quotas.pop() if len(quotas) == 1 else 0
     return max(1, min(processors, quota) if quota else processors)
@@ -117,7 +117,7 @@ def _processors(numbers: Sequence[int]) -> str:
 
 
 class ThreadCheck:
-    """Of models on CPU, in the first step: ranks post what they have, rank 0 tells of its own host."""
+    """For CPU models, in the first step: ranks post what they have, and rank 0 reports on its own host."""
 
     def __init__(self, session: ReducerSession, teller: Teller, board: Board | None) -> None:
         self._session, self._teller, self._board = session, teller, board
@@ -130,7 +130,7 @@ class ThreadCheck:
             if self._own is None:
                 return self._post()
             if session.reducer.finished_steps == self._finished:
-                return True  # others may not have come to their first step yet
+                return True  # other ranks may not have reached their first step yet
             self._judge(self._own)
         except RuntimeError as error:
             logger.debug("rank %d does not know of the others' threads: %s", session.rank, error)

@@ -1,7 +1,7 @@
-"""An exception that ends the training loop of one rank ends those of the others.
+"""An exception that ends the training loop on one rank ends it on the others.
 
-The idea is that of Lightning's detection of deadlocks, which kills the other processes; here they come out of what they
-wait in with an exception that says why, and only who does not is ended.
+The idea comes from Lightning's deadlock detection, which kills the other processes. Here the others leave their waits
+with an exception that names the cause, and only a process that can't is ended.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.25  # of up to _MANY ranks: they all ask one store
+_LOOK_S = 0.25  # for up to _MANY ranks, which all ask the same store
 _MANY = 64
 _SLOWEST_LOOK_S = 1.0
-_PRESS_S = 0.1  # between looks once a failure is known
+_PRESS_S = 0.1  # between checks once a failure is known
 _STORE_DOWN_LOOK_S = 5.0
-# How long a rank whose peer seems to be gone waits to hear why, before it takes itself for the first.
+# How long a rank whose peer seems gone waits for the reason before it assumes that it is the first to fail.
 _CAUSE_S = 1.0
-# How long a rank stays for the others to read what was posted: it may be the one with the store.
+# How long a failed rank stays for the others to read its post, since it may host the store.
 _LINGER_S = 1.0
 _MOMENT_S = 0.02
 _MESSAGE_CHARACTERS = 2000
 _TRACEBACK_CHARACTERS = 8000
-# What torch's backends say when a peer's end of a connection is gone (gloo's errors have no type of their own), and how
+# What torch's backends say when a peer has closed its connection (gloo's errors have no type of their own), and how
 # communication hooks report an error of their thread.
 _PEER_WORDS = ("gloo", "connection closed", "connection reset", "ncclremoteerror", "broken pipe", "transporterror: ")
 
 
 class PeerFailedError(TransportError):
-    """The training loop of another rank has ended with an exception: see :func:`torchddp.fail_together`.
+    """The training loop of another rank ended with an exception: see :func:`torchddp.fail_together`.
 
     Attributes:
-        rank: the one that failed first, by its number in the context's process group.
-        exception_type: the name of the type of its exception.
-        message: what that exception said.
-        step: how many steps the model of that rank had begun; None: it had none.
-        remote_traceback: where it was raised there, as Python prints it.
+        rank: the rank that failed first, in the context's process group.
+        exception_type: the name of its exception's type.
+        message: the exception's message.
+        step: how many steps that rank's model had begun; None: it had no model.
+        remote_traceback: where it was raised, as Python prints it.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PeerFailedError(TransportError):
         self.step, self.remote_traceback = step, remote_traceback
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PeerFailedError, self.args  # also of the class that is made to be raised in another thread
+        return PeerFailedError, self.args  # also for the class created to be raised in another thread
 
     def __str__(self) -> str:
         when = "" if self.step is None else f" at step {self.step}"
@@ -76,18 +76,18 @@ class PeerFailedError(TransportError):
 
 @dataclass(frozen=True)
 class Failure:
-    """The same, as it is posted; see `PeerFailedError` for the fields."""
+    """The same, in the form that is posted; see `PeerFailedError` for the fields."""
 
     rank: int
     exception_type: str
     message: str
     step: int | None
     remote_traceback: str
-    is_consequence: bool  # of another rank's end, as far as this one knows
+    is_consequence: bool  # whether it results from another rank's end, as far as this rank knows
 
     @classmethod
     def of(cls, error: BaseException, rank: int, step: int | None) -> Failure:
-        """Of an exception that was just caught."""
+        """From an exception that was just caught."""
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         return cls(
             rank=rank,
@@ -102,12 +102,12 @@ class Failure:
         return asdict(self)
 
     def error(self) -> PeerFailedError:
-        """To be raised on another rank."""
+        """The exception to raise on another rank."""
         return PeerFailedError(self.rank, self.exception_type, self.message, self.step, self.remote_traceback)
 
 
 def fail_together(process_group: Any = None, *, grace_s: float | None = 3.0) -> FailTogether:
-    """A context for the training loop: an exception that leaves it on one rank ends it on all ranks, in seconds.
+    """A context for the training loop: an exception that leaves it on one rank ends it on all ranks within seconds.
 
     ::
 
@@ -115,29 +115,30 @@ def fail_together(process_group: Any = None, *, grace_s: float | None = 3.0) -> 
             for batch in loader:
                 train_step(batch)
 
-    The rank whose body raises (an Exception, a KeyboardInterrupt, a SystemExit with a code other than 0) says so
-    through the store of the process group, and its own exception goes on unchanged, after up to a second in which the
-    others read it. The others look for that four times a second (less often beyond 64 ranks), from a thread, and then
+    A rank whose body raises (an Exception, a KeyboardInterrupt, or a SystemExit with a code other than 0) posts the
+    failure in the process group's store. Its own exception continues unchanged, after up to a second in which the
+    others read the post. A thread on the other ranks checks for posts four times a second (less often beyond 64 ranks).
+    Then
 
-    1. their torchddp models over this group, or over some of its ranks, stop waiting, and so do averages;
-    2. PeerFailedError is raised in the body at its next Python instruction;
-    3. after ``grace_s`` seconds a body that has not ended is in something that can't be interrupted (a collective of
-       torch's own, ``time.sleep``, a long operator), or swallows exceptions: the process prints why and where, and ends
-       with ``os._exit(1)``.
+    1. their torchddp models and averagers over this group, or over some of its ranks, stop waiting; 2. PeerFailedError
+    is raised in the body at its next Python instruction; 3. if the body has not ended after ``grace_s`` seconds, it is
+    in something uninterruptible (a collective of torch's own,
+       ``time.sleep``, a long operator) or swallows exceptions: the process prints why and where, and ends with
+       ``os._exit(1)``.
 
-    Whatever comes out of the body then, its normal end included, is replaced with a `PeerFailedError` that names the
-    rank that failed first; the exception that it replaces is its ``__cause__``. An error that is caught inside the body
-    is nobody's business. A rank that dies without a word is noticed as without this context; what that raises on the
-    others is left as it is, and ends those that have not noticed. A body that ends well waits for nobody.
+    However the body then ends, even normally, the result is a `PeerFailedError` that names the rank that failed first,
+    with any replaced exception as its ``__cause__``. Errors caught inside the body are not reported. A rank that dies
+    silently is noticed as without this context; the error this raises on the others stays as it is, and ends ranks that
+    have not noticed yet. A body that ends normally waits for no one.
 
-    Not collective, but all ranks of the group must enter as many of these contexts in the same order. They may be
-    nested, come one after another, and be entered again after an error once all ranks have left. Exceptions arrive in
+    Not collective, but all ranks of the group must enter the same number of these contexts in the same order. They may
+    be nested, used one after another, and entered again after an error once all ranks have left. Exceptions arrive in
     the thread that entered. In a forked child, with one rank or without a process group it does nothing. If the store
-    does not answer it warns once, and the body goes on unwatched.
+    doesn't answer, it warns once and the body continues unwatched.
 
     Args:
         process_group: None is the default group.
-        grace_s: seconds from the news to the end of the process; None: it is never ended so.
+        grace_s: seconds from the notification to the end of the process; None: never end it.
 
     Raises:
         ValueError: ``grace_s`` is negative or NaN.
@@ -149,7 +150,7 @@ def fail_together(process_group: Any = None, *, grace_s: float | None = 3.0) -> 
 
 
 class FailTogether(_C.AsyncGate):
-    """What `fail_together` returns; to be entered once."""
+    """The result of `fail_together`; can be entered once."""
 
     def __init__(self, process_group: Any, grace_s: float | None) -> None:
         super().__init__()
@@ -157,17 +158,17 @@ class FailTogether(_C.AsyncGate):
         self._grace_s = grace_s
         self._lock = threading.Lock()
         self._left = False
-        self._failure: Failure | None = None  # of another rank, as seen by the watcher
+        self._failure: Failure | None = None  # another rank's, as seen by the watcher
         self._since_s = 0.0
         self._delivered = False
         self._counted = False  # as one that has seen a failure
         self._warned = False
         self._board: Board | None = None
         self._task: Task | None = None
-        self._pid = os.getpid()  # a forked child has no watcher, and locks as they happened to be
+        self._pid = os.getpid()  # a forked child has no watcher, and locks in an unknown state
         self._thread = 0
 
-    # --- the thread of the body; called by AsyncGate, while nothing can be raised from outside ---
+    # --- on the body's thread; called by AsyncGate, while nothing can be raised from outside ---
 
     def _begin(self) -> None:
         if self._task is not None or self._left:
@@ -176,10 +177,10 @@ class FailTogether(_C.AsyncGate):
         self.start()
 
     def start(self) -> None:
-        """Begins to watch if there was no process group on entering; nothing if it watches, or has been left.
+        """Start watching if there was no process group on entering; does nothing if it already watches or was left.
 
-        For a body that makes the default process group itself; all ranks call this at the same place after that, in the
-        thread that entered.
+        For a body that creates the default process group itself; afterwards all ranks call this at the same place, in
+        the thread that entered.
         """
         if self._board is not None or self._left:
             return
@@ -191,7 +192,7 @@ class FailTogether(_C.AsyncGate):
     def _leave(self, error_type: Any, error: BaseException | None, trace: Any) -> bool:
         if self._board is None or os.getpid() != self._pid:
             return False
-        with self._lock:  # after this the watcher interrupts nothing any more
+        with self._lock:  # from here on the watcher interrupts nothing
             self._left = True
             failure = self._failure
         if self._task is not None:
@@ -218,13 +219,13 @@ class FailTogether(_C.AsyncGate):
             return None
 
     def _tell(self, error: BaseException) -> Failure | None:
-        """Posts it, unless another rank's is the cause: then that one."""
+        """Post the failure, unless another rank's is the cause; in that case return that one."""
         assert self._board is not None
         try:
             mine = Failure.of(error, self._board.rank, _step_of(self._group))
             cause = self._await_first() if mine.is_consequence else None
             if cause is not None:
-                # Of two ranks that miss a third one, neither knows more.
+                # Of two ranks that miss a third, neither knows more.
                 return None if cause.is_consequence else cause
             posted = self._board.claim("first")
             if posted:
@@ -252,14 +253,14 @@ class FailTogether(_C.AsyncGate):
         assert self._board is not None
         until_s = time.monotonic() + _LINGER_S
         try:
-            # 0: all have, and it was taken away.
+            # 0: all have read it, and it was removed.
             while 0 < (seen := self._board.add("seen", 0)) < self._board.size and time.monotonic() < until_s:
                 time.sleep(_MOMENT_S)
             if posted and seen == self._board.size:
-                # A process group that is made after this one may have the same store, and the same name in it.
+                # A later process group may use the same store with the same name.
                 self._board.forget("first", "seen")
         except RuntimeError:
-            pass  # the rank with the store has left: there is nobody to wait for
+            pass  # the rank with the store has left, so there is no one to wait for
 
     def _read_first(self) -> Failure | None:
         assert self._board is not None
@@ -293,7 +294,7 @@ class FailTogether(_C.AsyncGate):
         self._task.every_s = _PRESS_S
 
     def _press(self, failure: Failure) -> None:
-        """The body of this rank has not ended yet."""
+        """The body on this rank has not ended yet."""
         if not self._delivered:
             self.raise_inside(self._error_class(failure))
         if self._grace_s is None or time.monotonic() - self._since_s < self._grace_s:
@@ -303,7 +304,7 @@ class FailTogether(_C.AsyncGate):
                 self._end_process(failure)
 
     def _error_class(self, failure: Failure) -> type[PeerFailedError]:
-        """Python wants a class to raise in another thread, and makes the exception when it gets there."""
+        """Python needs a class to raise in another thread, and creates the exception once it gets there."""
         gate = self
 
         class PeerFailed(PeerFailedError):
@@ -351,7 +352,7 @@ def _step_of(process_group: Any) -> int | None:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether this is what a rank raises because another one is gone."""
+    """Whether a rank raises this because another one is gone."""
     if isinstance(error, TransportError | dist.DistError):
         return True
     text = str(error).lower()

@@ -1,5 +1,4 @@
-"""Forwards and backwards that don't belong together as the program seems to think: no_sync() around one of them, or a
-forward in vain."""
+"""Detects mismatched forwards and backwards: no_sync() around only one of them, or a forward without a backward."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from torchddp.ddp.session import ReducerSession
 from torchddp.diagnose.telling import Teller, place
 from torchddp.errors import user_line
 
-_KEPT = 64  # forwards whose lines are known
-_MOST_OUTPUTS = 64  # tensors; a forward with more is not looked after
+_KEPT = 64  # forwards whose lines are remembered
+_MOST_OUTPUTS = 64  # tensors; a forward with more outputs is not tracked
 
 REDUCED = "reduced inside no_sync()"
 UNREDUCED = "backward after no_sync()"
@@ -25,18 +24,18 @@ LEFT = "forward without backward"
 
 @dataclass(slots=True)
 class _Forward:
-    """One that gradients are expected of: synchronised in training, or under no_sync()."""
+    """A forward that should get gradients: synchronised in training, or under no_sync()."""
 
     number: int
     where: tuple[str, int]
     synchronised: bool
-    finished: int  # synchronised steps, when it ended
-    finished_by_next: int | None = None  # when the next one began
+    finished: int  # number of synchronised steps when it ended
+    finished_by_next: int | None = None  # the same when the next one began
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """The last forward of a no_sync() which no backward had followed when that ended."""
+    """The last forward of a no_sync() that no backward had followed when the context ended."""
 
     forward: _Forward
     finished: int
@@ -44,7 +43,7 @@ class _Pending:
 
 
 class ForwardTraps:
-    """What the outputs of forwards tell the reducer (`ForwardWatch` in C++), held against what no_sync() surrounds."""
+    """Compares what the outputs of forwards report (`ForwardWatch` in C++) with what no_sync() surrounds."""
 
     def __init__(self, session: ReducerSession, teller: Teller) -> None:
         self._session, self._teller = session, teller
@@ -59,7 +58,7 @@ class ForwardTraps:
         self._pending: _Pending | None = None
 
     def after_forward(self, output: Any) -> None:
-        """With gradients; `output` is what the program gets."""
+        """Only forwards with gradients; `output` is what the program gets."""
         reducer, last = self._session.reducer, self._last
         finished = reducer.finished_steps
         if last is not None:
@@ -75,9 +74,9 @@ class ForwardTraps:
         if synchronised:
             module = self._module()
             if module is None or not module.training:
-                return  # of an evaluation nobody expects gradients
+                return  # an evaluation does not get gradients
         elif self._depth == 0:
-            return  # not by no_sync(): whoever has set the flag may set it back before backward
+            return  # not through no_sync(): the code that set the flag may reset it before backward
         outputs = [output] if type(output) is torch.Tensor else list(_find_tensors(output))
         if len(outputs) <= _MOST_OUTPUTS:
             self._count += 1
@@ -119,7 +118,7 @@ class ForwardTraps:
 
     def _look_at_pending(self, pending: _Pending, finished: int, used: int) -> None:
         if finished != pending.finished:
-            self._pending = None  # whatever gradients it has left are averaged by now
+            self._pending = None  # any gradients it left have been averaged by now
         elif used == pending.forward.number and self._versions() != pending.versions:
             self._pending = None
             where = pending.forward.where
@@ -133,14 +132,14 @@ class ForwardTraps:
             )
 
     def _versions(self) -> int:
-        """Grows with every change of a parameter."""
+        """Increases with every change of a parameter."""
         return sum(parameter._version for parameter in self._session.parameters)
 
-    # --- forwards in vain ---
+    # --- forwards without a backward ---
 
     def _look_at_left(self, number: int) -> None:
         found = next((forward for forward in self._forwards if forward.number == number), None)
-        # What the program got may be only a part of what it uses: then gradients came before the next forward.
+        # The program may use more than the outputs it was given; then gradients arrived before the next forward.
         if found is None or not found.synchronised or found.finished != found.finished_by_next:
             return
         self._teller.tell(

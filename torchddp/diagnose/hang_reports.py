@@ -1,4 +1,4 @@
-"""What of a model the hang monitor sees: its waits for other ranks. See docs/hang_reports.md."""
+"""A model's waits for other ranks, for the hang monitor. See docs/hang_reports.md."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torchddp.diagnose import rank_state
 from torchddp.diagnose.monitor import HangMonitor, Wait, home_of, monitor_of
 from torchddp.diagnose.rank_state import RankState
 
-# Models so far, by process group: all ranks count alike.
+# Number of models so far, by process group; equal on all ranks.
 _models: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class HangReports(StepObserver):
-    """Reports of a model's waits over its process group as it is now.
+    """Reports a model's waits over its current process group.
 
-    Not collective, but all ranks must make as many, in the same order. A copy of a model, a group of one rank and a
-    group without a store, over which ranks could talk, have none.
+    Not collective, but all ranks must create the same number in the same order. A copy of a model, a group of one rank,
+    and a group without a store, through which ranks could talk, have none.
     """
 
     def __init__(self, session: ReducerSession) -> None:
@@ -35,7 +35,7 @@ class HangReports(StepObserver):
         self._open()
 
     def before_step(self) -> None:
-        """Notes whose stack and exceptions a report tells of: those of the thread that trains."""
+        """Records whose stack and exceptions a report shows: the training thread's."""
         rank_state.training.thread = threading.get_ident()
 
     def on_error(self, error: BaseException) -> None:
@@ -61,7 +61,7 @@ class HangReports(StepObserver):
 
 
 class ModelWaits:
-    """The waits of one model, which it does not keep alive.
+    """The waits of one model, which this does not keep alive.
 
     Args:
         stall_s: seconds of waiting after which ranks are asked.
@@ -78,7 +78,7 @@ class ModelWaits:
 
     @property
     def is_gone(self) -> bool:
-        """The model is."""
+        """Whether the model was destroyed."""
         return self._status() is None
 
     def waits(self) -> list[Wait]:
@@ -88,7 +88,7 @@ class ModelWaits:
         return [Wait(self.key, status["waited_s"], self.stall_s)]
 
     def describe(self, state: RankState, asked: str) -> None:
-        """Of several models the one that is asked for has its say, otherwise one that waits or has done more steps."""
+        """Of several models, report the one asked about, or else one that waits or has done more steps."""
         status = self._status()
         if status is None:
             return
@@ -101,7 +101,7 @@ class ModelWaits:
             state.digest, state.parameters = self._describe()
 
     def meet(self, known: dict[int, dict[str, Any]]) -> None:
-        """Errors of the model's transport tell which of these are gone."""
+        """The model's transport errors then say which of these processes are gone."""
         here = [(rank, who) for rank, who in known.items() if rank in self._members and rank_state.is_here(who)]
         peers = [(self._members.index(rank), who["pid"], who["started"]) for rank, who in here]
         with contextlib.suppress(ReferenceError):
@@ -112,13 +112,13 @@ class ModelWaits:
             self._session.reducer.note_failure(found)
 
     def _status(self) -> dict[str, Any] | None:
-        """The reducer's, or None if the model is gone."""
+        """The reducer's status, or None if the model was destroyed."""
         with contextlib.suppress(ReferenceError):
             return self._session.reducer.status()
         return None
 
     def _describe(self) -> tuple[str, list[str]]:
-        """Of each parameter that is reduced its name, dtype and shape; a digest of these comes first."""
+        """Name, dtype and shape of each reduced parameter, preceded by a digest of these."""
         session = self._session
         lines = [
             f"'{spec.name}' {str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"

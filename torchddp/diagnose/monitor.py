@@ -1,5 +1,5 @@
-"""The hang monitor: one for each job in a process. It looks after what this rank waits in, asks the ranks when that is
-too long, answers, and has one of them report.
+"""The hang monitor: one per job in a process. It checks what this rank waits in, asks the other ranks when a wait is
+too long, answers their questions, and lets one rank report.
 
 See docs/hang_reports.md.
 """
@@ -27,20 +27,20 @@ from torchddp.transport.worker import Task, watch
 
 logger = logging.getLogger("torchddp.hang")
 
-_AGAIN = 4.0  # a stall that lasts is reported again when it is so many times as long
+_AGAIN = 4.0  # a lasting stall is reported again once it is this many times longer
 _MAX_POLL_S = 1.0
-_RANKS_A_POLL_S = 64  # worlds that are larger poll more seldom, so that the store has as much to do
-_QUICK_S = 0.05  # between looks, while ranks are being asked
+_RANKS_A_POLL_S = 64  # larger worlds poll less often, so that the load on the store stays the same
+_QUICK_S = 0.05  # between checks, while ranks are being asked
 _KNOWN_A_LOOK = 8  # ranks whose processes are asked for
-_MEETINGS = 100  # looks after which a rank that has not said which process it is never will
-_GIVE_UP_ROUNDS = 10  # collection times after which nobody waits for a report any more
+_MEETINGS = 100  # checks after which a rank that has not identified its process never will
+_GIVE_UP_ROUNDS = 10  # collection times after which no one waits for a report any more
 
 
 class Wait(NamedTuple):
     """Something that this rank waits in.
 
     Attributes:
-        key: the same while it is the same wait.
+        key: the same for as long as it is the same wait.
         limit_s: seconds after which ranks are asked.
     """
 
@@ -51,7 +51,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """One question to all ranks, of the one that waits: ``model``, ``digest``: whose reduction, what it consists of."""
+    """A waiting rank's question to all ranks. ``model``, ``digest``: whose reduction, and what it consists of."""
 
     number: int
     model: str
@@ -65,36 +65,36 @@ class Question:
 
 
 class Source(Protocol):
-    """What a rank waits in: a model's reductions, or calls of torch.distributed. Asked on the watcher's thread."""
+    """Something that can wait: a model's reductions, or calls of torch.distributed. Called on the watcher's thread."""
 
     stall_s: float
 
     def waits(self) -> Iterable[Wait]: ...
 
     def describe(self, state: RankState, asked: str) -> None:
-        """Puts its part into this rank's state. ``asked``: the model that the question is about; '': none."""
+        """Add its part to this rank's state. ``asked``: the model that the question is about; '': none."""
 
     def meet(self, known: dict[int, dict[str, Any]]) -> None:
-        """Which processes some more ranks are (`rank_state.process_identity`)."""
+        """Learn which processes some more ranks are (`rank_state.process_identity`)."""
 
     def fail_with(self, found: str) -> None:
-        """A report's headline, for the errors that may follow."""
+        """Attach a report's headline to errors that may follow."""
 
     @property
     def is_gone(self) -> bool: ...
 
 
 class HangMonitor:
-    """A task on the watcher. Nothing here is collective, raises into training, or keeps a model or a process group.
+    """A task on the watcher. Nothing here is collective, raises into training, or keeps a model or process group alive.
 
-    A forked child is no rank: there its copy neither looks nor tells anything.
+    A forked child is not a rank: its copy neither checks nor reports anything.
 
-    Keys on the board: ``who/R`` (a rank's process), ``left/R`` (why it takes part no more), ``request`` (the last
+    Keys on the board: ``who/R`` (a rank's process), ``left/R`` (why it no longer takes part), ``request`` (the last
     question), ``answer/N/R`` (a `RankState`) and ``report/N`` (the finding) of question N.
 
     Args:
-        home: the process group of all ranks that tell each other.
-        board: over it.
+        home: the process group of all ranks that talk to each other.
+        board: over that group.
     """
 
     def __init__(self, home: dist.ProcessGroup, board: Board) -> None:
@@ -106,9 +106,9 @@ class HangMonitor:
         self._last_number = 0
         self._known: dict[int, dict[str, Any]] = {}
         self._knows_all, self._meetings = False, 0
-        self._pid = os.getpid()  # a forked child has no watcher, and locks as they happened to be
+        self._pid = os.getpid()  # a forked child has no watcher, and locks in an unknown state
         rank_state.note_uncaught()
-        # Not later than the watcher's own end, which is registered before.
+        # Not after the watcher's own end, which is registered earlier.
         self._at_exit = lambda: self.close("" if self._is_over else "its program has ended")
         atexit.register(self._at_exit)
         with contextlib.suppress(Exception):  # a report will say less of this rank
@@ -130,7 +130,7 @@ class HangMonitor:
 
     @property
     def stall_s(self) -> float:
-        """The least of its sources; of a rank without any, as if somebody asked now and then."""
+        """The smallest limit of its sources; a rank without any uses a default."""
         return min((source.stall_s for source in self._sources), default=4 * _MAX_POLL_S)
 
     @property
@@ -143,12 +143,12 @@ class HangMonitor:
 
     @property
     def _is_over(self) -> bool:
-        """Its process group has been destroyed."""
+        """Whether its process group was destroyed."""
         home = self._home()
         return home is None or (self._is_registered and home not in _world.pg_map)
 
     def close(self, why: str = "") -> None:
-        """Ends the task; ``why`` is told to the other ranks, if their store still answers."""
+        """End the task; ``why`` is posted for the other ranks if their store still answers."""
         atexit.unregister(self._at_exit)
         if self._task.closed or os.getpid() != self._pid:
             return
@@ -166,7 +166,7 @@ class HangMonitor:
         try:
             self._look_once()
         except Exception:
-            # Of the monitor's own: training goes on without it.
+            # An error of the monitor itself: training continues without it.
             logger.debug("rank %d: a look at the rank's waits failed", self._board.rank, exc_info=True)
         busy = self._round is not None or not self._knows_all
         self._task.every_s = min(_QUICK_S, self._poll_s) if busy else self._poll_s
@@ -213,7 +213,9 @@ class HangMonitor:
             self._go_on(self._round)
 
     def _get_to_know(self) -> None:
-        """A few ranks' processes a look: who is gone is seen by them, also when the store answers no more."""
+        """Look up a few ranks' processes per check, so that dead ones are recognised even when the store has stopped
+        answering.
+        """
         unknown = [rank for rank in range(min(self._board.size, _RANKS_A_POLL_S)) if rank not in self._known]
         found = {rank: who for rank in unknown[:_KNOWN_A_LOOK] if (who := self._board.read(f"who/{rank}"))}
         if found:
@@ -232,7 +234,7 @@ class HangMonitor:
                 self._report_at_s[wait.key] = _AGAIN * max(wait.waited_s, joined.waited_s, wait.limit_s)
         state = self._own_state(joined.model)
         if state.digest == joined.digest and self._board.rank > 0 and not tells_all:
-            state.parameters = None  # as rank 0's, or of whoever has asked
+            state.parameters = None  # as rank 0, or the asking rank, has it
         self._board.post(f"answer/{joined.number}/{self._board.rank}", state.to_json())
 
     def _own_state(self, asked: str) -> RankState:
@@ -260,7 +262,7 @@ class HangMonitor:
             self._board.post(f"report/{asked.number}", self._report(asked, states))
 
     def _may_report(self, asked: Question) -> bool:
-        """Rank 0 first; the others where it has not answered, or has had time enough."""
+        """Rank 0 first; the others if it has not answered or has had enough time."""
         if self._board.rank == 0:
             return True
         if asked.age_s < 1.5 * self._collect_s:
@@ -268,12 +270,12 @@ class HangMonitor:
         return asked.age_s > 4 * self._collect_s or self._board.read(f"answer/{asked.number}/0") is None
 
     def _answers(self, asked: Question) -> list[RankState] | None:
-        """By rank; None if it is too early, or another rank's turn."""
+        """By rank; None if it is too early or another rank's turn."""
         told = self._board.read_of_ranks(f"answer/{asked.number}")
         if None in told and asked.age_s < self._collect_s:
             return None
         answering = [rank for rank, values in enumerate(told) if values is not None]
-        # Of those that answer, a lower rank has its turn earlier.
+        # Among ranks that answer, lower ones take their turn earlier.
         turn = answering.index(self._board.rank) if self._board.rank in answering else len(answering)
         if self._board.rank > 0 and asked.age_s < (1.5 + turn) * self._collect_s:
             return None
@@ -290,13 +292,13 @@ class HangMonitor:
     # --- reports ---
 
     def _report(self, asked: Question, states: list[RankState]) -> str:
-        """Prints the finding; what errors are to tell of it."""
+        """Print the finding; returns what errors should say about it."""
         if states[self._board.rank].has_moved(self._own_state(asked.model), states):
-            return ""  # the stall has ended while ranks were asked: what they said does not fit together
+            return ""  # the stall ended while ranks were being asked, so their answers don't fit together
         if max((state.longest_wait_s for state in states), default=0.0) < self.stall_s:
             return ""
         finding = diagnose(states)
-        seen: set[str] = set()  # each list of parameters stands in the file once
+        seen: set[str] = set()  # each parameter list appears in the file once
         for state in states:
             if state.digest in seen:
                 state.parameters = None
@@ -306,7 +308,7 @@ class HangMonitor:
         return f"Hang report: {finding.headline}"
 
     def _report_alone(self, waits: list[Wait], error: Exception) -> None:
-        """The store does not answer: what this rank knows by itself."""
+        """The store does not answer: report what this rank knows."""
         for wait in waits:
             self._report_at_s[wait.key] = _AGAIN * max(wait.waited_s, wait.limit_s)
         self._round = None
@@ -331,21 +333,21 @@ class HangMonitor:
             source.fail_with(found)
 
 
-# By id of the home group; a monitor that is closed makes room for the next one.
+# By id of the home group; a closed monitor makes room for the next one.
 _monitors: dict[int, HangMonitor] = {}
 os.register_at_fork(after_in_child=_monitors.clear)
 
 
 def home_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group whose ranks tell each other of this one: the job's."""
+    """The group whose ranks discuss this one: the job's."""
     default = dist.group.WORLD
     return default if default is not None and group in _world.pg_map else group
 
 
 def monitor_of(home: dist.ProcessGroup) -> HangMonitor | None:
-    """The job's monitor, made now if it is not there, by which all ranks must do so; it lasts as long as the group.
+    """The job's monitor, created if it is missing (all ranks must then do so); it lasts as long as the group.
 
-    None for a job of one rank, and for a group without a store, over which ranks could talk.
+    None for a job of one rank, and for a group without a store, through which ranks could talk.
     """
     found = _monitors.get(id(home))
     if found is not None and not found.closed and found._home() is home:

@@ -1,4 +1,4 @@
-"""find_unused_parameters=True for a model that leaves out none."""
+"""Detects find_unused_parameters=True on a model that uses all parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEEDLESS = "needless find_unused_parameters"
 
 
 class NeedlessSearch:
-    """Rank 0 tells, once a number of steps are over in which no rank left out a parameter."""
+    """Rank 0 reports it once no rank has left out a parameter for a number of steps."""
 
     def __init__(self, session: ReducerSession, teller: Teller, board: Board | None) -> None:
         self._session, self._teller, self._board = session, teller, board
@@ -50,7 +50,7 @@ class NeedlessSearch:
         return self._session.rank == 0
 
     def _judge(self, steps: int) -> bool:
-        """When one more step is over: then all ranks have begun it, and said before what they have to say."""
+        """Called one step later, when all ranks have begun it and have posted what they found."""
         if steps == LOOKED_AT or self._board is None:
             return True
         if self._board.add(NEEDLESS, 0) == self._board.size:

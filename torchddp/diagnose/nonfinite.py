@@ -1,4 +1,4 @@
-"""Where infinite and NaN gradients come from: which rank, parameter and step was first."""
+"""Where infinite and NaN gradients come from: the first rank, parameter and step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ _LISTED = 8
 
 
 class NonFiniteFinder(StepObserver):
-    """Tells the log, and the other ranks, of what the reducer has found.
+    """Logs what the reducer has found, and shares it with the other ranks.
 
-    Nothing is sent while all gradients are finite, and nothing here is collective: ranks post on a `Board`, whenever
-    they come to it, and rank 0 looks there now and then. A copy of a model, which one rank alone may make, keeps to
-    itself.
+    Nothing is sent while all gradients are finite, and nothing is collective: ranks post on a `Board` whenever they get
+    to it, and rank 0 checks it now and then. A copy of a model, which a single rank may make, does not communicate.
     """
 
     def __init__(self, session: ReducerSession) -> None:
@@ -35,26 +34,26 @@ class NonFiniteFinder(StepObserver):
         self._finds = _Finds(session)
 
     def before_step(self) -> None:
-        """Tells what was found since the last one. Costs next to nothing if that is nothing."""
+        """Report what was found since the last call. Almost free if that is nothing."""
         self._finds.look_here(self._session.reducer)
 
     def on_group_change(self) -> None:
-        """Looks anew: the other ranks are others."""
+        """Start over with the new ranks."""
         self.close()
         self._finds = _Finds(self._session)
 
     def close(self) -> None:
-        """No more looking; what was found stays readable."""
+        """Stop checking; findings stay readable."""
         self._finds.close()
 
     def found(self) -> list[NonFinite]:
-        """What all ranks have posted, and this one has found, by step and rank."""
+        """What all ranks have posted and this one has found, by step and rank."""
         self.before_step()
         return sorted((one for own in self._finds.by_rank() for one in own), key=lambda one: (one.step, one.rank))
 
 
 class _Finds:
-    """Of the ranks of one process group."""
+    """Findings of the ranks of one process group."""
 
     def __init__(self, session: ReducerSession) -> None:
         self._session = weakref.ref(session)  # whose end is that of the looking
@@ -76,7 +75,7 @@ class _Finds:
             self._task.close()
 
     def look_here(self, reducer: _C.Reducer) -> None:
-        """Logs and posts what this rank has found since the last call."""
+        """Log and post what this rank has found since the last call."""
         version = reducer.nonfinite_version()
         if version == self._version or os.getpid() != self._pid:
             return
@@ -102,7 +101,7 @@ class _Finds:
 
     def _warn(self) -> None:
         first = self._own[0].step
-        if first == self._warned_step:  # the same episode goes on: the weights may be spoiled by now
+        if first == self._warned_step:  # the same episode continues: the weights may be spoiled by now
             return
         self._warned_step = first
         sources = [one for one in self._own if one.step == first]
@@ -125,7 +124,7 @@ class _Finds:
             logger.warning("find_nonfinite: rank %d can't tell the others what it found: %s", self._rank, error)
 
     def by_rank(self) -> list[list[NonFinite]]:
-        """Of all ranks that can be heard."""
+        """From all ranks that can be heard."""
         if self._board is None:
             return [self._own]
         try:
@@ -152,10 +151,10 @@ class _Finds:
             return
         try:
             last = self._board.read("last")
-        except RuntimeError:  # the store's host is gone: so is the job
+        except RuntimeError:  # the store's host is gone, and the job with it
             self.close()
             return
-        if last != self._posted:  # others may post of the same step: tell all of them together
+        if last != self._posted:  # others may post about the same step: report all of them together
             self._posted, self._news = last, True
         elif self._news:
             self._news = False

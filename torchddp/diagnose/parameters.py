@@ -1,4 +1,4 @@
-"""Whether all ranks have the same parameters, bit for bit: hashes, their comparison, and how a difference is told."""
+"""Checks that all ranks have bitwise equal parameters: hashes, comparison, and the report of a difference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchddp.ddp.session import ReducerSession
 from torchddp.errors import DesyncError, TransportError
 from torchddp.transport.agreement import TransportExchange
 
-_AT_ONCE = 4 * 2**20  # elements: 128 MiB of memory for a part
+_AT_ONCE = 4 * 2**20  # elements: 128 MiB of memory per part
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLACE, _FIRST, _SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -29,13 +29,13 @@ class ParameterCheck(StepObserver):
 
     def __init__(self, session: ReducerSession) -> None:
         self._session = session
-        self._last: int | None = 0  # finished steps at the last check; None: those of the next step
+        self._last: int | None = 0  # finished steps at the last check; None: set in the next step
 
     def before_step(self) -> None:
-        """Collective every so many steps, which are the same on all ranks. Raises DesyncError."""
+        """Collective every so many steps, the same on all ranks. Raises DesyncError."""
         session = self._session
         if session.joins:
-            self._last = None  # ranks may count unevenly from now on
+            self._last = None  # ranks may do different numbers of steps from now on
         every = session.options.check_parameters_every
         if session.joins or not session.synchronises or every is None:
             return
@@ -49,23 +49,23 @@ class ParameterCheck(StepObserver):
             _check(session)
 
     def on_group_change(self) -> None:
-        self._last = None  # ranks may have counted unevenly so far: all begin again at the next step
+        self._last = None  # ranks may have done different numbers of steps: all start counting at the next one
 
 
 def check_parameters(model: TorchDDP) -> None:
-    """Raises unless every parameter of ``model`` has the same bits on all ranks. Collective, between steps.
+    """Raise unless every parameter of ``model`` has the same bits on all ranks. Collective, between steps.
 
-    Parameters are hashed (64 bits, at the speed of memory) and one number a rank is exchanged; more only if those
-    differ. Bits count: 0.0 is not -0.0, while equal NaNs are equal. Frozen parameters count, buffers don't (running
-    statistics may differ by right), nor what the model was told to ignore.
+    Parameters are hashed (64 bits, at memory speed) and one number per rank is exchanged; more only if those differ.
+    Bits count: 0.0 is not -0.0, while NaNs with equal bits are equal. Frozen parameters are included. Buffers are not
+    (running statistics may legitimately differ), nor is anything the model was told to ignore.
 
     Args:
-        model: a torchddp.DistributedDataParallel or ShardedDataParallel, whose updates are waited for.
+        model: a torchddp.DistributedDataParallel or ShardedDataParallel; waits for the latter's updates.
 
     Raises:
         TypeError: another kind of model.
-        DesyncError: on all ranks: the first parameter that differs, on which ranks, by how much.
-        TransportError: a peer is gone, or did not come in time.
+        DesyncError: on all ranks, with the first parameter that differs, on which ranks, and by how much.
+        TransportError: a peer is gone or did not arrive in time.
     """
     session: Any = getattr(model, "session", None)
     if not hasattr(getattr(session, "reducer", None), "finished_steps"):
@@ -139,12 +139,12 @@ def _measure(parameter: torch.Tensor, reference_rank: int, session: ReducerSessi
 
 @dataclass(frozen=True)
 class Difference:
-    """The first parameter that differs, in the order of registration."""
+    """The first parameter that differs, in registration order."""
 
     index: int
-    reference_rank: int  # one whose value the others are held against
+    reference_rank: int  # a rank with the reference value
     ranks: tuple[int, ...]  # that have another
-    count: int  # parameters that differ in all
+    count: int  # how many parameters differ in total
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,9 @@ class Amount:
 
 
 def find_difference(by_rank: Sequence[Sequence[object]]) -> Difference | None:
-    """From ``by_rank[rank][parameter]``, equal where the parameters are. The reference is what most ranks have.
+    """From ``by_rank[rank][parameter]``, equal where the parameters are. The reference is the majority's value.
 
-    Without a majority it is what rank 0 has.
+    Without a majority it is rank 0's.
     """
     differing = [index for index, values in enumerate(zip(*by_rank, strict=True)) if len(set(values)) > 1]
     if not differing:
@@ -179,7 +179,7 @@ def make_error(
     amounts: Sequence[Amount] | None,
     steps: int,
 ) -> DesyncError:
-    """The error of all ranks; `parameter` describes it, `amounts` are by rank, None where they were not found out."""
+    """The same error for all ranks. `parameter` describes it; `amounts` are by rank, None where unknown."""
     others = [rank for rank in range(world_size) if rank not in difference.ranks]
     majority = len(others) * 2 > world_size
     found = {rank: amounts[rank] for rank in difference.ranks} if amounts is not None else {}
@@ -207,15 +207,15 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-# --- hashes: 64 bits of a tensor's bits, at the speed of memory ---
+# --- hashes: 64 bits of a tensor's bits, at memory speed ---
 
 
 @torch.no_grad()
 def hash_tensors(tensors: Sequence[torch.Tensor], *, by_operators: bool = False) -> list[int]:
-    """Of each tensor a hash of its bits in logical order: 0.0 and -0.0 differ, equal NaNs don't.
+    """A hash of each tensor's bits in logical order: 0.0 and -0.0 differ, NaNs with equal bits don't.
 
-    On the CPU a kernel does it. Elsewhere, or if ``by_operators``, torch's operators give another hash, with one wait
-    for each device.
+    On the CPU a kernel computes it. Elsewhere, or if ``by_operators``, torch's operators compute a different hash,
+    waiting once per device.
 
     Args:
         tensors: strided, of any dtype. RuntimeError for others.
@@ -232,7 +232,7 @@ def hash_tensors(tensors: Sequence[torch.Tensor], *, by_operators: bool = False)
             sums[tensor.device].append((index, _sum_of_words(values)))
     for found in sums.values():
         for (index, _), word in zip(found, torch.stack([total for _, total in found]).tolist(), strict=True):
-            # The length too: zeros at the end must count.
+            # Includes the length, so that zeros at the end count.
             hashes[index] = _C.hash_tensor(torch.tensor([word, tensors[index].nbytes]))
     return hashes
 

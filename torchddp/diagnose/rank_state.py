@@ -1,4 +1,4 @@
-"""What a rank says of itself when ranks are asked why something does not end: its step, calls, process and stack."""
+"""What a rank reports about itself when something hangs: its step, calls, process and stack."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Of `RankState.alive`, beside 'running': as another rank sees the process; '' if none could look.
+# Values of `RankState.alive` besides 'running', as seen by another rank; '' if none could check.
 STOPPED, GONE = "stopped", "gone"
-_EXITING = 0x4  # PF_EXITING of the kernel
-# Of `RankState.phase`: the rank answers, and has no such model.
+_EXITING = 0x4  # the kernel's PF_EXITING
+# Value of `RankState.phase`: the rank answers but has no such model.
 NO_MODEL = "no model"
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
@@ -31,15 +31,15 @@ _USER_FRAMES = 5
 
 _MAX_CHARS = 2000
 _PROGRAM, _THREAD = "the program", "its thread"
-ENDS = (_PROGRAM, _THREAD)  # of an exception's "where": nothing goes on after it
-# By thread, None for what ended the program; and when. Without a lock, which a fork could leave taken.
+ENDS = (_PROGRAM, _THREAD)  # an exception's "where" after which nothing continues
+# By thread, with its time; None for what ended the program. Lock-free, since a fork could copy a held lock.
 _noted: dict[int | None, tuple[float, dict[str, Any]]] = {}
 _hook_before: Any = None
 _thread_hook_before: Any = None
 
 
 class _Training:
-    """The thread that trains: the last one that ran a forward, or from which the program called a collective."""
+    """The training thread: the last one that ran a forward, or from which the program called a collective."""
 
     __slots__ = ("thread",)
 
@@ -64,15 +64,16 @@ class Frame(NamedTuple):
 
 @dataclass
 class CallState:
-    """A call of torch.distributed that has not returned.
+    """A torch.distributed call that has not returned.
 
     Attributes:
-        function, shape: its name; of its first tensor, e.g. 'float32[3, 4]', or ''.
-        file, line: of the program's line that made it; '' if none did.
-        group, number: the key of its group; which of that group's collectives it is, from 1, or 0 for messages.
-        peers: ranks it sends to or gets from, as ('to', 3) and ('from', -1): anybody. For some collectives the root.
-        waits_at: file and line of a wait() for what was started without waiting; otherwise None.
-        thread: that is in it.
+        function, shape: its name; its first tensor, e.g. 'float32[3, 4]', or ''.
+        file, line: the program's line that made the call; '' if there is none.
+        group, number: the key of its group; its index among the group's collectives, from 1, or 0 for messages.
+        peers: ranks it sends to or receives from, as ('to', 3) and ('from', -1) for any. For some collectives, the
+            root.
+        waits_at: file and line of a wait() for an operation started earlier; otherwise None.
+        thread: the calling thread.
     """
 
     function: str
@@ -101,10 +102,10 @@ class GroupCalls:
     """What a rank has called over one process group.
 
     Attributes:
-        title: the group's, for reports.
+        title: the group's name in reports.
         ranks: its members.
-        count: collectives so far.
-        recent: of the last ones [number, function, file, line, shape].
+        count: number of collectives so far.
+        recent: [number, function, file, line, shape] of the last ones.
     """
 
     title: str
@@ -118,21 +119,21 @@ class RankState:
     """One rank at one moment. All but the first three are empty for a rank that has not answered.
 
     Attributes:
-        who: its process (`process_identity`), or None if it never said.
-        left: why it takes part no more, if it said so.
-        model: the key of the model that steps, phases and waits are told of; '' if it has none.
+        who: its process (`process_identity`), or None if it never reported it.
+        left: why it no longer takes part, if it said so.
+        model: the key of the model that steps, phases and waits refer to; '' if it has none.
         members: the ranks of that model's process group.
-        step: synchronised forwards begun.
+        step: number of synchronised forwards begun.
         phase: 'idle', 'forward', 'backward' or 'waiting'; 'no model'; '' if it has not answered.
         armed: its forward has ended and gradients are to be reduced.
-        waits_for, bucket, waited_s: what it waits in, of which bucket (-1: none), for how many seconds.
+        waits_for, bucket, waited_s: what it waits in, for which bucket (-1: none), for how many seconds.
         missing: by bucket index, the parameters without a gradient in this step.
         backward: 'none', 'running', 'ended' or 'failed'.
-        error: what its reducer's last failed step said.
-        exception: `last_exception` of the thread that trains; stack: of that thread.
-        digest, parameters: of the names, shapes and dtypes of its parameters; the list only where ranks may differ.
-        calls, groups: what it is in, the longest wait first, and has called before, by the group's key; if watched.
-        thread: the one that trains.
+        error: the message of its reducer's last failed step.
+        exception: `last_exception` of the training thread; stack: of that thread.
+        digest, parameters: of the names, shapes and dtypes of its parameters; the list only if ranks may differ.
+        calls, groups: its current calls, longest wait first, and earlier ones by the group's key; if watched.
+        thread: the training thread.
     """
 
     rank: int
@@ -178,7 +179,7 @@ class RankState:
         return max(self.waited_s if self.waits else 0.0, self.longest_call_s)
 
     def has_moved(self, now: RankState, states: list[RankState]) -> bool:
-        """Whether this rank went on between this and ``now``. ``states``: what the ranks have said then."""
+        """Whether this rank made progress between this and ``now``. ``states``: what the ranks reported then."""
         if (now.model, now.step) != (self.model, self.step):
             return True
         if self.waits and (now.phase, now.waits_for, now.bucket) != (self.phase, self.waits_for, self.bucket):
@@ -195,13 +196,13 @@ class RankState:
 
     @property
     def call(self) -> CallState | None:
-        """What it is in: the thread that trains, or another one in a collective, or in whatever has lasted longest."""
+        """The call it is in: the training thread's, or another thread's collective, or whatever has lasted longest."""
         in_training = [call for call in self.calls if call.thread == self.thread]
         collectives = [call for call in self.calls if call.number]
         return next(iter(in_training or collectives or self.calls), None)
 
     def take_status(self, status: dict[str, Any]) -> None:
-        """The part that a reducer knows: of its ``status()``."""
+        """Take over the part that a reducer knows, from its ``status()``."""
         for name, value in status.items():
             if name != "buckets":
                 setattr(self, name, value)
@@ -234,31 +235,31 @@ def ranks_text(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {joined}"
 
 
-# --- processes, as the kernel of their host tells ---
+# --- processes, as reported by their host's kernel ---
 
 
 def process_identity() -> dict[str, Any]:
-    """``{"host", "pid", "kernel", "started"}`` of this one. Ranks with one ``kernel`` see each other in /proc."""
+    """This process's ``{"host", "pid", "kernel", "started"}``. Ranks with one ``kernel`` see each other in /proc."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "kernel": _kernel(), "started": _stat(os.getpid())[1]}
 
 
 def is_here(who: dict[str, Any]) -> bool:
-    """Whether that process is one of this host, whose /proc tells of it."""
+    """Whether the process is on this host and visible in /proc."""
     return bool(who["kernel"]) and who["kernel"] == _kernel()
 
 
 def look_up(who: dict[str, Any] | None) -> str | None:
-    """'running', 'stopped' or 'gone'; None where this host can't tell (another host, or a process not known)."""
+    """'running', 'stopped' or 'gone'; None if this host can't tell (another host, or an unknown process)."""
     if who is None or not is_here(who):
         return None
     state, started, exits = _stat(who["pid"])
-    if started != who["started"] or state in "ZX" or exits:  # the number may belong to another process by now
+    if started != who["started"] or state in "ZX" or exits:  # the pid may have been reused
         return GONE
     return STOPPED if state in "Tt" else "running"
 
 
 def _kernel() -> str:
-    """The boot and the namespace in which process numbers hold; empty where /proc does not tell."""
+    """The boot id and pid namespace; empty if /proc does not tell."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -266,7 +267,7 @@ def _kernel() -> str:
 
 
 def _stat(pid: int) -> tuple[str, int, bool]:
-    """State and start time of a process, and whether it is being ended; ('X', 0, True) if there is none."""
+    """A process's state, start time, and whether it is exiting; ('X', 0, True) if there is none."""
     with contextlib.suppress(OSError, IndexError, ValueError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], int(fields[19]), bool(int(fields[6]) & _EXITING)
@@ -296,7 +297,7 @@ def _part(file: str) -> str:
 
 
 def user_part(stack: list[Frame]) -> list[Frame]:
-    """The innermost frames that are the user's own."""
+    """The user's own innermost frames."""
     return [frame for frame in stack if frame.part == "user"][-_USER_FRAMES:]
 
 
@@ -318,20 +319,20 @@ def collective_in(stack: list[Frame]) -> str | None:
 
 
 def note_exception(error: BaseException, where: str) -> None:
-    """Remembers an exception that leaves training in this thread, in place of the one before; no frame is kept alive.
+    """Remember an exception that leaves training in this thread, replacing the previous one; keeps no frame alive.
 
     Args:
-        error: what was raised.
-        where: in what, e.g. ``"forward"``; ends the sentence "it left ... with ValueError".
+        error: the exception.
+        where: what it left, e.g. ``"forward"``; completes the sentence "it left ... with ValueError".
     """
     _noted[None if where == _PROGRAM else threading.get_ident()] = (time.monotonic(), _describe(error, where))
 
 
 def last_exception(thread_id: int) -> dict[str, Any] | None:
-    """``{"type", "message", "where", "stack", "age_s"}`` of a thread's last exception, or None. From any thread.
+    """``{"type", "message", "where", "stack", "age_s"}`` of a thread's last exception, or None. Thread-safe.
 
-    One that it handles right now comes first; what ended the program counts as every thread's. ``stack`` is a list of
-    ``[file, line, function]``, innermost last, of where it was raised; ``age_s`` the seconds since it was noted.
+    An exception being handled now comes first; one that ended the program counts for every thread. ``stack`` is a list
+    of ``[file, line, function]``, innermost last, where it was raised; ``age_s`` the seconds since it was recorded.
     """
     handled = _handled_now(thread_id)
     if handled is not None:
@@ -344,9 +345,9 @@ def last_exception(thread_id: int) -> dict[str, Any] | None:
 
 
 def note_uncaught() -> None:
-    """From now on also what ends the interpreter or a thread is noted; the hooks that were there are called after.
+    """Also record exceptions that end the interpreter or a thread; existing hooks are called afterwards.
 
-    Once a process.
+    Once per process.
     """
     global _hook_before, _thread_hook_before
     if sys.excepthook is not _excepthook:
@@ -374,7 +375,7 @@ def _handled_now(thread_id: int) -> BaseException | None:
     current: Any = sys._current_exceptions().get(thread_id)
     if isinstance(current, tuple):  # before Python 3.12: as sys.exc_info()
         current = current[1]
-    # What ends a loop or the process is no news.
+    # Exceptions that normally end a loop or the process are not news.
     return None if isinstance(current, StopIteration | SystemExit) else current
 
 

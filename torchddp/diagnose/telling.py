@@ -1,4 +1,4 @@
-"""Warnings that one rank gives for all, once."""
+"""Warnings that one rank gives on behalf of all, once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger("torchddp.distributed")
 
 
 class Teller:
-    """Of one model; where its ranks can't hear each other, each tells for itself."""
+    """For one model; if its ranks can't communicate, each warns for itself."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -20,18 +20,20 @@ class Teller:
         self._told: set[str] = set()
 
     def follow(self, rank: int, board: Board | None) -> None:
-        """The model goes on over this process group."""
+        """The model continues over this process group."""
         self.rank, self._board = rank, board
 
     def has_told(self, trap: str) -> bool:
-        """Whether this rank has nothing to say of it any more."""
+        """Whether this rank has nothing more to report."""
         return trap in self._told
 
     def tell(self, trap: str, text: str, where: tuple[str, int] | None = None) -> None:
-        """Warns, unless this or another rank has. ``where``: the file and line it is about; None: that of the user."""
+        """Warn, unless this or another rank has. ``where``: the file and line to point at; None: the user's current
+        line.
+        """
         if trap in self._told:
             return
-        self._told.add(trap)  # before it warns, which a filter may make an error
+        self._told.add(trap)  # before the warning, which a filter may turn into an error
         if not self._is_first(trap):
             return
         if where is None:

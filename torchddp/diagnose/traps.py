@@ -1,4 +1,4 @@
-"""Programs that go on, but do hardly what was meant: each is told of once, by one rank. See docs/traps.md."""
+"""Usage that runs but probably isn't intended; each is reported once, by one rank. See docs/traps.md."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ logger = logging.getLogger("torchddp.distributed")
 
 
 class Check(Protocol):
-    """Looks for a kind of trap, without a collective."""
+    """Looks for one kind of mistake, without collectives."""
 
     def after_forward(self) -> bool:
-        """After a forward with gradients; False: it need not be asked again."""
+        """After a forward with gradients; False: no need to call it again."""
 
     def close(self) -> None: ...
 
 
 class Traps(StepObserver):
-    """Of a model over its process group as it is now."""
+    """The checks of a model over its current process group."""
 
     def __init__(self, session: ReducerSession) -> None:
         self._session = session
@@ -49,7 +49,7 @@ class Traps(StepObserver):
         if session.device.type == "cpu" and not session.is_copy:
             self._checks.append(ThreadCheck(session, teller, board))
 
-    # Where a compiled program calls the model, the compiler must not look into these.
+    # The compiler must not trace into these when a compiled program calls the model.
     @torch._disable_dynamo(recursive=True)
     def after_forward(self, output: Any) -> None:
         self._forwards.after_forward(output)
@@ -73,7 +73,7 @@ class Traps(StepObserver):
 
 
 def _board_of(session: ReducerSession) -> Board | None:
-    """Not collective, but all ranks must ask equally often."""
+    """Not collective, but all ranks must call it equally often."""
     if session.is_copy or session.process_group.size() == 1:
         return None
     try:

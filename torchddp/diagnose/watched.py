@@ -1,22 +1,22 @@
-"""The functions of torch.distributed that are watched, and how torch comes to call ours in between.
+"""Which torch.distributed functions are watched, and how calls are intercepted.
 
 Note [How a function is watched]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Nothing is replaced that a program can hold: ``from torch.distributed import all_reduce`` and a method that keeps
-``dist.barrier`` have the functions that are watched, `P2POp` and Dynamo, which tell functions by their identity, know
-them, and they are pickled by their names. Two seams do it.
+Nothing is replaced that a program may already hold: ``from torch.distributed import all_reduce`` and a stored
+``dist.barrier`` refer to the watched functions, `P2POp` and Dynamo, which compare functions by identity, recognise
+them, and they are pickled by name. There are two ways in:
 
-* Almost all are decorated by torch (``_exception_logger``): the cell of the innermost decorator, in which the bare
-  function is, gets ours.
-* The others get the code of a function with the same parameters, which calls ours.
+* Almost all are decorated by torch (``_exception_logger``): the closure cell that holds the bare function is pointed to
+  ours.
+* The others get the code object of a function with the same parameters, which calls ours.
 
-Ours are made from one template with the parameters of the bare function: going through ``*args, **kwargs`` would cost
-more than all that is kept. They hand the call to compiled code (csrc/bindings/bind_calls.cpp), which notes it and makes
-it for about a microsecond.
+Ours are generated from one template with the parameters of the bare function, since going through ``*args, **kwargs``
+would cost more than all the recording. They pass the call to compiled code (csrc/bindings/bind_calls.cpp), which
+records and makes it in about a microsecond.
 
-Dynamo must not look into them, since what they write changes with every call. It compiles no frame of a file in torch's
-folder, which the template is said to be, and where it would inline a call it breaks the graph at a function with the
-mark of its ``disable``; torch's own code makes it break there too, at the call into C++.
+Dynamo must not trace into them, because what they write changes with every call. It compiles no frame from torch's
+folder, which the template claims to be in, and where it would inline a call it breaks the graph at a function marked
+like those of its ``disable``; the call into C++ is a graph break too.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is kept of a call beside its function and caller: expressions over its parameters.
+    """What to record for a kind of call besides function and caller: expressions over its parameters.
 
     Attributes:
         names: of the functions.
-        is_counted: whether all ranks of the group make this call, in one order.
+        is_counted: whether all ranks of the group make this call, in the same order.
         tensor: the parameter with a tensor that all ranks have; empty: none.
-        detail: who sends or receives, as `Call.detail`.
+        detail: the sender or receiver, as `Call.detail`.
         group: the process group; empty: the parameter of that name, if there is one. None is the default group.
     """
 
@@ -83,7 +83,7 @@ _KINDS = (
     ),  # fmt: skip
     _Kind(("broadcast_object_list", "scatter_object_list"), detail=_FROM),
     _Kind(("gather_object",), detail=_TO),
-    # Only the members call it then.
+    # In that case only the members call it.
     _Kind(("new_group",), is_counted="not use_local_synchronization"),
     _Kind(("send", "isend"), "False", tensor="tensor", detail=_TO),
     _Kind(("recv", "irecv"), "False", tensor="tensor", detail=_FROM),
@@ -116,7 +116,7 @@ def wait(self, *args, **kwargs):
 
 
 def _peers_of(operations: object) -> list[tuple[str, int, None]]:
-    """Of a batch; nothing of one that torch will refuse."""
+    """For a batch; nothing for one that torch will reject."""
     try:
         return [("to" if op.op is dist.isend else "from", op.peer, None) for op in operations]  # type: ignore[attr-defined]
     except Exception:
@@ -133,7 +133,7 @@ def _group_of(operations: object) -> dist.ProcessGroup | None:
 
 
 def _keep_started(result: object, call: tuple[Any, ...]) -> None:
-    """Of a batch; other functions return other things."""
+    """For a batch; other functions return other things."""
     if isinstance(result, list):
         calls.started.extend((weakref.ref(work), call) for work in result if isinstance(work, dist.Work))
 
@@ -165,12 +165,12 @@ _NAMES = {
 
 
 def watch_all() -> ExitStack:
-    """From now on what these functions are called for is kept in `calls`; the stack's end ends it."""
+    """Record calls of these functions in `calls` until the stack ends."""
     stack = ExitStack()
     for kind in _KINDS:
         for name in kind.names:
             function = getattr(c10d, name, None)
-            if function is not None:  # not in each version of torch
+            if function is not None:  # missing in some torch versions
                 _watch(function, kind, stack)
     stack.callback(setattr, dist.Work, "wait", dist.Work.wait)
     dist.Work.wait = _watched_wait(dist.Work.wait)  # type: ignore[method-assign]
@@ -178,7 +178,7 @@ def watch_all() -> ExitStack:
 
 
 def after_each_call(function: Function, then: Callable[[], None]) -> ExitStack:
-    """``then()`` is called after each call of a function that torch has decorated; the stack's end ends it."""
+    """Call ``then()`` after each call of a function that torch has decorated, until the stack ends."""
     cell = _innermost_cell(function)
     assert cell is not None, function
     bare = cell.cell_contents
@@ -218,7 +218,7 @@ def _watch(function: types.FunctionType, kind: _Kind, stack: ExitStack) -> None:
 
 
 def _innermost_cell(function: Any) -> types.CellType | None:
-    """Where the innermost decorator keeps the bare function; None of one without decorators."""
+    """The cell in which the innermost decorator holds the bare function; None without decorators."""
     cell = None
     while (inner := getattr(function, "__wrapped__", None)) is not None:
         found = [cell for cell in function.__closure__ or () if cell.cell_contents is inner]
@@ -245,7 +245,7 @@ def _parameters_of(function: types.FunctionType) -> tuple[str, str]:
 
 
 def _watched(bare: types.FunctionType, kind: _Kind) -> Function:
-    """The function that notes a call, and makes it."""
+    """The function that records a call and makes it."""
     parameters, arguments = _parameters_of(bare)
     own = inspect.signature(bare).parameters
     name = bare.__name__

@@ -12,35 +12,35 @@ from torchddp.fault_tolerance.manager import check_manager, count_participants
 
 
 class PeriodicAverager:
-    """`torchddp.averaging.PeriodicAverager` under a ``torchft.Manager``: parameters are averaged over the replicas that
-    take part, every ``period`` steps (local SGD, Stich 2019).
+    """`torchddp.averaging.PeriodicAverager` under a ``torchft.Manager``: averages parameters over the participating
+    replicas every ``period`` steps (local SGD, Stich 2019).
 
         averager = PeriodicAverager(manager, model, period=8)
         for batch in data:
             ...; optimizer.step()
             averager.average_parameters()
 
-    Does what torchft's LocalSGD does, in a few flat messages instead of one a parameter, all under way at once, with
-    the steps of ours: it averages after steps ``warmup_steps + 1``, ``warmup_steps + 1 + period`` and so on. It starts
-    the quorum and asks ``should_commit()`` itself: nobody else must. An average that fails leaves parameters as they
-    are, and the next one is made with whoever is left. Replicas that heal get weights by the manager's ``state_dict``
-    functions. 16-bit parameters are averaged in fp32.
+    Does what torchft's LocalSGD does, with a few flat messages in flight at once instead of one per parameter, and with
+    our schedule: it averages after steps ``warmup_steps + 1``, ``warmup_steps + 1 + period`` and so on. It starts the
+    quorum and calls ``should_commit()`` itself; nothing else may. A failed average leaves parameters unchanged, and the
+    next one uses the remaining replicas. Healing replicas get weights through the manager's ``state_dict`` functions.
+    16-bit parameters are averaged in fp32.
 
     Args:
-        manager: of its own, not that of a model whose gradients go through one.
+        manager: a separate one, not that of a model whose gradients go through it.
         params: a module, or its parameters; equal on all replicas.
-        period: steps from one average to the next.
-        warmup_steps: steps before the first.
-        bucket_cap_mb: MiB of one message. Memory for a copy of all parameters is held during an average.
+        period: steps between averages.
+        warmup_steps: steps before the first average.
+        bucket_cap_mb: MiB per message. A copy of all parameters is held during an average.
 
-    Construction talks to nobody.
+    Construction does not communicate.
 
     Raises:
-        TypeError: ``manager`` is none, or something in ``params`` is no parameter.
-        ValueError: a manager without process group; options and parameters that are no good.
+        TypeError: ``manager`` is not a Manager, or something in ``params`` is not a parameter.
+        ValueError: the manager has no process group, or an option or parameter is invalid.
 
     Attributes:
-        step: calls of `average_parameters` so far; checkpoint it.
+        step: number of calls of `average_parameters`; include it in checkpoints.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PeriodicAverager:
 
     @torch.no_grad()
     def average_parameters(self) -> bool:
-        """Counts a step, and averages if it is due. Whether parameters were averaged.
+        """Count a step, and average if it is due. Returns whether parameters were averaged.
 
         Raises:
             TransportError: there was no quorum within the manager's time limits.
@@ -84,8 +84,8 @@ class PeriodicAverager:
             bucket.pack(flat)
             works.append(manager.allreduce(flat))
         for work in works:
-            work.wait()  # False after an error, which the manager knows of
-        if not manager.should_commit():  # brings a replica that heals its weights, before they are averaged
+            work.wait()  # False after an error, which the manager has recorded
+        if not manager.should_commit():  # gives a healing replica its weights before they are averaged
             return False
         for bucket, flat in zip(self._buckets, flats, strict=True):
             bucket.unpack(flat)

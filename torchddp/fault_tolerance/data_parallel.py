@@ -15,7 +15,7 @@ from torchddp.fault_tolerance.manager import check_manager, count_participants
 from torchddp.fault_tolerance.manager_group import ManagerGroup
 
 _TALK = "replicas come and go, and one that has just been restarted must be able to wrap its model alone"
-# Option: (values that are as good as leaving it out, the reason against others).
+# Option: (values equivalent to leaving it out, the reason against others).
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "process_group": ((None,), "gradients go through the manager"),
     "device_mesh": ((None,), "gradients go through the manager"),
@@ -82,7 +82,7 @@ class DistributedDataParallel(DDP):
         options = {**kwargs, "broadcast_buffers": None, "forward_sync_buffers": False}
         super().__init__(module, **{**options, "process_group": group, "init_sync": False, "transport": "c10d"})
         self._manager_group = group
-        self._has_rebuilt_buckets = True  # never: a replica that heals would keep the first ones
+        self._has_rebuilt_buckets = True  # never: a healing replica would keep the initial ones
         self.reducer.set_divisor(partial(count_participants, manager))
         replica_state.register(manager, self, weights=carry_weights)
 
@@ -92,18 +92,19 @@ class DistributedDataParallel(DDP):
 
     def _begin_step(self) -> None:
         group = self._manager_group
-        # In a static graph all use the same, and who has just joined must not wait for a map that nobody sends.
+        # In a static graph all replicas use the same parameters, and one that has just joined must not wait for a map
+        # that none sends.
         group.sums_used = self.find_unused_parameters and not self.static_graph
         if self.require_backward_grad_sync and group.take_failure():
-            # What failed may still write to its buckets: new memory.
+            # A failed operation may still write to its buckets: use new memory.
             self.reducer.reset_state()
             for hook in replica_state.hooks_of(self):
-                hook.start_over()  # what it holds back was made with sums that are of no use
+                hook.start_over()  # its residuals were computed from sums that are invalid
             self._static_graph_delay_allreduce_enqueued = False
         super()._begin_step()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """For `torchddp.comm_hooks.PowerSGD`, of one model a manager. RuntimeError: another, see `ManagerGroup`."""
+        """For `torchddp.comm_hooks.PowerSGD`, one model per manager. RuntimeError for others, see `ManagerGroup`."""
         if not isinstance(hook, CommHook):
             self._refuse("this communication hook", "it would send past the manager; comm_hooks.PowerSGD does not")
         super().register_comm_hook(state, hook)
@@ -112,15 +113,15 @@ class DistributedDataParallel(DDP):
         self._refuse("this communication hook", "it would send past the manager; comm_hooks.PowerSGD does not")
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """RuntimeError: replicas leave without a word, and the others go on."""
+        """RuntimeError: replicas may leave at any time, and the others continue."""
         self._refuse("join()", "a replica that has run out of inputs may just leave, the others go on without it")
 
     def replan(self) -> None:
-        """RuntimeError: buckets stay as they are."""
+        """RuntimeError: buckets can't change."""
         self._refuse("replan()", "a replica that heals must have the buckets of the others")
 
     def refresh_trainable(self) -> None:
-        """RuntimeError: buckets stay as they are."""
+        """RuntimeError: buckets can't change."""
         self._refuse("refresh_trainable()", "a replica that heals must have the buckets of the others; wrap anew")
 
     def _update_process_group(self, new_process_group: Any) -> None:
@@ -134,7 +135,7 @@ class DistributedDataParallel(DDP):
 
 
 def _check_options(options: Mapping[str, Any], module: torch.nn.Module) -> None:
-    """ValueError for an option that can't be had under a manager, with the reason, and for sparse gradients."""
+    """ValueError, with the reason, for an option that doesn't work under a manager, and for sparse gradients."""
     for name, value in options.items():
         if name not in _REFUSED:
             continue

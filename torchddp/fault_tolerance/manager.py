@@ -1,4 +1,4 @@
-"""A torchft Manager: what is asked of it, how many take part in a step, and whether its lighthouse is there."""
+"""A torchft Manager: what it must have, how many replicas take part in a step, and whether its lighthouse answers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 from torchddp.errors import TransportError
 
 ADDRESS_ENV = "TORCHFT_LIGHTHOUSE"
-# Of torchft.Manager's methods, in 0.2.0 and the nightlies of 2026.
+# The required methods of torchft.Manager, in 0.2.0 and the nightlies of 2026.
 _NEEDED = ("allreduce", "current_step", "errored", "num_participants", "report_error")
 
 
 def check_manager(manager: Any, who: str) -> None:
-    """TypeError for what is no torchft Manager (or has not its methods), ValueError for one without process group."""
+    """TypeError for anything without a torchft Manager's methods, ValueError for a Manager without process group."""
     missing = [name for name in _NEEDED if not callable(getattr(manager, name, None))]
     if inspect.isclass(manager) or missing:
         what = f"the class {manager.__name__}" if inspect.isclass(manager) else f"a {type(manager).__name__}"
@@ -31,9 +31,9 @@ def check_manager(manager: Any, who: str) -> None:
 
 
 def count_participants(manager: Any) -> int:
-    """Over how many replicas this step averages; waits for the quorum, as long as the manager's time limits allow.
+    """The number of replicas that this step averages over; waits for the quorum within the manager's time limits.
 
-    RuntimeError: no quorum was started. TransportError: there is none, the lighthouse for instance is gone.
+    RuntimeError: no quorum was started. TransportError: there is none, for example because the lighthouse is gone.
     """
     try:
         count = manager.num_participants()
@@ -72,7 +72,7 @@ def check_lighthouse(address: str | None = None, timeout_s: float = 3.0) -> str:
 
     Raises:
         ValueError: no address, or one without scheme, host or port.
-        RuntimeError: nobody answers there.
+        RuntimeError: no answer from that address.
     """
     address = os.environ.get(ADDRESS_ENV, "") if address is None else address
     if not address:
@@ -86,7 +86,7 @@ def check_lighthouse(address: str | None = None, timeout_s: float = 3.0) -> str:
 
 
 def why_unreachable(address: str, timeout_s: float = 3.0) -> str:
-    """Why nobody can be reached at the address, or nothing. ValueError for what is no address."""
+    """Why the address can't be reached; empty if it can. ValueError for an invalid address."""
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port

@@ -1,11 +1,11 @@
-"""The replicas of a torchft Manager as a process group that the reducer can use.
+"""The replicas of a torchft Manager as a process group for the reducer.
 
 Note [A group of one]
 ~~~~~~~~~~~~~~~~~~~~~
-Replicas come and go between steps, so the group has one rank, this replica: nothing that assumes a fixed set of ranks
-(agreement on a plan, broadcasts of weights) happens over it. Only sums go to the manager, which sends them to whoever
-takes part in the step; the reducer asks how many those are when a backward begins, and scales by that while it packs.
-The manager's own average would be another pass over the bucket, after the last wait.
+Replicas come and go between steps, so the group has a single rank, this replica: nothing that assumes a fixed set of
+ranks (agreeing on a plan, broadcasting weights) happens over it. Only sums go to the manager, which sends them to the
+replicas that take part in the step. The reducer asks for their number when a backward begins, and scales by it while it
+packs. The manager's own average would be another pass over the bucket after the last wait.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class ManagerGroup(dist.ProcessGroup):
     """See Note [A group of one].
 
     Attributes:
-        sums_used: whether maps of used parameters are summed over the replicas. Otherwise each replica goes by its own.
-        refusal: what to tell who would average over this group, which would do nothing.
-        failed: a sum since the last `take_failure` did not succeed.
+        sums_used: whether maps of used parameters are summed over the replicas; otherwise each replica uses its own.
+        refusal: the error for averaging over this group, which would do nothing.
+        failed: whether a sum has failed since the last `take_failure`.
     """
 
     refusal = (
@@ -48,7 +48,7 @@ class ManagerGroup(dist.ProcessGroup):
         return failed
 
     def open_exchange(self, hook: CommHook) -> ManagerExchange:
-        """For a communication hook. RuntimeError: it sends more than sums, and a manager has nothing else."""
+        """For a communication hook. RuntimeError: it sends more than sums, which a manager doesn't support."""
         if not hook.sends_sums_only:
             raise RuntimeError(
                 f"{type(hook).__name__} sends messages between fixed ranks, and a torchft Manager has all-reduces "
@@ -57,7 +57,7 @@ class ManagerGroup(dist.ProcessGroup):
         return ManagerExchange(self)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """Starts the sum of one tensor over the replicas. Never raises for an error of the network."""
+        """Start the sum of one tensor over the replicas. Never raises for a network error."""
         (tensor,) = tensors
         if not (tensor.is_floating_point() or tensor.is_complex() or self.sums_used):
             return _Done()
@@ -74,15 +74,15 @@ class ManagerGroup(dist.ProcessGroup):
 
 
 class ManagerExchange:
-    """What a communication hook sends between the replicas: exact sums, and nothing else.
+    """The communication of a hook between replicas: exact sums only.
 
-    The part of `torchddp.comm_hooks.exchange.Exchange` that such hooks need. Not collective to make. A sum that fails
-    raises nothing: its values are of no use then, and the manager knows.
+    The part of `torchddp.comm_hooks.exchange.Exchange` that such hooks need. Creating it is not collective. A failed
+    sum does not raise: its values are invalid, and the manager knows.
     """
 
     rank = 0
-    is_shared = True  # with the sums of maps of used parameters, which the main thread would send
-    is_alone = False  # a replica that heals must get the sum of the others, though only one takes part
+    is_shared = True  # on the main thread's connection, like the sums of maps of used parameters
+    is_alone = False  # a healing replica must get the others' sum, even if only one takes part
 
     def __init__(self, group: ManagerGroup) -> None:
         self.process_group = group
@@ -90,15 +90,15 @@ class ManagerExchange:
 
     @property
     def world_size(self) -> int:
-        """How many replicas take part in this step."""
+        """The number of replicas that take part in this step."""
         return count_participants(self.process_group.manager)
 
     def step_after(self, number: int) -> int:
-        """All replicas count the steps that were committed, however many of them each has made itself."""
+        """The count of committed steps, which all replicas share regardless of how many each has done."""
         return self.process_group.manager.current_step() + 1
 
     def sum_(self, flat: Tensor) -> None:
-        """In place: the sum over the replicas that take part, the same bits on each."""
+        """In place: the sum over the participating replicas, with the same bits on each."""
         if flat.numel() == 0:
             return
         self.process_group.allreduce([flat]).wait()
@@ -107,24 +107,24 @@ class ManagerExchange:
 
 
 class _Done(dist._Work):
-    """Nothing was to be done."""
+    """A completed operation that did nothing."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
 
 
 class _ManagedSum(dist._Work):
-    """A sum under way. It always ends well for the reducer: what the step is worth is should_commit()'s to say."""
+    """A sum in flight. For the reducer it always succeeds: should_commit() decides what the step is worth."""
 
     def __init__(self, group: ManagerGroup, work: dist.Work) -> None:
         super().__init__()
         self._group = group
         self._work = work
-        # torchft asserts that who waits is on the stream that the sum was started on; backward may end on another.
+        # torchft asserts that the waiter is on the stream that started the sum; backward may end on another.
         self._stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
 
     def wait(self, timeout: Any = None) -> bool:
-        # The futures of torchft are lazy: they get their values in here. The time limit is the manager's.
+        # torchft's futures are lazy and get their values in here. The time limit is the manager's.
         with self._stream if self._stream is not None else contextlib.nullcontext():
             succeeded = self._work.wait()
         if self._stream is not None:

@@ -1,4 +1,4 @@
-"""torchft's PureDistributedDataParallel: one all-reduce a parameter, without a reducer."""
+"""torchft's PureDistributedDataParallel: one all-reduce per parameter, without a reducer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PureDistributedDataParallel(nn.Module):
 
 
 class _Averages:
-    """Those under way in the current backward."""
+    """The averages in flight in the current backward."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -60,7 +60,7 @@ class _Averages:
             backward = torch._C._current_graph_task_id()
             if backward != self._backward:
                 count_participants(self._manager)  # raises, with the reason, if there is no quorum
-                # One that ended with an error never came to its end.
+                # A backward that ended with an error never reached its end.
                 self._works, self._backward = [], backward
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish)
             self._works.append(self._manager.allreduce(parameter.grad))
@@ -68,4 +68,4 @@ class _Averages:
     def finish(self) -> None:
         works, self._works, self._backward = self._works, [], -1
         for work in works:
-            work.wait()  # False after an error, which the manager knows of
+            work.wait()  # False after an error, which the manager has recorded

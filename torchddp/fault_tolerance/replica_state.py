@@ -1,4 +1,4 @@
-"""What a replica that heals gets from another, beside the optimizer's state."""
+"""What a healing replica gets from another one besides the optimizer's state."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _counts: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyD
 
 
 def bucket_names(model: Any) -> list[list[str]]:
-    """The parameters of each bucket, in the order in which buckets are reduced."""
+    """The parameters of each bucket, in reduction order."""
     names = [spec.name for spec in model.session.specs]
     return [[names[index] for index in bucket.params] for bucket in model.reducer.plan.buckets]
 
 
 def state_dict(model: TorchDDP) -> dict[str, Any]:
-    """The wrapped module's state dict ("module"), its buckets ("buckets"), what its hook carries on ("hooks").
+    """The wrapped module's state dict ("module"), its buckets ("buckets"), and its hook's carried state ("hooks").
 
-    Not collective. For `Manager.register_state_dict_fn`, or checkpoints; the tensors are the live ones.
+    Not collective. For `Manager.register_state_dict_fn` or checkpoints; the tensors are the live ones.
     """
     return {"module": model.module.state_dict(), "buckets": bucket_names(model), "hooks": _hook_states(model)}
 
 
 def load_state_dict(model: TorchDDP, state: Mapping[str, Any]) -> None:
-    """Take over another replica's :func:`state_dict`. Not collective.
+    """Load another replica's :func:`state_dict`. Not collective.
 
     Raises:
-        RuntimeError: the other has other buckets (names the first that differs): what the two sum would be nonsense.
-            Or a module with other parameters, as torch tells it.
+        RuntimeError: the other replica has different buckets (names the first that differs), so sums with it would be
+            meaningless; or a module with different parameters, as torch reports it.
     """
     _load(model, state, weights=True)
 
@@ -62,7 +62,7 @@ def _load(model: Any, state: Mapping[str, Any], *, weights: bool) -> None:
 
 
 def check_buckets(model: Any, theirs: list[list[str]]) -> None:
-    """RuntimeError unless another replica reduces the same parameters together."""
+    """RuntimeError unless the other replica groups the same parameters into buckets."""
     mine = bucket_names(model)
     for index, (a, b) in enumerate(itertools.zip_longest(mine, theirs)):
         if a != b:
@@ -73,7 +73,7 @@ def check_buckets(model: Any, theirs: list[list[str]]) -> None:
 
 
 def register(manager: Any, model: TorchDDP, *, weights: bool) -> None:
-    """Let the manager carry the model's state to replicas that heal; a manager too old for that carries nothing."""
+    """Let the manager carry the model's state to healing replicas; one that is too old carries nothing."""
     add = getattr(manager, "register_state_dict_fn", None)
     if add is None:
         return

@@ -1,4 +1,4 @@
-"""parallelize: the parallelism that a config asks for, applied to a model."""
+"""parallelize: apply a ParallelConfig to a model."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ def parallelize(
 def parallelize(
     model: nn.Module, config: ParallelConfig | None = None, optimizer: OptimizerFactory | None = None
 ) -> nn.Module | tuple[nn.Module, Optimizer]:
-    """The model, made parallel as ``config`` says. Collective, with the same config on all ranks.
+    """Make the model parallel as ``config`` says. Collective, with the same config on all ranks.
 
         model, optimizer = torchddp.parallelize(model, config, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))
 
-    One process, or no process group: the module itself. Otherwise `DistributedDataParallel`, `ShardedDataParallel`
-    (ZeRO-2, Rajbhandari et al. 2020), or the same module with its parameters sharded by torch's ``fully_shard`` (FSDP2,
-    Zhao et al. 2023; with replicas: HSDP). Groups are then told by `parallel_group_info`.
+    With one process or no process group, returns the module itself. Otherwise it returns a `DistributedDataParallel`, a
+    `ShardedDataParallel` (ZeRO-2, Rajbhandari et al. 2020), or the same module with its parameters sharded by torch's
+    ``fully_shard`` (FSDP2, Zhao et al. 2023; with replicas: HSDP). `parallel_group_info` then reports the groups.
 
     Args:
-        model: on its device already. With tensor parallelism: after ``parallelize_module`` over
+        model: already on its device. With tensor parallelism: after ``parallelize_module`` over
             ``torchddp.parallel.device_mesh(config)["mp"]``.
         config: None: DistributedDataParallel with its defaults.
-        optimizer: a class or ``functools.partial`` of one, called with the parameters once they are what is trained;
-            the result is then a pair. Kind "sharded" needs it, and makes an `torchddp.optim.OSS` of that class.
+        optimizer: a class or ``functools.partial`` of one, called with the parameters that are finally trained; the
+            result is then a pair. Kind "sharded" requires it, and makes a `torchddp.optim.OSS` of that class.
 
     Raises:
-        ValueError: sizes that don't multiply to the world size, model parallelism on a model without a plan for it,
-            a model that is parallel already, a missing optimizer.
-        TypeError: a config or optimizer of another type. An optimizer that was made before is refused: sharding
-            replaces the parameters that it holds.
-        RuntimeError: a launcher has started several processes, and ``init_process_group`` was not called.
+        ValueError: sizes that don't multiply to the world size, model parallelism for a model without a plan for it, a
+            model that is already parallel, a missing optimizer.
+        TypeError: a config or optimizer of the wrong type. An existing optimizer is refused, because sharding replaces
+            the parameters that it holds.
+        RuntimeError: a launcher started several processes, but ``init_process_group`` was not called.
     """
     config = ParallelConfig() if config is None else config
     if not isinstance(config, ParallelConfig):
@@ -111,7 +111,7 @@ def _shard_states(
 
 
 def _wrapper_options(config: ParallelConfig) -> dict[str, Any]:
-    """`ParallelConfig.ddp`, with what files can't hold made of what they do."""
+    """`ParallelConfig.ddp`, with values that files can't hold converted from what they do hold."""
     options = dict(config.ddp)
     timeout = options.get("timeout")
     if isinstance(timeout, int | float) and not isinstance(timeout, bool):
@@ -153,6 +153,6 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _device_type(model: nn.Module) -> str:
-    """Of the parameters; those on the meta device will be where this process computes."""
+    """The device type of the parameters; parameters on the meta device will go where this process computes."""
     found = next((parameter.device.type for parameter in model.parameters()), "cpu")
     return ("cuda" if torch.cuda.is_available() else "cpu") if found == "meta" else found

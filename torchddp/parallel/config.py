@@ -1,4 +1,4 @@
-"""ParallelConfig: how a model is to be trained in parallel, as plain data; what it may hold, and what goes together."""
+"""ParallelConfig: how to train a model in parallel, as plain data with its checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ALLOWED = {"kind": KINDS, "sharding_strategy": STRATEGIES, "param_dtype": DTYPES, "reduce_dtype": DTYPES}
-# Set by parallelize itself, or under other names.
+# Set by parallelize itself, or available under other names.
 _NOT_FOR_USERS = {
     "self": "",
     "module": "",
@@ -36,37 +36,38 @@ _FSDP_ONLY = ("cpu_offload", "param_dtype", "reduce_dtype", "wrap", "forward_pre
 
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
-    """What `torchddp.parallelize` is to do with a model. Plain data: it can be read from a file and written to one.
+    """What `torchddp.parallelize` should do with a model. Plain data that can be read from and written to a file.
 
     Args:
         kind: ``"ddp"``: DistributedDataParallel. ``"sharded"``: ShardedDataParallel, gradients and optimizer state
             sharded (ZeRO-2). ``"fsdp"``, ``"hsdp"``: torch's ``fully_shard``, parameters sharded too, over all ranks,
             or over each model-parallel group with replicas between the groups. ``"none"``: the module as it is.
-            ``"auto"``: by ``use_fsdp`` and ``sharding_strategy``. With one process every kind is ``"none"``.
+            ``"auto"``: from ``use_fsdp`` and ``sharding_strategy``. With one process every kind is ``"none"``.
         use_fsdp: FSDP or HSDP instead of DDP.
         sharding_strategy: with FSDP: ``"FULL_SHARD"``, the default, frees gathered parameters after forward;
             ``"SHARD_GRAD_OP"`` keeps them until backward; ``"NO_SHARD"`` replicates them; ``"HYBRID_SHARD"``, the
             default of ``"hsdp"``, and ``"HYBRID_SHARD_ZERO2"`` are the first two within each model-parallel group.
-        cpu_offload: with FSDP: parameters, gradients and optimizer state live in the CPU's memory.
-        sync_module_states: start from rank 0's parameters and buffers. False: they are the same already.
-        model_parallel: number of ranks that hold one copy of the model between them: with HSDP those that a copy is
-            sharded over (None: the ranks of one host), otherwise those of the model's own tensor parallel plan
-            (None: 1). Neighbouring ranks form such a group.
-        data_parallel: number of copies. None: as many as there are model-parallel groups.
-        parallel_backend: backend of the groups that are made, e.g. ``"gloo"``; None: that of the process group.
+        cpu_offload: with FSDP: keep parameters, gradients and optimizer state in CPU memory.
+        sync_module_states: start from rank 0's parameters and buffers. False: they are already equal.
+        model_parallel: number of ranks that share one copy of the model. With HSDP: those that a copy is sharded over
+            (None: the ranks of one host); otherwise those of the model's own tensor parallel plan (None: 1).
+            Neighbouring ranks form such a group.
+        data_parallel: number of copies. None: the number of model-parallel groups.
+        parallel_backend: backend of new groups, e.g. ``"gloo"``; None: that of the process group.
         device_type: ``"cpu"``, ``"cuda"``...; None: that of the model's parameters.
-        param_dtype, reduce_dtype: with FSDP: the dtype that parameters are gathered and used in, and that gradients
-            are reduced in, one of ``"bfloat16"``, ``"float16"``, ``"float32"``, ``"float64"`` or a torch.dtype.
-        wrap: with FSDP: classes, or their names, whose modules are sharded and gathered one by one. None: the
-            repeated modules of the model's lists. (): the model as a whole.
-        forward_prefetch, backward_prefetch: with FSDP: number of modules whose parameters are gathered ahead. 0: as
-            torch does by itself.
+        param_dtype, reduce_dtype: with FSDP: the dtype in which parameters are gathered and used, and the one in which
+        gradients are reduced: ``"bfloat16"``, ``"float16"``, ``"float32"``, ``"float64"`` or a torch.dtype.
+        wrap: with FSDP: classes, or their names, whose modules are sharded and gathered one by one. None: the repeated
+            modules of the model's lists. (): the model as a whole.
+        forward_prefetch, backward_prefetch: with FSDP: number of modules whose parameters are gathered ahead. 0:
+            torch's own behaviour.
         ddp: further options of DistributedDataParallel or ShardedDataParallel. ``timeout`` may be given in seconds,
             ``wire_dtype`` by its name.
 
     Raises:
-        TypeError: a value of another type. ValueError: one that is not allowed, an unknown option, options that don't
-            go together. Both name the option, what was got and what is allowed.
+        TypeError: a value of the wrong type.
+        ValueError: a value that is not allowed, an unknown option, or conflicting options. Both name the option, what
+            was got and what is allowed.
     """
 
     kind: str = "auto"
@@ -89,7 +90,7 @@ class ParallelConfig:
         for name in ("param_dtype", "reduce_dtype"):
             self._set(name, _plain(getattr(self, name)))
         wrap: Any = self.wrap
-        if isinstance(wrap, list):  # as files have it
+        if isinstance(wrap, list):  # as in files
             self._set("wrap", tuple(wrap))
         _check_types(self)
         _check_together(self)
@@ -100,7 +101,7 @@ class ParallelConfig:
 
     @property
     def chosen_kind(self) -> str:
-        """``kind``, with "auto" replaced by what ``use_fsdp`` and ``sharding_strategy`` ask for (never "auto")."""
+        """``kind``, with "auto" replaced by what ``use_fsdp`` and ``sharding_strategy`` ask for."""
         if self.kind != "auto":
             return "hsdp" if self.kind == "fsdp" and self.sharding_strategy in HYBRID else self.kind
         if not self.use_fsdp:
@@ -109,16 +110,16 @@ class ParallelConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str = "ParallelConfig") -> ParallelConfig:
-        """From a dictionary, as a file gives it. Errors begin with ``source``."""
+        """From a dictionary, such as a parsed file. Errors begin with ``source``."""
         return _made(values, source, ParallelConfig())
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], section: str | None = None) -> ParallelConfig:
         """From a TOML (.toml), YAML (.yaml, .yml; needs PyYAML) or JSON (.json) file. Not collective.
 
-        ``section``: the table of the file with these options (dots between the names of nested ones); None: the file
-        has nothing else. Raises as the constructor does, and names file and option; also ValueError for a file that
-        can't be parsed, another suffix or a missing section, ImportError if its parser is not installed, OSError.
+        ``section``: the file's table with these options (dots separate nested names); None: the file contains nothing
+        else. Raises as the constructor does, naming file and option; also ValueError for a file that can't be parsed,
+        another suffix or a missing section, ImportError if its parser is not installed, OSError.
         """
         return _made(read.read_file(path, section), os.fspath(path), ParallelConfig())
 
@@ -126,15 +127,15 @@ class ParallelConfig:
     def from_cli(cls, args: Iterable[str], base: ParallelConfig | None = None) -> ParallelConfig:
         """From arguments: ``--use-fsdp``, ``--no-use-fsdp``, ``--kind fsdp``, ``--kind=fsdp``, ``kind=fsdp``.
 
-        Options of DDP are ``ddp.NAME=VALUE``; ``wrap`` takes names with commas between; ``none`` is None. What is not
-        given is that of ``base``. Raises as the constructor does, with the nearest name for an unknown one.
+        Options of DDP are ``ddp.NAME=VALUE``; ``wrap`` takes comma-separated names; ``none`` is None. Options that are
+        not given come from ``base``. Raises as the constructor does, suggesting the nearest name for an unknown one.
         """
         return _made(read.read_arguments(args), "command line", base or ParallelConfig())
 
     def as_dict(self) -> dict[str, Any]:
         """The options that differ from their defaults, for ``from_mapping`` and files.
 
-        Raises TypeError for a value that no file can hold, such as a hook.
+        TypeError for a value that files can't hold, such as a hook.
         """
         values = {}
         for item in dataclasses.fields(self):
@@ -145,7 +146,7 @@ class ParallelConfig:
         return values
 
     def to_cli(self) -> list[str]:
-        """Arguments for `from_cli` that give this again. Raises TypeError as `as_dict` does."""
+        """Arguments from which `from_cli` recreates this config. TypeError as in `as_dict`."""
         return read.written_arguments(self.as_dict())
 
 
@@ -164,7 +165,7 @@ def _made(values: Mapping[str, Any], source: str, base: ParallelConfig) -> Paral
 
 
 def _plain(value: Any) -> Any:
-    """An option as a file would have it."""
+    """An option in the form that a file has it."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return value.total_seconds() if isinstance(value, datetime.timedelta) else value
@@ -182,7 +183,7 @@ def _filed(name: str, value: Any) -> Any:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """What to say after an unknown name: the nearest one that there is, and all that are allowed."""
+    """Text to add after an unknown name: the nearest existing one, and all that are allowed."""
     names = list(names)
     known = {candidate.lower(): candidate for candidate in names}
     text = name.lower().replace("-", "_")
@@ -193,7 +194,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _check_types(config: ParallelConfig) -> None:
-    """TypeError or ValueError for a field of another type, a number out of its range, or an unknown name."""
+    """TypeError or ValueError for a field of the wrong type, a number out of range, or an unknown name."""
     for name in read.FLAGS:
         _require(name, getattr(config, name), isinstance(getattr(config, name), bool), "true or false")
     for name in ("kind", "sharding_strategy", "parallel_backend", "device_type", "param_dtype", "reduce_dtype"):
@@ -224,7 +225,7 @@ def _require(name: str, value: object, holds: bool, wanted: str) -> None:
 
 
 def _check_together(config: ParallelConfig) -> None:
-    """ValueError for options that don't go together in a world of any size."""
+    """ValueError for options that conflict whatever the world size."""
     kind, strategy = config.kind, config.sharding_strategy
     if config.use_fsdp and kind in ("none", "ddp", "sharded"):
         raise ValueError(f"use_fsdp with kind '{kind}': leave one out, or take kind 'fsdp' or 'hsdp'")

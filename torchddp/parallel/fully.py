@@ -1,4 +1,4 @@
-"""Parameters sharded by torch's fully_shard: the blocks of a model first, then the rest."""
+"""Shards a model's parameters with torch's fully_shard: its blocks first, then the rest."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torchddp.transport.waits import wait_for_work
 
 
 def shard(model: nn.Module, config: ParallelConfig, layout: Layout, mesh: DeviceMesh) -> None:
-    """Shards ``model`` in place over ``mesh``: over its dimension "dp", or over "mp" with replicas over "dp".
+    """Shard ``model`` in place over ``mesh``: over its dimension "dp", or over "mp" with replicas over "dp".
 
-    Collective. Raises ValueError for a class to wrap that the model has not, and for parameters without memory that
-    rank 0's were to be copied to.
+    Collective. ValueError for a class to wrap that the model doesn't have, and for parameters without memory that
+    should get rank 0's values.
     """
     blocks = blocks_of(model, config.wrap)
     if config.sync_module_states:
@@ -34,18 +34,18 @@ def shard(model: nn.Module, config: ParallelConfig, layout: Layout, mesh: Device
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1]),
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if config.cpu_offload else OffloadPolicy(),
     }
-    for block in reversed(blocks):  # inner ones before those that hold them
+    for block in reversed(blocks):  # inner ones before those that contain them
         fully_shard(block, **options)
-    # The root's own parameters are the last of forward and the first of backward: freeing them between gains nothing.
+    # The root's own parameters are used last in forward and first in backward: freeing them in between gains nothing.
     fully_shard(model, **{**options, "reshard_after_forward": layout.reshard_after_forward and not blocks})
     _prefetch(blocks, config.forward_prefetch, config.backward_prefetch)
 
 
 def blocks_of(model: nn.Module, wrap: tuple[str | type[nn.Module], ...] | None) -> list[nn.Module]:
-    """Modules to shard one by one, outer ones first, in order of registration; never the model itself.
+    """The modules to shard one by one, outer ones first, in registration order; never the model itself.
 
-    By class or name of class (with or without its module), or the members of the model's outermost ModuleLists,
-    ModuleDicts and Sequentials of whose class there are at least two with parameters.
+    By class or class name (with or without its module). Default: the members of the model's outermost ModuleLists,
+    ModuleDicts and Sequentials whose class occurs at least twice with parameters.
     """
     if wrap is None:
         return _repeated(model)
@@ -80,9 +80,9 @@ def _repeated(module: nn.Module) -> list[nn.Module]:
 
 
 def sync_from_rank_0(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Rank 0's parameters and buffers on all ranks of the mesh; of DTensors, those of the first rank with that part.
+    """Copy rank 0's parameters and buffers to all ranks of the mesh; for DTensors, from the first rank with each part.
 
-    Collective. Raises ValueError for tensors on the meta device.
+    Collective. ValueError for tensors on the meta device.
     """
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
@@ -94,7 +94,7 @@ def sync_from_rank_0(model: nn.Module, mesh: DeviceMesh) -> None:
     dp = mesh.get_group("dp")
     if "mp" in (mesh.mesh_dim_names or ()):
         mp: dist.ProcessGroup | None = mesh.get_group("mp")
-    else:  # that of the model's own plan
+    else:  # the mesh of the model's own plan
         mp = next((tensor.device_mesh.get_group() for tensor in tensors.values() if isinstance(tensor, DTensor)), None)
     for tensor in tensors.values():
         if isinstance(tensor, DTensor):

@@ -1,4 +1,4 @@
-"""Which ranks hold which part of a model: what a config means in a world of a given size, and its groups of ranks."""
+"""What a config means for a given world size: which ranks hold which part of a model, and their groups."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from torchddp.transport.agreement import StoreExchange, part_of_store, ranks_of_
 class Layout:
     """What to do, and the two sizes whose product is the number of ranks.
 
-    Rank r is number ``r % model_parallel`` of its model-parallel group, which is neighbours, and number
-    ``r // model_parallel`` of its data-parallel group.
+    Rank r has place ``r % model_parallel`` in its model-parallel group, whose ranks are neighbours, and place ``r //
+    model_parallel`` in its data-parallel group.
     """
 
     kind: str  # none, ddp, sharded, fsdp, hsdp
     data_parallel: int
     model_parallel: int
-    replicates: bool = False  # fsdp: by a mesh whose second dimension is one rank
+    replicates: bool = False  # fsdp: a mesh whose second dimension has one rank
     reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
@@ -38,16 +38,16 @@ class Layout:
 
 
 def plan_layout(config: ParallelConfig, world_size: int, ranks_of_a_host: int, tensor_parallel: bool) -> Layout:
-    """The layout of ``config`` among ``world_size`` ranks.
+    """The layout of ``config`` for ``world_size`` ranks.
 
-    ``ranks_of_a_host``: HSDP's model-parallel group by default. ``tensor_parallel``: parameters are DTensors already.
-    ValueError: sizes that don't multiply to the world size, model parallelism that nothing gives, a plan that does not
-    go with the kind.
+    ``ranks_of_a_host``: HSDP's default model-parallel group. ``tensor_parallel``: parameters are already DTensors.
+    ValueError: sizes that don't multiply to the world size, model parallelism without a plan, or a plan that conflicts
+    with the kind.
     """
     kind = config.chosen_kind
     wanted = config.model_parallel
     if wanted is None:
-        # Of several hosts that have equally many ranks; else one group of all.
+        # If several hosts have the same number of ranks; otherwise one group of all.
         even = world_size % ranks_of_a_host == 0
         wanted = (ranks_of_a_host if even else world_size) if kind == "hsdp" else 1
     data_parallel, model_parallel = _sizes(config, world_size, wanted)
@@ -103,10 +103,10 @@ def _check_plan(kind: str, model_parallel: int, tensor_parallel: bool) -> None:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """One group that this rank is in.
+    """One group that contains this rank.
 
-    ``rank``: this rank's number in it, of ``world_size``. ``global_rank``: its number among all ranks, and
-    ``global_ranks`` those of all members in order. ``group``: its process group; None for a group of this rank alone.
+    ``rank``: this rank's place in it, out of ``world_size``. ``global_rank``: its rank among all, and ``global_ranks``
+    those of all members in order. ``group``: its process group; None for a group of this rank alone.
     """
 
     rank: int
@@ -118,7 +118,7 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class ParallelGroupInfo:
-    """``mp``: the ranks that hold one copy of the model together. ``dp``: those that hold the same part of a copy."""
+    """``mp``: the ranks that share one copy of the model. ``dp``: those that hold the same part of a copy."""
 
     mp: GroupInfo
     dp: GroupInfo
@@ -126,9 +126,9 @@ class ParallelGroupInfo:
 
 @dataclass
 class _Made:
-    """The groups of a layout. Holds no process group: those end when destroy_process_group is called."""
+    """The groups of a layout. Holds no process groups: those end when destroy_process_group is called."""
 
-    world: weakref.ref[dist.ProcessGroup] | None  # that they were made in
+    world: weakref.ref[dist.ProcessGroup] | None  # the process group in which they were created
     key: tuple[object, ...]
     mesh: DeviceMesh | None
 
@@ -137,15 +137,16 @@ class _Made:
 
 
 _made: list[_Made] = []
-_HOSTS_TIMEOUT = datetime.timedelta(minutes=10)  # as torch's stores wait, for ranks whose models take longer to make
+# as long as torch's stores wait, for ranks whose models take longer to build
+_HOSTS_TIMEOUT = datetime.timedelta(minutes=10)
 _host_sizes: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def device_mesh(config: ParallelConfig) -> DeviceMesh:
-    """The mesh of ``config``, for tensor parallel plans: "dp" and, with model parallelism, "mp", the inner one.
+    """The mesh of ``config``, for tensor parallel plans: "dp" and, with model parallelism, the inner dimension "mp".
 
-    The first call for a layout is collective and makes its process groups; `parallelize` with the same config uses
-    them. ``config.device_type`` None: "cuda" if there is one, else "cpu". Raises RuntimeError without a process group,
+    The first call for a layout is collective and creates its process groups; `parallelize` with the same config reuses
+    them. ``config.device_type`` None: "cuda" if there is one, else "cpu". RuntimeError without a process group,
     ValueError for sizes that don't multiply to the world size.
     """
     require_process_group()
@@ -159,10 +160,10 @@ def device_mesh(config: ParallelConfig) -> DeviceMesh:
 
 
 def parallel_group_info() -> ParallelGroupInfo:
-    """The groups that the last `parallelize` or `device_mesh` of this process made or used. Not collective.
+    """The groups that the last `parallelize` or `device_mesh` of this process created or used. Not collective.
 
-    In one process both are of this rank alone. Raises RuntimeError before the first of these calls, and after the
-    process group they were made in is gone.
+    In a single process both contain this rank alone. RuntimeError before the first of these calls, and after their
+    process group was destroyed.
     """
     if _made and _made[-1].is_of(_world()):
         return _info_of(_made[-1].mesh)
@@ -173,7 +174,7 @@ def parallel_group_info() -> ParallelGroupInfo:
 
 
 def open_groups(layout: Layout, config: ParallelConfig, device_type: str) -> DeviceMesh | None:
-    """The mesh of a layout; None without a process group. Collective, unless it is there already."""
+    """The mesh of a layout; None without a process group. Collective unless it already exists."""
     world = _world()
     two = layout.model_parallel > 1 or layout.kind == "hsdp" or layout.replicates
     key = (layout.data_parallel, layout.model_parallel, two, device_type, config.parallel_backend)
@@ -181,7 +182,7 @@ def open_groups(layout: Layout, config: ParallelConfig, device_type: str) -> Dev
     if made is None:
         mesh = None if world is None else _new_mesh(layout, two, config.parallel_backend, device_type)
         made = _Made(None if world is None else weakref.ref(world), key, mesh)
-    # The last is the one that is told about; groups of a process group that is gone are forgotten.
+    # The last entry is the one reported; groups of a destroyed process group are dropped.
     _made[:] = [other for other in _made if other.is_of(world) and other is not made] + [made]
     return made.mesh
 
@@ -220,17 +221,18 @@ def require_process_group() -> None:
 
 
 def layout_here(config: ParallelConfig, tensor_parallel: bool) -> Layout:
-    """`plan_layout` among the ranks that there are. With HSDP, the first call in a process group is collective."""
+    """`plan_layout` for the current ranks. With HSDP, the first call in a process group is collective."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     of_a_host = ranks_of_a_host() if config.chosen_kind == "hsdp" else world_size
     return plan_layout(config, world_size, of_a_host, tensor_parallel)
 
 
 def ranks_of_a_host() -> int:
-    """Number of ranks of each host, if all have as many and they are neighbours; else of all ranks.
+    """The number of ranks per host if it is the same everywhere and they are neighbours; otherwise the number of all
+    ranks.
 
-    The first call in a process group is collective. Ranks tell each other, over the store: launchers know of those
-    that they have started themselves, and a model's GPU may not be chosen yet.
+    The first call in a process group is collective. Ranks tell each other through the store, because a launcher only
+    knows the ranks it started itself, and a model's GPU may not be chosen yet.
     """
     world = _world()
     if world is None or world.size() == 1:

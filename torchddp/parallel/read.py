@@ -68,7 +68,7 @@ def _needed(module: str, path: Path, package: str) -> Any:
 
 
 def read_arguments(args: Iterable[str]) -> dict[str, Any]:
-    """Options by name: see ParallelConfig.from_cli. Names are not checked here, but flags and numbers are read."""
+    """Options by name: see ParallelConfig.from_cli. Names are not checked here, but flags and numbers are parsed."""
     found: dict[str, Any] = {}
     waiting = list(args)
     while waiting:
@@ -99,7 +99,7 @@ def read_arguments(args: Iterable[str]) -> dict[str, Any]:
 
 
 def _value(name: str, text: str) -> Any:
-    """The value of the option ``name``. What can't be read stays a string, which the config refuses."""
+    """The value of the option ``name``. A value that can't be parsed stays a string, which the config rejects."""
     if name != "kind" and text.lower() in ("none", "null"):
         return None
     if name in FLAGS:
@@ -115,7 +115,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def _guessed(text: str) -> Any:
-    """A value whose type nothing tells: as in JSON, with none, True and False as well, or else a string."""
+    """A value of unknown type: parsed as JSON, or as none, True or False, or else a string."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
@@ -126,7 +126,7 @@ def _guessed(text: str) -> Any:
 
 
 def written_arguments(values: Mapping[str, Any]) -> list[str]:
-    """Arguments that `read_arguments` reads as ``values``."""
+    """Arguments that `read_arguments` parses back to ``values``."""
     written = []
     for name, value in values.items():
         if name == "ddp":

@@ -1,4 +1,4 @@
-"""Data parallel training with sharded gradients and optimizer state, over `torchddp.optim.OSS`."""
+"""Data parallel training with sharded gradients and optimizer state, on top of `torchddp.optim.OSS`."""
 
 from torchddp.sharded.data_parallel import ShardedDataParallel
 

@@ -1,4 +1,4 @@
-"""OSS and torch.distributed.checkpoint: saved by all ranks, loaded on any number of them."""
+"""OSS with torch.distributed.checkpoint: saved by all ranks, loaded on any number of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from torchddp.sharded.oss import OSS
 
-if TYPE_CHECKING:  # torch.distributed.checkpoint takes half a second: only those who load import it
+if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes half a second, so only loading does it
     from torch.distributed.checkpoint.storage import StorageReader
 
 
@@ -20,18 +20,19 @@ def load_checkpoint(
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage_reader: StorageReader | None = None,
 ) -> None:
-    """Loads what all ranks saved with ``dcp.save({key: optimizer.local_state_dict(), ...})``. Collective.
+    """Load what all ranks saved with ``dcp.save({key: optimizer.local_state_dict(), ...})``. Collective.
 
-    On any number of ranks; each reads only the state of its own parameters, through the CPU.
+    Works on any number of ranks; each reads only the state of its own parameters, through the CPU.
 
     Args:
-        optimizer: the OSS to load into, over the same parameters as the one that was saved.
+        optimizer: the OSS to load into, over the same parameters as the saved one.
         key: where the optimizer is in the saved dict.
         checkpoint_id: the checkpoint's folder.
-        storage_reader: the reader of another storage, instead of a folder.
+        storage_reader: a reader for another storage, instead of a folder.
 
     Raises:
-        ValueError: neither folder nor reader; no optimizer under ``key``, or that of another model. Nothing is changed.
+        ValueError: neither a folder nor a reader; no optimizer under ``key``, or one of another model. Nothing is
+            changed.
     """
     from torch.distributed.checkpoint import filesystem, state_dict_loader
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
@@ -41,7 +42,7 @@ def load_checkpoint(
             raise ValueError("load_checkpoint needs checkpoint_id or storage_reader")
         storage_reader = filesystem.FileSystemReader(checkpoint_id)
     metadata = storage_reader.read_metadata()
-    # Where each saved value was in local_state_dict(): ("state", "0", "exp_avg"), ("param_groups", 0, "lr").
+    # The path of each saved value in local_state_dict(): ("state", "0", "exp_avg"), ("param_groups", 0, "lr").
     paths = {name: path[1:] for name, path in (metadata.planner_data or {}).items() if path[0] == key and path[1:]}
     group_names = [name for name, path in paths.items() if path[0] == "param_groups"]
     if not group_names:
@@ -52,7 +53,7 @@ def load_checkpoint(
     groups = unflatten_state_dict(group_values, paths)["param_groups"]
 
     def state_of(values: dict[str, Any]) -> dict[Any, Any]:
-        """By parameter index; torch.distributed.checkpoint makes strings of the keys of dicts."""
+        """By parameter index; torch.distributed.checkpoint turns the keys of dicts into strings."""
         state = unflatten_state_dict(values, paths).get("state", {})
         return {int(key) if key.isdigit() else key: entry for key, entry in state.items()}
 
@@ -67,7 +68,7 @@ def load_checkpoint(
 
 
 def _blank(saved: Any, device: str) -> torch.Tensor | None:
-    """What a saved value is read into."""
+    """A placeholder that a saved value is read into."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     if not isinstance(saved, TensorStorageMetadata):

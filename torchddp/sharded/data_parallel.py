@@ -1,4 +1,4 @@
-"""ShardedDataParallel: each gradient reduced to the one rank that owns it."""
+"""ShardedDataParallel: each gradient is reduced to the one rank that owns it."""
 
 from __future__ import annotations
 
@@ -23,40 +23,42 @@ class ShardedDataParallel(DistributedDataParallel):
         model = torchddp.ShardedDataParallel(model, optimizer)
         loss = model(x).sum(); loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-    Buckets hold the gradients of one owner each and are reduced to it while backward goes on; the other ranks let go of
-    theirs at once, so that after backward ``.grad`` is None but on the owner. ``optimizer.step()`` updates the owner's
-    parameters and sends them to all, from flat memory into flat memory (parameters become views of it): while the next
-    forward runs, each module waiting for its own (DeAR, Zhang et al. 2023), or within the step over shared memory,
-    where this rank's own processor would do the copying anyhow. Results are those of DistributedDataParallel.
+    Each bucket holds gradients of one owner and is reduced to it while backward runs. The other ranks free theirs at
+    once, so after backward ``.grad`` is None except on the owner. ``optimizer.step()`` updates the owner's parameters
+    and sends them to all ranks between flat buffers (parameters become views of these): while the next forward runs,
+    with each module waiting for its own parameters (DeAR, Zhang et al. 2023), or within the step over shared memory,
+    where this rank's own processor would do the copying anyway. Results equal those of DistributedDataParallel.
 
     Args:
-        module: the model. Its parameters keep their identity, and get other memory.
+        module: the model. Its parameters keep their identity but move to other memory.
         sharded_optimizer: the `torchddp.optim.OSS` of its trainable parameters, or a list of several.
-        process_group: the ranks, those of the optimizers; by default all.
-        broadcast_buffers: rank 0's buffers before each forward.
-        sync_models_at_startup: rank 0's parameters and buffers now.
-        reduce_buffer_size: elements of the largest message with gradients, unless one gradient is larger; 0: a message
-            for each. Buckets are smaller than that where the transport likes small ones.
-        auto_refresh_trainable: notice in forward that parameters were frozen or thawed, and `refresh_trainable`. Each
-            rank looks at its own: all must have changed the same.
-        reduce_fp16: float32 gradients travel as float16, after the division by the world size: half as many bytes, and
-            three digits. Sums are rounded to float16 too: over shared memory and gloo once, elsewhere by the backend.
+        process_group: the ranks, which must be those of the optimizers; default: all.
+        broadcast_buffers: send rank 0's buffers before each forward.
+        sync_models_at_startup: start from rank 0's parameters and buffers.
+        reduce_buffer_size: elements of the largest gradient message, unless a single gradient is larger; 0: one message
+            per gradient. Buckets are smaller where the transport prefers small ones.
+        auto_refresh_trainable: detect in forward that parameters were frozen or thawed, and call `refresh_trainable`.
+            Each rank checks its own parameters; all must have changed in the same way.
+        reduce_fp16: send float32 gradients as float16, after dividing by the world size: half the bytes, three digits.
+            Sums
+        are rounded to float16 too: once over shared memory and gloo, elsewhere as the backend does it.
         transport, timeout, stall_report_s, find_unused_parameters, static_graph, device_ids, weighted, zero_weights: as
             for DistributedDataParallel.
-        overlap_gather: False: the step ends when all ranks have the updated parameters. Otherwise they travel while the
-            next forward runs, unless memory is shared.
+        overlap_gather: False: a step returns once all ranks have the updated parameters. Otherwise they are sent while
+            the next forward runs, unless memory is shared.
 
-    With ``overlap_gather`` a parameter is waited for when it is read through its module (or this class):
-    ``module.weight``, ``parameters()``, ``state_dict()``, forward. A tensor kept from before is not: `synchronize`.
+    With ``overlap_gather``, reading a parameter through its module (or this class) waits for it: ``module.weight``,
+    ``parameters()``, ``state_dict()``, forward. A tensor kept from before does not wait: see `synchronize`.
 
-    Memory per rank, beside the model: 1/W of the gradients after backward (during it also those on their way), 1/W of
+    Memory per rank besides the model: 1/W of the gradients after backward (during it, also those in transit) and 1/W of
     the optimizer's state. The constructor and every synchronised backward, step and `refresh_trainable` are collective.
 
     Raises:
-        TypeError: an optimizer that is no OSS.
-        ValueError: an optimizer over other parameters than the module's, a parameter in two optimizers or in none, an
-            optimizer of another process group, a wrong buffer size.
-        RuntimeError: ranks whose models or owners differ; a module with sparse gradients; no parameter requires grad.
+        TypeError: an optimizer is not an OSS.
+        ValueError: the optimizers and the module have different parameters, a parameter is in two optimizers or none,
+            an optimizer has another process group, or the buffer size is invalid.
+        RuntimeError: models or owners differ between ranks, the module has sparse gradients, or no parameter requires
+            grad.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class ShardedDataParallel(DistributedDataParallel):
         if not dist.is_initialized():
             raise RuntimeError("ShardedDataParallel needs a process group: call init_process_group first")
         optimizers = agreed_optimizers(module, sharded_optimizer, process_group or dist.group.WORLD)
-        # Read while torch's constructor runs: a plain attribute only.
+        # Read while torch's constructor runs, so it must be a plain attribute.
         self._policy = self._shards = ShardedPolicy(
             module,
             optimizers,
@@ -119,15 +121,15 @@ class ShardedDataParallel(DistributedDataParallel):
             )
             optimizer.attach(hooks)
 
-    # --- parameters on their way ---
+    # --- parameters in transit ---
 
     @property
     def overlap_gather(self) -> bool:
-        """Whether updated parameters travel while the next forward runs."""
+        """Whether updated parameters are sent while the next forward runs."""
         return self._shards.overlaps
 
     def synchronize(self) -> None:
-        """Until all updated parameters are there. Needed before reading a tensor that was not got from a module."""
+        """Wait for all updated parameters. Needed before reading a tensor that was not obtained from a module."""
         self._shards.synchronize()
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -136,11 +138,11 @@ class ShardedDataParallel(DistributedDataParallel):
         return super()._forward(*inputs, **kwargs)
 
     def unwrap(self) -> torch.nn.Module:
-        """Takes the module out: its parameters get memory of their own, and no hooks are left on it. Returns it.
+        """Take the module out: its parameters get their own memory and all hooks are removed. Returns it.
 
-        For the end of training: this object can't be used any more. Gradients are dropped; the optimizers can still be
-        saved (`consolidate_state_dict`). Not collective, but all ranks must have done as many steps: updated
-        parameters that are on their way are waited for.
+        For the end of training: this object can't be used afterwards. Gradients are dropped; the optimizers can still
+        be saved (`consolidate_state_dict`). Not collective, but all ranks must have done the same number of steps,
+        because it waits for updated parameters in transit.
         """
         try:
             self.synchronize()
@@ -153,13 +155,13 @@ class ShardedDataParallel(DistributedDataParallel):
                 param.data = param.data.clone()
         return self.module
 
-    # --- frozen and thawed ---
+    # --- freezing and thawing ---
 
     def refresh_trainable(self) -> None:
-        """After parameters were frozen or thawed: finds owners, and buckets without what is frozen. Collective.
+        """Update owners and buckets after parameters were frozen or thawed. Collective.
 
-        Errors are those of the base class. New parameters go to an optimizer by its ``add_param_group``, which calls
-        this.
+        Raises the errors of the base class. New parameters go to an optimizer through its ``add_param_group``, which
+        calls this.
         """
         self._refreshing = True
         try:
@@ -177,7 +179,7 @@ class ShardedDataParallel(DistributedDataParallel):
             )
 
     def _owners_changed(self) -> None:
-        """An optimizer has new parameters, or new owners."""
+        """An optimizer has new parameters or new owners."""
         session = self.session
         if not self._refreshing and (
             session.has_changed() or self._shards.owners(session.parameters) != [spec.owner for spec in session.specs]
@@ -196,9 +198,9 @@ class ShardedDataParallel(DistributedDataParallel):
     # --- gradients ---
 
     def reduce(self) -> None:
-        """Reduces the gradients there are to their owners, as a synchronised backward would. Collective.
+        """Reduce the existing gradients to their owners, as a synchronised backward would. Collective.
 
-        For gradients that were accumulated under `no_sync`. A rank without a gradient counts as one with zeros.
+        For gradients accumulated under `no_sync`. A missing gradient counts as zeros.
         """
         super().reduce()
 

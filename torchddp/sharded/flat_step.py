@@ -1,16 +1,16 @@
-"""Many small parameters stepped as a few flat ones, for optimizers that treat each element by itself.
+"""Steps many small parameters as a few flat ones, for element-wise optimizers.
 
-A step over a thousand small parameters takes a thousand times a dozen kernel calls; over the flat buffers that
-ShardedDataParallel has put them in, a dozen. Small parameters of one group that are neighbours in a buffer become a
-`FlatParameter` (as FSDP's): their gradients are copied side by side, and the optimizer steps one tensor in their place.
+A step over a thousand small parameters takes a thousand times a dozen kernel calls; over the flat buffers of
+ShardedDataParallel it takes a dozen. Small parameters of one group that are neighbours in a buffer become a
+`FlatParameter` (as in FSDP): their gradients are copied side by side, and the optimizer steps one tensor instead.
 
-Results equal those of a step tensor by tensor, bit for bit, except with ``fused=True`` on the CPU (SGD, Adam, AdamW):
-torch's fused kernels round the last few elements of each tensor differently from the rest, so a new value may differ by
-the rounding of one of its terms.
+Results equal those of stepping tensor by tensor, bit for bit, except with ``fused=True`` on the CPU (SGD, Adam, AdamW):
+torch's fused kernels round the last few elements of each tensor differently, so a new value may differ by the rounding
+of one of its terms.
 
-A flat parameter stays as it is while its parameters all have gradients, or all have none. Where they differ it is split
-for good, so that models with branches settle after a few steps. The state that users see is always up to date, and is
-read again whenever they changed it.
+A flat parameter stays in place as long as its parameters all have gradients, or all have none. If that differs, it is
+split permanently, so models with branches settle after a few steps. The state that users see is always up to date, and
+is read again whenever they change it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch.optim import Optimizer
 
 from torchddp import _C
 
-# Parameters with at least as many elements stay alone: a call for each costs little beside the work on them, and
-# their gradients are not to be copied.
+# Parameters with at least this many elements are stepped alone: the cost of a call is small compared to the work, and
+# their gradients should not be copied.
 SMALL_NUMEL = 65_536
 
-# State that torch's optimizers keep once for a whole parameter; all else they keep for each element.
+# State that torch's optimizers keep once per parameter; everything else is per element.
 SCALAR_STATE = frozenset({"step", "mu_product"})
 
-# These classes themselves: a class derived from one of them may do anything.
+# Exactly these classes: a class derived from one of them may do anything.
 ELEMENTWISE = frozenset(
     {
         torch.optim.SGD,
@@ -50,11 +50,11 @@ ELEMENTWISE = frozenset(
     }
 )
 
-State = MutableMapping[torch.Tensor, Any]  # an optimizer's: a dict for each parameter, as torch types it
+State = MutableMapping[torch.Tensor, Any]  # the optimizer's: a dict per parameter, as torch types it
 
 
 class FlatStep:
-    """Puts flat parameters in the place of an optimizer's small ones while it steps."""
+    """Replaces an optimizer's small parameters with flat ones while it steps."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -62,7 +62,7 @@ class FlatStep:
         self.reset()
 
     def reset(self) -> None:
-        """Call when the optimizer has other parameters or other state: the next step groups them anew."""
+        """Call when the optimizer has new parameters or new state: the next step regroups them."""
         self._buffers: list[torch.Tensor] = []
         self._flat: list[tuple[int, FlatParameter]] = []  # with the number of their group
         self._alone: list[list[torch.Tensor]] = []  # the other parameters, by group
@@ -124,9 +124,9 @@ class FlatStep:
 class FlatParameter:
     """Parameters of equal dtype and device, each dense, in ascending order in ``buffer``, with equal state.
 
-    The optimizer steps `data`, which reaches from the first parameter's first element to the last one's last, gaps
-    included: an element of a gap never meets another. Users still see each parameter's own state: tensors of its shape,
-    which are views of the flat state, and its own scalars, which are kept equal to the flat ones.
+    The optimizer steps `data`, which spans from the first parameter's first element to the last one's last, including
+    gaps, whose elements don't affect others. Users still see each parameter's own state: tensors of its shape, which
+    are views of the flat state, and its own scalars, which are kept equal to the flat ones.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], buffer: torch.Tensor, state: State) -> None:
@@ -139,12 +139,12 @@ class FlatParameter:
         self._grad = torch.zeros_like(self.data)
         self._grads = self._views(self._grad)
         self._state: dict[str, torch.Tensor] = {}
-        self._scalars: dict[str, tuple[torch.Tensor, int]] = {}  # all parameters' in one tensor, and its version
-        self._visible: list[torch.Tensor] = []  # the state that users see, in the order of parameters
+        self._scalars: dict[str, tuple[torch.Tensor, int]] = {}  # one tensor for all parameters, and its version
+        self._visible: list[torch.Tensor] = []  # the state that users see, in parameter order
         self._flatten_state(state)
 
     def is_current(self, state: Mapping[torch.Tensor, Any]) -> bool:
-        """Whether all parameters or none have gradients, and their memory and state are as they were left."""
+        """Whether all or none of the parameters have gradients, and their memory and state are unchanged."""
         grads = [param.grad for param in self.params]
         missing = sum(grad is None for grad in grads)
         visible = [value for param in self.params for value in state.get(param, {}).values()]
@@ -158,14 +158,14 @@ class FlatParameter:
         )
 
     def begin_step(self, state: State) -> None:
-        """Before the optimizer's step: sets the flat gradient and the flat state."""
+        """Before the optimizer's step: set the flat gradient and the flat state."""
         torch._foreach_copy_(self._grads, [param.grad for param in self.params if param.grad is not None])
         self.data.grad = self._grad
         if self._state:
             state[self.data] = dict(self._state)
 
     def end_step(self, state: State) -> None:
-        """After the optimizer's step, even a failed one: brings each parameter's state up to date with the flat one."""
+        """After the optimizer's step, even a failed one: update each parameter's state from the flat one."""
         self.data.grad = None
         torch.autograd.graph.increment_version(self.params)
         stepped = state.pop(self.data, self._state)
@@ -216,7 +216,7 @@ class FlatParameter:
 def _merge_neighbours(
     members: Sequence[tuple[int, torch.Tensor]], buffer: torch.Tensor, state: State
 ) -> list[tuple[int, FlatParameter]]:
-    """Flat parameters of two or more neighbours each. ``members``: the number of its group, and the parameter."""
+    """Flat parameters of two or more neighbours each. ``members``: group number and parameter."""
     merged = []
     for (number, kind), alike in groupby(members, lambda member: (member[0], _merge_kind(member[1], buffer, state))):
         params = [param for _, param in alike]
@@ -230,9 +230,9 @@ def _address(member: tuple[int, torch.Tensor]) -> int:
 
 
 def _merge_kind(param: torch.Tensor, buffer: torch.Tensor, state: Mapping[torch.Tensor, Any]) -> Hashable:
-    """What members of a flat parameter have in common. None if this one can only be stepped alone."""
+    """The properties that members of a flat parameter share; None if this one can only be stepped alone."""
     grad, entry = param.grad, state.get(param, {})
-    # The last elements of a tensor of 16 bits are rounded more often than the others on the CPU.
+    # On the CPU the last elements of a 16-bit tensor are rounded more often than the others.
     exact = param.is_floating_point() and (param.itemsize >= 4 or param.device.type != "cpu")
     dense = param.is_contiguous() or param.is_contiguous(memory_format=torch.channels_last)
     plain = type(param) in (torch.Tensor, torch.nn.Parameter) and param.numel() < SMALL_NUMEL

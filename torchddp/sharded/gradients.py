@@ -1,4 +1,4 @@
-"""Gradients that each rank sees a part of: their norm, and what GradScaler leaves to the optimizer."""
+"""Gradients that each rank holds a part of: their norm, and what GradScaler leaves to the optimizer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def sharded_norm(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> torch.Tensor:
-    """The norm over all ranks' ``grads`` as a scalar of ``dtype`` on ``device``. Collective (one all-reduce).
+    """The norm of all ranks' ``grads`` as a scalar of ``dtype`` on ``device``. Collective (one all-reduce).
 
-    NaN if any element is, and the same on all ranks. Raises ValueError for norms of order 0 and below.
+    NaN if any element is; equal on all ranks. ValueError for norms of order 0 and below.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above 0, got {norm_type}")
@@ -34,7 +34,7 @@ def sharded_norm(
     wide = torch.float32 if device.type == "mps" else torch.float64
     local = local.to(device=device, dtype=wide)
     if math.isinf(norm_type):
-        # A maximum may lose a NaN, depending on the order of ranks: whether there is one travels beside it.
+        # A maximum may lose a NaN depending on rank order, so a flag for NaNs is sent along.
         both = torch.stack([local.nan_to_num(nan=0.0, posinf=math.inf), local.isnan().to(wide)])
         _all_reduce(both, group, dist.ReduceOp.MAX)
         return torch.where(both[1] > 0, math.nan, both[0]).to(dtype)
@@ -46,9 +46,9 @@ def sharded_norm(
 class ShardedGradScaler(torch.amp.GradScaler):
     """torch's GradScaler for optimizers whose gradients are sharded over ranks (`torchddp.ShardedDataParallel`).
 
-    An inf or NaN that one rank finds in its gradients counts on all ranks: they skip the same steps, and their scales
-    stay equal. ``unscale_`` and the first ``step`` after a backward are collective. Optimizers other than `OSS` are
-    treated as by torch's class.
+    An inf or NaN in one rank's gradients counts on all ranks: they skip the same steps, and their scales stay equal.
+    ``unscale_`` and the first ``step`` after a backward are collective. Optimizers other than `OSS` are handled as in
+    torch's class.
     """
 
     def _unscale_grads_(
@@ -66,12 +66,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
 @torch.no_grad()
 def skips_step(optimizer: Optimizer, params: Sequence[torch.Tensor], group: dist.ProcessGroup, sharded: bool) -> bool:
-    """Whether all ranks are to skip this step, because of gradients that are not finite. Collective under a GradScaler.
+    """Whether all ranks skip this step because of non-finite gradients. Collective under a GradScaler.
 
-    If not, gradients that the scaler has not unscaled yet are unscaled. It leaves both to optimizers like OSS
-    (``_step_supports_amp_scaling``), and sets ``found_inf`` and ``grad_scale`` on them. ``sharded``: each rank sees its
-    own gradients only. Raises RuntimeError on every rank if only some found such values: their scales would drift
-    apart as well.
+    If not, unscales gradients that the scaler has not unscaled yet. It leaves both tasks to optimizers like OSS
+    (``_step_supports_amp_scaling``), on which it sets ``found_inf`` and ``grad_scale``. ``sharded``: each rank sees
+    only its own gradients. Raises RuntimeError on every rank if only some found such values, since their scales would
+    drift apart.
     """
     found_inf: torch.Tensor | None = getattr(optimizer, "found_inf", None)
     if found_inf is None:
@@ -80,7 +80,7 @@ def skips_step(optimizer: Optimizer, params: Sequence[torch.Tensor], group: dist
         return True
     scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
     if scale is not None:
-        inverse = scale.double().reciprocal().float()  # the arithmetic of GradScaler.unscale_
+        inverse = scale.double().reciprocal().float()  # same arithmetic as GradScaler.unscale_
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for grad in (param.grad for param in params if param.grad is not None):
             by_kind[grad.device, grad.dtype].append(grad)

@@ -19,17 +19,17 @@ from torchddp.sharded.partition import ParameterPartition
 from torchddp.sharded.sharded_state import check_state, gather_state
 from torchddp.transport.agreement import message_device, verify_agreement
 
-# What OSS and the inner optimizer each have of their own in a parameter group; all the rest is shared.
+# What OSS and the inner optimizer each have for themselves in a parameter group; the rest is shared.
 OWN_KEYS = ("params", "param_names")
 
 State = dict[torch.Tensor, Any]
 
 
 class OSS(Optimizer):
-    """Any torch optimizer, with its state sharded over ranks (ZeRO stage 1, Rajbhandari et al. 2020; FairScale's OSS).
+    """Any torch optimizer with its state sharded over ranks (ZeRO stage 1, Rajbhandari et al. 2020; FairScale's OSS).
 
-    Each rank keeps state for the parameters it owns, updates those, and sends them to the others. Gradients must be
-    the same on all ranks, as `DistributedDataParallel` leaves them.
+    Each rank keeps state for the parameters it owns, updates them, and sends them to the others. Gradients must be
+    equal on all ranks, as `DistributedDataParallel` leaves them.
 
         optimizer = torchddp.optim.OSS(model.parameters(), optim=torch.optim.AdamW, lr=1e-3)
 
@@ -38,25 +38,25 @@ class OSS(Optimizer):
 
     Attributes:
         optim: the optimizer of this rank's parameters. Its options are overwritten with those of ``param_groups``.
-        process_group, rank, world_size: the ranks that the state is sharded over, and which of them this is.
-        step_hooks: those of the ShardedDataParallel that sends the parameters, if one does.
+        process_group, rank, world_size: the ranks that the state is sharded over, and this rank's place among them.
+        step_hooks: those of the ShardedDataParallel that sends the parameters, if there is one.
 
     Args:
         params: parameters, groups, or ``named_parameters()``, as for any optimizer; the same on all ranks.
-        optim: the optimizer class. It must treat parameters one by one: LBFGS is refused.
-        group: the process group to shard over; by default all ranks.
-        broadcast_buffer_size: elements of the largest message that updated parameters travel in, unless one parameter
-            is larger; -1: one message for each owner and dtype.
-        broadcast_fp16: float32 parameters travel as float16, and all ranks, the owner too, go on with the rounded
-            values: replicas stay equal, at the price of half precision weights (|w| < 65504, small updates vanish).
+        optim: the optimizer class. It must treat parameters independently: LBFGS is refused.
+        group: the process group to shard over; default: all ranks.
+        broadcast_buffer_size: elements of the largest message of updated parameters, unless a single parameter is
+            larger; -1: one message per owner and dtype.
+        broadcast_fp16: send float32 parameters as float16; all ranks, including the owner, continue with the
+            rounded values. Replicas stay equal, but weights have half precision (below 65504, small updates vanish).
         defaults: the options of ``optim``.
 
-    The constructor is collective: it raises on every rank if the parameters differ between ranks (RuntimeError).
-    Raises TypeError if ``optim`` is no optimizer class, ValueError for a parameter given twice, a wrong buffer size,
-    or a rank outside of ``group``.
+    The constructor is collective: it raises RuntimeError on every rank if the parameters differ between ranks.
+    TypeError if ``optim`` is not an optimizer class; ValueError for a parameter given twice, an invalid buffer size, or
+    a rank outside of ``group``.
     """
 
-    # The scaler then leaves it to `step` to skip or to unscale: ranks must agree on it, or some wait for ever.
+    # The scaler then leaves skipping and unscaling to `step`, where ranks must agree, or some would wait forever.
     _step_supports_amp_scaling = True
     _built = False
 
@@ -96,26 +96,28 @@ class OSS(Optimizer):
 
     @property
     def param_to_rank(self) -> Mapping[torch.Tensor, int]:
-        """The rank (in the group) that owns each parameter; parameters without an owner are not in it. Read-only."""
+        """The rank (in the group) that owns each parameter; parameters without an owner are missing. Read-only."""
         return MappingProxyType(self._partition.owner_of)
 
     def attach(self, hooks: StepHooks | None) -> None:
-        """Leaves sending parameters to the data parallel module that reduces gradients to their owners; None: not."""
+        """Let the data parallel module that reduces gradients to their owners send parameters too; None: send them
+        here.
+        """
         self.step_hooks = hooks
         self._flat_step.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. The new parameters go to the ranks that own the fewest elements. Collective.
 
-        Raises ValueError, and adds nothing, for parameters given twice or unknown to an attached data parallel module,
-        RuntimeError on every rank if the new parameters differ between ranks.
+        Raises ValueError, adding nothing, for parameters given twice or unknown to an attached data parallel module,
+        and RuntimeError on every rank if the new parameters differ between ranks.
         """
         super().add_param_group(param_group)
         try:
             if self.step_hooks is not None:
                 self.step_hooks.check_new(self.param_groups[-1]["params"])
             self._partition.set_groups(self.param_groups)
-            if not self._built:  # called by the constructor of torch's class: owners are found for all groups at once
+            if not self._built:  # called by torch's constructor: owners are assigned for all groups at once
                 return
             known = self._partition.active
             active = [*known, *self._partition.trainable()[len(known) :]]
@@ -130,16 +132,17 @@ class OSS(Optimizer):
         """Call after parameters were frozen or thawed (``requires_grad``). Collective.
 
         Newly trainable parameters without an owner go to the ranks that own the fewest elements. All others stay where
-        they are with their state; frozen ones are left out of steps until they are thawed and this is called again.
+        they are, with their state; frozen ones are left out of steps until they are thawed and this is called again.
         """
         active = self._partition.trainable()
         owners, state = self._agree_on_owners(active)
         self._apply(owners, active, state)
 
     def assign_owners(self, indices: Iterable[int]) -> list[int]:
-        """Finds owners for those parameters that have none, frozen ones too, so that state for them can be loaded.
+        """Assign owners to those parameters that have none, including frozen ones, so that state can be loaded for
+        them.
 
-        Call with the same indices on all ranks. Returns the indices of all parameters of this rank.
+        Call it with the same indices on all ranks. Returns the indices of all parameters of this rank.
         """
         chosen = {*indices}
         wanted = [on or index in chosen for index, on in enumerate(self._partition.active)]
@@ -155,10 +158,10 @@ class OSS(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Updates this rank's parameters, then all ranks get those of all others. Collective.
+        """Update this rank's parameters, then exchange updated parameters between all ranks. Collective.
 
-        The closure is called once on every rank, and its loss returned. Raises RuntimeError for a sparse gradient, and
-        for the gradient of a parameter that was thawed without `refresh_trainable`.
+        The closure is called once on every rank, and its loss returned. RuntimeError for a sparse gradient, and for the
+        gradient of a parameter that was thawed without `refresh_trainable`.
         """
         loss = None
         if closure is not None:
@@ -186,11 +189,11 @@ class OSS(Optimizer):
     def clip_grad_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
-        """Scales all gradients so that their norm is at most ``max_norm``; returns the norm before. Collective.
+        """Scale all gradients so that their norm is at most ``max_norm``; return the norm before. Collective.
 
-        As ``torch.nn.utils.clip_grad_norm_`` over all parameters, to rounding; each rank measures the gradients of its
-        own parameters. The norm is a scalar of the parameters' dtype, of float32 at least. Raises RuntimeError for a
-        norm that is not finite if ``error_if_nonfinite``, ValueError for ``norm_type`` <= 0.
+        Equals ``torch.nn.utils.clip_grad_norm_`` over all parameters, up to rounding; each rank measures the gradients
+        of its own parameters. The norm is a scalar of the parameters' dtype, at least float32. RuntimeError for a
+        non-finite norm if ``error_if_nonfinite``, ValueError for ``norm_type`` <= 0.
         """
         self._partition.check_gradients()
         params, group = self._partition.params, self.process_group
@@ -206,10 +209,10 @@ class OSS(Optimizer):
     # --- state ---
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
-        """Gathers all state on the CPU of one rank (of the group), where `state_dict` then returns it. Collective.
+        """Gather the whole state on the CPU of one rank (of the group), where `state_dict` then returns it. Collective.
 
-        One owner sends at a time; the other ranks hold nothing. The gathered state is dropped with the next step.
-        Raises ValueError for a rank outside of the group.
+        One owner sends at a time; the other ranks hold nothing. The next step drops the gathered state. ValueError for
+        a rank outside of the group.
         """
         if not 0 <= recipient_rank < self.world_size:
             raise ValueError(
@@ -220,8 +223,8 @@ class OSS(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The whole state, in the form of ``optim``'s own state_dict over all parameters, on one rank.
 
-        Raises RuntimeError on a rank that has not received it by `consolidate_state_dict` since the last step. With one
-        rank there is nothing to consolidate.
+        RuntimeError on a rank that has not received it through `consolidate_state_dict` since the last step. With a
+        single rank there is nothing to consolidate.
         """
         if self.world_size == 1:
             return super().state_dict()
@@ -235,15 +238,15 @@ class OSS(Optimizer):
     def local_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, in the form of `state_dict`; "sharded_params" lists the parameters' indices.
 
-        For torch.distributed.checkpoint (see `torchddp.optim.load_checkpoint`), or for a file of each rank.
+        For torch.distributed.checkpoint (see `torchddp.optim.load_checkpoint`), or for one file per rank.
         """
         return {**self._state_dict_of(self.optim.state), "sharded_params": self._partition.owned()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads this rank's part of a whole state: of OSS on any number of ranks, or of ``optim`` without OSS.
+        """Load this rank's part of a whole state: saved by OSS on any number of ranks, or by ``optim`` without OSS.
 
-        All ranks load the same. A `local_state_dict` can be loaded by a rank all of whose parameters it covers. Raises
-        ValueError, and changes nothing, for the state of another model or for a part of other parameters.
+        All ranks load the same state. A rank may load a `local_state_dict` that covers all its parameters. ValueError,
+        changing nothing, for the state of another model or for a part with other parameters.
         """
         saved = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -263,7 +266,8 @@ class OSS(Optimizer):
             post_hook(self)
 
     def check_state(self, state_dict: Mapping[str, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
-        """The saved state by parameter index, and that of no parameter. Raises ValueError for another model's.
+        """The saved state by parameter index, and the state that belongs to no parameter. ValueError for another
+        model's.
 
         Changes nothing.
         """
@@ -276,7 +280,7 @@ class OSS(Optimizer):
     # --- inside ---
 
     def _agree_on_owners(self, wanted: list[bool], error: Exception | None = None) -> tuple[list[int | None], State]:
-        """As `_find_owners`. Collective: raises on every rank if one has an error, or if their parameters differ."""
+        """Like `_find_owners`. Collective: raises on every rank if one has an error or their parameters differ."""
         found: tuple[list[int | None], State] = ([], {})
         if error is None:
             try:
@@ -287,9 +291,9 @@ class OSS(Optimizer):
         return found
 
     def _find_owners(self, wanted: list[bool]) -> tuple[list[int | None], State]:
-        """The owners once the wanted parameters have one, and the first state of those that are new to this rank.
+        """The owners once each wanted parameter has one, and the initial state of those that are new to this rank.
 
-        Changes nothing. The optimizer class may refuse a parameter here, or keep state for it from the start.
+        Changes nothing. The optimizer class may reject a parameter here, or keep state for it from the start.
         """
         owners = self._partition.plan(wanted)
         known = {*self._partition.owned()}
@@ -305,7 +309,7 @@ class OSS(Optimizer):
         return owners, dict(newest.state)
 
     def _apply(self, owners: list[int | None], active: list[bool], state: State) -> None:
-        """Makes these the owners, with the first state of parameters that are new to this rank. Collective."""
+        """Make these the owners, with the initial state of parameters that are new to this rank. Collective."""
         changed = self._partition.assign(owners, active)
         params = self._partition.params
         mine = {params[index] for index in self._partition.owned()}

@@ -1,7 +1,7 @@
-"""How updated parameters get from their owners to all ranks.
+"""Sends updated parameters from their owners to all ranks.
 
-`OSS` alone sends them by `broadcast_buckets` within the step. Under ShardedDataParallel parameters are views of flat
-memory, one owner's side by side, and `ParameterGather` sends them from there while the next forward runs.
+`OSS` alone uses `broadcast_buckets` within the step. Under ShardedDataParallel, parameters are views of flat memory
+with one owner's side by side, and `ParameterGather` sends them from there while the next forward runs.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from torchddp.transport.waits import wait_for_work
 # The largest message of a gather: small enough that the first layers need not wait for the last ones.
 CHUNK_BYTES = 8 * 1024 * 1024
 
-# Views begin at multiples of this many bytes: what vectorised kernels like, and every dtype's alignment.
+# Views begin at multiples of this many bytes, which suits vectorised kernels and covers every dtype's alignment.
 ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
 class StepHooks:
-    """What `OSS` calls of the data parallel module that reduces gradients to their owners, and sends parameters.
+    """Called by `OSS` on the data parallel module that reduces gradients to their owners and sends parameters.
 
     Attributes:
         check_new: raises ValueError for new parameters that the module doesn't have.
-        owned_buffers: flat tensors that this rank's parameters lie in, the same ones until parameters are moved. What
-            lies there between the optimizer's parameters belongs to nobody, and may be written to.
+        owned_buffers: flat tensors that this rank's parameters lie in, the same until parameters move. Gaps between the
+            optimizer's parameters are unused and may be written to.
         before_step: before parameters are changed.
-        after_step: when this rank has updated its own. Collective.
-        owners_changed: when parameters were added, frozen, thawed, or got owners. Collective.
+        after_step: after this rank has updated its own. Collective.
+        owners_changed: after parameters were added, frozen, thawed, or got owners. Collective.
     """
 
     check_new: Callable[[list[torch.Tensor]], None]
@@ -58,7 +58,7 @@ class StepHooks:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of one owner, device and dtype that travel in one message."""
+    """Parameters of one owner, device and dtype that are sent in one message."""
 
     owner: int
     params: list[torch.Tensor]
@@ -84,7 +84,7 @@ def plan_buckets(params: Sequence[torch.Tensor], owners: Sequence[int | None], m
 def _keys(
     params: Sequence[torch.Tensor], owners: Sequence[int | None]
 ) -> list[tuple[int, torch.device, torch.dtype] | None]:
-    """What parameters that travel together have in common; None for those that don't travel."""
+    """What parameters sent together have in common; None for those that are not sent."""
     return [
         None if owner is None or param.numel() == 0 else (owner, param.device, param.dtype)
         for param, owner in zip(params, owners, strict=True)
@@ -93,9 +93,9 @@ def _keys(
 
 @torch.no_grad()
 def broadcast_buckets(buckets: Sequence[Bucket], group: dist.ProcessGroup, half: bool) -> None:
-    """Sends each bucket from its owner to all ranks. Collective. All messages are started before any is waited for.
+    """Send each bucket from its owner to all ranks. Collective. Starts all messages before waiting for any.
 
-    Flat memory is held only while messages are under way. ``half``: float32 parameters travel as float16.
+    Flat memory is only held while messages are in transit. ``half``: send float32 parameters as float16.
     """
     if group.size() == 1:
         return
@@ -110,12 +110,12 @@ def broadcast_buckets(buckets: Sequence[Bucket], group: dist.ProcessGroup, half:
             flat = torch.empty(bucket.numel, dtype=wire_dtype, device=first.device)
         else:
             flat = torch.cat([param.detach().reshape(-1) for param in bucket.params]).to(wire_dtype)
-        # As bytes: no backend has all dtypes, and a broadcast does no arithmetic.
+        # As bytes: no backend supports all dtypes, and a broadcast does no arithmetic.
         work = dist.broadcast(flat.view(torch.uint8), group=group, group_src=bucket.owner, async_op=True)
         sent.append((bucket, flat, work, in_place))
     for bucket, flat, work, in_place in sent:
         wait_for_work(work, group)
-        rounded = flat.dtype != bucket.dtype  # then the owner, too, goes on with what the others got
+        rounded = flat.dtype != bucket.dtype  # so that the owner, too, continues with what the others got
         if in_place or (group.rank() == bucket.owner and not rounded):
             continue
         pieces = torch.split(flat, [param.numel() for param in bucket.params])
@@ -128,7 +128,7 @@ def broadcast_buckets(buckets: Sequence[Bucket], group: dist.ProcessGroup, half:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Parameters of one owner, device and dtype that lie together: their indices, and where each begins (elements)."""
+    """Parameters of one owner, device and dtype that lie together: their indices and offsets (in elements)."""
 
     owner: int
     params: tuple[int, ...]
@@ -139,14 +139,14 @@ class ChunkPlan:
 def plan_chunks(
     params: Sequence[torch.Tensor], owners: Sequence[int], max_bytes: int, small_numel: int
 ) -> list[ChunkPlan]:
-    """Chunks of at most ``max_bytes`` each, a larger parameter alone. See `pack`. Changes nothing.
+    """Chunks of at most ``max_bytes`` each; a larger parameter is alone. See `pack`. Changes nothing.
 
-    Parameters without elements are in none. In a chunk those of less than ``small_numel`` elements come first, so that
-    they are neighbours.
+    Parameters without elements are in none. In each chunk, parameters of less than ``small_numel`` elements come first,
+    so that they are neighbours.
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
-    # Elements from the beginning of a parameter to that of the next.
+    # Elements from the start of one parameter to the start of the next.
     steps = [max(1, ALIGNMENT_BYTES // param.itemsize) for param in params]
     spans = [-(-param.numel() // step) * step for param, step in zip(params, steps, strict=True)]
     sizes = [span * param.itemsize for span, param in zip(spans, params, strict=True)]
@@ -159,17 +159,17 @@ def plan_chunks(
 
 
 class Chunk:
-    """The flat memory of a `ChunkPlan`. Parameters keep their identity; their memory moves."""
+    """The flat memory of a `ChunkPlan`. Parameters keep their identity; their memory moves here."""
 
     def __init__(self, plan: ChunkPlan, params: Sequence[torch.Tensor], transport: _C.Transport) -> None:
         self.owner = plan.owner
         self.params = [params[index] for index in plan.params]
         first = self.params[0].detach()
         if plan.owner == transport.rank and not transport.reaches_any_memory:
-            flat = transport.allocate(plan.numel, first)  # where the others can read it
+            flat = transport.allocate(plan.numel, first)  # where the other ranks can read it
         else:
             flat = torch.empty(plan.numel, dtype=first.dtype, device=first.device)
-        self.flat = flat.zero_()  # gaps travel too
+        self.flat = flat.zero_()  # gaps are sent too
         self._views = [
             _C.make_flat_view(flat, offset, _dense(param))
             for param, offset in zip(self.params, plan.offsets, strict=True)
@@ -179,7 +179,7 @@ class Chunk:
 
     @torch.no_grad()
     def attach(self) -> None:
-        """Moves parameters here whose memory is elsewhere: at first, or since user code gave them other memory."""
+        """Move parameters here whose memory is elsewhere: initially, or because user code gave them other memory."""
         for param, view, address in zip(self.params, self._views, self._addresses, strict=True):
             if param.data_ptr() == address:
                 continue
@@ -194,7 +194,7 @@ class Chunk:
 
     @torch.no_grad()
     def detach(self, params: Collection[torch.Tensor]) -> None:
-        """Gives those of ``params`` that lie here memory of their own, so that they don't keep the chunk's alive."""
+        """Give those of ``params`` that lie here their own memory, so that they don't keep the chunk alive."""
         for param, address in zip(self.params, self._addresses, strict=True):
             if param in params and param.data_ptr() == address:
                 param.data = param.detach().clone()
@@ -207,13 +207,13 @@ def _dense(param: torch.Tensor) -> torch.Tensor:
 
 
 class ParameterGather:
-    """One message for each chunk of an optimizer's parameters, from its owner's memory straight into the others'.
+    """One message per chunk of an optimizer's parameters, directly from its owner's memory to the others'.
 
     All messages are started at once, in the same order on all ranks; each is waited for when its parameters are needed.
     A failed message raises TransportError, which names it.
 
-    The constructor moves the parameters (``owners``: the rank that owns each) into the chunks, unless this rank is
-    alone. ``module``: whoever reads parameters through it or its modules waits for them.
+    The constructor moves the parameters (``owners``: the owning rank of each) into the chunks, unless there is only one
+    rank. ``module``: reading parameters through it or its submodules waits for them.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class ParameterGather:
         self._hooks: list[RemovableHandle] = []
 
     def install_hooks(self) -> None:
-        """Adds hooks to modules that keep weights in lists of their own (recurrent ones), which no dictionary sees."""
+        """Hook modules that keep weights in lists of their own (recurrent ones), which bypass the dictionary."""
         for module, _ in self._needs:
             if isinstance(module, nn.RNNBase):
                 self._hooks.append(module.register_forward_pre_hook(_resolve))
@@ -254,15 +254,15 @@ class ParameterGather:
         self._hooks.clear()
 
     def run(self, reducer: _C.Reducer, *, overlaps: bool) -> None:
-        """Starts all messages, and waits for them; if it ``overlaps``, at the first access to a module's parameters.
+        """Start all messages and wait for them; if it ``overlaps``, at the first access to a module's parameters.
 
-        Collective. ``reducer`` reports it when this rank hangs in a wait here.
+        Collective. ``reducer`` reports it if this rank hangs in a wait here.
         """
         self.finish()
         self._reducer = reducer
         for chunk in self.chunks:
             chunk.attach()
-        # A graph that saved the old values must not be run backward: autograd then says so.
+        # Running a graph that saved the old values backward would be wrong; this makes autograd say so.
         torch.autograd.graph.increment_version(self._received)
         for index, chunk in enumerate(self.chunks):
             with self._failures_named(index):
@@ -275,7 +275,7 @@ class ParameterGather:
             self.finish()
 
     def finish(self) -> None:
-        """Waits until all parameters may be read (and this rank's own changed)."""
+        """Wait until all parameters may be read (and this rank's own changed)."""
         self._wait(range(len(self.chunks)))
         for module, _ in self._needs:
             _resolve(module)
@@ -294,7 +294,7 @@ class ParameterGather:
 
     @contextmanager
     def _failures_named(self, index: int) -> Iterator[None]:
-        """A context in which a failure of the transport ends all messages, and says which one failed."""
+        """A context in which a transport failure ends all messages and names the one that failed."""
         try:
             yield
         except TransportError as error:
@@ -313,11 +313,11 @@ Parameters = dict[str, nn.Parameter | None]  # a module's own, as torch types th
 
 
 class PendingParameters(Parameters):
-    """Stands in for a module's dictionary of parameters between a step and the first use of the module.
+    """Replaces a module's parameter dictionary between a step and the first use of the module.
 
-    Any access waits for those parameters and puts the plain dictionary back, so that forward, `state_dict`,
-    `parameters`, and `module.weight` all see the values after the step. A tensor that somebody holds a reference to
-    does not wait. Methods of dict are added below.
+    Any access waits for those parameters and restores the plain dictionary, so that forward, `state_dict`,
+    `parameters`, and `module.weight` all see the values after the step. A tensor held elsewhere does not wait. Dict
+    methods are added below.
     """
 
     def __init__(self, module: nn.Module, wait: Callable[[], None]) -> None:
@@ -328,7 +328,7 @@ class PendingParameters(Parameters):
         module.__dict__["_parameters"] = self
 
     def resolve(self) -> Parameters:
-        """Waits, puts the plain dictionary back, and returns it."""
+        """Wait, restore the plain dictionary, and return it."""
         if self._module.__dict__.get("_parameters") is self:
             self._module.__dict__["_parameters"] = self._plain
         self._wait()
@@ -355,12 +355,12 @@ for _name in ("getitem", "setitem", "delitem", "iter"):
 
 
 def is_compiling() -> bool:
-    """Whether torch.compile traces the running code: compiled code bypasses dictionaries."""
+    """Whether torch.compile is tracing the running code, which bypasses dictionaries."""
     get_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
     return get_callback is not None and get_callback() not in (None, False)
 
 
 def _resolve(module: nn.Module, *_: object) -> None:
-    """Waits for a module's own parameters, if they are pending. A hook of its forward, too."""
+    """Wait for a module's own pending parameters, if any. Also used as a forward hook."""
     if isinstance(module._parameters, PendingParameters):
         module._parameters.resolve()

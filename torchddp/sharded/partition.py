@@ -1,4 +1,4 @@
-"""Which rank owns which parameter, and which parameters travel together."""
+"""Which rank owns which parameter, and which parameters are sent together."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def partition(
     owners: Sequence[int | None] | None = None,
     wanted: Sequence[bool] | None = None,
 ) -> list[int | None]:
-    """The owner of each parameter, balanced by number of elements on each device by itself.
+    """The owner of each parameter, balanced by number of elements per device.
 
     Greedy: the largest parameter first, to the rank with the fewest elements on its device; ties go to the lower index
-    and the lower rank. The loads of two ranks on a device differ by its largest parameter at most. Parameters that
-    have an owner (``owners``) keep it and count; those that are not ``wanted`` get none. Pure: the same lists give the
-    same answer on every rank.
+    and the lower rank. The loads of two ranks on a device differ by at most its largest parameter. Parameters that
+    already have an owner (``owners``) keep it and count; those that are not ``wanted`` get none. Pure: the same lists
+    give the same answer on every rank.
     """
     count = len(numels)
     found: list[int | None] = list(owners) if owners is not None else [None] * count
@@ -51,10 +51,10 @@ def partition(
 
 
 def pack(keys: Sequence[Key | None], sizes: Sequence[int], limit: float) -> list[tuple[Key, list[int]]]:
-    """Indices in bins: each holds those of one key, up to ``limit`` in total; a larger one is alone. Pure.
+    """Indices in bins: each holds indices of one key, up to ``limit`` in total; a larger one is alone. Pure.
 
-    Bins come with their key and in the order of their first index, so that all ranks send the same messages in the same
-    order. An index whose key is None is in no bin.
+    Bins come with their key, ordered by their first index, so that all ranks send the same messages in the same order.
+    An index whose key is None is in no bin.
     """
     bins: list[tuple[Key, list[int]]] = []
     newest: dict[Key, list[int]] = {}
@@ -74,8 +74,8 @@ class ParameterPartition:
     """The parameters of an optimizer's groups by index: their names in messages, and their owners.
 
     ``owners[index]`` is a rank of the group, or None for a parameter that was never trainable. ``active[index]`` says
-    whether the parameter takes part in steps: frozen ones keep their owner, but don't. ``owner_of`` holds those that
-    have an owner.
+    whether the parameter takes part in steps; frozen ones keep their owner but don't. ``owner_of`` has only those with
+    an owner.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -103,13 +103,13 @@ class ParameterPartition:
         self.params, self.names = params, names
 
     def plan(self, wanted: Sequence[bool]) -> list[int | None]:
-        """Owners for those of the wanted parameters that have none; all others keep theirs. Changes nothing."""
+        """Assign owners to wanted parameters that have none; all others keep theirs. Changes nothing."""
         known = [*self.owners, *[None] * (len(self.params) - len(self.owners))]
         numels = [param.numel() for param in self.params]
         return partition(numels, self._device_numbers(), self.world_size, known, wanted)
 
     def assign(self, owners: list[int | None], active: list[bool]) -> bool:
-        """Makes a plan the present one. Returns whether anything differs from the last."""
+        """Apply a plan. Returns whether anything changed."""
         changed = (owners, active) != (self.owners, self.active)
         self.owners, self.active = owners, active
         self.owner_of = {p: rank for p, rank in zip(self.params, owners, strict=True) if rank is not None}
@@ -124,7 +124,7 @@ class ParameterPartition:
         return [index for index, owner in enumerate(self.owners) if owner == self.rank]
 
     def describe(self) -> list[str]:
-        """One line for each parameter: what must agree between ranks."""
+        """One line per parameter: what must agree between ranks."""
         return [
             f"{name}: {str(p.dtype).removeprefix('torch.')}{list(p.shape)} on {p.device.type} device {device}, "
             f"{'trainable' if p.requires_grad else 'frozen'}"
@@ -146,7 +146,9 @@ class ParameterPartition:
 
     @contextmanager
     def frozen_gradients_hidden(self) -> Iterator[None]:
-        """A context without the gradients left on this rank's frozen parameters, which an optimizer would apply."""
+        """A context without the gradients left on this rank's frozen parameters, which an optimizer would otherwise
+        apply.
+        """
         hidden = [(p, p.grad) for p in (self.params[i] for i in self.owned() if not self.active[i])]
         for param, _ in hidden:
             param.grad = None
@@ -157,6 +159,6 @@ class ParameterPartition:
                 param.grad = grad
 
     def _device_numbers(self) -> list[int]:
-        """Devices by first appearance: each rank has the same parameter on another GPU."""
+        """Devices numbered by first appearance, because each rank has the same parameter on another GPU."""
         order = {device: number for number, device in enumerate(dict.fromkeys(p.device for p in self.params))}
         return [order[param.device] for param in self.params]

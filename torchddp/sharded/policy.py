@@ -1,6 +1,6 @@
-"""What a ShardedDataParallel decides for its session: owners of gradients, their buckets, and where parameters lie.
+"""ShardedDataParallel's decisions for its session: owners of gradients, their buckets, and where parameters lie.
 
-Its optimizers are to have an owner for each trainable parameter of the module.
+Its optimizers must assign an owner to each trainable parameter of the module.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MAX_NAMES = 8
 
 
 class ShardedPolicy(ReducerPolicy):
-    """Each gradient is reduced to its owner alone; the owner's updated parameters go to all ranks after a step.
+    """Each gradient is reduced to its owner only; after a step, the owner's updated parameters go to all ranks.
 
     Attributes:
-        gathers: one for each optimizer, over the flat memory that its parameters lie in.
+        gathers: one per optimizer, over the flat memory that its parameters lie in.
     """
 
-    _reducer: _C.Reducer  # once the session is open
+    _reducer: _C.Reducer  # set once the session is open
     ranks_compare_changes = False
 
     def __init__(
@@ -49,7 +49,7 @@ class ShardedPolicy(ReducerPolicy):
         self._buffer_numel, self._overlap_wanted = buffer_numel, overlap_wanted
         self._transport: _C.Transport | None = None
 
-    # --- what the session asks ---
+    # --- called by the session ---
 
     def transport(self, session: ReducerSession, before: ReducerSession | None) -> _C.Transport:
         self._transport = super().transport(session, before)
@@ -86,7 +86,7 @@ class ShardedPolicy(ReducerPolicy):
             gather.remove_hooks()
 
     def _lay_out(self, session: ReducerSession, transport: _C.Transport) -> None:
-        """Moves each optimizer's parameters to flat memory of their owner's."""
+        """Move each optimizer's parameters to flat memory of their owners."""
         frozen = {p for optimizer in self.optimizers for p in optimizer.param_to_rank if not p.requires_grad}
         for gather in self.gathers:
             for chunk in gather.chunks:
@@ -100,26 +100,26 @@ class ShardedPolicy(ReducerPolicy):
 
     @property
     def overlaps(self) -> bool:
-        """Whether updated parameters travel while the next forward runs."""
-        # Ranks that share memory copy for themselves, and who waits for their copying must know that they are at it.
+        """Whether updated parameters are sent while the next forward runs."""
+        # Ranks that share memory do their own copying, and a rank that waits for it must know that it is in progress.
         return self._overlap_wanted and self._transport is not None and self._transport.reaches_any_memory
 
     def owned_buffers(self, number: int) -> list[torch.Tensor]:
         return self.gathers[number].owned_buffers
 
     def send_updated(self, number: int) -> None:
-        """Collective: this rank's parameters of the n-th optimizer to all."""
+        """Collective: send this rank's parameters of the n-th optimizer to all."""
         self.gathers[number].run(self._reducer, overlaps=self.overlaps)
 
     def synchronize(self) -> None:
-        """Until all updated parameters are there."""
+        """Wait for all updated parameters."""
         for gather in self.gathers:
             gather.finish()
 
     # --- changes ---
 
     def release(self) -> None:
-        """The optimizers step by themselves again."""
+        """Let the optimizers step on their own again."""
         for optimizer in self.optimizers:
             optimizer.attach(None)
         self.gathers = []
@@ -147,7 +147,7 @@ def agreed_optimizers(module: torch.nn.Module, given: Any, group: Any) -> list[O
 
 
 def _check_optimizers(given: OSS | Sequence[OSS], process_group: dist.ProcessGroup) -> list[OSS]:
-    """As a list. TypeError for what is no OSS, ValueError for one of another group or given twice."""
+    """As a list. TypeError if one is not an OSS, ValueError if one has another group or is given twice."""
     optimizers = [given] if isinstance(given, OSS) or not isinstance(given, Sequence) else list(given)
     if not optimizers:
         raise ValueError("ShardedDataParallel needs an optimizer: torchddp.optim.OSS, or a list of them")

@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer as one: gathered on a rank, and checked before it is loaded."""
+"""A sharded optimizer's state as a whole: gathered on one rank, and checked before it is loaded."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torchddp.sharded.partition import ParameterPartition, pack
 from torchddp.transport.agreement import message_device, object_of, tensor_of
 from torchddp.transport.waits import wait_for_work
 
-MESSAGE_NUMEL = 4 * 2**20  # elements of parameters whose state travels in one message
+MESSAGE_NUMEL = 4 * 2**20  # elements of parameters whose state is sent in one message
 
 
 def gather_state(
     state: Mapping[Any, Any], parameters: ParameterPartition, recipient: int, group: dist.ProcessGroup
 ) -> dict[Any, Any] | None:
-    """The state of all ranks' parameters, on the CPU of ``recipient``; None elsewhere. Collective.
+    """The state of all ranks' parameters on the CPU of ``recipient``; None elsewhere. Collective.
 
-    ``state`` is this rank's. One owner at a time sends, a few parameters per message; only the recipient holds more
+    ``state`` is this rank's. Owners send one at a time, a few parameters per message; only the recipient holds more
     than one message.
     """
     params = parameters.params
@@ -36,20 +36,20 @@ def gather_state(
             found.update(sent)
     if group.rank() != recipient:
         return None
-    # What belongs to no parameter is on every rank.
+    # State that belongs to no parameter is on every rank.
     others = {key: _to_cpu(value) for key, value in state.items() if not isinstance(key, torch.Tensor)}
     return {**{params[index]: found[index] for index in sorted(found)}, **others}
 
 
 def _to_cpu(value: Any) -> Any:
-    """A copy on the CPU of tensors in dicts, lists and tuples, which holds no memory but its own."""
+    """Copy tensors in dicts, lists and tuples to the CPU, each with its own memory."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), value)
 
 
 def _send_object(value: Any, source: int, target: int, group: dist.ProcessGroup) -> Any:
-    """The value of ``source`` on ``target``, None elsewhere. Collective.
+    """Send the value of ``source`` to ``target``; None elsewhere. Collective.
 
-    By all_to_all of nothing but that: some backends have no send.
+    Uses an all_to_all of just that, because some backends have no send.
     """
     device = message_device(group)
     payload = torch.empty(0, dtype=torch.uint8, device=device)
@@ -62,7 +62,7 @@ def _send_object(value: Any, source: int, target: int, group: dist.ProcessGroup)
 
 
 def _send_tensor(data: torch.Tensor, numel: int, source: int, target: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """``data`` of ``source`` on ``target``, which knows its number of elements. Collective."""
+    """Send ``data`` of ``source`` to ``target``, which knows its number of elements. Collective."""
     sends, receives = [0] * group.size(), [0] * group.size()
     if group.rank() == source:
         sends[target] = data.numel()
@@ -82,9 +82,9 @@ def check_state(
 ) -> tuple[dict[int, Any], dict[Any, Any]]:
     """A saved state dict's state by parameter index, and what belongs to no parameter. ValueError for another model's.
 
-    ``param_groups`` and ``parameters`` are the optimizer's. What its ``live`` state (by parameter) holds as well must
-    have the same shape; with ``torch_own`` the rules of torch's optimizers hold: of the parameter's shape or a scalar,
-    but for Adafactor's row and column.
+    ``param_groups`` and ``parameters`` are the optimizer's. Values that its ``live`` state (by parameter) also has must
+    have the same shape. With ``torch_own`` the rules of torch's optimizers apply: the parameter's shape or a scalar,
+    except for Adafactor's row and column.
     """
     missing = [key for key in ("state", "param_groups") if key not in saved]
     if missing:

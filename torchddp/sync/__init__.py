@@ -1,4 +1,4 @@
-"""Gradient accumulation over microbatches, when its gradients are reduced, and even inputs. See docs/sync.md."""
+"""Gradient accumulation over microbatches, when to reduce, and inputs of unequal length. See docs/sync.md."""
 
 from torchddp.ddp.options import DDPSyncStrategy
 from torchddp.sync.even import even_batches

@@ -1,4 +1,4 @@
-"""Loops over batches that end on all ranks together, whichever rank has the fewest."""
+"""Loops over batches that end on all ranks together, when the first rank runs out."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from torchddp.transport import interruptible, select
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
-# What a rank says of its next batch.
+# What a rank reports about its next batch.
 _MORE, _END, _ERROR = 0, 1, 2
 
 
 def even_batches(batches: Iterable[T], model_or_group: Any = None) -> Iterator[T]:
-    """The batches, until the rank with the fewest has run out: then the loop ends on all ranks.
+    """Yield batches until the rank with the fewest runs out; then the loop ends on all ranks.
 
     ::
 
         for batch in even_batches(loader, model):
             train_step(batch)
 
-    For loaders whose lengths differ between ranks, or are not known, in place of a sampler that pads or ``join()``.
-    What the others have left is dropped. One batch is held in advance: before a rank hands out a batch it tells the
-    others whether it has another, in 4 bytes a rank over a gloo group of their own, which travel during that step.
+    For loaders of different or unknown length, instead of a sampler that pads or ``join()``. Remaining batches of the
+    other ranks are dropped. One batch is prefetched: before a rank yields a batch it tells the others whether it has
+    another, in 4 bytes per rank over a separate gloo group, sent during that step.
 
     Args:
-        batches: anything to iterate over; a new iterator of it is taken at the first batch.
+        batches: any iterable; a new iterator is created at the first batch.
         model_or_group: a DistributedDataParallel (torch's too, compiled or not), whose ranks must agree, or a process
-            group; None: the default group, and without one just the batches.
+            group;
+        None: the default group, or without one, just the batches.
 
-    Collective among those ranks: the first call for a group (which makes the group of its own), and each batch. Loops
-    may be nested. All ranks may leave the loop at the same batch (``break``); one rank alone must not, and the others
-    end with an error in the next batch when the process group's timeout has passed.
+    Collective among those ranks: the first call for a group (which creates the separate group), and each batch. Loops
+    may be nested. All ranks may leave the loop at the same batch (``break``); if one rank alone leaves, the others fail
+    in the next batch after the process group's timeout.
 
     Raises:
         TypeError: ``model_or_group`` is neither.
-        RuntimeError: another rank's iterator has raised (names the rank); the rank itself gets that exception, and all
-            get theirs in the place of the same batch.
-        TransportError: a peer is gone, or has left its loop.
+        RuntimeError: another rank's iterator raised (names the rank). The rank itself gets that exception, and all get
+            theirs in place of the same batch.
+        TransportError: a peer is gone or has left its loop.
     """
     group = _group_of(model_or_group)
     if group is None or group.size() == 1:
@@ -58,7 +59,7 @@ def even_batches(batches: Iterable[T], model_or_group: Any = None) -> Iterator[T
 
 
 class _Source:
-    """One rank's batches, one in advance."""
+    """One rank's batches, with one prefetched."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
@@ -67,7 +68,7 @@ class _Source:
         self.error: Exception | None = None
 
     def look(self) -> int:
-        """Gets the next batch, and says whether there is one."""
+        """Fetch the next batch, and return whether there is one."""
         try:
             if self._iterator is None:
                 self._iterator = iter(self._batches)
@@ -85,10 +86,10 @@ class _Source:
 
 
 class _Agreement:
-    """How the ranks of a group learn what each says of its next batch."""
+    """How the ranks of a group learn about each other's next batch."""
 
     def __init__(self, process_group: Any) -> None:
-        self._group = weakref.ref(process_group)  # which is what these are kept by
+        self._group = weakref.ref(process_group)  # the cache key
         own = process_group
         if process_group in _world.pg_map:
             timeout = select.group_timeout(process_group, "cpu")
@@ -120,13 +121,13 @@ def _even(source: _Source, agreement: _Agreement) -> Iterator[Any]:
     try:
         while _go_on(work, answers, source, agreement.rank, number):
             batch = source.take()
-            # Before the batch is handed out: on every rank between the same steps, whatever is sent in them.
+            # Before the batch is yielded, so that on every rank it happens between the same steps, whatever those send.
             work, answers = agreement.start(source.look())
             yield batch
             del batch
             number += 1
     finally:
-        work.abandon()  # of a loop that was left: the others have started it too, so it ends
+        work.abandon()  # from an abandoned loop: the others have started it too, so it ends
 
 
 def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source, rank: int, number: int) -> bool:
@@ -149,7 +150,7 @@ def _go_on(work: _C.Work, answers: torch.Tensor, source: _Source, rank: int, num
     return not answers.any()
 
 
-# One for all loops over a group: process groups are dear.
+# One for all loops over a group, because process groups are expensive.
 _agreements: weakref.WeakKeyDictionary[Any, _Agreement] = weakref.WeakKeyDictionary()
 
 

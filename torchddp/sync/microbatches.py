@@ -1,4 +1,4 @@
-"""Microbatches of a step: the loop over them, and Composer's functions for a module and for each of them."""
+"""Microbatches of a step: the loop over them, and Composer's functions for a module and for each microbatch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torchddp.ddp.weights import weight_and_count
 def prepare_ddp_module(
     module: torch.nn.Module, find_unused_parameters: bool = False, **options: Any
 ) -> torch.nn.Module:
-    """The module in a DistributedDataParallel; as it is if no parameter requires grad. Collective.
+    """Wrap the module in a DistributedDataParallel; returned as it is if no parameter requires grad. Collective.
 
-    Composer's function, for torchddp's class. ``options`` are further arguments of that class.
+    Composer's function for torchddp's class. ``options`` are further arguments of that class.
 
     Raises:
-        RuntimeError: there is no process group, or torch was built without torch.distributed; what
+        RuntimeError: there is no process group, or torch was built without torch.distributed; also what
             DistributedDataParallel raises.
     """
     if not dist.is_available():
@@ -47,28 +47,29 @@ def accumulate(
     *,
     weights: Sequence[float | torch.Tensor] | None = None,
 ) -> Generator[int, None, None]:
-    """The microbatches of one step of the optimizer, numbered from 0; the loop's body is in `sync_context`.
+    """Iterate over the microbatches of one optimizer step, numbered from 0; the loop body runs in `sync_context`.
 
         for i in accumulate(model, 4):
             (loss_of(model(microbatches[i])) / 4).backward()
         optimizer.step()
 
-    After the loop gradients are sums over the microbatches and averages over the ranks. A loop that is left early
-    (``break``, an exception) reduces nothing more, warns of unreduced gradients, and ends its ``no_sync()``.
+    After the loop, gradients are summed over the microbatches and averaged over the ranks. If the loop is left early
+    (``break``, an exception), nothing more is reduced; it warns about unreduced gradients and ends its ``no_sync()``.
 
     Args:
         model: as for `sync_context`.
-        steps: how many microbatches. Every rank must give the same number.
+        steps: the number of microbatches, the same on every rank.
         strategy: None: the model's own (its argument ``sync=``).
-        weights: how many samples or tokens each microbatch of this rank is of: gradients become the mean over all of
-            them, on all ranks (:meth:`torchddp.DistributedDataParallel.weigh`). The loss of a microbatch is then the
-            mean over its own, and is not divided by ``steps``.
+        weights: the number of samples or tokens in each microbatch of this rank. Gradients become the mean over all of
+            them on all ranks (:meth:`torchddp.DistributedDataParallel.weigh`). The loss of a microbatch is then the
+            mean over its own samples, and is not divided by ``steps``.
 
     Collective where gradients are reduced: see `sync_context`, whose errors it raises too.
 
     Raises:
-        TypeError, ValueError: ``steps`` is no integer, or less than 1; wrong weights, or not one a microbatch.
-        RuntimeError: weights for a model that is no torchddp.DistributedDataParallel.
+        TypeError, ValueError: ``steps`` is not an integer of at least 1; the weights are invalid, or not one per
+            microbatch.
+        RuntimeError: weights for a model that is not a torchddp.DistributedDataParallel.
     """
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(f"steps must be an integer, the number of microbatches, got {steps!r}")
@@ -138,18 +139,19 @@ def _warn_if_unreduced(model: torch.nn.Module, index: int, steps: int, strategy:
 def sync_context(
     model: torch.nn.Module, is_final_microbatch: bool, strategy: DDPSyncStrategy | str | None = None
 ) -> Iterator[None]:
-    """Surrounds forward and backward of one microbatch, and has gradients reduced when the strategy says so.
+    """Context for the forward and backward of one microbatch; gradients are reduced when the strategy says so.
 
         for i, microbatch in enumerate(microbatches):
             with sync_context(model, i == len(microbatches) - 1, "forced_sync"):
                 loss_of(model(microbatch)).backward()
 
-    Composer's ``ddp_sync_context``, for a model in place of its State. A model that is no DistributedDataParallel is
-    left alone. An outer ``no_sync()`` wins: nothing is reduced inside. If the body raises, nothing more is reduced.
+    Composer's ``ddp_sync_context``, for a model instead of its State. A model that is not a DistributedDataParallel is
+    left alone. An outer ``no_sync()`` takes precedence: nothing is reduced inside. If the body raises, nothing more is
+    reduced.
 
     Args:
-        model: torchddp's DistributedDataParallel, torch's, compiled or not; or any other module.
-        is_final_microbatch: whether it is the step's last. Every rank must say the same.
+        model: torchddp's or torch's DistributedDataParallel, compiled or not; or any other module.
+        is_final_microbatch: whether it is the last of the step; the same on every rank.
         strategy: None: the model's own (its argument ``sync=``).
 
     Collective where gradients are reduced: in backward, and with FORCED_SYNC on leaving the final microbatch.
@@ -158,7 +160,7 @@ def sync_context(
         ValueError: an unknown strategy.
         RuntimeError: FORCED_SYNC for torch's own class or in a mode that excludes it; the backward of the last
             microbatch left gradients unreduced (names their parameters).
-        TransportError: a peer has died, or did not come in time.
+        TransportError: a peer died or did not arrive in time.
     """
     wrapper = unwrapped(model)
     chosen = checked_strategy(wrapper, strategy)
@@ -180,13 +182,13 @@ def sync_context(
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that ``torch.compile`` was given, if this is what it returned."""
+    """The module passed to ``torch.compile``, if this is its result."""
     original = getattr(model, "_orig_mod", model)
     return original if isinstance(original, torch.nn.Module) else model
 
 
 def checked_strategy(model: torch.nn.Module, asked_for: DDPSyncStrategy | str | None) -> DDPSyncStrategy:
-    """What was asked for, or else the model's own. Raises ValueError, and RuntimeError if it does not go with it."""
+    """The requested strategy, or the model's own. ValueError, or RuntimeError if the model does not support it."""
     if asked_for is None and isinstance(model, DistributedDataParallel):
         strategy = model.sync_strategy
     else:
@@ -203,7 +205,7 @@ def checked_strategy(model: torch.nn.Module, asked_for: DDPSyncStrategy | str | 
 
 
 def unreduced(model: TorchDDP) -> RuntimeError | None:
-    """The error of a synchronised forward that was not followed by all of its backward, if there was one."""
+    """The error of a synchronised forward whose backward did not complete, if there was one."""
     try:
         model._check_reducer_finalized()
     except RuntimeError as error:
@@ -216,7 +218,7 @@ def _finished_reductions(model: TorchDDP) -> int | None:
 
 
 def _check_reduced(model: TorchDDP, strategy: DDPSyncStrategy) -> None:
-    """Nothing was reduced in the last microbatch: the next step of the optimizer would drop gradients."""
+    """The last microbatch reduced nothing, so the next optimizer step would use local gradients."""
     error = unreduced(model)
     if error is None:
         return

@@ -1,1 +1,1 @@
-"""What moves tensors between ranks, and what ranks tell each other."""
+"""What moves tensors between ranks, and how ranks exchange values and agree."""

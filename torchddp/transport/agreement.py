@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other, and what they agree on. All of it is collective."""
+"""How the ranks of a group exchange values and agree on something. Everything here is collective."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ Value = TypeVar("Value")
 Key = TypeVar("Key", bound=Hashable)
 Connection = TypeVar("Connection")
 
-_SHOWN_RANKS = 8  # in the error about those that did not come
+_SHOWN_RANKS = 8  # used in the error about missing ranks
 
-# Parts of a group's store so far, by process group and purpose: all ranks count alike.
+# How many parts of a group's store were handed out, by process group and purpose; equal on all ranks.
 _parts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
-# --- exchanges: every rank's value on all ranks ---
+# --- exchanges: every rank gets every rank's value ---
 
 
 class GroupExchange:
-    """Any values, pickled, over the collectives of a process group.
+    """Exchange any picklable values through the collectives of a process group.
 
-    torch's ``all_gather_object`` does the same, where numpy is installed.
+    torch's ``all_gather_object`` does the same, but needs numpy.
 
     Args:
-        device: where messages travel; None: `message_device`.
+        device: where messages are sent from; None: `message_device`.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device | None = None) -> None:
@@ -51,7 +51,7 @@ class GroupExchange:
         self._device = device or message_device(process_group)
 
     def gather(self, value: Value) -> list[Value]:
-        """Every rank's value, in rank order."""
+        """Return every rank's value, in rank order."""
         own = tensor_of(value).to(self._device)
         lengths = self.gather_integer(own.numel())
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
@@ -60,24 +60,24 @@ class GroupExchange:
         return [object_of(data[:length]) for data, length in zip(received, lengths, strict=True)]
 
     def gather_integer(self, value: int) -> list[int]:
-        """As `gather`, in one message: of 64 bits."""
+        """Like `gather`, for a 64-bit integer, in a single message."""
         own = torch.tensor([value], dtype=torch.int64, device=self._device)
         return [int(received) for received in self._all_gather(own)]
 
     def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         received = [torch.empty_like(own) for _ in range(self.size)]
-        # Here ranks wait for those that are late.
+        # This is where ranks wait for late ones.
         wait_for_work(dist.all_gather(received, own, group=self._group, async_op=True), self._group)
         return received
 
 
 class StoreExchange:
-    """Values of JSON, over a store: it needs neither a device nor a working backend.
+    """Exchange JSON values through a store, which needs neither a device nor a working backend.
 
     Args:
-        store: without keys of anybody else (`part_of_store`).
-        timeout: how long a `gather` waits for the other ranks.
-        who: is said to wait, in the error about a rank that does not come.
+        store: not shared with other keys (`part_of_store`).
+        timeout: how long `gather` waits for the other ranks.
+        who: named as waiting in the error about a missing rank.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta, who: str) -> None:
@@ -86,13 +86,13 @@ class StoreExchange:
         self._rounds = 0
 
     def gather(self, value: Value) -> list[Value]:
-        """Every rank's value, in rank order. RuntimeError with the ranks that did not come in time."""
+        """Return every rank's value, in rank order. RuntimeError with the ranks that did not arrive in time."""
         keys = self._keys(self._rounds)
         self._rounds += 1
         self._store.set(keys[self.rank], json.dumps(value))
         try:
             wait_for_keys(self._store, keys, self._timeout)
-        except RuntimeError as error:  # as torch's stores say it, without saying whose
+        except RuntimeError as error:  # what torch's stores say, without the ranks
             silent = [rank for rank, key in enumerate(keys) if not self._has(key)]
             if silent:
                 shown = ", ".join(map(str, silent[:_SHOWN_RANKS])) + ("..." if len(silent) > _SHOWN_RANKS else "")
@@ -104,7 +104,7 @@ class StoreExchange:
         return [json.loads(self._store.get(key)) for key in keys]
 
     def close(self) -> None:
-        """For a store that may be used again: to be called by every rank after its last gather. Nothing stays in it."""
+        """For a store that may be reused: every rank calls it after its last gather, and nothing stays in the store."""
         if self._store.add("left", 1) < self.size:
             return
         for key in [*(key for number in range(self._rounds) for key in self._keys(number)), "left"]:
@@ -121,11 +121,11 @@ class StoreExchange:
 
 
 class TransportExchange:
-    """Lists of numbers, over a transport, which is there whatever the process group is.
+    """Exchange lists of numbers through a transport, which exists whatever the process group is.
 
     Args:
-        kind: int for integers of 64 bits, which stay exact, or float. A rank's values don't decide that: a whole number
-            on one rank may be none on another.
+        kind: int for 64-bit integers, which stay exact, or float. Fixed by the caller, because a number that is whole
+            on one rank may not be on another.
         device: where the transport works.
         timeout: zero for the transport's own.
     """
@@ -140,11 +140,11 @@ class TransportExchange:
         self.rank, self.size = transport.rank, transport.size
         self._transport, self._device, self._timeout = transport, device, timeout
         self._dtype = torch.int64 if kind is int else torch.float64
-        # What is no integer is refused as one: torch cuts fractions off.
+        # Rejects non-integers, because torch would truncate them.
         self._exact: Callable[[Any], float] = operator.index if kind is int else float
 
     def gather(self, value: Sequence[float]) -> list[list[Any]]:
-        """Every rank's numbers, in rank order; equally many on all ranks."""
+        """Return every rank's numbers, in rank order; all ranks give the same count."""
         own = self._tensor(value)
         if self.size == 1:
             return [own.tolist()]
@@ -155,7 +155,7 @@ class TransportExchange:
         return received.view(self.size, -1).tolist()
 
     def of_rank_0(self, value: Sequence[float]) -> list[Any]:
-        """What rank 0 gave; the others give equally many."""
+        """Return what rank 0 gave; the others give the same count."""
         tensor = self._tensor(value)
         if self.size > 1:
             work = self._transport.make_work()
@@ -167,44 +167,43 @@ class TransportExchange:
         return torch.tensor([self._exact(n) for n in numbers], dtype=self._dtype, device=self._device)
 
 
-# --- what messages and keys are ---
+# --- messages and keys ---
 
 
 def message_device(process_group: dist.ProcessGroup) -> torch.device:
-    """Where messages that start on the CPU travel: there, if the group can."""
+    """The device for messages that start on the CPU: the CPU, if the group supports it."""
     types = [device.type for device in process_group._device_types]
     return torch.device("cpu" if "cpu" in types or not types else types[0])
 
 
 def tensor_of(value: object) -> torch.Tensor:
-    """The value, pickled, as bytes on the CPU."""
+    """The value, pickled, as a CPU tensor of bytes."""
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 def object_of(data: torch.Tensor) -> Any:
-    """What `tensor_of` was given. Without numpy, which neither torch nor this package needs to be there."""
+    """The inverse of `tensor_of`. Avoids numpy, which neither torch nor this package requires."""
     data = data.cpu().contiguous()
     return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
 
 
 def part_of_store(process_group: dist.ProcessGroup, purpose: str) -> Store:
-    """The group's store, with other keys than everybody else has, and than this function has given before.
+    """The group's store with a fresh key prefix, different from all others and from earlier calls.
 
-    Not collective, but all ranks must call it equally often for a purpose. KeyError for a group that torch does not
-    know.
+    Not collective, but all ranks must call it equally often per purpose. KeyError for a group that torch doesn't know.
     """
     counts = _parts.setdefault(process_group, {})
     number = counts[purpose] = counts.get(purpose, -1) + 1
-    # torchrun keeps its store when it restarts all ranks, and what is in there.
+    # torchrun keeps its store, with its contents, when it restarts all ranks.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"torchddp/attempt_{attempt}/{purpose}/{number}", _get_process_group_store(process_group))
 
 
-# --- who has what ---
+# --- ranks, hosts, backends ---
 
 
 def backend_of(process_group: dist.ProcessGroup, device_type: str) -> Backend | None:
-    """What the group has for tensors of such devices."""
+    """The group's backend for tensors of such devices."""
     try:
         return process_group._get_backend(torch.device(device_type))
     except RuntimeError:
@@ -212,7 +211,7 @@ def backend_of(process_group: dist.ProcessGroup, device_type: str) -> Backend | 
 
 
 def ranks_by(values: Iterable[Key]) -> dict[Key, list[int]]:
-    """The ranks that have each value, in the order of their first ones."""
+    """The ranks that have each value, ordered by first rank."""
     found: dict[Key, list[int]] = {}
     for rank, value in enumerate(values):
         found.setdefault(value, []).append(rank)
@@ -220,19 +219,19 @@ def ranks_by(values: Iterable[Key]) -> dict[Key, list[int]]:
 
 
 def list_problems(by_rank: Sequence[str]) -> str:
-    """The different problems, each with its ranks: what one rank can't do, all others may complain of. "" for none."""
+    """The distinct problems, each with its ranks, since ranks may share one. "" if there are none."""
     return "; ".join(
         f"rank {', '.join(map(str, ranks))}: {problem}" for problem, ranks in ranks_by(by_rank).items() if problem
     )
 
 
 def ranks_of_hosts(exchange: GroupExchange | StoreExchange) -> list[list[int]]:
-    """The ranks of each host, in the order of their first ones: by what the host is, whoever started them there."""
+    """The ranks of each host, ordered by first rank, grouped by host identity regardless of how they were started."""
     return list(ranks_by(exchange.gather(_C.host_identity())).values())
 
 
 def ranks_per_host(exchange: TransportExchange) -> int:
-    """How many ranks the fullest host has."""
+    """The number of ranks on the fullest host."""
     hosts = exchange.gather([zlib.crc32(_C.host_identity().encode())])
     return max(map(len, ranks_by(host for (host,) in hosts).values()))
 
@@ -241,9 +240,9 @@ def ranks_per_host(exchange: TransportExchange) -> int:
 
 
 def gather_if_different(value: Value, exchange: GroupExchange) -> list[Value] | None:
-    """Every rank's value, in rank order; None if all are the same, as `repr` tells them.
+    """Every rank's value, in rank order; None if all have the same `repr`.
 
-    One integer a rank travels then, the values only where they differ.
+    Sends one integer per rank, and the values only if they differ.
     """
     if exchange.size == 1:
         return None
@@ -254,9 +253,9 @@ def gather_if_different(value: Value, exchange: GroupExchange) -> list[Value] | 
 def verify_agreement(
     lines: Sequence[str], error: Exception | None, process_group: dist.ProcessGroup, who: str = "OSS"
 ) -> None:
-    """Raise on every rank if one failed (``error``), or if the descriptions in ``lines`` differ.
+    """Raise on every rank if one failed (``error``) or the descriptions in ``lines`` differ.
 
-    A rank with an error raises that one, the others a RuntimeError which quotes it.
+    A rank with an error raises that error; the others raise a RuntimeError that quotes it.
     """
     problem = "" if error is None else f"{type(error).__name__}: {error}"
     by_rank = gather_if_different((problem, list(lines)), GroupExchange(process_group))
@@ -270,7 +269,7 @@ def verify_agreement(
 
 
 def first_difference(by_rank: Sequence[Sequence[str]]) -> str:
-    """One sentence on the first rank that differs from rank 0, and where."""
+    """A sentence about the first rank that differs from rank 0, and where."""
     reference = by_rank[0]
     for rank, mine in enumerate(by_rank[1:], start=1):
         for theirs, ours in zip(reference, mine, strict=False):
@@ -288,9 +287,9 @@ def first_difference(by_rank: Sequence[Sequence[str]]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What a rank tells the others before they connect: values of JSON."""
+    """What a rank sends to the others before they connect: JSON values."""
 
-    problem: str = ""  # why it can't; empty if nothing is in the way
+    problem: str = ""  # why it can't connect; empty if it can
 
 
 AnyPeer = TypeVar("AnyPeer", bound=Peer)
@@ -302,12 +301,12 @@ def connect_all(
     reason_against: Callable[[Sequence[AnyPeer]], str],
     connect: Callable[[Sequence[AnyPeer]], Connection],
 ) -> Connection | str:
-    """What ``connect`` makes on every rank, or on every rank the same reason why not.
+    """Return what ``connect`` creates on every rank, or the same reason for refusing on every rank.
 
     Args:
-        reason_against: why peers without a problem of their own can't connect with each other, or nothing; the same for
+        reason_against: why peers without a problem of their own can't connect with each other, or empty; the same for
             the same peers.
-        connect: collective. Where it fails on some rank, the others let go of what they have made.
+        connect: collective. If it fails on some rank, the others drop what they have created.
     """
     peers = [dataclasses.replace(own, **told) for told in exchange.gather(dataclasses.asdict(own))]
     if reason := list_problems([peer.problem for peer in peers]) or reason_against(peers):
@@ -322,11 +321,11 @@ def connect_all(
 
 
 def align_group_counts(process_group: dist.ProcessGroup) -> None:
-    """From now on groups that these ranks make by themselves have the same name on all of them.
+    """Make groups that these ranks create on their own get the same names on all of them from now on.
 
-    ``new_group(use_local_synchronization=True)`` names a group by its ranks and by how many groups the rank has. Ranks
-    that have come from elsewhere have made fewer or more than the others, would wait under another name, and time out.
-    Those with fewer make groups of their own rank alone.
+    ``new_group(use_local_synchronization=True)`` derives a group's name from its ranks and the number of groups the
+    rank has created. Ranks that came from elsewhere have created a different number, would wait under another name, and
+    time out. So ranks with fewer create groups of themselves alone.
     """
     exchange = GroupExchange(process_group)
     counts = exchange.gather_integer(len(_world.pg_names))

@@ -1,4 +1,4 @@
-"""What the ranks of a process group tell each other outside of its collectives."""
+"""A key-value board for the ranks of a process group, separate from its collectives."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch.distributed as dist
 from torchddp.transport.agreement import part_of_store
 from torchddp.transport.worker import BoundedCalls
 
-# A store that does not answer (its host is stopped) must not hold the watcher for longer.
+# A store that doesn't answer (its host is stopped) must not block the watcher for longer.
 _STORE_TIMEOUT = datetime.timedelta(seconds=5)
 
 
 class Board:
-    """Values by key, in the store of a process group, over a connection of its own.
+    """Values by key in the store of a process group, over a separate connection.
 
-    Nothing here waits for another rank, so that it works while collectives hang; what is read may not be there yet.
-    Making one is not collective, but all ranks of the group must make as many for the same purpose, in the same order.
-    Thread-safe.
+    Nothing here waits for another rank, so it works while collectives hang; a value read may not have arrived yet.
+    Creating a board is not collective, but all ranks of the group must create the same number per purpose, in the same
+    order. Thread-safe.
 
     Args:
-        process_group: None is the default group. RuntimeError if it has no store (a group that torch does not know).
-        purpose: keeps the keys of different users apart.
+        process_group: None is the default group. RuntimeError if it has no store (a group that torch doesn't know).
+        purpose: separates the keys of different users.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, purpose: str) -> None:
@@ -40,25 +40,25 @@ class Board:
         self._calls = BoundedCalls(_STORE_TIMEOUT.total_seconds())
 
     def post(self, key: str, value: object) -> None:
-        """Puts a value (of JSON) where every rank can read it. RuntimeError if the store does not answer."""
+        """Publish a JSON value for all ranks. RuntimeError if the store doesn't answer."""
         text = json.dumps(value)
         self._calls.call(lambda: self._store.set(key, text))
 
     def read(self, key: str) -> Any:
-        """What is there, or None. RuntimeError if the store does not answer."""
+        """The value, or None. RuntimeError if the store doesn't answer."""
         found = self._calls.call(lambda: self._store.get(key) if self._store.check([key]) else None)
         return None if found is None else json.loads(found)
 
     def read_of_ranks(self, key: str) -> list[Any]:
-        """By rank: what that rank has posted with `post_own`, or None."""
+        """By rank: the value that the rank published with `post_own`, or None."""
         return [self.read(f"{key}/{rank}") for rank in range(self.size)]
 
     def post_own(self, key: str, value: object) -> None:
-        """As `post`, for a key that every rank has one of."""
+        """Like `post`, for a key of which each rank has its own."""
         self.post(f"{key}/{self.rank}", value)
 
     def add(self, key: str, amount: int) -> int:
-        """The sum of what all ranks have added under this key so far, after this."""
+        """Add to the key's counter and return the total over all ranks so far."""
         return int(self._calls.call(lambda: self._store.add(f"{key}/sum", amount)))
 
     def claim(self, key: str) -> bool:
@@ -66,6 +66,6 @@ class Board:
         return bool(self._calls.call(lambda: self._store.add(f"{key}/claims", 1)) == 1)
 
     def forget(self, *keys: str) -> None:
-        """Takes away what was posted, added up and claimed under these keys."""
+        """Remove what was posted, added up and claimed under these keys."""
         names = [f"{key}{suffix}" for key in keys for suffix in ("", "/sum", "/claims")]
         self._calls.call(lambda: [self._store.delete_key(name) for name in names])

@@ -1,4 +1,4 @@
-"""What waits for the ranks of a process group in this process, and can be told to wait no longer."""
+"""Registry of objects in this process that wait for ranks of a process group and can be interrupted."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 class Interruptible(Protocol):
-    """A model, or what averages one."""
+    """A model, or something that averages one."""
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Whose ranks it talks to; None: to nobody any more."""
+        """The group whose ranks it communicates with; None: none any more."""
 
     def interrupt(self, reason: str) -> None:
-        """From any thread, without waiting: waits under way, and all later ones, raise TransportError(reason)."""
+        """Thread-safe, does not wait: current and later waits raise TransportError(reason)."""
 
 
 _members: weakref.WeakSet[Interruptible] = weakref.WeakSet()
@@ -31,27 +31,27 @@ _lock = threading.Lock()
 
 def _new_lock() -> None:
     global _lock
-    _lock = threading.Lock()  # another thread may have held it in the parent
+    _lock = threading.Lock()  # another thread of the parent may have held it
 
 
 os.register_at_fork(after_in_child=_new_lock)
 
 
 def register(member: Interruptible) -> None:
-    """Known from now on, until it is gone."""
+    """Include it from now on, until it is destroyed."""
     with _lock:
         _members.add(member)
 
 
 def members_of(process_group: dist.ProcessGroup) -> list[Interruptible]:
-    """Those that talk to ranks of this group alone: over it, or over a group of some of its ranks."""
+    """Those that only communicate with ranks of this group, over it or over a group of some of its ranks."""
     with _lock:
         members = list(_members)
     return [member for member in members if _is_within(member.process_group, process_group)]
 
 
 def interrupt_all(process_group: dist.ProcessGroup, reason: str) -> None:
-    """Interrupts `members_of` the group; an error of one keeps no other from it."""
+    """Interrupt all `members_of` the group; an error in one does not spare the others."""
     for member in members_of(process_group):
         try:
             member.interrupt(reason)
@@ -63,5 +63,5 @@ def _is_within(inner: dist.ProcessGroup | None, outer: dist.ProcessGroup) -> boo
     if inner is outer:
         return True
     if inner is None or inner not in _world.pg_map or outer not in _world.pg_map:
-        return False  # torch does not know its ranks
+        return False  # torch doesn't know its ranks
     return set(dist.get_process_group_ranks(inner)) <= set(dist.get_process_group_ranks(outer))

@@ -1,4 +1,4 @@
-"""What an all-reduce costs over a transport, as a line: so much a message, so much a byte."""
+"""The cost of an all-reduce over a transport, as a line: a fixed time per message plus a time per byte."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torchddp import _C
 from torchddp.transport.agreement import TransportExchange
 
 _FIRST_BYTES, _LAST_BYTES, _GROWTH = 4096, 16 * 1024 * 1024, 4
-# Through shared memory smaller messages than that take another way than a bucket does, and a byte of larger ones costs
-# the same. As few sizes as there must be, so that the largest is always timed: with many ranks it alone tells what a
-# byte costs.
+# Smaller messages take another path through shared memory than buckets do, and bytes of larger ones cost the same.
+# There are as few sizes as possible, so that the largest is always timed: with many ranks only it shows the cost of a
+# byte.
 _FIRST_SHARED_BYTES, _LAST_SHARED_BYTES, _SHARED_GROWTH = 16 * 1024, 1024 * 1024, 8
 _LEAST_SIZES, _MAX_SIZES = 3, 7
 _MAX_REPEATS = 100
@@ -32,22 +32,23 @@ class MessageLine(NamedTuple):
 
     alpha_s: float
     beta_s_per_byte: float
-    misfit: float = 0.0  # median relative distance of what was measured from the line
+    misfit: float = 0.0  # median relative distance between the measurements and the line
 
 
 def measure_line(
     transport: _C.Transport, device: torch.device, timeout: datetime.timedelta, budget_s: float
 ) -> MessageLine:
-    """Collective: time all-reduces of growing size and fit a line. Equal on all ranks: rank 0's clock.
+    """Collective: time all-reduces of growing size and fit a line. Equal on all ranks (rank 0's clock).
 
-    Allocates up to 16 MiB of the transport's memory meanwhile (1 MiB of shared memory).
+    Temporarily allocates up to 16 MiB of the transport's memory (1 MiB of shared memory).
 
     Args:
         timeout: zero for the transport's own.
-        budget_s: seconds that it takes at most, unless three sizes take longer.
+        budget_s: the maximum number of seconds, unless three sizes take longer.
 
     Raises:
-        TransportError: a peer is gone. NoRoomError: see there.
+        TransportError: a peer is gone.
+        NoRoomError: a rank has no memory for a message.
     """
     if transport.size == 1:
         return MessageLine(0.0, 0.0)
@@ -59,7 +60,7 @@ def measure_line(
         seconds = _time_message(channel, nbytes, budget_s / _MAX_SIZES)
         times.append((float(nbytes), seconds))
         nbytes *= channel.growth
-        # Warm-up, the call that is timed first, and at least one more.
+        # A warm-up, the call that is timed first, and at least one more.
         next_s = 3 * channel.growth * seconds
         late = len(times) >= _LEAST_SIZES and time.monotonic() - start_s + next_s > budget_s
         if channel.of_rank_0(float(late or nbytes > channel.memory.nbytes))[0]:
@@ -69,7 +70,7 @@ def measure_line(
 
 
 class _Channel:
-    """The collectives of a transport that measuring needs, each complete when it returns."""
+    """The transport's collectives that measuring needs, each complete on return."""
 
     def __init__(self, transport: _C.Transport, device: torch.device, timeout: datetime.timedelta) -> None:
         self._transport, self._device, self._timeout = transport, device, timeout
@@ -100,13 +101,12 @@ def _time_message(channel: _Channel, nbytes: int, budget_s: float) -> float:
     send = partial(channel.all_reduce, message)
     affordable = budget_s / max(seconds_of(send), 1e-9)
     repeats = int(channel.of_rank_0(min(_MAX_REPEATS, max(1, affordable)))[0])
-    # The lower quartile: on a busy machine some calls wait for a processor that is at something else, which is no
-    # matter of the message.
+    # The lower quartile: on a busy machine some calls wait for a processor, which says nothing about the message.
     return sorted(seconds_of(send) for _ in range(repeats))[repeats // 4]
 
 
 def seconds_of(call: Callable[[], object], device: torch.device | None = None) -> float:
-    """With ``device``: until it has done all of it."""
+    """With ``device``, includes the time until the device has finished."""
     before_s = time.perf_counter()
     call()
     if device is not None and device.type == "cuda":
@@ -118,10 +118,10 @@ def seconds_of(call: Callable[[], object], device: torch.device | None = None) -
 
 
 def fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(alpha, beta) of ``seconds = alpha + beta * nbytes``, neither below zero.
+    """Return (alpha, beta) of ``seconds = alpha + beta * nbytes``, neither below zero.
 
-    ``samples``: (nbytes, seconds > 0). Relative errors count, so that a message of a kilobyte says as much about alpha
-    as one of a megabyte about beta.
+    ``samples``: (nbytes, seconds > 0). Minimises relative errors, so that a message of a kilobyte says as much about
+    alpha as one of a megabyte about beta.
 
     Raises:
         ValueError: no samples, or a time that is not positive.
@@ -138,7 +138,7 @@ def fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
         beta = (sum(v) * uu - sum(u) * uv) / determinant
         if alpha >= 0 and beta >= 0:
             return alpha, beta
-    # On the edge of what is allowed one of them is zero: the one that leaves the smaller error.
+    # At the boundary one of them is zero; take the one that leaves the smaller error.
     edges = [(sum(u) / uu, 0.0)]
     if vv > 0:
         edges.append((0.0, sum(v) / vv))

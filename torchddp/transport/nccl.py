@@ -1,4 +1,4 @@
-"""How the ranks of a process group make a NCCL communicator of their own: over the group's store, and all or none."""
+"""Creates a NCCL communicator for the ranks of a process group, through its store: on all of them or on none."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torchddp import _C
 from torchddp.transport.agreement import Peer, StoreExchange, backend_of, connect_all, part_of_store
 
-# From here on NCCL takes several ranks of one GPU, if this variable is 1.
+# From this version on, NCCL allows several ranks on one GPU if this variable is 1.
 _SHARED_GPU_VERSION = 23000
 _SHARED_GPU_ENV = "NCCL_MULTI_RANK_GPU_ENABLE"
 _CONNECT_TIMEOUT = datetime.timedelta(minutes=2)
-_UNSET = -(2**31)  # what NCCL calls undefined
+_UNSET = -(2**31)  # NCCL's value for "undefined"
 
-# By process group and device: the last communicator and its id. It lives for as long as a transport over it. All models
-# over a group share one, as they share that of torch's own NCCL.
+# By process group and device: the latest communicator and its id. It lives as long as a transport uses it. All models
+# over a group share one, just as they share torch's.
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[str, _C.SharedNccl]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -33,14 +33,14 @@ class NcclPeer(Peer):
     """See `Peer`."""
 
     size: int
-    device: str  # equal only for one and the same GPU
-    version: int  # of NCCL, as 22907
-    shares_gpu: bool  # NCCL was told to take several ranks of one GPU
-    shared: str  # the id of the communicator that the rank's models use already; empty for none, or a broken one
+    device: str  # identifies the GPU
+    version: int  # NCCL's version, as 22907
+    shares_gpu: bool  # NCCL is set to allow several ranks on one GPU
+    shared: str  # id of the communicator that the rank's models already use; empty if there is none or it is broken
 
     @classmethod
     def of_this_rank(cls, process_group: dist.ProcessGroup, device: torch.device, shared: str) -> NcclPeer:
-        """This rank's own. Never raises: what went wrong is the problem."""
+        """Describe this rank. Never raises: an error becomes the problem."""
         version, identity, problem = 0, "", ""
         try:
             if (versions := _C.nccl_versions()) is None:
@@ -67,10 +67,10 @@ class NcclPeer(Peer):
 
 @dataclasses.dataclass(frozen=True)
 class NcclOptions:
-    """What the user has asked NCCL for: the options of the process group's own NCCL, where it has one.
+    """The user's NCCL options: those of the process group's own NCCL backend, if it has one.
 
     Attributes:
-        settings, net_name: fields of ncclConfig_t by torch's names for them, without those that are unset.
+        settings, net_name: fields of ncclConfig_t by torch's names, without unset ones.
         high_priority: of the stream that operations are queued on.
     """
 
@@ -80,13 +80,13 @@ class NcclOptions:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup, device: torch.device) -> NcclOptions:
-        """RuntimeError for one that can't be given to our communicator."""
+        """RuntimeError for an option that our communicator doesn't support."""
         options = getattr(backend_of(process_group, device.type), "options", None)
         config = getattr(options, "config", None)
         values: dict[str, Any] = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
         wanted = {k: v for k, v in values.items() if isinstance(v, int | str) and v not in (_UNSET, "")}
         if getattr(process_group, "bound_device_id", None) is not None:
-            wanted.pop("blocking", None)  # torch sets it itself then
+            wanted.pop("blocking", None)  # torch sets it itself in that case
         for name in sorted(wanted.keys() - set(_C.nccl_settings())):
             raise RuntimeError(
                 f"the process group's NCCL options have {name}={wanted[name]!r}, which this torchddp can't set: build "
@@ -100,7 +100,7 @@ class NcclOptions:
 
 
 def reason_against(peers: Sequence[NcclPeer]) -> str:
-    """Why these ranks can't make a communicator, the same on all of them; or nothing."""
+    """Why these ranks can't create a communicator, the same on all of them; or empty."""
     for rank, peer in enumerate(peers):
         if peer.size != len(peers):
             return f"rank {rank} counts {peer.size} ranks in the process group, which has {len(peers)}"
@@ -123,25 +123,25 @@ def connect(
     timeout: datetime.timedelta,
     exchange: StoreExchange | None = None,
 ) -> _C.NcclTransport | str:
-    """Collective. A transport on every rank, or on every rank the same reason why not.
+    """Collective. Return a transport on every rank, or the same reason for refusing on every rank.
 
-    All models on one device over one process group share a communicator: `interrupt` of one's transport ends it for
-    all, and the next model gets another one.
+    All models on one device over one process group share a communicator. `interrupt` on one model's transport ends it
+    for all, and the next model gets a new one.
 
     Args:
         device: the CUDA device of this rank's model.
-        timeout: how long an operation of this transport may take: NCCL's call, in which it may have to connect to the
-            other ranks, and then the operation, once the device has got to it.
-        exchange: None: over the group's store.
+        timeout: the limit for an operation of this transport: for NCCL's call, which may have to connect to the other
+            ranks, and then for the operation once the device reaches it.
+        exchange: None: through the group's store.
     """
     rank, size, index = process_group.rank(), process_group.size(), _index_of(device)
     if exchange is None:
-        # What a rank has to say may have taken it as long as connecting may.
+        # Preparing its message may have taken a rank as long as connecting may.
         store = part_of_store(process_group, "nccl")
         exchange = StoreExchange(store, rank, size, 2 * _CONNECT_TIMEOUT, "the set-up of NCCL")
     communicators = _communicators.setdefault(process_group, {})
     shared_id, shared = communicators.get(index, ("", None))
-    at_hand = None if shared is None else shared.open(timeout)  # kept until all ranks have told
+    at_hand = None if shared is None else shared.open(timeout)  # kept until all ranks have reported
 
     def join(peers: Sequence[NcclPeer]) -> _C.NcclTransport:
         if at_hand is not None and all(peer.shared == shared_id for peer in peers):
@@ -170,7 +170,7 @@ def connect(
 
 
 def _new_id() -> tuple[str, str]:
-    """One for a communicator, and why not."""
+    """A new communicator id, or why there is none."""
     try:
         return _C.make_nccl_id().hex(), ""
     except RuntimeError as error:

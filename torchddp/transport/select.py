@@ -1,4 +1,4 @@
-"""Which transport moves the buckets of a process group: chosen together by all its ranks."""
+"""Chooses the transport that moves the buckets of a process group, together on all its ranks."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ CHOICE_ENV = "TORCHDDP_TRANSPORT"
 
 @dataclasses.dataclass(frozen=True)
 class TransportKind:
-    """A transport that the ranks of a process group open together, or none of them.
+    """A transport that the ranks of a process group open together, or not at all.
 
     Attributes:
-        name: as the argument ``transport`` and TORCHDDP_TRANSPORT say it.
+        name: as in the argument ``transport`` and in TORCHDDP_TRANSPORT.
         device_type: of the tensors that it moves.
-        does: in the error about other tensors: "transport='shm' <does>, but <misfit>".
-        misfit: why it can't move tensors of these devices, the same on all ranks; or nothing.
-        connect: collective, with the devices' first and a time limit for operations: a transport on every rank, or on
-            every rank the same reason why not.
-        stands_in_for: backends in whose place "auto" takes it; what those do is known.
-        reason_against: why "auto" should leave it, the same on all ranks; or nothing.
+        does: for the error about other tensors: "transport='shm' <does>, but <misfit>".
+        misfit: why it can't move tensors of these devices, the same on all ranks; or empty.
+        connect: collective, with the first device and a time limit for operations: returns a transport on every rank,
+            or the same reason for refusing on every rank.
+        stands_in_for: backends that "auto" replaces with it, because their behaviour is known.
+        reason_against: why "auto" should not use it, the same on all ranks; or empty.
     """
 
     name: str
@@ -52,7 +52,7 @@ _kinds: dict[str, TransportKind] = {}
 
 
 def register(kind: TransportKind) -> None:
-    """From now on models may ask for it by name, and "auto" takes it where it stands in for a backend."""
+    """Make it available by name, and to "auto" for the backends it stands in for."""
     _kinds[kind.name] = kind
 
 
@@ -81,7 +81,7 @@ register(
 
 
 def check_choice(choice: str) -> str:
-    """``choice``, or what TORCHDDP_TRANSPORT says where that is "auto". ValueError for one that is not registered."""
+    """Return ``choice``, or TORCHDDP_TRANSPORT in place of "auto". ValueError if it is not registered."""
     *names, last = map(repr, ("auto", C10D, *_kinds))
     wished = os.environ.get(CHOICE_ENV, "")
     for source, value in (("transport", choice), (CHOICE_ENV, wished)):
@@ -95,11 +95,10 @@ def check_choice(choice: str) -> str:
 def intended_transport(
     choice: str, process_group: dist.ProcessGroup, devices: Sequence[torch.device], *, collective: bool
 ) -> str:
-    """What this rank will try: "c10d", a registered transport (that or an error), or "auto": the transport that stands
-    in for the group's backend, and c10d where that can't be had.
+    """What this rank will try: "c10d", a registered transport (that or an error), or "auto" (the transport that stands
+    in for the group's backend, or else c10d).
 
-    Not collective; the answer must be the same on all ranks. ``collective``: whether the ranks may talk to each other
-    now.
+    Not collective; the answer must be the same on all ranks. ``collective``: whether the ranks may communicate now.
     """
     choice = check_choice(choice)
     if choice in _kinds and (problem := _kinds[choice].misfit(devices)):
@@ -143,7 +142,7 @@ def _not_on_one_gpu(devices: Sequence[torch.device]) -> str:
 
 
 def _no_cuda(process_group: dist.ProcessGroup) -> str:
-    """Models on a GPU train with a CPU build too, but slowly, and pip can't tell the builds apart."""
+    """GPU models also train with a CPU build, but slowly, and pip can't tell the builds apart."""
     if is_first_in_job("built without CUDA", process_group):
         advice = wheel_advice(_C.version, running_versions())
         logger.warning("the model is on a GPU, but this torchddp was built without CUDA, which is slow. %s", advice)
@@ -157,20 +156,21 @@ def open_transport(
     device: torch.device | None = None,
     timeout: datetime.timedelta | None = None,
 ) -> _C.Transport:
-    """The transport of ``process_group`` for tensors of ``device`` (None: CPU tensors).
+    """Open the transport of ``process_group`` for tensors of ``device`` (None: CPU tensors).
 
     Args:
-        choice: "c10d" is the process group itself. "shm" is memory shared by the ranks of a host (several hosts: shared
-            inside each, and the process group between them). "nccl" is a NCCL communicator and a stream of its own, for
-            CUDA tensors; the process group may be any. "auto" tries shared memory, or NCCL for a CUDA device, and takes
-            c10d where that can't be had. Others may be registered.
-        timeout: how long an operation may take; None: the process group's own limit.
+        choice: "c10d" is the process group itself. "shm" is memory shared by the ranks of a host (with several hosts:
+            shared within each, the process group between them). "nccl" is our own NCCL communicator and stream, for
+            CUDA tensors over any process group. "auto" tries shared memory, or NCCL for a CUDA device, and falls back
+            to c10d. Others may be registered.
+        timeout: the limit for an operation; None: the process group's own.
 
-    Collective unless the answer is c10d: every rank must give the same choice.
+    Collective unless the answer is c10d; every rank must pass the same choice.
 
     Raises:
-        ValueError: unknown choice, or one that does not fit the device.
-        RuntimeError: another than "auto" and "c10d", and some rank can't. On all ranks, with rank and reason.
+        ValueError: the choice is unknown or doesn't fit the device.
+        RuntimeError: a transport other than "auto" and "c10d" was asked for and some rank can't use it. Raised on all
+            ranks, with rank and reason.
     """
     device = device or torch.device("cpu")
     choice = intended_transport(choice, process_group, (device,), collective=True)

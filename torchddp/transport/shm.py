@@ -1,11 +1,11 @@
-"""Memory that the ranks of a host share: how they come to it together, and as a backend of torch.distributed.
+"""Memory shared by the ranks of a host: how they connect to it, and its use as a torch.distributed backend.
 
     import torchddp
     torch.distributed.init_process_group("torchddp_shm")  # or "cpu:torchddp_shm,cuda:nccl"
 
 The backend has all collectives and point-to-point operations on CPU tensors, for ranks of one host. A send does not
-wait for its receive: the message is copied to shared memory. One that is received into a tensor of another size is
-lost, and an error of that receive alone; any other error, a timeout too, is one of the whole group.
+wait for its receive: the message is copied to shared memory. A message received into a tensor of another size is lost,
+which fails that receive only; any other error, including a timeout, fails the whole group.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torchddp.transport.agreement import GroupExchange, Peer, StoreExchange, con
 BACKEND_NAME = "torchddp_shm"
 LIMIT_ENV = "TORCHDDP_SHM_LIMIT_MB"
 TOPOLOGY_ENV = "TORCHDDP_TOPOLOGY"
-_MAX_NODE = 1023  # of Linux
-# Ranks reach this point within milliseconds of each other: it follows a collective.
+_MAX_NODE = 1023  # Linux's
+# Ranks reach this point within milliseconds of each other, because it follows a collective.
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=20)
 _outer_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = weakref.WeakKeyDictionary()
 
 
 def limit_bytes() -> int:
-    """What TORCHDDP_SHM_LIMIT_MB allows a rank; 0: no limit. ValueError for what is no positive number."""
+    """The per-rank limit set by TORCHDDP_SHM_LIMIT_MB; 0: no limit. ValueError if it is not a positive number."""
     text = os.environ.get(LIMIT_ENV, "")
     if not text:
         return 0
@@ -47,9 +47,9 @@ def limit_bytes() -> int:
 
 
 def topology() -> list[int]:
-    """The node of memory of each rank of this host, as TORCHDDP_TOPOLOGY has them; empty: as the kernel says.
+    """The memory node of each rank of this host from TORCHDDP_TOPOLOGY; empty: as the kernel reports.
 
-    ValueError for what is no list of numbers.
+    ValueError if it is not a list of numbers.
     """
     text = os.environ.get(TOPOLOGY_ENV, "")
     if not text:
@@ -82,12 +82,12 @@ def connect(
     process_group: dist.ProcessGroup | None = None,
     outer_timeout: datetime.timedelta | None = None,
 ) -> _C.ShmTransport | str:
-    """Collective. A transport on every rank, or on every rank the same reason why not.
+    """Collective. Return a transport on every rank, or the same reason for refusing on every rank.
 
     Args:
-        timeout: how long an operation may take.
-        process_group: that of the ranks; None: they must be on one host.
-        outer_timeout: the same for what is sent from host to host.
+        timeout: the limit for an operation.
+        process_group: that of the ranks; None: they must share a host.
+        outer_timeout: the limit for what is sent between hosts.
     """
     endpoint, problem, host = None, "", ""
     nodes: list[int] = []
@@ -105,7 +105,7 @@ def connect(
 
     def join(peers: Sequence[ShmPeer]) -> _C.ShmTransport:
         nonlocal endpoint
-        socket, endpoint = endpoint, None  # gone when this returns: nobody should wait at it
+        socket, endpoint = endpoint, None  # destroyed on return: no one should wait at it
         assert socket is not None
         hosts = list(ranks_by(peer.host for peer in peers).values())
         mine = next(ranks for ranks in hosts if exchange.rank in ranks)
@@ -128,7 +128,7 @@ def connect(
 
 
 def _reason_against(peers: Sequence[ShmPeer], *, may_span_hosts: bool) -> str:
-    """Why these ranks can't share memory, the same on all of them; or nothing."""
+    """Why these ranks can't share memory, the same on all of them; or empty."""
     by_user = ranks_by(peer.user for peer in peers)
     if len(by_user) > 1:
         (user, _), (other, ranks) = list(by_user.items())[:2]
@@ -152,12 +152,12 @@ def _reason_against(peers: Sequence[ShmPeer], *, may_span_hosts: bool) -> str:
 
 @dataclasses.dataclass
 class _Placement:
-    """Where ranks are, and who reduces what between hosts."""
+    """Where ranks are, and which of them reduce what between hosts."""
 
-    owners: int  # the first ranks of each host, which own a shard of every bucket each
+    owners: int  # the first ranks of each host own a shard of every bucket each
     places: list[int]  # by rank: its place among the ranks of its host
-    outer_ranks: list[int]  # by rank: its rank among those with its place, or -1 if that owns nothing
-    columns: list[list[int]]  # by place below `owners`: the global ranks that have it, ascending
+    outer_ranks: list[int]  # by rank: its rank among those with the same place, or -1 if that place owns nothing
+    columns: list[list[int]]  # by place below `owners`: the global ranks in that place, ascending
 
 
 def _place(process_group: dist.ProcessGroup | None, hosts: Sequence[Sequence[int]]) -> _Placement:
@@ -181,7 +181,7 @@ def _place(process_group: dist.ProcessGroup | None, hosts: Sequence[Sequence[int
 def _outer_group(
     process_group: dist.ProcessGroup, placement: _Placement, timeout: datetime.timedelta | None
 ) -> dist.ProcessGroup | None:
-    """The ranks in this one's place on each host, or None if its place owns no shard. One per process group, kept."""
+    """The ranks in this rank's place on each host, or None if its place owns no shard. Cached per process group."""
     if not placement.columns:
         return None
     if process_group not in _outer_groups:
@@ -199,17 +199,17 @@ def _outer_group(
 
 
 def register() -> None:
-    """Makes the name known to ``init_process_group`` and ``new_group``. Again: does nothing."""
+    """Register the backend's name with ``init_process_group`` and ``new_group``. Idempotent."""
     if BACKEND_NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND_NAME, _create, devices=["cpu"])
         dist.Backend._plugins = _Plugins(dist.Backend._plugins)
 
 
 class _Plugins(dict[str, Any]):
-    """torch's table of backends from elsewhere, without ours when it is listed.
+    """torch's table of external backends, which hides ours when it is listed.
 
-    Where a group is asked for by device ("cpu:gloo"), torch lists the table, and if it is not empty sets no default
-    backend: such groups would be called "undefined", and warn when they are destroyed, because torchddp was imported.
+    When a group is requested by device ("cpu:gloo"), torch lists the table and, if it is not empty, sets no default
+    backend. Merely importing torchddp would then make such groups "undefined", with a warning when they are destroyed.
     """
 
     def keys(self) -> Any:
@@ -217,10 +217,10 @@ class _Plugins(dict[str, Any]):
 
 
 def _create(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Backend:
-    """What torch calls for each process group. Collective."""
+    """Called by torch for each process group. Collective."""
     exchange = StoreExchange(store, rank, size, timeout, f"the {BACKEND_NAME} backend")
     transport = connect(exchange, timeout)
-    exchange.close()  # the store may serve the next process group of the same name
+    exchange.close()  # the store may be reused by the next process group of this name
     if isinstance(transport, str):
         raise RuntimeError(f"rank {rank}: the {BACKEND_NAME} backend can't share memory here: {transport}")
     return _C.make_shm_backend(transport, timeout)

@@ -1,6 +1,6 @@
-"""Waits of the main thread during which handlers of signals run, and which end with what those raise.
+"""Waits of the main thread that run signal handlers, and end with any exception that one raises.
 
-torch's own hold handlers up until they are over. In C++: Note [Signals in a wait] in csrc/common/signals.h.
+torch's own waits delay handlers until they return. For C++ see Note [Signals in a wait] in csrc/common/signals.h.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ _SLICE_S = 0.25
 
 
 def wait_for_work(work: Any, process_group: dist.ProcessGroup | None) -> None:
-    """As ``work.wait()``, for an operation of this group (None: the default one).
+    """Like ``work.wait()``, for an operation of this group (None: the default one).
 
-    Handlers run meanwhile if the group is gloo's.
+    Runs handlers meanwhile if the group is gloo's.
     """
     process_group = process_group if process_group is not None else dist.group.WORLD
     if isinstance(work, dist.Work) and isinstance(process_group, dist.ProcessGroup):
         _C.wait_for_work(work, process_group)
     else:
-        work.wait()  # of somebody who is none of torch's
+        work.wait()  # not one of torch's
 
 
 def wait_for_future(future: torch.futures.Future[Any], limit_s: float) -> bool:
-    """Until the future is complete, well or not; False if that takes longer."""
+    """Wait until the future is complete, successfully or not; False if that takes longer."""
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     return done.wait(min(limit_s, threading.TIMEOUT_MAX))
 
 
 def wait_for_keys(store: Store, keys: Sequence[str], timeout: datetime.timedelta) -> None:
-    """As ``store.wait(keys, timeout)``.
+    """Like ``store.wait(keys, timeout)``.
 
     Raises:
-        RuntimeError: as torch's stores do, when the time is over or the store can't be reached.
+        RuntimeError: as torch's stores do, if the time is up or the store can't be reached.
     """
     deadline_s = time.monotonic() + timeout.total_seconds()
     while True:
@@ -54,6 +54,6 @@ def wait_for_keys(store: Store, keys: Sequence[str], timeout: datetime.timedelta
             return
         except RuntimeError:
             now_s = time.monotonic()
-            # Sooner than its own limit: it is no matter of time.
+            # It failed before its own limit, so not because of time.
             if now_s >= deadline_s or now_s - begun_s < slice_s * 0.9:
                 raise

@@ -1,11 +1,11 @@
-"""What has a thread of its own, beside the training: bucket after bucket, calls to a store, looks now and then.
+"""Everything that runs on its own thread beside training: compression hooks, calls to a store, periodic checks.
 
 Note [One thread per hook]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-A compressor sends several messages for a bucket, and what it sends next depends on what it got. Chained on futures, the
-second messages of two buckets would be sent in whatever order gloo's threads finish the first, which differs between
-ranks: collectives would be matched with others. So each hook has one thread, which takes bucket after bucket, over
-process groups that nobody else uses. Backward goes on meanwhile.
+A compressor sends several messages per bucket, and each depends on the result of the one before. If they were chained
+on futures, the second messages of two buckets would be sent in whatever order gloo's threads finish the first ones,
+which differs between ranks, and collectives would be mismatched. So each hook has one thread, which handles one bucket
+after another over process groups of its own, while backward continues.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_END_S = 2.0  # how long the interpreter waits at its exit for a look that is under way
+_END_S = 2.0  # how long the interpreter waits at exit for a running check
 
 
 class _Jobs:
-    """A thread that runs jobs in order, until `end` is called or its owner is gone.
+    """A thread that runs jobs in order until `end` is called or its owner is destroyed.
 
-    The child of a fork has none of its parent's threads, and their locks as they happened to be: what has a thread or
-    a lock does nothing in another process than its own, and looks before it takes the lock.
+    A forked child has none of its parent's threads, and locks in an arbitrary state. Objects with a thread or a lock
+    therefore do nothing in a process other than their own, and check that before they take the lock.
     """
 
     def __init__(self, owner: object, name: str) -> None:
         self._pid = os.getpid()
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        # A daemon: it may be stuck when the process ends.
+        # A daemon, because it may be stuck when the process ends.
         self._thread = threading.Thread(target=_run_jobs, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
         self.end = weakref.finalize(owner, self._queue.put, None)
-        self.end.atexit = False  # daemons end with the process
+        self.end.atexit = False  # daemon threads end with the process
 
     @property
     def is_here(self) -> bool:
@@ -56,7 +56,7 @@ class _Jobs:
         self._queue.put(job)
 
     def join(self, limit_s: float) -> bool:
-        """After `end`: whether the thread ended in time."""
+        """Called after `end`: whether the thread ended in time."""
         self._thread.join(limit_s)
         return not self._thread.is_alive()
 
@@ -64,13 +64,14 @@ class _Jobs:
 def _run_jobs(jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # while this waits, it holds nothing of a model or a store
+        del job  # while it waits, it keeps no model or store alive
 
 
 class Worker:
-    """Runs jobs in order on a thread of its own, which starts with the first one and ends with this object.
+    """Runs jobs in order on one thread, which starts with the first job and ends with this object.
 
-    After a job that failed all later ones fail at once with the same cause: the ranks no longer agree on what to send.
+    After a failed job, all later ones fail at once with the same cause, because the ranks no longer agree on what to
+    send.
     """
 
     def __init__(self, name: str) -> None:
@@ -79,7 +80,7 @@ class Worker:
         self._order = _Order()
 
     def submit(self, job: Callable[[], Tensor], label: str, device: torch.device) -> torch.futures.Future[Tensor]:
-        """A future with the tensor that ``job()`` returns, or with its error, which begins with ``label``."""
+        """Return a future with the tensor that ``job()`` returns, or with its error, prefixed by ``label``."""
         if self._jobs is None or not self._jobs.is_here:
             self._jobs, self._order = _Jobs(self, self._name), _Order()
         on_gpu = device.type == "cuda"
@@ -89,25 +90,25 @@ class Worker:
         return future.then(_value_of)
 
     def close(self) -> None:
-        """Ends the thread once its jobs are done. A later submit() starts a new one."""
+        """End the thread once its jobs are done. A later submit() starts a new one."""
         if self._jobs is not None and self._jobs.is_here:
             self._jobs.end()
         self._jobs = None
 
     def finish(self, limit_s: float) -> bool:
-        """As `close`, and waits for the end: whether it came in time."""
+        """Like `close`, but waits for the end; returns whether it came in time."""
         jobs = self._jobs
         self.close()
         return jobs is None or not jobs.is_here or jobs.join(limit_s)
 
 
 class _Failure:
-    """What a job's future holds if it failed. (An error that is set on a future of torch is lost on the way to C++.)"""
+    """The result of a failed job. (An exception set on a torch future is lost on its way to C++.)"""
 
     def __init__(self, label: str, error: BaseException, first: _Failure | None = None) -> None:
         cause = f"{type(error).__name__}: {error}" if first is None else f"not reduced, for before it {first.message}"
         self.message: str = f"{label}: {cause}"
-        self.error = error.with_traceback(None)  # whose frames hold the model
+        self.error = error.with_traceback(None)  # its frames hold the model
 
 
 def _value_of(future: torch.futures.Future[Tensor | _Failure]) -> Tensor:
@@ -118,7 +119,7 @@ def _value_of(future: torch.futures.Future[Tensor | _Failure]) -> Tensor:
 
 
 class _Order:
-    """What the jobs of a thread have in common."""
+    """State shared by the jobs of a thread."""
 
     def __init__(self) -> None:
         self._failure: _Failure | None = None
@@ -148,16 +149,17 @@ class _Order:
     def _wait_on_stream(self, device: torch.device, ready: torch.cuda.Event) -> None:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
-        torch.cuda.set_stream(self._streams[device])  # this thread's alone; the future remembers it for who waits
+        # a copy for this thread; the future keeps the original for its waiters
+        torch.cuda.set_stream(self._streams[device])
         self._streams[device].wait_event(ready)
 
 
 class BoundedCalls:
-    """Makes calls that may never return, where they hold nobody up: one after the other on a thread of its own, there
-    from the first call on; thread-safe.
+    """Makes calls that may never return without blocking the caller: one at a time, on a thread that starts with the
+    first call. Thread-safe.
 
-    A client of torch's TCPStore waits without a limit for a server whose process is stopped, whatever timeout it has.
-    In a forked child every call raises RuntimeError: the thread is the parent's, and so is what it talks over.
+    A client of torch's TCPStore waits forever for a server whose process is stopped, whatever its timeout. In a forked
+    child every call raises RuntimeError, because the thread and its connection belong to the parent.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -168,7 +170,9 @@ class BoundedCalls:
         self._late: concurrent.futures.Future[Any] | None = None
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """What ``function()`` gives or raises; RuntimeError if it takes too long, or an earlier one still does."""
+        """Return or raise what ``function()`` does; RuntimeError if it takes too long, or if an earlier call still
+        does.
+        """
         if os.getpid() != self._pid:
             raise RuntimeError("this is the forked child of the process that makes these calls")
         with self._lock:
@@ -194,7 +198,7 @@ def _answer(answer: concurrent.futures.Future[Result], function: Callable[[], Re
 
 
 class Task:
-    """Something that is looked at every so often, until `close`; errors are logged, and end it."""
+    """A periodic check, until `close`; an error is logged and ends it."""
 
     def __init__(self, look: Callable[[], None], every_s: float) -> None:
         self.look = look
@@ -203,7 +207,7 @@ class Task:
         self.closed = False
 
     def close(self) -> None:
-        """It is not looked at any more, though a look that is under way goes on. From any thread."""
+        """Stop the checks; one that is running continues. Thread-safe."""
         self.closed = True
 
     def run(self) -> None:
@@ -217,7 +221,7 @@ class Task:
 
 
 class _Watcher:
-    """The thread: there while there are tasks. A forked child starts with none."""
+    """The shared thread, alive while there are tasks. A forked child starts with none."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -232,7 +236,7 @@ class _Watcher:
                 return
             self._tasks.append(task)
             if self._thread is None or not self._thread.is_alive():
-                # A daemon: nothing that is watched may keep a process from ending.
+                # A daemon, because no check may keep a process from ending.
                 self._thread = threading.Thread(target=self._run, name="torchddp-watcher", daemon=True)
                 self._thread.start()
             self._changed.notify()
@@ -252,7 +256,7 @@ class _Watcher:
             task.run()
 
     def end(self) -> None:
-        """Before the interpreter ends: a thread that comes back from C++ after that ends the process with SIGABRT."""
+        """Called before the interpreter ends: a thread that returns from C++ after that would abort the process."""
         with self._changed:
             self._ends = True
             thread = self._thread
@@ -274,9 +278,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def watch(look: Callable[[], None], every_s: float) -> Task:
-    """Calls ``look()`` every ``every_s`` seconds from a thread of this process, until the result is closed.
+    """Call ``look()`` every ``every_s`` seconds on a thread of this process until the result is closed.
 
-    Looks share the thread: they must not wait, and a long one delays the others.
+    All checks share the thread, so they must not wait; a slow one delays the others.
     """
     task = Task(look, every_s)
     _watcher.add(task)
