@@ -66,6 +66,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xfail(reason=f"torch's class: {marker.args[0]}", strict=False))
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI a test that passed only when it was run again fails the run, unless `may_rerun` says why it may."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or os.environ.get("CI") != "true" or session.exitstatus != pytest.ExitCode.OK:
+        return
+    flaky = sorted({report.nodeid for report in reporter.stats.get("rerun", ()) if "may_rerun" not in report.keywords})
+    if flaky:
+        reporter.ensure_newline()
+        advice = "mend it, or mark it with may_rerun and a reason"
+        reporter.write_line(f"Passed only when run again ({advice}): {', '.join(flaky)}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture(scope="session")
 def ddp_class() -> type:
     """The class under test (see TORCHDDP_TEST_CLASS in tests/harness.py)."""

@@ -1,0 +1,11 @@
+"""Every test here limits the time in which ranks notice a fault."""
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.may_rerun("ranks must notice a fault in time, on processors that may be busy"))
