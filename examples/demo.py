@@ -1,4 +1,4 @@
-"""Train the same GPT with torch's and with torchddp's DistributedDataParallel, and put the two side by side.
+"""Train the same GPT with torch's and with torchddp's DistributedDataParallel, and compare the two.
 
 python -m examples.demo            # about two minutes on two cores
 python -m examples.demo --quick    # under a minute
@@ -59,7 +59,7 @@ class Plan:
 
 
 def make_plan(classes: Sequence[str], *, quick: bool) -> Plan:
-    """Quick: one launch each. Else two each in the order A B B A, so that a drifting machine is fair to both."""
+    """Quick: one launch each. Otherwise two each, in the order A B B A, so that drift affects both alike."""
     first, second = classes
     if quick:
         steps = 50
@@ -96,14 +96,14 @@ def run_segment(plan: Plan, number: int, seed: int, folder: Path, timeout_second
 def run_demo(
     classes: Sequence[str], *, quick: bool, seed: int, out: Path, timeout_seconds: float, console: Console
 ) -> dict[str, Any]:
-    """Train with both classes, write the picture and the result file, print the table; the result."""
+    """Train with both classes, write the plot and the result file, print the table, and return the result."""
     started = time.monotonic()
     picture, result_path = out / "loss.png", out / "result.json"
     for path in (picture, result_path):
         prepare_output(path, "--out")
-        path.unlink(missing_ok=True)  # a failing run must not leave an old result behind
+        path.unlink(missing_ok=True)  # so that a failed run doesn't leave an old result behind
     for name in classes:
-        ddp_class(name)  # before the first minute of training, not after it
+        ddp_class(name)  # fail before the first minute of training, not after it
     plan = make_plan(classes, quick=quick)
     with tempfile.TemporaryDirectory(prefix="segments-", dir=out) as folder:
         parts = [
@@ -148,7 +148,7 @@ def main(
       python -m examples.demo
       python -m examples.demo --quick --json > result.json
     """
-    signal.signal(signal.SIGTERM, _raise_interrupt)  # so that the children are ended here too
+    signal.signal(signal.SIGTERM, _raise_interrupt)  # so that child processes are ended too
     console = Console(file=sys.stderr if as_json else sys.stdout)
     try:
         result = run_demo(CLASSES, quick=quick, seed=seed, out=out, timeout_seconds=timeout, console=console)

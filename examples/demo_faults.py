@@ -1,4 +1,4 @@
-"""Kill a rank in the midst of training, let torchrun restart it, and hold the result against an undisturbed run.
+"""Kill a rank during training, let torchrun restart it, and compare the result with that of an undisturbed run.
 
 python -m examples.demo_faults            # under two minutes on two cores
 python -m examples.demo_faults --how stop # a rank that hangs: torchrun gives it 30 s to end
@@ -56,7 +56,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one run.
+    """The outcome of one run.
 
     `noticed_by` is the rank that raised TransportError, `noticed_s` how long after the fault, `resumed_from` the step
     of the checkpoint that was gone on from, `back_s` the time from the fault to training again.
@@ -84,7 +84,7 @@ class Outcome:
 def outcome_of(
     fault: str, events: Sequence[Event], result: dict[str, Any], wanted: str, leftovers: Sequence[str], wall_s: float
 ) -> Outcome:
-    """Put together from the journal of a run and what its rank 0 wrote at the end; `wanted`: the right digest."""
+    """From the journal of a run and what its rank 0 wrote at the end; `wanted`: the expected digest."""
     struck = next((event for event in events if event.kind == "fault"), None)
     noticed = next((event for event in events if event.kind == "noticed"), None)
     again = next((event for event in events if event.kind == "started" and event.attempt > 0), None)
@@ -106,7 +106,7 @@ def outcome_of(
 
 
 def run_one(fault: str, plan: Plan, seed: int, wanted: str, folder: Path, timeout_s: float, output: IO[str]) -> Outcome:
-    """One launch of torchrun, from nothing to the last step; raises ExampleError if it does not get there."""
+    """One launch of torchrun, from the start to the last step; raises ExampleError if it doesn't get there."""
     checkpoint, result_path = folder / f"{fault}.pt", folder / f"{fault}.json"
     arguments = ["--checkpoint", str(checkpoint), "--json", str(result_path), "--seed", str(seed)]
     arguments += ["--steps", str(plan.steps), "--save-every", str(plan.save_every), "--timeout", str(plan.timeout_s)]
@@ -136,10 +136,10 @@ def run_one(fault: str, plan: Plan, seed: int, wanted: str, folder: Path, timeou
 def run_demo(
     faults: Sequence[str], plan: Plan, *, seed: int, out: Path, timeout_s: float, console: Console
 ) -> dict[str, Any]:
-    """All runs, the table, and the result file; the result."""
+    """Run all, print the table, write the result file, and return the result."""
     result_path = out / "faults.json"
     prepare_output(result_path, "--out")
-    result_path.unlink(missing_ok=True)  # a failing run must not leave an old result behind
+    result_path.unlink(missing_ok=True)  # so that a failed run doesn't leave an old result behind
     before = _shared_memory_files()
     outcomes: list[Outcome] = []
     log_path = out / "faults.log"
@@ -174,7 +174,7 @@ def run_demo(
 
 
 def result_table(outcomes: Sequence[Outcome], plan: Plan) -> Table:
-    """What happened, when it was noticed and by whom, and what came of it."""
+    """What happened, when and by which rank it was noticed, and how the run ended."""
     title = f"Rank 1 fails in step {plan.die_at} of {plan.steps}; a checkpoint every {plan.save_every} steps"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1))
     table.add_column("what\nhappens", no_wrap=True)
@@ -207,7 +207,7 @@ def _closing_words(outcomes: Sequence[Outcome], segments: Sequence[str]) -> str:
 
 
 def _shared_memory_files() -> set[str]:
-    """Files of this user's in /dev/shm that may be ours; torchddp itself makes none there."""
+    """This user's files in /dev/shm that may be ours; torchddp itself creates none there."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return set()
@@ -218,7 +218,7 @@ def _shared_memory_files() -> set[str]:
 def main(
     how: Annotated[
         list[str] | None,
-        typer.Option(metavar="|".join(FAULT_CHOICES), help="A fault; may be given again [default: kill, exception]."),
+        typer.Option(metavar="|".join(FAULT_CHOICES), help="A fault; repeatable [default: kill, exception]."),
     ] = None,
     steps: Annotated[int, typer.Option(min=4, help="Optimizer steps; the fault comes after five eighths.")] = 40,
     seed: Annotated[int, typer.Option(min=0, help="Seed of all runs.")] = 0,
@@ -226,14 +226,14 @@ def main(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a single run may take.")] = 180.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the result, as JSON, to stdout.")] = False,
 ) -> None:
-    """Train undisturbed, then with faults: torchrun restarts, training resumes, and the weights are held together.
+    """Train undisturbed, then with faults: torchrun restarts, training resumes, and the weights are compared.
 
     \b
     Examples:
       python -m examples.demo_faults
       python -m examples.demo_faults --how kill --json > result.json
     """
-    signal.signal(signal.SIGTERM, _raise_interrupt)  # so that the children are ended here too
+    signal.signal(signal.SIGTERM, _raise_interrupt)  # so that child processes are ended too
     console = Console(file=sys.stderr if as_json else sys.stdout)
     faults = how or ["kill", "exception"]
     plan = Plan(steps, max(1, steps // 4), steps * 5 // 8)

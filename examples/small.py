@@ -55,7 +55,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def report(ranks: Ranks, step: int, steps: int, loss: torch.Tensor) -> None:
-    """Now and then prints the loss, averaged over the ranks. Collective."""
+    """Print the loss, averaged over the ranks, in some steps. Collective."""
     if step % max(1, steps // REPORTS) == 0 or step == steps - 1:
         mean = sum(ranks.sums([loss.item()])) / ranks.world_size
         if ranks.rank == 0:
@@ -63,7 +63,7 @@ def report(ranks: Ranks, step: int, steps: int, loss: torch.Tensor) -> None:
 
 
 def run(train: Callable[[Ranks, int, float], None], about: str, steps: int) -> None:
-    """The command of an example: joins the process group, trains on this rank, leaves it."""
+    """Parse an example's arguments, join the process group, train on this rank, and leave the group."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--steps", type=int, default=steps, help="optimizer steps [%(default)s]")
     parser.add_argument("--lr", type=float, default=3e-3, help="AdamW's learning rate [%(default)s]")

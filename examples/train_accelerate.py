@@ -1,4 +1,4 @@
-"""A small network under Accelerate, over torchddp: accumulation, clipping, a compressed exchange, a metric.
+"""A small network with Accelerate and torchddp: accumulation, clipping, compressed gradients, a metric.
 
 ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/train_accelerate.py
 ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/train_accelerate.py --comm-hook int8 --bf16
@@ -19,7 +19,7 @@ from torchddp.integrations.accelerate import Accelerator, TorchDDPKwargs
 
 
 def points(size: int, seed: int) -> TensorDataset:
-    """Points of the plane, and whether they lie in a ring."""
+    """Points in the plane, and whether they are inside a ring."""
     x = torch.randn(size, 2, generator=torch.Generator().manual_seed(seed))
     radius = x.square().sum(1)
     return TensorDataset(x, ((radius > 0.5) & (radius < 2.5)).long())
@@ -65,10 +65,10 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=3, help="passes over 2000 points")
-    parser.add_argument("--accumulate", type=int, default=2, help="microbatches a step")
-    parser.add_argument("--comm-hook", help="how gradients travel: fp16, bf16, int8, powersgd, ...")
+    parser.add_argument("--accumulate", type=int, default=2, help="microbatches per step")
+    parser.add_argument("--comm-hook", help="how gradients are compressed: fp16, bf16, int8, powersgd, ...")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
-    parser.add_argument("--torch-ddp", action="store_true", help="torch's class, to compare with")
+    parser.add_argument("--torch-ddp", action="store_true", help="use torch's class, for comparison")
     return parser.parse_args()
 
 

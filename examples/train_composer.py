@@ -1,9 +1,9 @@
-"""Composer's Trainer on torchddp's DistributedDataParallel: a classifier of points, on the CPU.
+"""Composer's Trainer with torchddp's DistributedDataParallel: a classifier of points, on the CPU.
 
     composer -n 2 examples/train_composer.py
     torchrun --nproc-per-node 2 examples/train_composer.py --strategy forced_sync --microbatch 4
 
-`--ddp torch` trains the same on torch's class. Needs torchddp[composer].
+`--ddp torch` trains the same model with torch's class. Needs torchddp[composer].
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ddp", choices=["torchddp", "torch"], default="torchddp")
     strategies = [strategy.value for strategy in torchddp.sync.DDPSyncStrategy]
     parser.add_argument("--strategy", choices=strategies, default="single_auto_sync")
-    parser.add_argument("--batch", type=int, default=16, help="samples a rank and step")
-    parser.add_argument("--microbatch", type=int, default=16, help="samples a rank and microbatch")
+    parser.add_argument("--batch", type=int, default=16, help="samples per rank and step")
+    parser.add_argument("--microbatch", type=int, default=16, help="samples per rank and microbatch")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--save", help="file for the weights, written by rank 0")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""Training with few synchronisations: every rank by itself, models brought together every so many steps (DiLoCo).
+"""Training with few synchronisations: ranks train independently and average their models every few steps (DiLoCo).
 
 torchrun --nproc-per-node 2 -m examples.train_diloco --sync-every 20 --wire int8
 """
@@ -22,7 +22,7 @@ WIRES = ("fp32", "bf16", "fp16", "int8", "int4")
 
 
 def train(ranks: Ranks, steps: int, lr: float, sync_every: int, wire: str) -> None:
-    """Train on this rank: the bare model, for gradients are not averaged."""
+    """Train on this rank. The model isn't wrapped, because gradients are not averaged."""
     model = make_model()
     optimizer = DiLoCo(model, torch.optim.AdamW(model.parameters(), lr=lr), sync_every=sync_every, wire=wire)
     sent_bytes = 0
@@ -32,7 +32,7 @@ def train(ranks: Ranks, steps: int, lr: float, sync_every: int, wire: str) -> No
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % sync_every == 0:
-            sent_bytes += optimizer.traffic.wire_bytes or 0  # None: the transport does not count
+            sent_bytes += optimizer.traffic.wire_bytes or 0  # None: the transport doesn't count bytes
         report(ranks, step, steps, loss)
     if ranks.rank == 0:
         each_step = 4 * sum(p.numel() for p in model.parameters())

@@ -27,7 +27,7 @@ from examples.gpt.ranks import Ranks, environment_rank, open_ranks
 from examples.gpt.trainer import Trainer
 
 EXIT_BAD_INPUT = 2
-# Of the process group, which ranks join as soon as they have started: on a busy host that may be many seconds apart.
+# For the process group: on a busy host, ranks may start, and so join it, many seconds apart.
 GROUP_TIMEOUT = timedelta(minutes=2)
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
@@ -36,7 +36,7 @@ _DEFAULT = TrainConfig()
 
 
 class ElasticTrainer(Trainer):
-    """Leaves between two steps when torchrun asks for it, and suffers the fault that it is given."""
+    """Exits between two steps when torchrun asks for it, and injects a given fault."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ElasticTrainer(Trainer):
         return {**super()._wrapper_options(), "timeout": self._timeout}
 
     def _note_sigterm(self, signum: int, frame: object) -> None:
-        # Nothing is raised here: who waits for a rank that died is about to raise the better error.
+        # Don't raise here: a rank that waits for a dead one is about to raise a more useful error.
         self._asked_to_end = True
         self.journal.note("asked to end", self.step, "SIGTERM")
 
@@ -75,9 +75,9 @@ class ElasticTrainer(Trainer):
 
 @app.command()
 def main(
-    checkpoint: Annotated[Path, typer.Option(help="Where to save, and what to go on from if it is there.")],
+    checkpoint: Annotated[Path, typer.Option(help="Where to save, and to resume from if it exists.")],
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 40,
-    save_every: Annotated[int, typer.Option(min=1, help="Save every so many steps, and at the end.")] = 10,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints; the last step is saved too.")] = 10,
     batch_size: Annotated[int, typer.Option(help="Windows per rank and step.")] = 8,
     block_size: Annotated[int, typer.Option(help="Bytes per window.")] = 32,
     layers: Annotated[int, typer.Option(help="Transformer blocks.")] = 2,
@@ -96,7 +96,7 @@ def main(
     how: Annotated[str, typer.Option(metavar="|".join(FAULT_CHOICES), help="What happens to it.")] = "kill",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write losses and a digest of the weights.")] = None,
 ) -> None:
-    """Train a small GPT, from the last checkpoint if there is one: whatever torchrun restarts ends as if undisturbed.
+    """Train a small GPT, from the last checkpoint if there is one: a restarted run ends like an undisturbed one.
 
     \b
     Examples:
@@ -121,12 +121,12 @@ def main(
         fault = Fault(die_at, die_rank, how, checkpoint.with_suffix(".fault")) if die_at else None
         train(config, timedelta(seconds=timeout), fault)
     except ExampleError as error:
-        if environment_rank() == 0:  # every rank comes to the same error
+        if environment_rank() == 0:  # every rank gets the same error
             typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_BAD_INPUT) from None
 
 
-@record  # torchrun's last words name the error of the rank that failed first
+@record  # so that torchrun reports the error of the rank that failed first
 def train(config: TrainConfig, timeout: timedelta, fault: Fault | None) -> None:
     """Run `config` on this rank, from joining the process group to leaving it."""
     assert config.checkpoint is not None
@@ -146,18 +146,18 @@ def train(config: TrainConfig, timeout: timedelta, fault: Fault | None) -> None:
             run = trainer.run()
         except InjectedFaultError:
             raise
-        except RuntimeError as error:  # a TransportError, or what a communication hook or a collective of torch's says
+        except RuntimeError as error:  # also errors of communication hooks and torch's collectives
             journal.note("noticed", trainer.step, f"{type(error).__name__}: {error}")
             raise
         journal.note("finished", trainer.step)
         if ranks.rank == 0 and config.json_path is not None:
             write_json(config.json_path, {"weights_sha256": weights_digest(trainer.gpt), **run})
         del trainer
-        gc.collect()  # the model's reducer goes before the process group it talks through
+        gc.collect()  # free the model's reducer before the process group that it uses
 
 
 def journal_path(checkpoint: Path) -> Path:
-    """Where the ranks of a run with this checkpoint write what happens."""
+    """The journal of a run with this checkpoint."""
     return checkpoint.with_suffix(".events.jsonl")
 
 

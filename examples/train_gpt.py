@@ -55,16 +55,16 @@ def main(
     ] = _DEFAULT.device,
     threads: Annotated[int, typer.Option(help="Torch threads per rank.")] = _DEFAULT.threads,
     data: Annotated[Path | None, typer.Option(help="File or folder [default: Python's source files].")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="Where to save; at the end at least.")] = None,
-    save_every: Annotated[int, typer.Option(help="Also save every so many steps (0: no).")] = _DEFAULT.save_every,
+    checkpoint: Annotated[Path | None, typer.Option(help="Where to save, at least at the end.")] = None,
+    save_every: Annotated[int, typer.Option(help="Steps between further checkpoints (0: none).")] = _DEFAULT.save_every,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from --checkpoint, to the same losses.")] = False,
     stop_after: Annotated[int | None, typer.Option(help="End early after this step, schedule unchanged.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the metrics to this file.")] = None,
     measure_comm: Annotated[
-        int, typer.Option(help="Measure exposed communication every so many steps (0: no).")
+        int, typer.Option(help="Steps between measurements of exposed communication (0: none).")
     ] = _DEFAULT.measure_comm,
 ) -> None:
-    """Train a small GPT on bytes of text, on every rank torchrun starts (or in this one process).
+    """Train a small GPT on bytes of text, on every rank that torchrun starts, or in this process alone.
 
     \b
     Examples:
@@ -78,7 +78,7 @@ def main(
     try:
         train(TrainConfig(**options))
     except ExampleError as error:
-        if environment_rank() == 0:  # every rank comes to the same error
+        if environment_rank() == 0:  # every rank gets the same error
             typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_BAD_INPUT) from None
     except KeyboardInterrupt:
@@ -88,11 +88,11 @@ def main(
 def train(config: TrainConfig) -> None:
     """Run `config` on this rank, from joining the process group to leaving it."""
     if config.ddp != "none":
-        ddp_class(config.ddp)  # fails here, before any waiting, when the class cannot be imported
+        ddp_class(config.ddp)  # fail before any wait if the class can't be imported
     torch.set_num_threads(config.threads)
     with open_ranks(config.ddp, config.device) as ranks:
         train_on(config, ranks)
-        gc.collect()  # the model's reducer goes before the process group it talks through
+        gc.collect()  # free the model's reducer before the process group that it uses
 
 
 def train_on(config: TrainConfig, ranks: Ranks) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Progressive growing (Karras et al. 2018, in small): blocks are added while training goes on.
+"""Progressive growing (Karras et al. 2018, on a small scale): blocks are added during training.
 
 torchrun --nproc-per-node 2 -m examples.train_growing
 """
@@ -22,14 +22,14 @@ DEPTH = 3
 
 
 def train(ranks: Ranks, steps: int, lr: float) -> None:
-    """Begins with one block, and adds the others at equal distances."""
+    """Start with one block, and add the others at equal intervals."""
     torch.manual_seed(0)
     model = DDP(Regressor(depth=1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for step in range(steps):
         if step > 0 and step % (steps // DEPTH) == 0 and len(model.module.blocks) < DEPTH:
             block = Block()
-            nn.init.zeros_(block.down.weight)  # so that the model goes on where it was
+            nn.init.zeros_(block.down.weight)  # so that the model's output doesn't change
             nn.init.zeros_(block.down.bias)
             model.module.blocks.append(block)
             model.refresh_trainable()  # on all ranks: the block gets rank 0's values

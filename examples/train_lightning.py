@@ -1,9 +1,9 @@
-"""Lightning over torchddp: the strategy's name is all that changes.
+"""Lightning with torchddp: only the strategy's name changes.
 
     python -m examples.train_lightning --strategy torchddp --devices 2
     python -m examples.train_lightning --strategy torchddp_sharded --devices 2 --epochs 4
 
-Needs torchddp[lightning]. Trains a small network to tell two spirals apart; the data is made here.
+Needs torchddp[lightning]. Trains a small network to tell two spirals apart; the data is generated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def spirals(points: int, seed: int) -> TensorDataset:
 
 
 class Classifier(pl.LightningModule):
-    """Three layers; says on which spiral a point is."""
+    """Three layers that predict which spiral a point is on."""
 
     def __init__(self, width: int, learning_rate: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Adapters (LoRA, Hu et al. 2021) added to a model that is wrapped already: the base is frozen, the adapters train.
+"""Adapters (LoRA, Hu et al. 2021) for a model that is already wrapped: the base is frozen, the adapters are trained.
 
 torchrun --nproc-per-node 2 -m examples.train_lora
 """
@@ -22,7 +22,7 @@ RANK = 4
 
 
 class LowRank(nn.Module):
-    """A linear layer as it is, plus the product of two thin matrices, which begins at zero."""
+    """An unchanged linear layer plus the product of two thin matrices, which starts at zero."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class LowRank(nn.Module):
 
 
 def add_adapters(module: nn.Module) -> list[torch.Tensor]:
-    """Freezes the module and gives each linear layer inside an adapter: the adapters' parameters."""
+    """Freeze the module, add an adapter to each linear layer in it, and return the adapters' parameters."""
     module.requires_grad_(False)
     linear = [(m, name, c) for m in module.modules() for name, c in m.named_children() if isinstance(c, nn.Linear)]
     adapters = []
@@ -49,7 +49,7 @@ def add_adapters(module: nn.Module) -> list[torch.Tensor]:
 
 
 def train(ranks: Ranks, steps: int, lr: float) -> None:
-    """The first third of the steps train the model, the others its adapters."""
+    """Train the model for the first third of the steps, then its adapters."""
     model = DDP(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for step in range(steps):

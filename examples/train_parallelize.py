@@ -1,4 +1,4 @@
-"""One training loop for every parallelism: DDP, sharded, FSDP2 or HSDP, as a file or the command line says.
+"""One training loop for every parallelism: DDP, sharded, FSDP2 or HSDP, chosen by a file or the command line.
 
 python -m examples.train_parallelize
 torchrun --nproc-per-node 2 -m examples.train_parallelize --use-fsdp --sharding-strategy=SHARD_GRAD_OP
@@ -25,7 +25,7 @@ EXIT_BAD_INPUT = 2
 
 
 def train(ranks: Ranks, config: ParallelConfig, steps: int, lr: float) -> None:
-    """Train on this rank. Nothing below the first line knows which parallelism it is."""
+    """Train on this rank. Only the first line depends on the parallelism."""
     model, optimizer = parallelize(make_model(), config, optimizer=functools.partial(torch.optim.AdamW, lr=lr))
     info = parallel_group_info()
     for step in range(steps):
@@ -48,14 +48,14 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps [%(default)s]")
     parser.add_argument("--lr", type=float, default=3e-3, help="AdamW's learning rate [%(default)s]")
-    parser.add_argument("--config", type=Path, help="TOML, YAML or JSON file; arguments win over it")
+    parser.add_argument("--config", type=Path, help="TOML, YAML or JSON file; arguments take precedence")
     arguments, others = parser.parse_known_args()
     torch.set_num_threads(1)
     try:
         config = ParallelConfig() if arguments.config is None else ParallelConfig.from_file(arguments.config)
         config = ParallelConfig.from_cli(others, base=config)
     except (OSError, TypeError, ValueError) as error:
-        if environment_rank() == 0:  # every rank comes to the same error
+        if environment_rank() == 0:  # every rank gets the same error
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(EXIT_BAD_INPUT) from None
     with open_ranks("torchddp", "cpu") as ranks:

@@ -1,4 +1,4 @@
-"""A training loop as it is written for torch's DistributedDataParallel, with one import changed.
+"""A training loop for torch's DistributedDataParallel, with one import changed.
 
 torchrun --nproc-per-node 2 -m examples.train_plain
 python -m examples.train_plain --steps 200

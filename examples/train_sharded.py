@@ -36,7 +36,7 @@ def train(ranks: Ranks, steps: int, lr: float, checkpoint: Path | None) -> None:
     owned = sum(p.numel() for p, owner in optimizer.param_to_rank.items() if owner == ranks.rank)
     total = sum(p.numel() for p in model.parameters())
     if checkpoint is not None:
-        optimizer.consolidate_state_dict(0)  # all ranks; the file is that of plain AdamW
+        optimizer.consolidate_state_dict(0)  # collective; the file has the same form as with plain AdamW
         if ranks.rank == 0:
             checkpoint.parent.mkdir(parents=True, exist_ok=True)
             torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)

@@ -1,12 +1,12 @@
-"""One replica of a job that goes on when others die: a small network under a torchft Manager.
+"""One replica of a job that continues when others die: a small network under a torchft Manager.
 
     torchft_lighthouse --bind "[::]:29510" --min_replicas 1 --join_timeout_ms 2000 &
     export TORCHFT_LIGHTHOUSE=http://localhost:29510
     REPLICA_GROUP_ID=0 python -m examples.train_torchft --steps 200 &
     REPLICA_GROUP_ID=1 python -m examples.train_torchft --steps 200 &
 
-Kill one with `kill -9` and start it again: the other goes on, the new one takes its weights over and joins.
-Under torchrun (`torchrun --nnodes=1 ...`) the store is torchrun's; alone, a replica makes its own.
+Kill one with `kill -9` and start it again: the other continues, and the new one copies its weights and joins.
+Under torchrun (`torchrun --nnodes=1 ...`) a replica uses torchrun's store, and its own otherwise.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def make_manager(
     min_replicas: int = 1,
     **options: Any,
 ) -> Any:
-    """A torchft Manager for a replica of one rank; whoever heals gets weights and the optimizer's state."""
+    """A torchft Manager for a replica of one rank; a healing replica gets weights and optimizer state."""
     from torchft import Manager, ProcessGroupGloo
 
     fault_tolerance.check_lighthouse()
@@ -72,13 +72,13 @@ def make_manager(
 
 
 def batch_of(step: int, replica: str, width: int = 256) -> torch.Tensor:
-    """Inputs [16, width] of this replica in this step."""
+    """This replica's inputs [16, width] for a step."""
     seed = int.from_bytes(hashlib.sha256(f"{replica} {step}".encode()).digest()[:4], "little")
     return torch.randn(16, width, generator=torch.Generator().manual_seed(seed))
 
 
 def checksum(network: nn.Module) -> str:
-    """Of all weights and buffers, to the last bit."""
+    """A checksum of all weights and buffers, bit for bit."""
     digest = hashlib.sha256()
     for name, tensor in network.state_dict().items():
         digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())

@@ -1,5 +1,5 @@
-"""A tiny language model under the transformers Trainer, over torchddp. Nothing is downloaded: the model is built from a
-config, and learns the bytes of these examples' source files.
+"""A tiny language model with the transformers Trainer and torchddp. Nothing is downloaded: the model is built from a
+config and learns the bytes of these examples' source files.
 
     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/train_transformers.py
     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/train_transformers.py --comm-hook bf16 --output runs
@@ -31,7 +31,7 @@ BLOCK = 32
 
 
 class Windows(torch.utils.data.Dataset):
-    """Windows of ``BLOCK`` bytes, which do not overlap."""
+    """Non-overlapping windows of ``BLOCK`` bytes."""
 
     def __init__(self, text: torch.Tensor) -> None:
         self.windows = text[: len(text) // BLOCK * BLOCK].view(-1, BLOCK).long()

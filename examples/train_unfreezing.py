@@ -1,4 +1,4 @@
-"""Layer-wise unfreezing (ULMFiT, Howard and Ruder 2018): the head trains first, then one block more at a time.
+"""Layer-wise unfreezing (ULMFiT, Howard and Ruder 2018): the head is trained first, then one more block at a time.
 
 torchrun --nproc-per-node 2 -m examples.train_unfreezing
 """
@@ -19,7 +19,7 @@ from torchddp import DistributedDataParallel as DDP
 
 
 def train(ranks: Ranks, steps: int, lr: float) -> None:
-    """As many stages as the model has parts, of equal length."""
+    """Train in stages of equal length, one for each part of the model."""
     module = make_model()
     parts = [module.head, *reversed(module.blocks)]
     module.requires_grad_(False)

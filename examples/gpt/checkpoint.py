@@ -1,7 +1,7 @@
-"""Checkpoints that a run can continue from to the same losses.
+"""Checkpoints from which a run continues with the same losses.
 
 With one or two ranks the continued losses are the same bit for bit. From three ranks on, the order in which the
-backend adds the ranks' gradients may depend on the bucket layout, which starts afresh in a resumed run.
+backend adds the ranks' gradients may depend on the bucket layout, which a resumed run builds again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Put back what `rng_state` returned."""
+    """Restore what `rng_state` returned."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` so that `path` is at any moment the whole old checkpoint or the whole new one."""
+    """Write `content` atomically: `path` is always either the complete old checkpoint or the complete new one."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
         with unfinished.open("wb") as file:
@@ -50,7 +50,7 @@ def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """Read a checkpoint and make sure that it continues the run described by `identity`."""
+    """Read a checkpoint and check that it belongs to the run described by `identity`."""
     if not path.exists():
         raise ExampleError(f"no checkpoint at {path}: leave --resume out to start from the beginning")
     try:
@@ -66,7 +66,7 @@ def load_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_same_run(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raise, naming the first thing that differs, when a checkpoint belongs to another run."""
+    """Raise if a checkpoint belongs to another run, naming the first difference."""
     if there["world_size"] != here["world_size"]:
         raise ExampleError(
             f"checkpoint {path} belongs to another world size: "

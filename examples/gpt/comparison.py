@@ -36,7 +36,7 @@ class LossComparison:
         return self.bitwise_equal or self.largest_difference <= LOSS_TOLERANCE
 
     def words(self) -> str:
-        """The finding as a sentence."""
+        """The result as a sentence."""
         if self.bitwise_equal:
             return f"All {self.compared} losses are bitwise equal."
         verdict = "within" if self.equal else "MORE THAN"
@@ -50,7 +50,7 @@ class LossComparison:
 
 
 def merge_segments(segments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One record out of the consecutive segments of one resumed run."""
+    """Merge the consecutive segments of one resumed run into one record."""
     ordered = sorted(segments, key=lambda segment: segment["first_step"])
     merged = {key: [entry for part in ordered for entry in part[key]] for key in ("steps", "validation")}
     constant = {key: ordered[0][key] for key in ("world_size", "device", "parameters", "data", "versions")}
@@ -58,7 +58,7 @@ def merge_segments(segments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def compare_losses(first: Mapping[str, Any], second: Mapping[str, Any]) -> LossComparison:
-    """Hold every loss of one run against the other's; a missing or non-finite loss counts as a difference."""
+    """Compare every loss of two runs; a missing or non-finite loss counts as a difference."""
     losses = [
         {(kind, e["step"]): e["loss"] for kind in ("steps", "validation") for e in r[kind]} for r in (first, second)
     ]
@@ -101,7 +101,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def plot_losses(records: Mapping[str, Mapping[str, Any]], path: Path, title: str) -> None:
-    """Both loss curves in one picture: the first wide and pale, the second thin and dashed on top of it."""
+    """Plot both loss curves: the first wide and pale, the second thin and dashed on top of it."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""What one training run is asked to do, checked before anything expensive starts."""
+"""The options of a training run, checked before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AT_LEAST_ONE = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Every option of a run; constructing one raises `ExampleError` for values that cannot work."""
+    """Every option of a run; the constructor raises `ExampleError` for invalid values."""
 
     steps: int = 150
     batch_size: int = 16
@@ -78,11 +78,11 @@ class TrainConfig:
         return self.steps if self.stop_after is None else self.stop_after
 
     def model_identity(self) -> dict[str, int | float | str]:
-        """The options that decide the shape of the model."""
+        """The options that determine the shape of the model."""
         return {name: getattr(self, name) for name in ("block_size", "layers", "width", "heads")}
 
     def training_identity(self) -> dict[str, int | float | str]:
-        """The options that decide the losses, besides model, data and world size."""
+        """The options that determine the losses, besides model, data and world size."""
         names = ["batch_size", "grad_accum", "seed", "dropout", "lr", "schedule", "warmup_steps"]
         if self.schedule == "cosine":
             names.append("steps")  # with a constant rate a run may be resumed for longer
@@ -92,7 +92,7 @@ class TrainConfig:
 
 
 def lr_factor(step: int, config: TrainConfig) -> float:
-    """Share of the full learning rate at 0-based `step`: linear warm-up, then cosine to 10 % or constant."""
+    """Fraction of the full learning rate at 0-based `step`: linear warm-up, then cosine to 10 % or constant."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant":

@@ -1,7 +1,7 @@
 """The text a GPT is trained on, and which bytes of it each rank sees at each step.
 
-Nothing here keeps a position: a batch is a pure function of (seed, step, rank), so a resumed run draws the
-very batches that the uninterrupted run would have drawn.
+There is no position to save: a batch is a pure function of (seed, step, rank), so a resumed run draws the same
+batches as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to train on and bytes to validate on, with the digest that tells one corpus from another."""
+    """Bytes to train on and to validate on, with a digest that identifies the corpus."""
 
     source: str
     train: torch.Tensor
@@ -61,7 +61,7 @@ def python_source_files(root: Path) -> list[Path]:
 
 
 def data_files(path: Path) -> list[Path]:
-    """`path` itself, or every file below it (hidden ones left out) sorted by relative path."""
+    """`path` itself, or every file below it except hidden ones, sorted by relative path."""
     if path.is_dir():
         files = _sorted_files(path)
         if not files:
@@ -82,7 +82,7 @@ def _sorted_files(root: Path, skipped_folders: frozenset[str] = frozenset(), suf
 
 
 def read_files(files: Iterable[Path]) -> bytes:
-    """The files' bytes, one after the other with a line break between them."""
+    """The files' bytes, joined by line breaks."""
     parts = []
     for path in files:
         try:

@@ -1,4 +1,4 @@
-"""Faults that are put into a run on purpose, and the journal of what became of them."""
+"""Injected faults, and the journal of what happened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAULT_CHOICES = ("kill", "exception", "stop")
 
 
 class InjectedFaultError(RuntimeError):
-    """What a rank raises that was told to."""
+    """The exception of the fault "exception"."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Event:
 
 
 class Journal:
-    """A file that all ranks of all attempts add lines to; what is written stays when the process is killed."""
+    """A file that all ranks of all attempts append to; lines survive when the process is killed."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path = path
@@ -58,7 +58,7 @@ def read_journal(path: Path) -> list[Event]:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one rank in one step, once in all attempts: `marker` is the file that tells."""
+    """A fault of one rank in one step, once in all attempts: the file `marker` says that it has happened."""
 
     step: int
     rank: int
@@ -66,7 +66,7 @@ class Fault:
     marker: Path
 
     def strike(self, step: int, journal: Journal, parameter: torch.Tensor) -> None:
-        """To be called before each step (the first is 1); a rank that is killed or stopped gets as far as backward.
+        """Call before each step, counted from 1. A rank that is killed or stopped still reaches backward.
 
         `parameter`: the one in whose backward that happens.
         """

@@ -1,4 +1,4 @@
-"""What a run records, and the file it goes to."""
+"""The metrics of a run, and the file for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def peak_rss_bytes() -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """What the numbers were measured with."""
+    """The versions used for the measurements."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -66,9 +66,9 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of one run, or of the segments of one run in order.
+    """Summarise a run, or the segments of one run in order.
 
-    Step times leave out each process's first steps, and the probed ones, which have barriers inside.
+    Step times exclude each process's first steps, and the probed ones, which contain barriers.
     """
     later = [step for run in runs for step in run["steps"][WARMUP_STEPS_NOT_TIMED:]]
     step_ms = [step["step_ms"] for step in later if not step["probed"]]
@@ -87,7 +87,7 @@ def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` so that a reader never meets half a file."""
+    """Write `content` atomically: a reader never sees half a file."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
         unfinished.write_text(json.dumps(content, indent=1, allow_nan=True) + "\n")
@@ -99,7 +99,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def prepare_output(path: Path | None, option: str) -> None:
-    """Make the folder of a file that will be written at the end of a run, so that a bad path fails at its start."""
+    """Create the folder of a file that is written at the end of a run, so that a bad path fails at the start."""
     if path is None:
         return
     try:

@@ -10,7 +10,7 @@ VOCABULARY_SIZE = 256  # bytes
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position sees itself and what came before it."""
+    """Multi-head attention in which a position sees itself and earlier ones."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class GPT(nn.Module):
         self._initialise(layers)
 
     def _initialise(self, layers: int) -> None:
-        """Linear layers keep the variance of what they read; residual branches start small, as in GPT-2."""
+        """Linear layers preserve the variance of their input; residual branches start small, as in GPT-2."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue  # norms keep PyTorch's start, biases are set to zero below

@@ -20,9 +20,9 @@ ForwardBackward = Callable[[bool], float]  # argument: exchange gradients?
 class CommunicationProbe:
     """On every `every`-th step, times the step's forward and backward once more without synchronisation.
 
-    The extra pass leaves no trace: its gradients are dropped and the random number generators are put back, so
-    losses are the same with and without it. It runs in turn before and after the step itself, so that neither of
-    the two always finds the caches warm.
+    The extra pass has no side effects: its gradients are dropped and the random number generators are restored, so
+    losses are the same with and without it. It alternates between running before and after the step, so that
+    neither of the two always has warm caches.
     """
 
     model: nn.Module
@@ -33,12 +33,12 @@ class CommunicationProbe:
     training_peak_rss_bytes: int | None = None
 
     def wants(self, step: int) -> bool:
-        """Whether 0-based `step` is one to measure."""
+        """Whether to measure 0-based `step`."""
         since_start = step - self.first_step
         return bool(self.every) and since_start >= WARMUP_STEPS_NOT_TIMED and since_start % self.every == 0
 
     def around(self, step: int, forward_backward: ForwardBackward, finish: Callable[[], None]) -> float:
-        """Do a whole step (`forward_backward`, then `finish`) with an unsynchronised pass beside it; the loss."""
+        """Run a whole step (`forward_backward`, then `finish`) and an unsynchronised pass; return the loss."""
         if self.training_peak_rss_bytes is None:
             # The pass holds gradients beside the buckets, which training does not: read the peak before it.
             self.training_peak_rss_bytes = peak_rss_bytes()

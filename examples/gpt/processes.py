@@ -29,12 +29,12 @@ def torchrun(
     environment: Mapping[str, str] | None = None,
     errors: IO[str] | None = None,
 ) -> None:
-    """Run `script` on `ranks` local processes to its end, its output going to `output` as it comes.
+    """Run `script` on `ranks` local processes to its end, and stream its stdout to `output`.
 
-    What goes to stderr goes to `errors`, or to this process's own.
+    Its stderr goes to `errors`, or to this process's.
 
-    Where a rank fails, torchrun starts all of them anew, up to `max_restarts` times. `environment`: added to this
-    process's own.
+    If a rank fails, torchrun restarts all of them, up to `max_restarts` times. `environment` is added to this
+    process's.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts), str(script), *arguments]
@@ -73,7 +73,7 @@ def _child(
 
 
 def _end_with_parent() -> None:
-    """Ask Linux to end torchrun (which then ends its workers) should this process be killed outright."""
+    """Ask Linux to end torchrun, which then ends its workers, if this process is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -95,7 +95,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def processes_with(variable: str, value: str) -> list[tuple[int, str]]:
-    """Process ids and names of what runs with this in its environment (Linux; elsewhere nothing is found)."""
+    """Process ids and names of processes with this in their environment (Linux; elsewhere none are found)."""
     entry, found = f"{variable}={value}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

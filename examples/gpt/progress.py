@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live bar in a terminal, plain lines elsewhere, rank 0 only."""
+"""Progress output of rank 0: a live bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Reporter:
             self._progress.stop()
 
     def say(self, text: str) -> None:
-        """One line for people."""
+        """Print a line."""
         if self._shown:
             self._console.print(text, markup=False)
 

@@ -1,4 +1,4 @@
-"""Who this process is among the others: rank, device and the process group that joins them."""
+"""This process's rank and device, and its process group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUP_TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place; the collectives do nothing when there is no process group (`--ddp none`)."""
+    """This process's place among the ranks. Collectives do nothing without a process group (`--ddp none`)."""
 
     rank: int
     local_rank: int
@@ -43,7 +43,7 @@ class Ranks:
         return values
 
     def sums(self, values: list[float]) -> list[float]:
-        """Element by element sum over the ranks, in double precision."""
+        """Element-wise sum over the ranks, in double precision."""
         if not self.has_group or not values:
             return values
         summed = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -52,7 +52,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Fail on all ranks when the block fails on one, so that nobody waits for a rank that has left."""
+        """Fail on all ranks if the block fails on one, so that none waits for a rank that has left."""
         message = None
         try:
             yield
@@ -65,7 +65,7 @@ class Ranks:
         raise ExampleError(text if len(failures) == self.world_size else f"rank {rank}: {text}")
 
     def require_same(self, value: Any, what: str) -> None:
-        """Raise when a rank's `value` is not rank 0's."""
+        """Raise if a rank's `value` differs from rank 0's."""
         values = self.gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -79,7 +79,7 @@ def environment_rank() -> int:
 
 @contextmanager
 def open_ranks(ddp: str, device: str, timeout: timedelta = GROUP_TIMEOUT) -> Iterator[Ranks]:
-    """Join the process group torchrun prepared (or one of world size 1) and leave it however the block ends.
+    """Join torchrun's process group, or one of world size 1, and leave it at the end of the block, even after an error.
 
     `timeout`: how long a collective may wait for a rank.
     """
@@ -109,9 +109,9 @@ def open_ranks(ddp: str, device: str, timeout: timedelta = GROUP_TIMEOUT) -> Ite
 def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """torchrun's store, this rank and the world size.
 
-    torchrun keeps one store for all attempts. Ranks that it has started anew would find the addresses of those that
-    died there, and try to connect to them, so each attempt has keys of its own. Several nodes may count restarts
-    differently: they take TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and get a store for each attempt.
+    torchrun keeps one store for all attempts. Restarted ranks would find the addresses of dead ones there and try to
+    connect to them, so each attempt has its own keys. Several nodes may count restarts differently, so they need
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which creates a store for each attempt.
     """
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
@@ -130,7 +130,7 @@ def _choose_device(device: str, local_rank: int, local_world_size: int) -> torch
 
 
 def _help_gloo_find_an_interface(world_size: int) -> None:
-    """Point gloo at the loopback where the host's own name has no address and all ranks are on this host."""
+    """Make gloo use the loopback interface if the host's name has no address and all ranks are on this host."""
     if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != world_size or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     try:
@@ -140,7 +140,7 @@ def _help_gloo_find_an_interface(world_size: int) -> None:
 
 
 def ddp_class(name: str) -> type[nn.parallel.DistributedDataParallel]:
-    """The class behind `--ddp`, imported only when it is asked for."""
+    """The class that `--ddp` names, imported on demand."""
     if name == "torch":
         return nn.parallel.DistributedDataParallel
     try:

@@ -97,7 +97,7 @@ class Trainer:
         self.first_step = content["step"]
 
     def run(self) -> dict[str, Any]:
-        """Train to the last step; the record of the run, the same on every rank but for its timings."""
+        """Train to the last step, and return the record of the run, equal on all ranks except for timings."""
         config = self.config
         probe = CommunicationProbe(self.model, self.ranks, config.measure_comm, self.first_step)
         reporter = Reporter(
@@ -154,7 +154,7 @@ class Trainer:
         return [windows_at(text, offsets, config.block_size, self.ranks.device) for offsets in drawn]
 
     def _forward_backward(self, batches: list[Batch], exchange: bool) -> float:
-        """Add up the gradients of all micro-batches; only the last one exchanges them. Returns the mean loss."""
+        """Accumulate the gradients of all micro-batches, reduced in the last one. Return the mean loss."""
         total = 0.0
         for number, (tokens, targets) in enumerate(batches, start=1):
             with nullcontext() if exchange and number == len(batches) else self._no_sync():
@@ -176,7 +176,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def validation_loss(self) -> float:
-        """Mean loss over fixed windows of the validation text, shared out among the ranks."""
+        """Mean loss over fixed windows of the validation text, divided among the ranks."""
         config, text = self.config, self.corpus.validation
         windows = config.eval_batches * config.batch_size * self.ranks.world_size
         offsets = validation_offsets(size_bytes=text.numel(), block_size=config.block_size, windows=windows)
@@ -191,7 +191,7 @@ class Trainer:
         return self.ranks.sums([total / config.eval_batches])[0] / self.ranks.world_size
 
     def _average_losses(self) -> None:
-        """Replace this rank's losses by the means over the ranks: once in a while, not in every step."""
+        """Replace this rank's losses by the means over the ranks. Called every few steps, not in each."""
         fresh = self.steps[self._averaged_steps :]
         for entry, total in zip(fresh, self.ranks.sums([entry["loss"] for entry in fresh]), strict=True):
             entry["loss"] = total / self.ranks.world_size
