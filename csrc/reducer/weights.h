@@ -14,8 +14,9 @@ namespace torchddp::reducer {
 // Note [Weighted means]
 // With weights w (samples, tokens), gradients become sum(w g) / sum(w) over the ranks and the backwards of a step; without, they
 // become sum(g) / world_size.
-//   Packing multiplies gradients by w / R, where R is the total weight of the first weighted step. What travels then has the size of an
-//   average, which 16-bit wires can hold; and if all weights are equal it is the plain average, to the bit.
+//   Packing multiplies gradients by w / R, where R is the total weight of the first weighted step, or, on a CPU, of the last one whose
+//   total was far from it. What travels then has the size of an average, which 16-bit wires can hold; and if all weights are equal it is
+//   the plain average, to the bit.
 //   This rank's part of the total is summed beside the first bucket. Each bucket's sum is then multiplied by R / total, which costs a
 //   pass over it, unless the total is R.
 //   Between the backwards of a step .grad holds sum(w g) / unit, where unit is the last weight: the next backward adds to it as ever,
@@ -31,8 +32,11 @@ class Weights {
   // Of the next backward: its gradients are multiplied by `weight`, and `count` is added to what the sum is divided by. `goes_on`: it
   // belongs to the same step as the backwards that were reduced before it.
   void announce(double weight, double count, bool goes_on);
-  // Autograd is about to add `incoming` to the gradient of a parameter, in a backward that reduces or not.
-  void coming(int64_t param, bool reduces, at::Tensor& incoming);
+  // Autograd is about to add `incoming` to the gradient of a parameter, in a backward that reduces or not. `may_repeat`: one backward may
+  // bring a parameter several gradients.
+  void coming(int64_t param, bool reduces, bool may_repeat, at::Tensor& incoming);
+  // It has. Called also if the model does not listen.
+  void came(bool reduces);
 
   // A reduction begins. Returns what gradients are multiplied by while they are packed.
   double begin();
@@ -60,7 +64,10 @@ class Weights {
   enum class Phase : uint8_t { kNone, kAnnounced, kCame };
 
   bool has_gradients() const;
+  bool has_values() const;
   void rescale(double factor) const;
+  // Lets R follow the total, which all ranks know.
+  void follow(double total);
   void start_exchange(double count);
   void wait_for_total();
   double agreed_total(double count);

@@ -319,6 +319,7 @@ class ReducerSession:
                 f"weigh() on rank {self.rank}: under join() the model must be made with weighted=True, so that a rank "
                 "which has run out of inputs knows that the others send weights"
             )
+        self.precision.before_forward()  # main gradients that were set to None are dropped, and their weights with them
         self.reducer.weigh(weight, count, goes_on)
 
     def sync_buffers(self, buffers: list[torch.Tensor], root: int) -> None:

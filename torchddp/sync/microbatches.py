@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from torchddp.composable.module import sole_engine
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.ddp.options import DDPSyncStrategy
 from torchddp.ddp.weights import weight_and_count
@@ -68,7 +69,7 @@ def accumulate(
 
     Raises:
         TypeError, ValueError: ``steps`` is no integer, or less than 1; wrong weights, or not one a microbatch.
-        RuntimeError: weights for a model that is no torchddp.DistributedDataParallel.
+        RuntimeError: weights for a model that is no torchddp.DistributedDataParallel, and not replicated.
     """
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(f"steps must be an integer, the number of microbatches, got {steps!r}")
@@ -90,8 +91,8 @@ def _checked_weights(
         raise ValueError(f"there must be a weight for each of the {steps} microbatches, got {len(weights)}")
     if not isinstance(model, DistributedDataParallel):
         raise RuntimeError(
-            f"weights= needs torchddp.DistributedDataParallel, which can weigh gradients; the model is a "
-            f"{type(model).__module__}.{type(model).__qualname__}"
+            "weights= needs torchddp.DistributedDataParallel, or a module of torchddp.replicate() with no other inside, "
+            f"which can weigh gradients; the model is a {type(model).__module__}.{type(model).__qualname__}"
         )
     if strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and model.session.has_owners:
         raise RuntimeError(
@@ -144,11 +145,12 @@ def sync_context(
             with sync_context(model, i == len(microbatches) - 1, "forced_sync"):
                 loss_of(model(microbatch)).backward()
 
-    Composer's ``ddp_sync_context``, for a model in place of its State. A model that is no DistributedDataParallel is
-    left alone. An outer ``no_sync()`` wins: nothing is reduced inside. If the body raises, nothing more is reduced.
+    Composer's ``ddp_sync_context``, for a model in place of its State. A model whose gradients nobody averages is left
+    alone, and so is one with several replicated modules inside. An outer ``no_sync()`` wins: nothing is reduced inside.
+    If the body raises, nothing more is reduced.
 
     Args:
-        model: torchddp's DistributedDataParallel, torch's, compiled or not; or any other module.
+        model: torchddp's DistributedDataParallel, torch's, a replicated module, compiled or not; or any other module.
         is_final_microbatch: whether it is the step's last. Every rank must say the same.
         strategy: None: the model's own (its argument ``sync=``).
 
@@ -180,9 +182,10 @@ def sync_context(
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that ``torch.compile`` was given, if this is what it returned."""
+    """The module that ``torch.compile`` was given, if this is what it returned; of a replicated one its engine."""
     original = getattr(model, "_orig_mod", model)
-    return original if isinstance(original, torch.nn.Module) else model
+    module = original if isinstance(original, torch.nn.Module) else model
+    return sole_engine(module) or module
 
 
 def checked_strategy(model: torch.nn.Module, asked_for: DDPSyncStrategy | str | None) -> DDPSyncStrategy:
