@@ -91,7 +91,7 @@ def _checked_weights(
         raise ValueError(f"there must be a weight for each of the {steps} microbatches, got {len(weights)}")
     if not isinstance(model, DistributedDataParallel):
         raise RuntimeError(
-            "weights= needs torchddp.DistributedDataParallel, or a module of torchddp.replicate() with no other inside, "
+            "weights= needs torchddp.DistributedDataParallel, or a module of torchddp.replicate() with none inside, "
             f"which can weigh gradients; the model is a {type(model).__module__}.{type(model).__qualname__}"
         )
     if strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and model.session.has_owners:
