@@ -609,3 +609,28 @@ def test_thawed_in_the_middle_of_a_step(transport, main_grads):
                 torch.testing.assert_close(p.main_grad if main_grads else p.grad, want, **TOLERANCE[torch.float32])
 
     run_ranks(work, 4)
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_thawed_after_the_first_microbatch_of_a_step(auto):
+    """Of those gradients nobody knows the weights."""
+
+    def work(rank):
+        model = torchddp.DistributedDataParallel(Net(), auto_refresh_trainable=auto)
+        model.module.other.requires_grad_(False)
+        model.refresh_trainable()
+        run_step(model, rank, MICROBATCHES)
+        model.zero_grad()
+        model.module.other.requires_grad_(True)
+        with model.no_sync():
+            model.weigh(2)
+            mean_loss(model(samples(rank, 0, 2), other=True)).backward()
+        with pytest.raises(RuntimeError, match="other.weight and other.bias were|other.weight, other.bias were"):
+            model(samples(rank, 0, 2)) if auto else model.refresh_trainable()
+        model.zero_grad()
+        if not auto:
+            model.refresh_trainable()
+        run_step(model, rank, [[1], [2]])
+        assert_same(model, reference([[1], [2]]))
+
+    run_ranks(work, 2)
