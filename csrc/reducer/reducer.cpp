@@ -90,7 +90,7 @@ void Reducer::weigh(double weight, double count, bool goes_on) {
 
 void Reducer::on_grad_coming(int64_t param, at::Tensor& incoming) {
   parts_.own_averages.coming(param);
-  guarded([&] { parts_.weights.coming(param, parts_.step.armed(), incoming); });
+  guarded([&] { parts_.weights.coming(param, parts_.step.armed(), parts_.static_graph.enabled(), incoming); });
 }
 
 void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
@@ -98,6 +98,7 @@ void Reducer::on_grad_ready(int64_t param, const at::Tensor* incoming) {
     take_main_grad(param);
   }
   parts_.used.note(param);
+  parts_.weights.came(parts_.step.armed());
   if (!parts_.step.armed()) {
     return;
   }

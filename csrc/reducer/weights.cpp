@@ -11,7 +11,7 @@
 namespace torchddp::reducer {
 
 void Weights::announce(double weight, double count, bool goes_on) {
-  TDDP_CHECK(!has_unweighted_.exchange(false) || !has_gradients(), "rank ", context_.rank(),
+  TDDP_CHECK(!has_unweighted_.exchange(false) || !has_values(), "rank ", context_.rank(),
              ": weigh() was called, but there are gradients of a backward before, whose weight is not known. Call "
              "weigh(n) before each backward of a step, or clear the gradients first.");
   if (open_ && phase_.load(std::memory_order_relaxed) == Phase::kCame && !has_gradients()) {
@@ -42,10 +42,15 @@ void Weights::check_unannounced(int64_t param, bool reduces) {
              context_.spec(param).name,
              "') whose weight is not known, and this model's gradients are weighted. Call weigh(n) before each "
              "backward, with how many samples or tokens it is of.");
-  has_unweighted_.store(true, std::memory_order_relaxed);
 }
 
-void Weights::coming(int64_t param, bool reduces, at::Tensor& incoming) {
+void Weights::came(bool reduces) {
+  if (!reduces && !open_) {
+    has_unweighted_.store(true, std::memory_order_relaxed);
+  }
+}
+
+void Weights::coming(int64_t param, bool reduces, bool may_repeat, at::Tensor& incoming) {
   const auto phase = phase_.load(std::memory_order_acquire);
   if (phase == Phase::kNone) [[likely]] {
     check_unannounced(param, reduces);
@@ -59,7 +64,8 @@ void Weights::coming(int64_t param, bool reduces, at::Tensor& incoming) {
       phase_.store(Phase::kCame, std::memory_order_release);
     }
   } else {
-    TDDP_CHECK(param != first_param_, "rank ", context_.rank(), ": parameter '", context_.spec(param).name,
+    TDDP_CHECK(param != first_param_ || may_repeat, "rank ", context_.rank(), ": parameter '",
+               context_.spec(param).name,
                "' gets a second gradient since weigh() was called. Call weigh(n) before each backward; for several "
                "losses of the same samples, add them up and call backward() once.");
   }
@@ -72,6 +78,17 @@ bool Weights::has_gradients() const {
   bool found = false;
   for (int64_t param = 0; param < context_.num_params() && !found; ++param) {
     context_.with_grad(param, [&](const at::Tensor& grad) { found = grad.defined(); });
+  }
+  return found;
+}
+
+// Gradients may have been cleared to zeros.
+bool Weights::has_values() const {
+  bool found = false;
+  for (int64_t param = 0; param < context_.num_params() && !found; ++param) {
+    context_.with_grad(param, [&](const at::Tensor& grad) {
+      found = grad.defined() && (grad.layout() == at::kStrided ? grad : grad._values()).any().item<bool>();
+    });
   }
   return found;
 }
@@ -104,13 +121,18 @@ double Weights::begin() {
              ": weighted gradients can't be captured in a CUDA graph, for the weight would be the same in each replay");
   if (!reference_ || divisor_.changes()) {
     reference_.reset();
-    if (const auto total = agreed_total(own_); total > 0.0) {
-      reference_ = total;
-    }
+    follow(agreed_total(own_));
   } else {
     start_exchange(own_);
   }
   return reference_ ? unit_ / *reference_ * divisor_.of_hooks() : 0.0;
+}
+
+void Weights::follow(double total) {
+  constexpr double kFar = 16.0;
+  if (total > 0.0 && (!reference_ || total > *reference_ * kFar || total < *reference_ / kFar)) {
+    reference_ = total;
+  }
 }
 
 void Weights::start_exchange(double count) {
@@ -157,10 +179,14 @@ void Weights::correct(bucket::Bucket& bucket) {
 }
 
 void Weights::finish() {
+  has_unweighted_.store(false, std::memory_order_relaxed);
   if (!std::exchange(open_, false)) {
     return;
   }
   wait_for_total();
+  if (total_.is_cpu()) {  // a device's would have to be waited for
+    follow(total_.item<double>());
+  }
   phase_.store(Phase::kNone, std::memory_order_relaxed);
   reduced_ = own_;
   factor_.reset();
@@ -206,8 +232,9 @@ void Weights::match() {
   if (!context_.config.weighted) {
     return;
   }
-  if (const auto total = agreed_total(0.0); !reference_ && total > 0.0) {
-    reference_ = total;
+  const auto total = agreed_total(0.0);
+  if (!reference_ || total_.is_cpu()) {
+    follow(total);
   }
   total_.reset();
 }

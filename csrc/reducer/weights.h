@@ -14,8 +14,9 @@ namespace torchddp::reducer {
 // Note [Weighted means]
 // With weights w (samples, tokens), gradients become sum(w g) / sum(w) over the ranks and backwards of a step; without weights
 // they become sum(g) / world_size.
-//   Packing multiplies gradients by w / R, where R is the total weight of the first weighted step. What is sent is then about as large
-//   as an average, which 16-bit wires can hold; and if all weights are equal, the result is the plain average to the bit.
+//   Packing multiplies gradients by w / R, where R is the total weight of the first weighted step or, on a CPU, of the last one whose
+//   total was far from R. What is sent is then about as large as an average, which 16-bit wires can hold; and if all weights are
+//   equal, the result is the plain average to the bit.
 //   This rank's share of the total is summed beside the first bucket. Each bucket's sum is then multiplied by R / total, which costs
 //   one pass over it unless the total is R.
 //   Between the backwards of a step, .grad holds sum(w g) / unit, where unit is the last weight. The next backward adds to it as
@@ -31,8 +32,11 @@ class Weights {
   // For the next backward: its gradients are multiplied by `weight`, and `count` is added to the divisor. `goes_on`: it belongs
   // to the same step as the reduced backwards before it.
   void announce(double weight, double count, bool goes_on);
-  // Autograd is about to add `incoming` to a parameter's gradient, in a backward that may or may not reduce.
-  void coming(int64_t param, bool reduces, at::Tensor& incoming);
+  // Autograd is about to add `incoming` to a parameter's gradient, in a backward that may or may not reduce. `may_repeat`: one
+  // backward may give a parameter several gradients.
+  void coming(int64_t param, bool reduces, bool may_repeat, at::Tensor& incoming);
+  // It has been added. Also called if the model does not listen.
+  void came(bool reduces);
 
   // A reduction begins. Returns the factor that packing applies.
   double begin();
@@ -60,7 +64,10 @@ class Weights {
   enum class Phase : uint8_t { kNone, kAnnounced, kCame };
 
   bool has_gradients() const;
+  bool has_values() const;
   void rescale(double factor) const;
+  // Lets R follow the total, which all ranks know.
+  void follow(double total);
   void start_exchange(double count);
   void wait_for_total();
   double agreed_total(double count);

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.checkpoint import checkpoint
 
 import torchddp
 from tests.harness import run_ranks
@@ -154,11 +155,12 @@ def test_sums_are_only_divided(transport):
     run_ranks(work, 4)
 
 
+@pytest.mark.parametrize("make", [torchddp.DistributedDataParallel, torchddp.replicate])
 @pytest.mark.parametrize("strategy", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_accumulate(transport, strategy):
+def test_accumulate(transport, strategy, make):
     def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL)
+        model = make(Net(), transport=transport, bucket_cap_mb=SMALL)
         for step in range(3):
             model.zero_grad()
             for micro in accumulate(model, 3, strategy, weights=MICROBATCHES[rank]):
@@ -175,7 +177,10 @@ def test_accumulate_with_wrong_weights():
             accumulate(model, 3, weights=[1, 2])
         with pytest.raises(ValueError, match="rank 0 must be 0 or more"):
             accumulate(model, 1, weights=[-1])
-        for other in (model.module, nn.parallel.DistributedDataParallel(Net())):
+        nested = Net()
+        torchddp.replicate(nested.head)
+        torchddp.replicate(nested)
+        for other in (model.module, nn.parallel.DistributedDataParallel(Net()), nested):
             with pytest.raises(RuntimeError, match="weights= needs torchddp.DistributedDataParallel"):
                 accumulate(other, 1, weights=[1])
 
@@ -244,6 +249,23 @@ def test_wire_dtype(dtype):
                 assert error <= 0.02 * max(grad.abs().max(), 1e-3), name
 
     run_ranks(work, 4)
+
+
+@pytest.mark.parametrize("first, later", [(1e-3, 1e4), (1e5, 1e-6)])
+def test_totals_that_grow_far_beyond_the_first(first, later):
+    """float16 ends at 65504, and has nothing below 6e-8."""
+
+    def work(rank):
+        model = torchddp.DistributedDataParallel(Net(), transport="shm", wire_dtype=torch.float16)
+        for step, times in enumerate([first, later, later]):
+            model.zero_grad()
+            model.weigh(times * (1 + rank))
+            mean_loss(model(samples(rank, 10 * step, 1 + rank))).backward()
+        for name, grad in reference([[1], [2]], step=2).items():
+            error = (grads_of(model)[name] - grad).abs().max()
+            assert error <= 0.02 * max(grad.abs().max(), 1e-3), name
+
+    run_ranks(work, 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -365,6 +387,60 @@ def test_a_backward_without_a_weight():
             mean_loss(loose(samples(rank, 0, 2))).backward()
             with pytest.raises(RuntimeError, match="gets a second gradient since weigh"):
                 mean_loss(loose(samples(rank, 0, 2))).backward()
+        loose.zero_grad()
+        with loose.no_sync():
+            mean_loss(loose(samples(rank, 0, 2))).backward()
+        with pytest.raises(RuntimeError, match=rf"rank {rank}: weigh\(\) was called, but there are gradients of"):
+            loose.weigh(1)
+
+    run_ranks(work, 2)
+
+
+def test_gradients_without_a_weight_that_were_cleared_or_averaged():
+    def work(rank):
+        model = torchddp.DistributedDataParallel(Net())
+        for set_to_none in (True, False):
+            model.zero_grad()
+            with model.no_sync():
+                mean_loss(model(samples(rank, 7, 2))).backward()
+            model.zero_grad(set_to_none)
+            run_step(model, rank, [[1], [2]])
+            assert_same(model, reference([[1], [2]]))
+        model.zero_grad()
+        for count in range(2):  # a step of two microbatches that has no weights
+            with model.no_sync() if count == 0 else nullcontext():
+                mean_loss(model(samples(rank, count, 2))).backward()
+        model.weigh(1)
+
+    run_ranks(work, 2)
+
+
+class SharedLast(nn.Module):
+    """Its last layer is checkpointed several times, as that of a model that shares its layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.shared = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        for _ in range(3):
+            hidden = checkpoint(lambda t: torch.tanh(self.shared(t)), hidden, use_reentrant=True)
+        return hidden
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_parameter_in_several_checkpoints_of_a_static_graph(transport):
+    def work(rank):
+        model = torchddp.DistributedDataParallel(SharedLast(), transport=transport, static_graph=True)
+        counts = per_rank(SAMPLES, 2)
+        for step in range(3):
+            model.zero_grad()
+            run_step(model, rank, counts, step=step)
+            whole = SharedLast()
+            mean_loss(whole(torch.cat([samples(r, 10 * step, n) for r, (n,) in enumerate(counts)]))).backward()
+            assert_same(model, {name: p.grad for name, p in whole.named_parameters()})
 
     run_ranks(work, 2)
 
@@ -375,7 +451,7 @@ def test_wrong_weights():
         for bad in (-1, float("nan"), float("inf")):
             with pytest.raises(ValueError, match=f"the weight on rank {rank} must be 0 or more, and finite"):
                 model.weigh(bad)
-        for bad in ("many", None, torch.ones(2)):
+        for bad in ("many", "3", b"3", None, torch.ones(2)):
             with pytest.raises(TypeError, match=f"the weight on rank {rank} must be a number"):
                 model.weigh(bad)
         with pytest.raises(ValueError, match='loss must be "mean" or "sum"'):
@@ -398,6 +474,22 @@ def test_the_last_call_counts_and_what_was_dropped_does_not():
         model.weigh(99)
         run_step(model, rank, MICROBATCHES)
         assert_same(model, reference(MICROBATCHES))
+
+    run_ranks(work, 4)
+
+
+def test_main_gradients_that_were_dropped():
+    def work(rank):
+        model = torchddp.DistributedDataParallel(Net(), main_grads=torch.float32)
+        with model.no_sync():
+            model.weigh(50)
+            mean_loss(model(samples(rank, 7, 5))).backward()
+        for p in model.parameters():
+            p.main_grad = None
+        run_step(model, rank, MICROBATCHES)
+        for name, want in reference(MICROBATCHES).items():
+            got = model.module.get_parameter(name).main_grad
+            torch.testing.assert_close(got, want, **TOLERANCE[torch.float32])
 
     run_ranks(work, 4)
 
@@ -517,3 +609,28 @@ def test_thawed_in_the_middle_of_a_step(transport, main_grads):
                 torch.testing.assert_close(p.main_grad if main_grads else p.grad, want, **TOLERANCE[torch.float32])
 
     run_ranks(work, 4)
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_thawed_after_the_first_microbatch_of_a_step(auto):
+    """Of those gradients nobody knows the weights."""
+
+    def work(rank):
+        model = torchddp.DistributedDataParallel(Net(), auto_refresh_trainable=auto)
+        model.module.other.requires_grad_(False)
+        model.refresh_trainable()
+        run_step(model, rank, MICROBATCHES)
+        model.zero_grad()
+        model.module.other.requires_grad_(True)
+        with model.no_sync():
+            model.weigh(2)
+            mean_loss(model(samples(rank, 0, 2), other=True)).backward()
+        with pytest.raises(RuntimeError, match="other.weight and other.bias were|other.weight, other.bias were"):
+            model(samples(rank, 0, 2)) if auto else model.refresh_trainable()
+        model.zero_grad()
+        if not auto:
+            model.refresh_trainable()
+        run_step(model, rank, [[1], [2]])
+        assert_same(model, reference([[1], [2]]))
+
+    run_ranks(work, 2)

@@ -47,6 +47,16 @@ def test_an_earlier_difference_is_shown():
     assert "(rank 0 called all_gather at train.py:7, rank 1 called gather at train.py:9)" in finding.headline
 
 
+def test_ranks_that_differ_are_told_of_though_another_has_not_come_so_far():
+    past = [[3, "all_reduce", "/home/me/train.py", 31, ""]]
+    elsewhere = in_call(3, "barrier", 12, number=1, ranks=(1, 3), group="pair")
+    elsewhere.groups["0"] = GroupCalls('group "default"', [0, 1, 2, 3], 3, past)
+    states = [in_call(0, "barrier", 33), in_call(1, "broadcast", 35), in_call(2, "barrier", 33), elsewhere]
+    headline = diagnose(states).headline
+    assert 'they differ from call 4 on of group "default" (ranks 0 and 2 called barrier at train.py:33, ' in headline
+    assert "rank 1 called broadcast at train.py:35)" in headline
+
+
 @pytest.mark.parametrize(
     ("state", "said"),
     [

@@ -260,6 +260,12 @@ def state_of(module: Any) -> ReplicateState:
     return state
 
 
+def sole_engine(module: torch.nn.Module) -> ReplicateEngine | None:
+    """What reduces the gradients of a replicated module; None for other modules, and if there are several inside."""
+    states = _states(module, recurse=True) if isinstance(module, ReplicateModule) else []
+    return states[0].engine if len(states) == 1 else None
+
+
 def _states(module: Any, recurse: bool) -> list[ReplicateState]:
     found = [find_state(m) for m in (module.modules() if recurse else [module])]
     return [state for state in found if state is not None]

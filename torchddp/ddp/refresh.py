@@ -118,6 +118,13 @@ def _problem(ddp: Any) -> Exception | None:
             f"refresh_trainable() on rank {rank}: no parameter of the module requires grad, so there is nothing to "
             "train. Nothing was changed: thaw some, and call it again."
         )
+    new = [n for n, p in named.items() if p.requires_grad and p.grad is not None and id(p) not in session.reduced_ids]
+    if new and session.is_weighing:
+        return RuntimeError(
+            f"refresh_trainable() on rank {rank}: {model.listed(new)} given gradients in this weighted step before it "
+            "was known that they are trained, so the weights of those are not known. Call it before the step's first "
+            "weigh(), or clear these gradients."
+        )
     devices = sorted({p.device.type for p in named.values()})
     if len(devices) > 1:
         return ValueError(

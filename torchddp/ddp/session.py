@@ -115,6 +115,7 @@ class ReducerSession:
         self._ddp = weakref.ref(ddp)
         self._is_open = True
         self._join_hook: weakref.ref[Any] | None = None
+        self._weighed_in: int = -1 if before is None else before._weighed_in  # finished steps, at the last weigh()
         self._take_group(ddp.process_group)
         self.parameters = policy.parameters(parameters)
         self.device = self.parameters[0].device
@@ -213,6 +214,11 @@ class ReducerSession:
     def is_joining(self) -> bool:
         """Whether the model is inside `join()` now."""
         return self.joins and self._join_hook is not None and self._join_hook() is not None
+
+    @property
+    def is_weighing(self) -> bool:
+        """Whether the step that has not been reduced yet is weighted."""
+        return self._weighed_in == self.reducer.finished_steps
 
     @torch._disable_dynamo(recursive=True)
     def has_changed(self) -> bool:
@@ -320,7 +326,9 @@ class ReducerSession:
                 f"weigh() on rank {self.rank}: under join() the model must be made with weighted=True, so that a rank "
                 "which has run out of inputs knows that the others send weights"
             )
+        self.precision.before_forward()  # main gradients that were set to None are dropped, and their weights with them
         self.reducer.weigh(weight, count, goes_on)
+        self._weighed_in = self.reducer.finished_steps
 
     def sync_buffers(self, buffers: list[torch.Tensor], root: int) -> None:
         """Send one rank's buffers to all, as bytes. Collective."""

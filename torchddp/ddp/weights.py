@@ -34,6 +34,8 @@ def weight_and_count(weight: Any, loss: str, rank: int) -> tuple[float, float]:
             )
         weight = weight.item()
     try:
+        if isinstance(weight, str | bytes):
+            raise TypeError
         count = float(weight)
     except (TypeError, ValueError):
         raise TypeError(f"the weight on rank {rank} must be a number or a tensor with one, got {weight!r}") from None

@@ -127,15 +127,13 @@ class CallDiagnosis:
         return ""
 
     def _first_difference(self, key: str, ranks: list[int]) -> int | None:
-        """The first call in which ranks differ, among those of the group that all of them remember."""
-        by_number = [{row[0]: row for row in self._states[rank].groups[key].recent} for rank in ranks]
-        by_number = [rows for rows in by_number if rows]
-        if len(by_number) < 2:
-            return None
-        common = sorted(set.intersection(*map(set, by_number)))
-        for number in common:
-            rows = [rows[number] for rows in by_number]
-            if len({row[1] for row in rows}) > 1:
+        """The first call of the group in which ranks differ, among those that have made it and still remember it."""
+        functions: dict[int, set[str]] = {}
+        for rank in ranks:
+            for row in self._states[rank].groups[key].recent:
+                functions.setdefault(row[0], set()).add(row[1])
+        for number in sorted(functions):
+            if len(functions[number]) > 1:
                 return number
         last = {(call.number, call.function) for call in self.waiting.values() if call.group == key}
         if len(last) == 1 and len({call.shape for call in self.waiting.values() if call.group == key}) > 1:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from torchddp.composable.module import sole_engine
 from torchddp.ddp.module import DistributedDataParallel
 from torchddp.ddp.options import DDPSyncStrategy
 from torchddp.ddp.weights import weight_and_count
@@ -69,7 +70,7 @@ def accumulate(
     Raises:
         TypeError, ValueError: ``steps`` is not an integer of at least 1; the weights are invalid, or not one per
             microbatch.
-        RuntimeError: weights for a model that is not a torchddp.DistributedDataParallel.
+        RuntimeError: weights for a model that is neither a torchddp.DistributedDataParallel nor replicated.
     """
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(f"steps must be an integer, the number of microbatches, got {steps!r}")
@@ -91,8 +92,8 @@ def _checked_weights(
         raise ValueError(f"there must be a weight for each of the {steps} microbatches, got {len(weights)}")
     if not isinstance(model, DistributedDataParallel):
         raise RuntimeError(
-            f"weights= needs torchddp.DistributedDataParallel, which can weigh gradients; the model is a "
-            f"{type(model).__module__}.{type(model).__qualname__}"
+            "weights= needs torchddp.DistributedDataParallel, or a module of torchddp.replicate() with none inside, "
+            f"which can weigh gradients; the model is a {type(model).__module__}.{type(model).__qualname__}"
         )
     if strategy is DDPSyncStrategy.MULTI_AUTO_SYNC and model.session.has_owners:
         raise RuntimeError(
@@ -145,12 +146,12 @@ def sync_context(
             with sync_context(model, i == len(microbatches) - 1, "forced_sync"):
                 loss_of(model(microbatch)).backward()
 
-    Composer's ``ddp_sync_context``, for a model instead of its State. A model that is not a DistributedDataParallel is
-    left alone. An outer ``no_sync()`` takes precedence: nothing is reduced inside. If the body raises, nothing more is
-    reduced.
+    Composer's ``ddp_sync_context``, for a model instead of its State. A model whose gradients are not averaged is left
+    alone, as is one with several replicated modules inside. An outer ``no_sync()`` takes precedence: nothing is reduced
+    inside. If the body raises, nothing more is reduced.
 
     Args:
-        model: torchddp's or torch's DistributedDataParallel, compiled or not; or any other module.
+        model: torchddp's or torch's DistributedDataParallel, or a replicated module, compiled or not; or any other one.
         is_final_microbatch: whether it is the last of the step; the same on every rank.
         strategy: None: the model's own (its argument ``sync=``).
 
@@ -182,9 +183,10 @@ def sync_context(
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The module passed to ``torch.compile``, if this is its result."""
+    """The module passed to ``torch.compile``, if this is its result; for a replicated module, its engine."""
     original = getattr(model, "_orig_mod", model)
-    return original if isinstance(original, torch.nn.Module) else model
+    module = original if isinstance(original, torch.nn.Module) else model
+    return sole_engine(module) or module
 
 
 def checked_strategy(model: torch.nn.Module, asked_for: DDPSyncStrategy | str | None) -> DDPSyncStrategy:
