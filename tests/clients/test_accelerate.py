@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 import torch
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: make test-clients")
