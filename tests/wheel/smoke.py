@@ -1,4 +1,4 @@
-"""Started by scripts/test_wheel.py with torchrun where the wheel is installed: two ranks train with torch's class and ours."""
+"""Started with torchrun by scripts/test_wheel.py where the wheel is: two ranks train with torch's class and ours."""
 
 import gc
 import os
