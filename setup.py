@@ -17,7 +17,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-CMAKE_ERROR = re.compile(r"^  (torchddp: .+?)(?:\n\n|\Z)", re.MULTILINE | re.DOTALL)
+# A message of our CMake files, which CMake wraps and indents.
+CMAKE_ERROR = re.compile(r"^  (torchddp: .+\n(?:  .+\n)*)", re.MULTILINE)
 
 
 def tool(name: str) -> str:
