@@ -1,4 +1,4 @@
-"""GitHub's workflows and templates, and pre-commit: which wheels are built, and that what is run is pinned and exists."""
+"""GitHub's workflows and templates, and pre-commit: which wheels are built, that what is run is pinned and exists."""
 
 import fnmatch
 import itertools
