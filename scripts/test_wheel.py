@@ -75,8 +75,8 @@ def train(environment: Environment) -> None:
     """Two ranks, beside torch alone. Only torch's own warning, that it finds no numpy, is left out."""
     environment.run("python", "-c", "import importlib.util; assert importlib.util.find_spec('numpy') is None")
     launch = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SMOKE))
-    quiet = {"PYTHONWARNINGS": "ignore:Failed to initialize NumPy", "OMP_NUM_THREADS": "1"}
-    print(environment.run(*launch, silent=True, **quiet), end="")
+    ignored = "ignore:Failed to initialize NumPy"
+    print(environment.run(*launch, silent=True, PYTHONWARNINGS=ignored, OMP_NUM_THREADS="1"), end="")
 
 
 def check(environment: Environment, wheel: Path) -> None:
