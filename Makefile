@@ -9,6 +9,8 @@ FT_VENVS := .venv-ft .venv-ft-nightly
 CUDA_VENV := .venv-cuda
 CUDA_PY := $(CUDA_VENV)/bin/python
 CUDA_OUT := build/cuda-package
+# Python's own is too old for the groups in pyproject.toml, which are what is installed. The same pin in .github/workflows/release.yml.
+PIP := pip==26.3
 ARGS ?=
 
 CMAKE := $(VENV)/bin/cmake
@@ -38,12 +40,13 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed; on Debian: apt-get install python3-venv"; exit 1; }
 	@touch $@
 
-$(VENV)/.requirements: $(VENV)/.created requirements/build.txt requirements/test.txt requirements/ft.txt requirements/lint.txt
-	$(PY) -m pip install -q -r requirements/build.txt -r requirements/test.txt -r requirements/ft.txt -r requirements/lint.txt
+$(VENV)/.requirements: $(VENV)/.created pyproject.toml
+	$(PY) -m pip install -q $(PIP)
+	$(PY) -m pip install -q --group dev
 	@touch $@
 
 # Editable: done once; later builds go through `make build`.
-$(VENV)/.installed: $(VENV)/.requirements pyproject.toml setup.py
+$(VENV)/.installed: $(VENV)/.requirements setup.py
 	$(PY) -m pip install -q --no-build-isolation --no-deps --editable .
 	@touch $@
 
@@ -61,6 +64,7 @@ cpp-tests: setup
 	@for sanitize in $(CPP_SANITIZERS); do \
 	  sanitize=$${sanitize#none}; \
 	  dir=build/cpp-tests$${sanitize:+-$${sanitize%%,*}}; \
+	  grep -qsx "CMAKE_HOME_DIRECTORY:INTERNAL=$(CURDIR)" $$dir/CMakeCache.txt || rm -rf $$dir; \
 	  echo "C++ tests$${sanitize:+ under $$sanitize}"; \
 	  $(CMAKE) -S . -B $$dir -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 	    -DTORCHDDP_BUILD_EXTENSION=OFF -DTORCHDDP_BUILD_TESTS=ON -DTORCHDDP_SANITIZE=$$sanitize \
@@ -120,11 +124,12 @@ chaos: build
 
 # An environment with other packages, those that shard: $(PEERS_PY) -m benchmarks.sharded, and those that reduce among the ranks
 # of a host: $(PEERS_PY) -m benchmarks --case collective --peers. The extension is the checkout's.
-$(PEERS_VENV)/.requirements: requirements/build.txt requirements/test.txt requirements/peers.txt requirements/peers-nodeps.txt
+$(PEERS_VENV)/.requirements: pyproject.toml
 	$(PYTHON) -m venv $(PEERS_VENV)
-	$(PEERS_PY) -m pip install -q -r requirements/build.txt -r requirements/test.txt
-	DS_BUILD_OPS=0 $(PEERS_PY) -m pip install -q --no-build-isolation -r requirements/peers.txt
-	$(PEERS_PY) -m pip install -q --no-deps -r requirements/peers-nodeps.txt
+	$(PEERS_PY) -m pip install -q $(PIP)
+	$(PEERS_PY) -m pip install -q --group build --group test
+	DS_BUILD_OPS=0 $(PEERS_PY) -m pip install -q --no-build-isolation --group peers
+	$(PEERS_PY) -m pip install -q --no-deps --group peers-no-deps
 	@echo "$(CURDIR)" > "$$($(PEERS_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchddp.pth"
 	@touch $@
 
@@ -132,9 +137,10 @@ peers: build $(PEERS_VENV)/.requirements
 	$(PEERS_PY) -m benchmarks.sharded --list
 
 # Training under torchft, its release and its nightly: all tests of it, the slow ones too. The extension is the checkout's.
-.venv-%/.requirements: requirements/build.txt requirements/test.txt requirements/%.txt
+$(FT_VENVS:%=%/.requirements): .venv-%/.requirements: pyproject.toml
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install -q -r requirements/build.txt -r requirements/test.txt -r requirements/$*.txt
+	.venv-$*/bin/python -m pip install -q $(PIP)
+	.venv-$*/bin/python -m pip install -q --group build --group test --group $*
 	@touch $@
 
 FT_TESTS := tests/distributed/test_fault_tolerance.py tests/fault/test_torchft.py tests/unit/test_fault_tolerance.py
@@ -144,11 +150,12 @@ ft-test: build $(FT_VENVS:%=%/.requirements)
 # torchddp under the programs that train with DDP, each in an environment of its own over .venv, whose packages it sees (torch first of
 # all); what it needs in other versions comes before them. The extension is the checkout's.
 CLIENTS ?= lightning accelerate composer engines trl ray spark
-$(CLIENTS:%=.venv-%/.requirements): .venv-%/.requirements: requirements/%.txt $(VENV)/.installed
+$(CLIENTS:%=.venv-%/.requirements): .venv-%/.requirements: pyproject.toml $(VENV)/.installed
 	$(PYTHON) -m venv .venv-$*
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
-	.venv-$*/bin/python -m pip install -q -r requirements/$*.txt
-	if [ -e requirements/$*-nodeps.txt ]; then .venv-$*/bin/python -m pip install -q --no-deps -r requirements/$*-nodeps.txt; fi
+	.venv-$*/bin/python -m pip install -q $(PIP)
+	.venv-$*/bin/python -m pip install -q --group $*
+	if grep -q '^$*-no-deps = ' pyproject.toml; then .venv-$*/bin/python -m pip install -q --no-deps --group $*-no-deps; fi
 	@touch $@
 
 test-clients: build $(CLIENTS:%=.venv-%/.requirements)
@@ -167,9 +174,10 @@ DRY_PYTHON ?= $(shell PYENV_VERSION=$$(pyenv versions --bare 2>/dev/null | grep 
   python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null)
 DRY_VENV := .venv-dry
 
-$(DRY_VENV)/.requirements: requirements/dry.txt
+$(DRY_VENV)/.requirements: pyproject.toml
 	$(DRY_PYTHON) -m venv $(DRY_VENV)
-	$(DRY_VENV)/bin/python -m pip install -q -r requirements/dry.txt
+	$(DRY_VENV)/bin/python -m pip install -q $(PIP)
+	$(DRY_VENV)/bin/python -m pip install -q --group dry
 	@touch $@
 
 dry-python:
@@ -180,9 +188,10 @@ dry-run: $(if $(DRY_PYTHON),$(DRY_VENV)/.requirements)
 
 # --- the CUDA variant: compiled, linked and imported; a GPU is not needed ----------------------------------------------
 
-$(CUDA_VENV)/.requirements: requirements/cuda.txt requirements/test.txt
+$(CUDA_VENV)/.requirements: pyproject.toml
 	$(PYTHON) -m venv $(CUDA_VENV)
-	$(CUDA_PY) -m pip install -q -r requirements/cuda.txt -r requirements/test.txt
+	$(CUDA_PY) -m pip install -q $(PIP)
+	$(CUDA_PY) -m pip install -q --group cuda --group test
 	@touch $@
 
 cuda-build: $(CUDA_VENV)/.requirements
@@ -208,8 +217,8 @@ cuda-test: cuda-build
 NVCC := $(shell command -v nvcc)
 VARIANT ?= cpu $(if $(NVCC),cuda)
 
-$(VENV)/.wheel-requirements: $(VENV)/.requirements requirements/wheel.txt
-	$(PY) -m pip install -q -r requirements/wheel.txt
+$(VENV)/.wheel-requirements: $(VENV)/.requirements
+	$(PY) -m pip install -q --group wheel
 	@touch $@
 
 wheel: $(VARIANT:%=wheel-%)
@@ -225,7 +234,7 @@ wheel-cuda: $(CUDA_VENV)/.requirements $(VENV)/.wheel-requirements
 wheel-test: $(VARIANT:%=wheel-test-%)
 
 wheel-test-cpu: wheel-cpu
-	$(PY) -m scripts.test_wheel dist/torchddp-*+cpu.torch*.whl --torch "$$(grep '^torch==' requirements/build.txt)"
+	$(PY) -m scripts.test_wheel dist/torchddp-*+cpu.torch*.whl --torch "$$(sed -n 's/^torch = \["\(.*\)"\]$$/\1/p' pyproject.toml)"
 
 wheel-test-cuda: wheel-cuda
 	$(CUDA_PY) -m scripts.test_wheel dist/torchddp-*+cu[0-9]*.torch*.whl --torch-of $(CURDIR)/$(CUDA_PY)

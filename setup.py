@@ -1,21 +1,24 @@
 """A thin shim over CMake and Ninja: CMakeLists.txt describes the build, pyproject.toml the project.
 
 From the environment: TORCHDDP_CUDA=1 (build the CUDA variant), TORCHDDP_WERROR=1 (warnings are errors),
-TORCHDDP_UNITY=0 (sources of a folder each by itself) and MAX_JOBS=N.
-For wheels, by scripts/build_wheel.py: TORCHDDP_LOCAL_VERSION=cpu.torch2.13 and TORCHDDP_TORCH_REQUIREMENT===2.13.*.
+TORCHDDP_UNITY=0 (compile each source by itself) and MAX_JOBS=N.
 """
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+# A message of our CMake files, which CMake wraps and indents.
+CMAKE_ERROR = re.compile(r"^  (torchddp: .+\n(?:  .+\n)*)", re.MULTILINE)
 
 
 def tool(name: str) -> str:
@@ -27,10 +30,13 @@ def tool(name: str) -> str:
     return found
 
 
-def switch(name: str, default: str = "") -> str:
+def is_on(name: str, default: str = "") -> bool:
+    return os.environ.get(name, default).upper() in {"1", "ON", "TRUE", "YES"}
+
+
+def option(name: str, default: str = "") -> str:
     """An ON/OFF option for CMake from the environment variable of the same name."""
-    on = os.environ.get(name, default).upper() in {"1", "ON", "TRUE", "YES"}
-    return f"-D{name}={'ON' if on else 'OFF'}"
+    return f"-D{name}={'ON' if is_on(name, default) else 'OFF'}"
 
 
 def written_down(name: str) -> str:
@@ -41,9 +47,57 @@ def written_down(name: str) -> str:
     return line.group(1)
 
 
-def local_version() -> str:
-    local = os.environ.get("TORCHDDP_LOCAL_VERSION", "")
-    return f"+{local}" if local else ""
+def minor(version: str) -> tuple[int, int]:
+    """(2, 13) of 2.13.0+cpu."""
+    numbers = version.split("+")[0].split(".")
+    return int(numbers[0]), int(numbers[1])
+
+
+def check_versions(torch: str) -> None:
+    if minor(setuptools.__version__) < (77, 0):
+        raise SystemExit(
+            f"torchddp: setuptools {setuptools.__version__} is too old, 77 or newer is needed; update it with: "
+            f"{sys.executable} -m pip install --upgrade setuptools"
+        )
+    oldest, beyond = (minor(bound) for bound in re.findall(r"[\d.]+", written_down("torch-range")))
+    if not oldest <= minor(torch) < beyond:
+        raise SystemExit(
+            f"torchddp: torch {torch} is installed, and torchddp {written_down('version')} supports torch "
+            f"{written_down('torch-range')}"
+        )
+
+
+def discard_stale(build_dir: Path) -> None:
+    """CMake refuses a folder that another checkout was built in, and one whose compiler is gone."""
+    cache = build_dir / "CMakeCache.txt"
+    if not cache.exists():
+        return
+    entries = dict(re.findall(r"^(\w+):\w+=(.*)$", cache.read_text(), re.MULTILINE))
+    of_this_checkout = (entries.get("CMAKE_HOME_DIRECTORY"), entries.get("CMAKE_CACHEFILE_DIR")) == (
+        str(ROOT),
+        str(build_dir),
+    )
+    compilers = [entries[name] for name in ("CMAKE_CXX_COMPILER", "CMAKE_CUDA_COMPILER") if name in entries]
+    if not of_this_checkout or not all(map(os.path.exists, compilers)):
+        print(f"torchddp: {build_dir} is of another checkout or compiler; it is built again from the start", flush=True)
+        shutil.rmtree(build_dir)
+
+
+def configure(command: list[str]) -> None:
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode and (ours := CMAKE_ERROR.search(done.stderr)):
+        raise SystemExit(" ".join(ours[1].split()))  # one sentence, where pip shows the last lines only
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        raise SystemExit(f"torchddp: '{' '.join(command[:3])} ...' failed; the reason stands above.")
+
+
+FACTS: dict[str, str] = runpy.run_path(str(ROOT / "cmake" / "torch_facts.py"))["facts"]()
+check_versions(FACTS["TORCH_VERSION"])
+TORCH_MINOR = "{}.{}".format(*minor(FACTS["TORCH_VERSION"]))
+WITH_CUDA = is_on("TORCHDDP_CUDA")
+# Of the version, +cpu.torch2.13 or +cu130.torch2.13: a wheel is good for nothing else.
+LOCAL_VERSION = f"+{'cu' + FACTS['TORCH_CUDA'].replace('.', '') if WITH_CUDA else 'cpu'}.torch{TORCH_MINOR}"
 
 
 class CMakeBuild(build_ext):
@@ -51,30 +105,39 @@ class CMakeBuild(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         output_dir = Path(self.get_ext_fullpath(ext.name)).resolve().parent
-        variant = "cuda" if switch("TORCHDDP_CUDA").endswith("ON") else "cpu"
-        build_dir = ROOT / "build" / variant
-        configure = [tool("cmake"), "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
-        configure += [
+        build_dir = ROOT / "build" / ("cuda" if WITH_CUDA else "cpu")
+        discard_stale(build_dir)
+        command = [tool("cmake"), "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
+        command += [
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
             f"-DTORCHDDP_PYTHON={sys.executable}",
             f"-DTORCHDDP_OUTPUT_DIR={output_dir}",
-            f"-DTORCHDDP_LOCAL_VERSION={local_version()}",
-            switch("TORCHDDP_CUDA"),
-            switch("TORCHDDP_WERROR"),
-            switch("TORCHDDP_UNITY", default="ON"),
+            f"-DTORCHDDP_LOCAL_VERSION={LOCAL_VERSION}",
+            option("TORCHDDP_CUDA"),
+            option("TORCHDDP_WERROR"),
+            option("TORCHDDP_UNITY", default="ON"),
         ]
+        configure(command)
         build = [tool("cmake"), "--build", str(build_dir)]
         if jobs := os.environ.get("MAX_JOBS"):
             build += ["--parallel", jobs]
-        for command in (configure, build):
-            done = subprocess.run(command)
-            if done.returncode:
-                raise SystemExit(f"torchddp: '{' '.join(command[:3])} ...' failed; the reason stands above.")
+        if subprocess.run(build).returncode:
+            raise SystemExit("torchddp: the extension does not compile; the reason stands above.")
+
+
+def project_urls() -> dict[str, str]:
+    """Of the repository whose workflow builds this; none elsewhere, where a copy can't know its home."""
+    if "GITHUB_REPOSITORY" not in os.environ:
+        return {}
+    home = f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"
+    pages = {"Documentation": "blob/main/docs/install.md", "Changelog": "blob/main/CHANGELOG.md", "Issues": "issues"}
+    return {"Source": home} | {name: f"{home}/{page}" for name, page in pages.items()}
 
 
 setup(
-    version=written_down("version") + local_version(),
-    install_requires=[f"torch{os.environ.get('TORCHDDP_TORCH_REQUIREMENT') or written_down('torch-range')}"],
+    version=written_down("version") + LOCAL_VERSION,
+    install_requires=[f"torch=={TORCH_MINOR}.*"],
+    project_urls=project_urls(),
     ext_modules=[Extension("torchddp._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

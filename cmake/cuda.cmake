@@ -5,7 +5,6 @@ if(NOT TORCH_CUDA)
     "Install one (pip install 'torch===2.13.0') or build without TORCHDDP_CUDA.")
 endif()
 
-include(CheckLanguage)
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
   message(FATAL_ERROR "torchddp: TORCHDDP_CUDA is on, but no nvcc was found. Install the CUDA ${TORCH_CUDA} toolkit, or name it: "

@@ -5,7 +5,7 @@ set(facts_script ${CMAKE_SOURCE_DIR}/cmake/torch_facts.py)
 execute_process(COMMAND ${TORCHDDP_PYTHON} ${facts_script}
   OUTPUT_VARIABLE facts ERROR_VARIABLE facts_error RESULT_VARIABLE facts_rc OUTPUT_STRIP_TRAILING_WHITESPACE)
 if(NOT facts_rc EQUAL 0)
-  message(FATAL_ERROR "torchddp: cannot use the torch of '${TORCHDDP_PYTHON}': ${facts_error}")
+  message(FATAL_ERROR "${facts_error}")
 endif()
 string(REPLACE "\n" ";" facts "${facts}")
 foreach(fact IN LISTS facts)
@@ -17,8 +17,8 @@ endforeach()
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${TORCH_DIR}/version.py ${facts_script})
 
 if(NOT EXISTS ${PYTHON_INCLUDE_DIR}/Python.h)
-  message(FATAL_ERROR "torchddp: ${PYTHON_INCLUDE_DIR}/Python.h is missing: the headers of Python ${PYTHON_VERSION} are needed. "
-    "On Debian and Ubuntu: apt-get install python3-dev (or python${PYTHON_VERSION}-dev).")
+  message(FATAL_ERROR "torchddp: ${PYTHON_INCLUDE_DIR}/Python.h is missing; on Debian and Ubuntu install the headers of "
+    "Python ${PYTHON_VERSION} with: apt-get install python${PYTHON_VERSION}-dev")
 endif()
 
 set(torch_libraries)

@@ -1,13 +1,14 @@
 """Builds the wheel of torchddp for this interpreter and its torch, CPU or CUDA, and checks it.
 
-The wheel's version names both (0.1.0+cpu.torch2.13, 0.1.0+cu130.torch2.13), it requires that minor version of torch,
-and it is a manylinux_2_28 one: it runs on any Linux with glibc 2.28. Torch's, CUDA's and NCCL's libraries are not in
-it: they come with torch. Objects are those of the ordinary build (build/cpu, build/cuda).
+Like any wheel that setup.py builds, its version names both (0.1.0+cpu.torch2.13, 0.1.0+cu130.torch2.13) and it requires
+that minor version of torch. It is also a manylinux_2_28 one: it runs on any Linux with glibc 2.28. Torch's, CUDA's and
+NCCL's libraries are not in it: they come with torch. Objects are those of the ordinary build (build/cpu, build/cuda).
 """
 
 import argparse
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
@@ -19,14 +20,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PLATFORM = f"manylinux_2_28_{platform.machine()}"
 # libgomp: torch's wheels have it in torch/lib, and a second one in a process would start threads of its own.
 NOT_IN_THE_WHEEL = ("libc10*.so", "libtorch*.so", "libgomp.so.*", "libcudart.so.*", "libnccl.so.*")
-
-
-def torch_facts(python: str = sys.executable) -> dict[str, str]:
-    """What CMake is told about the torch that is built for."""
-    done = subprocess.run([python, str(ROOT / "cmake" / "torch_facts.py")], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"wheel: {done.stderr.strip()}")
-    return dict(line.split("=", 1) for line in done.stdout.splitlines())
 
 
 def variant_name(torch_cuda: str) -> str:
@@ -44,16 +37,12 @@ def run(command: list[str], env: dict[str, str]) -> None:
         sys.exit(f"wheel: '{' '.join(command[:3])} ...' failed; the reason stands above.")
 
 
-def build(variant: str, torch_minor: str) -> Path:
+def build(variant: str) -> Path:
     """The wheel as setuptools makes it."""
     folder = ROOT / "build" / "wheel" / variant
     shutil.rmtree(folder, ignore_errors=True)  # what was deleted from the package must not stay in the wheel
     folder.mkdir(parents=True)
-    env = os.environ | {
-        "TORCHDDP_LOCAL_VERSION": f"{variant}.torch{torch_minor}",
-        "TORCHDDP_TORCH_REQUIREMENT": f"=={torch_minor}.*",
-        "TORCHDDP_CUDA": "0" if variant == "cpu" else "1",
-    }
+    env = os.environ | {"TORCHDDP_CUDA": "0" if variant == "cpu" else "1"}
     # Not beside the sources: what lies there belongs to the editable installation.
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
     command += ["build", "--build-base", str(folder), "bdist_wheel", "--dist-dir", str(folder)]
@@ -87,9 +76,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    facts = torch_facts()
+    facts: dict[str, str] = runpy.run_path(str(ROOT / "cmake" / "torch_facts.py"))["facts"]()
     variant, torch_minor = variant_name(facts["TORCH_CUDA"]), minor_version(facts["TORCH_VERSION"])
-    wheel = repair(build(variant, torch_minor), variant, args.dist_dir.resolve(), args.tools_dir.absolute())
+    wheel = repair(build(variant), variant, args.dist_dir.resolve(), args.tools_dir.absolute())
     problems = wheel_problems(wheel, variant, torch_minor, PLATFORM)
     for problem in problems:
         print(f"{wheel.name}: {problem}")

@@ -1,4 +1,5 @@
-"""Installs a wheel from an index in a new environment, away from the checkout, and uses it there.
+"""Installs a wheel from an index in a new environment, away from the checkout, and uses it there: first beside torch
+alone, without numpy, then with the extra `cli`.
 
 `python -m scripts.test_wheel dist/torchddp-...whl --torch torch==2.13.0` installs torch as well; with `--torch-of
 PYTHON` the packages of that interpreter are linked into the new environment instead, for torch with CUDA is 5 GB.
@@ -31,10 +32,12 @@ class Environment:
         self.site = next((folder / "lib").glob("python*")) / "site-packages"
         self._away = away
 
-    def run(self, *command: str, expected: int = 0) -> str:
-        """The output of a command of the environment; ends this script unless it exits as expected."""
+    def run(self, *command: str, expected: int = 0, silent: bool = False, **variables: str) -> str:
+        """The output of a command of the environment; ends this script unless it exits as expected, and if it was to be
+        silent but printed warnings."""
         print(f"$ {' '.join(command)}", flush=True)
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TORCHDDP_"))}
+        env |= variables
         program = str(self.bin / command[0])
         done = subprocess.run(
             [program, *command[1:]], cwd=self._away, env=env, capture_output=True, text=True, timeout=STEP_TIMEOUT_S
@@ -42,16 +45,18 @@ class Environment:
         if done.returncode != expected:
             print(done.stdout + done.stderr)
             sys.exit(f"wheel: exit code {done.returncode} instead of {expected}")
+        if silent and done.stderr.strip():
+            sys.exit(f"wheel: warnings on stderr:\n{done.stderr}")
         return done.stdout
 
 
-def link_packages(environment: Environment, python: str) -> None:
-    """All that the other interpreter has installed where its torch is, but torchddp."""
+def link_packages(environment: Environment, python: str, without: tuple[str, ...] = ()) -> None:
+    """All that the other interpreter has installed where its torch is, but torchddp and what begins with `without`."""
     code = "import importlib.util as u, pathlib; print(pathlib.Path(u.find_spec('torch').origin).parents[1])"
     found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     for path in Path(found).iterdir():
-        ours = path.name.startswith(("torchddp", "__editable__")) or path.suffix == ".pth"
-        if not ours and path.name != "__pycache__" and not (environment.site / path.name).exists():
+        left_out = path.name.startswith(("torchddp", "__editable__", *without)) or path.suffix == ".pth"
+        if not left_out and path.name != "__pycache__" and not (environment.site / path.name).exists():
             (environment.site / path.name).symlink_to(path)
 
 
@@ -66,6 +71,14 @@ def pretend_other_torch(environment: Environment) -> None:
     found.unlink() if found.is_symlink() else shutil.rmtree(found)
 
 
+def train(environment: Environment) -> None:
+    """Two ranks, beside torch alone. Only torch's own warning, that it finds no numpy, is left out."""
+    environment.run("python", "-c", "import importlib.util; assert importlib.util.find_spec('numpy') is None")
+    launch = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SMOKE))
+    ignored = "ignore:Failed to initialize NumPy"
+    print(environment.run(*launch, silent=True, PYTHONWARNINGS=ignored, OMP_NUM_THREADS="1"), end="")
+
+
 def check(environment: Environment, wheel: Path) -> None:
     environment.run("python", "-m", "pip", "check")
     found = json.loads(environment.run("torchddp", "doctor", "--json"))
@@ -76,7 +89,6 @@ def check(environment: Environment, wheel: Path) -> None:
         if not any(transport["name"] == name and transport["works"] for transport in found["transports"]):
             sys.exit(f"wheel: transport {name} does not work: {found['transports']}")
     print(environment.run("python", "-m", "torchddp", "doctor"), end="")
-    print(environment.run("python", str(SMOKE)), end="")
     pretend_other_torch(environment)
     refusal = environment.run("python", "-m", "pip", "check", expected=1)
     if f"torchddp {version} has requirement torch==" not in refusal:
@@ -103,12 +115,16 @@ def main() -> None:
         if args.torch:
             environment.run("python", "-m", "pip", "install", "-q", args.torch)
         else:
-            link_packages(environment, args.torch_of)
+            link_packages(environment, args.torch_of, without=("numpy",))
         found = read_wheel(wheel)
         index = Path(folder) / "index"
         write_index([found], index, index.as_uri())
         # Beside PyPI, which has what the extra needs.
         pages = ["--extra-index-url", f"{index.as_uri()}/{found.folder}/"]
+        environment.run("python", "-m", "pip", "install", "-q", *pages, f"torchddp=={found.version}")
+        train(environment)
+        if args.torch_of:
+            link_packages(environment, args.torch_of)
         environment.run("python", "-m", "pip", "install", "-q", *pages, f"torchddp[cli]=={found.version}")
         check(environment, wheel)
     print(f"{wheel.name}: installed, trained with, removed")

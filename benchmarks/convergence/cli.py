@@ -54,7 +54,7 @@ def parse_task(text: str) -> tuple[str, ...]:
 def check_installed(tasks: Sequence[str]) -> None:
     """The digits come with scikit-learn."""
     if "digits" in tasks and importlib.util.find_spec("sklearn") is None:
-        raise ArgumentError("--task digits needs scikit-learn: pip install -r requirements/test.txt, or --task gpt.")
+        raise ArgumentError("--task digits needs scikit-learn: pip install scikit-learn, or --task gpt.")
 
 
 @app.command(help=HELP)

@@ -19,7 +19,7 @@ def torchft_version() -> str:
             return f"{package} {version(package)}"
         except PackageNotFoundError:
             continue
-    raise RuntimeError("torchft is not installed: pip install 'torchddp[ft]'")
+    raise RuntimeError("torchft is not installed: pip install torchft")
 
 
 def main() -> None:

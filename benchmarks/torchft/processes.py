@@ -87,7 +87,7 @@ def lighthouse(log: TextIO, min_replicas: int = 1) -> Iterator[str]:
     """torchft's own, as a command of this environment; its address. RuntimeError if it does not come up."""
     command = shutil.which("torchft_lighthouse", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if command is None:
-        raise RuntimeError("torchft_lighthouse is not there: pip install 'torchddp[ft]'")
+        raise RuntimeError("torchft_lighthouse is not there: pip install torchft")
     from torchddp.fault_tolerance import check_lighthouse
 
     port = free_port()

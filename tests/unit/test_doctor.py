@@ -85,7 +85,7 @@ def test_without_the_extra_one_sentence_says_what_to_install() -> None:
     done = doctor(before="sys.modules['typer'] = None")
     assert done.returncode == 1
     assert done.stderr.strip().splitlines() == [
-        "torchddp: the command line needs typer and rich; install them with: pip install 'torchddp[cli]'"
+        "torchddp: the command line needs typer and rich; install them with: pip install typer rich"
     ]
 
 

@@ -28,7 +28,7 @@ def test_without_torchft_one_line_names_the_extra(name):
     done = _python(f"import sys\nsys.modules['torchft'] = None\nfrom torchddp.fault_tolerance import {name}")
     assert done.returncode == 1
     assert done.stderr.strip().endswith(
-        f"ImportError: torchddp.fault_tolerance.{name} needs torchft: pip install 'torchddp[ft]'"
+        f"ImportError: torchddp.fault_tolerance.{name} needs torchft: pip install torchft"
     )
 
 

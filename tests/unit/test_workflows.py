@@ -1,4 +1,4 @@
-"""The GitHub workflows: which wheels are built, and that what they run is pinned and exists."""
+"""GitHub's workflows and templates, and pre-commit: which wheels are built, that what is run is pinned and exists."""
 
 import fnmatch
 import itertools
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 import yaml
 
 from scripts import build_index
@@ -15,110 +16,85 @@ from scripts.check_compat import TORCHES
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-
-# Wheels of torch on download.pytorch.org, of those we build for (2.11 and 2.12 also have CUDA 12.9).
-PUBLISHED = {
-    "2.11": {"cpu", "cu126", "cu128", "cu130"},
-    "2.12": {"cpu", "cu126", "cu130", "cu132"},
-    "2.13": {"cpu", "cu126", "cu130", "cu132"},
-    "2.14": {"cpu", "cu126", "cu130", "cu132"},
-    "2.15": {"cpu", "cu130", "cu132"},
-}
-FOR_AARCH64 = {"cpu", "cu130"}  # of those
-OLDEST_PYTHON = {"2.15": "3.11"}  # all others: 3.10
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def load(name: str) -> dict[str, Any]:
     return yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text())
 
 
-def key(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
+def wheel_jobs() -> list[dict[str, str]]:
+    """As GitHub expands the matrix: an entry of `include` adds to the combinations that agree with it."""
+    matrix = load("release.yml")["jobs"]["wheel"]["strategy"]["matrix"]
+    names = ("torch", "device", "python")
+    jobs = [dict(zip(names, values, strict=True)) for values in itertools.product(*(matrix[name] for name in names))]
+    jobs = [job for job in jobs if not any(rule.items() <= job.items() for rule in matrix["exclude"])]
+    for job in jobs:
+        for extra in matrix["include"]:
+            if all(job.get(name, value) == value for name, value in extra.items() if name in names):
+                job |= extra
+    return jobs
 
 
-def matrix() -> dict[str, Any]:
-    return load("wheels.yml")["jobs"]["wheel"]["strategy"]["matrix"]
-
-
-def combinations() -> set[tuple[str, ...]]:
-    """(python, torch, variant, machine) as GitHub expands the matrix."""
-    spec = matrix()
-    names = ("python", "torch", "variant", "machine")
-    jobs = [dict(zip(names, job, strict=True)) for job in itertools.product(*(spec[name] for name in names))]
-    return {
-        tuple(job.values())
-        for job in jobs
-        if not any(all(job[name] == value for name, value in rule.items()) for rule in spec["exclude"])
-    }
-
-
-def supported_torches() -> list[str]:
-    """Minor versions in the range that a source installation allows."""
-    found = re.search(r'^torch-range = ">=2\.(\d+),<2\.(\d+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+def torch_range() -> tuple[str, str]:
+    """The oldest and the newest minor version that a build from source allows."""
+    found = re.fullmatch(r">=2\.(\d+),<2\.(\d+)", PROJECT["tool"]["torchddp"]["torch-range"])
     assert found is not None
-    return [f"2.{minor}" for minor in range(int(found[1]), int(found[2]))]
+    return f"2.{found[1]}", f"2.{int(found[2]) - 1}"
 
 
-def test_a_wheel_for_all_that_torch_publishes_and_nothing_else() -> None:
-    expected = {
-        (python, torch, variant, machine)
-        for torch, variants in PUBLISHED.items()
-        for machine, built in (("x86_64", variants), ("aarch64", variants & FOR_AARCH64))
-        for variant in built
-        for python in PYTHONS
-        if key(python) >= key(OLDEST_PYTHON.get(torch, PYTHONS[0]))
-    }
-    assert combinations() == expected
+def test_a_release_has_the_ten_wheels_of_the_page() -> None:
+    """Each row of the first table of docs/install.md, with the command that installs its wheel."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    rows = re.findall(
+        r"^\| (\S+) \| (\S+).* \| (\S+) \| `pip install --no-deps RELEASE/torchddp-(\S+)-(\S+)-(\S+)-(\S+)\.whl` \|$",
+        page,
+        re.MULTILINE,
+    )
+    version = PROJECT["tool"]["torchddp"]["version"]
+    expected = set()
+    for job in wheel_jobs():
+        tag = f"cp{job['python'].replace('.', '')}"
+        device = "CPU" if job["variant"] == "cpu" else "CUDA"
+        name = f"{version}+{job['variant']}.torch{job['torch']}"
+        expected.add((job["torch"], device, job["python"], name, tag, tag, "manylinux_2_28_x86_64"))
+    assert set(rows) == expected and len(rows) == 10
 
 
-def test_the_matrix_covers_the_supported_range() -> None:
-    assert matrix()["torch"] == supported_torches() == list(PUBLISHED)
-    requires = re.search(r'^requires-python = ">=([\d.]+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert requires is not None and requires[1] == PYTHONS[0] == matrix()["python"][0]
+def test_wheels_are_built_for_supported_versions() -> None:
+    torches = {job["torch"] for job in wheel_jobs()}
+    pinned = PROJECT["dependency-groups"]["torch"][0].removeprefix("torch==").rpartition(".")[0]
+    assert torches == {pinned, torch_range()[1]}  # what is tested, and the newest
+    named = {line.rpartition(" ")[2] for line in PROJECT["project"]["classifiers"] if "Python :: 3." in line}
+    assert {job["python"] for job in wheel_jobs()} < named
+    assert f">={min(named, key=lambda version: int(version[2:]))}" == PROJECT["project"]["requires-python"]
 
 
 def test_compat_checks_the_ends_of_the_range() -> None:
-    assert [version.rpartition(".")[0] for version in TORCHES] == [supported_torches()[0], supported_torches()[-1]]
+    assert [version.rpartition(".")[0] for version in TORCHES] == list(torch_range())
 
 
-def test_every_exclusion_excludes_something() -> None:
-    spec = matrix()
-    for rule in spec["exclude"]:
-        assert all(value in spec[name] for name, value in rule.items()), rule
-        if "machine" in rule:
-            assert rule["machine"] == "aarch64" and rule["variant"] not in FOR_AARCH64, rule
-        else:
-            assert "python" in rule or rule["variant"] not in PUBLISHED[rule["torch"]], rule
+def test_every_wheel_has_an_image_with_its_nvcc() -> None:
+    for job in wheel_jobs():
+        assert "manylinux2_28" in job["image"] or "manylinux_2_28" in job["image"]
+        variant = job["variant"]
+        assert variant == "cpu" or f":cuda{variant[2:4]}.{variant[4:]}-" in job["image"]
 
 
-def test_every_variant_has_an_image_with_its_nvcc() -> None:
-    spec = matrix()
-    images = {(rule["variant"], rule["machine"]): rule["image"] for rule in spec["include"]}
-    assert images.keys() == {job[2:] for job in combinations()} and len(images) == len(spec["include"])
-    for (variant, machine), image in images.items():
-        assert "manylinux2_28" in image or "manylinux_2_28" in image or "manylinuxaarch64" in image
-        assert variant == "cpu" or f":cuda{variant[2:4]}.{variant[4:]}-" in image
-        assert ("aarch64" in image) is (machine == "aarch64")
-
-
-def test_a_tag_publishes_the_wheels_that_were_built() -> None:
-    jobs = load("wheels.yml")["jobs"]
+def test_a_tag_publishes_the_wheels_that_were_built_and_an_index() -> None:
+    jobs = load("release.yml")["jobs"]
     publish = jobs["publish"]
     assert publish["needs"] == "wheel" and "refs/tags/v" in publish["if"]  # after all of them: a failed one stops it
-    steps = {step.get("uses", step.get("run", "")).partition("@")[0]: step for step in publish["steps"]}
     (upload,) = [step for step in jobs["wheel"]["steps"] if "upload-artifact" in step.get("uses", "")]
-    download = steps["actions/download-artifact"]["with"]
-    assert fnmatch.fnmatch(upload["with"]["name"], download["pattern"])
-    assert all(f"matrix.{name} }}" in upload["with"]["name"] for name in ("python", "torch", "variant", "machine"))
-    (command,) = [step["run"] for step in publish["steps"] if "scripts.build_index" in step.get("run", "")]
-    args = build_index.parse_args(shlex.split(command.partition("scripts.build_index ")[2]))
-    assert (str(args.wheels), str(args.out)) == (
-        download["path"],
-        steps["actions/upload-pages-artifact"]["with"]["path"],
-    )
-    assert {"pages": "write", "id-token": "write"}.items() <= publish["permissions"].items()
-    assert "actions/deploy-pages" in steps
+    (download,) = [step["with"] for step in publish["steps"] if "download-artifact" in step.get("uses", "")]
+    assert fnmatch.fnmatch(upload["with"]["name"], download["pattern"]) and download["merge-multiple"]
+    assert all(f"matrix.{name} }}" in upload["with"]["name"] for name in ("torch", "variant", "python"))
+    commands = [step["run"] for step in publish["steps"] if "run" in step]
+    args = build_index.parse_args(shlex.split(commands[0].partition("scripts.build_index ")[2]))
+    archive = f"{args.out}.tar.gz"
+    assert str(args.wheels) == download["path"] and commands[1] == f"tar -czf {archive} {args.out}"
+    assert commands[2].startswith("gh release create ") and commands[2].endswith(f" {args.wheels}/*.whl {archive}")
+    assert publish["permissions"] == {"contents": "write"}
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
@@ -136,9 +112,46 @@ def test_ci_runs_targets_of_the_makefile() -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_scripts_and_requirements_that_are_run_exist(path: Path) -> None:
+def test_scripts_and_groups_that_are_used_exist(path: Path) -> None:
     text = path.read_text()
     for module in re.findall(r"-m (scripts\.\w+)", text):
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
-    for requirements in re.findall(r"requirements/\w+\.txt", text):
-        assert (ROOT / requirements).is_file(), requirements
+    for group in re.findall(r"--group (\S+)", text):
+        assert group in PROJECT["dependency-groups"], group
+
+
+def test_workflows_install_the_pip_of_the_makefile() -> None:
+    (pinned,) = re.findall(r"^PIP := (pip==\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"pip==\S+", "".join(path.read_text() for path in WORKFLOWS))) <= {pinned}
+
+
+def test_groups_are_pinned_and_those_of_the_makefile_exist() -> None:
+    groups = PROJECT["dependency-groups"]
+    for name, requirements in groups.items():
+        for requirement in requirements:
+            if isinstance(requirement, dict):
+                assert requirement.keys() == {"include-group"}, name
+            else:
+                assert re.fullmatch(r"[\w.-]+(\[\w+\])?={2,3}[\w.]+", requirement), (name, requirement)
+    makefile = (ROOT / "Makefile").read_text()
+    clients = re.search(r"^CLIENTS \?= (.+)$", makefile, re.MULTILINE)
+    assert clients is not None
+    named = {name for name in re.findall(r"--group ([\w-]+)", makefile) if not name.startswith("$")}
+    assert named | set(clients[1].split()) <= groups.keys()
+
+
+def test_pre_commit_runs_pinned_tools_of_make_lint() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    entries = [hook["entry"].removeprefix(".venv/bin/") for repo in config["repos"] for hook in repo["hooks"]]
+    pinned = {requirement.partition("==")[0] for requirement in PROJECT["dependency-groups"]["lint"]}
+    assert {entry.removeprefix("python -m ").split()[0] for entry in entries} == pinned - {"pre-commit"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.name
+)
+def test_issue_forms_are_what_github_takes(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    assert {"name", "description", "body"} <= form.keys()
+    ids = [field["id"] for field in form["body"]]
+    assert len(set(ids)) == len(ids) and all(field["attributes"]["label"] for field in form["body"])

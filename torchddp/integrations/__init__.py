@@ -9,11 +9,11 @@ import importlib
 from types import ModuleType
 
 
-def require(module: str, extra: str) -> ModuleType:
-    """The imported ``module``. ImportError, in one line that names torchddp's extra, if its package is missing."""
+def require(module: str, package: str) -> ModuleType:
+    """The imported ``module``. ImportError, in one line that says how to install ``package``, if that is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or module.partition(".")[0] != error.name.partition(".")[0]:
             raise  # something that the client needs
-        raise ImportError(f"{error.name} is not installed: pip install 'torchddp[{extra}]'") from None
+        raise ImportError(f"{error.name} is not installed: pip install {package}") from None

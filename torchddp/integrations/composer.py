@@ -47,7 +47,7 @@ def enable(**options: Any) -> ExitStack:
         raise TypeError(f"enable() got {', '.join(map(repr, unknown))}; allowed are {', '.join(sorted(accepted))}")
     before = dict(_options) if enabled() else None
     if before is None:
-        _replace({place: require(place, "composer") for place in _PLACES})
+        _replace({place: require(place, "mosaicml") for place in _PLACES})
     _options.clear()
     _options.update(options)
     at_end = ExitStack()
@@ -58,7 +58,7 @@ def enable(**options: Any) -> ExitStack:
 def disable() -> None:
     """Composer's own functions are back. Nothing happens without `enable`."""
     for (place, name), function in _originals.items():
-        setattr(require(place, "composer"), name, function)
+        setattr(require(place, "mosaicml"), name, function)
     _originals.clear()
     _options.clear()
 

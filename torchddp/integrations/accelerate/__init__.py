@@ -31,5 +31,5 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, package = _MODULES[name]
     require("accelerate", "accelerate")
-    require(package, "accelerate")
+    require(package, package)
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

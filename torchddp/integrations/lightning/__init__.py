@@ -12,7 +12,7 @@ from typing import Any
 
 from torchddp.integrations import require
 
-require("lightning.pytorch", extra="lightning")
+require("lightning.pytorch", "lightning")
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY  # noqa: E402
 from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402

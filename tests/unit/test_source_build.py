@@ -1,0 +1,203 @@
+"""setup.py in small checkouts, with an extension of one line: what a wheel says of its torch, what stops a build."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import setuptools
+import tomllib
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The build's own files with sources that compile in a moment."""
+    folder = tmp_path / "checkout"
+    shutil.copytree(ROOT / "cmake", folder / "cmake")
+    for name in ("setup.py", "pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    for name, text in {
+        "torchddp/__init__.py": "",
+        "csrc/bindings/module.cpp": "const char* torchddp_version = TORCHDDP_VERSION;\n",
+        "csrc/plan/plan.cpp": "int torchddp_plan() { return 1; }\n",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def setup(folder: Path, *arguments: str, python: str = sys.executable, **variables: str) -> tuple[int, str]:
+    """The exit status and all that was printed."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
+    done = subprocess.run(
+        [python, "setup.py", "-q", *arguments],
+        cwd=folder,
+        env=inherited | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    return done.returncode, done.stdout
+
+
+def build(folder: Path, **variables: str) -> tuple[int, str]:
+    return setup(folder, "build_ext", "--inplace", **variables)
+
+
+def refusal(outcome: tuple[int, str]) -> str:
+    """The one line that a failed build printed last, with no traceback or CMake's context before it."""
+    code, printed = outcome
+    assert code == 1 and "Traceback" not in printed and "CMake Error" not in printed, printed
+    return printed.strip().splitlines()[-1]
+
+
+def write_torch(folder: Path, version: str, cuda: str | None) -> dict[str, str]:
+    """A torch that says so of itself, before the one that is installed."""
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").write_text("raise SystemExit('the build must not import torch')\n")
+    (folder / "torch" / "version.py").write_text(f"__version__ = {version!r}\ncuda: str | None = {cuda!r}\n")
+    return {"PYTHONPATH": str(folder)}
+
+
+def metadata(folder: Path, **variables: str) -> email.message.Message:
+    code, printed = setup(folder, "egg_info", **variables)
+    assert code == 0, printed
+    return email.message_from_string((folder / "torchddp.egg-info" / "PKG-INFO").read_text())
+
+
+# --- what a wheel says ---
+
+
+@pytest.mark.parametrize(
+    ("release", "cuda", "variables", "version", "requirement"),
+    [
+        ("2.13.0+cpu", None, {}, "+cpu.torch2.13", "torch==2.13.*"),
+        ("2.11.1", "13.0", {"TORCHDDP_CUDA": "1"}, "+cu130.torch2.11", "torch==2.11.*"),
+        ("2.15.0a0+git1234", "13.2", {}, "+cpu.torch2.15", "torch==2.15.*"),
+    ],
+)
+def test_a_build_requires_the_torch_that_it_is_built_for(
+    checkout: Path,
+    tmp_path: Path,
+    release: str,
+    cuda: str | None,
+    variables: dict[str, str],
+    version: str,
+    requirement: str,
+) -> None:
+    said = metadata(checkout, **write_torch(tmp_path / "other", release, cuda), **variables)
+    assert said["Version"].endswith(version)
+    assert [line for line in said.get_all("Requires-Dist", []) if "extra" not in line] == [requirement]
+
+
+def test_a_workflow_names_its_repository(checkout: Path) -> None:
+    assert metadata(checkout).get_all("Project-URL") is None
+    said = metadata(checkout, GITHUB_SERVER_URL="https://example.org", GITHUB_REPOSITORY="some/where")
+    assert "Source, https://example.org/some/where" in said.get_all("Project-URL", [])
+
+
+# --- what stops a build ---
+
+
+def test_without_torch_one_sentence_says_how_to_build(checkout: Path, tmp_path: Path) -> None:
+    """Also what pip shows for `pip install .`, whose build sees no torch even where one is installed."""
+    (tmp_path / "only").mkdir()
+    for name in ("setuptools", "_distutils_hack"):
+        (tmp_path / "only" / name).symlink_to(Path(setuptools.__file__).parents[1] / name)
+    done = subprocess.run(
+        [sys.executable, "-S", "setup.py", "-q", "egg_info"],
+        cwd=checkout,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "only")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    line = refusal((done.returncode, done.stdout))
+    assert line.startswith("torchddp: this build sees no torch in ") and "`pip install --no-build-isolation .`" in line
+
+
+def test_pip_downloads_no_torch_to_build() -> None:
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert requires and not any(name.startswith("torch") for name in requires)
+
+
+def test_a_torch_that_is_not_supported_is_refused(checkout: Path, tmp_path: Path) -> None:
+    for release in ("2.10.1", "2.16.0+cu132"):
+        said = refusal(setup(checkout, "egg_info", **write_torch(tmp_path / release, release, None)))
+        assert re.fullmatch(
+            rf"torchddp: torch {re.escape(release)} is installed, and torchddp \S+ supports torch \S+", said
+        )
+
+
+def test_an_old_setuptools_is_refused(checkout: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old" / "setuptools"
+    (old / "command").mkdir(parents=True)
+    (old / "__init__.py").write_text("__version__ = '65.5.0'\nExtension = setup = None\n")
+    (old / "command" / "build_ext.py").write_text("build_ext = object\n")
+    said = refusal(setup(checkout, "egg_info", PYTHONPATH=str(tmp_path / "old")))
+    assert said.startswith("torchddp: setuptools 65.5.0 is too old") and "pip install --upgrade setuptools" in said
+
+
+def test_without_a_compiler_one_sentence_names_the_package(checkout: Path) -> None:
+    # CMake also looks in /usr/bin where PATH doesn't name it; CXX is all that it believes.
+    said = refusal(build(checkout, CXX="/nowhere/g++"))
+    assert said.endswith("no C++ compiler was found; on Debian and Ubuntu install one with: apt-get install g++")
+    assert build(checkout)[0] == 0  # one that is installed later is found
+
+
+def test_without_pythons_headers_one_sentence_names_the_package(checkout: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sysconfig\npaths = sysconfig.get_paths()\n"
+        "sysconfig.get_paths = lambda *args: paths | {'include': '/nowhere/include'}\n"
+    )
+    version = ".".join(map(str, sys.version_info[:2]))
+    assert refusal(build(checkout, PYTHONPATH=str(tmp_path))) == (
+        f"torchddp: /nowhere/include/Python.h is missing; on Debian and Ubuntu install the headers of Python {version} "
+        f"with: apt-get install python{version}-dev"
+    )
+
+
+# --- what was built before ---
+
+
+def built_version(folder: Path) -> str:
+    (extension,) = (folder / "torchddp").glob("_C*.so")
+    return re.search(rb"\d+\.\d+\.\d+\+\w+\.torch\d+\.\d+", extension.read_bytes())[0].decode()
+
+
+@pytest.mark.slow
+def test_a_stale_build_folder_is_no_error(checkout: Path, tmp_path: Path) -> None:
+    again = "it is built again from the start"
+    code, printed = build(checkout)
+    assert code == 0 and again not in printed, printed
+    version = built_version(checkout)
+    copy = tmp_path / "copy"
+    shutil.copytree(checkout, copy)
+    code, printed = build(copy)
+    assert code == 0 and again in printed, printed
+    cache = copy / "build" / "cpu" / "CMakeCache.txt"
+    assert f"CMAKE_HOME_DIRECTORY:INTERNAL={copy}\n" in cache.read_text()
+    # A compiler that has been removed, or was found on another machine.
+    text, replaced = re.subn(r"(?m)^(CMAKE_CXX_COMPILER:\w+)=.*$", r"\1=/gone/c++", cache.read_text())
+    assert replaced == 1
+    cache.write_text(text)
+    code, printed = build(copy)
+    assert code == 0 and again in printed, printed
+    # Another torch: compiled again, in the same folder.
+    variables = write_torch(tmp_path / "other", "2.12.0+cpu", None)
+    for name in ("lib", "include"):
+        (tmp_path / "other" / "torch" / name).symlink_to(Path(torch.__file__).parent / name)
+    code, printed = build(copy, **variables)
+    assert code == 0 and again not in printed, printed
+    assert built_version(copy) == version.replace(f"torch{version.rpartition('torch')[2]}", "torch2.12")
