@@ -15,7 +15,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-_COMMANDS = re.compile(r"(\w+=\S+ )*(sudo |\$ )?(apt-get|cd|git|make|pip|pre-commit|python|srun|torchddp|torchrun|\S+/(python|\S+\.sh))\b")
+_COMMANDS = re.compile(
+    r"(\w+=\S+ )*(sudo |\$ )?"
+    r"(apt-get|cd|git|make|pip|pre-commit|python|srun|torchddp|torchrun|\S+/(python|\S+\.sh))(?=\s|$)"
+)
 _FENCE = re.compile(r"( *)(```+)(\w*)")
 _MARKER = re.compile(r"<!-- (runs|not run): (.+?) -->")
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(((?:\.\./)+[^)\s]+)\)")
