@@ -102,7 +102,7 @@ format: setup
 # --- the docs site, into build/site: it needs no build and no torch ---------------------------------------------------------
 
 DOCS_VENV := .venv-docs
-MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs
 
 # Dependency groups need pip 25.1.
 $(DOCS_VENV)/.requirements: pyproject.toml

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import griffe
 
-
-def as_markdown(text: str) -> str:
-    text = re.sub(r":(?:class|func|meth|mod|attr|exc):`~?([^`]+)`", r"`\1`", text)
-    text = re.sub(r"^\s*::\n\n?", "", text, flags=re.MULTILINE)
-    return re.sub(r"(`*)docs/(\w+)\.md\1", r"[\2](../\2.md)", text)
+from scripts.docs_hooks import as_markdown
 
 
 class Docstrings(griffe.Extension):

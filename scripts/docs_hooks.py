@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = "benchmarks/results"
 
 _COMMANDS = re.compile(
     r"(\w+=\S+ )*(sudo |\$ )?"
@@ -79,6 +80,14 @@ def on_config(config: Any) -> None:
         config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": config.extra["repository"]}]
 
 
+def on_files(files: Any, config: Any) -> None:
+    """Results of benchmarks, which pages show and link, are part of the site."""
+    from mkdocs.structure.files import File
+
+    for path in sorted((ROOT / RESULTS).iterdir()):
+        files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return linked_outside(fenced(markdown), page.file.src_uri, config.extra["repository"])
 
@@ -93,15 +102,25 @@ def fenced(text: str) -> str:
 
 
 def linked_outside(text: str, page: str, repository: str) -> str:
-    """Links out of docs/ lead into the repository; without one, only their text stays."""
+    """Links out of docs/ lead into the repository; without one, only their text stays. Results are in the site."""
+    folder = os.path.dirname(page)
 
     def replaced(found: re.Match[str]) -> str:
         image, label, target = found.groups()
-        path = os.path.normpath(os.path.join("docs", os.path.dirname(page), target.partition("#")[0]))
+        path = os.path.normpath(os.path.join("docs", folder, target.partition("#")[0]))
         if path.startswith("docs/") or not (ROOT / path).exists():
             return found[0]  # mkdocs checks it, and complains
+        if os.path.dirname(path) == RESULTS:
+            return f"{image}[{label}]({os.path.relpath(f'results/{os.path.basename(path)}', folder or '.')})"
         if not repository:
             return label
         return f"{image}[{label}]({repository}/{'raw' if image else 'blob'}/main/{path})"
 
     return _LINK.sub(replaced, text)
+
+
+def as_markdown(text: str) -> str:
+    """A docstring without what Sphinx alone understands; the pages that it names become links."""
+    text = re.sub(r":(?:class|func|meth|mod|attr|exc):`~?([^`]+)`", r"`\1`", text)
+    text = re.sub(r"^ *::\n\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"(`*)docs/(\w+)\.md\1", r"[\2](../\2.md)", text)
