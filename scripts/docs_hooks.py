@@ -89,7 +89,8 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    return linked_outside(fenced(markdown), page.file.src_uri, config.extra["repository"])
+    plain = re.sub(rf"^ *{_MARKER.pattern}\n", "", fenced(markdown), flags=re.MULTILINE)
+    return linked_outside(plain, page.file.src_uri, config.extra["repository"])
 
 
 def fenced(text: str) -> str:
