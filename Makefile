@@ -104,10 +104,10 @@ format: setup
 DOCS_VENV := .venv-docs
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs
 
-# Dependency groups need pip 25.1.
+# Python 3.11's own pip is too old for dependency groups.
 $(DOCS_VENV)/.requirements: pyproject.toml
 	$(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python -m pip install -q "pip>=25.1"
+	$(DOCS_VENV)/bin/python -m pip install -q pip==26.3
 	$(DOCS_VENV)/bin/python -m pip install -q --group docs
 	@touch $@
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import subprocess
 
 import pytest
+import yaml
 
 from benchmarks import performance_page
-from scripts import write_command_page
+from scripts import build_index, write_command_page
 from scripts.docs_hooks import ROOT, as_markdown
 from torchddp.cli import checks
 
@@ -88,3 +90,19 @@ def test_every_variable_has_a_row():
 def test_docstrings_become_markdown():
     text = "See :class:`~torchddp.DDP` and ``docs/traps.md``.\n\n::\n\n    code()\n"
     assert as_markdown(text) == "See `torchddp.DDP` and [traps](../traps.md).\n\n    code()\n"
+
+
+# --- the workflow ---
+
+
+def test_what_is_built_is_published_and_the_wheels_are_in_it():
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "docs.yml").read_text())["jobs"]
+    steps = jobs["build"]["steps"]
+    site = re.search(r"^site_dir: (\S+)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)[1]
+    assert any(step.get("run", "").startswith("make docs") for step in steps)
+    (upload,) = [step for step in steps if "upload-pages-artifact" in step.get("uses", "")]
+    assert upload["with"]["path"] == site
+    (index,) = [step["run"] for step in steps if "build_index" in step.get("run", "")]
+    given = build_index.parse_args(shlex.split(index.partition("scripts.build_index ")[2]))
+    assert str(given.out) == f"{site}/wheels" and f"--dir {given.wheels}" in index
+    assert jobs["publish"]["needs"] == "build" and "refs/heads/main" in jobs["publish"]["if"]
