@@ -124,4 +124,4 @@ def as_markdown(text: str) -> str:
     """A docstring without what Sphinx alone understands; the pages that it names become links."""
     text = re.sub(r":(?:class|func|meth|mod|attr|exc):`~?([^`]+)`", r"`\1`", text)
     text = re.sub(r"^ *::\n\n", "", text, flags=re.MULTILINE)
-    return re.sub(r"(`*)docs/(\w+)\.md\1", r"[\2](../\2.md)", text)
+    return re.sub(r"(`*)docs/(\w+)\.md\1", lambda page: f"[{page[2].replace('_', ' ')}](../{page[2]}.md)", text)

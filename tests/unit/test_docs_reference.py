@@ -88,8 +88,8 @@ def test_every_variable_has_a_row():
 
 
 def test_docstrings_become_markdown():
-    text = "See :class:`~torchddp.DDP` and ``docs/traps.md``.\n\n::\n\n    code()\n"
-    assert as_markdown(text) == "See `torchddp.DDP` and [traps](../traps.md).\n\n    code()\n"
+    text = "See :class:`~torchddp.DDP` and ``docs/main_grads.md``.\n\n::\n\n    code()\n"
+    assert as_markdown(text) == "See `torchddp.DDP` and [main grads](../main_grads.md).\n\n    code()\n"
 
 
 # --- the workflow ---
