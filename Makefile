@@ -111,8 +111,9 @@ $(DOCS_VENV)/.requirements: pyproject.toml
 	$(DOCS_VENV)/bin/python -m pip install -q --group docs
 	@touch $@
 
+# Without --quiet, which would count no warning.
 docs: $(DOCS_VENV)/.requirements
-	$(MKDOCS) build --quiet $(ARGS)
+	$(MKDOCS) build $(ARGS)
 
 docs-serve: $(DOCS_VENV)/.requirements
 	$(MKDOCS) serve $(ARGS)
