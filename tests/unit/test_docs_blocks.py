@@ -5,8 +5,8 @@ A comment in the line before a block says who runs it, or why nobody does:
     <!-- runs: tests/distributed/test_averaging_docs.py -->
     <!-- not run: needs a GPU -->
 
-Without one, Python is run here on one rank, all blocks of a page one after the other with the names of `NAMES`, and of
-commands everything is checked that can be without running them: subcommands, options, targets, modules, extras.
+Python without such a comment runs here, on one rank: all blocks of a page in turn, with what `names` gives them.
+Commands are not run, but their subcommands, options, targets, modules and extras must exist.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def complaint(page, block):
             return "; ".join(filter(None, map(wrong_with, commands(block.code))))
         return "" if block.language == "python" else f"a block of {block.language or 'no language'} needs a marker"
     kind, what = block.marker
+    if missing := [name for name in re.findall(r"[\w/]+\.py", what) if not (ROOT / name).is_file()]:
+        return f"{', '.join(missing)} does not exist"
     if kind == "not run":
         return ""
     test = ROOT / what
-    if not test.is_file():
-        return f"{what} does not exist"
     return "" if any(page.name in source for source in sources_of(test)) else f"{what} does not read {page.name}"
 
 
@@ -85,6 +85,7 @@ def test_every_block_runs_or_says_why_not(page):
         ("```\nrank 1 died\n```", "needs a marker"),
         ("<!-- not run: what it prints -->\n\n    rank 1 died", ""),
         ("<!-- runs: tests/unit/test_docs_blocks.py -->\n```python\n1\n```", "does not read no_such_"),
+        ("<!-- not run: tests/unit/no_such_test.py does -->\n```text\n1\n```", "does not exist"),
         ("<!-- runs: tests/unit/no_such_test.py -->\n```python\n1\n```", "does not exist"),
         ("```sh\ntorchddp tune --no-such-option\n```", "no option --no-such-option"),
         ("```sh\ntorchddp prune\n```", "no command prune"),
