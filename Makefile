@@ -1,4 +1,4 @@
-# make setup | build | demo | demo-faults | test | test-slow | test-thorough | lint | format | bench | readme-chart | chaos | peers | ft-test | test-clients | conformance | compat | dry-run | cuda-build | cuda-test | wheel | wheel-test | clean
+# make setup | build | demo | demo-faults | test | test-slow | test-thorough | lint | format | docs | docs-serve | bench | readme-chart | chaos | peers | ft-test | test-clients | conformance | compat | dry-run | cuda-build | cuda-test | wheel | wheel-test | clean
 # Everything runs in .venv, made on first use; nothing but Python (with venv), g++ and make is taken from the system.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -27,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build cpp-tests demo demo-faults test test-slow test-thorough lint format bench readme-chart chaos peers ft-test test-clients conformance compat dry-run dry-python cuda-build cuda-test clean
+.PHONY: help setup build cpp-tests demo demo-faults test test-slow test-thorough lint format docs docs-serve bench readme-chart chaos peers ft-test test-clients conformance compat dry-run dry-python cuda-build cuda-test clean
 .PHONY: wheel wheel-cpu wheel-cuda wheel-test wheel-test-cpu wheel-test-cuda
 
 help:
@@ -102,6 +102,24 @@ format: setup
 	$(VENV)/bin/ruff check --fix-only .
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CPP_FILES)
+
+# --- the docs site, into build/site: it needs no build and no torch ---------------------------------------------------------
+
+DOCS_VENV := .venv-docs
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs
+
+$(DOCS_VENV)/.requirements: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -q $(PIP)
+	$(DOCS_VENV)/bin/python -m pip install -q --group docs
+	@touch $@
+
+# Without --quiet, which would count no warning.
+docs: $(DOCS_VENV)/.requirements
+	$(MKDOCS) build $(ARGS)
+
+docs-serve: $(DOCS_VENV)/.requirements
+	$(MKDOCS) serve $(ARGS)
 
 # --- what the project does -------------------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "fault_tolerance.md"
 
 def test_the_example_of_fail_together():
     section = PAGE.read_text().split("## An exception on one rank ends all")[1].split("A rank that raises")[0]
-    code = textwrap.dedent(section).replace('dist.init_process_group("gloo")\n', "")
+    code = "\n".join(line for line in section.splitlines() if line.startswith("    ") or not line)
+    code = textwrap.dedent(code).replace('dist.init_process_group("gloo")\n', "")
 
     def work(rank):
         names = {}

@@ -1,0 +1,254 @@
+"""Code in docs/ and README.md runs, or says why it doesn't.
+
+A comment in the line before a block says who runs it, or why nobody does:
+
+    <!-- runs: tests/distributed/test_averaging_docs.py -->
+    <!-- not run: needs a GPU -->
+
+Python without such a comment runs here, on one rank: all blocks of a page in turn, with what `names` gives them.
+Commands are not run, but their subcommands, options, targets, modules and extras must exist.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import typer.main
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.run import get_args_parser
+
+import torchddp
+from scripts.docs_hooks import ROOT, blocks, linked_outside
+from tests.harness import run_ranks
+from torchddp.cli.app import app
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMANDS = typer.main.get_command(app).commands
+SHELL = ("sh", "bash", "console")
+
+pytestmark = pytest.mark.beyond_torch("pages about torchddp")
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+# --- markers ---
+
+
+def complaint(page, block):
+    """What is wrong with a block's marker, or with the lack of one; empty if nothing is."""
+    if block.marker is None:
+        if block.language in SHELL:
+            return "; ".join(filter(None, map(wrong_with, commands(block.code))))
+        return "" if block.language == "python" else f"a block of {block.language or 'no language'} needs a marker"
+    kind, what = block.marker
+    if missing := [name for name in re.findall(r"[\w/]+\.py", what) if not (ROOT / name).is_file()]:
+        return f"{', '.join(missing)} does not exist"
+    if kind == "not run":
+        return ""
+    test = ROOT / what
+    return "" if any(page.name in source for source in sources_of(test)) else f"{what} does not read {page.name}"
+
+
+def sources_of(test):
+    """The text of a test, and of the modules of tests/ that it imports or starts."""
+    text = test.read_text()
+    yield text
+    for module in set(re.findall(r"\btests\.[\w.]+", text)):
+        if (path := ROOT / f"{module.replace('.', '/')}.py").is_file():
+            yield path.read_text()
+    for name in set(re.findall(r"\b(\w+\.py)\b", text)):
+        if (path := test.parent / name).is_file():
+            yield path.read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_runs_or_says_why_not(page):
+    found = [(block.start + 1, complaint(page, block)) for block in blocks(page.read_text())]
+    assert not [f"{name_of(page)}:{line}: {text}" for line, text in found if text]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("```python\n1 / 0\n```", ""),  # run below
+        ("    pip install 'torchddp[cli]'\n    torchddp tune --model mlp   # comment", ""),
+        ("```text\nrank 1 died\n```", "needs a marker"),
+        ("```\nrank 1 died\n```", "needs a marker"),
+        ("<!-- not run: what it prints -->\n\n    rank 1 died", ""),
+        ("<!-- runs: tests/unit/test_docs_blocks.py -->\n```python\n1\n```", "does not read no_such_"),
+        ("<!-- not run: tests/unit/no_such_test.py does -->\n```text\n1\n```", "does not exist"),
+        ("<!-- runs: tests/unit/no_such_test.py -->\n```python\n1\n```", "does not exist"),
+        ("```sh\ntorchddp tune --no-such-option\n```", "no option --no-such-option"),
+        ("```sh\ntorchddp prune\n```", "no command prune"),
+        ("```sh\nmake no-such-target\n```", "no target no-such-target"),
+        ("```sh\npip install 'torchddp[none]'\n```", "no extra none"),
+        ("```sh\npython -m benchmarks.chaos --no-such-option\n```", "no option --no-such-option"),
+        ("```sh\ntorchrun --nproc-per-node 2 -m torchddp trace --nothing\n```", "no option --nothing"),
+        ("```sh\nrm -r build\n```", "can't be checked"),
+    ],
+)
+def test_what_is_complained_about(text, wrong):
+    page = Path("no_such_" + "page.md")
+    found = "; ".join(filter(None, (complaint(page, block) for block in blocks(text))))
+    assert wrong in found if wrong else not found
+
+
+# --- commands ---
+
+
+def commands(code):
+    """The words of each command; a comment, or text after two spaces, is none of it."""
+    for line in code.replace("\\\n", "").splitlines():
+        for part in re.split(r"\s{2,}(?![-\\])", line.strip())[0].split(" && "):
+            words = shlex.split(part, comments=True)
+            while words and (re.fullmatch(r"\w+=.*", words[0]) or words[0] in ("sudo", "$")):
+                words = words[1:]
+            if words:
+                yield words
+
+
+def wrong_with(words):
+    program, *rest = words
+    if program == "torchddp":
+        return wrong_with_ours(rest)
+    if program == "make":
+        return wrong_with_make(rest)
+    if program == "pip":
+        extras = re.search(r"optional-dependencies\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.DOTALL)[1]
+        named = [name for word in rest for found in re.findall(r"torchddp\[(.*)\]", word) for name in found.split(",")]
+        return "; ".join(f"no extra {name}" for name in named if not re.search(rf"^{name} = ", extras, re.MULTILINE))
+    if Path(program).name == "python" and rest[:1] == ["-m"]:
+        return wrong_with_module(rest[1], rest[2:])
+    if program == "torchrun":
+        given = get_args_parser().parse_args(rest)
+        run = given.training_script
+        return wrong_with_module(run, given.training_script_args) if given.module else ""
+    if (ROOT / program).is_file():
+        text = (ROOT / program).read_text()
+        return "; ".join(f"no option {word}" for word in options_in(rest) if word not in text)
+    return f"`{' '.join(words)}` can't be checked: it needs a marker"
+
+
+def options_in(words):
+    return [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+
+
+def wrong_with_ours(words):
+    if words and not words[0].startswith("-"):
+        if words[0] not in COMMANDS:
+            return f"no command {words[0]}"
+        known = {name for one in COMMANDS[words[0]].params for name in (*one.opts, *one.secondary_opts)} | {"--help"}
+        return "; ".join(f"no option {word}" for word in options_in(words) if word not in known)
+    return ""
+
+
+def wrong_with_make(words):
+    makefile = (ROOT / "Makefile").read_text()
+    targets = [word for word in words if "=" not in word]
+    return "; ".join(f"no target {word}" for word in targets if not re.search(rf"^{word}:", makefile, re.MULTILINE))
+
+
+def wrong_with_module(module, words):
+    if module in ("torchddp", "benchmarks"):
+        return wrong_with_ours(["bench", *words] if module == "benchmarks" else words)
+    if module == "torchddp.run":
+        return ""  # the program's own options follow
+    spec = importlib.util.find_spec(module) if module.partition(".")[0] in ("benchmarks", "scripts", "tests") else None
+    if spec is None:
+        return f"no module {module}"
+    files = Path(spec.origin).parent.rglob("*.py") if spec.submodule_search_locations else [Path(spec.origin)]
+    text = "".join(file.read_text() for file in files)
+    options = {word: word[2:].replace("-", "_") for word in options_in(words)}
+    return "; ".join(
+        f"no option {word}"
+        for word, name in options.items()
+        if word not in text and not re.search(rf"\b{name}\b:", text)
+    )
+
+
+# --- Python ---
+
+
+def fresh_module():
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+
+
+def names():
+    """What a block may use without saying where it is from."""
+    batches = [torch.randn(4, 8) for _ in range(3)]
+    module = fresh_module()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+
+    def train(model=None, steps=2):
+        model = model or torchddp.DDP(fresh_module())
+        for step in range(steps):
+            model(batches[step % 3]).square().mean().backward()
+
+    return {
+        "torch": torch,
+        "dist": dist,
+        "torchddp": torchddp,
+        "DDP": torchddp.DDP,
+        "bf16_compress_hook": bf16_compress_hook,
+        "model": module,
+        "optimizer": optimizer,
+        "x": batches[0],
+        "batch": batches[0],
+        "batches": batches,
+        "loader": batches,
+        "microbatches": batches,
+        "steps": [batches, batches],
+        "loss_of": lambda output: output.square().mean(),
+        "train": train,
+        "rank": 0,
+        "path": "saved.pt",
+        "wandb": SimpleNamespace(log=lambda values, step: None),
+    }
+
+
+def run_here(page):
+    return [block for block in blocks(page.read_text()) if block.language == "python" and block.marker is None]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if run_here(page)], ids=name_of)
+def test_python_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def work(rank):
+        compiled = torch.compile
+        torch.compile = lambda model: compiled(model, backend="eager")
+        known = names()
+        for block in run_here(page):
+            known["module"] = fresh_module()
+            code = compile("\n" * (block.start + block.fenced) + block.code, name_of(page), "exec")
+            exec(code, known)
+
+    run_ranks(work, 1)
+
+
+# --- links ---
+
+
+def test_links_out_of_docs():
+    text = "[the chart](../benchmarks/__init__.py), ![seen](../../README.md), [a page](sync.md), [nothing](../none.md)"
+    assert linked_outside(text, "page.md", "") == text.replace("[the chart](../benchmarks/__init__.py)", "the chart")
+    linked = linked_outside(text, "a/page.md", "https://here")
+    assert "![seen](https://here/raw/main/README.md)" in linked and "[a page](sync.md)" in linked
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")], ids=name_of
+)
+def test_links_of_the_readme_lead_somewhere(page):
+    """Those of docs/ are checked by `make docs`."""
+    for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text()):
+        assert (page.parent / target).exists(), target

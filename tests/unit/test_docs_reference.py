@@ -1,0 +1,111 @@
+"""The reference in docs/ is whole: public names, the command, environment variables, tables of results."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+
+import pytest
+import yaml
+
+from benchmarks import performance_page
+from scripts import build_index, write_command_page
+from scripts.docs_hooks import ROOT, as_markdown
+from torchddp.cli import checks
+
+DOCS = ROOT / "docs"
+PUBLIC = ("", "averaging", "comm_hooks", "composable", "fault_tolerance", "optim", "parallel", "profiler", "sync")
+INTEGRATIONS = ("accelerate", "lightning")
+
+pytestmark = pytest.mark.beyond_torch("pages about torchddp")
+
+
+def public_names(package):
+    """`__all__` of a package, read from its source: some need what is not installed here."""
+    source = (ROOT / "torchddp" / package / "__init__.py").read_text()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
+            return set(ast.literal_eval(node.value))
+    raise AssertionError(f"torchddp/{package}/__init__.py has no __all__")
+
+
+def documented(page, module):
+    return set(re.findall(rf"^::: {re.escape(module)}\.(\w+)$", page.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_public_name_has_its_docstring_on_a_page(package):
+    page = DOCS / "reference" / f"{package or 'torchddp'}.md"
+    elsewhere = {"DDP", "__version__"} if not package else set()  # a second name for a class; a string
+    module = f"torchddp.{package}" if package else "torchddp"
+    assert documented(page, module) == public_names(package) - elsewhere
+    assert all(name in page.read_text() for name in elsewhere - {"__version__"})
+
+
+@pytest.mark.parametrize("package", INTEGRATIONS)
+def test_names_of_the_integrations(package):
+    module = f"torchddp.integrations.{package}"
+    assert documented(DOCS / "reference" / "integrations.md", module) == public_names(f"integrations/{package}")
+
+
+def test_the_command_page_is_what_the_command_says():
+    if (DOCS / "command.md").read_text() != write_command_page.page():
+        pytest.fail("docs/command.md is not what the command says: run python -m scripts.write_command_page")
+
+
+def test_the_tables_are_those_of_the_results():
+    page = (DOCS / "performance.md").read_text()
+    if page != performance_page.filled(page):
+        pytest.fail("docs/performance.md is not what the results say: run python -m benchmarks.performance_page")
+    assert set(re.findall(r"<!-- table: (\w+) -->", page)) == performance_page.TABLES.keys()
+
+
+# --- environment variables ---
+
+
+def rows(heading):
+    section = (DOCS / "environment.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    return set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE))
+
+
+def named_in(*patterns):
+    """Variables that a line of a tracked file names in the way that a program does who reads it."""
+    pattern = r"(getenv\(|environ.*|_ENV = |^    )\"?TORCHDDP_[A-Z_]+\""
+    grep = ["git", "-C", str(ROOT), "grep", "-hoE", pattern, "--", *patterns]
+    found = subprocess.run(grep, capture_output=True, text=True, check=True).stdout
+    return set(re.findall(r"TORCHDDP_[A-Z_]*[A-Z]", found))
+
+
+def test_every_variable_has_a_row():
+    assert rows("Read while training") == checks.KNOWN - checks.READ_BY_THE_BUILD
+    switches = set(re.findall(r'(?<!get)\("(TORCHDDP_\w+)"', (ROOT / "setup.py").read_text()))
+    assert rows("Read while building") - {"MAX_JOBS"} == switches >= checks.READ_BY_THE_BUILD
+    everywhere = rows("Read while training") | rows("Read by tests and benchmarks")
+    assert named_in("torchddp", "csrc") <= everywhere
+    assert rows("Read by tests and benchmarks") <= named_in("torchddp", "tests", "scripts", "benchmarks")
+
+
+# --- docstrings ---
+
+
+def test_docstrings_become_markdown():
+    text = "See :class:`~torchddp.DDP` and ``docs/main_grads.md``.\n\n::\n\n    code()\n"
+    assert as_markdown(text) == "See `torchddp.DDP` and [main grads](../main_grads.md).\n\n    code()\n"
+
+
+# --- the workflow ---
+
+
+def test_what_is_built_is_published_and_the_wheels_are_in_it():
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "docs.yml").read_text())["jobs"]
+    steps = jobs["build"]["steps"]
+    site = re.search(r"^site_dir: (\S+)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)[1]
+    assert any(step.get("run", "").startswith("make docs") for step in steps)
+    (upload,) = [step for step in steps if "upload-pages-artifact" in step.get("uses", "")]
+    assert upload["with"]["path"] == site
+    (index,) = [step["run"] for step in steps if "build_index" in step.get("run", "")]
+    given = build_index.parse_args(shlex.split(index.partition("scripts.build_index ")[2]))
+    assert str(given.out) == f"{site}/wheels" and f"--dir {given.wheels}" in index
+    assert jobs["publish"]["needs"] == "build" and "refs/heads/main" in jobs["publish"]["if"]
