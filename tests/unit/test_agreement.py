@@ -218,12 +218,7 @@ def test_ranks_by_what_they_have():
 
 @pytest.mark.parametrize(
     ("by_rank", "text"),
-    [
-        ([], ""),
-        (["", ""], ""),
-        (["", "no room"], "rank 1: no room"),
-        (["x", "", "y", "x"], "rank 0, 3: x; rank 2: y"),
-    ],
+    [([], ""), (["", ""], ""), (["", "no room"], "rank 1: no room"), (["x", "", "y", "x"], "rank 0, 3: x; rank 2: y")],
 )
 def test_problems_name_their_ranks(by_rank, text):
     assert list_problems(by_rank) == text

@@ -7,6 +7,7 @@ import html
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from torchddp.bench.report import write_report
 from torchddp.harness.page import page_table
 from torchddp.harness.variants import TORCH_DDP, ArgumentError, load_class
 
+CHROMIUM = shutil.which("chromium")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -31,17 +33,8 @@ def rows_of(page: str) -> list[list[str]]:
 
 
 def pictures_of(page: str) -> list[bytes]:
-    return [
-        base64.b64decode(data) for data in re.findall(r'<img alt="[^"]+" src="data:image/png;base64,([^"]+)"', page)
-    ]
-
-
-def test_a_table_of_the_page_is_that_of_the_terminal() -> None:
-    table = page_table(CASES["scaling"].table(scaling()))
-    assert table.headings[:5] == ["ranks", "variant", "step p50 ms", "step p90", "efficiency"]
-    assert table.rows[0][:3] == ["1", "no DDP", "10.0"]
-    assert table.rows[11][1:5] == ["torchddp default", "24.0", "24.0", "42%"]
-    assert table.marked == {3, 7, 11}
+    found = re.findall(r'<img alt="[^"]+" src="data:image/png;base64,([^"]+)"', page)
+    return [base64.b64decode(data) for data in found]
 
 
 def test_the_page_holds_every_row_and_a_picture_of_each_case(tmp_path: Path) -> None:
@@ -64,14 +57,42 @@ def test_the_page_holds_every_row_and_a_picture_of_each_case(tmp_path: Path) -> 
     for words in (machine["cpu"], machine["torch"], machine["python"], machine["git_commit"][:12], run["command"]):
         assert words in html.unescape(page)
     assert "--quick is a smoke test" in page and "* more ranks than cores" in page
+    assert not re.search(r'(?:src|href)="(?!data:)', page) and "url(" not in page  # it loads nothing
     kept = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert kept and json.loads(kept[1]) == run
 
 
-def test_the_page_loads_nothing(tmp_path: Path) -> None:
-    write_report(document(step_time()), tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    assert not re.search(r'(?:src|href)="(?!data:)', page) and "<link" not in page and "url(" not in page
+# In the copy that is tested: what the browser made of the page, as text that it dumps.
+PROBE = """
+<script>
+addEventListener("load", () => {
+  const images = [...document.images].map((image) => image.naturalWidth);
+  const rows = [...document.querySelectorAll("tr")].map((row) => [...row.cells].map((cell) => cell.textContent));
+  const seen = document.createElement("pre");
+  seen.id = "seen";
+  seen.textContent = JSON.stringify({images, rows, wide: document.documentElement.scrollWidth > innerWidth});
+  document.body.append(seen);
+});
+</script>
+"""
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--window-size=1200,1600"]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
+def test_a_browser_sees_every_row_and_picture(tmp_path: Path) -> None:
+    results, path = [step_time(), overlap(), startup(), scaling(), exposed()], tmp_path / "report.html"
+    write_report(document(*results), path)
+    path.write_text(path.read_text().replace("</body>", f"{PROBE}</body>"))
+    browse = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri()]
+    done = subprocess.run(browse, capture_output=True, text=True, timeout=100)
+    found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found, f"the page's load event did not fire: {done.stderr}"
+    seen = json.loads(html.unescape(found[1]))
+    assert len(seen["images"]) == len(results) and all(seen["images"]) and not seen["wide"]
+    for result in results:
+        for row in page_table(CASES[result["case"]].table(result)).rows:
+            assert list(row) in seen["rows"]
 
 
 # --- both doors ------------------------------------------------------------------------------------------------------
@@ -80,15 +101,9 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
 def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """`torchddp ...` in a process of its own."""
     root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "COLUMNS": "100"}
-    return subprocess.run(
-        [sys.executable, "-m", "torchddp", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=cwd or root,
-        env=environment,
-    )
+    env = {**os.environ, "PYTHONPATH": str(root), "COLUMNS": "100"}
+    program = [sys.executable, "-m", "torchddp", *arguments]
+    return subprocess.run(program, capture_output=True, text=True, timeout=100, cwd=cwd or root, env=env)
 
 
 @pytest.mark.thorough

@@ -19,18 +19,17 @@ import numpy as np
 import pytest
 
 from tests.harness import run_ranks
-from tests.unit.test_benchmarks_collective import MB, printed, raw_result, raw_size, rows_of
-from torchddp.bench import cli, report
+from tests.unit.helpers import is_running, wait_until
+from tests.unit.test_benchmarks_collective import MB, raw_result, raw_size, rows_of
 from torchddp.bench.cases import Job
 from torchddp.bench.collective import measure
 from torchddp.bench.collective.companion import Calls, serve
 from torchddp.bench.collective.implementations import OPENINGS, attempt, open_all
 from torchddp.bench.collective.measure import time_operation
 from torchddp.bench.collective.operations import OPERATIONS, Check, WrongResultError, period, total_period
-from torchddp.bench.collective.peers import OPENINGS_WITH_PEERS, deepspeed_shm, install
+from torchddp.bench.collective.peers import OPENINGS_WITH_PEERS, deepspeed_shm
 from torchddp.bench.collective.peers.mpi import OPEN_MPI_LIBRARY, Companions, CompanionTrial, Link, MpiLibrary
 from torchddp.bench.collective.results import collective_result
-from torchddp.bench.collective.show import CURVE_COLORS, collective_table
 from torchddp.bench.registry import check_operations
 from torchddp.harness.variants import ArgumentError
 
@@ -81,15 +80,6 @@ def test_a_companions_wrong_result_is_named() -> None:
     with pytest.raises(WrongResultError, match=r"all_reduce of 'fake' on rank 1, 600 elements: \d+ of 600 are wrong"):
         CompanionTrial("fake", link, Check("fake", "all_reduce", 1, 2, 600)).check()
     link.close()
-
-
-def test_what_fails_in_a_companion_is_told_with_its_name_and_rank() -> None:
-    def refuse(array: np.ndarray) -> Callable[[], object]:
-        raise MemoryError("no room")
-
-    link, _ = linked(refuse)
-    with pytest.raises(RuntimeError, match="fake on rank 1: MemoryError: no room"):
-        link.ask("prepare", 600, period(1).numpy(), period(1).numpy())
 
 
 def test_a_companion_that_is_gone_is_told() -> None:
@@ -166,18 +156,8 @@ def companions_of(library: MpiLibrary) -> list[int]:
     return [int(pid) for pid in path.read_text().split()]
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def wait_until_gone(pids: list[int]) -> None:
-    deadline_s = time.monotonic() + 20
-    while left := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline_s, f"{left} outlived their ranks"
-        time.sleep(0.02)
+    assert wait_until(lambda: not any(map(is_running, pids))), f"some of {pids} outlived their ranks"
 
 
 def test_a_library_of_mpi_is_timed_in_processes_beside_the_rank(fake: MpiLibrary) -> None:
@@ -346,22 +326,6 @@ def test_the_ratio_to_the_best_peer_is_that_of_each_round() -> None:
     assert rows["shm"]["best_peer_ratio"]["q25"] == 0.5
 
 
-def test_the_table_with_peers_fits_80_columns_and_says_who_takes_turns() -> None:
-    text = printed(collective_table(with_peers()))
-    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
-    for words in (*NAMES, "vs best peer", "2.00 [2.00..2.00]", "0.20 [0.20..0.20]", "1 (best peer)", "64 B"):
-        assert words in text
-    assert "4 ranks on 2 processors, which they take in turns" in text
-    assert "vllm: sums in another order" in text
-    assert "turns" not in printed(collective_table(with_peers(world_size=2)))
-
-
-def test_the_plot_has_a_color_for_each_and_no_two_are_alike(tmp_path: Path) -> None:
-    assert set(CURVE_COLORS) == {*NAMES, "c10d"} and len(set(CURVE_COLORS.values())) == 8
-    report.save_plot([with_peers()], tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
@@ -372,10 +336,3 @@ def test_peers_alone_select_the_case_and_want_all_reduce() -> None:
         check_operations(["memory"], [], [], peers=True)
     with pytest.raises(ArgumentError, match="--peers compares all_reduce only"):
         check_operations([], [], ["broadcast"], peers=True)
-
-
-def test_the_help_says_what_to_install(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    assert cli.main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert "--peers" in text and install.EXTRA in text

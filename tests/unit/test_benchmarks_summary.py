@@ -34,12 +34,6 @@ def test_many_rows_are_counted():
     ]
 
 
-def test_short_values_share_a_line():
-    value = {"rows": [{"name": "x" * 90, "value": 1}, {"name": "y" * 90, "value": [1, 2]}], "end": True}
-    text = summary.dumped(value)
-    assert json.loads(text) == value and len(text.splitlines()) == 7
-
-
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_committed_results_are_summaries(path):
     result = json.loads(path.read_text())
@@ -56,7 +50,3 @@ def test_the_readme_shows_the_newest_result():
     assert [bar.get_width() for bar in axis.patches] == [times[kind] for kind in range(3) for times in added.values()]
     readme = (readme_chart.CHART.parents[2] / "README.md").read_text()
     assert f"docs/images/{readme_chart.CHART.name}" in readme and readme_chart.CHART.exists()
-
-
-def test_the_readme_is_short():
-    assert len((readme_chart.CHART.parents[2] / "README.md").read_text().split()) <= 700

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.chaos import cli, plan
+from benchmarks.chaos import plan
 from benchmarks.chaos.plan import KINDS, cells, make_plan
 from benchmarks.chaos.report import table_of
-from torchddp.harness.variants import ArgumentError
 
 TRIALS = make_plan(300, 1)
 
@@ -46,29 +45,6 @@ def test_every_trial_makes_sense() -> None:
 def test_nothing_to_run() -> None:
     with pytest.raises(ValueError, match="no trial of full over gloo"):
         make_plan(1, 1, [plan.FULL], [plan.GLOO])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--trials", "0"], "--trials wants a positive number, not 0"),
-        (["--kinds", "kill,flood"], "not 'flood'"),
-        (["--over", ""], "--over wants some of shm, gloo, torchft"),
-        (["--world-sizes", "5"], "--world-sizes wants some of 2, 3, 4"),
-        (["--trials", "5", "--only", "5"], "--only wants a trial's number, 0 to 4, not 5"),
-        (["--kinds", "full", "--over", "gloo"], "no fault of full over gloo"),
-    ],
-)
-def test_bad_arguments_are_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
-
-
-def test_names_are_taken_once_and_trimmed() -> None:
-    assert cli.parse_names("kill, stop,kill", "--kinds", KINDS) == ("kill", "stop")
-    with pytest.raises(ArgumentError):
-        cli.parse_names(",", "--kinds", KINDS)
 
 
 def test_the_table_counts_what_failed_and_why() -> None:

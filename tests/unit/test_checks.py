@@ -7,14 +7,7 @@ import torch
 
 from torchddp import DesyncError
 from torchddp.ddp.options import DDPOptions
-from torchddp.diagnose.parameters import (
-    Amount,
-    Difference,
-    check_parameters,
-    find_difference,
-    hash_tensors,
-    make_error,
-)
+from torchddp.diagnose.parameters import Amount, Difference, check_parameters, find_difference, hash_tensors, make_error
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int8, torch.bool]
 

@@ -1,17 +1,16 @@
 """`python -m benchmarks.compress`: what is timed, and what is said of made-up times."""
 
-import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from benchmarks.compress import cli
 from benchmarks.compress.measure import COPY, FORMATS, make_calls, measure
 from benchmarks.compress.report import render
 from benchmarks.compress.results import size_result
+from tests.unit.helpers import printed
 from torchddp.harness.machine import describe_machine
 
 NAMES = [(COPY, ""), ("int8", "compress"), ("int8", "decompress")]
@@ -47,10 +46,9 @@ def test_the_report_shows_sizes_speeds_and_ratios() -> None:
         "machine": describe_machine(),
         "command": "python -m benchmarks.compress",
     }
-    out = io.StringIO()
-    Console(file=out, width=100).print(render(document))
+    text = printed(render(document), 100)
     for words in ("64 MiB of fp32", "64 KiB of fp32", "0.50 [0.50..0.50]", "2.00 [2.00..2.00]", "avx2 kernels"):
-        assert words in out.getvalue()
+        assert words in text
 
 
 def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
@@ -59,18 +57,3 @@ def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
     (result,) = json.loads(path.read_text())["results"]
     assert result["nbytes"] == 4096
     assert [kernel["what"] for kernel in result["kernels"]] == [COPY, *["int8"] * 4, *["top-k"] * 2]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--format", "int9"], "no format 'int9'"),
-        (["--kib", "0"], "--kib wants 1 to"),
-        (["--top-k", "0"], "--top-k wants a share"),
-        (["--rounds", "0"], "--rounds wants at least 1"),
-        (["--output", "."], "--output wants a file"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments) == 2
-    assert words in capsys.readouterr().err

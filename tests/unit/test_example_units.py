@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +47,12 @@ def test_default_corpus_is_this_pythons_source() -> None:
     assert data.load_corpus(None, 64).sha256 == corpus.sha256
 
 
-def test_a_folder_is_read_in_name_order_whatever_the_order_of_writing(tmp_path: Path) -> None:
-    for name, content in (("b/1", b"three"), ("a", b"one"), ("b.txt", b"two"), (".git/x", b"no"), ("c/.y", b"no")):
-        _write(tmp_path / name, content)
-    corpus = data.load_corpus(tmp_path, 2)
-    assert bytes(torch.cat([corpus.train, corpus.validation]).numpy()) == b"one\ntwo\nthree"
-
-
 def test_validation_text_is_the_last_tenth(tmp_path: Path) -> None:
     text = bytes(range(200)) * 10
     _write(tmp_path / "text", text)
     corpus = data.load_corpus(tmp_path / "text", 8)
     assert bytes(corpus.train.numpy()) == text[:1800]
     assert bytes(corpus.validation.numpy()) == text[1800:]
-
-
-def test_other_bytes_have_another_digest(tmp_path: Path) -> None:
-    _write(tmp_path / "a", b"a" * 100)
-    _write(tmp_path / "b", b"a" * 99 + b"b")
-    assert data.load_corpus(tmp_path / "a", 8).sha256 != data.load_corpus(tmp_path / "b", 8).sha256
 
 
 def test_data_errors_say_what_was_got(tmp_path: Path) -> None:
@@ -99,9 +85,8 @@ def test_the_shortest_allowed_text_gives_every_side_a_window(tmp_path: Path) -> 
 @given(st.integers(0, 2**40), st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 9), st.integers(1, 1_000_000))
 def test_offsets_stay_inside_the_text(seed: int, index: int, world_size: int, batch_size: int, choices: int) -> None:
     for rank in range(world_size):
-        offsets = data.batch_offsets(
-            seed=seed, index=index, rank=rank, world_size=world_size, batch_size=batch_size, choices=choices
-        )
+        sizes = {"world_size": world_size, "batch_size": batch_size, "choices": choices}
+        offsets = data.batch_offsets(seed=seed, index=index, rank=rank, **sizes)
         assert offsets.shape == (batch_size,)
         assert 0 <= int(offsets.min()) and int(offsets.max()) < choices
 
@@ -118,17 +103,7 @@ def test_a_batch_depends_on_its_number_only_so_a_resumed_run_continues_the_seque
     torch.rand(1000)  # what a resumed process has drawn before must not matter
     assert [_offsets(index) for index in range(3, 6)] == uninterrupted[3:]
     assert len({tuple(offsets) for offsets in uninterrupted}) == 6
-
-
-def test_ranks_and_seeds_draw_different_windows() -> None:
-    assert not set(_offsets(4, rank=0)) & set(_offsets(4, rank=1))
-    assert _offsets(4, seed=3) != _offsets(4, seed=4)
-
-
-def test_drawing_a_batch_leaves_the_global_generator_alone() -> None:
-    before = torch.get_rng_state()
-    _offsets(0)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert not set(_offsets(4, rank=0)) & set(_offsets(4, rank=1)) and _offsets(4, seed=3) != _offsets(4, seed=4)
 
 
 def test_targets_are_the_next_bytes() -> None:
@@ -139,32 +114,19 @@ def test_targets_are_the_next_bytes() -> None:
     assert tokens.dtype == torch.long
 
 
-def test_validation_windows_span_the_whole_text() -> None:
-    offsets = data.validation_offsets(size_bytes=1000, block_size=10, windows=5).tolist()
-    assert offsets[0] == 0 and offsets[-1] == 1000 - 11
-    assert offsets == sorted(set(offsets))
-
-
 # --- options ---------------------------------------------------------------------------------------------------------
 
 BAD_OPTIONS = [
     (["--steps", "0"], "--steps must be at least 1, got 0"),
-    (["--steps", "-3"], "--steps must be at least 1, got -3"),
-    (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
-    (["--grad-accum", "0"], "--grad-accum must be at least 1, got 0"),
     (["--seed", "-1"], "--seed must not be negative, got -1"),
     (["--ddp", "horovod"], "unknown --ddp 'horovod': choose one of torchddp, sharded, torch, none"),
-    (["--device", "tpu"], "unknown --device 'tpu': choose one of auto, cpu, cuda"),
-    (["--schedule", "step"], "unknown --schedule 'step': choose one of cosine, constant"),
     (["--width", "10", "--heads", "3"], "--width must be a multiple of --heads, got width 10 and heads 3"),
-    (["--lr", "0"], "--lr must be a positive number, got 0.0"),
     (["--lr", "nan"], "--lr must be a positive number, got nan"),
     (["--dropout", "1"], "--dropout must be in [0, 1), got 1.0"),
     (["--steps", "5", "--stop-after", "6"], "--stop-after must be between 1 and --steps (5), got 6"),
     (["--resume"], "--resume needs --checkpoint PATH"),
     (["--save-every", "5"], "--save-every needs --checkpoint PATH"),
     (["--data", "/no/such/text"], "no such data: /no/such/text"),
-    (["--data", "/dev/null"], "no data: /dev/null holds 0 bytes"),
     (["--checkpoint", "/no.ckpt", "--resume"], "no checkpoint at /no.ckpt: leave --resume out"),
     (["--checkpoint", "/dev/null/x/y.pt"], "--checkpoint /dev/null/x/y.pt: cannot make its folder"),
     (["--json", "/tmp"], "--json /tmp is a folder: name a file"),
@@ -178,12 +140,6 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(options: list[str], words:
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith(f"error: {words}")
-
-
-def test_help_shows_examples() -> None:
-    result = CliRunner().invoke(train_gpt.app, ["--help"])
-    assert result.exit_code == 0
-    assert "torchrun --nproc-per-node 2 examples/train_gpt.py --ddp torch --json" in result.stdout
 
 
 def test_ranks_other_than_0_leave_the_words_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,12 +175,6 @@ def _tiny_gpt() -> GPT:
     return GPT(block_size=8, layers=2, width=16, heads=2)
 
 
-def test_an_untrained_model_knows_about_nothing() -> None:
-    with torch.no_grad():
-        loss = _tiny_gpt()(torch.randint(256, (64, 8)), torch.randint(256, (64, 8))).item()
-    assert math.log(256) - 0.5 < loss < math.log(256) + 1.0
-
-
 def test_a_position_does_not_see_what_follows() -> None:
     model, seen = _tiny_gpt(), []
     model.head.register_forward_hook(lambda module, inputs, output: seen.append(output))
@@ -252,14 +202,8 @@ def _identity(**changes: Any) -> dict[str, Any]:
 
 
 def _content(**changes: Any) -> dict[str, Any]:
-    return {
-        "identity": _identity(**changes),
-        "step": 7,
-        "model": {"w": torch.ones(3)},
-        "optimizer": {},
-        "scheduler": {},
-        "rng": [{"cpu": torch.get_rng_state()}],
-    }
+    parts = {"model": {"w": torch.ones(3)}, "optimizer": {}, "scheduler": {}, "rng": [{"cpu": torch.get_rng_state()}]}
+    return {"identity": _identity(**changes), "step": 7, **parts}
 
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -273,15 +217,8 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"width": 320}, "belongs to another model: width 160 there, 320 here"),
-        (
-            {"layers": 1, "block_size": 8},
-            "belongs to another model: block_size 64 there, 8 here, layers 4 there, 1 here",
-        ),
-        (
-            {"lr": 1.0, "seed": 5},
-            "belongs to a run with other settings: seed 0 there, 5 here, lr 0.003 there, 1.0 here",
-        ),
+        ({"layers": 1, "block_size": 8}, "another model: block_size 64 there, 8 here, layers 4 there, 1 here"),
+        ({"lr": 1.0, "seed": 5}, "a run with other settings: seed 0 there, 5 here, lr 0.003 there, 1.0 here"),
         ({"steps": 9}, "belongs to a run with other settings: steps 150 there, 9 here"),
         ({"schedule": "constant"}, "other settings: schedule cosine there, constant here"),
         ({"data": "b" * 64}, "belongs to other data: sha256 aaaaaaaaaaaa... there, bbbbbbbbbbbb... here"),

@@ -50,10 +50,7 @@ def test_without_readings_other_clocks_are_an_error() -> None:
         align(["a", "b"], [(), ()])
 
 
-@given(
-    st.integers(-(10**12), 10**12),
-    st.lists(st.tuples(*[st.integers(0, 10**6)] * 4), min_size=1, max_size=8),
-)
+@given(st.integers(-(10**12), 10**12), st.lists(st.tuples(*[st.integers(0, 10**6)] * 4), min_size=1, max_size=8))
 def test_the_true_offset_is_within_the_uncertainty(offset: int, rounds: list[tuple[int, int, int, int]]) -> None:
     readings: list[list[tuple[int, int]]] = [[], []]
     now = 0

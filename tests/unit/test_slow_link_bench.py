@@ -1,22 +1,17 @@
 """`python -m benchmarks.slow_link`: seconds to a loss, bounds, tables and mistakes, from made-up races."""
 
-import io
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from benchmarks.slow_link import bounds, cli
 from benchmarks.slow_link.bounds import COMPARISONS, NAMES, judge
 from benchmarks.slow_link.curves import Point, arrival, smoothed, target_of
 from benchmarks.slow_link.job import TARGET_METHOD
-from benchmarks.slow_link.plot import save_slow_link
 from benchmarks.slow_link.report import markdown, render
 from benchmarks.slow_link.results import race_result
 from benchmarks.training.methods import METHODS
-from torchddp.harness.machine import describe_machine
+from tests.unit import benchmark_results
+from tests.unit.helpers import printed
 
 ALL_WHATS = {name: METHODS[name].what for name in NAMES}
 
@@ -53,12 +48,9 @@ def test_looks_that_follow_change_no_arrival() -> None:
     assert found[0] is None and len(arrived) > 2 and len(set(arrived)) == 1
 
 
-def test_a_loss_that_is_no_number_does_not_arrive() -> None:
+def test_neither_nan_nor_two_looks_arrive() -> None:
     nan = float("nan")
     assert arrival(curve(6.0, nan, nan, nan, nan), 4.0) is None
-
-
-def test_a_target_needs_three_looks() -> None:
     with pytest.raises(ValueError, match="needs 3 looks, got 2"):
         target_of(curve(6.0, 5.0))
 
@@ -98,27 +90,13 @@ def raw(missing: str = "") -> dict[str, Any]:
         methods[name] = {"points": points, "step_seconds": [step_s] * 4, "sent_bytes_per_step": [2e7, 1.9e7]}
     if missing:
         methods[missing] = {"error": "ImportError: cannot import name 'averaging' from 'torchddp'"}
-    return {
-        "title": "GPT on Python's source files",
-        "parameters": 3_298_816,
-        "unit": "tokens",
-        "units_per_step": 256,
-        "steps": 15,
-        "target": 3.0,
-        "methods": methods,
-    }
+    told = {"title": "GPT", "parameters": 9, "unit": "tokens", "units_per_step": 256, "steps": 15, "target": 3.0}
+    return {**told, "methods": methods}
 
 
 def document(missing: str = "") -> dict[str, Any]:
     shape = {"world_size": 4, "ranks_per_host": 2, "slice_steps": 5, "sync_every": 10, "rate": 10**8}
-    return {
-        "format": 1,
-        "date": "2026-01-01T00:00:00+00:00",
-        "command": "python -m benchmarks.slow_link",
-        "machine": describe_machine(),
-        "settings": {},
-        "results": [{**race_result(raw(missing), ALL_WHATS), **shape}],
-    }
+    return benchmark_results.document({**race_result(raw(missing), ALL_WHATS), **shape})
 
 
 def test_a_result_says_how_much_sooner_each_method_is_there() -> None:
@@ -139,48 +117,8 @@ def test_a_failed_method_says_why_and_the_others_stand() -> None:
     assert row["ours"] == "powersgd"
 
 
-@pytest.mark.parametrize("missing", ["", "diloco"])
-def test_the_report_fits_100_columns_and_the_markdown_has_every_method(missing: str) -> None:
-    stream = io.StringIO()
-    Console(file=stream, width=100).print(render(document(missing)))
-    shown, table = stream.getvalue(), markdown(document(missing))
-    assert max(map(len, shown.splitlines())) <= 100
-    for name in NAMES:
-        assert name in shown and f"| {name} |" in table
+def test_report_and_markdown_have_every_method() -> None:
+    shown, table = printed(render(document("diloco")), 100), markdown(document("diloco"))
+    assert all(name in shown and f"| {name} |" in table for name in NAMES) and "ImportError" in shown
     widths = [line.count("|") for line in table.splitlines() if line.startswith("|")]
     assert len(widths) == 2 + len(NAMES) + 2 + len(COMPARISONS) and set(widths) == {7}
-    assert ("ImportError" in shown) == bool(missing)
-
-
-def test_the_plot_is_a_picture(tmp_path: Path) -> None:
-    save_slow_link(document("diloco")["results"][0], tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_saved_run_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(document(), allow_nan=False))
-    assert cli.main(["--show", str(path)]) == 0
-    assert capsys.readouterr().out.strip() == markdown(document()).strip()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--rate", "fast"], "--rate wants"),
-        (["--ranks-per-host", "0"], "--ranks-per-host wants 1 to 8, not 0"),
-        (["--steps", "1"], "--steps wants 5 to"),
-        (["--methods", "magic"], "--methods: there is no 'magic'; choose from torch-ddp"),
-        (["--output", "/nowhere/x.json"], "folder '/nowhere' does not exist"),
-        (["--show", "/nowhere/x.json"], "--show: '/nowhere/x.json' is not the JSON of a run"),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_torch_ddp_always_runs() -> None:
-    assert bounds.NAMES[0] == TARGET_METHOD
-    assert cli.choose_methods("diloco", NAMES, always=(TARGET_METHOD,)) == (TARGET_METHOD, "diloco")
-    assert cli.choose_methods("", NAMES, always=()) == NAMES

@@ -22,13 +22,7 @@ TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "
 def test_a_task_learns_what_torchrun_says() -> None:
     found = torchrun_variables(TASK)
     port = found.pop("MASTER_PORT")
-    assert found == {
-        "RANK": "2",
-        "WORLD_SIZE": "3",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "n08",
-    }
+    assert found == {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "n08"}
     assert 20_000 <= int(port) < 30_000
     others = {**TASK, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
     assert torchrun_variables(others)["MASTER_PORT"] == port  # of the same step
