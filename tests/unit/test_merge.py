@@ -27,6 +27,7 @@ def planned(params, ready_s, cost, slack_s=0.0):
 
 def test_a_dear_message_takes_everything():
     assert planned(specs([1, 1, 1]), [0, 1, 2], cost(10)) == ((0, 1, 2),)
+    assert planned([], [], cost(1, 1)) == ()
 
 
 def test_free_messages_leave_only_the_last_gradient_for_the_end():
@@ -56,10 +57,6 @@ def test_slack_buys_fewer_messages():
 
 def test_an_order_is_followed_and_times_may_go_back_a_little():
     assert merged_buckets(specs([1, 1, 1]), [2, 0, 1], [0.9, 10, 1], cost(0, 0.25)) == ((2, 0), (1,))
-
-
-def test_no_parameters_no_buckets():
-    assert planned([], [], cost(1, 1)) == ()
 
 
 def test_bad_input_is_named():
@@ -133,8 +130,7 @@ def test_brute_force_finds_nothing_better(gradients, kinds, alpha, beta, pack):
     assert finish_s(buckets, params, ready_s, this) == pytest.approx(best_s, rel=1e-9, abs=1e-12)
 
 
-# From a link that hides everything to one on which every run is tried.
-@pytest.mark.parametrize("beta", [1e-12, 1e-10, 1e-9, 1e-7])
+@pytest.mark.parametrize("beta", [1e-12, 1e-7])
 def test_a_thousand_parameters_are_no_worse_than_one_message(beta):
     numels = random.Random(3)
     params = specs([numels.randint(1, 100_000) for _ in range(1000)])

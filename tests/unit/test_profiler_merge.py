@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.profiler_events import LAYOUT, MS, NAMES, one_step, record, step_events, waiting_step
 from torchddp.profiler import report
-from torchddp.profiler.export import bars, chrome_trace, draw
+from torchddp.profiler.export import bars
 from torchddp.profiler.ranks import Clock, MergedProfile, align, clock_identity, merge, merge_step
 from torchddp.profiler.session import merged_trace
 from torchddp.profiler.steps import read_steps
@@ -105,12 +105,6 @@ def test_a_rank_that_starts_late_is_told_from_one_that_is_slow() -> None:
     assert slower is not None and (slower.rank, slower.where, slower.lost_ns) == (1, "forward", 50 * MS)
 
 
-def test_three_ranks_wait_for_the_last_one() -> None:
-    step = merge_step([waiting_step(LATE_MS), one_step(1, 0, LATE_MS), waiting_step(LATE_MS)])
-    assert step.straggler is not None and step.straggler.rank == 1
-    assert (step.straggler.total_wait_ns, step.straggler.wait_ns) == (96 * MS, 48 * MS)
-
-
 def test_a_bucket_that_all_skipped_has_no_last_rank() -> None:
     events = [e for e in step_events() if not (e.id == 1 and e.kind in ("launched", "wait_begin", "done"))]
     step = merge_step([read_steps(events, lambda _: LAYOUT).complete[0]] * 2)
@@ -196,21 +190,8 @@ def test_a_chrome_trace_has_ranks_threads_and_lengths() -> None:
     assert trace["otherData"]["clock_uncertainty_us"] == [0, 0.005]
 
 
-def test_a_trace_of_nothing_is_valid() -> None:
-    assert chrome_trace([(0, "rank 0", [])], NAMES)["traceEvents"]
-
-
 def test_bars_lie_where_the_times_say() -> None:
     found = bars(one_step(), 0)
     assert (0, "forward", 0.0, 4.0) in found and (0, "exposed", 14.0, 6.0) in found
     assert (1, "in flight", 8.0, 8.0) in found and (2, "gathering", 10.0, 4.0) in found
     assert not any(what == "queued" for _, what, _, _ in found)
-
-
-def test_a_picture_has_a_panel_a_rank() -> None:
-    from matplotlib import pyplot
-
-    figure = draw(late_profile().steps[0], [0, 1], "a step")
-    assert [axis.get_ylabel() for axis in figure.axes] == ["rank 0", "rank 1"]
-    assert len(figure.axes[0].patches) == len(bars(late_profile().steps[0].steps[0], 0))
-    pyplot.close(figure)
