@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.gpu import cli, given, leave, report, trace
+from benchmarks.gpu import cli, leave, report, trace
 from benchmarks.gpu import run as course
-from benchmarks.gpu.cases import HOST_CASE, MODELS_CASE, OPTIONS_CASE, PACK_CASE, USUAL, WAYS, GpuJob, Way
-from benchmarks.gpu.duel import device_us, duel, host_us, split_by_call
+from benchmarks.gpu.cases import HOST_CASE, MODELS_CASE, OPTIONS_CASE, PACK_CASE, WAYS, Way
+from benchmarks.gpu.duel import duel, split_by_call
 from benchmarks.gpu.given import GivenStep
-from benchmarks.gpu.machine import describe_gpu, first_line
-from benchmarks.gpu.measure import build_runners
-from benchmarks.gpu.models import MODELS, make_batch, make_model
-from benchmarks.gpu.pack import numels_of, packing_step, random_gradients, unaligned_step
-from benchmarks.gpu.results import duel_result, memory_result, model_result
+from benchmarks.gpu.results import duel_result, model_result
 from benchmarks.gpu.run import Settings, Stage
 from benchmarks.gpu.variants import field_of, known_options, make_field, torch_lacks
 from tests.harness import run_ranks
+from tests.unit.benchmark_results import document
 from tests.unit.helpers import printed
-from tests.whole_buckets import padded_slots
-from torchddp.harness import machine
 from torchddp.harness.launch import LaunchError
-from torchddp.harness.variants import LOCAL, TORCH_DDP, TORCHDDP, Role, Variant
+from torchddp.harness.variants import TORCH_DDP, TORCHDDP, Role, Variant
 
 GPU = {"name": "NVIDIA Thing", "compute_capability": "9.0", "driver": "1.2", "cuda": "13.0", "nccl": "2.28.9"}
 
@@ -63,10 +56,6 @@ def test_a_trace_gives_the_devices_events_in_order() -> None:
     assert trace.count(events, 2) == trace.Counts(kernels=0.5, copies=0.5, fills=0.5)
 
 
-def test_a_run_on_the_cpu_is_recorded_as_nothing() -> None:
-    assert trace.record(lambda: torch.ones(3) + 1) == []
-
-
 def test_overlap_counts_what_lies_in_the_computation() -> None:
     events = parsed(
         device_event("kernel", "gemm", 7, 0.0, 10.0),
@@ -84,35 +73,12 @@ def test_overlap_counts_what_lies_in_the_computation() -> None:
 # --- models and the field --------------------------------------------------------------------------------------------
 
 
-def quick_job(**changes: Any) -> GpuJob:
-    settings: dict[str, Any] = {"models": ("small",), "variants": (LOCAL,), "world_size": 1, "seconds": 0.1}
-    settings |= {"device": "cpu", "quick": True, "sequence": 16}
-    return GpuJob(MODELS_CASE.name, **{**settings, **changes})
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_give_every_parameter_a_gradient(name: str) -> None:
-    model = make_model(quick_job(), name)
-    model(make_batch(quick_job(), name, rank=0, index=0)).backward()
-    for parameter_name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().max() > 0, parameter_name
-
-
 def test_options_that_torch_does_not_know_are_left_out() -> None:
     tuned = Variant("torch", Role.TORCH, "a.B", (("static_graph", True), ("batched_grad_copy", True)))
     assert known_options(tuned, {"module", "static_graph"}).keywords == {"static_graph": True}
     for variant in make_field(TORCHDDP, (25,)):
         if variant.role is Role.TORCH and variant.options:
             assert variant.keywords["gradient_as_bucket_view"] and variant.keywords["bucket_cap_mb"] == 25
-
-
-def test_a_step_returns_both_times_and_leaves_gradients() -> None:
-    (runner,) = build_runners(quick_job(), "small", torch.device("cpu"))
-    batch = make_batch(quick_job(), "small", 0, 0)
-    until_done_ms, until_free_ms = runner.step(batch)
-    assert until_done_ms > 0 and until_free_ms > 0
-    assert all(gradient is not None for _, gradient in runner.gradients())
-    assert runner.transport is None
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -130,45 +96,26 @@ def fake_model(name: str = "gpt2", lacking: tuple[str, ...] = (), case: str = MO
 
 
 def fake_pack(speed: float) -> dict[str, Any]:
-    times_us = {"copy": np.full(10, 100.0), "torchddp pack, times 1/2": np.full(10, 100.0 / speed)}
-    return duel_result(
-        duel(PACK_CASE, "64 MiB in 9 gradients", times_us, bytes=10**8, goal={"torchddp pack, times 1/2": 0.9})
-    )
+    ours = "torchddp pack, times 1/2"
+    times_us = {"copy": np.full(10, 100.0), ours: np.full(10, 100.0 / speed)}
+    return duel_result(duel(PACK_CASE, "64 MiB in 9 gradients", times_us, bytes=10**8, goal={ours: 0.9}))
 
 
-def document(gpu: dict[str, Any] | None, *results: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "date": "2030-01-02T03:04:05+00:00",
-        "command": "python -m benchmarks.gpu",
-        "machine": {**machine.describe_machine(), "gpu": gpu},
-        "settings": {"quick": False, "world_size": 1, "backend": "nccl"},
-        "failures": [],
-        "results": list(results),
-    }
-
-
-def whole_report(document: dict[str, Any]) -> str:
-    tables = [printed(report.render_result(result)) for result in document["results"]]
-    return "".join([*tables, printed(report.render_end(document))])
+def report_of(gpu: dict[str, Any] | None, *results: dict[str, Any]) -> str:
+    run = document(*results) | {"failures": [], "settings": {"quick": False, "world_size": 1, "backend": "nccl"}}
+    run["machine"] |= {"gpu": gpu}
+    return "".join([*(printed(report.render_result(result)) for result in results), printed(report.render_end(run))])
 
 
 def test_the_report_ends_with_the_goals() -> None:
-    text = whole_report(document(GPU, fake_model("small"), fake_model(), fake_pack(0.8), fake_model(case=OPTIONS_CASE)))
+    text = report_of(GPU, fake_model("small"), fake_model(), fake_pack(0.8), fake_model(case=OPTIONS_CASE))
     goals = text[text.index("Goals") :]
     assert "0.20 [0.20..0.20]" in goals and "0.3 met" in goals and "0.5 met" in goals
     assert "0.80 [0.80..0.80]" in goals and "0.9 missed" in goals
     assert goals.count("gpt2") == 1  # what is trained in another way has no goal
 
-
-def test_without_a_gpu_no_goal_is_judged() -> None:
-    text = whole_report(document(None, fake_model()))
-    assert "Goals" not in text and "0.5 met" not in text
-    assert "nothing about a GPU" in text
-
-
-def test_a_cpu_describes_no_gpu() -> None:
-    assert describe_gpu(torch.device("cpu")) is None
-    assert first_line("\n 580.1 \n580.1\n") == "580.1" and first_line("") is None
+    without_a_gpu = report_of(None, fake_model())
+    assert "Goals" not in without_a_gpu and "nothing about a GPU" in without_a_gpu
 
 
 # --- the course ------------------------------------------------------------------------------------------------------
@@ -198,15 +145,6 @@ def test_the_first_way_is_what_the_others_are_held_against() -> None:
     assert ours["values"]["us"]["median"] == 5.0 and ours["values"]["GB/s"]["median"] == pytest.approx(200.0)
 
 
-def test_memory_is_told_beyond_no_ddp() -> None:
-    about = {"title": "GPT-2"}
-    counts = [{"driver": 2 * 10**9, "torch peak": 10**9}, {"driver": 3 * 10**9, "torch peak": 10**9}]
-    raws = [{**about, "variant": name, "bytes": count} for name, count in zip(("no DDP", "ours"), counts, strict=True)]
-    bare, ours = memory_result(raws)["rows"]
-    assert bare["values"] == {"driver\nMB": 2000.0, "torch peak\nMB": 1000.0}
-    assert ours["values"] == {"driver\nMB": 3000.0, "driver beyond\nno DDP, MB": 1000.0, "torch peak\nMB": 1000.0}
-
-
 def test_a_program_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leave, "LIMIT_S", 0.2)
     with pytest.raises(LaunchError, match=r"torch's class did not end within 0.2 s: it had not left the group"):
@@ -218,34 +156,6 @@ def test_kernels_are_summed_by_call() -> None:
     assert split_by_call([], 3).tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(RuntimeError, match="3 events that count in 2 equal calls"):
         split_by_call([1.0, 2.0, 3.0], 2)
-
-
-def test_works_are_timed_by_the_call() -> None:
-    calls: list[str] = []
-    works = [lambda: calls.append("a"), lambda: calls.append("b")]
-    assert host_us(works, torch.device("cpu"), 0.0, 0, calls=10).shape == (2, 7)
-    assert calls.count("a") == calls.count("b") == 80
-    assert (device_us(lambda: torch.ones(10), torch.device("cpu"), lambda event: True) > 0).all()
-
-
-def slots_of_packing_steps(rank: int) -> dict[str, list[int]]:
-    """Where gradients begin in their bucket, modulo a cache line, on a CPU that aligns them as a GPU."""
-    plain, shifted = (random_gradients(numels_of(2**20, extra), torch.device("cpu"), 0) for extra in (0, 1))
-    with padded_slots():
-        steps = {"aligned": packing_step(shifted, 1), "unaligned": unaligned_step(shifted, 1)}
-        with pytest.raises(RuntimeError, match="multiples of 128 bytes: none is unaligned"):
-            unaligned_step(plain, 1)
-    for step in steps.values():
-        step.check(2)
-        step.check(2)
-    return {name: [begin % 128 for begin in step.offsets_bytes()] for name, step in steps.items()}
-
-
-def test_slots_are_aligned_as_the_rows_of_packing_say() -> None:
-    assert sum(numels_of(2**20)) == 2**20
-    for slots in run_ranks(slots_of_packing_steps, 2):
-        assert len(slots["aligned"]) > 9 and not any(slots["aligned"])
-        assert sum(map(bool, slots["unaligned"])) > 9
 
 
 def test_nccls_kernel_for_one_rank_is_a_collective() -> None:
@@ -285,16 +195,6 @@ def test_an_adopted_gradient_is_reduced_where_it_lies() -> None:
     assert run_ranks(adopts_what_autograd_made, 2) == [True, True]
 
 
-def packs_though_it_should_adopt(rank: int) -> None:
-    with mock.patch.object(given, "packed_whole", contextlib.nullcontext):
-        GivenStep([torch.ones(300)], divisor=1, adopts=True)
-
-
-def test_a_step_that_packs_is_not_called_adopting() -> None:
-    with pytest.raises(Exception, match="over c10d has 1200 bytes of memory: gradients are packed into it"):
-        run_ranks(packs_though_it_should_adopt, 1)
-
-
 # --- ways ------------------------------------------------------------------------------------------------------------
 
 
@@ -306,18 +206,6 @@ def test_a_way_has_the_three_classes_with_its_options(way: Way) -> None:
     # torch's class takes either, and a search for unused parameters ends where the graph is static.
     assert ("static_graph" in theirs.keywords) == (not way.options)
     assert not set(torch_lacks()) & set(theirs.keywords)
-
-
-def test_a_way_changes_how_many_models_and_gradients_stay() -> None:
-    way = Way("", set_to_none=False, models=3)
-    (runner,) = build_runners(quick_job(way=way), "small", torch.device("cpu"))
-    batch = make_batch(quick_job(), "small", 0, 0)
-    runner.step(batch)
-    first = [gradient.data_ptr() for _, gradient in runner.gradients()]
-    runner.step(batch)
-    assert [gradient.data_ptr() for _, gradient in runner.gradients()] == first
-    assert len(runner.modules) == 3 and len(first) == 3000
-    assert quick_job().way == USUAL and quick_job().way.set_to_none
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

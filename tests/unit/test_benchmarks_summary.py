@@ -23,17 +23,6 @@ def test_distributions_become_quartiles():
     assert summary.summarized(raw) == {"date": "2026-11-22", "rounds": 12345, "step_ms": [11.1, 12.3, 13.5]}
 
 
-def test_many_rows_are_counted():
-    rows = [
-        {"kind": "kill", "over": "shm", "passed": number > 0, "took_s": float(number), "detection_s": None}
-        for number in range(summary.MANY_ROWS + 1)
-    ]
-    assert summary.summarized({"results": rows})["results"] == [
-        {"kind": "kill", "over": "shm", "passed": False, "count": 1, "took_s": [0.0, 0.0, 0.0]},
-        {"kind": "kill", "over": "shm", "passed": True, "count": 100, "took_s": [25.8, 50.5, 75.2]},
-    ]
-
-
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_committed_results_are_summaries(path):
     result = json.loads(path.read_text())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -108,32 +107,12 @@ def test_a_mutant_fails_in_its_column(column: str) -> None:
         assert list(problems_of(outcome)) == [column]
 
 
-def test_connections_that_no_step_needs_may_end_the_job_or_not() -> None:
-    outcome = outcome_of(trial_of(plan.SOCKET))
-    report = report_of(outcome, 0)
-    report.error, report.error_types, report.error_s = "TransportError: rank 2 gave up", ["TransportError"], FAULT_S + 1
-    assert problems_of(outcome) == {}
-    report.steps = report.steps[:1]  # of two before the fault
-    assert list(problems_of(outcome)) == ["gradients"]
-    report.error_types = ["KeyError"]
-    assert list(problems_of(outcome)) == ["detected", "gradients"]
-
-
 @pytest.mark.parametrize("kind", [plan.SLOW, plan.FULL])
 def test_where_the_job_goes_on_an_error_is_a_fault(kind: str) -> None:
     for rank in range(3):
         outcome = outcome_of(trial_of(kind))
         report_of(outcome, rank).error = "TransportError: timed out"
         assert list(problems_of(outcome)) == ["detected"]
-
-
-def test_running_short_is_said_and_leaves_shared_memory() -> None:
-    outcome = outcome_of(trial_of(plan.FULL))
-    outcome.ranks[0].stderr = ""
-    assert list(problems_of(outcome)) == ["detected", "named"]
-    outcome = outcome_of(trial_of(plan.FULL))
-    report_of(outcome, 2).transport = "shm"
-    assert list(problems_of(outcome)) == ["detected"]
 
 
 def test_a_stopped_rank_has_the_time_limit_and_a_margin() -> None:
@@ -151,12 +130,6 @@ def test_a_report_may_name_the_rank_for_all() -> None:
     assert list(problems_of(outcome)) == ["named"]
     outcome.hang_reports = [HangReport("rank 1 is stopped; ranks 0 and 2 have waited 1 s", [CULPRIT])]
     assert problems_of(outcome) == {}
-
-
-def test_a_report_of_a_job_that_goes_on_is_a_fault() -> None:
-    outcome = outcome_of(trial_of(plan.SLOW))
-    outcome.hang_reports = [HangReport("rank 1 is slow; rank 0 has waited 1 s", [CULPRIT])]
-    assert list(problems_of(outcome)) == ["named"]
 
 
 def test_gradients_over_a_process_group_have_a_tolerance() -> None:
@@ -179,15 +152,6 @@ def test_over_torchft_the_others_go_on_in_time() -> None:
             outcome = outcome_of(trial_of(kind, plan.TORCHFT))
             mutate(report_of(outcome, 2))
             assert column in problems_of(outcome)
-
-
-def test_errors_of_hooks() -> None:
-    quoting = "RuntimeError: PerParameter on rank 0: TransportError: rank 1 died"
-    for option, text, ok in (("own_hook", quoting, True), ("own_hook", "KeyError: rank 1", False)):
-        outcome = outcome_of(dataclasses.replace(trial_of(plan.KILL), option=option))
-        for rank in (0, 2):
-            report_of(outcome, rank).error, report_of(outcome, rank).error_types = text, ["RuntimeError"]
-        assert (problems_of(outcome) == {}) == ok
 
 
 def test_what_names_rank_1() -> None:

@@ -10,14 +10,11 @@ import torch
 
 from benchmarks.convergence import cli
 from benchmarks.convergence.bounds import BOUNDS, NAMES, REFERENCE, bound_of
-from benchmarks.convergence.job import OUTER_STEPS, evaluation_steps
-from benchmarks.convergence.report import markdown, render
+from benchmarks.convergence.report import markdown
 from benchmarks.convergence.results import task_result
 from benchmarks.training.methods import METHODS
-from benchmarks.training.tables import bytes_text
-from benchmarks.training.tasks import TASKS, digits, gpt_for_one_host, shortened
+from benchmarks.training.tasks import TASKS
 from tests.unit import benchmark_results
-from tests.unit.helpers import printed
 
 WHATS = {name: METHODS[name].what for name in NAMES}
 
@@ -71,23 +68,10 @@ def test_without_the_reference_nothing_is_claimed() -> None:
     assert rows["int8"]["ratio"] is None and rows["int8"]["holds"] is None
 
 
-def test_unknown_bytes_stay_unknown() -> None:
-    made = raw({REFERENCE: [2.0]})
-    made["runs"][REFERENCE] = [run_of(0, 2.0, None)]
-    row = rows_of(task_result(made, WHATS))[REFERENCE]
-    assert row["bytes_per_step"] is None and bytes_text(row["bytes_per_step"]) == "?"
-
-
 def test_every_bound_has_a_method_and_a_reason() -> None:
     assert set(NAMES) <= set(METHODS)
     assert all(bool(bound.reason) == (bound.at_most is not None) for bound in BOUNDS)
     assert [bound_of(name).at_most for name in ("fp16", "int8", "powersgd", "topk")] == [1.01, 1.01, 1.03, None]
-
-
-def test_losses_are_looked_at_where_local_methods_agree() -> None:
-    assert evaluation_steps(600, 50) == tuple(range(50, 601, 50))
-    assert evaluation_steps(2000, 50) == (*range(150, 2000, 150), 2000)
-    assert evaluation_steps(30, 50) == (30,)
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))
@@ -106,23 +90,6 @@ def test_a_task_is_a_function_of_seed_step_and_rank(name: str) -> None:
     assert len(parts[0][0]) == len(parts[1][0]) == len(whole[0]) / 2
     both = [first(*part).item() for part in parts]
     assert both[0] != both[1] and sum(both) / 2 == pytest.approx(first(*whole).item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("task", [gpt_for_one_host(), digits()], ids=lambda task: task.name)
-def test_diloco_gets_rounds_enough_to_show_anything(task: Any) -> None:
-    assert task.steps % OUTER_STEPS.sync_every == 0 and task.steps // OUTER_STEPS.sync_every >= 10
-    assert task.lr_at(task.warmup_steps) == pytest.approx(task.lr)
-    assert 0 < task.lr_at(task.steps - 1) < task.lr / 5
-    assert shortened(task, 5).warmup_steps == 5
-
-
-def test_report_and_markdown_have_every_method() -> None:
-    shown_document = document(int8=[2.1, 4.2])
-    shown_document["results"] += [{**task_result(raw({REFERENCE: [2.0]}, {"fp16": "no"}), WHATS), "world_size": 2}]
-    shown, table = printed(render(shown_document), 100), markdown(shown_document)
-    assert all(name in shown and f"| {name} |" in table for name in NAMES)
-    assert "| int8 | 10 kB | 3.1500 | 1.0500 [1.0500..1.0500] | 1.01 | NO |" in table
-    assert "gpt, fp16: no" in shown
 
 
 def test_a_saved_run_of_this_benchmark_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from examples import demo
 from examples.gpt import metrics, processes
-from examples.gpt.comparison import LOSS_TOLERANCE, compare_losses, merge_segments
+from examples.gpt.comparison import LOSS_TOLERANCE, compare_losses
 from examples.gpt.errors import ExampleError
 from tests.unit.helpers import is_running, wait_until
 
@@ -44,20 +44,6 @@ def test_step_times_leave_out_warm_up_and_probed_steps() -> None:
     summary = metrics.summarise([_record([1.0] * 9)])
     assert summary["step_ms_p50"] == 17.0  # steps 4, 6, 7, 8, 9
     assert summary["exposed_communication_ms_p50"] == 5.0
-
-
-def test_too_short_a_run_has_no_step_time_instead_of_a_wrong_one() -> None:
-    summary = metrics.summarise([_record([1.0] * 2)])
-    assert summary["step_ms_p50"] is None and summary["exposed_communication_ms_p50"] is None
-
-
-def test_segments_are_joined_in_order_of_steps() -> None:
-    merged = merge_segments([_record([3.0, 2.0], first_step=11), _record([5.0] * 10)])
-    assert [entry["step"] for entry in merged["steps"]] == list(range(1, 13))
-    assert [entry["step"] for entry in merged["validation"]] == [10, 12]
-    assert merged["summary"]["final_train_loss"] == 2.0
-    assert merged["summary"]["final_validation_loss"] == 2.25
-    assert merged["summary"]["peak_rss_bytes"] == 1e8 + 11
 
 
 def test_one_rounding_apart_is_equal_but_not_called_bitwise() -> None:

@@ -69,16 +69,6 @@ def test_data_errors_say_what_was_got(tmp_path: Path) -> None:
             data.load_corpus(tmp_path / name, 8)
 
 
-def test_the_shortest_allowed_text_gives_every_side_a_window(tmp_path: Path) -> None:
-    _write(tmp_path / "text", b"x" * 18)
-    corpus = data.load_corpus(tmp_path / "text", 8)
-    assert corpus.train.numel() == corpus.validation.numel() == 9
-    offsets = data.batch_offsets(seed=0, index=0, rank=0, world_size=1, batch_size=3, choices=9 - 8)
-    tokens, targets = data.windows_at(corpus.train, offsets, 8, CPU)
-    assert tokens.shape == targets.shape == (3, 8)
-    assert data.validation_offsets(size_bytes=9, block_size=8, windows=4).tolist() == [0, 0, 0, 0]
-
-
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 
@@ -140,12 +130,6 @@ def test_bad_input_ends_with_one_line_and_exit_code_2(options: list[str], words:
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith(f"error: {words}")
-
-
-def test_ranks_other_than_0_leave_the_words_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    result = CliRunner().invoke(train_gpt.app, ["--steps", "0"])
-    assert (result.exit_code, result.stderr) == (2, "")
 
 
 def test_plain_training_is_refused_under_torchrun_with_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

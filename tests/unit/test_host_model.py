@@ -8,10 +8,6 @@ import pytest
 
 from benchmarks.host_model import cli, model
 from benchmarks.host_model.model import Count, Host, flat, grouped
-from benchmarks.host_model.report import render
-from benchmarks.host_model.results import compare, model_rows
-from tests.unit.helpers import printed
-from torchddp.harness.machine import new_document
 
 
 def test_small_hosts_counted_by_hand() -> None:
@@ -53,20 +49,6 @@ def test_schemes_change_at_the_limits() -> None:
 
 
 ROW = {"ranks": 16, "nodes": 2, "message_bytes": 64, "lines": 64, "far_lines": 6, "bytes": 0, "far_bytes": 0}
-
-
-def test_counts_stand_beside_the_model() -> None:
-    large = ROW | {"message_bytes": 1 << 20, "bytes": 30 << 20, "far_bytes": 1 << 20}
-    compared = compare([ROW, large])
-    assert compared[0]["lines"] == {"counted": 64, "model": 63}
-    assert compared[0]["far_lines"] == {"counted": 6, "model": 6}
-    assert compared[1]["bytes"] == {"counted": 30 << 20, "model": 30 << 20}
-    assert compared[1]["far_bytes"] == {"counted": 1 << 20, "model": 2 << 20}
-    document = new_document("python -m benchmarks.host_model", {})
-    document |= {"results": model_rows([16], [1, 2], [64, 64 << 20]), "counts": compared}
-    text = printed(render(document), 100)
-    for words in ("One all-reduce of 64 B, 2 nodes", "of 64 MiB, 1 node", "64 / 63 lines", "64 B, 16 ranks, 2 nodes"):
-        assert words in text
 
 
 def test_the_command_writes_the_model_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -276,6 +276,13 @@ def test_a_lightning_that_we_do_not_know_is_no_obstacle(tmp_path: Path) -> None:
     assert "Lightning does not know torchddp's strategies by name" in done.stderr
 
 
+def test_without_lightning_one_line_names_the_extra() -> None:
+    hidden = "import sys; sys.modules |= dict.fromkeys(('lightning', 'pytorch_lightning', 'lightning_fabric')); "
+    done = python("-c", hidden + "import torchddp.integrations.lightning")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: ") and last.endswith("pip install 'torchddp[lightning]'"), done.stderr
+
+
 # --- python -m torchddp.run ---
 
 SCRIPT = """

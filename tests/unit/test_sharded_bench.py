@@ -6,22 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import nn
 
-from benchmarks.sharded.bounds import COMPARISONS, ZERO_FORMS, Comparison, comparisons_of
-from benchmarks.sharded.builders import BUILDERS, blocks_of
+from benchmarks.sharded.bounds import comparisons_of
 from benchmarks.sharded.field import FIELD, REFERENCE, choose_variants, missing_package
 from benchmarks.sharded.measure import Contest, WrongTrainingError
 from benchmarks.sharded.proof import TOLERANCE, error_of
 from benchmarks.sharded.report import render
 from benchmarks.sharded.results import MEMORY_KEYS, memory_result, speed_result
-from benchmarks.sharded.trainer import storage_bytes, tensors_in
 from tests.unit import benchmark_results
 from tests.unit.helpers import printed
 from torchddp.bench.cases import Job
-from torchddp.harness.models import make_model
 from torchddp.harness.variants import ArgumentError
 
 MODEL = {"model": "mlp", "title": "MLP 6 x 1024x1024", "parameters": 12, "gradient_bytes": 25_000_000}
@@ -56,14 +50,6 @@ def comparison(result: dict[str, Any], ours: str, against: str) -> dict[str, Any
     return found
 
 
-def test_every_variant_can_be_built_and_every_bound_is_about_variants() -> None:
-    assert {entry.kind for entry in FIELD.values()} == set(BUILDERS)
-    assert {name for c in COMPARISONS for name in (c.ours, *c.opponents)} <= set(FIELD)
-    assert all(c.reason for c in COMPARISONS if c.bound is not None)
-    bounds = {(c.ours, c.against): c.bound for c in COMPARISONS if c.bound is not None}
-    assert len(bounds) == 5 and bounds["torchddp-auto", "ZeRO, default"] == 0.45
-
-
 def document(*results: dict[str, Any]) -> dict[str, Any]:
     return benchmark_results.document(*results) | {"peers": {"fairscale": "0.4.13", "deepspeed": None}}
 
@@ -91,14 +77,6 @@ def test_the_best_form_is_the_opponent_and_only_what_ran_is_compared() -> None:
     assert best["opponent"] == "torch-zero-fused" and best["ratio"]["median"] == pytest.approx(0.8)
     assert {row["against"] for row in result["comparisons"]} == {"ZeRO, best", "ZeRO, default"}
     assert comparisons_of(["torch-zero", "deepspeed"]) == []
-
-
-@given(st.dictionaries(st.sampled_from((*ZERO_FORMS, "deepspeed")), st.floats(0.1, 1e4)))
-def test_the_fastest_is_never_beaten_by_another_form(medians: dict[str, float]) -> None:
-    found = Comparison("torchddp-auto", "ZeRO, best", ZERO_FORMS).fastest(medians)
-    forms = [medians[name] for name in ZERO_FORMS if name in medians]
-    assert (found is None) == (not forms)
-    assert found is None or (found in ZERO_FORMS and medians[found] == min(forms))
 
 
 def test_the_bound_says_met_or_missed() -> None:
@@ -147,18 +125,3 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else name)
     assert missing_package(FIELD["deepspeed"].variant) == "deepspeed"
     assert missing_package(FIELD["torch-zero"].variant) is None
-
-
-def test_a_storage_counts_once() -> None:
-    flat = torch.zeros(1000)
-    state = {0: {"exp_avg": flat[:10], "step": torch.zeros(1)}, 1: [(flat[500:],)]}
-    tensors = list(tensors_in([state]))
-    assert len(tensors) == 3 and storage_bytes(tensors) == 4004
-    assert storage_bytes([torch.empty(0)]) == 0
-
-
-@pytest.mark.parametrize(("model", "count"), [("mlp", 6), ("gpt", 6), ("small", 0)])
-def test_blocks_are_what_repeats_in_a_model(model: str, count: int) -> None:
-    blocks = blocks_of(make_model(model, 0))
-    assert len(blocks) == count
-    assert all(isinstance(block, nn.Module) and len(list(block.parameters())) > 1 for block in blocks)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.two_hosts import launch, network, report, results
+from benchmarks.two_hosts import network, report, results
 from tests.unit.benchmark_results import MODEL, document
 from tests.unit.helpers import printed
 from torchddp.harness.variants import TORCHDDP, ArgumentError, Role, Variant, make_variants
@@ -26,15 +26,6 @@ def test_rates_are_bits_per_second() -> None:
             network.parse_rate(text)
 
 
-def test_the_network_is_built_inside_the_namespaces_only() -> None:
-    commands = network.setup_commands(HOSTS, GBIT)
-    assert commands[:2] == [["ip", "netns", "add", host.namespace] for host in HOSTS]
-    # The pair comes to be with each end in its namespace.
-    assert " ".join(commands[2]) == ("ip -n torchddp-77-0 link add slow0 type veth peer name slow0 netns torchddp-77-1")
-    for command in commands[2:]:
-        assert command[1] == "-n" and command[2].startswith("torchddp-77-") or command[:3] == ["ip", "netns", "exec"]
-
-
 def test_each_end_is_limited_before_it_is_up() -> None:
     lines = [" ".join(command) for command in network.setup_commands(HOSTS, GBIT)]
     for host in HOSTS:
@@ -47,13 +38,6 @@ def test_each_end_is_limited_before_it_is_up() -> None:
 def test_a_burst_is_a_millisecond_and_at_least_one_large_packet() -> None:
     assert network.burst_bytes(10 * GBIT) == 1_250_000
     assert network.burst_bytes(10_000_000) == 64 * 1024
-
-
-def test_ranks_use_the_slow_link_and_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    environment = launch.worker_environment()
-    assert environment["GLOO_SOCKET_IFNAME"] == network.INTERFACE
-    assert environment["OMP_NUM_THREADS"] == "1"
 
 
 # --- results and their table -----------------------------------------------------------------------------------------
