@@ -136,9 +136,6 @@ def python_reducer_with_a_list_of_caps(cls, rank):
         cls(linear(), bucket_cap_mb_list=[1])
 
 
-# --- communication hooks ---
-
-
 def all_reduced(state, bucket):
     return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
@@ -246,9 +243,6 @@ returning("never_but_exits", lambda bucket: raises(SystemExit(3)))  # type: igno
 returning("never_but_is_interrupted", lambda bucket: raises(KeyboardInterrupt()))  # type: ignore[arg-type]
 
 
-# --- steps ---
-
-
 @case
 def an_output_left_out(cls, rank):
     model = cls(Heads(), find_unused_parameters=True)
@@ -325,9 +319,6 @@ def a_sparse_gradient_as_a_view(cls, rank):
     model = cls(nn.Embedding(4, 4, sparse=True), gradient_as_bucket_view=True)
     for _ in range(2):
         model(torch.tensor([0, 1])).sum().backward()
-
-
-# --- other calls ---
 
 
 @case

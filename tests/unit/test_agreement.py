@@ -61,9 +61,6 @@ def raises_within(seconds, kind, match, call):
     assert time.monotonic() - begun_s < seconds
 
 
-# --- over a process group ---
-
-
 @at_each_world_size
 def test_a_group_carries_any_value(world_size):
     def work(rank):
@@ -86,9 +83,6 @@ def test_a_group_waits_no_longer_than_its_limit():
             part_of_store(dist.group.WORLD, "done").wait(["0"], MINUTE)
 
     run_ranks(work, 2, group_timeout_s=1.0)
-
-
-# --- over a store ---
 
 
 @at_each_world_size
@@ -151,9 +145,6 @@ def test_parts_of_a_store_have_keys_of_their_own_and_a_restarted_job_has_others(
     assert run_ranks(work, 2) == [[True, False, False, True, False]] * 2
 
 
-# --- over a transport ---
-
-
 @over_each_transport
 @at_each_world_size
 def test_a_transport_carries_numbers_of_one_kind(world_size, transport):
@@ -194,16 +185,10 @@ def test_ranks_of_the_fullest_host(monkeypatch):
     assert run_ranks(work, 3) == [2] * 3
 
 
-# --- what went wrong where ---
-
-
 def test_problems_name_their_ranks():
     assert ranks_by([]) == {} and list(ranks_by("bab").items()) == [("b", [0, 2]), ("a", [1])]
     assert list_problems([]) == list_problems(["", ""]) == ""
     assert list_problems(["x", "", "y", "x"]) == "rank 0, 3: x; rank 2: y"
-
-
-# --- agreements ---
 
 
 class Counted(GroupExchange):

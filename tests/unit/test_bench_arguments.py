@@ -106,9 +106,6 @@ def test_counts_of_another_shape_are_refused(tmp_path: Path, capsys):
     assert_refused(main_of("host_model"), ["--counts", str(counts)], "KeyError 'nodes'", capsys)
 
 
-# --- what two emulated hosts need ---
-
-
 @pytest.mark.parametrize(("user", "missing", "words"), [(1000, "", "as root."), (0, "ip", "'ip' was not found")])
 def test_without_root_or_programs_there_is_no_network(user, missing, words, monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: user)

@@ -39,9 +39,6 @@ class Dying(nn.Module):
         os._exit(3)
 
 
-# --- arithmetic ------------------------------------------------------------------------------------------------------
-
-
 def test_summary_is_the_quantiles() -> None:
     summary = stats.summarize([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (summary.median, summary.q25, summary.q75) == (3.0, 2.0, 4.0)
@@ -93,9 +90,6 @@ def test_rounds_follow_the_time_budget_within_limits() -> None:
     ]
 
 
-# --- the field and its results ---------------------------------------------------------------------------------------
-
-
 def field() -> tuple[Variant, ...]:
     return make_variants("torchddp.DistributedDataParallel", ["a.b.C", "a.d.C"], (1, 25))
 
@@ -143,9 +137,6 @@ def test_memory_counts_beyond_the_bare_model_in_gradient_copies() -> None:
     assert result["variants"][1]["extra_gradient_copies"] == 1.5
 
 
-# --- models ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.rest_is_thorough("[!g]*", "gpt")
 @pytest.mark.parametrize("name", MODELS)
 def test_models_give_every_parameter_a_gradient(name: str) -> None:
@@ -153,9 +144,6 @@ def test_models_give_every_parameter_a_gradient(name: str) -> None:
     model(make_batch(name, 0, rank=0, index=0)).backward()
     for parameter_name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, parameter_name
-
-
-# --- the report ------------------------------------------------------------------------------------------------------
 
 
 def test_summary_names_torchs_best_cap_and_keeps_a_loss() -> None:
@@ -199,9 +187,6 @@ def test_peak_of_a_status_text() -> None:
     assert parse_bytes("Name:\tx\nVmHWM:\t    12 kB\nVmRSS:\t 3 kB\n", "VmHWM") == 12 * 1024
     with pytest.raises(ValueError, match="VmHWM"):
         parse_bytes("Name:\tx\n", "VmHWM")
-
-
-# --- arguments -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -250,8 +235,6 @@ def test_an_extension_that_does_not_load_says_how_to_build_it(monkeypatch: pytes
     with pytest.raises(ArgumentError, match=r"Cannot import 'torchddp'.*make build"):
         load_class("torchddp.DistributedDataParallel")
 
-
-# --- launches --------------------------------------------------------------------------------------------------------
 
 BRIEF = ["--case", "per_param", "--seconds", "0.1", "--caps", "25"]
 

@@ -27,9 +27,6 @@ def by_name(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in rows}
 
 
-# --- arithmetic ------------------------------------------------------------------------------------------------------
-
-
 def test_step_time_compares_whole_steps() -> None:
     result = step_time()
     rows = by_name(result["variants"])
@@ -84,9 +81,6 @@ def test_efficiency_is_of_the_same_class_alone() -> None:
     assert ours[2]["ratio_to_best_torch"]["median"] == pytest.approx(24 / 40)
 
 
-# --- what is measured ------------------------------------------------------------------------------------------------
-
-
 def test_a_training_step_updates_no_weight_but_makes_every_gradient() -> None:
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
     before = [p.clone() for p in module.parameters()]
@@ -111,9 +105,6 @@ def test_a_replay_hands_out_the_recorded_gradients_each_step() -> None:
     assert [b.shape for b in replay.buffers()] == [b.shape for b in model.buffers()]
 
 
-# --- report ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -129,9 +120,6 @@ def test_tables_fit_80_columns_and_cut_nothing(make: Any, words: list[str]) -> N
     for expected in [*words, f"{result['case']} · MLP: 12 parameters, 25 MB", *(variant.name for variant in FIELD)]:
         assert expected in text
     assert f"{result['case']}: " in text  # what was measured
-
-
-# --- arguments -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -164,9 +152,6 @@ def test_what_is_not_asked_for_is_left_to_the_case() -> None:
     assert (settings().scaling_world_sizes(), settings(world_sizes=(1, 3)).scaling_world_sizes()) == ((1, 2, 4), (1, 3))
     assert settings(quick=True).models_of(step) == ("mlp",)
     assert settings(models=("conv", "a:b")).models_of(memory) == ("conv", "a:b")
-
-
-# --- launches --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

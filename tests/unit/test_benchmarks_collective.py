@@ -27,8 +27,6 @@ MB = 1024**2
 IMPLEMENTATIONS = [name for name, _ in OPENINGS]
 REASON = "transport must be 'auto' or 'c10d', got 'shm'"
 
-# --- formulas --------------------------------------------------------------------------------------------------------
-
 
 def test_busbw_is_that_of_nccl_tests() -> None:
     assert operations.algbw_gb_per_s(5_000_000, 1000.0) == 5.0
@@ -52,9 +50,6 @@ def test_the_roofline_of_a_large_all_reduce_is_the_time_of_the_copies_it_was_mea
 def test_the_clock_is_looked_at_about_eight_times() -> None:
     cases = (1, 1.0), (10, 0.01), (100, 10.0), (MIN_ROUNDS - 1, 99.0), (MAX_ROUNDS, 0.1)
     assert [next_batch(rounds, elapsed_s, seconds=10.0) for rounds, elapsed_s in cases] == [1, 1250, 0, 1, 0]
-
-
-# --- rounds ----------------------------------------------------------------------------------------------------------
 
 
 def test_before_every_call_the_input_is_written_and_before_the_timed_one_ranks_meet() -> None:
@@ -104,9 +99,6 @@ def test_nobody_leaves_a_meeting_before_the_last_has_come() -> None:
         assert max(came_s for came_s, _ in meeting) <= min(left_s for _, left_s in meeting)
 
 
-# --- checks ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_expected_outputs_are_those_of_the_stamped_inputs(world_size: int) -> None:
     numel = 600 * world_size
@@ -131,9 +123,6 @@ def test_a_wrong_result_is_named() -> None:
         match=r"all_reduce of 'idle' on rank 1, 1000 elements: 1 of 1000 are wrong, the first at 7, where it is -1.0",
     ):
         check.compare(right)
-
-
-# --- implementations -------------------------------------------------------------------------------------------------
 
 
 def brief_job(*names: str) -> Job:
@@ -192,9 +181,6 @@ def test_what_cannot_allocate_one_size_is_left_out_there(monkeypatch: pytest.Mon
     assert large["unavailable"]["c10d"] == "too large" and large["names"] == ["gloo", "torchddp_shm"]
 
 
-# --- results and the table -------------------------------------------------------------------------------------------
-
-
 def raw_size(size_bytes: int, times_us: dict[str, float], memory_gb_per_s: float | None = None) -> dict[str, Any]:
     time_us = np.array([[time_us] * 20 for time_us in times_us.values()])
     found = {"bytes": size_bytes, "unavailable": {}, "names": list(times_us), "memory_gb_per_s": memory_gb_per_s}
@@ -248,9 +234,6 @@ def test_the_table_has_all_and_says_what_is_missing() -> None:
         assert words in text
     assert f"shm not available: {REASON}" in " ".join(other.split())
     assert "roof" in text and "roof" not in other
-
-
-# --- arguments -------------------------------------------------------------------------------------------------------
 
 
 def test_an_operation_alone_selects_its_case() -> None:

@@ -29,9 +29,6 @@ from torchddp.harness.variants import TORCH_DDP, TORCHDDP, Role, Variant
 GPU = {"name": "NVIDIA Thing", "compute_capability": "9.0", "driver": "1.2", "cuda": "13.0", "nccl": "2.28.9"}
 
 
-# --- traces ----------------------------------------------------------------------------------------------------------
-
-
 def device_event(category: str, name: str, stream: int, start: float, duration: float) -> dict[str, Any]:
     return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "args": {"stream": stream}}
 
@@ -70,18 +67,12 @@ def test_overlap_counts_what_lies_in_the_computation() -> None:
     )
 
 
-# --- models and the field --------------------------------------------------------------------------------------------
-
-
 def test_options_that_torch_does_not_know_are_left_out() -> None:
     tuned = Variant("torch", Role.TORCH, "a.B", (("static_graph", True), ("batched_grad_copy", True)))
     assert known_options(tuned, {"module", "static_graph"}).keywords == {"static_graph": True}
     for variant in make_field(TORCHDDP, (25,)):
         if variant.role is Role.TORCH and variant.options:
             assert variant.keywords["gradient_as_bucket_view"] and variant.keywords["bucket_cap_mb"] == 25
-
-
-# --- the report ------------------------------------------------------------------------------------------------------
 
 
 def fake_model(name: str = "gpt2", lacking: tuple[str, ...] = (), case: str = MODELS_CASE.name) -> dict[str, Any]:
@@ -118,9 +109,6 @@ def test_the_report_ends_with_the_goals() -> None:
     assert "Goals" not in without_a_gpu and "nothing about a GPU" in without_a_gpu
 
 
-# --- the course ------------------------------------------------------------------------------------------------------
-
-
 def test_a_stage_that_fails_takes_no_result_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(seconds: float, display: Any) -> Any:
         raise LaunchError("rank 0: out of memory")
@@ -133,9 +121,6 @@ def test_a_stage_that_fails_takes_no_result_with_it(monkeypatch: pytest.MonkeyPa
     found = course.run(settings, "command", console, lambda document: kept.append(len(document["results"])))
     assert kept == [1, 1, 2]
     assert found["failures"] == [{"stage": "bad", "error": "rank 0: out of memory"}]
-
-
-# --- rows ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_way_is_what_the_others_are_held_against() -> None:
@@ -193,9 +178,6 @@ def adopts_what_autograd_made(rank: int) -> bool:
 
 def test_an_adopted_gradient_is_reduced_where_it_lies() -> None:
     assert run_ranks(adopts_what_autograd_made, 2) == [True, True]
-
-
-# --- ways ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)

@@ -95,9 +95,6 @@ def test_a_browser_sees_every_row_and_picture(tmp_path: Path) -> None:
             assert list(row) in seen["rows"]
 
 
-# --- both doors ------------------------------------------------------------------------------------------------------
-
-
 def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """`torchddp ...` in a process of its own."""
     root = Path(__file__).resolve().parents[2]

@@ -54,9 +54,6 @@ def test_rotary_attention_sees_distances_not_places() -> None:
     assert not torch.allclose(scores[0, 0], scores[0, 1])
 
 
-# --- the user's own --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("factory", ["with_tuple", "with_dict", "with_generator"])
 def test_batches_of_any_kind_reach_the_module(factory: str) -> None:
     name = f"{OWN}:{factory}"

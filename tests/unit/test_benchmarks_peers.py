@@ -36,8 +36,6 @@ from torchddp.harness.variants import ArgumentError
 NAMES = ["gloo", "mpich", "openmpi", "vllm", "deepspeed", "shm", "torchddp_shm"]
 ALL_REDUCE = OPERATIONS["all_reduce"]
 
-# --- a companion and its rank ----------------------------------------------------------------------------------------
-
 
 def linked(bind: Callable[[np.ndarray], Callable[[], object]]) -> tuple[Link, threading.Thread]:
     """A link to a companion in a thread, whose all-reduce is what `bind` makes of its array."""
@@ -80,8 +78,6 @@ def test_a_companion_that_is_gone_is_told() -> None:
     with pytest.raises(RuntimeError, match="fake on rank 1: its process ended"):
         Link("fake", 1, ours).ask("check")
 
-
-# --- their processes: a library of MPI that has all it needs but messages --------------------------------------------
 
 FAKE_MPI = """
 import mmap, os, time
@@ -234,9 +230,6 @@ def test_open_mpi_yields_only_where_ranks_take_turns(monkeypatch: pytest.MonkeyP
     assert turns[-6:] == ["--mca", "mpi_yield_when_idle", "1", "-n", "3", "program"]
 
 
-# --- what is not there -----------------------------------------------------------------------------------------------
-
-
 def test_what_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
@@ -289,9 +282,6 @@ def test_peers_stand_beside_the_others_in_one_launch(fake: MpiLibrary, monkeypat
     wait_until_gone(companions_of(fake))
 
 
-# --- results, table and plot -----------------------------------------------------------------------------------------
-
-
 def with_peers(world_size: int = 4) -> dict[str, Any]:
     small = dict(zip(NAMES, (400.0, 10.0, 2.0, 6.0, 8.0, 4.0, 6.0), strict=True))
     large = dict(zip(NAMES, (9000.0, 8000.0, 9000.0, 5000.0, 6000.0, 1000.0, 4000.0), strict=True))
@@ -308,9 +298,6 @@ def test_ours_are_held_against_the_fastest_peer_of_each_size() -> None:
     assert rows_of(large)["shm"]["best_peer_ratio"]["median"] == pytest.approx(0.2)
     assert rows_of(large)["torchddp_shm"]["best_peer_ratio"]["median"] == pytest.approx(0.8)
     assert rows_of(small)["openmpi"]["best_peer_ratio"] is None
-
-
-# --- arguments -------------------------------------------------------------------------------------------------------
 
 
 def test_peers_alone_select_the_case_and_want_all_reduce() -> None:

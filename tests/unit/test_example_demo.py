@@ -18,8 +18,6 @@ from examples.gpt.comparison import LOSS_TOLERANCE, compare_losses
 from examples.gpt.errors import ExampleError
 from tests.unit.helpers import is_running, wait_until
 
-# --- figures and comparison ------------------------------------------------------------------------------------------
-
 
 def _record(losses: list[float], first_step: int = 1, step_ms: float = 10.0, ddp: str = "torch") -> dict[str, Any]:
     numbered = list(enumerate(losses, start=first_step))
@@ -72,9 +70,6 @@ def test_two_runs_that_both_diverged_or_have_no_losses_are_not_equal() -> None:
     assert not compare_losses(nothing, nothing).equal
 
 
-# --- demo ------------------------------------------------------------------------------------------------------------
-
-
 def _fake_torchrun(losses_of: dict[str, list[float]]) -> Any:
     """Stands in for training: writes the metrics file that `train_gpt.py` would have written."""
 
@@ -119,8 +114,6 @@ def test_demo_passes_on_that_a_run_failed(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "error: --ddp torch: the run failed" in result.stderr
     assert list(tmp_path.iterdir()) == []  # nothing left over that looks like a result
 
-
-# --- child processes -------------------------------------------------------------------------------------------------
 
 # Stands in for torchrun: its child has a session of its own, as torchrun's workers have, and both ignore SIGTERM.
 _STUBBORN = """

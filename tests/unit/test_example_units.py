@@ -21,9 +21,6 @@ from examples.gpt.model import GPT
 CPU = torch.device("cpu")
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
-
-
 def _write(path: Path, content: bytes = b"x") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
@@ -69,9 +66,6 @@ def test_data_errors_say_what_was_got(tmp_path: Path) -> None:
             data.load_corpus(tmp_path / name, 8)
 
 
-# --- sampling --------------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(0, 2**40), st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 9), st.integers(1, 1_000_000))
 def test_offsets_stay_inside_the_text(seed: int, index: int, world_size: int, batch_size: int, choices: int) -> None:
     for rank in range(world_size):
@@ -103,8 +97,6 @@ def test_targets_are_the_next_bytes() -> None:
     assert targets.tolist() == [[1, 2, 3, 4, 5], [41, 42, 43, 44, 45]]
     assert tokens.dtype == torch.long
 
-
-# --- options ---------------------------------------------------------------------------------------------------------
 
 BAD_OPTIONS = [
     (["--steps", "0"], "--steps must be at least 1, got 0"),
@@ -151,9 +143,6 @@ def test_learning_rate_warms_up_and_then_falls_to_a_tenth() -> None:
     assert {lr_factor(step, constant) for step in range(200)} == {1.0}
 
 
-# --- model -----------------------------------------------------------------------------------------------------------
-
-
 def _tiny_gpt() -> GPT:
     torch.manual_seed(0)
     return GPT(block_size=8, layers=2, width=16, heads=2)
@@ -170,9 +159,6 @@ def test_a_position_does_not_see_what_follows() -> None:
             model(batch, batch)
     assert torch.equal(seen[0][0, :5], seen[1][0, :5])
     assert not torch.allclose(seen[0][0, 5:], seen[1][0, 5:])
-
-
-# --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def _identity(**changes: Any) -> dict[str, Any]:

@@ -37,9 +37,6 @@ def nothing_left() -> Iterator[None]:
     torchddp.uninstall()
 
 
-# --- on and off ---
-
-
 def test_the_class_is_exactly_as_it_was_afterwards() -> None:
     before = dict(vars(TorchDDP))
     names = dict(vars(torch.nn.parallel))
@@ -83,9 +80,6 @@ def test_wrong_defaults_are_refused_at_once(options: dict[str, object], words: s
     with pytest.raises(TypeError, match=words):
         torchddp.install(**options)
     assert not torchddp.installed()
-
-
-# --- what others see of the class ---
 
 
 def test_classes_stay_what_they_are() -> None:
@@ -135,9 +129,6 @@ def test_classes_derived_meanwhile_are_derived_from_ours_and_those_of_before_get
     assert (Meanwhile.__doc__, Meanwhile.answer, Meanwhile.__module__) == ("Its own words.", 42, __name__)
     assert not issubclass(OfBefore, torchddp.DDP) and issubclass(OfOurs, torchddp.DDP)
     assert type(Before) is type(OfBefore) is PLAIN and type(Special) is OwnMeta
-
-
-# --- what is said ---
 
 
 # --- what is said. When models are made: tests/distributed/test_announcements.py. ---
@@ -207,9 +198,6 @@ def test_a_driver_is_told_that_its_workers_are_elsewhere(tmp_path: Path, module:
         assert said(with_a_model, mode="") == (0, 0)
 
 
-# --- what is imported ---
-
-
 def test_a_missing_client_is_one_line_that_names_the_extra() -> None:
     with pytest.raises(ImportError, match=r"^no_such_client is not installed: pip install 'torchddp\[composer\]'$"):
         require("no_such_client.trainer", "composer")
@@ -222,8 +210,6 @@ def test_what_a_client_lacks_is_no_missing_client(tmp_path: Path, monkeypatch: p
     with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
         require("some_client", "composer")
 
-
-# --- the environment variable ---
 
 USE = "import torchddp, torch; from torch.nn.parallel import DistributedDataParallel as D; "
 MADE = "print(type(D(torch.nn.Linear(2, 2))).__module__)"
@@ -253,8 +239,6 @@ def test_the_torchddp_command_compares_with_torchs_class() -> None:
     assert done.stdout == f"False\n{PLAIN.__name__}\n", done.stdout + done.stderr
 
 
-# --- Lightning, whose names `import torchddp` registers where it is there ---
-
 REGISTRY = """
 class Registry(dict):
     def register(self, name, strategy, description, override, **arguments):
@@ -282,8 +266,6 @@ def test_without_lightning_one_line_names_the_extra() -> None:
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: ") and last.endswith("pip install 'torchddp[lightning]'"), done.stderr
 
-
-# --- python -m torchddp.run ---
 
 SCRIPT = """
 import os, pickle, sys

@@ -69,8 +69,6 @@ def test_includes_follow_the_rooms() -> None:
     assert include_problems(ROOT / "csrc") == []
 
 
-# --- Python ---
-
 # Modules and rooms of the package, lower ones first: each may import those before it.
 PACKAGE = (
     "_import_check",

@@ -18,7 +18,6 @@ from torchddp.cli import checks
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# --- wheels ---
 
 NAMES = [
     "torchddp/__init__.py",
@@ -84,9 +83,6 @@ def test_a_lost_library_path_and_a_bundled_library_are_found() -> None:
     ]
 
 
-# --- symbols ---
-
-
 def test_missing_symbols_are_found_in_a_real_library(tmp_path: Path) -> None:
     source, library = tmp_path / "a.c", tmp_path / "a.so"
     source.write_text(
@@ -122,9 +118,6 @@ def test_nvcc_is_not_newer_than_torchs_cuda(tmp_path: Path, nvcc: str, torch_cud
     done = subprocess.run([str(cmake), "-P", str(script)], capture_output=True, text=True)
     told = f"nvcc is CUDA {nvcc}, torch 2.13.0 was built with CUDA {torch_cuda}."
     assert (done.returncode == 0) is fits and (told in " ".join(done.stderr.split())) is not fits
-
-
-# --- CUDA binaries ---
 
 
 def elf_list(*archs: str) -> str:
@@ -168,8 +161,6 @@ def test_spills_are_read_from_what_ptxas_says() -> None:
     ]
     assert read_log("ninja: no work to do.") == []
 
-
-# --- other versions of torch ---
 
 COMMAND = (
     "/usr/bin/c++ -DA=1 -I/src/csrc -isystem /venv/torch/include -isystem /venv/torch/include/torch/csrc/api/include "
@@ -231,9 +222,6 @@ def test_only_what_differs_in_the_cuda_build_is_checked_again(tmp_path: Path) ->
     only = write_sources(tmp_path, fresh="#include <nccl.h>")
     kernel = {tmp_path / "kernel.cu": "nvcc"}
     assert [path.name for path in check_compat.cuda_only(cpu, cpu | only | kernel)] == ["differs.cpp", "fresh.cpp"]
-
-
-# --- the command ---
 
 
 def test_doctor_knows_every_variable_that_is_read() -> None:

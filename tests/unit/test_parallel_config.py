@@ -27,9 +27,6 @@ def test_the_package_offers_it():
     assert {"ParallelConfig", "parallelize", "parallel_group_info"} <= {*torchddp.__all__}
 
 
-# --- what is refused ---
-
-
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -75,8 +72,6 @@ def test_a_config_is_frozen_hashable_and_plain():
         config.kind = "ddp"
     assert ParallelConfig(use_fsdp=True, param_dtype=torch.bfloat16).param_dtype == "bfloat16"
 
-
-# --- files ---
 
 TOML = """
 [model]
@@ -132,9 +127,6 @@ def test_a_missing_parser_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ParallelConfig.from_file(path)
 
 
-# --- command lines ---
-
-
 def test_the_forms_of_arguments():
     args = ["--use-fsdp", "--sharding-strategy=FULL_SHARD", "wrap=Block, Head", "--model-parallel", "2"]
     config = ParallelConfig.from_cli([*args, "--no-sync-module-states", "--param-dtype", "bfloat16"])
@@ -170,8 +162,6 @@ def test_wrong_arguments(args, error, words):
         ParallelConfig.from_cli(args)
     assert words in str(caught.value)
 
-
-# --- round trips ---
 
 _SIZES = st.none() | st.integers(1, 64)
 _COMMON = {
@@ -238,9 +228,6 @@ def test_classes_to_wrap_are_written_as_names_and_functions_not_at_all():
     assert read.wrap == ("torch.nn.modules.linear.Linear",)
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     assert blocks_of(model, read.wrap) == blocks_of(model, config.wrap) == [model[0]]
-
-
-# --- layouts ---
 
 
 def layout(world_size: int, host: int = 4, tensor_parallel: bool = False, **options):
@@ -316,9 +303,6 @@ def test_sizes_multiply_or_are_refused(world_size, host, model_parallel, data_pa
         return
     assert found.data_parallel * found.model_parallel == world_size
     assert model_parallel in (None, found.model_parallel) and data_parallel in (None, found.data_parallel)
-
-
-# --- blocks ---
 
 
 class Block(nn.Module):

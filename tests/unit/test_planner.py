@@ -23,9 +23,6 @@ def specs(numels, dtypes=None):
     return [_C.ParamSpec(f"p{i}", numel, 4, dtype=0 if dtypes is None else dtypes[i]) for i, numel in enumerate(numels)]
 
 
-# --- the line ---
-
-
 @given(alpha=st.floats(1e-7, 1e-1), beta=st.floats(1e-13, 1e-6))
 def test_a_line_is_found_again(alpha, beta):
     samples = [(n, alpha + beta * n) for n in SIZES]
@@ -40,9 +37,6 @@ def test_a_line_is_never_below_zero(samples):
     assert alpha >= 0 and beta >= 0 and math.isfinite(alpha) and math.isfinite(beta)
     with pytest.raises(ValueError, match="positive times"):
         fit_line([*samples, (1.0, 0.0)])
-
-
-# --- plans of profiles ---
 
 
 def profile(**changes) -> StepProfile:
@@ -101,9 +95,6 @@ def test_a_profile_holds_together(change):
             profile_from_dict(data)
 
 
-# --- the decision ---
-
-
 def times(ready_s):
     return StepTimes(tuple(ready_s), 0.01)
 
@@ -116,9 +107,6 @@ def test_buckets_change_only_for_a_gain():
     assert len(dear.plan) < len(current) and dear.after_s < dear.before_s
     cheap = decide(params, ready, LinearCost(1e-6, 0.0), current)
     assert cheap.plan == current and cheap.after_s == cheap.before_s
-
-
-# --- plans on disk ---
 
 
 def test_plans_come_back_from_indices():

@@ -29,9 +29,6 @@ def late_profile(clock_ahead_ms: float = 0.0) -> MergedProfile:
     return merge(ranks, [Clock(), Clock(-ahead_ns, 5)])
 
 
-# --- clocks ----------------------------------------------------------------------------------------------------------
-
-
 def test_ranks_of_one_clock_have_no_offset() -> None:
     assert align(["a", "a"], [(), ()]) == [Clock(), Clock()]
     assert clock_identity() == clock_identity() != ""
@@ -61,9 +58,6 @@ def test_the_true_offset_is_within_the_uncertainty(offset: int, rounds: list[tup
         now = all_in + max(leave_a, leave_b)
     clock = align(["a", "b"], readings)[1]
     assert abs(clock.offset_ns + offset) <= clock.uncertainty_ns + 1
-
-
-# --- merging ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clock_ahead_ms", [0.0, 12345.0, -7.0])
@@ -125,9 +119,6 @@ def test_whoever_comes_last_caused_all_waits(late_ms: list[int]) -> None:
     assert sum(step.waits_ns) == expected
     if expected:
         assert step.straggler is not None and late_ms[step.straggler.rank] == last
-
-
-# --- what people read ------------------------------------------------------------------------------------------------
 
 
 def test_the_report_says_it_in_80_columns() -> None:

@@ -15,8 +15,6 @@ from torchddp.harness.variants import TORCHDDP, ArgumentError, Role, Variant, ma
 GBIT = 1_000_000_000
 HOSTS = network.make_hosts(77)
 
-# --- the network -----------------------------------------------------------------------------------------------------
-
 
 def test_rates_are_bits_per_second() -> None:
     texts = "1gbit", "2.5Gbit", " 10mbit", "100gbit"
@@ -38,9 +36,6 @@ def test_each_end_is_limited_before_it_is_up() -> None:
 def test_a_burst_is_a_millisecond_and_at_least_one_large_packet() -> None:
     assert network.burst_bytes(10 * GBIT) == 1_250_000
     assert network.burst_bytes(10_000_000) == 64 * 1024
-
-
-# --- results and their table -----------------------------------------------------------------------------------------
 
 
 def field(transport: str = "auto") -> tuple[Variant, ...]:
