@@ -39,10 +39,14 @@ class Dying(nn.Module):
         os._exit(3)
 
 
-def test_summary_is_the_quantiles() -> None:
+def test_summaries_intervals_and_the_slowest_rank() -> None:
     summary = stats.summarize([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (summary.median, summary.q25, summary.q75) == (3.0, 2.0, 4.0)
     assert summary.p90 == pytest.approx(4.6)
+    few, many = (stats.median_interval(np.linspace(0, 1, count)) for count in (16, 1600))
+    assert many[1] - many[0] < (few[1] - few[0]) / 5
+    by_rank = np.array([[[1.0, 5.0]], [[2.0, 3.0]]])
+    assert stats.slowest_rank(by_rank).tolist() == [[2.0, 5.0]]
 
 
 def test_paired_ratio_pairs_the_rounds() -> None:
@@ -51,9 +55,6 @@ def test_paired_ratio_pairs_the_rounds() -> None:
     ratio = stats.paired_ratio(theirs / 2, theirs)
     assert (ratio.median, ratio.q25, ratio.q75) == (0.5, 0.5, 0.5)
     assert (ratio.rounds, ratio.odd_rounds) == (5, 0)
-
-
-def test_paired_ratio_keeps_the_side_of_rounds_without_a_quotient() -> None:
     ratio = stats.paired_ratio([1.0, 1.0, 3.0, -2.0, 1.0], [2.0, 2.0, -1.0, 0.0, 2.0])
     assert ratio.median == 0.5
     assert ratio.odd_rounds == 2
@@ -67,16 +68,6 @@ def test_a_constant_factor_is_found_exactly(theirs: list[float], factor: float) 
     ratio = stats.paired_ratio(np.array(theirs) * factor, theirs)
     for value in (ratio.median, ratio.q25, ratio.q75, ratio.ci95_low, ratio.ci95_high, ratio.of_medians):
         assert value == pytest.approx(factor)
-
-
-def test_the_interval_of_the_median_narrows_with_more_rounds() -> None:
-    few, many = (stats.median_interval(np.linspace(0, 1, count)) for count in (16, 1600))
-    assert many[1] - many[0] < (few[1] - few[0]) / 5
-
-
-def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
-    by_rank = np.array([[[1.0, 5.0]], [[2.0, 3.0]]])
-    assert stats.slowest_rank(by_rank).tolist() == [[2.0, 5.0]]
 
 
 def test_rounds_follow_the_time_budget_within_limits() -> None:
@@ -114,15 +105,12 @@ def row(result: dict[str, Any], name: str) -> dict[str, Any]:
     return next(entry for entry in result["variants"] if entry["name"] == name)
 
 
-def test_torch_best_is_the_fastest_of_torchs_rows_even_if_ours_is_faster() -> None:
+def test_ratios_are_to_the_fastest_of_torchs_rows_and_costs_by_parameter() -> None:
     result = fake_result()
     assert result["best_torch"] == "torch tuned, cap 1"
     assert row(result, "torchddp default")["ratio_to_best_torch"]["median"] == pytest.approx(0.8)
     assert row(result, "torch tuned, cap 1")["ratio_to_best_torch"] is None
     assert "cost" not in row(result, "no DDP")
-
-
-def test_per_param_cost_is_us_for_each_parameter() -> None:
     result = fake_result("per_param")
     assert row(result, "torch default")["cost"]["median"] == pytest.approx(4.0)  # 4 ms over 1000 parameters
     assert result["unit"] == "us/param"
@@ -154,7 +142,7 @@ def test_summary_names_torchs_best_cap_and_keeps_a_loss() -> None:
     assert "2.00 [2.00..2.00]" in text
 
 
-def test_a_goal_within_the_noise_is_neither_met_nor_missed() -> None:
+def test_a_goal_within_the_noise_or_of_another_model_is_neither_met_nor_missed() -> None:
     result = fake_result()
     ratio = gradients.our_row(result)["ratio_to_best_torch"]
     ratio.update(median=0.94, ci95_low=0.9, ci95_high=0.97)
@@ -163,9 +151,6 @@ def test_a_goal_within_the_noise_is_neither_met_nor_missed() -> None:
     assert str(gradients.goal_text(result)) == "0.95 met"
     ratio.update(odd_rounds=ratio["rounds"] // 2)
     assert str(gradients.goal_text(result)) == "0.95 unclear"
-
-
-def test_a_goal_is_for_the_models_of_the_case_only() -> None:
     raw = {"model": "a.b:c", "title": "a.b:c", "parameters": 2, "gradient_bytes": 8, "step_ms": np.ones((7, 40))}
     result = gradients.timed_result(CASES["per_param"], field(), raw, world_size=1)
     assert result["goal_ratio"] is None and str(gradients.goal_text(result)) == ""

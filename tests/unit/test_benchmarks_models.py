@@ -25,13 +25,10 @@ OWN = benchmark_models.__name__
 BRIEF = ["--seconds", "0.1", "--caps", "25", "--quick", "--ours", TORCH_DDP]
 
 
-def test_the_names_known_without_torch_are_those_of_the_cases() -> None:
+def test_the_names_known_without_torch_are_those_of_cases_and_models() -> None:
     assert set(DEFAULT_CASES) <= CASES.keys()
     assert re.findall(r"^  (\w+)  ", cli.HELP, re.MULTILINE) == list(CASES)
     assert ", ".join(OPERATIONS) in cli.OP_HELP
-
-
-def test_the_names_known_without_torch_are_those_of_the_models() -> None:
     assert tuple(MODELS) == MODEL_NAMES
     assert all(set(case.models) | set(case.quick_models) <= MODELS.keys() for case in CASES.values())
 

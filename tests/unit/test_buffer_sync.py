@@ -47,9 +47,6 @@ def test_a_buffer_that_was_put_in_the_place_of_another_is_found() -> None:
     second = ddp_model.buffers_of(module)
     assert [a is b for a, b in zip(first, second, strict=True)] == [False, False, True]
     assert second[0] is module[0].running_mean and second[1] is module[0].running_var
-
-
-def test_buffers_of_a_scripted_module() -> None:
     module = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     found = ddp_model.buffers_of(module)
     assert [buffer.data_ptr() for buffer in found] == [buffer.data_ptr() for buffer in module.buffers()]

@@ -8,14 +8,11 @@ from benchmarks.chaos.plan import make_plan
 TRIALS = make_plan(300, 1)
 
 
-def test_a_seed_gives_the_same_trials_whatever_their_number() -> None:
+def test_trials_are_those_of_the_seed_and_make_sense() -> None:
     assert make_plan(300, 1) == TRIALS
     assert make_plan(20, 1) == TRIALS[:20]
     assert make_plan(300, 2) != TRIALS
     assert [trial.number for trial in TRIALS] == list(range(300))
-
-
-def test_every_trial_makes_sense() -> None:
     for trial in TRIALS:
         assert 0 <= trial.rank < trial.world_size and trial.step < plan.STEPS - 1
         assert (trial.phase == plan.CONSTRUCTION) == (trial.kind == plan.FULL)

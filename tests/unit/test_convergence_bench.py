@@ -41,29 +41,23 @@ def rows_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in result["methods"]}
 
 
-def test_ratios_are_of_one_seed_each() -> None:
+def test_ratios_are_of_one_seed_each_and_a_bound_is_on_their_mean() -> None:
     row = rows_of(task_result(raw({REFERENCE: [2.0, 4.0], "int8": [2.2, 3.6]}), WHATS))["int8"]
     assert row["ratio"] == pytest.approx({"mean": 1.0, "low": 0.9, "high": 1.1})
     assert row["loss"] == pytest.approx(2.9) and row["bytes_per_step"] == 1e4
     assert row["holds"] is True
     assert row["curve"][-1] == {"units": 102_400, "loss": pytest.approx(2.9), "bytes": 1e6}
-
-
-def test_a_bound_is_on_the_mean_ratio() -> None:
     for ratio, holds in ((1.0099, True), (1.0101, False)):
         result = task_result(raw({REFERENCE: [2.0, 4.0], "int8": [2.0 * ratio, 4.0 * ratio]}), WHATS)
         assert rows_of(result)["int8"]["holds"] is holds
 
 
-def test_an_error_or_a_loss_that_is_no_number_holds_nothing() -> None:
+def test_without_a_loss_or_the_reference_nothing_is_claimed() -> None:
     losses = {REFERENCE: [2.0, 4.0], "int8": [2.0, math.nan], "topk": [2.0, math.inf]}
     rows = rows_of(task_result(raw(losses, {"fp16": "ImportError: no comm_hooks"}), WHATS))
     assert rows["fp16"]["holds"] is False and "comm_hooks" in rows["fp16"]["error"]
     assert rows["int8"]["holds"] is False and rows["int8"]["error"] == "loss is not finite, seed 1"
     assert rows["topk"]["holds"] is None
-
-
-def test_without_the_reference_nothing_is_claimed() -> None:
     rows = rows_of(task_result(raw({"int8": [2.0, 4.0]}, {REFERENCE: "RuntimeError: gone"}), WHATS))
     assert rows["int8"]["ratio"] is None and rows["int8"]["holds"] is None
 

@@ -35,16 +35,13 @@ def test_python_sources_are_sorted_and_only_the_standard_library(tmp_path: Path)
     assert found == ["abc.py", "json/__init__.py", "json/tool.py", "zlib_.py"]
 
 
-def test_default_corpus_is_this_pythons_source() -> None:
+def test_default_corpus_is_this_pythons_source(tmp_path: Path) -> None:
     corpus = data.load_corpus(None, 64)
     text = bytes(corpus.train.numpy()) + bytes(corpus.validation.numpy())
     assert Path(json.__file__).read_bytes() in text
     assert Path(torch.__file__).read_bytes() not in text
     assert len(text) == corpus.size_bytes > 1_000_000
     assert data.load_corpus(None, 64).sha256 == corpus.sha256
-
-
-def test_validation_text_is_the_last_tenth(tmp_path: Path) -> None:
     text = bytes(range(200)) * 10
     _write(tmp_path / "text", text)
     corpus = data.load_corpus(tmp_path / "text", 8)
@@ -182,6 +179,8 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     assert content["step"] == 7
     assert torch.equal(content["model"]["w"], torch.ones(3))
     assert [path.name for path in tmp_path.iterdir()] == ["c.pt"]
+    checkpoint.save_checkpoint(tmp_path / "c.pt", _content(schedule="constant", steps=10))
+    assert checkpoint.load_checkpoint(tmp_path / "c.pt", _identity(schedule="constant", steps=20))["step"] == 7
 
 
 @pytest.mark.parametrize(
@@ -202,11 +201,6 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_difference(
     with pytest.raises(ExampleError) as caught:
         checkpoint.load_checkpoint(tmp_path / "c.pt", _identity(**changes))
     assert words in str(caught.value)
-
-
-def test_with_a_constant_rate_a_run_may_be_continued_for_longer(tmp_path: Path) -> None:
-    checkpoint.save_checkpoint(tmp_path / "c.pt", _content(schedule="constant", steps=10))
-    assert checkpoint.load_checkpoint(tmp_path / "c.pt", _identity(schedule="constant", steps=20))["step"] == 7
 
 
 def test_damaged_and_foreign_files_are_bad_checkpoints(tmp_path: Path) -> None:

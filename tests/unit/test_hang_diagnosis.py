@@ -122,9 +122,6 @@ def test_many_culprits_and_none():
     assert diagnose([waits(0), waits(1, bucket=6)]).headline.startswith(
         "ranks 0 and 1 have waited 31.2 s for the reduction of bucket 5 of 9 (step 41), and no rank is known"
     )
-
-
-def test_ranks_in_words():
     texts = [ranks_text(ranks) for ranks in ([3], [0, 1, 2, 5], [0, 1, 3, 5])]
     assert texts == ["rank 3", "ranks 0-2 and 5", "ranks 0, 1, 3 and 5"]
 

@@ -58,9 +58,6 @@ def test_the_end_of_a_with_brings_back_what_was_before() -> None:
             assert not torchddp.installed() and type(TorchDDP) is PLAIN
         assert install_module._defaults == {"transport": "shm"} and type(TorchDDP) is not PLAIN
     assert not torchddp.installed() and type(TorchDDP) is PLAIN
-
-
-def test_an_exception_inside_changes_nothing_of_that() -> None:
     with pytest.raises(KeyError), torchddp.install(), torchddp.install():
         raise KeyError("inside")
     assert type(TorchDDP) is PLAIN
@@ -198,13 +195,10 @@ def test_a_driver_is_told_that_its_workers_are_elsewhere(tmp_path: Path, module:
         assert said(with_a_model, mode="") == (0, 0)
 
 
-def test_a_missing_client_is_one_line_that_names_the_extra() -> None:
+def test_a_missing_client_is_one_line_that_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r"^no_such_client is not installed: pip install 'torchddp\[composer\]'$"):
         require("no_such_client.trainer", "composer")
     assert require("json.decoder", "composer").__name__ == "json.decoder"
-
-
-def test_what_a_client_lacks_is_no_missing_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some_client.py").write_text("import what_it_needs\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="what_it_needs"):

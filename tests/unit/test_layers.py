@@ -64,9 +64,11 @@ def include_problems(csrc: Path) -> list[str]:
     return problems
 
 
-def test_includes_follow_the_rooms() -> None:
+def test_includes_and_imports_follow_the_rooms() -> None:
     assert any((ROOT / "csrc").rglob("*.cpp"))
     assert include_problems(ROOT / "csrc") == []
+    assert len(modules_of(ROOT / "torchddp")) > 100
+    assert import_problems(ROOT / "torchddp") == []
 
 
 # Modules and rooms of the package, lower ones first: each may import those before it.
@@ -149,11 +151,6 @@ def import_problems(package: Path) -> list[str]:
         above = [name for name in sorted(names) if name.split(".")[1] not in PACKAGE[: PACKAGE.index(room) + 1]]
         problems += [f"{module} may not import {name}" for name in above]
     return problems
-
-
-def test_imports_follow_the_rooms_without_a_circle() -> None:
-    assert len(modules_of(ROOT / "torchddp")) > 100
-    assert import_problems(ROOT / "torchddp") == []
 
 
 def test_import_torchddp_loads_little() -> None:

@@ -162,10 +162,15 @@ def test_a_rank_that_fails_to_connect_tells_the_others():
         assert nccl.connect(Group(), CUDA, MINUTE, exchange()) == "rank 0: out of memory; rank 1: the network is down"
 
 
-def test_without_an_id_from_rank_0_nobody_connects():
+def test_without_an_id_or_with_an_option_that_can_not_be_honoured_nobody_connects():
     made = factory()
     with replaced(NcclTransport=made, make_nccl_id=mock.Mock(side_effect=RuntimeError("no socket"))):
         assert nccl.connect(Group(size=1), CUDA, MINUTE, ALONE) == "rank 0: no id from rank 0: no socket"
+    made.assert_not_called()
+    made = factory()
+    with replaced(NcclTransport=made):
+        reason = nccl.connect(Group(size=1, options=options(max_ctas=8)), CUDA, MINUTE, ALONE)
+    assert reason.startswith("rank 0: the process group's NCCL options have max_ctas=8, which this torchddp can't set")
     made.assert_not_called()
 
 
@@ -237,14 +242,6 @@ def test_the_options_of_the_group_reach_nccl(given, settings, net_name, high_pri
         nccl.connect(Group(size=1, options=given), CUDA, MINUTE, ALONE)
     told = made.call_args.kwargs
     assert (told["settings"], told["net_name"], told["high_priority"]) == (settings, net_name, high_priority)
-
-
-def test_an_option_that_can_not_be_honoured_is_a_reason():
-    made = factory()
-    with replaced(NcclTransport=made):
-        reason = nccl.connect(Group(size=1, options=options(max_ctas=8)), CUDA, MINUTE, ALONE)
-    assert reason.startswith("rank 0: the process group's NCCL options have max_ctas=8, which this torchddp can't set")
-    made.assert_not_called()
 
 
 def test_torch_decides_whether_the_calls_of_a_bound_group_block():

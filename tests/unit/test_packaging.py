@@ -51,16 +51,6 @@ def test_a_whole_wheel_has_no_problems() -> None:
     assert tag_problems("torchddp-0.1.0+cpu.torch2.13-cp311-cp311-manylinux_2_28_aarch64.whl", PLATFORM_OF_ARM) == []
 
 
-def test_a_wrong_tag_or_file_is_found() -> None:
-    for tag in ("linux_aarch64", "manylinux_2_28_x86_64", "manylinux_2_34_aarch64"):
-        (problem,) = tag_problems(f"torchddp-0.1.0+cpu.torch2.13-cp311-cp311-{tag}.whl", PLATFORM_OF_ARM)
-        assert problem == "the name must end in -manylinux_2_28_aarch64.whl"
-    for missing in ("torchddp/py.typed", "torchddp/_C.pyi", "LICENSE"):
-        assert len(content_problems([name for name in NAMES if not name.endswith(missing)])) == 1
-    for extra in ("tests/__init__.py", "torchddp_install.pth", "torchddp.libs/libgomp-a34b3233.so.1"):
-        assert content_problems([*NAMES, extra]) == [f"{extra} does not belong there"]
-
-
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -74,13 +64,20 @@ def test_wrong_metadata_is_found(old: str, new: str, words: str) -> None:
     assert words in problem
 
 
-def test_a_lost_library_path_and_a_bundled_library_are_found() -> None:
+def test_wrong_tags_files_and_library_paths_are_found() -> None:
     assert "the library path must be" in runpath_problems(DYNAMIC.replace("RUNPATH", "SONAME"), "cpu")[0]
     assert "nvidia/cu13/lib" in runpath_problems(DYNAMIC, "cu130")[0]
     assert "nvidia/cuda_runtime/lib" in runpath_problems(DYNAMIC, "cu126")[0]
     assert runpath_problems(DYNAMIC.replace("libgomp.so.1", "libgomp-a34b3233.so.1.0.0"), "cpu") == [
         "libgomp-a34b3233.so.1.0.0 is bundled"
     ]
+    for tag in ("linux_aarch64", "manylinux_2_28_x86_64", "manylinux_2_34_aarch64"):
+        (problem,) = tag_problems(f"torchddp-0.1.0+cpu.torch2.13-cp311-cp311-{tag}.whl", PLATFORM_OF_ARM)
+        assert problem == "the name must end in -manylinux_2_28_aarch64.whl"
+    for missing in ("torchddp/py.typed", "torchddp/_C.pyi", "LICENSE"):
+        assert len(content_problems([name for name in NAMES if not name.endswith(missing)])) == 1
+    for extra in ("tests/__init__.py", "torchddp_install.pth", "torchddp.libs/libgomp-a34b3233.so.1"):
+        assert content_problems([*NAMES, extra]) == [f"{extra} does not belong there"]
 
 
 def test_missing_symbols_are_found_in_a_real_library(tmp_path: Path) -> None:

@@ -29,20 +29,14 @@ def late_profile(clock_ahead_ms: float = 0.0) -> MergedProfile:
     return merge(ranks, [Clock(), Clock(-ahead_ns, 5)])
 
 
-def test_ranks_of_one_clock_have_no_offset() -> None:
+def test_offsets_of_clocks() -> None:
     assert align(["a", "a"], [(), ()]) == [Clock(), Clock()]
     assert clock_identity() == clock_identity() != ""
-
-
-def test_an_offset_is_bounded_by_every_round() -> None:
     # Rank 1's clock shows 1000 more. Round 1 takes 100, round 2 takes 20: the second says most.
     first = [(0, 100), (200, 220)]
     second = [(1000, 1100), (1200, 1220)]
     (_, clock) = align(["a", "b"], [first, second])
     assert clock == Clock(-1000, 20)
-
-
-def test_without_readings_other_clocks_are_an_error() -> None:
     with pytest.raises(ValueError, match="without readings"):
         align(["a", "b"], [(), ()])
 
@@ -82,9 +76,6 @@ def test_only_steps_of_all_ranks_are_merged() -> None:
     assert profile.mean_waits_ns() == [0, 24 * MS]
     assert profile.steps[1].straggler is None
     assert profile.median_step().index == 2  # of two the shorter
-
-
-def test_no_common_step_is_an_error() -> None:
     with pytest.raises(ValueError, match="no step .* rank 0: 1, rank 1: 0"):
         merge([record(0, [one_step()]), record(1, [])], [Clock(), Clock()])
 
@@ -134,14 +125,11 @@ def test_the_report_says_it_in_80_columns() -> None:
     assert "clocks of different hosts aligned to within 0 us" in words
 
 
-def test_a_rank_alone_has_a_report_without_others() -> None:
+def test_a_rank_alone_and_lost_events_are_reported() -> None:
     text = report.as_text(report.rank_report(record(0, [one_step()])))
     assert "last.weight" in text and "overlap ratio 0.50" in text and "straggler" not in text
     with pytest.raises(ValueError, match="no complete step"):
         report.rank_report(record(0, []))
-
-
-def test_what_was_lost_is_said() -> None:
     (line,) = report.lost_lines([record(0, []), replace(record(1, []), dropped=17, incomplete=2)])
     assert line.startswith("rank 1: 17 events") and "2 steps" in line
 

@@ -34,11 +34,8 @@ def test_values_are_ms() -> None:
     }
 
 
-def test_what_a_hook_does_not_tell_is_left_out() -> None:
+def test_unknown_bytes_are_left_out_and_nothing_communicated_is_all_hidden() -> None:
     assert "ddp/wire_bytes" not in values_of(STATS, {**SENT, "hook": Traffic(1200, None)})
-
-
-def test_nothing_communicated_is_all_hidden() -> None:
     still = {**STATS, "backward_comm_time": 0, "backward_compute_comm_overlap_time": 0}
     assert values_of(still, SENT)["ddp/overlap_ratio"] == 1.0
 

@@ -54,11 +54,16 @@ def document(*results: dict[str, Any]) -> dict[str, Any]:
     return benchmark_results.document(*results) | {"peers": {"fairscale": "0.4.13", "deepspeed": None}}
 
 
-def test_the_reference_always_runs_and_an_unknown_name_is_refused() -> None:
+def test_the_reference_always_runs_and_unknown_names_and_missing_packages_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert [variant.name for variant in choose_variants(["torchddp-auto"])] == [REFERENCE, "torchddp-auto"]
     assert [variant.name for variant in ALL] == list(FIELD)
     with pytest.raises(ArgumentError, match="there is no 'zero'"):
         choose_variants(["zero"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else name)
+    assert missing_package(FIELD["deepspeed"].variant) == "deepspeed"
+    assert missing_package(FIELD["torch-zero"].variant) is None
 
 
 def test_ratios_are_of_the_same_round() -> None:
@@ -119,9 +124,3 @@ def test_only_a_peer_may_be_left_out() -> None:
     for name in ("torchddp-auto", "torchddp-ddp", REFERENCE):
         with pytest.raises(WrongTrainingError, match=f"'{name}' on model 'mlp': it broke"):
             contest.drop(FIELD[name].variant, "it broke")
-
-
-def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else name)
-    assert missing_package(FIELD["deepspeed"].variant) == "deepspeed"
-    assert missing_package(FIELD["torch-zero"].variant) is None

@@ -130,9 +130,6 @@ def test_a_slow_link_sets_the_pace_and_over_a_fast_one_the_cpu_does() -> None:
     slow, fast = (make_hop(profile, parse_link(text)) for text in ("100mbit", "400gbit,5us"))
     assert slow.s_per_byte == pytest.approx(80e-9 / TCP) and slow.step_s == pytest.approx(0.5e-3)  # latency as recorded
     assert fast.s_per_byte == pytest.approx(0.4e-9) and fast.step_s == pytest.approx(5e-6 + 1e-4)
-
-
-def test_cpu_time_beside_a_gpu_is_waiting_and_does_not_count() -> None:
     hop = make_hop(with_host(make_profile(device="cuda"), 1e-9, 1e-3), Link("l", "l", 1e10, 1e-6))
     assert hop == Hop(1e-6, 1e-10, 0.0, 0.0)
 

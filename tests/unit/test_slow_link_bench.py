@@ -21,24 +21,22 @@ def curve(*losses: float, step_s: float = 1.0, slice_steps: int = 5) -> list[Poi
     return [Point(i * slice_steps, i * slice_steps * step_s, loss) for i, loss in enumerate(losses)]
 
 
-def test_time_to_a_loss_is_linear_between_looks() -> None:
+def test_arrival_is_linear_between_looks_and_no_single_look() -> None:
     falling = curve(6.0, 5.0, 4.0, 3.0, 2.0, step_s=2.0)
     assert arrival(falling, 4.0) == (10, 20)
     assert arrival(falling, 3.5) == (12.5, 25)
     assert arrival(falling, 6.0) == (0, 0)
     assert target_of(falling) == 3.0
-
-
-def test_a_look_without_neighbours_is_no_arrival() -> None:
     # 2.0 is the last look: it may be noise.
     assert arrival(curve(6.0, 5.0, 4.0, 3.0, 2.0), 2.5) is None
     assert arrival(curve(6.0, 5.0, 4.0, 3.0, 2.0, 1.0), 2.5) == (17.5, 17.5)
-
-
-def test_one_lucky_look_is_no_arrival() -> None:
     lucky = curve(6.0, 5.0, 1.0, 5.0, 4.0, 3.0, 2.0)
     assert smoothed(lucky) == [6.0, 5.0, 5.0, 4.0, 4.0, 3.0]
     assert arrival(lucky, 3.5) == (22.5, 22.5)
+    nan = float("nan")
+    assert arrival(curve(6.0, nan, nan, nan, nan), 4.0) is None
+    with pytest.raises(ValueError, match="needs 3 looks, got 2"):
+        target_of(curve(6.0, 5.0))
 
 
 def test_looks_that_follow_change_no_arrival() -> None:
@@ -46,13 +44,6 @@ def test_looks_that_follow_change_no_arrival() -> None:
     found = [arrival(curve(*losses[:n]), 4.2) for n in range(3, len(losses) + 1)]
     arrived = [times for times in found if times is not None]
     assert found[0] is None and len(arrived) > 2 and len(set(arrived)) == 1
-
-
-def test_neither_nan_nor_two_looks_arrive() -> None:
-    nan = float("nan")
-    assert arrival(curve(6.0, nan, nan, nan, nan), 4.0) is None
-    with pytest.raises(ValueError, match="needs 3 looks, got 2"):
-        target_of(curve(6.0, 5.0))
 
 
 def test_the_faster_of_each_side_counts() -> None:
@@ -90,7 +81,7 @@ def document(missing: str = "") -> dict[str, Any]:
     return benchmark_results.document({**race_result(raw(missing), ALL_WHATS), **shape})
 
 
-def test_a_result_says_how_much_sooner_each_method_is_there() -> None:
+def test_a_result_says_how_much_sooner_each_method_is_there_or_why_it_failed() -> None:
     result = document()["results"][0]
     rows = {row["name"]: row for row in result["methods"]}
     assert rows[TARGET_METHOD]["arrival"] == {"steps": 15.0, "seconds": 30.0}
@@ -98,9 +89,6 @@ def test_a_result_says_how_much_sooner_each_method_is_there() -> None:
     exact = NAMES.index("exact") + 1
     assert rows["exact"]["speedup"] == pytest.approx(exact / 2)
     assert {row["title"] for row in result["comparisons"]} == {comparison.title for comparison in COMPARISONS}
-
-
-def test_a_failed_method_says_why_and_the_others_stand() -> None:
     result = document("diloco")["results"][0]
     rows = {row["name"]: row for row in result["methods"]}
     assert "averaging" in rows["diloco"]["error"] and rows["diloco"]["arrival"] is None

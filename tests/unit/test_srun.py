@@ -27,6 +27,8 @@ def test_a_task_learns_what_torchrun_says() -> None:
     others = {**TASK, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
     assert torchrun_variables(others)["MASTER_PORT"] == port  # of the same step
     assert torchrun_variables({**TASK, "SLURM_STEP_ID": "3"})["MASTER_PORT"] != port
+    assert tasks_by_node("2(x3),1") == [2, 2, 2, 1]
+    assert tasks_by_node("4") == [4] and tasks_by_node("") == []
 
 
 @pytest.mark.parametrize(
@@ -69,8 +71,3 @@ def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
-
-
-def test_tasks_of_each_node() -> None:
-    assert tasks_by_node("2(x3),1") == [2, 2, 2, 1]
-    assert tasks_by_node("4") == [4] and tasks_by_node("") == []

@@ -31,9 +31,6 @@ def test_each_end_is_limited_before_it_is_up() -> None:
         assert lines.index(limit) < lines.index(f"ip -n {host.namespace} link set slow0 up")
         assert f"ip -n {host.namespace} link set lo up" in lines
         assert f"ip -n {host.namespace} addr add {host.address}/30 dev slow0" in lines
-
-
-def test_a_burst_is_a_millisecond_and_at_least_one_large_packet() -> None:
     assert network.burst_bytes(10 * GBIT) == 1_250_000
     assert network.burst_bytes(10_000_000) == 64 * 1024
 
