@@ -203,9 +203,7 @@ def test_peak_of_a_status_text() -> None:
         (["--bogus"], "No such option: --bogus"),
     ],
 )
-def test_a_bad_argument_is_one_sentence_and_exit_code_2(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_argument_is_one_sentence_and_exit_code_2(arguments, words, capsys):
     assert_refused(cli.main, arguments, words, capsys)
 
 

@@ -164,9 +164,7 @@ def test_what_is_not_asked_for_is_left_to_the_case() -> None:
     ],
 )
 @pytest.mark.thorough
-def test_a_case_writes_what_it_measured(
-    arguments: list[str], times: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_case_writes_what_it_measured(arguments, times, tmp_path, capsys):
     path = tmp_path / "result.json"
     brief = ["--model", "conv", "--seconds", "0.1", "--caps", "25", "--quick", "--json", str(path)]
     assert cli.main([*arguments, *brief]) == 0

@@ -19,6 +19,8 @@ from tests.unit.benchmark_results import document, exposed, overlap, scaling, st
 from torchddp.bench.gradients import summary_table
 from torchddp.bench.registry import CASES
 from torchddp.bench.report import write_report
+from torchddp.cli.app import app
+from torchddp.harness.command import run_app
 from torchddp.harness.page import page_table
 from torchddp.harness.variants import TORCH_DDP, ArgumentError, load_class
 
@@ -95,21 +97,15 @@ def test_a_browser_sees_every_row_and_picture(tmp_path: Path) -> None:
             assert list(row) in seen["rows"]
 
 
-def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`torchddp ...` in a process of its own."""
-    root = Path(__file__).resolve().parents[2]
-    env = {**os.environ, "PYTHONPATH": str(root), "COLUMNS": "100"}
-    program = [sys.executable, "-m", "torchddp", *arguments]
-    return subprocess.run(program, capture_output=True, text=True, timeout=100, cwd=cwd or root, env=env)
-
-
 @pytest.mark.thorough
 def test_torchddp_bench_finds_a_model_beside_it_and_writes_a_page(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n\ndef make():\n    return torch.nn.Linear(8, 2), torch.ones(3, 8)\n"
     )
     arguments = ["--case", "step_time", "--model", "mine:make", "--seconds", "0.1", "--quick", "--ours", TORCH_DDP]
-    done = command("bench", *arguments, "--html", "report.html", "--out", "kept", cwd=tmp_path)
+    program = [sys.executable, "-m", "torchddp", "bench", *arguments, "--html", "report.html", "--out", "kept"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(program, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert "step_time · mine:make: 2 parameters" in done.stdout and "wrote report.html" in done.stdout
     page = (tmp_path / "report.html").read_text()
@@ -119,20 +115,13 @@ def test_torchddp_bench_finds_a_model_beside_it_and_writes_a_page(tmp_path: Path
     assert sorted(path.suffix for path in (tmp_path / "kept").iterdir()) == [".json", ".png"]
 
 
-def test_torchddp_bench_says_what_it_can_do() -> None:
-    described = command("bench", "--help")
-    assert described.returncode == 0
+def test_torchddp_bench_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(app, "torchddp", ["bench", "--help"]) == 0
+    described = capsys.readouterr().out
     for words in ("torchddp bench --case step_time --model mypackage.training:make_model", "--html", "--world-sizes"):
-        assert words in described.stdout
-
-
-@pytest.mark.thorough
-def test_a_mistake_at_torchddp_bench_is_one_sentence() -> None:
-    done = command("bench", "--case", "nope")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: There is no case 'nope'") and done.stderr.count("\n") == 1
-    unknown = command("bench", "--bogus")
-    assert unknown.returncode == 2 and unknown.stderr.endswith("see torchddp bench --help.\n")
+        assert words in described
+    assert run_app(app, "torchddp", ["bench", "--bogus"]) == 2
+    assert capsys.readouterr().err.endswith("see torchddp bench --help.\n")
 
 
 @pytest.mark.thorough

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,9 +85,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         (f"{OWN}:unused", "parameter 'idle.weight' got no gradient"),
     ],
 )
-def test_a_bad_model_is_one_sentence_and_exit_code_2(
-    model: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_model_is_one_sentence_and_exit_code_2(model, words, capsys):
     code, out, err = run(capsys, "--case", "step_time", "--world-size", "1", "--model", model)
     assert code == 2 and out.strip() == ""
     assert err.startswith("error: --model ") and err.count("\n") == 1
@@ -100,9 +97,7 @@ def test_a_bad_model_is_one_sentence_and_exit_code_2(
     [("step_time", "with_tuple"), ("overlap", "with_dict"), ("startup", "with_dict"), ("memory", "with_tuple")],
 )
 @pytest.mark.thorough
-def test_cases_run_the_users_own_model(
-    case: str, factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cases_run_the_users_own_model(case, factory, tmp_path, capsys):
     name, path = f"{OWN}:{factory}", tmp_path / "result.json"
     code, out, err = run(capsys, "--case", case, "--model", name, "--json", str(path))
     assert code == 0, err

@@ -248,9 +248,7 @@ def test_what_is_not_installed_says_how_to_install_it(monkeypatch: pytest.Monkey
     assert {name: reason for name, reason in reasons.items() if name != "shm"} == extra | vllm
 
 
-def test_the_operator_is_compiled_once_and_its_failure_points_to_the_log(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_operator_is_compiled_once_and_its_failure_points_to_the_log(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHDDP_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(deepspeed_shm, "version", lambda name: "9")
     monkeypatch.setattr(deepspeed_shm, "COMPILE", "raise SystemExit('no compiler')")

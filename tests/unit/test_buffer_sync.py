@@ -71,9 +71,7 @@ def test_what_can_travel_as_bytes() -> None:
     ("forward", "both", "said"),
     [(None, None, True), (None, False, False), (None, True, True), (False, None, False), (True, False, True)],
 )
-def test_a_torch_that_has_one_word_for_both_is_told_in_that(
-    monkeypatch: pytest.MonkeyPatch, forward: bool | None, both: bool | None, said: bool
-) -> None:
+def test_a_torch_that_has_one_word_for_both_is_told_in_that(monkeypatch, forward, both, said):
     older = options._TORCH_ARGUMENTS - {"forward_sync_buffers"}
     monkeypatch.setattr(options, "_TORCH_ARGUMENTS", older)
     given = options.DDPOptions(broadcast_buffers=both, forward_sync_buffers=forward).for_torch(views=True)

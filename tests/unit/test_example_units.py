@@ -194,9 +194,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
         ({"world_size": 3}, "belongs to another world size: 2 ranks wrote it, this run has 3"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused_with_the_difference(
-    tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
+def test_a_checkpoint_of_another_run_is_refused_with_the_difference(tmp_path, changes, words):
     checkpoint.save_checkpoint(tmp_path / "c.pt", _content())
     with pytest.raises(ExampleError) as caught:
         checkpoint.load_checkpoint(tmp_path / "c.pt", _identity(**changes))

@@ -194,9 +194,7 @@ BROKEN = "template <class T> int h(T t) { return t.gone; }\nint g() { return h(2
         ({"a": "void f() { int unused = 1; }"}, ["a.cpp"], "unused"),  # a warning
     ],
 )
-def test_the_source_that_does_not_compile_is_named(
-    tmp_path: Path, texts: dict[str, str], failing: list[str], words: str
-) -> None:
+def test_the_source_that_does_not_compile_is_named(tmp_path, texts, failing, words):
     (check,) = check_compat.grouped(write_sources(tmp_path, **texts), "2.11.0", tmp_path)
     found = check_compat.failures(check)
     assert [path.name for path in found] == failing and all(words in text for text in found.values())

@@ -129,15 +129,9 @@ def test_a_missing_parser_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_forms_of_arguments():
     args = ["--use-fsdp", "--sharding-strategy=FULL_SHARD", "wrap=Block, Head", "--model-parallel", "2"]
+    expected = {"use_fsdp": True, "sharding_strategy": "FULL_SHARD", "wrap": ("Block", "Head"), "model_parallel": 2}
     config = ParallelConfig.from_cli([*args, "--no-sync-module-states", "--param-dtype", "bfloat16"])
-    assert config == ParallelConfig(
-        use_fsdp=True,
-        sharding_strategy="FULL_SHARD",
-        wrap=("Block", "Head"),
-        model_parallel=2,
-        sync_module_states=False,
-        param_dtype="bfloat16",
-    )
+    assert config == ParallelConfig(**expected, sync_module_states=False, param_dtype="bfloat16")
     options = ["ddp.bucket_cap_mb=4", "ddp.static-graph=True", "--ddp.transport=c10d", "ddp.timeout=2.5"]
     config = ParallelConfig.from_cli(options)
     assert config.ddp == {"bucket_cap_mb": 4, "static_graph": True, "transport": "c10d", "timeout": 2.5}
@@ -284,22 +278,13 @@ def test_impossible_layouts(options, words):
     assert words in str(caught.value)
 
 
-@given(
-    world_size=st.integers(1, 64),
-    host=st.integers(1, 8),
-    model_parallel=_SIZES,
-    data_parallel=_SIZES,
-    hybrid=st.booleans(),
-)
-def test_sizes_multiply_or_are_refused(world_size, host, model_parallel, data_parallel, hybrid):
-    options = {"model_parallel": model_parallel, "data_parallel": data_parallel}
+@given(st.integers(1, 64), st.integers(1, 8), _SIZES, _SIZES, st.sampled_from(["hsdp", "ddp"]))
+def test_sizes_multiply_or_are_refused(world_size, host, model_parallel, data_parallel, kind):
+    options = {"kind": kind, "model_parallel": model_parallel, "data_parallel": data_parallel}
     try:
-        found = layout(
-            world_size, host, not hybrid and (model_parallel or 1) > 1, kind="hsdp" if hybrid else "ddp", **options
-        )
+        found = layout(world_size, host, kind == "ddp" and (model_parallel or 1) > 1, **options)
     except ValueError:
-        given = (model_parallel or 1) * (data_parallel or 1)
-        assert given != world_size  # what fits is never refused
+        assert (model_parallel or 1) * (data_parallel or 1) != world_size  # what fits is never refused
         return
     assert found.data_parallel * found.model_parallel == world_size
     assert model_parallel in (None, found.model_parallel) and data_parallel in (None, found.data_parallel)

@@ -54,9 +54,7 @@ def document(*results: dict[str, Any]) -> dict[str, Any]:
     return benchmark_results.document(*results) | {"peers": {"fairscale": "0.4.13", "deepspeed": None}}
 
 
-def test_the_reference_always_runs_and_unknown_names_and_missing_packages_are_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_reference_always_runs_and_unknown_names_and_missing_packages_are_told(monkeypatch):
     assert [variant.name for variant in choose_variants(["torchddp-auto"])] == [REFERENCE, "torchddp-auto"]
     assert [variant.name for variant in ALL] == list(FIELD)
     with pytest.raises(ArgumentError, match="there is no 'zero'"):

@@ -180,9 +180,7 @@ def test_layouts_out_of_range_are_refused(world_size: int, ranks_per_host: int) 
     st.floats(0, 1e-4),
     st.floats(0, 1e-8),
 )
-def test_cpu_time_is_part_of_the_time(
-    algorithm: str, world_size: int, ranks_per_host: int, step_s: float, s_per_byte: float
-) -> None:
+def test_cpu_time_is_part_of_the_time(algorithm, world_size, ranks_per_host, step_s, s_per_byte):
     outer = Hop(OUTER.step_s + step_s, OUTER.wire_s_per_byte, step_s, s_per_byte)
     inner = Hop(INNER.step_s + step_s, INNER.wire_s_per_byte, step_s, s_per_byte)
     for line in all_reduce_lines(algorithm, Layout(world_size, ranks_per_host), outer, inner, (RING, TREE)):

@@ -89,9 +89,7 @@ ANY_ALGORITHM = st.sampled_from(ALGORITHMS)
 
 
 @given(ANY_PROFILE, ANY_LINK, st.just(1) | st.integers(1, 4096), st.integers(1, 16), ANY_ALGORITHM)
-def test_a_step_takes_at_least_its_compute(
-    profile: StepProfile, link: Link, world_size: int, ranks_per_host: int, algorithm: str
-) -> None:
+def test_a_step_takes_at_least_its_compute(profile, link, world_size, ranks_per_host, algorithm):
     found = predict(profile, link, world_size, ranks_per_host, algorithm)
     assert found.exposed_s >= 0
     assert found.step_s >= found.compute_s and 0 < found.efficiency <= 1
@@ -105,9 +103,7 @@ SOME = st.sampled_from(["auto", "ring", "doubling"])
 
 
 @given(ANY_PROFILE, SOME, st.integers(2, 4096), st.floats(1e6, 1e11), st.floats(1, 100))
-def test_more_bandwidth_is_never_slower(
-    profile: StepProfile, algorithm: str, world_size: int, bytes_per_s: float, factor: float
-) -> None:
+def test_more_bandwidth_is_never_slower(profile, algorithm, world_size, bytes_per_s, factor):
     slow, fast = (Link("own", "own", rate, 1e-5) for rate in (bytes_per_s, bytes_per_s * factor))
     times = [predict(profile, link, world_size, algorithm=algorithm).step_s for link in (slow, fast)]
     assert times[1] <= times[0] * (1 + 1e-12)
