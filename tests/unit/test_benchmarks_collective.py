@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from tests.harness import run_ranks
 from tests.unit.helpers import printed
 from torchddp.bench.cases import MAX_ROUNDS, MIN_ROUNDS, Job
 from torchddp.bench.collective import implementations, operations
-from torchddp.bench.collective.companion import timed_ns
 from torchddp.bench.collective.implementations import OPENINGS, LocalTrial, Ours, open_all
 from torchddp.bench.collective.measure import time_operation
 from torchddp.bench.collective.operations import OPERATIONS, Check
@@ -47,23 +45,6 @@ def test_the_roofline_of_a_large_all_reduce_is_the_time_of_the_copies_it_was_mea
     assert not operations.has_roofline(OPERATIONS["all_reduce"], 16 * MB - 4, 2)
     assert not operations.has_roofline(OPERATIONS["all_reduce"], 16 * MB, 1)
     assert not operations.has_roofline(OPERATIONS["broadcast"], 256 * MB, 2)
-
-
-def test_before_every_call_the_input_is_written_and_before_the_timed_one_ranks_meet() -> None:
-    for lead_in, calls in ((0, "wmr"), (4, "wrwrwrwrwmr")):
-        made: list[str] = []
-        write, run, meet = (partial(made.append, name) for name in "wrm")
-        assert timed_ns(write, run, meet, lead_in) >= 0
-        assert "".join(made) == calls
-
-
-def test_a_rank_rests_before_its_calls_as_processes_beside_it_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
-    monkeypatch.setattr(implementations.time, "sleep", made.append)
-    tensor = torch.empty(8)
-    check = Check("x", "all_reduce", 0, 1, 8)
-    LocalTrial("x", tensor, tensor, partial(made.append, "run"), check, lambda: None).time_ns(1)
-    assert made == [implementations.REST_S, "run", "run"]
 
 
 def test_every_call_finds_its_input_as_it_was() -> None:

@@ -14,17 +14,17 @@ from rich.console import Console
 
 from benchmarks.gpu import cli, leave, report, trace
 from benchmarks.gpu import run as course
-from benchmarks.gpu.cases import HOST_CASE, MODELS_CASE, OPTIONS_CASE, PACK_CASE, WAYS, Way
+from benchmarks.gpu.cases import HOST_CASE, MODELS_CASE, OPTIONS_CASE, PACK_CASE
 from benchmarks.gpu.duel import duel, split_by_call
 from benchmarks.gpu.given import GivenStep
 from benchmarks.gpu.results import duel_result, model_result
 from benchmarks.gpu.run import Settings, Stage
-from benchmarks.gpu.variants import field_of, known_options, make_field, torch_lacks
+from benchmarks.gpu.variants import known_options, make_field
 from tests.harness import run_ranks
 from tests.unit.benchmark_results import document
 from tests.unit.helpers import printed
 from torchddp.harness.launch import LaunchError
-from torchddp.harness.variants import TORCH_DDP, TORCHDDP, Role, Variant
+from torchddp.harness.variants import TORCHDDP, Role, Variant
 
 GPU = {"name": "NVIDIA Thing", "compute_capability": "9.0", "driver": "1.2", "cuda": "13.0", "nccl": "2.28.9"}
 
@@ -158,33 +158,6 @@ def given_averages(rank: int) -> list[float]:
 
 def test_given_gradients_are_averaged_and_checked() -> None:
     assert run_ranks(given_averages, 2) == [[8.0, 2.0], [8.0, 2.0]]
-
-
-def adopts_what_autograd_made(rank: int) -> bool:
-    gradient = torch.full((300,), 2.0)
-    step = GivenStep([gradient], divisor=4, adopts=True)
-    (weight,) = step.model.module.weights
-    made: list[int] = []
-    weight.register_hook(lambda arrived: made.append(arrived.data_ptr()))
-    for _ in range(3):
-        step.check(2)
-        assert weight.grad.data_ptr() == made[-1] != gradient.data_ptr()
-    assert torch.equal(gradient, torch.full((300,), 2.0))
-    return bool(step.model.reducer.bucket_memory_bytes < gradient.nbytes)
-
-
-def test_an_adopted_gradient_is_reduced_where_it_lies() -> None:
-    assert run_ranks(adopts_what_autograd_made, 2) == [True, True]
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-def test_a_way_has_the_three_classes_with_its_options(way: Way) -> None:
-    local, theirs, ours = field_of(way)
-    assert (local.role, theirs.class_path, ours.class_path) == (Role.LOCAL, TORCH_DDP, TORCHDDP)
-    assert ours.keywords == dict(way.options) and dict(way.options).items() <= theirs.keywords.items()
-    # torch's class takes either, and a search for unused parameters ends where the graph is static.
-    assert ("static_graph" in theirs.keywords) == (not way.options)
-    assert not set(torch_lacks()) & set(theirs.keywords)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

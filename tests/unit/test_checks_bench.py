@@ -7,10 +7,7 @@ import pytest
 
 from benchmarks.checks import cli
 from benchmarks.checks.field import make_field
-from benchmarks.checks.report import render
 from benchmarks.checks.results import model_result
-from tests.unit.helpers import printed
-from torchddp.harness.machine import describe_machine
 
 
 def made_up(checked_ms: float = 14.0) -> dict:
@@ -26,12 +23,6 @@ def test_a_check_costs_its_part_of_each_step() -> None:
     ratios = {row["name"]: row["to_plain"] for row in result["variants"]}
     assert ratios["no DDP"] is None and ratios["plain"] is None
     assert ratios["find_nonfinite=True"]["median"] == pytest.approx(1.01)
-
-
-def test_the_report_names_every_variant() -> None:
-    text = printed(render({"results": [made_up()], "machine": describe_machine(), "command": "checks"}), 100)
-    for words in ('find_nonfinite="raise"', "plain again", "1.010", "check_parameters_every=100: +0.40% of a step"):
-        assert words in text
 
 
 @pytest.mark.thorough

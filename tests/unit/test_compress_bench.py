@@ -8,10 +8,7 @@ import pytest
 
 from benchmarks.compress import cli
 from benchmarks.compress.measure import COPY, FORMATS, make_calls, measure
-from benchmarks.compress.report import render
 from benchmarks.compress.results import size_result
-from tests.unit.helpers import printed
-from torchddp.harness.machine import describe_machine
 
 NAMES = [(COPY, ""), ("int8", "compress"), ("int8", "decompress")]
 
@@ -36,19 +33,6 @@ def test_speeds_are_of_the_fp32_side_and_ratios_of_one_round() -> None:
     assert slow["to_memcpy"]["median"] == pytest.approx(0.5)
     assert slow["gb_per_s"]["median"] == pytest.approx(2.0)
     assert fast["to_memcpy"]["q25"] == pytest.approx(2.0)
-
-
-def test_the_report_shows_sizes_speeds_and_ratios() -> None:
-    seconds = np.array([[1e-3] * 3, [2e-3] * 3, [5e-4] * 3])
-    document = {
-        "results": [size_result(64 << 20, NAMES, seconds), size_result(65536, NAMES, seconds)],
-        "settings": {"cpu_capability": "avx2"},
-        "machine": describe_machine(),
-        "command": "python -m benchmarks.compress",
-    }
-    text = printed(render(document), 100)
-    for words in ("64 MiB of fp32", "64 KiB of fp32", "0.50 [0.50..0.50]", "2.00 [2.00..2.00]", "avx2 kernels"):
-        assert words in text
 
 
 def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:

@@ -21,13 +21,10 @@ from tests.unit.helpers import is_running, wait_until
 
 def _record(losses: list[float], first_step: int = 1, step_ms: float = 10.0, ddp: str = "torch") -> dict[str, Any]:
     numbered = list(enumerate(losses, start=first_step))
+    about = {"world_size": 2, "device": "cpu", "parameters": 1_300_000, "data": {}, "versions": {}}
     return {
+        **about,
         "config": {"ddp": ddp},
-        "world_size": 2,
-        "device": "cpu",
-        "parameters": 1_300_000,
-        "data": {},
-        "versions": {},
         "first_step": first_step,
         "steps": [{"step": n, "loss": v, "step_ms": step_ms + n, "probed": n % 5 == 0} for n, v in numbered],
         "validation": [{"step": numbered[-1][0], "loss": losses[-1] + 0.25}],
@@ -83,15 +80,12 @@ def _run_demo(monkeypatch: pytest.MonkeyPatch, out: Path, losses_of: dict[str, l
     return CliRunner().invoke(demo.app, ["--quick", "--json", "--out", str(out)])
 
 
-def test_demo_with_equal_losses_ends_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_demo_fails_if_losses_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = _run_demo(monkeypatch, tmp_path / "out", {"torch": [3.0, 2.0], "torchddp": [3.0, 2.0]})
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["losses"]["bitwise_equal"] is True
     assert "All 3 losses are bitwise equal." in result.stderr
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["loss.png", "result.json"]
-
-
-def test_demo_with_different_losses_fails_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = _run_demo(monkeypatch, tmp_path, {"torch": [3.0, 2.0], "torchddp": [3.0, 2.1]})
     assert result.exit_code == 1
     assert "error: the losses of torch and torchddp are not the same" in result.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from torchddp.profiler.monitor import Monitor, values_of
 from torchddp.traffic import Traffic
 
@@ -55,18 +53,6 @@ class CountingModule:
 
     def traffic(self) -> dict[str, Traffic]:
         return SENT
-
-
-@pytest.mark.parametrize("every", [1, 10])
-def test_the_reducer_is_asked_once_in_n_steps(every: int) -> None:
-    module, told = CountingModule(), []
-    watching = Monitor(lambda step, values: told.append(step), every, 0)
-    for _ in range(10 * every):
-        watching(module, ())
-        module.finished += 1
-    watching(module, ())
-    assert told == [every * n for n in range(1, 11)]
-    assert module.asked == 10
 
 
 def test_a_copy_that_counts_from_zero_is_told_of_too() -> None:

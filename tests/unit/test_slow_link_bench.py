@@ -7,11 +7,9 @@ import pytest
 from benchmarks.slow_link.bounds import COMPARISONS, NAMES, judge
 from benchmarks.slow_link.curves import Point, arrival, smoothed, target_of
 from benchmarks.slow_link.job import TARGET_METHOD
-from benchmarks.slow_link.report import markdown, render
 from benchmarks.slow_link.results import race_result
 from benchmarks.training.methods import METHODS
 from tests.unit import benchmark_results
-from tests.unit.helpers import printed
 
 ALL_WHATS = {name: METHODS[name].what for name in NAMES}
 
@@ -94,10 +92,3 @@ def test_a_result_says_how_much_sooner_each_method_is_there_or_why_it_failed() -
     assert "averaging" in rows["diloco"]["error"] and rows["diloco"]["arrival"] is None
     (row,) = [row for row in result["comparisons"] if "DiLoCo" in row["title"]]
     assert row["ours"] == "powersgd"
-
-
-def test_report_and_markdown_have_every_method() -> None:
-    shown, table = printed(render(document("diloco")), 100), markdown(document("diloco"))
-    assert all(name in shown and f"| {name} |" in table for name in NAMES) and "ImportError" in shown
-    widths = [line.count("|") for line in table.splitlines() if line.startswith("|")]
-    assert len(widths) == 2 + len(NAMES) + 2 + len(COMPARISONS) and set(widths) == {7}
