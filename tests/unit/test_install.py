@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
+from tests.harness import run_ranks
 from torchddp import run
 from torchddp.integrations import install as install_module
 from torchddp.integrations import require
@@ -138,18 +139,28 @@ CLAIM = "torch.nn.parallel.DistributedDataParallel makes torchddp's class in thi
 ELSEWHERE = "torchddp.install() here changes this process alone, and none of"
 
 
-def test_nothing_is_claimed_before_a_model_is_made() -> None:
-    done = python("-c", f"{GROUP}import torchddp; torchddp.install(); print(dist.get_rank())")
-    assert done.stdout == "0\n" and done.stderr == "", done.stderr
+@pytest.mark.parametrize(
+    ("made", "claims", "derived"),
+    [
+        ([], 0, ""),
+        (["torch's"], 1, "Derived from torch's before, and so without it"),
+        (["own"] * 2, 0, "was derived from"),
+    ],
+)
+def test_nothing_is_claimed_before_a_model_and_classes_derived_before_are_named(caplog, made, claims, derived):
+    def work(rank: int) -> str:
+        class Before(TorchDDP):
+            pass
 
+        torchddp.install()
+        for kind in made:
+            (Before if kind == "own" else TorchDDP)(torch.nn.Linear(2, 2))
+        return caplog.text
 
-def test_classes_derived_before_are_named() -> None:
-    derive = "\nclass Before(D): pass\nimport torchddp; torchddp.install(); "
-    done = python("-c", GROUP + derive + "D(torch.nn.Linear(2, 2))")
-    assert done.stderr.count(CLAIM) == 1, done.stderr
-    assert done.stderr.endswith("Derived from torch's before, and so without it: __main__.Before\n"), done.stderr
-    done = python("-c", GROUP + derive + "[Before(torch.nn.Linear(2, 2)) for _ in 'ab']")
-    assert CLAIM not in done.stderr and done.stderr.count("__main__.Before was derived from torch's") == 1, done.stderr
+    (said,) = run_ranks(work, 1)
+    assert said.count(CLAIM) == claims and (not made) == (not said), said
+    named = [line for line in said.splitlines() if "Before" in line]
+    assert [derived in line for line in named] == [True] * bool(made), said
 
 
 RAY = """
