@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 Case = Callable[[Any, int], Any]
-CASES: dict[str, Case] = {}
-
-
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
 
 
 def linear() -> nn.Linear:
@@ -35,14 +28,16 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = linear(), linear()
+        self.l, self.r = linear(), linear()
 
-    def forward(self, x: torch.Tensor, *used: str) -> tuple[torch.Tensor, ...]:
-        return tuple(getattr(self, name)(x) for name in used or ("left", "right"))
+    def forward(self, x: torch.Tensor, used: str) -> list[torch.Tensor]:
+        return [getattr(self, name)(x).sum() for name in used]
 
 
-def step(model: nn.Module, *used: str) -> None:
-    sum(out.sum() for out in model(torch.ones(2, 4), *used)).backward()
+def steps(model: Any, *used_in_each: str) -> Any:
+    for used in used_in_each:
+        sum(model(torch.ones(2, 4), used)).backward()
+    return model
 
 
 def trained(model: Any, steps: int = 3) -> Any:
@@ -51,44 +46,75 @@ def trained(model: Any, steps: int = 3) -> Any:
     return model
 
 
-# --- arguments of the constructor ---
+CASES: dict[str, Case] = {
+    # arguments of the constructor
+    "a_group_and_a_mesh": lambda cls, rank: cls(
+        linear(), process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (2,))
+    ),
+    "a_mesh_of_two_dimensions": lambda cls, rank: cls(linear(), device_mesh=init_device_mesh("cpu", (2, 1))),
+    "a_mesh_that_is_none": lambda cls, rank: cls(linear(), device_mesh="cpu"),
+    "no_parameter_that_requires_grad": lambda cls, rank: cls(linear().requires_grad_(False)),
+    "no_parameter": lambda cls, rank: cls(nn.ReLU()),
+    "two_device_ids": lambda cls, rank: cls(linear(), device_ids=[0, 1]),
+    "a_device_id_for_a_module_on_the_cpu": lambda cls, rank: cls(linear(), device_ids=[0]),
+    "an_output_device_for_a_module_on_the_cpu": lambda cls, rank: cls(linear(), output_device=1),
+    "devices_of_two_types": lambda cls, rank: cls(nn.Sequential(linear(), nn.Linear(4, 4, device="meta"))),
+    "a_lazy_module": lambda cls, rank: cls(nn.Sequential(linear(), nn.LazyLinear(4))),
+    "a_group_without_this_rank": lambda cls, rank: cls(linear(), process_group=dist.new_group([0])),
+    "a_group_that_is_none": lambda cls, rank: cls(linear(), process_group="gloo"),
+    "a_module_that_is_none": lambda cls, rank: cls(torch.ones(2)),
+    "no_module": lambda cls, rank: cls(None),
+    "an_argument_that_is_not_known": lambda cls, rank: cls(linear(), bucket_size=3),
+    "too_many_arguments": lambda cls, rank: cls(linear(), *[None] * 30),
+    "a_cap_as_text": lambda cls, rank: cls(linear(), bucket_cap_mb="large"),
+    "a_cap_in_a_list_as_text": lambda cls, rank: cls(linear(), bucket_cap_mb_list=["large"]),
+    "a_cap_of_numpys": lambda cls, rank: cls(
+        linear(), bucket_cap_mb=numpy.int64(1), bucket_cap_mb_list=[numpy.float32(1)]
+    ),
+    "a_cap_that_is_negative": lambda cls, rank: cls(linear(), bucket_cap_mb=-1),
+    "a_cap_of_zero": lambda cls, rank: cls(linear(), bucket_cap_mb=0),
+    "a_cap_and_a_list_of_caps": lambda cls, rank: cls(linear(), bucket_cap_mb=1, bucket_cap_mb_list=[1]),
+    "a_list_of_caps_that_is_a_number": lambda cls, rank: cls(linear(), bucket_cap_mb_list=3),
+    "synchronised_batch_norm_on_the_cpu": lambda cls, rank: cls(nn.Sequential(linear(), nn.SyncBatchNorm(4))),
+    "mixed_precision_that_is_none": lambda cls, rank: cls(linear(), mixed_precision="bf16"),
+    "models_of_other_shapes": lambda cls, rank: cls(nn.Linear(4, 4 + rank)),
+    "models_of_other_lengths": lambda cls, rank: cls(nn.Sequential(*(linear() for _ in range(1 + rank)))),
+    "a_delay_without_its_hook": lambda cls, rank: cls(m := linear(), delay_all_reduce_named_params=[("bias", m.bias)]),
+    "a_hook_for_a_delay_without_one": lambda cls, rank: cls(m := linear(), param_to_hook_all_reduce=m.weight),
+    # hooks
+    "registers_a_builtin_that_is_none": lambda cls, rank: cls(linear())._register_builtin_comm_hook("allreduce"),
+    "registers_a_hook_after_steps": lambda cls, rank: trained(cls(linear())).register_comm_hook(None, all_reduced),
+    "registers_a_buffer_hook_that_is_none": lambda cls, rank: cls(linear())._register_buffer_comm_hook(None, 3),
+    # steps and other calls
+    "a_static_graph_set_late": lambda cls, rank: trained(cls(linear()))._set_static_graph(),
+    "a_forward_without_its_arguments": lambda cls, rank: cls(linear())(),
+    "a_sampling_rate_of_zero": lambda cls, rank: cls(linear())._set_ddp_runtime_logging_sample_rate(0),
+    "a_sampling_rate_that_is_text": lambda cls, rank: cls(linear())._set_ddp_runtime_logging_sample_rate("often"),
+    "keys_that_do_not_fit": lambda cls, rank: cls(linear()).load_state_dict({"weight": torch.ones(4, 4)}),
+    "a_fused_optimizer_that_is_not_known": lambda cls, rank: cls(linear())._register_fused_optim(torch.optim.LBFGS),
+    "a_join_of_nothing": lambda cls, rank: Join([]),
+    "a_join_of_what_is_none": lambda cls, rank: Join([linear()]),
+    "another_group_that_is_none": lambda cls, rank: cls(linear())._update_process_group("gloo"),
+    "a_parameter_left_out": lambda cls, rank: steps(cls(Heads()), "l", "l", "l"),
+    "a_parameter_left_out_is_asked_for": lambda cls, rank: steps(cls(Heads()), "l")._check_reducer_finalized(),
+    "a_static_graph_uses_less": lambda cls, rank: steps(cls(Heads(), static_graph=True), "lr", "l", "l", "l"),
+    "a_static_graph_uses_more": lambda cls, rank: steps(cls(Heads(), static_graph=True), "l", "lr", "lr", "lr"),
+    "an_error_in_forward": lambda cls, rank: cls(linear())(torch.ones(2, 3)),
+    "a_pickle_with_another_group": lambda cls, rank: pickle.dumps(cls(linear(), process_group=dist.new_group([0, 1]))),
+    "a_copy_with_another_group": lambda cls, rank: copy.deepcopy(cls(linear(), process_group=dist.new_group([0, 1]))),
+    "parameters_that_have_no_name": lambda cls, rank: (m := cls(linear()))._build_debug_param_to_name_mapping(
+        [*m.parameters(), nn.Parameter(torch.ones(1))]
+    ),
+    "names_that_have_no_parameter": lambda cls, rank: (m := cls(linear()))._build_debug_param_to_name_mapping(
+        [m.module.weight]
+    ),
+    "an_attribute_that_is_not_there": lambda cls, rank: cls(linear()).no_such_thing,
+}
 
 
-@case
-def a_delay_without_its_hook(cls, rank):
-    module = linear()
-    cls(module, delay_all_reduce_named_params=list(module.named_parameters()))
-
-
-@case
-def a_hook_for_a_delay_without_one(cls, rank):
-    module = linear()
-    cls(module, param_to_hook_all_reduce=module.weight)
-
-
-@case
-def a_group_and_a_mesh(cls, rank):
-    cls(linear(), process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (2,)))
-
-
-@case
-def a_mesh_of_two_dimensions(cls, rank):
-    cls(linear(), device_mesh=init_device_mesh("cpu", (2, 1)))
-
-
-@case
-def a_mesh_that_is_none(cls, rank):
-    cls(linear(), device_mesh="cpu")
-
-
-@case
-def no_parameter_that_requires_grad(cls, rank):
-    cls(linear().requires_grad_(False))
-
-
-@case
-def no_parameter(cls, rank):
-    cls(nn.ReLU())
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
 
 
 @case
@@ -99,128 +125,15 @@ def all_parameters_ignored(cls, rank):
 
 
 @case
-def two_device_ids(cls, rank):
-    cls(linear(), device_ids=[0, 1])
-
-
-@case
-def a_device_id_for_a_module_on_the_cpu(cls, rank):
-    cls(linear(), device_ids=[0])
-
-
-@case
-def an_output_device_for_a_module_on_the_cpu(cls, rank):
-    cls(linear(), output_device=1)
-
-
-@case
-def devices_of_two_types(cls, rank):
-    cls(nn.Sequential(linear(), nn.Linear(4, 4, device="meta")))
-
-
-@case
-def a_lazy_module(cls, rank):
-    cls(nn.Sequential(linear(), nn.LazyLinear(4)))
-
-
-@case
 def no_process_group(cls, rank):
     dist.destroy_process_group()
     cls(linear())
 
 
 @case
-def a_group_without_this_rank(cls, rank):
-    cls(linear(), process_group=dist.new_group([0]))
-
-
-@case
-def a_group_that_is_none(cls, rank):
-    cls(linear(), process_group="gloo")
-
-
-@case
-def a_module_that_is_none(cls, rank):
-    cls(torch.ones(2))
-
-
-@case
-def no_module(cls, rank):
-    cls(None)
-
-
-@case
-def an_argument_that_is_not_known(cls, rank):
-    cls(linear(), bucket_size=3)
-
-
-@case
-def too_many_arguments(cls, rank):
-    cls(linear(), *[None] * 30)
-
-
-@case
-def a_cap_as_text(cls, rank):
-    cls(linear(), bucket_cap_mb="large")
-
-
-@case
-def a_cap_in_a_list_as_text(cls, rank):
-    cls(linear(), bucket_cap_mb_list=["large"])
-
-
-@case
-def a_cap_of_numpys(cls, rank):
-    cls(linear(), bucket_cap_mb=numpy.int64(1), bucket_cap_mb_list=[numpy.float32(1)])
-
-
-@case
-def a_cap_that_is_negative(cls, rank):
-    cls(linear(), bucket_cap_mb=-1)
-
-
-@case
-def a_cap_of_zero(cls, rank):
-    cls(linear(), bucket_cap_mb=0)
-
-
-@case
-def a_cap_and_a_list_of_caps(cls, rank):
-    cls(linear(), bucket_cap_mb=1, bucket_cap_mb_list=[1])
-
-
-@case
-def a_list_of_caps_that_is_a_number(cls, rank):
-    cls(linear(), bucket_cap_mb_list=3)
-
-
-@case
-def synchronised_batch_norm_on_the_cpu(cls, rank):
-    cls(nn.Sequential(linear(), nn.SyncBatchNorm(4)))
-
-
-@case
-def mixed_precision_that_is_none(cls, rank):
-    cls(linear(), mixed_precision="bf16")
-
-
-@case
-def models_of_other_shapes(cls, rank):
-    cls(nn.Linear(4, 4 + rank))
-
-
-@case
-def models_of_other_lengths(cls, rank):
-    cls(nn.Sequential(*(linear() for _ in range(1 + rank))))
-
-
-@case
 def python_reducer_with_a_list_of_caps(cls, rank):
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         cls(linear(), bucket_cap_mb_list=[1])
-
-
-# --- communication hooks ---
 
 
 def all_reduced(state, bucket):
@@ -291,21 +204,6 @@ registering("two_builtins", dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinComm
 registering("bf16_on_the_cpu", default_hooks.bf16_compress_hook)
 
 
-@case
-def registers_a_builtin_that_is_none(cls, rank):
-    cls(linear())._register_builtin_comm_hook("allreduce")
-
-
-@case
-def registers_a_hook_after_steps(cls, rank):
-    trained(cls(linear())).register_comm_hook(None, all_reduced)
-
-
-@case
-def registers_a_buffer_hook_that_is_none(cls, rank):
-    cls(linear())._register_buffer_comm_hook(None, 3)
-
-
 def returning(name: str, make: Callable[[dist.GradBucket], Any]) -> None:
     def run(cls: Any, rank: int) -> None:
         model = cls(linear())
@@ -345,49 +243,11 @@ returning("never_but_exits", lambda bucket: raises(SystemExit(3)))  # type: igno
 returning("never_but_is_interrupted", lambda bucket: raises(KeyboardInterrupt()))  # type: ignore[arg-type]
 
 
-# --- steps ---
-
-
-@case
-def a_parameter_left_out(cls, rank):
-    model = cls(Heads())
-    for _ in range(3):
-        step(model, "left")
-
-
 @case
 def an_output_left_out(cls, rank):
     model = cls(Heads(), find_unused_parameters=True)
     for _ in range(3):
-        model(torch.ones(2, 4))[0].sum().backward()
-
-
-@case
-def a_parameter_left_out_is_asked_for(cls, rank):
-    model = cls(Heads())
-    step(model, "left")
-    model._check_reducer_finalized()
-
-
-@case
-def a_static_graph_uses_less(cls, rank):
-    model = cls(Heads(), static_graph=True)
-    step(model)
-    for _ in range(3):
-        step(model, "left")
-
-
-@case
-def a_static_graph_uses_more(cls, rank):
-    model = cls(Heads(), static_graph=True)
-    step(model, "left")
-    for _ in range(3):
-        step(model)
-
-
-@case
-def a_static_graph_set_late(cls, rank):
-    trained(cls(linear()))._set_static_graph()
+        model(torch.ones(2, 4), "lr")[0].backward()
 
 
 @case
@@ -443,20 +303,8 @@ def a_backward_with_inputs(cls, rank):
 @case
 def frozen_after_wrapping(cls, rank):
     model = cls(Heads())
-    model.module.left.requires_grad_(False)
-    for _ in range(3):
-        step(model)
-
-
-@case
-def an_error_in_forward(cls, rank):
-    model = cls(linear())
-    model(torch.ones(2, 3))
-
-
-@case
-def a_forward_without_its_arguments(cls, rank):
-    cls(linear())()
+    model.module.l.requires_grad_(False)
+    steps(model, "lr", "lr", "lr")
 
 
 @case
@@ -474,67 +322,10 @@ def a_sparse_gradient_as_a_view(cls, rank):
 
 
 @case
-def a_sampling_rate_of_zero(cls, rank):
-    cls(linear())._set_ddp_runtime_logging_sample_rate(0)
-
-
-@case
-def a_sampling_rate_that_is_text(cls, rank):
-    cls(linear())._set_ddp_runtime_logging_sample_rate("often")
-
-
-@case
-def keys_that_do_not_fit(cls, rank):
-    cls(linear()).load_state_dict({"weight": torch.ones(4, 4)})
-
-
-# --- other calls ---
-
-
-@case
-def a_pickle_with_another_group(cls, rank):
-    group = dist.new_group([0, 1])
-    pickle.dump(cls(linear(), process_group=group), io.BytesIO())
-
-
-@case
-def a_copy_with_another_group(cls, rank):
-    group = dist.new_group([0, 1])
-    copy.deepcopy(cls(linear(), process_group=group))
-
-
-@case
-def a_fused_optimizer_that_is_not_known(cls, rank):
-    cls(linear())._register_fused_optim(torch.optim.LBFGS)
-
-
-@case
-def parameters_that_have_no_name(cls, rank):
-    model = cls(linear())
-    model._build_debug_param_to_name_mapping([*model.parameters(), nn.Parameter(torch.ones(1))])
-
-
-@case
-def names_that_have_no_parameter(cls, rank):
-    model = cls(linear())
-    model._build_debug_param_to_name_mapping(list(model.parameters())[:-1])
-
-
-@case
 def a_join_that_ends_early(cls, rank):
     model = cls(linear())
     with model.join(throw_on_early_termination=True):
         trained(model, 1 + rank)
-
-
-@case
-def a_join_of_nothing(cls, rank):
-    Join([])
-
-
-@case
-def a_join_of_what_is_none(cls, rank):
-    Join([linear()])
 
 
 @case
@@ -548,13 +339,3 @@ def a_join_of_two_groups(cls, rank):
 def a_join_with_an_argument_that_is_not_known(cls, rank):
     with cls(linear()).join(divide=True):
         pass
-
-
-@case
-def another_group_that_is_none(cls, rank):
-    cls(linear())._update_process_group("gloo")
-
-
-@case
-def an_attribute_that_is_not_there(cls, rank):
-    cls(linear()).no_such_thing  # noqa: B018

@@ -1,6 +1,5 @@
 """What a program keeps of its gradients, and does with ``.grad``: the same values as with torch DDP, bit for bit."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -38,31 +37,16 @@ Params = list[nn.Parameter]
 Kept = list[Tensor]
 
 
-def _keep(what: Callable[[Tensor], Tensor]) -> Callable[[Params, Kept], None]:
-    def action(params: Params, kept: Kept) -> None:
-        kept.extend(what(p.grad) for p in params if p.grad is not None)
-
-    return action
+Action = Callable[[Params, Kept], object]
 
 
-def _keep_one(params: Params, kept: Kept) -> None:
-    kept.extend(p.grad for p in params[2:3] if p.grad is not None)
+def _keep(what: Callable[[Tensor], Tensor]) -> Action:
+    return lambda params, kept: kept.extend(what(p.grad) for p in params if p.grad is not None)
 
 
-def _to_none(params: Params, kept: Kept) -> None:
-    for p in params:
-        p.grad = None
-
-
-def _half_to_none(params: Params, kept: Kept) -> None:
-    for p in params[::2]:
-        p.grad = None
-
-
-def _to_zero(params: Params, kept: Kept) -> None:
-    for p in params:
-        if p.grad is not None:
-            p.grad.zero_()
+def _each(change: Callable[[nn.Parameter], object]) -> Action:
+    """Of every parameter that has a gradient."""
+    return lambda params, kept: [change(p) for p in params if p.grad is not None]
 
 
 def _assign(params: Params, kept: Kept) -> None:
@@ -73,32 +57,6 @@ def _assign(params: Params, kept: Kept) -> None:
         p.grad = part.view_as(p)
 
 
-def _replace(params: Params, kept: Kept) -> None:
-    for p in params:
-        if p.grad is not None:
-            p.grad = p.grad * 0.5
-
-
-def _swap_data(params: Params, kept: Kept) -> None:
-    for p in params:
-        if p.grad is not None:
-            p.grad.data = p.grad.data + 1
-
-
-def _edit(params: Params, kept: Kept) -> None:
-    for p in params:
-        if p.grad is not None:
-            p.grad.mul_(0.5).add_(0.25)
-
-
-def _clip(params: Params, kept: Kept) -> None:
-    nn.utils.clip_grad_norm_(params, 0.1)
-
-
-def _step(params: Params, kept: Kept) -> None:
-    torch.optim.SGD(params, lr=0.01, momentum=0.9).step()
-
-
 def _project(params: Params, kept: Kept) -> None:
     """Gradients of two tasks, one made orthogonal to what was kept of the other (PCGrad)."""
     for p in params:
@@ -107,22 +65,22 @@ def _project(params: Params, kept: Kept) -> None:
             p.grad.sub_(mine[-1] * 0.125)
 
 
-ACTIONS: dict[str, Callable[[Params, Kept], None]] = {
+ACTIONS: dict[str, Action] = {
     "keep": _keep(lambda g: g),
-    "keep one": _keep_one,
+    "keep one": lambda params, kept: _keep(lambda g: g)(params[2:3], kept),
     "keep view": _keep(lambda g: g.flatten()[1:]),
     "keep detached": _keep(lambda g: g.detach()),
     "keep data": _keep(lambda g: g.data),
     "keep numpy": _keep(lambda g: torch.from_numpy(g.numpy())),
-    "to none": _to_none,
-    "half to none": _half_to_none,
-    "to zero": _to_zero,
+    "to none": _each(lambda p: setattr(p, "grad", None)),
+    "half to none": lambda params, kept: [setattr(p, "grad", None) for p in params[::2]],
+    "to zero": _each(lambda p: p.grad.zero_()),
     "assign": _assign,
-    "replace": _replace,
-    "swap data": _swap_data,
-    "edit": _edit,
-    "clip": _clip,
-    "step": _step,
+    "replace": _each(lambda p: setattr(p, "grad", p.grad * 0.5)),
+    "swap data": _each(lambda p: setattr(p.grad, "data", p.grad.data + 1)),
+    "edit": _each(lambda p: p.grad.mul_(0.5).add_(0.25)),
+    "clip": lambda params, kept: nn.utils.clip_grad_norm_(params, 0.1),
+    "step": lambda params, kept: torch.optim.SGD(params, lr=0.01, momentum=0.9).step(),
     "project": _project,
 }
 
@@ -161,8 +119,7 @@ def _keep_in_hooks(model: nn.Module, kept: Kept) -> None:
             p.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@given(program=programs, options=st.sampled_from(OPTIONS), hooks=st.booleans(), accumulate=st.booleans())
+@given(st.sampled_from([1, 2, 2, 3]), programs, st.sampled_from(OPTIONS), st.booleans(), st.booleans())
 def test_whatever_a_program_does_with_grad(ddp_class, world_size, program, options, hooks, accumulate):
     def work(rank):
         inner = (seeded(Mixed), seeded(Mixed))
@@ -230,21 +187,5 @@ def test_nothing_is_copied_where_nothing_is_kept(ddp_class):
             loss_of(ddp(batch(rank, step, 2, 4, dtype=torch.float32), True)).backward()
             seen.append([(id(p.grad), p.grad.data_ptr()) for p in ddp.parameters() if p.nbytes < 2**20])
         assert seen[2] == seen[3] == seen[4]
-
-    run_ranks(work, 2)
-
-
-def test_views_that_were_asked_for_change_as_torch_has_it(ddp_class):
-    def work(rank):
-        ddp = ddp_class(seeded(Mixed), gradient_as_bucket_view=True, transport="c10d")
-        for step in range(3):
-            ddp.zero_grad()
-            loss_of(ddp(batch(rank, step, 2, 4, dtype=torch.float32), True)).backward()
-        kept = ddp.module.scale.grad
-        before = copy.deepcopy(kept)
-        ddp.zero_grad()
-        loss_of(ddp(batch(rank, 9, 2, 4, dtype=torch.float32), True)).backward()
-        assert not torch.equal(kept, before)
-        assert kept.data_ptr() == ddp.module.scale.grad.data_ptr()
 
     run_ranks(work, 2)

@@ -12,11 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from tests.models import batch, loss_of
 from tests.parity.compare import assert_same_as_torch
 
-HOOKS = {
-    "none": None,
-    "allreduce": default_hooks.allreduce_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-}
+HOOKS = {"none": None, "allreduce": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
 class Zoo(nn.Module):

@@ -47,8 +47,7 @@ def test_conv_net_with_batch_norm_and_momentum(ddp_class, foreach):
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize(("world_size", "mode"), [(2, "sum"), (3, "mean")])
 def test_sparse_embedding_bag(ddp_class, world_size, mode):
     def make():
         bag = nn.EmbeddingBag(12, 4, sparse=True, mode=mode, dtype=torch.float64)
@@ -58,32 +57,6 @@ def test_sparse_embedding_bag(ddp_class, world_size, mode):
         loss_of(model(torch.tensor([[rank, 3], [3, 5 + step]]))).backward()
 
     assert_same_as_torch(ddp_class, make, run, world_size, rtol=0.0 if world_size == 2 else 1e-12)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_unused_parameters_that_differ_per_rank(ddp_class, world_size):
-    def run(model, rank, step):
-        branch = ("left", "right", "never")[(rank + step) % 3]
-        loss_of(model(batch(rank, step, 3, 4), branch)).backward()
-
-    assert_same_as_torch(
-        ddp_class, Branches, run, world_size, steps=6, rtol=1e-14, options={"find_unused_parameters": True}
-    )
-
-
-@pytest.mark.parametrize("static_graph", [False, True])
-def test_skip_all_reduce_of_unused_parameters(ddp_class, static_graph):
-    options = {
-        "find_unused_parameters": True,
-        "skip_all_reduce_unused_params": True,
-        "static_graph": static_graph,
-        "bucket_cap_mb": 0.0001,
-    }
-
-    def run(model, rank, step):
-        loss_of(model(batch(rank, step, 3, 4), "left")).backward()
-
-    assert_same_as_torch(ddp_class, Branches, run, 2, steps=4, options=options)
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
@@ -97,15 +70,6 @@ def test_skipped_gradients_of_earlier_steps_stay(ddp_class, dtype, transport, mo
             loss_of(model(batch(rank, 10 * step + i, 3, 4, dtype=dtype), branch)).backward()
 
     assert_same_as_torch(ddp_class, lambda: Branches(dtype), run, 2, dtype=dtype, options=options)
-
-
-def test_frozen_parameters(ddp_class):
-    def make():
-        model = Mlp()
-        model.middle.requires_grad_(False)
-        return model
-
-    assert_same_as_torch(ddp_class, make, _step, 2)
 
 
 def test_several_forwards_before_one_backward(ddp_class):
@@ -166,8 +130,7 @@ def test_activation_checkpointing(ddp_class, use_reentrant, options):
     assert_same_as_torch(ddp_class, lambda: Checkpointed(use_reentrant), run, 2, options=options)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("divide", [True, False])
+@pytest.mark.parametrize(("world_size", "divide"), [(2, True), (3, False)])
 def test_join_with_uneven_inputs(ddp_class, world_size, divide):
     def uneven(rank, cls):
         ddp = cls(seeded(Mlp), bucket_cap_mb=0.001)
@@ -205,23 +168,12 @@ def test_join_with_accumulation_and_unused_search(ddp_class, find_unused):
     run_ranks(both, 2)
 
 
-def test_join_can_stop_all_ranks_early(ddp_class):
-    def uneven(rank):
-        ddp = ddp_class(seeded(Mlp))
-        with pytest.raises(RuntimeError, match="exhausted"), ddp.join(throw_on_early_termination=True):
-            for step in range(2 + rank):
-                _step(ddp, rank, step)
-
-    run_ranks(uneven, 2)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_autocast_to_bfloat16(ddp_class, world_size):
+def test_autocast_to_bfloat16(ddp_class):
     def run(model, rank, step):
         with torch.autocast("cpu", torch.bfloat16):
             loss_of(model(batch(rank, step, 5, 8, dtype=torch.float32)).float()).backward()
 
-    assert_same_as_torch(ddp_class, lambda: Mlp(dtype=torch.float32), run, world_size, dtype=torch.float32)
+    assert_same_as_torch(ddp_class, lambda: Mlp(dtype=torch.float32), run, 2, dtype=torch.float32)
 
 
 def test_gradients_set_by_the_user_are_added_to(ddp_class):
@@ -245,8 +197,7 @@ def test_gradient_clipping_and_scaling_between_steps(ddp_class):
     )
 
 
-@pytest.mark.parametrize("steps_before", [0, 1, 3])
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@pytest.mark.parametrize(("transport", "steps_before"), [("c10d", 0), ("c10d", 3), ("shm", 1), ("shm", 3)])
 def test_training_goes_on_after_the_group_was_destroyed(ddp_class, transport, steps_before, monkeypatch):
     """Buffers, buckets that are rebuilt, no_sync and the search for unused parameters: over the group that is held."""
     monkeypatch.setenv("TORCHDDP_TRANSPORT", transport)

@@ -75,20 +75,14 @@ def test_flat_buckets_are_bounded_and_of_one_dtype():
     assert len([b for b in buckets if "p2" in b.named][0].named) == 1
 
 
-def test_views_have_the_strides_of_the_tensors():
+def test_views_have_the_strides_of_the_tensors_and_wires_their_dtype():
     strided = torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last)
     bucket = FlatBucket.of({"a": torch.ones(5), "b": strided})
     whole = torch.zeros(50)
     flat = whole[7 : 7 + bucket.numel]
     bucket.pack(flat)
     assert torch.equal(bucket.views(flat)[1], strided) and bucket.views(flat)[1].stride() == strided.stride()
-
-
-def test_wires():
     low = FlatBucket.of({"a": torch.ones(5, dtype=torch.bfloat16)})
     plain = FlatBucket.of({"a": torch.ones(5)})
     assert (wire_of(None, low), wire_of("fp32", low), wire_of(None, plain)) == ("bf16", "fp32", "fp32")
-
-
-def test_lazy_access():
     assert torchddp.averaging.DiLoCo.__name__ == "DiLoCo"

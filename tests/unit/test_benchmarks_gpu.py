@@ -2,142 +2,69 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.gpu import cli, given, leave, report, trace
+from benchmarks.gpu import cli, leave, report, trace
 from benchmarks.gpu import run as course
-from benchmarks.gpu.cases import HOST_CASE, MODELS_CASE, OPTIONS_CASE, PACK_CASE, USUAL, WAYS, GpuJob, Way
-from benchmarks.gpu.duel import device_us, duel, host_us, split_by_call
+from benchmarks.gpu.cases import HOST_CASE, MODELS_CASE, OPTIONS_CASE, PACK_CASE
+from benchmarks.gpu.duel import duel, split_by_call
 from benchmarks.gpu.given import GivenStep
-from benchmarks.gpu.machine import describe_gpu, first_line
-from benchmarks.gpu.measure import build_runners
-from benchmarks.gpu.models import MODELS, make_batch, make_model
-from benchmarks.gpu.pack import numels_of, packing_step, random_gradients, unaligned_step
-from benchmarks.gpu.results import duel_result, leave_result, memory_result, model_result
-from benchmarks.gpu.run import ROW_PARTS, Settings, Stage, stages
-from benchmarks.gpu.variants import field_of, known_options, make_field, torch_lacks
+from benchmarks.gpu.results import duel_result, model_result
+from benchmarks.gpu.run import Settings, Stage
+from benchmarks.gpu.variants import known_options, make_field
 from tests.harness import run_ranks
-from tests.whole_buckets import padded_slots
-from torchddp.bench.report import save_results
-from torchddp.harness import machine
+from tests.unit.benchmark_results import document
+from tests.unit.helpers import printed
 from torchddp.harness.launch import LaunchError
-from torchddp.harness.variants import LOCAL, TORCH_DDP, TORCHDDP, Role, Variant
+from torchddp.harness.variants import TORCHDDP, Role, Variant
 
-GPU = {
-    "name": "NVIDIA Thing",
-    "compute_capability": "9.0",
-    "driver": "1.2",
-    "cuda": "13.0",
-    "nccl": "2.28.9",
-}
-
-
-def printed(renderable: Any, width: int = 80) -> str:
-    stream = io.StringIO()
-    Console(file=stream, width=width).print(renderable)
-    return stream.getvalue()
-
-
-# --- traces ----------------------------------------------------------------------------------------------------------
+GPU = {"name": "NVIDIA Thing", "compute_capability": "9.0", "driver": "1.2", "cuda": "13.0", "nccl": "2.28.9"}
 
 
 def device_event(category: str, name: str, stream: int, start: float, duration: float) -> dict[str, Any]:
     return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "args": {"stream": stream}}
 
 
-def trace_of(*entries: dict[str, Any]) -> dict[str, Any]:
+def parsed(*entries: dict[str, Any]) -> list[trace.DeviceEvent]:
     host = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 900.0, "args": {}}
     begin = {"ph": "s", "cat": "ac2g", "name": "ac2g", "ts": 0.0, "id": 1}
-    return {"traceEvents": [host, begin, *entries]}
+    return trace.parse_trace({"traceEvents": [host, begin, *entries]})
 
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
 def test_a_trace_gives_the_devices_events_in_order() -> None:
-    events = trace.parse_trace(
-        trace_of(
-            device_event("gpu_memset", "Memset (Device)", 7, 30.0, 1.0),
-            device_event("kernel", "gemm", 7, 10.0, 5.0),
-            device_event("gpu_memcpy", "Memcpy DtoD", 20, 20.0, 2.0),
-        )
+    events = parsed(
+        device_event("gpu_memset", "Memset (Device)", 7, 30.0, 1.0),
+        device_event("kernel", "gemm", 7, 10.0, 5.0),
+        device_event("gpu_memcpy", "Memcpy DtoD", 20, 20.0, 2.0),
     )
-    assert [(event.kind, event.stream, event.end_us) for event in events] == [
-        ("kernel", 7, 15.0),
-        ("copy", 20, 22.0),
-        ("fill", 7, 31.0),
-    ]
+    found = [(event.kind, event.stream, event.end_us) for event in events]
+    assert found == [("kernel", 7, 15.0), ("copy", 20, 22.0), ("fill", 7, 31.0)]
     assert trace.count(events, 2) == trace.Counts(kernels=0.5, copies=0.5, fills=0.5)
 
 
-def test_a_run_on_the_cpu_is_recorded_as_nothing() -> None:
-    assert trace.record(lambda: torch.ones(3) + 1) == []
-
-
 def test_overlap_counts_what_lies_in_the_computation() -> None:
-    events = trace.parse_trace(
-        trace_of(
-            device_event("kernel", "gemm", 7, 0.0, 10.0),
-            device_event("kernel", "torchddp::pack", 20, 10.0, 1.0),
-            device_event("kernel", NCCL, 20, 11.0, 10.0),
-            device_event("kernel", "gemm", 7, 10.0, 5.0),
-            device_event("kernel", "gemm", 9, 12.0, 5.0),
-            device_event("kernel", NCCL, 7, 30.0, 4.0),
-        )
+    events = parsed(
+        device_event("kernel", "gemm", 7, 0.0, 10.0),
+        device_event("kernel", "torchddp::pack", 20, 10.0, 1.0),
+        device_event("kernel", NCCL, 20, 11.0, 10.0),
+        device_event("kernel", "gemm", 7, 10.0, 5.0),
+        device_event("kernel", "gemm", 9, 12.0, 5.0),
+        device_event("kernel", NCCL, 7, 30.0, 4.0),
     )
     assert trace.overlap(events) == trace.Overlap(
         collectives=2, on_their_own_stream=1, begun_before_the_end=1, overlapped_us=6.0, total_us=14.0
     )
-
-
-def test_a_collective_after_everything_does_not_overlap() -> None:
-    events = trace.parse_trace(
-        trace_of(device_event("kernel", "gemm", 7, 0.0, 10.0), device_event("kernel", NCCL, 20, 10.0, 5.0))
-    )
-    found = trace.overlap(events)
-    assert (found.collectives, found.begun_before_the_end, found.overlapped_us) == (1, 0, 0.0)
-
-
-# --- models and the field --------------------------------------------------------------------------------------------
-
-
-def quick_job(**changes: Any) -> GpuJob:
-    settings: dict[str, Any] = {"models": ("small",), "variants": (LOCAL,), "world_size": 1, "seconds": 0.1}
-    settings |= {"device": "cpu", "quick": True, "sequence": 16}
-    return GpuJob(MODELS_CASE.name, **{**settings, **changes})
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models_give_every_parameter_a_gradient(name: str) -> None:
-    model = make_model(quick_job(), name)
-    model(make_batch(quick_job(), name, rank=0, index=0)).backward()
-    for parameter_name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().max() > 0, parameter_name
-
-
-def test_model_sizes_are_those_of_the_nets_they_are_named_after() -> None:
-    job = quick_job(quick=False, sequence=1024)
-    sizes = {}
-    for name in ("resnet50", "gpt2"):
-        with torch.device("meta"):
-            sizes[name] = [p.numel() for p in make_model(job, name).parameters()]
-    assert (len(sizes["resnet50"]), sum(sizes["resnet50"])) == (161, 25_557_032)
-    assert (len(sizes["gpt2"]), sum(sizes["gpt2"])) == (148, 124_439_808)
-
-
-def test_ranks_and_steps_see_different_data() -> None:
-    batches = [make_batch(quick_job(), "resnet50", rank, index) for rank in (0, 1) for index in (0, 1)]
-    assert all(not torch.equal(a, b) for i, a in enumerate(batches) for b in batches[:i])
 
 
 def test_options_that_torch_does_not_know_are_left_out() -> None:
@@ -146,18 +73,6 @@ def test_options_that_torch_does_not_know_are_left_out() -> None:
     for variant in make_field(TORCHDDP, (25,)):
         if variant.role is Role.TORCH and variant.options:
             assert variant.keywords["gradient_as_bucket_view"] and variant.keywords["bucket_cap_mb"] == 25
-
-
-def test_a_step_returns_both_times_and_leaves_gradients() -> None:
-    (runner,) = build_runners(quick_job(), "small", torch.device("cpu"))
-    batch = make_batch(quick_job(), "small", 0, 0)
-    until_done_ms, until_free_ms = runner.step(batch)
-    assert until_done_ms > 0 and until_free_ms > 0
-    assert all(gradient is not None for _, gradient in runner.gradients())
-    assert runner.transport is None
-
-
-# --- the report ------------------------------------------------------------------------------------------------------
 
 
 def fake_model(name: str = "gpt2", lacking: tuple[str, ...] = (), case: str = MODELS_CASE.name) -> dict[str, Any]:
@@ -172,135 +87,26 @@ def fake_model(name: str = "gpt2", lacking: tuple[str, ...] = (), case: str = MO
 
 
 def fake_pack(speed: float) -> dict[str, Any]:
-    times_us = {"copy": np.full(10, 100.0), "torchddp pack, times 1/2": np.full(10, 100.0 / speed)}
-    return duel_result(
-        duel(PACK_CASE, "64 MiB in 9 gradients", times_us, bytes=10**8, goal={"torchddp pack, times 1/2": 0.9})
-    )
+    ours = "torchddp pack, times 1/2"
+    times_us = {"copy": np.full(10, 100.0), ours: np.full(10, 100.0 / speed)}
+    return duel_result(duel(PACK_CASE, "64 MiB in 9 gradients", times_us, bytes=10**8, goal={ours: 0.9}))
 
 
-def document(gpu: dict[str, Any] | None, *results: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "date": "2030-01-02T03:04:05+00:00",
-        "command": "python -m benchmarks.gpu",
-        "machine": {**machine.describe_machine(), "gpu": gpu},
-        "settings": {"quick": False, "world_size": 1, "backend": "nccl"},
-        "failures": [],
-        "results": list(results),
-    }
+def report_of(gpu: dict[str, Any] | None, *results: dict[str, Any]) -> str:
+    run = document(*results) | {"failures": [], "settings": {"quick": False, "world_size": 1, "backend": "nccl"}}
+    run["machine"] |= {"gpu": gpu}
+    return "".join([*(printed(report.render_result(result)) for result in results), printed(report.render_end(run))])
 
 
-def whole_report(document: dict[str, Any]) -> str:
-    tables = [printed(report.render_result(result)) for result in document["results"]]
-    return "".join([*tables, printed(report.render_end(document))])
-
-
-def test_the_report_fits_80_columns_and_ends_with_the_goals() -> None:
-    text = whole_report(
-        document(GPU, fake_model("small"), fake_model(), fake_pack(0.95), fake_model(case=OPTIONS_CASE))
-    )
-    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+def test_the_report_ends_with_the_goals() -> None:
+    text = report_of(GPU, fake_model("small"), fake_model(), fake_pack(0.8), fake_model(case=OPTIONS_CASE))
     goals = text[text.index("Goals") :]
-    assert "cost / torch's best, gpt2" in goals and "nccl" in goals
     assert "0.20 [0.20..0.20]" in goals and "0.3 met" in goals and "0.5 met" in goals
-    assert goals.count("gpt2") == 1  # what is trained in another way has no goal
-    assert "pack, times 1/2 / copy, 64 MiB" in goals and "0.9 met" in goals
-    assert "NVIDIA Thing" in text and "2.28.9" in text and "130" in text  # kernels of our row
-
-
-def test_one_rank_shows_no_gain_of_moving_less() -> None:
-    one_rank = document(GPU)
-    assert "With one rank NCCL moves nothing" in whole_report(one_rank)
-    for settings in ({"world_size": 2}, {"backend": "gloo"}):
-        other = {**one_rank, "settings": {**one_rank["settings"], **settings}}
-        assert "With one rank" not in whole_report(other)
-
-
-def test_a_pack_slower_than_its_goal_is_missed() -> None:
-    goals = printed(report.summary_table([fake_pack(0.8)]))
     assert "0.80 [0.80..0.80]" in goals and "0.9 missed" in goals
+    assert goals.count("gpt2") == 1  # what is trained in another way has no goal
 
-
-def test_the_ratio_says_what_this_torch_lacks() -> None:
-    goals = printed(report.summary_table([fake_model(lacking=("batched_grad_copy",))]))
-    assert "torch's best*" in goals and "* This torch has no batched_grad_copy" in goals
-    assert "This torch has no batched_grad_copy" in printed(
-        report.model_table(fake_model(lacking=("batched_grad_copy",)))
-    )
-    assert "*" not in printed(report.summary_table([fake_model()]))
-
-
-def test_without_a_gpu_no_goal_is_judged() -> None:
-    text = whole_report(document(None, fake_model()))
-    assert "Goals" not in text and "0.5 met" not in text
-    assert "nothing about a GPU" in text
-
-
-def test_files_are_named_after_the_gpu(tmp_path: Path) -> None:
-    written = save_results(document(GPU, fake_model()), tmp_path)
-    assert sorted(path.name for path in written) == [f"2030-01-02-gpu-nvidia-thing.{kind}" for kind in ("json", "png")]
-    assert json.loads(written[0].read_text())["machine"]["gpu"] == GPU
-
-
-def test_a_cpu_describes_no_gpu() -> None:
-    assert describe_gpu(torch.device("cpu")) is None
-    assert first_line("\n 580.1 \n580.1\n") == "580.1" and first_line("") is None
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--part", "nope"], "There is no part 'nope'; choose from models, pack,"),
-        (["--model", "nope"], "There is no model 'nope'; choose from small, resnet50, gpt2."),
-        (["--device", "tpu"], "There is no device 'tpu'"),
-        (["--backend", "mpi"], "There is no backend 'mpi'"),
-        (["--device", "cpu"], "use --backend gloo with --device cpu."),
-        (["--sequence", "1"], "--sequence wants 16 to 8192 tokens, not 1."),
-        (["--seconds", "0"], "above 0 and up to 3600, not 0."),
-    ],
-)
-def test_a_bad_argument_is_one_sentence_and_exit_code_2(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
-    assert words in captured.err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 2
-    assert "--device cpu runs the program without one." in capsys.readouterr().err
-
-
-# --- the course ------------------------------------------------------------------------------------------------------
-
-
-def settings_of(*parts: str, **changes: Any) -> Settings:
-    common: dict[str, Any] = {"seconds": 100.0, "world_size": 1, "backend": "gloo", "device": "cpu", "caps_mb": (25,)}
-    common |= {"sequence": 64, "quick": True, "seed": 0, "models": ("small", "gpt2")}
-    return Settings(parts=parts, **{**common, **changes})
-
-
-def test_each_model_and_each_row_is_a_stage_of_its_own_the_models_first() -> None:
-    names = [stage.name for stage in stages(settings_of("models", *ROW_PARTS))]
-    ways = [f"small {way.name}" for way in WAYS]
-    assert names == ["small", "gpt2", "pack", "scale", "host", *ways, "memory", "leave"]
-
-
-def run_stages(monkeypatch: pytest.MonkeyPatch, planned: list[Stage]) -> tuple[dict[str, Any], list[int], str]:
-    """The document, how many results were kept after each stage, and what was printed."""
-    monkeypatch.setattr(course, "stages", lambda settings: planned)
-    kept: list[int] = []
-    stream = io.StringIO()
-    console = Console(file=stream, width=80)
-    found = course.run(
-        settings_of("models"), "command", console, lambda document: kept.append(len(document["results"]))
-    )
-    return found, kept, stream.getvalue()
+    without_a_gpu = report_of(None, fake_model())
+    assert "Goals" not in without_a_gpu and "nothing about a GPU" in without_a_gpu
 
 
 def test_a_stage_that_fails_takes_no_result_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,50 +114,13 @@ def test_a_stage_that_fails_takes_no_result_with_it(monkeypatch: pytest.MonkeyPa
         raise LaunchError("rank 0: out of memory")
 
     good = Stage("good", lambda seconds, display: [{"kind": "model"}], lambda raws: [fake_model()])
-    found, kept, text = run_stages(monkeypatch, [good, Stage("bad", fails, lambda raws: []), good])
+    monkeypatch.setattr(course, "stages", lambda settings: [good, Stage("bad", fails, lambda raws: []), good])
+    settings = Settings(("models",), ("small",), 100.0, 1, "gloo", "cpu", (25,), 64, True, 0)
+    kept: list[int] = []
+    console = Console(file=io.StringIO(), width=80)
+    found = course.run(settings, "command", console, lambda document: kept.append(len(document["results"])))
     assert kept == [1, 1, 2]
     assert found["failures"] == [{"stage": "bad", "error": "rank 0: out of memory"}]
-    assert text.index("gpu ·") < text.index("bad failed: rank 0: out of memory") < text.rindex("gpu ·")
-
-
-def test_what_a_stage_leaves_of_its_time_the_next_ones_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[float] = []
-
-    def quick(seconds: float, display: Any) -> list[dict[str, Any]]:
-        given.append(seconds)
-        return []
-
-    run_stages(monkeypatch, [Stage(name, quick, lambda raws: []) for name in "abcd"])
-    assert given == pytest.approx([25, 33.3, 50, 100], abs=5)
-
-
-# --- rows ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_first_way_is_what_the_others_are_held_against() -> None:
-    result = duel_result(duel(HOST_CASE, "title", {"theirs": np.full(9, 20.0), "ours": np.full(9, 5.0)}, bytes=10**6))
-    theirs, ours = result["rows"]
-    assert theirs["speed"] is None and ours["speed"]["median"] == 4.0
-    assert ours["values"]["us"]["median"] == 5.0 and ours["values"]["GB/s"]["median"] == pytest.approx(200.0)
-    json.dumps(result, allow_nan=False)
-
-
-def test_memory_is_told_beyond_no_ddp() -> None:
-    about = {"title": "GPT-2"}
-    counts = [{"driver": 2 * 10**9, "torch peak": 10**9}, {"driver": 3 * 10**9, "torch peak": 10**9}]
-    raws = [{**about, "variant": name, "bytes": count} for name, count in zip(("no DDP", "ours"), counts, strict=True)]
-    bare, ours = memory_result(raws)["rows"]
-    assert bare["values"] == {"driver\nMB": 2000.0, "torch peak\nMB": 1000.0}
-    assert ours["values"] == {"driver\nMB": 3000.0, "driver beyond\nno DDP, MB": 1000.0, "torch peak\nMB": 1000.0}
-    assert "driver beyond" in printed(report.render_result(memory_result(raws)))
-
-
-def test_leaving_is_told_of_both_classes() -> None:
-    times_ms = {name: {what: [1.0, 3.0, 9.0] for what in leave.WHAT} for name in leave.CLASSES}
-    result = leave_result({"times_ms": times_ms})
-    assert [row["name"] for row in result["rows"]] == ["torch", "torchddp"]
-    assert {value["median"] for value in result["rows"][0]["values"].values()} == {3.0}
-    assert "end process" in printed(report.render_result(result))
 
 
 def test_a_program_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,44 +129,20 @@ def test_a_program_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch
         leave.time_leaving("cpu", "gloo", 1.0, lambda done, total: None)
 
 
-def test_kernels_are_summed_by_call() -> None:
+def test_kernels_are_summed_by_call_and_compared_with_the_first_way() -> None:
     assert split_by_call([1.0, 2.0, 3.0, 4.0], 2).tolist() == [3.0, 7.0]
     assert split_by_call([], 3).tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(RuntimeError, match="3 events that count in 2 equal calls"):
         split_by_call([1.0, 2.0, 3.0], 2)
-
-
-def test_works_are_timed_by_the_call() -> None:
-    calls: list[str] = []
-    works = [lambda: calls.append("a"), lambda: calls.append("b")]
-    assert host_us(works, torch.device("cpu"), 0.0, 0, calls=10).shape == (2, 7)
-    assert calls.count("a") == calls.count("b") == 80
-    assert (device_us(lambda: torch.ones(10), torch.device("cpu"), lambda event: True) > 0).all()
-
-
-def slots_of_packing_steps(rank: int) -> dict[str, list[int]]:
-    """Where gradients begin in their bucket, modulo a cache line, on a CPU that aligns them as a GPU."""
-    plain, shifted = (random_gradients(numels_of(2**20, extra), torch.device("cpu"), 0) for extra in (0, 1))
-    with padded_slots():
-        steps = {"aligned": packing_step(shifted, 1), "unaligned": unaligned_step(shifted, 1)}
-        with pytest.raises(RuntimeError, match="multiples of 128 bytes: none is unaligned"):
-            unaligned_step(plain, 1)
-    for step in steps.values():
-        step.check(2)
-        step.check(2)
-    return {name: [begin % 128 for begin in step.offsets_bytes()] for name, step in steps.items()}
-
-
-def test_slots_are_aligned_as_the_rows_of_packing_say() -> None:
-    assert sum(numels_of(2**20)) == 2**20
-    for slots in run_ranks(slots_of_packing_steps, 2):
-        assert len(slots["aligned"]) > 9 and not any(slots["aligned"])
-        assert sum(map(bool, slots["unaligned"])) > 9
+    result = duel_result(duel(HOST_CASE, "title", {"theirs": np.full(9, 20.0), "ours": np.full(9, 5.0)}, bytes=10**6))
+    theirs, ours = result["rows"]
+    assert theirs["speed"] is None and ours["speed"]["median"] == 4.0
+    assert ours["values"]["us"]["median"] == 5.0 and ours["values"]["GB/s"]["median"] == pytest.approx(200.0)
 
 
 def test_nccls_kernel_for_one_rank_is_a_collective() -> None:
     name = "void (anonymous namespace)::oneRankReduce<FuncPreMulSum<float> >(void*, void*, unsigned long)"
-    (event,) = trace.parse_trace(trace_of(device_event("kernel", name, 7, 0.0, 1.0)))
+    (event,) = parsed(device_event("kernel", name, 7, 0.0, 1.0))
     assert trace.is_collective(event) and not trace.is_computation(event)
 
 
@@ -413,63 +158,6 @@ def given_averages(rank: int) -> list[float]:
 
 def test_given_gradients_are_averaged_and_checked() -> None:
     assert run_ranks(given_averages, 2) == [[8.0, 2.0], [8.0, 2.0]]
-
-
-def adopts_what_autograd_made(rank: int) -> bool:
-    gradient = torch.full((300,), 2.0)
-    step = GivenStep([gradient], divisor=4, adopts=True)
-    (weight,) = step.model.module.weights
-    made: list[int] = []
-    weight.register_hook(lambda arrived: made.append(arrived.data_ptr()))
-    for _ in range(3):
-        step.check(2)
-        assert weight.grad.data_ptr() == made[-1] != gradient.data_ptr()
-    assert torch.equal(gradient, torch.full((300,), 2.0))
-    return bool(step.model.reducer.bucket_memory_bytes < gradient.nbytes)
-
-
-def test_an_adopted_gradient_is_reduced_where_it_lies() -> None:
-    assert run_ranks(adopts_what_autograd_made, 2) == [True, True]
-
-
-def packs_though_it_should_adopt(rank: int) -> None:
-    with mock.patch.object(given, "packed_whole", contextlib.nullcontext):
-        GivenStep([torch.ones(300)], divisor=1, adopts=True)
-
-
-def test_a_step_that_packs_is_not_called_adopting() -> None:
-    with pytest.raises(Exception, match="over c10d has 1200 bytes of memory: gradients are packed into it"):
-        run_ranks(packs_though_it_should_adopt, 1)
-
-
-# --- ways ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-def test_a_way_has_the_three_classes_with_its_options(way: Way) -> None:
-    local, theirs, ours = field_of(way)
-    assert (local.role, theirs.class_path, ours.class_path) == (Role.LOCAL, TORCH_DDP, TORCHDDP)
-    assert ours.keywords == dict(way.options) and dict(way.options).items() <= theirs.keywords.items()
-    # torch's class takes either, and a search for unused parameters ends where the graph is static.
-    assert ("static_graph" in theirs.keywords) == (not way.options)
-    assert not set(torch_lacks()) & set(theirs.keywords)
-
-
-def test_a_way_changes_how_many_models_and_gradients_stay() -> None:
-    way = Way("", set_to_none=False, models=3)
-    (runner,) = build_runners(quick_job(way=way), "small", torch.device("cpu"))
-    batch = make_batch(quick_job(), "small", 0, 0)
-    runner.step(batch)
-    first = [gradient.data_ptr() for _, gradient in runner.gradients()]
-    runner.step(batch)
-    assert [gradient.data_ptr() for _, gradient in runner.gradients()] == first
-    assert len(runner.modules) == 3 and len(first) == 3000
-    assert quick_job().way == USUAL and quick_job().way.set_to_none
-
-
-def test_our_class_is_also_timed_with_everything_packed() -> None:
-    packed = [v for v in make_field(TORCHDDP, (25,)) if v.keywords.get("adopt_large_gradients") is False]
-    assert [v.name for v in packed] == ["torchddp all packed"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -7,6 +7,7 @@ import html
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +19,12 @@ from tests.unit.benchmark_results import document, exposed, overlap, scaling, st
 from torchddp.bench.gradients import summary_table
 from torchddp.bench.registry import CASES
 from torchddp.bench.report import write_report
+from torchddp.cli.app import app
+from torchddp.harness.command import run_app
 from torchddp.harness.page import page_table
 from torchddp.harness.variants import TORCH_DDP, ArgumentError, load_class
 
+CHROMIUM = shutil.which("chromium")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -31,17 +35,8 @@ def rows_of(page: str) -> list[list[str]]:
 
 
 def pictures_of(page: str) -> list[bytes]:
-    return [
-        base64.b64decode(data) for data in re.findall(r'<img alt="[^"]+" src="data:image/png;base64,([^"]+)"', page)
-    ]
-
-
-def test_a_table_of_the_page_is_that_of_the_terminal() -> None:
-    table = page_table(CASES["scaling"].table(scaling()))
-    assert table.headings[:5] == ["ranks", "variant", "step p50 ms", "step p90", "efficiency"]
-    assert table.rows[0][:3] == ["1", "no DDP", "10.0"]
-    assert table.rows[11][1:5] == ["torchddp default", "24.0", "24.0", "42%"]
-    assert table.marked == {3, 7, 11}
+    found = re.findall(r'<img alt="[^"]+" src="data:image/png;base64,([^"]+)"', page)
+    return [base64.b64decode(data) for data in found]
 
 
 def test_the_page_holds_every_row_and_a_picture_of_each_case(tmp_path: Path) -> None:
@@ -64,31 +59,42 @@ def test_the_page_holds_every_row_and_a_picture_of_each_case(tmp_path: Path) -> 
     for words in (machine["cpu"], machine["torch"], machine["python"], machine["git_commit"][:12], run["command"]):
         assert words in html.unescape(page)
     assert "--quick is a smoke test" in page and "* more ranks than cores" in page
+    assert not re.search(r'(?:src|href)="(?!data:)', page) and "url(" not in page  # it loads nothing
     kept = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert kept and json.loads(kept[1]) == run
 
 
-def test_the_page_loads_nothing(tmp_path: Path) -> None:
-    write_report(document(step_time()), tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    assert not re.search(r'(?:src|href)="(?!data:)', page) and "<link" not in page and "url(" not in page
+# In the copy that is tested: what the browser made of the page, as text that it dumps.
+PROBE = """
+<script>
+addEventListener("load", () => {
+  const images = [...document.images].map((image) => image.naturalWidth);
+  const rows = [...document.querySelectorAll("tr")].map((row) => [...row.cells].map((cell) => cell.textContent));
+  const seen = document.createElement("pre");
+  seen.id = "seen";
+  seen.textContent = JSON.stringify({images, rows, wide: document.documentElement.scrollWidth > innerWidth});
+  document.body.append(seen);
+});
+</script>
+"""
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--window-size=1200,1600"]
 
 
-# --- both doors ------------------------------------------------------------------------------------------------------
-
-
-def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`torchddp ...` in a process of its own."""
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "COLUMNS": "100"}
-    return subprocess.run(
-        [sys.executable, "-m", "torchddp", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=cwd or root,
-        env=environment,
-    )
+@pytest.mark.thorough
+@pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
+def test_a_browser_sees_every_row_and_picture(tmp_path: Path) -> None:
+    results, path = [step_time(), overlap(), startup(), scaling(), exposed()], tmp_path / "report.html"
+    write_report(document(*results), path)
+    path.write_text(path.read_text().replace("</body>", f"{PROBE}</body>"))
+    browse = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri()]
+    done = subprocess.run(browse, capture_output=True, text=True, timeout=100)
+    found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found, f"the page's load event did not fire: {done.stderr}"
+    seen = json.loads(html.unescape(found[1]))
+    assert len(seen["images"]) == len(results) and all(seen["images"]) and not seen["wide"]
+    for result in results:
+        for row in page_table(CASES[result["case"]].table(result)).rows:
+            assert list(row) in seen["rows"]
 
 
 @pytest.mark.thorough
@@ -97,7 +103,9 @@ def test_torchddp_bench_finds_a_model_beside_it_and_writes_a_page(tmp_path: Path
         "import torch\n\ndef make():\n    return torch.nn.Linear(8, 2), torch.ones(3, 8)\n"
     )
     arguments = ["--case", "step_time", "--model", "mine:make", "--seconds", "0.1", "--quick", "--ours", TORCH_DDP]
-    done = command("bench", *arguments, "--html", "report.html", "--out", "kept", cwd=tmp_path)
+    program = [sys.executable, "-m", "torchddp", "bench", *arguments, "--html", "report.html", "--out", "kept"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(program, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert "step_time · mine:make: 2 parameters" in done.stdout and "wrote report.html" in done.stdout
     page = (tmp_path / "report.html").read_text()
@@ -107,21 +115,13 @@ def test_torchddp_bench_finds_a_model_beside_it_and_writes_a_page(tmp_path: Path
     assert sorted(path.suffix for path in (tmp_path / "kept").iterdir()) == [".json", ".png"]
 
 
-def test_torchddp_bench_says_what_it_can_do() -> None:
-    listed, described = command("--help"), command("bench", "--help")
-    assert re.search(r"^\s+bench\s+Time DistributedDataParallel", listed.stdout, re.MULTILINE)
-    assert described.returncode == 0
+def test_torchddp_bench_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(app, "torchddp", ["bench", "--help"]) == 0
+    described = capsys.readouterr().out
     for words in ("torchddp bench --case step_time --model mypackage.training:make_model", "--html", "--world-sizes"):
-        assert words in described.stdout
-
-
-@pytest.mark.thorough
-def test_a_mistake_at_torchddp_bench_is_one_sentence() -> None:
-    done = command("bench", "--case", "nope")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: There is no case 'nope'") and done.stderr.count("\n") == 1
-    unknown = command("bench", "--bogus")
-    assert unknown.returncode == 2 and unknown.stderr.endswith("see torchddp bench --help.\n")
+        assert words in described
+    assert run_app(app, "torchddp", ["bench", "--bogus"]) == 2
+    assert capsys.readouterr().err.endswith("see torchddp bench --help.\n")
 
 
 @pytest.mark.thorough

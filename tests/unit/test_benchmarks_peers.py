@@ -19,25 +19,22 @@ import numpy as np
 import pytest
 
 from tests.harness import run_ranks
-from tests.unit.test_benchmarks_collective import MB, printed, raw_result, raw_size, rows_of
-from torchddp.bench import cli, report
+from tests.unit.helpers import is_running, wait_until
+from tests.unit.test_benchmarks_collective import MB, raw_result, raw_size, rows_of
 from torchddp.bench.cases import Job
 from torchddp.bench.collective import measure
 from torchddp.bench.collective.companion import Calls, serve
 from torchddp.bench.collective.implementations import OPENINGS, attempt, open_all
 from torchddp.bench.collective.measure import time_operation
-from torchddp.bench.collective.operations import OPERATIONS, Check, WrongResultError, period, total_period
-from torchddp.bench.collective.peers import OPENINGS_WITH_PEERS, deepspeed_shm, install
+from torchddp.bench.collective.operations import OPERATIONS, Check, WrongResultError, period
+from torchddp.bench.collective.peers import OPENINGS_WITH_PEERS, deepspeed_shm
 from torchddp.bench.collective.peers.mpi import OPEN_MPI_LIBRARY, Companions, CompanionTrial, Link, MpiLibrary
 from torchddp.bench.collective.results import collective_result
-from torchddp.bench.collective.show import CURVE_COLORS, collective_table
 from torchddp.bench.registry import check_operations
 from torchddp.harness.variants import ArgumentError
 
 NAMES = ["gloo", "mpich", "openmpi", "vllm", "deepspeed", "shm", "torchddp_shm"]
 ALL_REDUCE = OPERATIONS["all_reduce"]
-
-# --- a companion and its rank ----------------------------------------------------------------------------------------
 
 
 def linked(bind: Callable[[np.ndarray], Callable[[], object]]) -> tuple[Link, threading.Thread]:
@@ -75,31 +72,12 @@ def test_a_companion_writes_its_input_before_every_call_and_answers_with_its_own
     assert not thread.is_alive()
 
 
-def test_a_companions_wrong_result_is_named() -> None:
-    link, _ = linked(lambda array: lambda: None)
-    link.ask("prepare", 600, period(1).numpy(), total_period(2).numpy())
-    with pytest.raises(WrongResultError, match=r"all_reduce of 'fake' on rank 1, 600 elements: \d+ of 600 are wrong"):
-        CompanionTrial("fake", link, Check("fake", "all_reduce", 1, 2, 600)).check()
-    link.close()
-
-
-def test_what_fails_in_a_companion_is_told_with_its_name_and_rank() -> None:
-    def refuse(array: np.ndarray) -> Callable[[], object]:
-        raise MemoryError("no room")
-
-    link, _ = linked(refuse)
-    with pytest.raises(RuntimeError, match="fake on rank 1: MemoryError: no room"):
-        link.ask("prepare", 600, period(1).numpy(), period(1).numpy())
-
-
 def test_a_companion_that_is_gone_is_told() -> None:
     ours, theirs = multiprocessing.Pipe()
     theirs.close()
     with pytest.raises(RuntimeError, match="fake on rank 1: its process ended"):
         Link("fake", 1, ours).ask("check")
 
-
-# --- their processes: a library of MPI that has all it needs but messages --------------------------------------------
 
 FAKE_MPI = """
 import mmap, os, time
@@ -166,18 +144,8 @@ def companions_of(library: MpiLibrary) -> list[int]:
     return [int(pid) for pid in path.read_text().split()]
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def wait_until_gone(pids: list[int]) -> None:
-    deadline_s = time.monotonic() + 20
-    while left := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline_s, f"{left} outlived their ranks"
-        time.sleep(0.02)
+    assert wait_until(lambda: not any(map(is_running, pids))), f"some of {pids} outlived their ranks"
 
 
 def test_a_library_of_mpi_is_timed_in_processes_beside_the_rank(fake: MpiLibrary) -> None:
@@ -262,9 +230,6 @@ def test_open_mpi_yields_only_where_ranks_take_turns(monkeypatch: pytest.MonkeyP
     assert turns[-6:] == ["--mca", "mpi_yield_when_idle", "1", "-n", "3", "program"]
 
 
-# --- what is not there -----------------------------------------------------------------------------------------------
-
-
 def test_what_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
@@ -283,9 +248,7 @@ def test_what_is_not_installed_says_how_to_install_it(monkeypatch: pytest.Monkey
     assert {name: reason for name, reason in reasons.items() if name != "shm"} == extra | vllm
 
 
-def test_the_operator_is_compiled_once_and_its_failure_points_to_the_log(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_operator_is_compiled_once_and_its_failure_points_to_the_log(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHDDP_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(deepspeed_shm, "version", lambda name: "9")
     monkeypatch.setattr(deepspeed_shm, "COMPILE", "raise SystemExit('no compiler')")
@@ -317,9 +280,6 @@ def test_peers_stand_beside_the_others_in_one_launch(fake: MpiLibrary, monkeypat
     wait_until_gone(companions_of(fake))
 
 
-# --- results, table and plot -----------------------------------------------------------------------------------------
-
-
 def with_peers(world_size: int = 4) -> dict[str, Any]:
     small = dict(zip(NAMES, (400.0, 10.0, 2.0, 6.0, 8.0, 4.0, 6.0), strict=True))
     large = dict(zip(NAMES, (9000.0, 8000.0, 9000.0, 5000.0, 6000.0, 1000.0, 4000.0), strict=True))
@@ -338,33 +298,6 @@ def test_ours_are_held_against_the_fastest_peer_of_each_size() -> None:
     assert rows_of(small)["openmpi"]["best_peer_ratio"] is None
 
 
-def test_the_ratio_to_the_best_peer_is_that_of_each_round() -> None:
-    size = raw_size(64, {"gloo": 9.0, "mpich": 1.0, "shm": 1.0})
-    size["time_us"][1:] = [1, 2, 4, 100] * 5, [2, 4, 8, 50] * 5
-    rows = rows_of(collective_result(raw_result("all_reduce", [size], peers=True), 2)["sizes"][0])
-    assert rows["shm"]["best_peer_ratio"]["median"] == 2.0  # the medians are 3 and 6
-    assert rows["shm"]["best_peer_ratio"]["q25"] == 0.5
-
-
-def test_the_table_with_peers_fits_80_columns_and_says_who_takes_turns() -> None:
-    text = printed(collective_table(with_peers()))
-    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
-    for words in (*NAMES, "vs best peer", "2.00 [2.00..2.00]", "0.20 [0.20..0.20]", "1 (best peer)", "64 B"):
-        assert words in text
-    assert "4 ranks on 2 processors, which they take in turns" in text
-    assert "vllm: sums in another order" in text
-    assert "turns" not in printed(collective_table(with_peers(world_size=2)))
-
-
-def test_the_plot_has_a_color_for_each_and_no_two_are_alike(tmp_path: Path) -> None:
-    assert set(CURVE_COLORS) == {*NAMES, "c10d"} and len(set(CURVE_COLORS.values())) == 8
-    report.save_plot([with_peers()], tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-
-# --- arguments -------------------------------------------------------------------------------------------------------
-
-
 def test_peers_alone_select_the_case_and_want_all_reduce() -> None:
     assert check_operations([], [], [], peers=True) == (("collective",), ("all_reduce",))
     assert check_operations(["all"], [], ["all_reduce"], peers=True) == (["all"], ("all_reduce",))
@@ -372,10 +305,3 @@ def test_peers_alone_select_the_case_and_want_all_reduce() -> None:
         check_operations(["memory"], [], [], peers=True)
     with pytest.raises(ArgumentError, match="--peers compares all_reduce only"):
         check_operations([], [], ["broadcast"], peers=True)
-
-
-def test_the_help_says_what_to_install(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    assert cli.main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert "--peers" in text and install.EXTRA in text

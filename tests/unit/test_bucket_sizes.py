@@ -56,17 +56,22 @@ def test_dearer_messages_never_make_smaller_buckets(line, factor):
     assert shared_sizes(dearer) >= shared_sizes(line)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "caps"),
-    [
+def test_sizes_that_the_user_asked_for():
+    for arguments, caps in (
         ({}, []),
         ({"bucket_cap_mb": "auto"}, []),
         ({"bucket_cap_mb": 0.5}, [512 * KIB]),
         ({"bucket_cap_mb_list": [1, 3]}, [MIB, 3 * MIB]),
-    ],
-)
-def test_caps_that_the_user_asked_for(arguments, caps):
-    assert DDPOptions(**arguments).asked_caps == caps
+    ):
+        assert DDPOptions(**arguments).asked_caps == caps
+    # From which size on gradients on a device are reduced where autograd made them.
+    for arguments, expected in (
+        ({}, MIB),
+        ({"gradient_as_bucket_view": False}, MIB),
+        ({"gradient_as_bucket_view": True}, 0),
+        ({"adopt_large_gradients": False}, 0),
+    ):
+        assert DDPOptions(**arguments).adopt_bytes == expected
 
 
 class AnyMemory:

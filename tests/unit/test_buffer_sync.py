@@ -47,9 +47,6 @@ def test_a_buffer_that_was_put_in_the_place_of_another_is_found() -> None:
     second = ddp_model.buffers_of(module)
     assert [a is b for a, b in zip(first, second, strict=True)] == [False, False, True]
     assert second[0] is module[0].running_mean and second[1] is module[0].running_var
-
-
-def test_buffers_of_a_scripted_module() -> None:
     module = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     found = ddp_model.buffers_of(module)
     assert [buffer.data_ptr() for buffer in found] == [buffer.data_ptr() for buffer in module.buffers()]
@@ -74,9 +71,7 @@ def test_what_can_travel_as_bytes() -> None:
     ("forward", "both", "said"),
     [(None, None, True), (None, False, False), (None, True, True), (False, None, False), (True, False, True)],
 )
-def test_a_torch_that_has_one_word_for_both_is_told_in_that(
-    monkeypatch: pytest.MonkeyPatch, forward: bool | None, both: bool | None, said: bool
-) -> None:
+def test_a_torch_that_has_one_word_for_both_is_told_in_that(monkeypatch, forward, both, said):
     older = options._TORCH_ARGUMENTS - {"forward_sync_buffers"}
     monkeypatch.setattr(options, "_TORCH_ARGUMENTS", older)
     given = options.DDPOptions(broadcast_buffers=both, forward_sync_buffers=forward).for_torch(views=True)

@@ -87,6 +87,9 @@ def test_nobody_is_missing():
     same = [in_call(rank, "all_reduce", 5 + rank, shape="float32[4]", ranks=(0, 1)) for rank in range(2)]
     headline = diagnose(same).headline
     assert "no rank is known to be missing" in headline and "float32" not in headline and "differ" not in headline
+    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111)] == [
+        "1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th",
+    ]  # fmt: skip
 
 
 def test_other_groups_and_messages():
@@ -100,9 +103,3 @@ def test_other_groups_and_messages():
     assert 'rank 1 in barrier at train.py:12 (2nd on group "tp" of ranks 1 and 3)' in headline
     assert 'rank 3 waits in recv from rank 1 at train.py:8 (group "default")' in headline
     assert 'ranks 0 and 2 in barrier at train.py:33 (4th on group "default")' in headline
-
-
-def test_ordinals():
-    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111)] == [
-        "1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th",
-    ]  # fmt: skip

@@ -56,15 +56,6 @@ def test_a_process_that_is_left_is_told_and_ended() -> None:
     assert inventory.leaks([]) == []
 
 
-def test_a_process_that_has_ended_is_no_leak() -> None:
-    inventory = Inventory()
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert inventory.leaks([]) == []
-
-
 def test_connections_are_shut_but_for_the_stores_and_older_ones() -> None:
     with listening() as store, listening() as peer:
         old = connected(peer)

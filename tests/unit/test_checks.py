@@ -7,14 +7,7 @@ import torch
 
 from torchddp import DesyncError
 from torchddp.ddp.options import DDPOptions
-from torchddp.diagnose.parameters import (
-    Amount,
-    Difference,
-    check_parameters,
-    find_difference,
-    hash_tensors,
-    make_error,
-)
+from torchddp.diagnose.parameters import Amount, Difference, check_parameters, find_difference, hash_tensors, make_error
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int8, torch.bool]
 
@@ -62,9 +55,6 @@ def test_a_hash_by_operators_is_of_all_parts():
     before = hash_of(values, True)
     values[-1] = 1
     assert hash_of(values, True) != before
-
-
-def test_what_has_no_memory_is_not_hashed():
     with pytest.raises(RuntimeError, match="tensor 1 has no memory to hash"):
         hash_tensors([torch.ones(1), torch.ones(2, device="meta")])
 

@@ -1,17 +1,13 @@
 """`python -m benchmarks.checks`: what is said of made-up times, and a run of it."""
 
-import io
 import json
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from benchmarks.checks import cli
 from benchmarks.checks.field import make_field
-from benchmarks.checks.report import render
 from benchmarks.checks.results import model_result
-from torchddp.harness.machine import describe_machine
 
 
 def made_up(checked_ms: float = 14.0) -> dict:
@@ -27,25 +23,6 @@ def test_a_check_costs_its_part_of_each_step() -> None:
     ratios = {row["name"]: row["to_plain"] for row in result["variants"]}
     assert ratios["no DDP"] is None and ratios["plain"] is None
     assert ratios["find_nonfinite=True"]["median"] == pytest.approx(1.01)
-
-
-def test_the_report_names_every_variant() -> None:
-    out = io.StringIO()
-    document = {"results": [made_up()], "machine": describe_machine(), "command": "checks"}
-    Console(file=out, width=100).print(render(document))
-    text = out.getvalue()
-    for words in ('find_nonfinite="raise"', "plain again", "1.010", "check_parameters_every=100: +0.40% of a step"):
-        assert words in text
-
-
-def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, words in (
-        (["--model", "none"], "no model 'none'"),
-        (["--every", "0"], "--every wants 1 or more"),
-        (["--world-size", "0"], "--world-size wants 1"),
-    ):
-        assert cli.main(arguments) == 2
-        assert words in capsys.readouterr().err
 
 
 @pytest.mark.thorough

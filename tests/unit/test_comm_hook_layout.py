@@ -1,32 +1,13 @@
 """Where gradients lie in a bucket, and how what was left out moves when buckets change."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from torchddp.comm_hooks.hook import CommHook, _Step
 from torchddp.comm_hooks.layout import Layout, Residuals, Slot
 
 A, B, C = Slot("a", 0, (2, 2), 4), Slot("b", 8, (3,), 3), Slot("c", 11, (2,), 2)
 PADDED = Layout((A, B, C), 16)
 SHAPES = {"a": torch.Size((2, 2)), "b": torch.Size((3,)), "c": torch.Size((2,))}
-
-
-class Ones(CommHook):
-    """Writes ones wherever it may."""
-
-    def _setup(self, setup):
-        pass
-
-    def _reduce(self, piece):
-        piece.flat.fill_(1.0)
-
-    def _state(self):
-        return {}
-
-    def _load_state(self, state):
-        pass
 
 
 def test_gaps():
@@ -44,13 +25,6 @@ def test_gaps_of_a_part_are_cleared(begin, end):
     PADDED.clear_gaps(part, begin)
     inside = [any(slot.offset <= i < slot.end for slot in PADDED.slots) for i in range(begin, end)]
     assert part.tolist() == [float(used) for used in inside]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_hooks_leave_zeros_between_gradients(dtype):
-    flat = torch.full((16,), 5.0, dtype=dtype)
-    result = Ones()._run(SimpleNamespace(sent_bytes=0), flat, PADDED, _Step(1))
-    assert result is flat and flat.tolist() == [1.0] * 4 + [0.0] * 4 + [1.0] * 5 + [0.0] * 3
 
 
 def test_residuals_move_by_name():

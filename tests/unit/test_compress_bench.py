@@ -1,18 +1,14 @@
 """`python -m benchmarks.compress`: what is timed, and what is said of made-up times."""
 
-import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from benchmarks.compress import cli
 from benchmarks.compress.measure import COPY, FORMATS, make_calls, measure
-from benchmarks.compress.report import render
 from benchmarks.compress.results import size_result
-from torchddp.harness.machine import describe_machine
 
 NAMES = [(COPY, ""), ("int8", "compress"), ("int8", "decompress")]
 
@@ -39,38 +35,9 @@ def test_speeds_are_of_the_fp32_side_and_ratios_of_one_round() -> None:
     assert fast["to_memcpy"]["q25"] == pytest.approx(2.0)
 
 
-def test_the_report_shows_sizes_speeds_and_ratios() -> None:
-    seconds = np.array([[1e-3] * 3, [2e-3] * 3, [5e-4] * 3])
-    document = {
-        "results": [size_result(64 << 20, NAMES, seconds), size_result(65536, NAMES, seconds)],
-        "settings": {"cpu_capability": "avx2"},
-        "machine": describe_machine(),
-        "command": "python -m benchmarks.compress",
-    }
-    out = io.StringIO()
-    Console(file=out, width=100).print(render(document))
-    for words in ("64 MiB of fp32", "64 KiB of fp32", "0.50 [0.50..0.50]", "2.00 [2.00..2.00]", "avx2 kernels"):
-        assert words in out.getvalue()
-
-
 def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
     path = tmp_path / "compress.json"
     assert cli.main(["--kib", "4", "--format", "int8", "--rounds", "1", "--output", str(path)]) == 0
     (result,) = json.loads(path.read_text())["results"]
     assert result["nbytes"] == 4096
     assert [kernel["what"] for kernel in result["kernels"]] == [COPY, *["int8"] * 4, *["top-k"] * 2]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--format", "int9"], "no format 'int9'"),
-        (["--kib", "0"], "--kib wants 1 to"),
-        (["--top-k", "0"], "--top-k wants a share"),
-        (["--rounds", "0"], "--rounds wants at least 1"),
-        (["--output", "."], "--output wants a file"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments) == 2
-    assert words in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """`python -m benchmarks.convergence`: ratios, bounds, tables and data, from made-up curves and real tasks."""
 
-import io
 import json
 import math
 from pathlib import Path
@@ -8,18 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from benchmarks.convergence import cli
-from benchmarks.convergence.bounds import BOUNDS, NAMES, REFERENCE, bound_of
-from benchmarks.convergence.job import OUTER_STEPS, evaluation_steps
-from benchmarks.convergence.plot import save_convergence
-from benchmarks.convergence.report import markdown, render
+from benchmarks.convergence.bounds import NAMES, REFERENCE
+from benchmarks.convergence.report import markdown
 from benchmarks.convergence.results import task_result
-from benchmarks.training.methods import METHODS, ring_bytes
-from benchmarks.training.tables import bytes_text, holds_text, markdown_table
-from benchmarks.training.tasks import TASKS, digits, gpt_for_one_host, shortened
-from torchddp.harness.machine import describe_machine
+from benchmarks.training.methods import METHODS
+from benchmarks.training.tasks import TASKS
+from tests.unit import benchmark_results
 
 WHATS = {name: METHODS[name].what for name in NAMES}
 
@@ -33,84 +28,38 @@ def raw(losses: dict[str, list[float]], errors: dict[str, str] | None = None) ->
     runs = {name: [run_of(seed, loss) for seed, loss in enumerate(values)] for name, values in losses.items()}
     for name, text in (errors or {}).items():
         runs[name] = [{"seed": seed, "error": text} for seed in range(2)]
-    return {
-        "task": "gpt",
-        "title": "GPT on Python's source files",
-        "unit": "tokens",
-        "units_per_step": 1024,
-        "steps": 100,
-        "parameters": 136_960,
-        "runs": runs,
-    }
+    told = {"task": "gpt", "title": "GPT", "unit": "tokens", "units_per_step": 1024, "steps": 100, "parameters": 9}
+    return {**told, "runs": runs}
 
 
 def document(**changed: list[float]) -> dict[str, Any]:
     losses = {name: [2.0, 4.0] for name in NAMES} | changed
-    return {
-        "format": 1,
-        "date": "2026-01-01T00:00:00+00:00",
-        "command": "python -m benchmarks.convergence",
-        "machine": describe_machine(),
-        "settings": {},
-        "results": [{**task_result(raw(losses), WHATS), "world_size": 2}],
-    }
+    return benchmark_results.document({**task_result(raw(losses), WHATS), "world_size": 2})
 
 
 def rows_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in result["methods"]}
 
 
-def test_ratios_are_of_one_seed_each() -> None:
+def test_ratios_are_of_one_seed_each_and_a_bound_is_on_their_mean() -> None:
     row = rows_of(task_result(raw({REFERENCE: [2.0, 4.0], "int8": [2.2, 3.6]}), WHATS))["int8"]
     assert row["ratio"] == pytest.approx({"mean": 1.0, "low": 0.9, "high": 1.1})
     assert row["loss"] == pytest.approx(2.9) and row["bytes_per_step"] == 1e4
     assert row["holds"] is True
     assert row["curve"][-1] == {"units": 102_400, "loss": pytest.approx(2.9), "bytes": 1e6}
+    for ratio, holds in ((1.0099, True), (1.0101, False)):
+        result = task_result(raw({REFERENCE: [2.0, 4.0], "int8": [2.0 * ratio, 4.0 * ratio]}), WHATS)
+        assert rows_of(result)["int8"]["holds"] is holds
 
 
-@pytest.mark.parametrize(("ratio", "holds"), [(1.0099, True), (1.0101, False)])
-def test_a_bound_is_on_the_mean_ratio(ratio: float, holds: bool) -> None:
-    result = task_result(raw({REFERENCE: [2.0, 4.0], "int8": [2.0 * ratio, 4.0 * ratio]}), WHATS)
-    assert rows_of(result)["int8"]["holds"] is holds
-
-
-def test_an_error_or_a_loss_that_is_no_number_holds_nothing() -> None:
+def test_without_a_loss_or_the_reference_nothing_is_claimed() -> None:
     losses = {REFERENCE: [2.0, 4.0], "int8": [2.0, math.nan], "topk": [2.0, math.inf]}
     rows = rows_of(task_result(raw(losses, {"fp16": "ImportError: no comm_hooks"}), WHATS))
     assert rows["fp16"]["holds"] is False and "comm_hooks" in rows["fp16"]["error"]
     assert rows["int8"]["holds"] is False and rows["int8"]["error"] == "loss is not finite, seed 1"
     assert rows["topk"]["holds"] is None
-
-
-def test_without_the_reference_nothing_is_claimed() -> None:
     rows = rows_of(task_result(raw({"int8": [2.0, 4.0]}, {REFERENCE: "RuntimeError: gone"}), WHATS))
     assert rows["int8"]["ratio"] is None and rows["int8"]["holds"] is None
-
-
-def test_unknown_bytes_stay_unknown() -> None:
-    made = raw({REFERENCE: [2.0]})
-    made["runs"][REFERENCE] = [run_of(0, 2.0, None)]
-    row = rows_of(task_result(made, WHATS))[REFERENCE]
-    assert row["bytes_per_step"] is None and bytes_text(row["bytes_per_step"]) == "?"
-
-
-def test_every_bound_has_a_method_and_a_reason() -> None:
-    assert set(NAMES) <= set(METHODS)
-    assert all(bool(bound.reason) == (bound.at_most is not None) for bound in BOUNDS)
-    assert {name: bound_of(name).at_most for name in ("fp16", "bf16", "int8", "powersgd", "diloco", "topk")} == {
-        "fp16": 1.01,
-        "bf16": 1.01,
-        "int8": 1.01,
-        "powersgd": 1.03,
-        "diloco": 1.03,
-        "topk": None,
-    }
-
-
-def test_losses_are_looked_at_where_local_methods_agree() -> None:
-    assert evaluation_steps(600, 50) == tuple(range(50, 601, 50))
-    assert evaluation_steps(2000, 50) == (*range(150, 2000, 150), 2000)
-    assert evaluation_steps(30, 50) == (30,)
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))
@@ -131,71 +80,11 @@ def test_a_task_is_a_function_of_seed_step_and_rank(name: str) -> None:
     assert both[0] != both[1] and sum(both) / 2 == pytest.approx(first(*whole).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("task", [gpt_for_one_host(), digits()], ids=lambda task: task.name)
-def test_diloco_gets_rounds_enough_to_show_anything(task: Any) -> None:
-    assert task.steps % OUTER_STEPS.sync_every == 0 and task.steps // OUTER_STEPS.sync_every >= 10
-    assert task.lr_at(task.warmup_steps) == pytest.approx(task.lr)
-    assert 0 < task.lr_at(task.steps - 1) < task.lr / 5
-    assert shortened(task, 5).warmup_steps == 5
-
-
-def test_small_words() -> None:
-    assert [bytes_text(count) for count in (12, 840, 62_140, 1e6, 2.04e7, 1.2e9)] == [
-        *("12 B", "840 B", "62.1 kB", "1 MB", "20.4 MB", "1200 MB")
-    ]
-    assert [holds_text(holds) for holds in (None, True, False)] == ["", "yes", "NO"]
-    assert markdown_table(("a", "b"), [["x|y", "1"]]) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |"
-    assert [ring_bytes(1200, world_size) for world_size in (1, 2, 3, 4)] == [0, 1200, 1600, 1800]
-
-
-def test_the_report_fits_100_columns_and_the_markdown_has_every_method() -> None:
-    shown_document = document(int8=[2.1, 4.2])
-    shown_document["results"] += [{**task_result(raw({REFERENCE: [2.0]}, {"fp16": "no"}), WHATS), "world_size": 2}]
-    stream = io.StringIO()
-    Console(file=stream, width=100).print(render(shown_document))
-    shown, table = stream.getvalue(), markdown(shown_document)
-    assert max(map(len, shown.splitlines())) <= 100
-    assert all(name in shown and f"| {name} |" in table for name in NAMES)
-    assert "| int8 | 10 kB | 3.1500 | 1.0500 [1.0500..1.0500] | 1.01 | NO |" in table
-    assert "gpt, fp16: no" in shown
-
-
-def test_the_plot_is_a_picture(tmp_path: Path) -> None:
-    save_convergence(document()["results"], tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_saved_run_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_run_of_this_benchmark_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps(document(), allow_nan=False))
     assert cli.main(["--show", str(path)]) == 0
     assert capsys.readouterr().out.strip() == markdown(document()).strip()
-
-
-def test_a_run_of_another_benchmark_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run.json"
     path.write_text(json.dumps({"results": [{"case": "links"}]}))
     assert cli.main(["--show", str(path)]) == 2
     assert "holds results of links, not convergence" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--task", "imagenet"], "--task: there is no 'imagenet'; choose from gpt, digits, all"),
-        (["--seeds", "0"], "--seeds wants 1 to 20, not 0"),
-        (["--methods", "int8,magic"], "--methods: there is no 'magic'; choose from uncompressed"),
-        (["--plot", "/nowhere/x.png"], "--plot: the folder '/nowhere' does not exist"),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_without_scikit_learn_the_digits_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
-    assert cli.main(["--task", "digits"]) == 2
-    assert "needs scikit-learn" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
+from tests.harness import run_ranks
 from torchddp import run
 from torchddp.integrations import install as install_module
 from torchddp.integrations import require
@@ -24,7 +25,7 @@ PLAIN = type(TorchDDP)
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs Python on the checkout, or on what PYTHONPATH says, with no other variable of ours or of Python's."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
-    path = {"PYTHONPATH": str(ROOT)}
+    path = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=110, env=clean | path | environment
     )
@@ -37,26 +38,16 @@ def nothing_left() -> Iterator[None]:
     torchddp.uninstall()
 
 
-# --- on and off ---
-
-
 def test_the_class_is_exactly_as_it_was_afterwards() -> None:
     before = dict(vars(TorchDDP))
     names = dict(vars(torch.nn.parallel))
-    torchddp.install()
-    assert torchddp.installed() and type(TorchDDP) is not PLAIN
+    torchddp.uninstall()
+    for _ in range(2):
+        torchddp.install()
+        assert torchddp.installed() and type(TorchDDP) is not PLAIN
     torchddp.uninstall()
     assert not torchddp.installed() and type(TorchDDP) is PLAIN
     assert dict(vars(TorchDDP)) == before and dict(vars(torch.nn.parallel)) == names
-
-
-def test_once_on_is_on_and_once_off_is_off() -> None:
-    torchddp.uninstall()
-    assert not torchddp.installed()
-    torchddp.install()
-    torchddp.install()
-    torchddp.uninstall()
-    assert not torchddp.installed() and type(TorchDDP) is PLAIN
 
 
 def test_the_end_of_a_with_brings_back_what_was_before() -> None:
@@ -68,9 +59,6 @@ def test_the_end_of_a_with_brings_back_what_was_before() -> None:
             assert not torchddp.installed() and type(TorchDDP) is PLAIN
         assert install_module._defaults == {"transport": "shm"} and type(TorchDDP) is not PLAIN
     assert not torchddp.installed() and type(TorchDDP) is PLAIN
-
-
-def test_an_exception_inside_changes_nothing_of_that() -> None:
     with pytest.raises(KeyError), torchddp.install(), torchddp.install():
         raise KeyError("inside")
     assert type(TorchDDP) is PLAIN
@@ -92,9 +80,6 @@ def test_wrong_defaults_are_refused_at_once(options: dict[str, object], words: s
     assert not torchddp.installed()
 
 
-# --- what others see of the class ---
-
-
 def test_classes_stay_what_they_are() -> None:
     with torchddp.install():
         assert issubclass(torchddp.DDP, TorchDDP) and not issubclass(torch.nn.Linear, TorchDDP)
@@ -113,11 +98,19 @@ def test_the_signature_is_that_of_what_a_call_makes() -> None:
     assert list(inspect.signature(TorchDDP).parameters) == own
 
 
-def test_classes_derived_meanwhile_are_derived_from_ours() -> None:
+class OwnMeta(PLAIN):  # type: ignore[misc, valid-type]
+    pass
+
+
+def test_classes_derived_meanwhile_are_derived_from_ours_and_those_of_before_get_back_what_they_had() -> None:
     class Before(TorchDDP):
         pass
 
+    class Special(TorchDDP, metaclass=OwnMeta):
+        pass
+
     with torchddp.install():
+        assert type(Before) is type(TorchDDP) is not PLAIN and type(Special) is OwnMeta
 
         class Meanwhile(TorchDDP):
             """Its own words."""
@@ -133,27 +126,6 @@ def test_classes_derived_meanwhile_are_derived_from_ours() -> None:
     assert issubclass(Meanwhile, torchddp.DDP) and type(Meanwhile) is PLAIN
     assert (Meanwhile.__doc__, Meanwhile.answer, Meanwhile.__module__) == ("Its own words.", 42, __name__)
     assert not issubclass(OfBefore, torchddp.DDP) and issubclass(OfOurs, torchddp.DDP)
-
-
-# --- what is said ---
-
-
-class OwnMeta(PLAIN):  # type: ignore[misc, valid-type]
-    pass
-
-
-def test_classes_derived_before_get_back_what_they_had() -> None:
-    class Before(TorchDDP):
-        pass
-
-    class OfBefore(Before):
-        pass
-
-    class Special(TorchDDP, metaclass=OwnMeta):
-        pass
-
-    with torchddp.install():
-        assert type(Before) is type(OfBefore) is type(TorchDDP) is not PLAIN and type(Special) is OwnMeta
     assert type(Before) is type(OfBefore) is PLAIN and type(Special) is OwnMeta
 
 
@@ -167,18 +139,28 @@ CLAIM = "torch.nn.parallel.DistributedDataParallel makes torchddp's class in thi
 ELSEWHERE = "torchddp.install() here changes this process alone, and none of"
 
 
-def test_nothing_is_claimed_before_a_model_is_made() -> None:
-    done = python("-c", f"{GROUP}import torchddp; torchddp.install(); print(dist.get_rank())", GLOO_SOCKET_IFNAME="lo")
-    assert done.stdout == "0\n" and done.stderr == "", done.stderr
+@pytest.mark.parametrize(
+    ("made", "claims", "derived"),
+    [
+        ([], 0, ""),
+        (["torch's"], 1, "Derived from torch's before, and so without it"),
+        (["own"] * 2, 0, "was derived from"),
+    ],
+)
+def test_nothing_is_claimed_before_a_model_and_classes_derived_before_are_named(caplog, made, claims, derived):
+    def work(rank: int) -> str:
+        class Before(TorchDDP):
+            pass
 
+        torchddp.install()
+        for kind in made:
+            (Before if kind == "own" else TorchDDP)(torch.nn.Linear(2, 2))
+        return caplog.text
 
-def test_classes_derived_before_are_named() -> None:
-    derive = "\nclass Before(D): pass\nimport torchddp; torchddp.install(); "
-    done = python("-c", GROUP + derive + "D(torch.nn.Linear(2, 2))", GLOO_SOCKET_IFNAME="lo")
-    assert done.stderr.count(CLAIM) == 1, done.stderr
-    assert done.stderr.endswith("Derived from torch's before, and so without it: __main__.Before\n"), done.stderr
-    done = python("-c", GROUP + derive + "[Before(torch.nn.Linear(2, 2)) for _ in 'ab']", GLOO_SOCKET_IFNAME="lo")
-    assert CLAIM not in done.stderr and done.stderr.count("__main__.Before was derived from torch's") == 1, done.stderr
+    (said,) = run_ranks(work, 1)
+    assert said.count(CLAIM) == claims and (not made) == (not said), said
+    named = [line for line in said.splitlines() if "Before" in line]
+    assert [derived in line for line in named] == [True] * bool(made), said
 
 
 RAY = """
@@ -206,60 +188,42 @@ def test_a_driver_is_told_that_its_workers_are_elsewhere(tmp_path: Path, module:
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
 
     def said(code: str, mode: str, **environment: str) -> tuple[int, int]:
-        """How often the line came, and how often of it before the last of what the program prints itself."""
+        """How often the line came, and how often before the program's own end."""
         code += "import sys; print('the end', file=sys.stderr, flush=True)"
-        done = python("-c", code, PYTHONPATH=path, MODE=mode, GLOO_SOCKET_IFNAME="lo", **environment)
+        done = python("-c", code, PYTHONPATH=path, MODE=mode, **environment)
         assert done.returncode == 0, done.stderr
         line = f"{ELSEWHERE} {engine}'s workers: call it in the function that {engine} runs on them, or set "
         return done.stderr.count(line), done.stderr.partition("the end")[0].count(line)
 
     driver = f"import {module}, torchddp; torchddp.install(); torchddp.install(); "
     assert said(driver, mode="0") == (1, 1)
-    assert said(f"import torchddp; torchddp.install(); import {module}; ", mode="") == (1, 0)  # begun afterwards
     assert said(driver, mode="1") == (0, 0)  # a worker
-    assert said(driver, mode="", RANK="0", WORLD_SIZE="1") == (0, 0)  # torchrun's
-    assert said(f"{GROUP}import torchddp; torchddp.install(); D(torch.nn.Linear(1, 1)); import {module}; ", "") == (
-        0,
-        0,
-    )
-    assert said("import torchddp; torchddp.install(); ", mode="") == (0, 0)  # no engine
+    if engine == "Ray":
+        begun_afterwards = "import torchddp; torchddp.install(); import ray; "
+        assert said(begun_afterwards, mode="") == (1, 0)
+        assert said(driver, mode="", RANK="0", WORLD_SIZE="1") == (0, 0)  # torchrun's
+        with_a_model = f"{GROUP}import torchddp; torchddp.install(); D(torch.nn.Linear(1, 1)); import ray; "
+        assert said(with_a_model, mode="") == (0, 0)
 
 
-# --- what is imported ---
-
-
-def test_importing_torchddp_imports_no_integration() -> None:
-    code = "import sys, torchddp; print([m for m in sys.modules if m.startswith('torchddp.integrations')])"
-    assert python("-c", code).stdout.strip() == "[]"
-
-
-def test_a_missing_client_is_one_line_that_names_its_package() -> None:
+def test_a_missing_client_is_one_line_that_names_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r"^no_such_client is not installed: pip install mosaicml$"):
         require("no_such_client.trainer", "mosaicml")
     assert require("json.decoder", "mosaicml").__name__ == "json.decoder"
-
-
-def test_what_a_client_lacks_is_no_missing_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some_client.py").write_text("import what_it_needs\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="what_it_needs"):
         require("some_client", "composer")
 
 
-# --- the environment variable ---
-
 USE = "import torchddp, torch; from torch.nn.parallel import DistributedDataParallel as D; "
-MADE = (
-    "import torch.distributed as dist; dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); "
-    "print(type(D(torch.nn.Linear(2, 2))).__module__)"
-)
 
 
-@pytest.mark.parametrize(("value", "module"), [("1", "torchddp.ddp.module"), ("0", TorchDDP.__module__)])
-def test_the_variable_installs_when_torchddp_is_imported(value: str, module: str) -> None:
-    done = python("-c", USE + MADE, TORCHDDP_INSTALL=value, GLOO_SOCKET_IFNAME="lo")
-    assert done.returncode == 0 and done.stdout.strip() == module, done.stdout + done.stderr
-    assert done.stderr.count("makes torchddp's class in this process") == (value == "1")
+def test_the_variable_installs_when_torchddp_is_imported() -> None:
+    made = "print(type(D(torch.nn.Linear(2, 2))).__module__)"
+    done = python("-c", f"import torchddp; {GROUP}{made}", TORCHDDP_INSTALL="1")
+    assert done.returncode == 0 and done.stdout.strip() == "torchddp.ddp.module", done.stdout + done.stderr
+    assert done.stderr.count(CLAIM) == 1
 
 
 @pytest.mark.parametrize("value", ["yes", "2", " 1"])
@@ -267,9 +231,10 @@ def test_another_value_is_an_error_of_import_torchddp(value: str, monkeypatch: p
     monkeypatch.setenv("TORCHDDP_INSTALL", value)
     with pytest.raises(ValueError, match=f"TORCHDDP_INSTALL must be 1 .* got '{value}'"):
         install_module.install_by_variable()
-    monkeypatch.setenv("TORCHDDP_INSTALL", "")
-    install_module.install_by_variable()
-    assert not torchddp.installed()
+    for off in ("", "0"):
+        monkeypatch.setenv("TORCHDDP_INSTALL", off)
+        install_module.install_by_variable()
+        assert not torchddp.installed()
 
 
 @pytest.mark.thorough
@@ -279,34 +244,33 @@ def test_the_torchddp_command_compares_with_torchs_class() -> None:
     assert done.stdout == f"False\n{PLAIN.__name__}\n", done.stdout + done.stderr
 
 
-# --- Lightning, whose names `import torchddp` registers where it is there ---
-
 REGISTRY = """
 class Registry(dict):
     def register(self, name, strategy, description, override, **arguments):
         self[name] = strategy
+StrategyRegistry = Registry()
 """
 
 
-def make_lightning(folder: Path, **strategies: str) -> str:
-    """Packages with the modules of Lightning that hold its registries; returns the PYTHONPATH."""
-    for name in ("fabric", "pytorch"):
-        package = folder / "lightning" / name
+def test_a_lightning_that_we_do_not_know_is_no_obstacle(tmp_path: Path) -> None:
+    for name, strategies in (("fabric", ""), ("pytorch", REGISTRY)):
+        package = tmp_path / "lightning" / name
         package.mkdir(parents=True)
         (package / "__init__.py").touch()
-        (package / "strategies.py").write_text(strategies[name])
-    (folder / "lightning" / "__init__.py").touch()
-    return os.pathsep.join([str(folder), str(ROOT)])
-
-
-def test_a_lightning_that_we_do_not_know_is_no_obstacle(tmp_path: Path) -> None:
-    path = make_lightning(tmp_path, fabric="", pytorch=REGISTRY + "StrategyRegistry = Registry()")
+        (package / "strategies.py").write_text(strategies)
+    (tmp_path / "lightning" / "__init__.py").touch()
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = python("-c", "import lightning.pytorch, torchddp; print(torchddp.DDP.__name__)", PYTHONPATH=path)
     assert done.stdout == "DistributedDataParallel\n", done.stdout + done.stderr
     assert "Lightning does not know torchddp's strategies by name" in done.stderr
 
 
-# --- python -m torchddp.run ---
+def test_without_lightning_one_line_names_the_package() -> None:
+    hidden = "import sys; sys.modules |= dict.fromkeys(('lightning', 'pytorch_lightning', 'lightning_fabric')); "
+    done = python("-c", hidden + "import torchddp.integrations.lightning")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: ") and last.endswith("pip install lightning"), done.stderr
+
 
 SCRIPT = """
 import os, pickle, sys
@@ -349,9 +313,7 @@ def test_a_script_sees_what_it_sees_under_python(program: Path, monkeypatch: pyt
 
 @pytest.mark.rest_is_thorough("how0")
 @pytest.mark.parametrize("how", [["package/script.py"], ["-m", "package.module"]])
-def test_an_error_ends_it_with_the_scripts_traceback(
-    program: Path, monkeypatch: pytest.MonkeyPatch, how: list[str]
-) -> None:
+def test_an_error_ends_it_with_the_scripts_traceback(program, monkeypatch, how):
     monkeypatch.chdir(program.parent)
     done = same_as_python(*how, "--fail")
     line = SCRIPT.splitlines().index('    raise KeyError("the script\'s own")') + 1
@@ -369,22 +331,8 @@ def test_an_error_ends_it_with_the_scripts_traceback(
         (["-m", "no_such_module_anywhere"], 1, "No module named"),
     ],
 )
-def test_wrong_usage_is_one_line(
-    arguments: list[str],
-    code: int,
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_wrong_usage_is_one_line(arguments, code, words, capsys, monkeypatch):
     monkeypatch.setenv("TORCHDDP_INSTALL", "")  # set by main, and put back by this
     with pytest.raises(SystemExit) as ended:
         run.main(arguments)
     assert ended.value.code == code and words in capsys.readouterr().err
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    run.main(["--help"])
-    printed = capsys.readouterr().out
-    assert printed.startswith("usage: python -m torchddp.run")
-    assert "torchrun --nproc-per-node 2 -m torchddp.run train.py" in printed
-    assert not torchddp.installed()

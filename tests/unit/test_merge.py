@@ -25,8 +25,14 @@ def planned(params, ready_s, cost, slack_s=0.0):
     return merged_buckets(params, range(len(params)), ready_s, cost, slack_s)
 
 
-def test_a_dear_message_takes_everything():
+def test_costs_slack_and_order():
     assert planned(specs([1, 1, 1]), [0, 1, 2], cost(10)) == ((0, 1, 2),)
+    assert planned([], [], cost(1, 1)) == ()
+    assert planned(specs([1000, 1000]), [0, 0], cost(1, 0.001)) == ((0, 1),)
+    assert planned(specs([1000, 1000]), [0, 0], cost(1, 0.001, 0.01)) == ((0,), (1,))
+    assert len(planned(specs([1, 1, 1]), [0, 5, 10], cost(0, 0.25), 2.0)) == 1
+    assert len(planned(specs([1, 1, 1]), [0, 5, 10], cost(0, 0.25), 1.5)) == 2
+    assert merged_buckets(specs([1, 1, 1]), [2, 0, 1], [0.9, 10, 1], cost(0, 0.25)) == ((2, 0), (1,))
 
 
 def test_free_messages_leave_only_the_last_gradient_for_the_end():
@@ -37,29 +43,11 @@ def test_free_messages_leave_only_the_last_gradient_for_the_end():
     assert finish_s(buckets, params, ready_s, cost(0, 0.25)) == 11
 
 
-def test_copying_keeps_a_large_gradient_alone():
-    assert planned(specs([1000, 1000]), [0, 0], cost(1, 0.001)) == ((0, 1),)
-    assert planned(specs([1000, 1000]), [0, 0], cost(1, 0.001, 0.01)) == ((0,), (1,))
-
-
 def test_kinds_do_not_mix():
     params = specs([1] * 5, dtypes=[0, 1, 0, 1, 0], sparse=[4])
     assert planned(params, range(5), cost(100, 1)) == ((0, 2), (1, 3), (4,))
     others = [_C.ParamSpec(f"p{i}", 1, 4, device=i % 2, owner=i // 2) for i in range(4)]
     assert planned(others, range(4), cost(100, 1)) == ((0,), (1,), (2,), (3,))
-
-
-def test_slack_buys_fewer_messages():
-    assert len(planned(specs([1, 1, 1]), [0, 5, 10], cost(0, 0.25), 2.0)) == 1
-    assert len(planned(specs([1, 1, 1]), [0, 5, 10], cost(0, 0.25), 1.5)) == 2
-
-
-def test_an_order_is_followed_and_times_may_go_back_a_little():
-    assert merged_buckets(specs([1, 1, 1]), [2, 0, 1], [0.9, 10, 1], cost(0, 0.25)) == ((2, 0), (1,))
-
-
-def test_no_parameters_no_buckets():
-    assert planned([], [], cost(1, 1)) == ()
 
 
 def test_bad_input_is_named():
@@ -133,8 +121,7 @@ def test_brute_force_finds_nothing_better(gradients, kinds, alpha, beta, pack):
     assert finish_s(buckets, params, ready_s, this) == pytest.approx(best_s, rel=1e-9, abs=1e-12)
 
 
-# From a link that hides everything to one on which every run is tried.
-@pytest.mark.parametrize("beta", [1e-12, 1e-10, 1e-9, 1e-7])
+@pytest.mark.parametrize("beta", [1e-12, 1e-7])
 def test_a_thousand_parameters_are_no_worse_than_one_message(beta):
     numels = random.Random(3)
     params = specs([numels.randint(1, 100_000) for _ in range(1000)])

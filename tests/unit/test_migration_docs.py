@@ -1,4 +1,4 @@
-"""docs/migration.md names nothing that is not there, and leaves out no argument of those that it is about."""
+"""docs/migration.md and docs/torch_features.md name nothing that is not there, and leave out no argument."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torchddp.comm_hooks import NAMES
 from torchddp.optim import OSS
 from torchddp.sync import DDPSyncStrategy, accumulate, even_batches
 
+TORCH_FEATURES = PAGE.parent / "torch_features.md"
 # The arguments in the sources of apex, fairscale and horovod, which are not installed here.
 APEX = """module message_size delay_allreduce shared_param allreduce_trigger_params retain_allreduce_buffers
     allreduce_always_fp32 num_allreduce_streams allreduce_communicators gradient_average gradient_predivide_factor
@@ -118,9 +119,24 @@ def test_values_that_are_named_exist():
         assert hasattr(torch.distributed, function)
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)", PAGE.read_text()):
-        assert (PAGE.parent / target).exists(), target
+@pytest.mark.parametrize("page", [PAGE, TORCH_FEATURES], ids=lambda page: page.name)
+def test_links_and_files_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+    for name in re.findall(r"(?:tests|examples)/[\w/]+\.py", page.read_text()):
+        assert (page.parents[1] / name).exists(), name
+
+
+def test_torch_features():
+    text = TORCH_FEATURES.read_text()
+    modes = {"ddp_optimizer", "no_optimization", "python_reducer", "python_reducer_without_compiled_forward"}
+    assert modes <= set(re.findall(r'`"(\w+)"`', text))
+    for mode in modes:
+        with torch._dynamo.config.patch(optimize_ddp=mode):
+            assert torch._dynamo.utils.get_optimize_ddp_mode() == mode
+    for name in re.findall(r"`model\.(\w+)`", text):
+        assert hasattr(torchddp.DDP, name), name
+    compile(code(text), TORCH_FEATURES.name, "exec")
 
 
 @pytest.mark.parametrize("section", sections())

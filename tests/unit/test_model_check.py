@@ -9,18 +9,23 @@ def _model(**shapes: tuple[int, ...]):
     return describe([torch.zeros(shape) for shape in shapes.values()], list(shapes))
 
 
-def test_equal_models_have_no_differences():
+def test_equal_models_and_other_names_alone_are_no_difference():
     assert find_differences([_model(a=(2, 3), b=(3,))] * 4) == []
-
-
-def test_other_names_alone_are_no_difference():
     assert find_differences([_model(a=(2,), b=(3,)), _model(x=(2,), y=(3,))]) == []
 
 
-def test_shape_names_parameter_and_ranks():
+def test_shapes_order_and_number_name_parameters_and_ranks():
     (text,) = find_differences([_model(a=(2, 3)), _model(a=(2, 4))])
     assert text.startswith("[1]: params[0] ('a')")
     assert "[2, 4]" in text and "[2, 3]" in text and "process 0" in text
+    (text,) = find_differences([_model(a=(2,), b=(2,)), _model(b=(2,), a=(2,))])
+    assert "another order" in text and "'b'" in text and "'a'" in text and "Rank 1" in text
+    (text,) = find_differences([_model(a=(2,), b=(3,)), _model(a=(2,), c=(3,), d=(1,))])
+    assert "Rank 0 has 2 params, while rank 1 has inconsistent 3 params" in text
+    assert "Only Rank 0 has 'b'" in text and "Only rank 1 has 'c', 'd'" in text
+    found = find_differences([_model(a=(2,)), _model(a=(3,)), _model(a=(2,)), _model(a=(4,))])
+    assert [text[:3] for text in found] == ["[1]", "[3]"]
+    assert MAX_DIFFERENCES >= len(found)
 
 
 def test_dtype_and_strides():
@@ -29,20 +34,3 @@ def test_dtype_and_strides():
     dtype, strides = find_differences([reference, reference, other])
     assert dtype.startswith("[2]: params[0] ('a')") and "float64" in dtype and "float32" in dtype
     assert strides.startswith("[2]: params[1] ('b')") and "strides [1, 2]" in strides
-
-
-def test_number_names_what_each_side_lacks():
-    (text,) = find_differences([_model(a=(2,), b=(3,)), _model(a=(2,), c=(3,), d=(1,))])
-    assert "Rank 0 has 2 params, while rank 1 has inconsistent 3 params" in text
-    assert "Only Rank 0 has 'b'" in text and "Only rank 1 has 'c', 'd'" in text
-
-
-def test_order_is_told_apart_from_shapes():
-    (text,) = find_differences([_model(a=(2,), b=(2,)), _model(b=(2,), a=(2,))])
-    assert "another order" in text and "'b'" in text and "'a'" in text and "Rank 1" in text
-
-
-def test_every_rank_that_differs_is_named():
-    found = find_differences([_model(a=(2,)), _model(a=(3,)), _model(a=(2,)), _model(a=(4,))])
-    assert [text[:3] for text in found] == ["[1]", "[3]"]
-    assert MAX_DIFFERENCES >= len(found)

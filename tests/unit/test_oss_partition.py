@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from torchddp.sharded.parameter_sync import plan_buckets
 from torchddp.sharded.partition import partition
-from torchddp.transport.agreement import first_difference
 
 NUMELS = st.lists(st.integers(0, 10_000), max_size=40)
 
@@ -53,9 +52,6 @@ def test_largest_first_ties_to_the_lower_rank():
     assert partition([1, 5, 5, 2], [0] * 4, 2) == [1, 0, 1, 0]
     assert partition([3], [0], 4) == [0]
     assert partition([10, 1, 1], [0] * 3, 2, [1, None, None]) == [1, 0, 0]
-
-
-def test_wrong_lists_are_refused():
     with pytest.raises(ValueError, match="one length"):
         partition([1], [], 1)
     with pytest.raises(ValueError, match="world_size"):
@@ -78,11 +74,3 @@ def test_buckets_hold_each_owned_parameter_once_and_keep_the_limit(numels, limit
         assert limit == -1 or bucket.numel <= limit or len(bucket.params) == 1
     if limit == -1:
         assert len(buckets) == len({(bucket.owner, bucket.dtype) for bucket in buckets})
-
-
-def test_the_first_difference_between_ranks():
-    assert first_difference([["a", "b"], ["a", "b"], ["a", "c"]]) == "On rank 2 it is c, on rank 0 b."
-    assert "Rank 1 has 1 parameters, rank 0 2: the first that only rank 0 has is b" in first_difference(
-        [["a", "b"], ["a"]]
-    )
-    assert "only rank 1 has is b" in first_difference([["a"], ["a", "b"]])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import torchddp
 from torchddp.parallel.config import DTYPES, STRATEGIES, ParallelConfig
 from torchddp.parallel.fully import blocks_of
 from torchddp.parallel.groups import plan_layout
@@ -22,17 +22,9 @@ from torchddp.parallel.groups import plan_layout
 pytestmark = pytest.mark.beyond_torch("has no ParallelConfig")
 
 
-def test_nothing_is_imported_before_it_is_asked_for():
-    code = (
-        "import sys, torchddp\n"
-        "assert not [name for name in sys.modules if name.startswith('torchddp.parallel')]\n"
-        "assert torchddp.parallelize is torchddp.parallel.parallelize\n"
-        "assert {'ParallelConfig', 'parallelize', 'parallel_group_info'} <= {*torchddp.__all__}\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-# --- what is refused ---
+def test_the_package_offers_it():
+    assert torchddp.parallelize is torchddp.parallel.parallelize
+    assert {"ParallelConfig", "parallelize", "parallel_group_info"} <= {*torchddp.__all__}
 
 
 @pytest.mark.parametrize(
@@ -40,11 +32,9 @@ def test_nothing_is_imported_before_it_is_asked_for():
     [
         ({"kind": "fdsp"}, ValueError, ["kind: got 'fdsp'", "did you mean 'fsdp'?", "hsdp"]),
         ({"kind": None}, TypeError, ["kind: got None", "a string"]),
-        ({"use_fsdp": "yes"}, TypeError, ["use_fsdp: got 'yes' (str), allowed: true or false"]),
-        ({"use_fsdp": 1}, TypeError, ["use_fsdp: got 1 (int)"]),
+        ({"use_fsdp": 1}, TypeError, ["use_fsdp: got 1 (int), allowed: true or false"]),
         ({"model_parallel": 0}, ValueError, ["model_parallel: got 0, allowed: 1 or more"]),
         ({"model_parallel": True}, TypeError, ["model_parallel: got True (bool), allowed: a whole number"]),
-        ({"data_parallel": 2.0}, TypeError, ["data_parallel: got 2.0 (float)"]),
         ({"use_fsdp": True, "forward_prefetch": -1}, ValueError, ["forward_prefetch: got -1"]),
         ({"use_fsdp": True, "sharding_strategy": "FULL"}, ValueError, ["did you mean 'FULL_SHARD'?", "NO_SHARD"]),
         ({"use_fsdp": True, "param_dtype": "bf16"}, ValueError, ["param_dtype: got 'bf16'", "bfloat16"]),
@@ -83,25 +73,6 @@ def test_a_config_is_frozen_hashable_and_plain():
     assert ParallelConfig(use_fsdp=True, param_dtype=torch.bfloat16).param_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("options", "kind"),
-    [
-        ({}, "ddp"),
-        ({"use_fsdp": True}, "fsdp"),
-        ({"use_fsdp": True, "sharding_strategy": "NO_SHARD"}, "fsdp"),
-        ({"use_fsdp": True, "sharding_strategy": "HYBRID_SHARD"}, "hsdp"),
-        ({"kind": "fsdp", "sharding_strategy": "HYBRID_SHARD_ZERO2"}, "hsdp"),
-        ({"kind": "hsdp"}, "hsdp"),
-        ({"kind": "sharded"}, "sharded"),
-        ({"kind": "none"}, "none"),
-    ],
-)
-def test_the_kind_that_is_chosen(options, kind):
-    assert ParallelConfig(**options).chosen_kind == kind
-
-
-# --- files ---
-
 TOML = """
 [model]
 width = 4
@@ -115,6 +86,8 @@ wrap = ["Block"]
 def test_a_section_of_a_file(tmp_path: Path):
     path = tmp_path / "train.toml"
     path.write_text(TOML)
+    (tmp_path / "empty.yaml").write_text("")
+    assert ParallelConfig.from_file(tmp_path / "empty.yaml") == ParallelConfig()
     expected = ParallelConfig(use_fsdp=True, sharding_strategy="SHARD_GRAD_OP", wrap=("Block",))
     assert ParallelConfig.from_file(path, "train.parallel") == expected
     with pytest.raises(ValueError, match=r"train\.toml: there is no section 'parallel' \(found: model, train\)"):
@@ -127,7 +100,6 @@ def test_a_section_of_a_file(tmp_path: Path):
     ("name", "text", "error", "words"),
     [
         ("a.toml", "use_fsdp = 1", TypeError, "a.toml: use_fsdp: got 1 (int), allowed: true or false"),
-        ("a.toml", "use_fdsp = true", ValueError, "a.toml: unknown option 'use_fdsp'; did you mean 'use_fsdp'?"),
         ("a.toml", "use_fsdp = ", ValueError, "a.toml: "),
         ("a.json", "{", ValueError, "a.json: "),
         ("a.json", "[]", TypeError, "a.json: the file is a list, allowed: a table of options"),
@@ -155,26 +127,11 @@ def test_a_missing_parser_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ParallelConfig.from_file(path)
 
 
-def test_an_empty_file_is_the_default(tmp_path: Path):
-    for name, text in (("a.toml", ""), ("a.yaml", ""), ("a.json", "{}")):
-        (tmp_path / name).write_text(text)
-        assert ParallelConfig.from_file(tmp_path / name) == ParallelConfig()
-
-
-# --- command lines ---
-
-
 def test_the_forms_of_arguments():
     args = ["--use-fsdp", "--sharding-strategy=FULL_SHARD", "wrap=Block, Head", "--model-parallel", "2"]
+    expected = {"use_fsdp": True, "sharding_strategy": "FULL_SHARD", "wrap": ("Block", "Head"), "model_parallel": 2}
     config = ParallelConfig.from_cli([*args, "--no-sync-module-states", "--param-dtype", "bfloat16"])
-    assert config == ParallelConfig(
-        use_fsdp=True,
-        sharding_strategy="FULL_SHARD",
-        wrap=("Block", "Head"),
-        model_parallel=2,
-        sync_module_states=False,
-        param_dtype="bfloat16",
-    )
+    assert config == ParallelConfig(**expected, sync_module_states=False, param_dtype="bfloat16")
     options = ["ddp.bucket_cap_mb=4", "ddp.static-graph=True", "--ddp.transport=c10d", "ddp.timeout=2.5"]
     config = ParallelConfig.from_cli(options)
     assert config.ddp == {"bucket_cap_mb": 4, "static_graph": True, "transport": "c10d", "timeout": 2.5}
@@ -189,10 +146,8 @@ def test_the_forms_of_arguments():
         (["--use-fdsp"], ValueError, "--use-fdsp has no value"),
         (["--use-fdsp=true"], ValueError, "command line: unknown option 'use_fdsp'; did you mean 'use_fsdp'?"),
         (["fsdp"], ValueError, "command line: got 'fsdp', allowed: --option"),
-        (["--kind", "--use-fsdp"], ValueError, "--kind has no value"),
         (["--model-parallel", "two"], TypeError, "model_parallel: got 'two' (str), allowed: a whole number"),
         (["use_fsdp=maybe"], TypeError, "use_fsdp: got 'maybe'"),
-        (["ddp.bucket_cap=3"], ValueError, "command line: ddp.bucket_cap: unknown option"),
         (["kind.x=3"], ValueError, "unknown option 'kind.x'"),
     ],
 )
@@ -201,8 +156,6 @@ def test_wrong_arguments(args, error, words):
         ParallelConfig.from_cli(args)
     assert words in str(caught.value)
 
-
-# --- round trips ---
 
 _SIZES = st.none() | st.integers(1, 64)
 _COMMON = {
@@ -261,20 +214,14 @@ def _toml(value: object) -> str:
     return json.dumps(value).replace("\x7f", "\\u007f")
 
 
-def test_what_no_file_can_hold_is_named():
+def test_classes_to_wrap_are_written_as_names_and_functions_not_at_all():
     with pytest.raises(TypeError, match=r"ddp\.comm_hook: a function can't be written"):
-        ParallelConfig(ddp={"comm_hook": test_what_no_file_can_hold_is_named}).as_dict()
-
-
-def test_classes_to_wrap_are_written_as_names():
+        ParallelConfig(ddp={"comm_hook": layout}).as_dict()
     config = ParallelConfig(use_fsdp=True, wrap=(nn.Linear,))
     read = ParallelConfig.from_cli(config.to_cli())
     assert read.wrap == ("torch.nn.modules.linear.Linear",)
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     assert blocks_of(model, read.wrap) == blocks_of(model, config.wrap) == [model[0]]
-
-
-# --- layouts ---
 
 
 def layout(world_size: int, host: int = 4, tensor_parallel: bool = False, **options):
@@ -285,7 +232,6 @@ def layout(world_size: int, host: int = 4, tensor_parallel: bool = False, **opti
     ("world_size", "options", "expected"),
     [
         (1, {}, ("none", 1, 1)),
-        (1, {"kind": "hsdp"}, ("none", 1, 1)),
         (1, {"kind": "sharded"}, ("none", 1, 1)),
         (8, {}, ("ddp", 8, 1)),
         (8, {"kind": "none"}, ("none", 8, 1)),
@@ -306,20 +252,12 @@ def test_layouts(world_size, options, expected):
     assert found.world_size == world_size
 
 
-@pytest.mark.parametrize(
-    ("strategy", "reshards", "replicates"),
-    [
-        (None, True, False),
-        ("FULL_SHARD", True, False),
-        ("SHARD_GRAD_OP", False, False),
-        ("NO_SHARD", False, True),
-        ("HYBRID_SHARD", True, False),
-        ("HYBRID_SHARD_ZERO2", False, False),
-    ],
-)
-def test_strategies(strategy, reshards, replicates):
-    found = layout(4, host=2, use_fsdp=True, sharding_strategy=strategy)
-    assert (found.reshard_after_forward, found.replicates) == (reshards, replicates)
+def test_strategies():
+    strategies = None, "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"
+    found = [layout(4, host=2, use_fsdp=True, sharding_strategy=strategy) for strategy in strategies]
+    assert [one.reshard_after_forward for one in found] == [True, True, False, False, True, False]
+    assert [one.replicates for one in found] == [False, False, False, True, False, False]
+    assert [one.kind for one in found] == ["fsdp"] * 4 + ["hsdp"] * 2
 
 
 @pytest.mark.parametrize(
@@ -327,7 +265,6 @@ def test_strategies(strategy, reshards, replicates):
     [
         ({"data_parallel": 3}, "data_parallel 3 x model_parallel 1 is 3, but there are 4 ranks"),
         ({"kind": "hsdp", "model_parallel": 3}, "data_parallel 1 x model_parallel 3 is 3"),
-        ({"kind": "hsdp", "data_parallel": 3}, "is 3, but there are 4 ranks"),
         ({"model_parallel": 2}, "without a tensor parallel plan"),
         ({"use_fsdp": True, "model_parallel": 2}, "or take kind 'hsdp'"),
         ({"tensor_parallel": True}, "DTensors, but model_parallel is 1"),
@@ -341,28 +278,16 @@ def test_impossible_layouts(options, words):
     assert words in str(caught.value)
 
 
-@given(
-    world_size=st.integers(1, 64),
-    host=st.integers(1, 8),
-    model_parallel=_SIZES,
-    data_parallel=_SIZES,
-    hybrid=st.booleans(),
-)
-def test_sizes_multiply_or_are_refused(world_size, host, model_parallel, data_parallel, hybrid):
-    options = {"model_parallel": model_parallel, "data_parallel": data_parallel}
+@given(st.integers(1, 64), st.integers(1, 8), _SIZES, _SIZES, st.sampled_from(["hsdp", "ddp"]))
+def test_sizes_multiply_or_are_refused(world_size, host, model_parallel, data_parallel, kind):
+    options = {"kind": kind, "model_parallel": model_parallel, "data_parallel": data_parallel}
     try:
-        found = layout(
-            world_size, host, not hybrid and (model_parallel or 1) > 1, kind="hsdp" if hybrid else "ddp", **options
-        )
+        found = layout(world_size, host, kind == "ddp" and (model_parallel or 1) > 1, **options)
     except ValueError:
-        given = (model_parallel or 1) * (data_parallel or 1)
-        assert given != world_size  # what fits is never refused
+        assert (model_parallel or 1) * (data_parallel or 1) != world_size  # what fits is never refused
         return
     assert found.data_parallel * found.model_parallel == world_size
     assert model_parallel in (None, found.model_parallel) and data_parallel in (None, found.data_parallel)
-
-
-# --- blocks ---
 
 
 class Block(nn.Module):

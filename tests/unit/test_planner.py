@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from torchddp import _C
 from torchddp.plan.auto_plan import StepTimes, decide
-from torchddp.plan.buckets import best_buckets, buckets_of
+from torchddp.plan.buckets import buckets_of
 from torchddp.plan.plan_cache import PlanCacheError, PlanKey, fingerprint, kept_plan, load_plan, save_plan
 from torchddp.plan.step_profile import Gradient, LinearCost, ProfileError, StepProfile, load_profile, profile_from_dict
 from torchddp.transport.message_cost import fit_line, misfit
@@ -21,9 +21,6 @@ SIZES = [4096.0 * 4**i for i in range(7)]
 
 def specs(numels, dtypes=None):
     return [_C.ParamSpec(f"p{i}", numel, 4, dtype=0 if dtypes is None else dtypes[i]) for i, numel in enumerate(numels)]
-
-
-# --- the line ---
 
 
 @given(alpha=st.floats(1e-7, 1e-1), beta=st.floats(1e-13, 1e-6))
@@ -38,46 +35,16 @@ def test_a_line_is_found_again(alpha, beta):
 def test_a_line_is_never_below_zero(samples):
     alpha, beta = fit_line(samples)
     assert alpha >= 0 and beta >= 0 and math.isfinite(alpha) and math.isfinite(beta)
-
-
-def test_times_that_fall_with_size_become_a_constant():
-    assert fit_line([(1000, 2.0), (2000, 1.0)])[1] == 0.0
-
-
-def test_a_line_needs_positive_times():
-    for samples in ([], [(1.0, 0.0)]):
-        with pytest.raises(ValueError, match="positive times"):
-            fit_line(samples)
-
-
-# --- plans of profiles ---
+    with pytest.raises(ValueError, match="positive times"):
+        fit_line([*samples, (1.0, 0.0)])
 
 
 def profile(**changes) -> StepProfile:
-    fields = {
-        "model": "test",
-        "fingerprint": "0123",
-        "world_size": 2,
-        "ranks_per_host": 2,
-        "transport": "c10d",
-        "device": "cpu",
-        "gradients": tuple(Gradient(f"p{i}", 1000, 4, 0, 0, False, (3 - i) * 0.01) for i in range(4)),
-        "order": (3, 2, 1, 0),
-        "forward_s": 0.01,
-        "backward_s": 0.03,
-        "cost": LinearCost(1e-3, 1e-9, 1e-10, 1e-4, 0.01),
-        "buckets": ((3, 2, 1, 0),),
-        "step_s": 0.05,
-        "torchddp_version": "0",
-        "torch_version": "0",
-    }
-    return StepProfile(**{**fields, **changes})
-
-
-def test_a_dear_message_makes_one_bucket_and_a_cheap_one_several():
-    assert best_buckets(profile(), LinearCost(1.0, 0.0)) == ((3, 2, 1, 0),)
-    # 4000 bytes a gradient take 8 ms, and 10 ms pass between gradients.
-    assert best_buckets(profile(), LinearCost(0.0, 2e-6))[-1] == (0,)
+    gradients = tuple(Gradient(f"p{i}", 1000, 4, 0, 0, False, (3 - i) * 0.01) for i in range(4))
+    of_run = {"model": "test", "fingerprint": "0123", "world_size": 2, "ranks_per_host": 2, "transport": "c10d"}
+    plan = {"gradients": gradients, "order": (3, 2, 1, 0), "buckets": ((3, 2, 1, 0),), "device": "cpu"}
+    times = {"forward_s": 0.01, "backward_s": 0.03, "step_s": 0.05, "cost": LinearCost(1e-3, 1e-9, 1e-10, 1e-4, 0.01)}
+    return StepProfile(**{**of_run, **plan, **times, "torchddp_version": "0", "torch_version": "0", **changes})
 
 
 def test_a_profile_survives_the_disk(tmp_path: Path):
@@ -91,24 +58,18 @@ def test_a_profile_survives_the_disk(tmp_path: Path):
     [
         ("{", "no JSON"),
         ("[]", "no step profile"),
-        (
-            '{"kind": "torchddp step profile", "format": 99, "torchddp_version": "9.9"}',
-            "format 99 .written by torchddp",
-        ),
+        ('{"kind": "torchddp step profile", "format": 99, "torchddp_version": "9.9"}', "format 99 .written by"),
         ('{"kind": "torchddp step profile", "format": 1}', "damaged"),
+        (None, "Cannot read the profile"),
     ],
 )
-def test_a_wrong_profile_is_one_sentence(tmp_path: Path, text: str, words: str):
+def test_a_wrong_profile_is_one_sentence(tmp_path: Path, text: str | None, words: str):
     path = tmp_path / "p.json"
-    path.write_text(text)
+    if text is not None:
+        path.write_text(text)
     with pytest.raises(ProfileError, match=words) as caught:
         load_profile(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_missing_profile_is_one_sentence(tmp_path: Path):
-    with pytest.raises(ProfileError, match="Cannot read the profile"):
-        load_profile(tmp_path / "nothing.json")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +77,6 @@ def test_a_missing_profile_is_one_sentence(tmp_path: Path):
     [
         {"order": (0, 1, 2, 2)},
         {"buckets": ((0, 1), (1, 2, 3))},
-        {"step_s": -1.0},
         {"forward_s": math.nan},
         {"world_size": 0},
         {"gradients": ()},
@@ -135,9 +95,6 @@ def test_a_profile_holds_together(change):
             profile_from_dict(data)
 
 
-# --- the decision ---
-
-
 def times(ready_s):
     return StepTimes(tuple(ready_s), 0.01)
 
@@ -150,14 +107,6 @@ def test_buckets_change_only_for_a_gain():
     assert len(dear.plan) < len(current) and dear.after_s < dear.before_s
     cheap = decide(params, ready, LinearCost(1e-6, 0.0), current)
     assert cheap.plan == current and cheap.after_s == cheap.before_s
-
-
-def test_the_order_is_that_of_readiness():
-    assert times([0.3, 0.1, 0.2]).order == (1, 2, 0)
-    assert times([0.3, 0.1, 0.2]).backward_s == 0.3
-
-
-# --- plans on disk ---
 
 
 def test_plans_come_back_from_indices():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.profiler_events import LAYOUT, MS, NAMES, one_step, record, step_events, waiting_step
 from torchddp.profiler import report
-from torchddp.profiler.export import bars, chrome_trace, draw
+from torchddp.profiler.export import bars
 from torchddp.profiler.ranks import Clock, MergedProfile, align, clock_identity, merge, merge_step
 from torchddp.profiler.session import merged_trace
 from torchddp.profiler.steps import read_steps
@@ -29,31 +29,19 @@ def late_profile(clock_ahead_ms: float = 0.0) -> MergedProfile:
     return merge(ranks, [Clock(), Clock(-ahead_ns, 5)])
 
 
-# --- clocks ----------------------------------------------------------------------------------------------------------
-
-
-def test_ranks_of_one_clock_have_no_offset() -> None:
+def test_offsets_of_clocks() -> None:
     assert align(["a", "a"], [(), ()]) == [Clock(), Clock()]
     assert clock_identity() == clock_identity() != ""
-
-
-def test_an_offset_is_bounded_by_every_round() -> None:
     # Rank 1's clock shows 1000 more. Round 1 takes 100, round 2 takes 20: the second says most.
     first = [(0, 100), (200, 220)]
     second = [(1000, 1100), (1200, 1220)]
     (_, clock) = align(["a", "b"], [first, second])
     assert clock == Clock(-1000, 20)
-
-
-def test_without_readings_other_clocks_are_an_error() -> None:
     with pytest.raises(ValueError, match="without readings"):
         align(["a", "b"], [(), ()])
 
 
-@given(
-    st.integers(-(10**12), 10**12),
-    st.lists(st.tuples(*[st.integers(0, 10**6)] * 4), min_size=1, max_size=8),
-)
+@given(st.integers(-(10**12), 10**12), st.lists(st.tuples(*[st.integers(0, 10**6)] * 4), min_size=1, max_size=8))
 def test_the_true_offset_is_within_the_uncertainty(offset: int, rounds: list[tuple[int, int, int, int]]) -> None:
     readings: list[list[tuple[int, int]]] = [[], []]
     now = 0
@@ -64,9 +52,6 @@ def test_the_true_offset_is_within_the_uncertainty(offset: int, rounds: list[tup
         now = all_in + max(leave_a, leave_b)
     clock = align(["a", "b"], readings)[1]
     assert abs(clock.offset_ns + offset) <= clock.uncertainty_ns + 1
-
-
-# --- merging ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clock_ahead_ms", [0.0, 12345.0, -7.0])
@@ -91,9 +76,6 @@ def test_only_steps_of_all_ranks_are_merged() -> None:
     assert profile.mean_waits_ns() == [0, 24 * MS]
     assert profile.steps[1].straggler is None
     assert profile.median_step().index == 2  # of two the shorter
-
-
-def test_no_common_step_is_an_error() -> None:
     with pytest.raises(ValueError, match="no step .* rank 0: 1, rank 1: 0"):
         merge([record(0, [one_step()]), record(1, [])], [Clock(), Clock()])
 
@@ -106,12 +88,6 @@ def test_a_rank_that_starts_late_is_told_from_one_that_is_slow() -> None:
     slow = read_steps(slow_forward, lambda _: LAYOUT).complete[0]
     slower = merge_step([waiting_step(LATE_MS), slow]).straggler
     assert slower is not None and (slower.rank, slower.where, slower.lost_ns) == (1, "forward", 50 * MS)
-
-
-def test_three_ranks_wait_for_the_last_one() -> None:
-    step = merge_step([waiting_step(LATE_MS), one_step(1, 0, LATE_MS), waiting_step(LATE_MS)])
-    assert step.straggler is not None and step.straggler.rank == 1
-    assert (step.straggler.total_wait_ns, step.straggler.wait_ns) == (96 * MS, 48 * MS)
 
 
 def test_a_bucket_that_all_skipped_has_no_last_rank() -> None:
@@ -136,9 +112,6 @@ def test_whoever_comes_last_caused_all_waits(late_ms: list[int]) -> None:
         assert step.straggler is not None and late_ms[step.straggler.rank] == last
 
 
-# --- what people read ------------------------------------------------------------------------------------------------
-
-
 def test_the_report_says_it_in_80_columns() -> None:
     profile = late_profile()
     profile = MergedProfile(profile.records, profile.clocks, profile.steps[:1])
@@ -152,14 +125,11 @@ def test_the_report_says_it_in_80_columns() -> None:
     assert "clocks of different hosts aligned to within 0 us" in words
 
 
-def test_a_rank_alone_has_a_report_without_others() -> None:
+def test_a_rank_alone_and_lost_events_are_reported() -> None:
     text = report.as_text(report.rank_report(record(0, [one_step()])))
     assert "last.weight" in text and "overlap ratio 0.50" in text and "straggler" not in text
     with pytest.raises(ValueError, match="no complete step"):
         report.rank_report(record(0, []))
-
-
-def test_what_was_lost_is_said() -> None:
     (line,) = report.lost_lines([record(0, []), replace(record(1, []), dropped=17, incomplete=2)])
     assert line.startswith("rank 1: 17 events") and "2 steps" in line
 
@@ -199,21 +169,8 @@ def test_a_chrome_trace_has_ranks_threads_and_lengths() -> None:
     assert trace["otherData"]["clock_uncertainty_us"] == [0, 0.005]
 
 
-def test_a_trace_of_nothing_is_valid() -> None:
-    assert chrome_trace([(0, "rank 0", [])], NAMES)["traceEvents"]
-
-
 def test_bars_lie_where_the_times_say() -> None:
     found = bars(one_step(), 0)
     assert (0, "forward", 0.0, 4.0) in found and (0, "exposed", 14.0, 6.0) in found
     assert (1, "in flight", 8.0, 8.0) in found and (2, "gathering", 10.0, 4.0) in found
     assert not any(what == "queued" for _, what, _, _ in found)
-
-
-def test_a_picture_has_a_panel_a_rank() -> None:
-    from matplotlib import pyplot
-
-    figure = draw(late_profile().steps[0], [0, 1], "a step")
-    assert [axis.get_ylabel() for axis in figure.axes] == ["rank 0", "rank 1"]
-    assert len(figure.axes[0].patches) == len(bars(late_profile().steps[0].steps[0], 0))
-    pyplot.close(figure)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.profiler_events import LAYOUT, MS, FakeEvent, one_step, step_events
-from torchddp.profiler.steps import BucketLayout, Layouts, read_steps, union
+from torchddp.profiler.steps import BucketLayout, Layouts, read_steps
 
 
 def test_a_step_is_read() -> None:
@@ -36,48 +36,34 @@ def test_a_skipped_bucket_was_not_sent() -> None:
     skipped = step.buckets[1]
     assert not skipped.sent and skipped.launched_ns is None and skipped.packed_ns == 14 * MS
     assert step.comm_ns == 8 * MS
-
-
-def test_nothing_sent_is_all_hidden() -> None:
-    events = [e for e in step_events() if e.kind not in ("launched", "wait_begin", "done")]
+    events = [e for e in events if e.kind not in ("launched", "wait_begin", "done")]
     (step,) = read_steps(events, lambda _: LAYOUT).complete
-    assert (step.comm_ns, step.overlap_ratio) == (0, 1.0)
+    assert (step.comm_ns, step.overlap_ratio) == (0, 1.0)  # nothing was sent: all is hidden
 
 
-def test_parameters_without_gradients() -> None:
+def test_parameters_without_gradients_and_buckets_that_queue() -> None:
     events = [e for e in step_events() if not (e.kind == "grad_ready" and e.id in (0, 2, 3))]
     (step,) = read_steps(events, lambda _: LAYOUT).complete
     empty, half = step.buckets
     assert (empty.first_ready_ns, empty.last_ready_ns, empty.holder) == (None, None, None)
     assert (half.first_ready_ns, half.last_ready_ns, half.holder) == (10 * MS, 10 * MS, 1)
     assert step.compute_end_ns == 10 * MS
-
-
-def test_a_bucket_that_is_full_before_an_earlier_one_queues_behind_it() -> None:
     swap = {("packed", 0): 14, ("launched", 0): 14, ("packed", 1): 9, ("launched", 1): 14}
     events = [e._replace(time_ns=swap.get((e.kind, e.id), e.time_ns // MS) * MS) for e in step_events()]
     (step,) = read_steps(events, lambda _: LAYOUT).complete
     assert [bucket.behind for bucket in step.buckets] == [None, 0]
 
 
-def test_several_steps_and_one_cut_off_by_the_ring() -> None:
+def test_steps_that_are_cut_off_or_never_ended_are_counted() -> None:
     events = [event for index in range(4) for event in step_events(index, begin_ms=30.0 * index)]
     read = read_steps(events[5:], lambda _: LAYOUT)
     assert [step.index for step in read.complete] == [1, 2, 3]
     assert read.incomplete == 1
     assert {step.duration_ns for step in read.complete} == {20 * MS}
-
-
-def test_steps_that_never_ended_are_counted() -> None:
     broken = step_events(1)[:6]  # an error in backward
     forward_only = [FakeEvent("forward_begin", 2, 30 * MS)]
     read = read_steps([*broken, *forward_only, *step_events(3, begin_ms=60.0)], lambda _: LAYOUT)
     assert [step.index for step in read.complete] == [3] and read.incomplete == 2
-
-
-def test_nothing_recorded() -> None:
-    read = read_steps([], lambda _: LAYOUT)
-    assert (read.complete, read.incomplete) == ((), 0)
 
 
 def test_events_of_threads_may_lie_out_of_order() -> None:
@@ -105,12 +91,3 @@ def test_a_shift_moves_all_times_and_no_length(offset_ns: int) -> None:
     assert moved.overlap_ratio == step.overlap_ratio
     assert moved.gradients[0][1] == step.gradients[0][1] + offset_ns
     assert moved.shifted(-offset_ns) == step
-
-
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12))
-def test_a_union_covers_the_same_moments(spans: list[tuple[int, int]]) -> None:
-    covered = {at for begin, end in spans for at in range(begin, end)}
-    joined = union(spans)
-    assert {at for begin, end in joined for at in range(begin, end)} == covered
-    assert sum(end - begin for begin, end in joined) == len(covered)
-    assert all(joined[i][1] < joined[i + 1][0] for i in range(len(joined) - 1))

@@ -1,38 +1,25 @@
 """`python -m benchmarks.sharded`: ratios, bounds, tables and what counts as training alike, from made-up numbers."""
 
 import importlib.util
-import io
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from rich.console import Console
-from torch import nn
 
-from benchmarks.sharded import cli
-from benchmarks.sharded.bounds import COMPARISONS, ZERO_FORMS, Comparison, comparisons_of
-from benchmarks.sharded.builders import BUILDERS, blocks_of
+from benchmarks.sharded.bounds import comparisons_of
 from benchmarks.sharded.field import FIELD, REFERENCE, choose_variants, missing_package
 from benchmarks.sharded.measure import Contest, WrongTrainingError
-from benchmarks.sharded.plot import save_memory, save_speed
 from benchmarks.sharded.proof import TOLERANCE, error_of
-from benchmarks.sharded.report import field_table, render
+from benchmarks.sharded.report import render
 from benchmarks.sharded.results import MEMORY_KEYS, memory_result, speed_result
-from benchmarks.sharded.trainer import storage_bytes, tensors_in
+from tests.unit import benchmark_results
+from tests.unit.helpers import printed
 from torchddp.bench.cases import Job
-from torchddp.bench.memory import parse_bytes
-from torchddp.harness.machine import describe_machine
-from torchddp.harness.models import make_model
 from torchddp.harness.variants import ArgumentError
 
 MODEL = {"model": "mlp", "title": "MLP 6 x 1024x1024", "parameters": 12, "gradient_bytes": 25_000_000}
 ALL = choose_variants(())
-WIDEST = 12345.6
 
 
 def speed(step_ms: dict[str, float], left_out: dict[str, str] | None = None, rounds: int = 40) -> dict[str, Any]:
@@ -58,58 +45,30 @@ def memory(bytes_of_rank: int = 250_000_000) -> dict[str, Any]:
     return memory_result(variants, raws, 4)
 
 
-def document(*results: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "date": "2026-01-01T00:00:00+00:00",
-        "command": "python -m benchmarks.sharded",
-        "machine": describe_machine(),
-        "peers": {"fairscale": "0.4.13", "deepspeed": None},
-        "settings": {},
-        "results": list(results),
-    }
-
-
-def shown(renderable: Any, width: int = 80) -> str:
-    stream = io.StringIO()
-    Console(file=stream, width=width).print(renderable)
-    return stream.getvalue()
-
-
 def comparison(result: dict[str, Any], ours: str, against: str) -> dict[str, Any]:
     (found,) = (row for row in result["comparisons"] if (row["ours"], row["against"]) == (ours, against))
     return found
 
 
-def test_every_variant_can_be_built_and_every_bound_is_about_variants() -> None:
-    assert {entry.kind for entry in FIELD.values()} == set(BUILDERS)
-    assert {name for c in COMPARISONS for name in (c.ours, *c.opponents)} <= set(FIELD)
-    assert all(c.reason for c in COMPARISONS if c.bound is not None)
-    bounds = {(c.ours, c.against): c.bound for c in COMPARISONS if c.bound is not None}
-    assert bounds == {
-        ("torchddp-auto", "ZeRO, default"): 0.45,
-        ("torchddp-auto", "fairscale, default"): 0.40,
-        ("torchddp-auto", "deepspeed"): 0.30,
-        ("torchddp-auto", "torch DDP, fused"): 0.80,
-        ("torchddp-c10d", "ZeRO, best"): 0.90,
-    }
+def document(*results: dict[str, Any]) -> dict[str, Any]:
+    return benchmark_results.document(*results) | {"peers": {"fairscale": "0.4.13", "deepspeed": None}}
 
 
-def test_the_reference_always_runs_and_an_unknown_name_is_refused() -> None:
+def test_the_reference_always_runs_and_unknown_names_and_missing_packages_are_told(monkeypatch):
     assert [variant.name for variant in choose_variants(["torchddp-auto"])] == [REFERENCE, "torchddp-auto"]
     assert [variant.name for variant in ALL] == list(FIELD)
     with pytest.raises(ArgumentError, match="there is no 'zero'"):
         choose_variants(["zero"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else name)
+    assert missing_package(FIELD["deepspeed"].variant) == "deepspeed"
+    assert missing_package(FIELD["torch-zero"].variant) is None
 
 
 def test_ratios_are_of_the_same_round() -> None:
     drift = np.linspace(1.0, 3.0, 31)  # a machine that gets slower: the ratio stays
-    raw = {
-        **MODEL,
-        "step_ms": {"torch-zero": 50 * drift, "torchddp-auto": 20 * drift},
-        "left_out": {},
-        "training_errors": {"torch-zero": 0.0, "torchddp-auto": 0.0},
-    }
-    result = speed_result(choose_variants(["torch-zero", "torchddp-auto"])[1:], raw, 2)
+    steps = {"torch-zero": 50 * drift, "torchddp-auto": 20 * drift}
+    raw = {**MODEL, "step_ms": steps, "left_out": {}, "training_errors": dict.fromkeys(steps, 0.0)}
+    result = speed_result(choose_variants([*steps])[1:], raw, 2)
     ratio = comparison(result, "torchddp-auto", "ZeRO, default")["ratio"]
     assert [ratio[key] for key in ("q25", "median", "q75")] == pytest.approx([0.4] * 3)
     assert result["variants"][0]["samples_ms"] == pytest.approx(50 * drift, abs=1e-3)
@@ -123,40 +82,15 @@ def test_the_best_form_is_the_opponent_and_only_what_ran_is_compared() -> None:
     assert comparisons_of(["torch-zero", "deepspeed"]) == []
 
 
-@given(st.dictionaries(st.sampled_from((*ZERO_FORMS, "deepspeed")), st.floats(0.1, 1e4)))
-def test_the_fastest_is_never_beaten_by_another_form(medians: dict[str, float]) -> None:
-    found = Comparison("torchddp-auto", "ZeRO, best", ZERO_FORMS).fastest(medians)
-    forms = [medians[name] for name in ZERO_FORMS if name in medians]
-    assert (found is None) == (not forms)
-    assert found is None or (found in ZERO_FORMS and medians[found] == min(forms))
-
-
 def test_the_bound_says_met_or_missed() -> None:
     steps = {"torch-ddp": 90.0, "torch-zero": 80.0, "deepspeed": 100.0, "torchddp-auto": 35.0}
-    lines = shown(render(document(speed(steps)))).splitlines()
+    left_out = {"fairscale": "fairscale is not installed"}
+    text = printed(render(document(speed(steps, left_out), memory())))
+    assert "fairscale is left out: fairscale is not installed" in text
+    lines = text.splitlines()
     (zero,) = (line for line in lines if "ZeRO, default" in line and "torch-zero" in line)
     (deep,) = (line for line in lines if "deepspeed" in line and "0.35 [" in line)
     assert zero.rstrip().endswith("0.45 met") and deep.rstrip().endswith("0.3 missed")
-
-
-def test_every_table_fits_80_columns_and_names_who_is_left_out() -> None:
-    steps = {name: WIDEST + index for index, name in enumerate(FIELD) if name != "deepspeed"}
-    both = document(speed(steps, {"deepspeed": "deepspeed is not installed"}), memory())
-    text = shown(render(both))
-    assert max(map(len, text.splitlines())) <= 80
-    assert text.count("deepspeed is left out: deepspeed is not installed") == 2
-    for variant in ALL:
-        assert any(line.startswith(f"{variant.name} ") for line in text.splitlines()), variant.name
-    assert "…" not in text
-    listed = shown(field_table())
-    assert max(map(len, listed.splitlines())) <= 80 and all(name in listed for name in FIELD)
-
-
-def test_a_saved_document_gives_the_same_report() -> None:
-    steps = dict.fromkeys(FIELD, 10.0)
-    before = document(speed(steps), memory())
-    after = json.loads(json.dumps(before, allow_nan=False))
-    assert after == before and shown(render(after)) == shown(render(before))
 
 
 def test_memory_is_that_of_the_rank_that_holds_most() -> None:
@@ -165,18 +99,10 @@ def test_memory_is_that_of_the_rank_that_holds_most() -> None:
     assert rows["torch-ddp"]["largest"] == dict.fromkeys(MEMORY_KEYS, 100_000_000)
     assert rows["torch-zero"]["largest"]["bucket_bytes"] is None
     assert "largest" not in rows["deepspeed"]
-    lines = [line.split() for line in shown(render(document(result))).splitlines() if line.startswith("torch-zero ")]
+    lines = [line.split() for line in printed(render(document(result))).splitlines() if line.startswith("torch-zero ")]
     megabytes, multiples = lines
     assert megabytes[1:] == ["50.0", "50.0", "-", *["50.0"] * 4]
     assert multiples[1:] == ["2.00", "2.00", "-", *["2.00"] * 4]
-
-
-def test_plots_are_drawn_for_variants_that_ran_on_one_model_only(tmp_path: Path) -> None:
-    save_speed(
-        [speed({"torch-ddp": 9, "torchddp-auto": 4}), speed({"torch-ddp": 9}, {"fsdp2": "no"})], tmp_path / "speed.png"
-    )
-    save_memory([memory(), memory()], tmp_path / "memory.png")
-    assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in ("speed", "memory"))
 
 
 def test_training_alike_is_held_against_what_training_changed() -> None:
@@ -196,56 +122,3 @@ def test_only_a_peer_may_be_left_out() -> None:
     for name in ("torchddp-auto", "torchddp-ddp", REFERENCE):
         with pytest.raises(WrongTrainingError, match=f"'{name}' on model 'mlp': it broke"):
             contest.drop(FIELD[name].variant, "it broke")
-
-
-def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else name)
-    assert missing_package(FIELD["deepspeed"].variant) == "deepspeed"
-    assert missing_package(FIELD["torch-zero"].variant) is None
-
-
-def test_a_storage_counts_once() -> None:
-    flat = torch.zeros(1000)
-    state = {0: {"exp_avg": flat[:10], "step": torch.zeros(1)}, 1: [(flat[500:],)]}
-    tensors = list(tensors_in([state]))
-    assert len(tensors) == 3 and storage_bytes(tensors) == 4004
-    assert storage_bytes([torch.empty(0)]) == 0
-
-
-@pytest.mark.parametrize(("model", "count"), [("mlp", 6), ("gpt", 6), ("small", 0)])
-def test_blocks_are_what_repeats_in_a_model(model: str, count: int) -> None:
-    blocks = blocks_of(make_model(model, 0))
-    assert len(blocks) == count
-    assert all(isinstance(block, nn.Module) and len(list(block.parameters())) > 1 for block in blocks)
-
-
-def test_lines_of_proc() -> None:
-    assert parse_bytes("Rss: 9 kB\nPss:   12 kB\nPss_Dirty: 3 kB\n", "Pss") == 12 * 1024
-    with pytest.raises(ValueError, match="no RssShmem line"):
-        parse_bytes("VmRSS: 9 kB", "RssShmem")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--models", "nothing"], "--models: there is no 'nothing'"),
-        (["--models", ","], "--models wants names"),
-        (["--variants", "nothing"], "--variants: there is no 'nothing'"),
-        (["--ranks", "1"], "--ranks wants 2 to"),
-        (["--ranks", "x"], "--ranks wants numbers"),
-        (["--seconds", "0"], "--seconds"),
-        (["--json", "/nowhere/x.json"], "folder '/nowhere' does not exist"),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
-
-
-def test_help_has_examples_and_the_list_has_everyone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
-    assert "Examples:" in capsys.readouterr().out
-    assert cli.main(["--list"]) == 0
-    listed = capsys.readouterr().out
-    assert all(name in listed for name in FIELD)

@@ -1,22 +1,15 @@
 """`python -m benchmarks.slow_link`: seconds to a loss, bounds, tables and mistakes, from made-up races."""
 
-import io
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from benchmarks.slow_link import bounds, cli
 from benchmarks.slow_link.bounds import COMPARISONS, NAMES, judge
 from benchmarks.slow_link.curves import Point, arrival, smoothed, target_of
 from benchmarks.slow_link.job import TARGET_METHOD
-from benchmarks.slow_link.plot import save_slow_link
-from benchmarks.slow_link.report import markdown, render
 from benchmarks.slow_link.results import race_result
 from benchmarks.training.methods import METHODS
-from torchddp.harness.machine import describe_machine
+from tests.unit import benchmark_results
 
 ALL_WHATS = {name: METHODS[name].what for name in NAMES}
 
@@ -26,24 +19,22 @@ def curve(*losses: float, step_s: float = 1.0, slice_steps: int = 5) -> list[Poi
     return [Point(i * slice_steps, i * slice_steps * step_s, loss) for i, loss in enumerate(losses)]
 
 
-def test_time_to_a_loss_is_linear_between_looks() -> None:
+def test_arrival_is_linear_between_looks_and_no_single_look() -> None:
     falling = curve(6.0, 5.0, 4.0, 3.0, 2.0, step_s=2.0)
     assert arrival(falling, 4.0) == (10, 20)
     assert arrival(falling, 3.5) == (12.5, 25)
     assert arrival(falling, 6.0) == (0, 0)
     assert target_of(falling) == 3.0
-
-
-def test_a_look_without_neighbours_is_no_arrival() -> None:
     # 2.0 is the last look: it may be noise.
     assert arrival(curve(6.0, 5.0, 4.0, 3.0, 2.0), 2.5) is None
     assert arrival(curve(6.0, 5.0, 4.0, 3.0, 2.0, 1.0), 2.5) == (17.5, 17.5)
-
-
-def test_one_lucky_look_is_no_arrival() -> None:
     lucky = curve(6.0, 5.0, 1.0, 5.0, 4.0, 3.0, 2.0)
     assert smoothed(lucky) == [6.0, 5.0, 5.0, 4.0, 4.0, 3.0]
     assert arrival(lucky, 3.5) == (22.5, 22.5)
+    nan = float("nan")
+    assert arrival(curve(6.0, nan, nan, nan, nan), 4.0) is None
+    with pytest.raises(ValueError, match="needs 3 looks, got 2"):
+        target_of(curve(6.0, 5.0))
 
 
 def test_looks_that_follow_change_no_arrival() -> None:
@@ -51,25 +42,6 @@ def test_looks_that_follow_change_no_arrival() -> None:
     found = [arrival(curve(*losses[:n]), 4.2) for n in range(3, len(losses) + 1)]
     arrived = [times for times in found if times is not None]
     assert found[0] is None and len(arrived) > 2 and len(set(arrived)) == 1
-
-
-def test_a_loss_that_is_no_number_does_not_arrive() -> None:
-    nan = float("nan")
-    assert arrival(curve(6.0, nan, nan, nan, nan), 4.0) is None
-
-
-def test_a_target_needs_three_looks() -> None:
-    with pytest.raises(ValueError, match="needs 3 looks, got 2"):
-        target_of(curve(6.0, 5.0))
-
-
-def test_bounds_name_methods_that_exist_and_each_is_of_ours_against_torchs() -> None:
-    assert set(NAMES) <= set(METHODS)
-    for comparison in COMPARISONS:
-        assert set(comparison.ours) | set(comparison.theirs) <= set(NAMES)
-        assert all(name.startswith("torch-") for name in comparison.theirs)
-        assert not any(name.startswith("torch-") for name in comparison.ours)
-        assert comparison.reason and comparison.bound >= 1.0
 
 
 def test_the_faster_of_each_side_counts() -> None:
@@ -98,30 +70,16 @@ def raw(missing: str = "") -> dict[str, Any]:
         methods[name] = {"points": points, "step_seconds": [step_s] * 4, "sent_bytes_per_step": [2e7, 1.9e7]}
     if missing:
         methods[missing] = {"error": "ImportError: cannot import name 'averaging' from 'torchddp'"}
-    return {
-        "title": "GPT on Python's source files",
-        "parameters": 3_298_816,
-        "unit": "tokens",
-        "units_per_step": 256,
-        "steps": 15,
-        "target": 3.0,
-        "methods": methods,
-    }
+    told = {"title": "GPT", "parameters": 9, "unit": "tokens", "units_per_step": 256, "steps": 15, "target": 3.0}
+    return {**told, "methods": methods}
 
 
 def document(missing: str = "") -> dict[str, Any]:
     shape = {"world_size": 4, "ranks_per_host": 2, "slice_steps": 5, "sync_every": 10, "rate": 10**8}
-    return {
-        "format": 1,
-        "date": "2026-01-01T00:00:00+00:00",
-        "command": "python -m benchmarks.slow_link",
-        "machine": describe_machine(),
-        "settings": {},
-        "results": [{**race_result(raw(missing), ALL_WHATS), **shape}],
-    }
+    return benchmark_results.document({**race_result(raw(missing), ALL_WHATS), **shape})
 
 
-def test_a_result_says_how_much_sooner_each_method_is_there() -> None:
+def test_a_result_says_how_much_sooner_each_method_is_there_or_why_it_failed() -> None:
     result = document()["results"][0]
     rows = {row["name"]: row for row in result["methods"]}
     assert rows[TARGET_METHOD]["arrival"] == {"steps": 15.0, "seconds": 30.0}
@@ -129,58 +87,8 @@ def test_a_result_says_how_much_sooner_each_method_is_there() -> None:
     exact = NAMES.index("exact") + 1
     assert rows["exact"]["speedup"] == pytest.approx(exact / 2)
     assert {row["title"] for row in result["comparisons"]} == {comparison.title for comparison in COMPARISONS}
-
-
-def test_a_failed_method_says_why_and_the_others_stand() -> None:
     result = document("diloco")["results"][0]
     rows = {row["name"]: row for row in result["methods"]}
     assert "averaging" in rows["diloco"]["error"] and rows["diloco"]["arrival"] is None
     (row,) = [row for row in result["comparisons"] if "DiLoCo" in row["title"]]
     assert row["ours"] == "powersgd"
-
-
-@pytest.mark.parametrize("missing", ["", "diloco"])
-def test_the_report_fits_100_columns_and_the_markdown_has_every_method(missing: str) -> None:
-    stream = io.StringIO()
-    Console(file=stream, width=100).print(render(document(missing)))
-    shown, table = stream.getvalue(), markdown(document(missing))
-    assert max(map(len, shown.splitlines())) <= 100
-    for name in NAMES:
-        assert name in shown and f"| {name} |" in table
-    widths = [line.count("|") for line in table.splitlines() if line.startswith("|")]
-    assert len(widths) == 2 + len(NAMES) + 2 + len(COMPARISONS) and set(widths) == {7}
-    assert ("ImportError" in shown) == bool(missing)
-
-
-def test_the_plot_is_a_picture(tmp_path: Path) -> None:
-    save_slow_link(document("diloco")["results"][0], tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_saved_run_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(document(), allow_nan=False))
-    assert cli.main(["--show", str(path)]) == 0
-    assert capsys.readouterr().out.strip() == markdown(document()).strip()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--rate", "fast"], "--rate wants"),
-        (["--ranks-per-host", "0"], "--ranks-per-host wants 1 to 8, not 0"),
-        (["--steps", "1"], "--steps wants 5 to"),
-        (["--methods", "magic"], "--methods: there is no 'magic'; choose from torch-ddp"),
-        (["--output", "/nowhere/x.json"], "folder '/nowhere' does not exist"),
-        (["--show", "/nowhere/x.json"], "--show: '/nowhere/x.json' is not the JSON of a run"),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_torch_ddp_always_runs() -> None:
-    assert bounds.NAMES[0] == TARGET_METHOD
-    assert cli.choose_methods("diloco", NAMES, always=(TARGET_METHOD,)) == (TARGET_METHOD, "diloco")
-    assert cli.choose_methods("", NAMES, always=()) == NAMES

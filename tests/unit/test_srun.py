@@ -22,17 +22,13 @@ TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "
 def test_a_task_learns_what_torchrun_says() -> None:
     found = torchrun_variables(TASK)
     port = found.pop("MASTER_PORT")
-    assert found == {
-        "RANK": "2",
-        "WORLD_SIZE": "3",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "n08",
-    }
+    assert found == {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "n08"}
     assert 20_000 <= int(port) < 30_000
     others = {**TASK, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
     assert torchrun_variables(others)["MASTER_PORT"] == port  # of the same step
     assert torchrun_variables({**TASK, "SLURM_STEP_ID": "3"})["MASTER_PORT"] != port
+    assert tasks_by_node("2(x3),1") == [2, 2, 2, 1]
+    assert tasks_by_node("4") == [4] and tasks_by_node("") == []
 
 
 @pytest.mark.parametrize(
@@ -75,8 +71,3 @@ def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
-
-
-def test_tasks_of_each_node() -> None:
-    assert tasks_by_node("2(x3),1") == [2, 2, 2, 1]
-    assert tasks_by_node("4") == [4] and tasks_by_node("") == []

@@ -8,17 +8,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness import run_ranks
+from tests.unit.helpers import wait_until
 from torchddp.transport.board import Board
 from torchddp.transport.worker import BoundedCalls, watch
-
-SOON_S = 5.0
-
-
-def wait_until(condition) -> bool:
-    until_s = time.monotonic() + SOON_S
-    while not condition() and time.monotonic() < until_s:
-        time.sleep(0.01)
-    return condition()
 
 
 def test_looks_until_it_is_closed():

@@ -1,0 +1,45 @@
+"""What several of these tests need: printed tables, refused arguments, and processes to wait for."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+
+def printed(renderable: Any, width: int = 80) -> str:
+    """Its text, of which no line is longer than `width` and nothing is cut off."""
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(renderable)
+    text = stream.getvalue()
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
+    return text
+
+
+def assert_refused(
+    main: Callable[[list[str]], int], arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That the command ends with exit code 2 and one sentence with these words."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert words in captured.err
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> bool:
+    until_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < until_s:
+        time.sleep(0.02)
+    return bool(condition())
