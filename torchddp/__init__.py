@@ -85,7 +85,7 @@ _MODULE_OF = {
     "uninstall": "integrations.install",
     "watch_collectives": "diagnose.collectives",
 }
-_MODULES = (
+_MODULES = (  # public as well, but not part of `from torchddp import *`
     "averaging",
     "comm_hooks",
     "composable",
@@ -97,6 +97,10 @@ _MODULES = (
     "profiler",
     "sync",
 )
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES])
 
 
 def __getattr__(name: str) -> object:

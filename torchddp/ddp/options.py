@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,18 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AUTO = "auto"  # bucket_cap_mb: planned from measurements
-RAISE = "raise"  # find_nonfinite, zero_weights: an error rather than a warning, or zeros
+RAISE: Final = "raise"  # find_nonfinite, zero_weights: an error rather than a warning, or zeros
 STALL_ENV = "TORCHDDP_STALL_REPORT_S"
 _DEFAULT_STALL_S = 60.0
+
+# What arguments may be, for type checkers; the checks at run time are below. The names of transports are those that
+# torchddp.transport.select knows.
+TransportChoice = Literal["auto", "c10d", "shm", "nccl"]
+BucketCap = float | Literal["auto"] | None
+FindNonfinite = bool | Literal["raise"]
+ZeroWeights = Literal["raise", "zeros"]
+MainGradsAs = Literal["main_grad", "grad"]
+SyncChoice = Literal["single_auto_sync", "multi_auto_sync", "forced_sync"]
 
 _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 # timedelta.max in microseconds, by which C++ is told, does not fit in 64 bits.
@@ -154,7 +163,7 @@ class DDPOptions:
     broadcast_buffers: bool | None = None
     init_sync: bool = True
     process_group: dist.ProcessGroup | None = None
-    bucket_cap_mb: float | str | None = None
+    bucket_cap_mb: BucketCap = None
     find_unused_parameters: bool = False
     check_reduction: bool = False
     gradient_as_bucket_view: bool | None = None
@@ -167,21 +176,21 @@ class DDPOptions:
     bucket_cap_mb_list: Sequence[float] | None = None
     batched_grad_copy: bool = False
     forward_sync_buffers: bool | None = None
-    transport: str = "auto"
+    transport: TransportChoice = "auto"
     wire_dtype: torch.dtype | None = None
     timeout: datetime.timedelta | None = None
     stall_report_s: float | None = None
     gradient_stats: bool = False
     check_parameters_every: int | None = None
-    find_nonfinite: bool | str = False
+    find_nonfinite: FindNonfinite = False
     adopt_large_gradients: bool = True
     weighted: bool = False
-    zero_weights: str = RAISE
+    zero_weights: ZeroWeights = RAISE
     comm_hook: object = None
-    sync: DDPSyncStrategy | str | None = None
+    sync: DDPSyncStrategy | SyncChoice | None = None
     reduce_dtype: torch.dtype | None = None
     main_grads: torch.dtype | None = None
-    main_grads_as: str = MAIN_GRAD
+    main_grads_as: MainGradsAs = MAIN_GRAD
     auto_refresh_trainable: bool = False
 
     def __post_init__(self) -> None:

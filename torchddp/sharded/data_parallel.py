@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchddp.ddp.module import DistributedDataParallel
+from torchddp.ddp.options import TransportChoice, ZeroWeights
 from torchddp.sharded.oss import OSS
 from torchddp.sharded.parameter_sync import StepHooks, is_compiling
 from torchddp.sharded.policy import ShardedPolicy, agreed_optimizers
@@ -70,7 +71,7 @@ class ShardedDataParallel(DistributedDataParallel):
         auto_refresh_trainable: bool = True,
         reduce_fp16: bool = False,
         *,
-        transport: str = "auto",
+        transport: TransportChoice = "auto",
         timeout: datetime.timedelta | None = None,
         stall_report_s: float | None = None,
         find_unused_parameters: bool = False,
@@ -78,7 +79,7 @@ class ShardedDataParallel(DistributedDataParallel):
         device_ids: list[Any] | None = None,
         overlap_gather: bool = True,
         weighted: bool = False,
-        zero_weights: str = "raise",
+        zero_weights: ZeroWeights = "raise",
     ) -> None:
         if isinstance(reduce_buffer_size, bool) or not isinstance(reduce_buffer_size, int) or reduce_buffer_size < 0:
             raise ValueError(f"reduce_buffer_size must be a number of elements, 0 or more, got {reduce_buffer_size!r}")
