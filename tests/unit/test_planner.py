@@ -89,8 +89,8 @@ def test_a_profile_survives_the_disk(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "no JSON"),
-        ("[]", "no step profile"),
+        ("{", "not JSON"),
+        ("[]", "not a step profile"),
         (
             '{"kind": "torchddp step profile", "format": 99, "torchddp_version": "9.9"}',
             "format 99 .written by torchddp",

@@ -128,7 +128,7 @@ class _Runner:
 def predicted_ms(profile: StepProfile, candidate: Candidate) -> float:
     """The step that the planner expects of these buckets: forward, then backward until the last bucket is there."""
     end_s = finish_s(candidate.buckets, profile.gradients, profile.ready_s, profile.cost)
-    return 1e3 * (profile.forward_s + max(end_s, profile.backward_s))
+    return 1e3 * (profile.forward_s + profile.overhead_s + max(end_s, profile.backward_s))
 
 
 def choose(step_ms: np.ndarray, candidates: tuple[Candidate, ...]) -> int:
@@ -168,7 +168,7 @@ def tune_document(result: TuneResult) -> dict[str, Any]:
         "parameters": len(profile.gradients),
         "rounds": int(step_ms.shape[1]),
         "threads": result.threads,
-        "compute_ms": 1e3 * (profile.forward_s + profile.backward_s),
+        "compute_ms": 1e3 * profile.compute_s,
         "cost": {
             "alpha_us": 1e6 * profile.cost.alpha_s,
             "beta_ns_per_byte": 1e9 * profile.cost.beta_s_per_byte,

@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -16,11 +17,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn, Protocol
 
-from torchddp.harness.variants import ArgumentError
+from torchddp.harness.variants import ArgumentError, describe_error
 
 # A launch that says nothing for this long is dead. Warm-up of the largest model on a busy machine is far below it.
 STALL_TIMEOUT_S = 180.0
@@ -70,6 +72,17 @@ def _environment(extra: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
+@contextlib.contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Processes that are started inside never see Ctrl-C: this one hears it, and stops them."""
+    resource_tracker.ensure_running()  # or starting the first process would start it, and unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def stop_processes(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         if process.is_alive():
@@ -101,7 +114,7 @@ class Inbox:
             except (EOFError, ConnectionResetError):
                 self.open.remove(channel)
                 if rank not in self.results and rank not in self.errors:
-                    self.errors[rank] = "the process ended without a word"
+                    self.errors[rank] = "its process died without a message (killed, or out of memory?)"
                 continue
             if kind == "progress":
                 self._progress(*payload)
@@ -142,7 +155,7 @@ def launch(
     receivers: list[Connection] = []
     with tempfile.TemporaryDirectory(prefix="torchddp-benchmark-") as folder:
         try:
-            with _environment({**ONE_THREAD, **(environment or {})}):
+            with _deaf_children(), _environment({**ONE_THREAD, **(environment or {})}):
                 for rank in range(job.world_size):
                     receiver, sender = context.Pipe(duplex=False)
                     arguments = (rank, job, f"file://{folder}/store", sender, measure)
@@ -210,7 +223,7 @@ def serve_rank(rank: int, job: RankSettings, init_method: str, channel: Connecti
     except ArgumentError as error:
         channel.send(("refusal", str(error)))
     except BaseException as error:
-        channel.send(("error", f"{type(error).__name__}: {error}"))
+        channel.send(("error", describe_error(error)))
     channel.close()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -269,6 +282,6 @@ def _join_torchrun(job: RankJob, progress: Progress) -> Any:
     except ArgumentError:
         raise
     except Exception as error:
-        raise LaunchError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}") from error
+        raise LaunchError(f"rank {dist.get_rank()}: {describe_error(error)}") from error
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Where and with what the numbers were made."""
+"""When, where and with which versions the numbers were made."""
 
 from __future__ import annotations
 
@@ -80,11 +80,20 @@ def machine_slug(machine: dict[str, Any]) -> str:
     return name if gpu else f"{name}-{machine['cores']}c"
 
 
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def date_text(date: str) -> str:
+    """'2026-11-24 15:30 UTC' of what `now` gave."""
+    return f"{datetime.datetime.fromisoformat(date):%Y-%m-%d %H:%M} UTC"
+
+
 def new_document(command: str, settings: dict[str, Any]) -> dict[str, Any]:
     """What every saved run begins with; its results are still to come."""
     return {
         "format": 1,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "command": command,
         "machine": describe_machine(),
         "settings": settings,
@@ -100,7 +109,8 @@ def origin(document: dict[str, Any]) -> Iterable[Text]:
     machine = document["machine"]
     commit = (machine["git_commit"] or "no commit")[:12] + (" (changed)" if machine["git_dirty"] else "")
     yield Text(
-        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average_1min']:g} · torch "
+        f"{date_text(document['date'])} · {machine['cpu']}, {machine['cores']} cores, load "
+        f"{machine['load_average_1min']:g} · torch "
         f"{machine['torch']} · torchddp {machine['torchddp'] or 'not installed'} · {commit}",
         style="dim",
     )

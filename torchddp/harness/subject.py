@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchddp.ddp.module import DistributedDataParallel
+from torchddp.ddp.options import TransportChoice
 from torchddp.errors import TransportError
 from torchddp.harness.machine import available_cores
 from torchddp.harness.models import find_model, make_batch, make_model, prove, run_forward
@@ -42,11 +43,18 @@ def threads_each(world_size: int) -> int:
     return max(1, available_cores() // local_ranks(world_size))
 
 
-def make_subject(name: str, seed: int, *, bucket_cap_mb: float | str | None = None, transport: str = "auto") -> Subject:
+def make_subject(
+    name: str,
+    seed: int,
+    *,
+    bucket_cap_mb: float | None = None,
+    transport: TransportChoice = "auto",
+    find_unused_parameters: bool = False,
+) -> Subject:
     """Collective: wrap a built-in model, or the user's own by `package.module:factory` (ArgumentError if it fails)."""
     rank = dist.get_rank()
     if ":" in name:
-        prove(name, seed)
+        prove(name, seed, find_unused_parameters=find_unused_parameters)
     module = make_model(name, seed)
     device = torch.device("cpu")
     if dist.get_backend() == "nccl":
@@ -56,7 +64,13 @@ def make_subject(name: str, seed: int, *, bucket_cap_mb: float | str | None = No
     # With device_ids batches are moved there too.
     device_ids = None if device.index is None else [device.index]
     try:
-        model = DistributedDataParallel(module, device_ids=device_ids, bucket_cap_mb=bucket_cap_mb, transport=transport)
+        model = DistributedDataParallel(
+            module,
+            device_ids=device_ids,
+            bucket_cap_mb=bucket_cap_mb,
+            transport=transport,
+            find_unused_parameters=find_unused_parameters,
+        )
     except (ValueError, RuntimeError) as error:
         if transport == "auto" or isinstance(error, TransportError):
             raise

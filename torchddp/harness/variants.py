@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import sysconfig
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+_LIBRARY = Path(sysconfig.get_path("stdlib"))
 TORCH_DDP = "torch.nn.parallel.DistributedDataParallel"
 TORCHDDP = "torchddp.DistributedDataParallel"
 DEFAULT_CAPS_MB: tuple[float, ...] = (1, 5, 25, 100)
@@ -19,9 +24,28 @@ class ArgumentError(ValueError):
     """The command line asks for something that cannot be; the message is one sentence for the user."""
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """The message of an error, as part of a sentence."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and message of an error that may come from the user's code, and the last line of that code it passed."""
+    said = f"{type(error).__name__}: {one_line(error)}"
+    if isinstance(error, SyntaxError) and error.filename and error.text:
+        place = f"{error.filename}:{error.lineno}: {error.text.strip()}"
+        return f"{type(error).__name__}: {error.msg}, at {place}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    if not frames:
+        return said
+    return f"{said}, at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line or frames[-1].name}"
+
+
+def _is_users(filename: str) -> bool:
+    """Whether a file is neither ours, nor Python's, nor that of an installed package."""
+    path = Path(filename)
+    installed = "site-packages" in path.parts or "dist-packages" in path.parts or filename.startswith("<")
+    return not (installed or path.is_relative_to(_PACKAGE) or path.is_relative_to(_LIBRARY))
 
 
 class Role(str, Enum):

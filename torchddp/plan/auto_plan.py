@@ -55,16 +55,24 @@ class StepRecorder:
     def __init__(self, reducer: _C.Reducer) -> None:
         self._reducer = reducer
         self._rows: list[list[float]] = []
-        self._finished = reducer.stats()["finished"]
-        reducer.record_ready_times(True)
-        reducer.set_overlap(False)
+        self.resume()
 
     @property
     def steps(self) -> int:
         return len(self._rows)
 
+    def pause(self) -> None:
+        """Steps up to `resume` run as usual, and are not recorded."""
+        self._reducer.set_overlap(True)
+        self._reducer.record_ready_times(False)
+
+    def resume(self) -> None:
+        self._finished = self._reducer.stats()["finished"]
+        self._reducer.record_ready_times(True)
+        self._reducer.set_overlap(False)
+
     def collect(self) -> None:
-        """Between steps: take down the one that ended, if one did since the last call."""
+        """Between steps: add the one that ended, if one did since the last call."""
         stats = self._reducer.stats()
         if stats["finished"] == self._finished:
             return
@@ -74,8 +82,7 @@ class StepRecorder:
 
     def stop(self) -> None:
         """Buckets are launched as soon as they are full again."""
-        self._reducer.set_overlap(True)
-        self._reducer.record_ready_times(False)
+        self.pause()
 
     def times(self, device: torch.device, timeout: datetime.timedelta) -> StepTimes:
         """Collective: what was recorded on all ranks. ``device``: of the parameters."""

@@ -5,12 +5,25 @@ Note [Clocks of ranks]
 Ranks of one host read one CLOCK_MONOTONIC, and there is nothing to measure. Between hosts it is Cristian's argument
 over collectives: nobody leaves an all-reduce before everybody has entered it. A rank's leaving minus another's entering
 bounds the offset of their clocks from one side, and the other way round from the other; many rounds narrow the bounds.
+
+Note [Stragglers]
+
+In each step some rank comes last, if only by chance. A rank is called a straggler only if both hold:
+
+* It was last in more steps than chance explains. If all ranks were alike, each of W ranks would be last in a step with
+  probability 1 / W. p is the probability that some rank would then be last in as many of the steps: that of the
+  binomial distribution's tail, times W, for the rank is chosen because it was last so often (Bonferroni). p < 0.05.
+* It matters: each other rank waits for it for at least 1 % of a step on average.
+
+Two ranks need six steps at least, for p to fall below 0.05.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -26,6 +39,8 @@ from torchddp.traffic import Traffic
 from torchddp.transport.agreement import ranks_by
 
 ROUNDS = 32
+# See Note [Stragglers].
+SIGNIFICANCE, LEAST_SHARE = 0.05, 0.01
 
 # When a rank entered and left each round, in ns of its own clock.
 Readings = Sequence[tuple[int, int]]
@@ -126,7 +141,7 @@ class MergedBucket(BucketTimes):
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank for whose gradients the others waited longest."""
+    """The rank for whose gradients the others waited longest in one step."""
 
     rank: int
     total_wait_ns: int  # of all others together
@@ -136,6 +151,31 @@ class Straggler:
     where: str
     parameter: int | None
     lost_ns: int  # there, against the fastest rank
+
+
+@dataclass(frozen=True)
+class LastRank:
+    """The rank that was a step's straggler most often, and whether it deserves the name: Note [Stragglers]."""
+
+    rank: int
+    steps: int  # in which it was
+    of: int  # in which any rank was
+    p_value: float
+    wait_ns: float  # of each other rank in a step, on average
+    share: float  # of a step
+    example: Straggler  # of a typical one of its steps
+    example_step: int
+
+    @property
+    def is_straggler(self) -> bool:
+        return self.p_value < SIGNIFICANCE and self.share >= LEAST_SHARE
+
+
+def chance_to_be_last(steps: int, of: int, ranks: int) -> float:
+    """The probability that some of `ranks` equal ranks is last in `steps` or more `of` them, at most."""
+    each = 1 / ranks
+    tail = sum(math.comb(of, count) * each**count * (1 - each) ** (of - count) for count in range(steps, of + 1))
+    return min(1.0, ranks * tail)
 
 
 @dataclass(frozen=True)
@@ -152,6 +192,11 @@ class MergedStep:
     def duration_ns(self) -> int:
         """Of the slowest rank."""
         return max(step.duration_ns for step in self.steps)
+
+    @property
+    def slowest(self) -> int:
+        """The place of the rank whose step took longest."""
+        return max(range(len(self.steps)), key=lambda place: self.steps[place].duration_ns)
 
     @property
     def exposed_ns(self) -> int:
@@ -181,6 +226,31 @@ class MergedProfile:
         """The step of median duration (of an even number, the shorter of the two)."""
         ordered = sorted(self.steps, key=lambda step: (step.duration_ns, step.index))
         return ordered[(len(ordered) - 1) // 2]
+
+    def last_rank(self) -> LastRank | None:
+        """None: no rank waited for another in any step."""
+        found = [(step, step.straggler) for step in self.steps if step.straggler is not None]
+        if not found:
+            return None
+        counts = Counter(straggler.rank for _, straggler in found)
+        means_ns, ranks = self.mean_waits_ns(), len(self.records)
+        rank = max(counts, key=lambda each: (counts[each], means_ns[each]))
+        wait_ns = means_ns[rank] / (ranks - 1)
+        mine = sorted(((s.wait_ns, step.index, s) for step, s in found if s.rank == rank), key=lambda item: item[:2])
+        shown = self.median_step()
+        _, index, example = mine[len(mine) // 2]
+        if shown.straggler is not None and shown.straggler.rank == rank:
+            index, example = shown.index, shown.straggler
+        return LastRank(
+            rank=rank,
+            steps=counts[rank],
+            of=len(found),
+            p_value=chance_to_be_last(counts[rank], len(found), ranks),
+            wait_ns=wait_ns,
+            share=wait_ns / fmean(step.duration_ns for step in self.steps),
+            example=example,
+            example_step=index,
+        )
 
     def mean_waits_ns(self) -> list[float]:
         """By rank: how long the others stood still for it in a step, together, on average."""

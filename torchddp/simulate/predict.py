@@ -72,7 +72,7 @@ class Prediction:
 
     step_s: float
     exposed_s: float  # what communication adds to compute
-    compute_s: float  # forward and backward alone
+    compute_s: float  # the step without its messages
     comm_s: float  # all messages, hidden or not
     algorithm: str  # that carries the most bytes
     buckets: Buckets
@@ -117,9 +117,9 @@ def predict_with(profile: StepProfile, all_reduce: AllReduce, buckets: Buckets) 
         messages.append(Message(ready_s, line.cost.seconds(nbytes) + pack_s, host_s))
     timeline = run_backward(profile.backward_s, messages, shared_cpu=runs_on_cpu(profile))
     return Prediction(
-        step_s=profile.forward_s + timeline.end_s,
+        step_s=profile.forward_s + profile.overhead_s + timeline.end_s,
         exposed_s=timeline.end_s - profile.backward_s,
-        compute_s=profile.forward_s + profile.backward_s,
+        compute_s=profile.compute_s,
         comm_s=sum(message.duration_s for message in messages),
         algorithm=carried.most_common(1)[0][0],
         buckets=buckets,
