@@ -423,7 +423,7 @@ def test_wrong_gradients_end_the_run_and_are_named(capsys: pytest.CaptureFixture
 
 def test_a_rank_that_dies_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*BRIEF, *TORCH, "--vs", f"{__name__}.Dying"]) == 1
-    assert "rank 0: the process ended without a word" in capsys.readouterr().err
+    assert "rank 0: its process died without a message" in capsys.readouterr().err
 
 
 def children_of(pid: int) -> list[int]:

@@ -188,7 +188,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--ranks-per-host", "0"], "1 to 4096 ranks, not 0"),
         (["--algorithm", "magic"], "There is no algorithm 'magic'"),
         (["--json", "/nowhere/at/all.json"], "does not exist"),
-        (["--plot", "/"], "takes a file"),
+        (["--plot", "/"], "wants a file"),
         (["--html", "/nowhere/page.html"], "does not exist"),
         (["--links", "eth1"], "No such option"),
     ],

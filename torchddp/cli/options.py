@@ -53,6 +53,10 @@ def _check_transport(transport: str) -> str:
     return transport
 
 
+FACTORY_HELP = """\b
+--model takes a built-in model, or a function of yours that returns
+(module, batch) or (module, batch, loss): train.py:make or package.train:make."""
+
 # Literals would make typer refuse other names in several lines; _check_transport does it in one.
 TRANSPORTS = ("auto", "c10d", "shm", "nccl")
 Model = Annotated[

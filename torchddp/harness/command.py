@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torchddp.harness.launch import LaunchError
 from torchddp.harness.variants import ArgumentError
 
-MAX_WORLD_SIZE = 64
+MAX_WORLD_SIZE, MAX_SECONDS = 64, 3600
 # The built-in models, in torchddp.harness.models; all other names are `package.module:factory` or `file.py:factory`.
 MODEL_NAMES = ("small", "mlp", "gpt", "conv", "resnet50", "gpt2", "llama")
 
@@ -33,18 +33,18 @@ def parse_caps(text: str) -> tuple[float, ...]:
     try:
         caps = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ArgumentError(f"--caps takes sizes in MiB separated by commas, like 1,5,25,100, not '{text}'.") from None
+        raise ArgumentError(f"--caps wants numbers of MiB separated by commas, like 1,5,25,100, not '{text}'.") from None
     if not all(0 < cap < float("inf") for cap in caps):
-        raise ArgumentError(f"--caps takes positive sizes in MiB, not '{text}'.")
+        raise ArgumentError(f"--caps wants positive numbers of MiB, not '{text}'.")
     return tuple(dict.fromkeys(caps))
 
 
 def check_numbers(seconds: float | None, world_size: int | None) -> None:
     """Ranges that no run can do without."""
-    if seconds is not None and not 0 < seconds <= 3600:
-        raise ArgumentError(f"--seconds takes a number above 0 and up to 3600, not {seconds:g}.")
+    if seconds is not None and not 0 < seconds <= MAX_SECONDS:
+        raise ArgumentError(f"--seconds wants a number above 0 and up to {MAX_SECONDS}, not {seconds:g}.")
     if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise ArgumentError(f"--world-size takes 1 to {MAX_WORLD_SIZE} ranks, not {world_size}.")
+        raise ArgumentError(f"--world-size wants 1 to {MAX_WORLD_SIZE} ranks, not {world_size}.")
 
 
 def check_model_name(model: str) -> str:
@@ -65,9 +65,9 @@ def check_output(path: Path | None, option: str, *, folder: bool) -> None:
     if path is None:
         return
     if folder and path.exists() and not path.is_dir():
-        raise ArgumentError(f"{option} takes a folder, and '{path}' is a file.")
+        raise ArgumentError(f"{option} wants a folder, and '{path}' is a file.")
     if not folder and path.is_dir():
-        raise ArgumentError(f"{option} takes a file, and '{path}' is a folder.")
+        raise ArgumentError(f"{option} wants a file, and '{path}' is a folder.")
     if not folder and not path.parent.is_dir():
         raise ArgumentError(f"{option}: the folder '{path.parent}' does not exist.")
     there = next(each for each in (path, *path.absolute().parents) if each.exists())

@@ -120,7 +120,7 @@ def find_factory(path: str) -> Callable[[], Any]:
     """The callable at `package.module:name` or `file.py:name`; ArgumentError in one sentence if there is none."""
     module_name, _, name = path.rpartition(":")
     if not module_name or not name:
-        raise ArgumentError(f"--model takes a built-in model, package.module:factory or file.py:factory, not '{path}'.")
+        raise ArgumentError(f"--model wants a built-in model, package.module:factory or file.py:factory, not '{path}'.")
     is_file = module_name.endswith(".py")
     if is_file and not Path(module_name).is_file():
         raise ArgumentError(f"--model {path}: there is no file '{module_name}'.")

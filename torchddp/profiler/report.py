@@ -78,9 +78,8 @@ def _report(profile: MergedProfile, title: str) -> RenderableType:
 
 
 def lines_of(profile: MergedProfile, step: MergedStep) -> list[str]:
-    """All text beside the table."""
+    """The text below the table."""
     return [
-        verdict(profile, step),
         *summary_of(profile, step),
         *sent_lines(profile.records),
         *straggler_lines(profile, step),
