@@ -247,14 +247,28 @@ def printed(renderable: Any, width: int = 80) -> str:
     return stream.getvalue()
 
 
-def test_report_fits_80_columns_and_cuts_nothing() -> None:
-    text = printed(report.render(document(fake_result(), fake_result("per_param"))))
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text
+@pytest.mark.parametrize("columns", [60, 80])
+def test_report_fits_its_columns_and_cuts_nothing(columns: int) -> None:
+    text = printed(report.render(document(fake_result(), fake_result("per_param"))), columns)
+    assert max(map(len, text.splitlines())) <= columns
+    assert "…" not in text and ("no room for: step p90" in text) is (columns == 60)
     for variant in field():
         assert variant.name in text
     assert "p50 [p25..p75]" in text
     assert "0.80 [0.80..0.80]" in text
+
+
+def test_a_report_has_a_date_and_a_verdict() -> None:
+    run = document(fake_result(), fake_result("per_param"), fake_result(ours_ms=5.0))
+    text = " ".join(printed(report.render(run)).split())
+    assert "torchddp is faster than torch's best row in 2 of 3 comparisons, slower in 1, and not told apart in 0." in text
+    assert "2030-01-02 03:04 UTC" in text
+
+
+def test_an_option_of_every_wrapper() -> None:
+    variants = make_variants(TORCH_DDP, ["a.b.C"], (25,), extra={"find_unused_parameters": True})
+    assert all(v.keywords["find_unused_parameters"] is True for v in variants if v.role is not Role.LOCAL)
+    assert variants[0].keywords == {} and variants[2].keywords["bucket_cap_mb"] == 25
 
 
 def test_summary_names_torchs_best_cap_and_keeps_a_loss() -> None:
@@ -325,7 +339,7 @@ def test_peak_of_a_status_text() -> None:
         (["--case", "nope"], "There is no case 'nope'; choose from step_time, overlap, collective, startup, memory, "),
         (
             ["--model", "nope"],
-            "No model 'nope'; choose from small, mlp, gpt, conv, resnet50, gpt2, llama, or name your own",
+            "There is no model 'nope'; choose from small, mlp, gpt, conv, resnet50, gpt2, llama, or name your own",
         ),
         (["--seconds", "-3"], "above 0 and up to 3600, not -3."),
         (["--seconds", "nan"], "not nan."),

@@ -356,6 +356,7 @@ def test_the_table_fits_80_columns_and_says_what_is_missing() -> None:
 def test_the_report_of_collectives_alone_has_no_words_on_ddp_options() -> None:
     machine = {"cpu": "x", "cores": 2, "load_average_1min": 0.0, "torch": "2", "torchddp": "0", "git_commit": "abc"}
     document = {
+        "date": "2030-01-02T03:04:05+00:00",
         "machine": {**machine, "git_dirty": False},
         "command": "python -m benchmarks",
         "settings": {"quick": False},
@@ -381,7 +382,7 @@ def test_the_plot_has_a_curve_for_each_implementation(world_size: int, tmp_path:
     ("arguments", "words"),
     [
         (["--op", "nope"], "There is no collective 'nope'; choose from all_reduce, broadcast, all_gather"),
-        (["--case", "memory", "--op", "broadcast"], "--op is of the case collective, which was not asked for."),
+        (["--case", "memory", "--op", "broadcast"], "--op is for the case collective; add --case collective."),
         (["--case", "collective", "--model", "gpt"], "--model: the case collective has no models."),
     ],
 )

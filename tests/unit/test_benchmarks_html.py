@@ -109,9 +109,9 @@ def test_torchddp_bench_finds_a_model_beside_it_and_writes_a_page(tmp_path: Path
 
 def test_torchddp_bench_says_what_it_can_do() -> None:
     listed, described = command("--help"), command("bench", "--help")
-    assert re.search(r"^\s+bench\s+Time DistributedDataParallel", listed.stdout, re.MULTILINE)
+    assert re.search(r"^\s+bench\s+Time DDP classes", listed.stdout, re.MULTILINE)
     assert described.returncode == 0
-    for words in ("torchddp bench --case step_time --model mypackage.training:make_model", "--html", "--world-sizes"):
+    for words in ("torchddp bench --case step_time --model train.py:make", "--html", "--world-sizes"):
         assert words in described.stdout
 
 

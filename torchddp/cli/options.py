@@ -16,7 +16,6 @@ from torchddp.harness.command import (
     check_model_name,
     check_numbers,
     make_console,
-    output_option,
     progress_bar,
 )
 from torchddp.harness.launch import LaunchError, RankJob, run_ranks, started_by_torchrun
@@ -53,10 +52,6 @@ def _check_transport(transport: str) -> str:
     return transport
 
 
-FACTORY_HELP = """\b
---model takes a built-in model, or a function of yours that returns
-(module, batch) or (module, batch, loss): train.py:make or package.train:make."""
-
 # Literals would make typer refuse other names in several lines; _check_transport does it in one.
 TRANSPORTS = ("auto", "c10d", "shm", "nccl")
 Model = Annotated[
@@ -75,13 +70,7 @@ Transport = Annotated[
         help="What carries the gradients: auto, c10d, shm or nccl.",
     ),
 ]
-FindUnusedParameters = Annotated[
-    bool,
-    typer.Option("--find-unused-parameters", help="For models that leave some parameters unused in a step."),
-]
 WorldSize = Annotated[int | None, typer.Option(help="Number of ranks. [default: 2, or torchrun's]")]
-JsonFile = Annotated[Path | None, output_option("Write the report as JSON to this file.", "--json")]
-HtmlFile = Annotated[Path | None, output_option("Write the report as an HTML page to this file.", "--html")]
 
 
 def check_world_size(asked: int | None, purpose: str) -> int:

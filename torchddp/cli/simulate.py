@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from torchddp.cli.options import HtmlFile, JsonFile, check_loads, write_outputs
-from torchddp.harness.command import make_console, output_option, report_error
+from torchddp.cli.options import check_loads, write_outputs
+from torchddp.harness.command import HtmlFile, JsonFile, make_console, output_option, report_error
 from torchddp.harness.machine import date_text, now, write_json
 from torchddp.harness.page import write_page
 from torchddp.harness.variants import ArgumentError

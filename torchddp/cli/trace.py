@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchddp.cli import options
-from torchddp.harness.command import output_option
+from torchddp.harness.command import FACTORY_HELP, FindUnusedParameters, HtmlFile, JsonFile, output_option
 from torchddp.harness.page import PagePlot, Section, page_table, write_page
 from torchddp.harness.plots import figure_png
 from torchddp.harness.tables import ranks_text
@@ -30,7 +30,7 @@ For each bucket: when its first and last gradient were ready, when it was packed
 and which parameter held it back. For the step: how much communication was exposed, and whether a rank is a straggler,
 that is, significantly often the last. The trace is for https://ui.perfetto.dev.
 
-{options.FACTORY_HELP}
+{FACTORY_HELP}
 
 \b
 Examples:
@@ -125,15 +125,15 @@ def trace(
     world_size: options.WorldSize = None,
     steps: Annotated[int, typer.Option(help="Steps to record, after a few to warm up.")] = 20,
     out: Annotated[Path, output_option("Write the trace of the median step to this file.")] = Path("trace.json"),
-    json_path: options.JsonFile = None,
-    html: options.HtmlFile = None,
+    json_path: JsonFile = None,
+    html: HtmlFile = None,
     plot: Annotated[Path | None, output_option("Write a PNG of the step to this file.")] = None,
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="Of the constructor, in MiB. [default: the constructor's]")
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="A file with buckets that `torchddp tune` kept.")] = None,
     transport: options.Transport = "auto",
-    find_unused_parameters: options.FindUnusedParameters = False,
+    find_unused_parameters: FindUnusedParameters = False,
 ) -> None:
     if not 1 <= steps <= 10_000:
         raise ArgumentError(f"--steps wants 1 to 10000, not {steps}.")

@@ -11,7 +11,16 @@ import typer
 from rich.table import Table
 
 from torchddp.cli import options
-from torchddp.harness.command import MAX_SECONDS, check_numbers, output_option, parse_caps
+from torchddp.harness.command import (
+    FACTORY_HELP,
+    MAX_SECONDS,
+    FindUnusedParameters,
+    HtmlFile,
+    JsonFile,
+    check_numbers,
+    output_option,
+    parse_caps,
+)
 from torchddp.harness.page import PagePlot, Section, page_table, write_page
 from torchddp.harness.plots import figure_png, finish_panel, panels
 from torchddp.harness.tables import MB, number, plain_table, ranks_text, ratio_sign, ratio_text
@@ -28,7 +37,7 @@ HELP = f"""Try bucket sizes on a model, and say which argument of DistributedDat
 Records a profile of the step, plans buckets from it, and times the default, the plan and each size by turns on one
 model. The best buckets are kept for this model, number of ranks and transport: bucket_cap_mb="auto" finds them there.
 
-{options.FACTORY_HELP}
+{FACTORY_HELP}
 
 \b
 Examples:
@@ -54,13 +63,13 @@ def tune(
     ] = None,
     seconds: Annotated[float, typer.Option(help="Time for the timed rounds, of which there are at least 7.")] = 30.0,
     transport: options.Transport = "auto",
-    find_unused_parameters: options.FindUnusedParameters = False,
+    find_unused_parameters: FindUnusedParameters = False,
     keep: Annotated[bool, typer.Option(help='Keep the best buckets for bucket_cap_mb="auto".')] = True,
     profile_path: Annotated[
         Path | None, output_option("Write the step's profile, for `torchddp simulate`, to this file.", "--profile")
     ] = None,
-    json_path: options.JsonFile = None,
-    html: options.HtmlFile = None,
+    json_path: JsonFile = None,
+    html: HtmlFile = None,
     plot: Annotated[Path | None, output_option("Write a PNG of step time over bucket size to this file.")] = None,
 ) -> None:
     from torchddp.cli.tune_run import DEFAULT_CAPS_MB, TuneSettings, tune_document, tune_on_rank

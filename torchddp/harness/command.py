@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -33,7 +33,7 @@ def parse_caps(text: str) -> tuple[float, ...]:
     try:
         caps = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ArgumentError(f"--caps wants numbers of MiB separated by commas, like 1,5,25,100, not '{text}'.") from None
+        raise ArgumentError(f"--caps wants numbers of MiB separated by commas, like 1,5,25, not '{text}'.") from None
     if not all(0 < cap < float("inf") for cap in caps):
         raise ArgumentError(f"--caps wants positive numbers of MiB, not '{text}'.")
     return tuple(dict.fromkeys(caps))
@@ -110,6 +110,19 @@ class Display:
 
     def update(self, what: str, done: float, total: float) -> None:
         self._progress.update(self._task, description=f"{self._case} · {what}", completed=done, total=total)
+
+
+# --- options of several commands ---
+
+FACTORY_HELP = """\b
+--model takes a built-in model, or a function of yours that returns
+(module, batch) or (module, batch, loss): train.py:make or package.train:make."""
+FindUnusedParameters = Annotated[
+    bool,
+    typer.Option("--find-unused-parameters", help="For models that leave some parameters unused in a step."),
+]
+JsonFile = Annotated[Path | None, output_option("Write the report as JSON to this file.", "--json")]
+HtmlFile = Annotated[Path | None, output_option("Write the report as an HTML page to this file.", "--html")]
 
 
 def report_error(message: str) -> None:

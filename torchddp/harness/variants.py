@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import sysconfig
 import traceback
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,17 @@ def _tuned(name: str, role: Role, class_path: str, caps_mb: Iterable[float]) -> 
 
 
 def make_variants(
-    ours: str, peers: Sequence[str], caps_mb: Sequence[float], *, ours_tuned: bool = False
+    ours: str,
+    peers: Sequence[str],
+    caps_mb: Sequence[float],
+    *,
+    ours_tuned: bool = False,
+    extra: Mapping[str, Any] | None = None,
 ) -> tuple[Variant, ...]:
-    """The whole field: no DDP, torch default and tuned at each cap, ours, and each peer with its defaults."""
+    """The whole field: no DDP, torch default and tuned at each cap, ours, and each peer with its defaults.
+
+    `extra`: options that every wrapper gets.
+    """
     label = "torchddp" if ours == TORCHDDP else "under test"
     variants = [LOCAL, Variant("torch default", Role.TORCH, TORCH_DDP)]
     variants += _tuned("torch", Role.TORCH, TORCH_DDP, caps_mb)
@@ -117,4 +125,5 @@ def make_variants(
         seen[short_name] = seen.get(short_name, 0) + 1
         suffix = f" ({seen[short_name]})" if seen[short_name] > 1 else ""
         variants.append(Variant(f"vs {short_name}{suffix}", Role.PEER, path))
-    return tuple(variants)
+    added = tuple((extra or {}).items())
+    return tuple(v if v.class_path is None else replace(v, options=(*v.options, *added)) for v in variants)
