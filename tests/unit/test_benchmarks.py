@@ -261,7 +261,9 @@ def test_report_fits_its_columns_and_cuts_nothing(columns: int) -> None:
 def test_a_report_has_a_date_and_a_verdict() -> None:
     run = document(fake_result(), fake_result("per_param"), fake_result(ours_ms=5.0))
     text = " ".join(printed(report.render(run)).split())
-    assert "torchddp is faster than torch's best row in 2 of 3 comparisons, slower in 1, and not told apart in 0." in text
+    assert (
+        "torchddp is faster than torch's best row in 2 of 3 comparisons, slower in 1, and not told apart in 0." in text
+    )
     assert "2030-01-02 03:04 UTC" in text
 
 

@@ -192,7 +192,10 @@ def test_world_sizes_that_mean_nothing_are_refused(text: str, words: str) -> Non
     [
         (["--case", "overlap", "--world-size", "1"], "--world-size 1: the case overlap needs 2 ranks or more"),
         (["--world-size", "1"], "the case overlap needs 2 ranks or more"),
-        (["--case", "scaling", "--world-sizes", "2,4"], "--world-sizes wants 1, for efficiency is relative to one rank"),
+        (
+            ["--case", "scaling", "--world-sizes", "2,4"],
+            "--world-sizes wants 1, for efficiency is relative to one rank",
+        ),
         (["--case", "scaling", "--world-size", "2"], "scaling wants --world-sizes"),
         (["--case", "memory", "--world-sizes", "1,2"], "--world-sizes is for the case scaling"),
         (["--html", "/no/such/folder/x.html"], "--html: the folder '/no/such/folder' does not exist."),

@@ -165,8 +165,8 @@ def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) ->
         report_error(message)
         return code
     except (KeyboardInterrupt, typer.Abort):
-        if os.environ.get("RANK", "0") == "0":  # each of torchrun's ranks gets here
-            Console(stderr=True).print("interrupted")
-        return EXIT_INTERRUPTED
-    # In this mode typer returns the code of an early exit such as --help.
+        result = EXIT_INTERRUPTED
+    if result == EXIT_INTERRUPTED and os.environ.get("RANK", "0") == "0":  # each of torchrun's ranks gets here
+        Console(stderr=True).print("interrupted")
+    # In this mode typer returns the code of an early exit such as --help, and that of an interrupt.
     return result if isinstance(result, int) else 0
