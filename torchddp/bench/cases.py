@@ -59,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCase(Case):
-    """A case of `torchddp bench`: the question, who measures it, and how its results are shown."""
+    """A case of `torchddp bench`: what it measures, how, and how its results are shown."""
 
     # On every rank: what there is to know of one model, or one collective.
     measure: Callable[[Job, str, Report], dict[str, Any]]
@@ -93,7 +93,7 @@ class Job:
     # Of the case `collective`, in place of models and variants.
     operations: tuple[str, ...] = ()
     sizes_bytes: tuple[int, ...] = ()
-    # Whether other packages' collectives stand beside them.
+    # Whether to time other packages' collectives too.
     with_peers: bool = False
     find_unused_parameters: bool = False
 

@@ -125,7 +125,7 @@ def benchmark(
         Path | None, typer.Option(help="Write <date>-<case>-<machine>.json and a .png plot into this folder.")
     ] = None,
 ) -> None:
-    # Not before it is needed: other commands of `torchddp` must start where torch or numpy is missing.
+    # Imported late: other commands of `torchddp` must start where torch or numpy is missing.
     try:
         from torchddp.bench.registry import check_names, check_operations, check_ranks, parse_world_sizes
         from torchddp.bench.report import write_document, write_report
@@ -134,7 +134,7 @@ def benchmark(
 
     models = tuple(dict.fromkeys(model or ()))
     sizes = parse_world_sizes(world_sizes) if world_sizes is not None else ()
-    # An option of one case alone asks for that case.
+    # An option of a single case implies that case.
     asked, operations = check_operations(case or (("scaling",) if sizes and not op else ()), models, op or (), peers)
     cases = check_names(asked, models)
     check_numbers(seconds, world_size)
@@ -172,7 +172,7 @@ def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
 
     cases = [CASES[name] for name in settings.cases]
     if any(case.models for case in cases):
-        # A class or a factory that is not there is found before the first launch.
+        # A missing class or factory is reported before the first launch.
         for path in (settings.ours, *settings.peers):
             load_class(path)
         for model in settings.models:

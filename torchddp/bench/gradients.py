@@ -20,7 +20,7 @@ from torchddp.harness.tables import number, plain_table, ratio_text
 from torchddp.harness.variants import Variant
 
 PER_PARAM_UNIT = "us/param"
-# With more rounds than this in which noise exceeded torch's cost, a table says nothing about a goal.
+# With a larger share of rounds in which noise exceeded torch's cost, the goal is called unclear.
 MAX_ODD_SHARE = 0.1
 
 

@@ -39,7 +39,7 @@ def _course(case: BenchCase, settings: Settings, display: Display) -> list[dict[
 
 
 def scaling_result(variants: Sequence[Variant], raws: Mapping[int, dict[str, Any]], cores: int) -> dict[str, Any]:
-    """The result of one model, from what each world size gave; one of them is 1, which efficiency is held against."""
+    """The result of one model, from what each world size gave; one of them is 1, to which efficiency is relative."""
     alone_ms: list[float] = []
     sizes = []
     for world_size, raw in sorted(raws.items()):

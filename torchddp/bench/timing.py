@@ -46,7 +46,7 @@ def start_together(world_size: int) -> None:
         return
     dist.barrier()
     if world_size > len(os.sched_getaffinity(0)):
-        # They can't run at the same time, and who waits busily only keeps others from their turn.
+        # They can't all run at once, and busy waiting would only keep others from running.
         return
     # CLOCK_MONOTONIC, which the processes of a machine share.
     start_ns = torch.tensor([time.perf_counter_ns() + START_DELAY_NS])
@@ -95,9 +95,11 @@ class Runner:
 
 
 def gradients_of(variant: Variant, module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Gradients by the name of their parameter in the bare model, which a variant may have wrapped."""
+    """Gradients by the name of their parameter in the bare model, which a variant may have wrapped; zeros for a
+    parameter that no rank has used."""
     bare = module if variant.class_path is None else module.module
-    return [(name, p.grad) for name, p in bare.named_parameters() if p.requires_grad]  # type: ignore[union-attr,misc]
+    parameters = [(name, p) for name, p in bare.named_parameters() if p.requires_grad]  # type: ignore[union-attr]
+    return [(name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in parameters]
 
 
 def wrap_copies(
@@ -144,12 +146,7 @@ def check_gradients(
     """Every variant against the mean over ranks of the bare model's gradients, computed without any wrapper."""
     local = next(runner for runner in runners if runner.variant.role is Role.LOCAL)
     _same_step(local, batch, job)
-    # An unused parameter counts as one with a gradient of zeros.
-    parameters = [p for _, p in local.module.named_parameters() if p.requires_grad]
-    mine = [
-        (name, torch.zeros_like(parameter) if gradient is None else gradient)
-        for (name, gradient), parameter in zip(local.gradients(), parameters, strict=True)
-    ]
+    mine = local.gradients()
     # Summed as one tensor: a thousand small reductions take seconds where the ranks share few cores.
     flat = torch.cat([gradient.flatten() for _, gradient in mine])
     dist.all_reduce(flat)
@@ -171,11 +168,9 @@ def _same_step(runner: AnyRunner, batch: Any, job: Job) -> None:
 
 def _compare(variant: Variant, model_name: str, name: str, want: Tensor, got: Tensor | None, tolerance: float) -> None:
     where = f"'{variant.name}' on model '{model_name}', rank {dist.get_rank()}, parameter '{name}'"
-    scale = float(want.abs().max())
-    if got is None and scale == 0.0:
-        return  # no rank has used the parameter
     if got is None:
         raise WrongGradientsError(f"{where}: no gradient")
+    scale = float(want.abs().max())
     error = float((want - got).abs().max())
     # `not <=` also catches nan.
     if got.shape != want.shape or not error <= tolerance * scale + 1e-12:

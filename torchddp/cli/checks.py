@@ -65,7 +65,7 @@ def _start(name: str, folder: Path, processes: list[subprocess.Popen[str]]) -> N
     command = [sys.executable, "-m", __name__, name]
     for rank in range(ranks):
         arguments = [str(rank), str(ranks), str(folder / name)]
-        # In a session of its own it does not see Ctrl-C.
+        # In a session of its own it does not receive Ctrl-C.
         processes.append(subprocess.Popen([*command, *arguments], text=True, start_new_session=True, **pipes))
 
 
@@ -169,7 +169,7 @@ def _check_capability(value: str) -> None:
         raise ValueError(f"TORCHDDP_CPU_CAPABILITY must be 'generic', 'avx2' or 'avx512', got {value!r}")
 
 
-# Modules of the package are imported where the variable is set; most of the checks read it themselves.
+# Modules of the package are imported only if the variable is set; most checks read it themselves.
 _CHECKS: dict[str, Callable[[str], object] | None] = {
     "TORCHDDP_CACHE_DIR": None,  # any path
     "TORCHDDP_CPU_CAPABILITY": _check_capability,

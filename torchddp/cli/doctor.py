@@ -55,7 +55,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Built:
-    """What the extension says of itself, loaded or not; empty where it has no such part, or says nothing."""
+    """The extension's build info, whether it loads or not; empty strings where there is none."""
 
     version: str = ""
     torch: str = ""

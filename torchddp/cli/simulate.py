@@ -31,7 +31,7 @@ from torchddp.simulate.network import (
 )
 from torchddp.simulate.predict import Point, Scene, sweep
 
-# Of the exit: the model is too far off to predict anything.
+# Exit status when the model is too far off to predict anything.
 EXIT_USELESS = 3
 HELP = f"""Predict step time and efficiency on other networks and with more ranks.
 
@@ -80,7 +80,7 @@ def _choose_links(asked: Sequence[str], profile: StepProfile) -> list[Link]:
 
 
 def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], scene: Scene) -> list[Point]:
-    # Not before it is needed: `torchddp doctor` must start where the extension does not load.
+    # Imported late: `torchddp doctor` must start where the extension does not load.
     check_loads()
     from torchddp.cli.tune_run import DEFAULT_CAPS_MB, make_candidates
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchddp.ddp.module import DistributedDataParallel
     from torchddp.profiler.ranks import MergedProfile
 
-# Buckets are rebuilt at the second step; memory and caches are warm some steps later.
+# Buckets are rebuilt at the second step; memory and caches are warm a few steps later.
 WARMUP_STEPS = 5
 HELP = f"""Record some steps of a model on several ranks, and show where the time of the median one went.
 
@@ -47,7 +47,7 @@ Examples:
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """What the command line asked for, checked."""
+    """The options of the command line, checked."""
 
     model: str
     world_size: int

@@ -128,7 +128,7 @@ NOTE = (
     "interval of the ratio's median lies below or above 1. Expected: the prediction from the measured times of "
     "gradients and messages."
 )
-# Expected and measured times that differ by more need a word.
+# Expected and measured times that differ by more need a comment.
 OFF = 0.15
 
 

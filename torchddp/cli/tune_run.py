@@ -23,9 +23,9 @@ from torchddp.transport.message_cost import seconds_of
 
 DEFAULT_CAPS_MB: tuple[float, ...] = (0.25, 0.5, 1, 2, 5, 10, 25, 50, 100)
 _MIB = 1024 * 1024
-# Steps of a candidate in a row: the first ones meet new memory.
+# Consecutive steps of a candidate: the first one touches new memory.
 SETTLING_STEPS, TIMED_STEPS = 1, 2
-# Of the step: a smaller gain is not worth an argument.
+# A smaller gain, as a share of the step, is not worth an argument.
 LEAST_GAIN = 0.02
 
 
@@ -63,7 +63,7 @@ def make_candidates(profile: StepProfile, caps_mb: Sequence[float]) -> tuple[Can
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """What the command line asked for, checked."""
+    """The options of the command line, checked."""
 
     model: str
     transport: str
@@ -76,7 +76,7 @@ class TuneSettings:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What rank 0 brings back. ``step_ms``: [candidate, round], of the slowest rank; ``seconds``: for the rounds, as
+    """Rank 0's result. ``step_ms``: [candidate, round], of the slowest rank; ``seconds``: for the rounds, as
     asked for or as many as seven of them took."""
 
     profile: StepProfile
@@ -87,7 +87,7 @@ class TuneResult:
 
 
 def tune_on_rank(report: Callable[[float, float], None], settings: TuneSettings) -> TuneResult:
-    """Collective: the whole of it, on every rank."""
+    """Collective: record, time and compare, on every rank."""
     subject = make_subject(
         settings.model,
         settings.seed,

@@ -24,7 +24,7 @@ MODEL_NAMES = ("small", "mlp", "gpt", "conv", "resnet50", "gpt2", "llama")
 
 EXIT_FAILED, EXIT_BAD_ARGUMENT, EXIT_INTERRUPTED = 1, 2, 130
 
-# Of every app, for its commands.
+# For every app: -h as well as --help.
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
@@ -40,7 +40,7 @@ def parse_caps(text: str) -> tuple[float, ...]:
 
 
 def check_numbers(seconds: float | None, world_size: int | None) -> None:
-    """Ranges that no run can do without."""
+    """Check the ranges that hold for every command."""
     if seconds is not None and not 0 < seconds <= MAX_SECONDS:
         raise ArgumentError(f"--seconds wants a number above 0 and up to {MAX_SECONDS}, not {seconds:g}.")
     if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
@@ -60,8 +60,8 @@ def check_model_name(model: str) -> str:
 
 
 def check_output(path: Path | None, option: str, *, folder: bool) -> None:
-    """Refuse before the run what could not be written after it. A file that exists will be replaced; a folder is made
-    with its parents."""
+    """ArgumentError, before the run, if a path could not be written after it. An existing file will be replaced; a
+    folder will be made, with its parents."""
     if path is None:
         return
     if folder and path.exists() and not path.is_dir():
@@ -98,7 +98,7 @@ def progress_bar(console: Console) -> Progress:
 
 
 class Display:
-    """The progress bar. Redrawn seldom: the ranks need the cores."""
+    """The progress bar. Redrawn rarely: the ranks need the cores."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -151,7 +151,7 @@ def _interrupted_once() -> Iterator[None]:
 
 
 def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
-    """Run a command of ours; the exit code. Whatever stops it is one sentence on stderr."""
+    """Run a command; the exit code. An error is one sentence on stderr."""
     command = shlex.join([*program.split(), *arguments])
     try:
         with _interrupted_once():
@@ -159,7 +159,7 @@ def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) ->
     except (ArgumentError, LaunchError, typer.TyperException) as error:
         message, code = str(error), EXIT_BAD_ARGUMENT if isinstance(error, ArgumentError) else EXIT_FAILED
         if isinstance(error, typer.TyperException):
-            # Of several commands, the one that was asked for.
+            # The subcommand, if there is one.
             program = getattr(getattr(error, "ctx", None), "command_path", program)
             message, code = f"{error.format_message().rstrip('.')}; see {program} --help.", error.exit_code
         report_error(message)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.text import Text
 
-# The checkout this file is in, if it is in one: an installed package says nothing of the folder above it.
+# The root of the checkout, if this file is in one; the folder above an installed package means nothing.
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -66,7 +66,7 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": package_version("torch"),
         "torchddp": package_version("torchddp"),
-        # A copy of the tree without its history is told where it comes from.
+        # A copy of the tree without its history gets the commit from its environment.
         "git_commit": _git("rev-parse", "HEAD") or os.environ.get("TORCHDDP_COMMIT") or None,
         "git_dirty": None if status is None else bool(status),
     }
@@ -90,7 +90,7 @@ def date_text(date: str) -> str:
 
 
 def new_document(command: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """What every saved run begins with; its results are still to come."""
+    """The head of every saved run; its results are added later."""
     return {
         "format": 1,
         "date": now(),

@@ -42,7 +42,7 @@ class ModelSpec:
     make_batch: Callable[[torch.Generator], Any]
     # Of the module's output; the built-in models return their loss.
     loss: Callable[[Any], Tensor] = output_is_loss
-    # Whether ranks get different batches. Where not, their gradients are equal, and averaging them shows nothing.
+    # Whether ranks get different batches. If not, their gradients are equal, and averaging them proves nothing.
     batches_differ: bool = True
 
 
@@ -106,7 +106,7 @@ def find_model(name: str, seed: int = 0) -> ModelSpec:
 
 
 def describe_model(name: str, model: nn.Module, seed: int = 0) -> dict[str, Any]:
-    """What results say about a model: its name, title, and how much there is to reduce."""
+    """A model's entry in the results: its name, title, and how much there is to reduce."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return {
         "model": name,

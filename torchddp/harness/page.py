@@ -30,7 +30,7 @@ footer, .note { opacity: .75; font-size: .9rem; }
 
 @dataclass(frozen=True)
 class PageTable:
-    """Rows of text under headings; the first column is to the left. `marked`: rows to stand out."""
+    """Rows of text under headings; the first column is left-aligned. `marked`: highlighted rows."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -57,7 +57,7 @@ class Section:
 
 
 def _plain(cell: Any) -> str:
-    """The words of a heading or a cell, without line breaks made for narrow columns."""
+    """The text of a heading or a cell, without the line breaks made for narrow columns."""
     text = cell.plain if isinstance(cell, Text) else str(cell)
     return text.replace("-\n", "").replace("\n", " ")
 

@@ -1,4 +1,4 @@
-"""What all tables have in common: their look, and how a number is written."""
+"""What all tables share: their layout, and the format of numbers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") 
 
 
 class FittingTable(Table):
-    """A table that leaves out columns where the terminal is too narrow for all of them, and says so.
+    """A table that leaves out columns on a terminal that is too narrow, and says so.
 
     `optional`: their headings, the first to go first.
     """
@@ -100,7 +100,7 @@ def plain_table(
     notes: Sequence[str] = (),
     optional: Sequence[str] = (),
 ) -> Table:
-    """A table with its first column, maybe a second one of words, and those of numbers; notes are below it.
+    """A table with a first column, optionally a second one of text, and columns of numbers; notes go below it.
 
     Narrow gaps: every table fits a terminal of 80 columns, and one of 60 without its `optional` columns.
     """

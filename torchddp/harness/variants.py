@@ -21,7 +21,7 @@ TUNED_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True, "batched_grad_
 
 
 class ArgumentError(ValueError):
-    """The command line asks for something that cannot be; the message is one sentence for the user."""
+    """The command line asks for something impossible; the message is one sentence for the user."""
 
 
 def one_line(error: BaseException) -> str:
@@ -30,7 +30,7 @@ def one_line(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and message of an error that may come from the user's code, and the last line of that code it passed."""
+    """Type and message of an error; if it passed through the user's code, the innermost line of that code too."""
     said = f"{type(error).__name__}: {one_line(error)}"
     if isinstance(error, SyntaxError) and error.filename and error.text:
         place = f"{error.filename}:{error.lineno}: {error.text.strip()}"
@@ -42,7 +42,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _is_users(filename: str) -> bool:
-    """Whether a file is neither ours, nor Python's, nor that of an installed package."""
+    """Whether a file belongs neither to torchddp, nor to Python, nor to an installed package."""
     path = Path(filename)
     installed = "site-packages" in path.parts or "dist-packages" in path.parts or filename.startswith("<")
     return not (installed or path.is_relative_to(_PACKAGE) or path.is_relative_to(_LIBRARY))
@@ -120,7 +120,7 @@ def make_variants(
         variants += _tuned(label, Role.OURS, ours, caps_mb)
     seen: dict[str, int] = {}
     for path in peers:
-        # Two peers may have the same class name: number them, so that no row hides another.
+        # Peers with the same class name are numbered, to tell their rows apart.
         short_name = ".".join((path.partition(".")[0], path.rpartition(".")[2]))
         seen[short_name] = seen.get(short_name, 0) + 1
         suffix = f" ({seen[short_name]})" if seen[short_name] > 1 else ""

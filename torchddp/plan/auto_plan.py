@@ -27,7 +27,7 @@ logger = logging.getLogger("torchddp.distributed")
 # Buckets follow the measured order from the second step on, and first steps are slow for other reasons too.
 WARMUP_STEPS = 3
 RECORDED_STEPS = 5
-# Predictions closer than this are equal: the buckets stay as they are.
+# Predictions that differ by less count as equal: the buckets stay as they are.
 LEAST_GAIN = 0.01
 
 
@@ -98,7 +98,7 @@ class StepRecorder:
 
 @dataclass(frozen=True)
 class Decision:
-    """What planning came to. The same on all ranks, but for ``plan``, which only rank 0's counts of."""
+    """The result of planning. The same on all ranks except ``plan``, of which rank 0's counts."""
 
     times: StepTimes
     cost: LinearCost
@@ -142,7 +142,7 @@ class AutoPlan:
         return True
 
     def stop(self) -> None:
-        """Give up; buckets stay as they are."""
+        """Stop recording; buckets stay as they are."""
         if self._recorder is not None:
             self._recorder.stop()
 
@@ -170,7 +170,7 @@ class AutoPlan:
 
 
 class BucketPlanning(StepObserver):
-    """The planning of one model: begun, carried on before each step, ended. Begins at once with ``"auto"``."""
+    """The planning of one model: started, continued before each step, ended. Starts at once with ``"auto"``."""
 
     def __init__(self, session: ReducerSession) -> None:
         self._session = session
@@ -180,11 +180,11 @@ class BucketPlanning(StepObserver):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the steps to come are measured and planned for."""
+        """Whether the next steps are measured, to plan from them."""
         return self.current is not None
 
     def start(self, look_for_kept: bool) -> None:
-        """Plan in the steps to come, if there is a group to plan for; collective with ``look_for_kept``.
+        """Plan in the next steps, if there is more than one rank; collective with ``look_for_kept``.
 
         ``look_for_kept``: take the plan kept for this model and group, where rank 0 finds one.
         """
@@ -209,7 +209,7 @@ class BucketPlanning(StepObserver):
             self._carry_on(self.current)
 
     def close(self) -> None:
-        """Give up, or be done; buckets stay as they are."""
+        """Stop planning; buckets stay as they are."""
         if self.current is not None:
             self.current.stop()
             self.current = None

@@ -1,4 +1,4 @@
-"""What was measured of a training step: all that planning and simulating need. Pure data, saved as JSON."""
+"""The measurements of a training step that planning and simulating need. Pure data, saved as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Gradient:
     dtype: int
     device: int
     sparse: bool
-    # Seconds from the begin of backward until the gradient is there, on the slowest rank (median over steps).
+    # Seconds since backward began until the gradient is ready, on the slowest rank (median over steps).
     ready_s: float
     # As of a `ParamSpec`: all ranks get the average.
     owner: ClassVar[int] = -1
@@ -42,7 +42,7 @@ class LinearCost:
 
     alpha_s: float
     beta_s_per_byte: float
-    # CPU time of a rank per byte and per message that TCP carries: what is left of beta however fast the link is.
+    # CPU time of a rank per byte and per message over TCP: what remains of the cost however fast the link is.
     host_s_per_byte: float = 0.0
     host_s_per_message: float = 0.0
     # Of a bucket with several gradients, which must be copied into it.
@@ -78,7 +78,7 @@ class StepProfile:
     # What a step takes besides forward, backward and messages: zeroing gradients, Python around the model, ranks that
     # wait for each other.
     overhead_s: float = 0.0
-    # How much longer messages take in a step than when they are timed alone, as `cost` has it already.
+    # How much longer messages take in a step than when they are timed alone; already contained in `cost`.
     message_slowdown: float = 1.0
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class StepProfile:
         return (*own, *cost, *(g.ready_s for g in self.gradients))
 
     def _check_types(self) -> None:
-        """A file may hold anything."""
+        """A file may contain anything."""
         if not all(isinstance(value, (int, float)) for value in self._times()):
             raise ProfileError("The profile has a time that is not a number.")
         sizes = [size for g in self.gradients for size in (g.numel, g.itemsize, g.dtype, g.device)]

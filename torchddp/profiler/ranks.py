@@ -85,7 +85,7 @@ def align(identities: Sequence[str], readings: Sequence[Readings]) -> list[Clock
 
 
 def _bounded(here: Sequence[int], there: Sequence[int], readings: Sequence[Readings]) -> Clock:
-    """What all pairs and rounds say about: time here minus time there."""
+    """The clock that all pairs of readings allow: time here minus time there."""
     pairs = [pair for a, b in product(here, there) for pair in zip(readings[a], readings[b], strict=True)]
     if not pairs:
         raise ValueError("the clocks of different hosts cannot be aligned without readings")
@@ -112,7 +112,7 @@ def take_readings(group: Any, device: Any, rounds: int = ROUNDS) -> Readings:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What a rank has to say: its steps on its own clock, and what it lost."""
+    """The record of one rank: its steps on its own clock, and what was lost."""
 
     rank: int
     host: str
@@ -155,7 +155,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class LastRank:
-    """The rank that was a step's straggler most often, and whether it deserves the name: Note [Stragglers]."""
+    """The rank that was last most often, and whether that makes it a straggler: Note [Stragglers]."""
 
     rank: int
     steps: int  # in which it was
@@ -287,7 +287,7 @@ def merge_step(steps: Sequence[Step]) -> MergedStep:
 
 def _merge_bucket(ranks: Sequence[BucketTimes]) -> MergedBucket:
     launches = [(bucket.launched_ns, rank) for rank, bucket in enumerate(ranks) if bucket.launched_ns is not None]
-    # Of those who launch in the same instant, nobody was the last: the first rank stands for them.
+    # Of ranks that launched at the same instant none was last; the first one is named.
     last_ns, last_rank = max(launches, key=lambda item: item[0], default=(None, None))
     last = ranks[last_rank] if last_rank is not None else None
 
@@ -313,7 +313,7 @@ def _merge_bucket(ranks: Sequence[BucketTimes]) -> MergedBucket:
 
 
 def _stood_still_ns(bucket: BucketTimes, last_launch_ns: int) -> int:
-    """The part of a rank's wait in which the reduction could not begin, for one rank had not come."""
+    """The part of a rank's wait before the last rank launched, in which the reduction could not begin."""
     if bucket.wait_begin_ns is None or bucket.done_ns is None:
         return 0
     return max(0, min(bucket.done_ns, last_launch_ns) - bucket.wait_begin_ns)
@@ -331,7 +331,7 @@ def _straggler(steps: Sequence[Step], waits: Sequence[int]) -> Straggler | None:
 def _where_lost(late: Step, others: Sequence[Step]) -> tuple[str, int | None, int]:
     """The place at which it fell furthest behind the fastest of the others: largest growth of its lateness."""
     ready = [dict(step.gradients) for step in others]
-    # What it reached when, and when the others did.
+    # The points of a step: when this rank reached them, and when the others did.
     places: list[tuple[str, int | None, int, list[int]]] = [
         ("start", None, late.forward_begin_ns, [step.forward_begin_ns for step in others]),
         ("forward", None, late.backward_begin_ns, [step.backward_begin_ns for step in others]),

@@ -32,7 +32,7 @@ FOOTNOTE = (
     "Times are in ms since the first rank began backward; launched: on the last rank. done is an upper bound: the "
     "thread that waits takes one bucket after the other."
 )
-# Above it, communication that nothing hides is worth a word.
+# A larger share of exposed communication is worth tuning.
 MUCH_EXPOSED = 0.1
 
 
@@ -95,12 +95,12 @@ def bucket_table(step: MergedStep, names: Sequence[str], title: str) -> Table:
     table.columns[0].justify = "right"
     table.add_column("held back by", overflow="fold")
     for row in bucket_rows(step, names):
-        table.add_row(*map(Text, row))  # names are no markup
+        table.add_row(*map(Text, row))  # a name must not be read as markup
     return table
 
 
 def bucket_rows(step: MergedStep, names: Sequence[str]) -> list[list[str]]:
-    """The cells of the table: times in ms from the first rank's begin of backward."""
+    """The cells of the table: times in ms since the first rank began backward."""
     zero_ns = min(rank.backward_begin_ns for rank in step.steps)
     rows = []
     for bucket in step.buckets:
@@ -139,7 +139,7 @@ def summary_of(profile: MergedProfile, step: MergedStep) -> list[str]:
 
 
 def sent_lines(records: Sequence[RankRecord]) -> list[str]:
-    """Bytes of a step (the last that was seen), of the rank that put most on the wire."""
+    """Bytes of the last step, of the rank that sent most."""
     most = max(records, key=lambda record: total_wire_bytes(record.traffic) or 0)
     of_rank = f", by rank {most.rank}" if any(record.traffic != most.traffic for record in records) else ""
     return [f"sent per step{of_rank}: {text_of(most.traffic)}"]
@@ -190,7 +190,7 @@ def clock_lines(profile: MergedProfile) -> list[str]:
 
 
 def lost_lines(records: Iterable[RankRecord]) -> list[str]:
-    """What was not seen, by rank."""
+    """What was not recorded, by rank."""
     lines = []
     for record in records:
         parts = []
@@ -207,7 +207,7 @@ def lost_lines(records: Iterable[RankRecord]) -> list[str]:
 
 
 def merged_dict(profile: MergedProfile, step: MergedStep) -> dict[str, Any]:
-    """One step of all ranks. Times in us from the first rank's begin of forward, on rank 0's clock."""
+    """One step of all ranks. Times in us since the first rank began forward, on rank 0's clock."""
     zero_ns = min(rank.forward_begin_ns for rank in step.steps)
     last = profile.last_rank() if len(profile.records) > 1 else None
     found = last.example if last is not None and last.is_straggler else None

@@ -27,7 +27,7 @@ from torchddp.simulate.network import (
 
 # The planner: the plan with the least exposed time for a cost that is linear in bytes.
 BestBuckets = Callable[[StepProfile, LinearCost], Buckets]
-# A plan has to save this share of the step before it is called better: less is beyond what a model can tell.
+# A plan is called better only if it saves this share of the step: the model is not accurate enough for less.
 MIN_GAIN = 0.005
 
 
@@ -61,7 +61,7 @@ def run_backward(backward_s: float, messages: Iterable[Message], *, shared_cpu: 
         free_s = start_s + message.duration_s
         spans.append((start_s, free_s))
         if shared_cpu:
-            # A message cannot burn more than its own time of one core.
+            # A message cannot take more time of one core than it lasts.
             lag_s += min(message.host_s, message.duration_s)
     return Timeline(tuple(spans), max(backward_s + lag_s, free_s))
 
@@ -79,7 +79,7 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """Compute alone through the step: 1 is perfect scaling."""
+        """The step without communication, divided by the step: 1 is perfect scaling."""
         return self.compute_s / self.step_s if self.step_s > 0 else 1.0
 
 
@@ -148,7 +148,7 @@ def predict(
 
 @dataclass(frozen=True)
 class Scene:
-    """What is asked: the ranks' place and how they reduce."""
+    """Where the ranks are, and how they reduce."""
 
     ranks_per_host: int = 1
     inner: Link = NVLINK

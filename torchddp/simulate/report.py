@@ -1,4 +1,4 @@
-"""A sweep in a terminal, as a picture, as a page and as JSON."""
+"""The report of a sweep: for the terminal, as a plot, as a page and as JSON."""
 
 from __future__ import annotations
 

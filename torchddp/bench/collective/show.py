@@ -50,7 +50,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
 
 
 def _not_available(size: str, name: str) -> list[str | Text]:
-    # Where there is room for it.
+    # In the widest column.
     return [size, name, *[""] * 5, Text("not available", style="dim")]
 
 
@@ -127,7 +127,7 @@ def draw_curves(results: Sequence[dict[str, Any]]) -> Figure:
             axis.set_xticks(all_sizes, [size_text(size) for size in all_sizes], rotation=45, fontsize=7)
             axis.minorticks_off()
             finish_panel(axis, f"{result['operation']}, {ranks_text(result['world_size'])}", "message size", label)
-        # Beside the curves: there is no corner without any.
+        # Beside the plots: the curves reach into every corner.
         handles, names = row[0].get_legend_handles_labels()
         row[1].legend(handles, names, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
