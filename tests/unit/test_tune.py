@@ -82,7 +82,7 @@ def in_doubt(median: float, rounds: int = 7) -> TuneResult:
     return TuneResult(profile(), candidates, step_ms, seconds=30.0)
 
 
-@pytest.mark.parametrize("median", [90, 97, 100])
+@pytest.mark.parametrize("median", [90, 97])
 def test_an_answer_that_is_not_certain_says_so_and_what_to_try(median: float) -> None:
     document = tune_document(in_doubt(median))
     assert document["in_doubt"] == "planned" and document["argument"] == ""
@@ -90,6 +90,11 @@ def test_an_answer_that_is_not_certain_says_so_and_what_to_try(median: float) ->
     assert "not certain after 7 rounds, try --seconds 60" in said
     assert 'bucket_cap_mb="auto" may be faster: ' in said and "95% interval 0." in said
     assert "nothing is faster" not in said
+
+
+def test_a_slower_candidate_is_no_reason_to_doubt() -> None:
+    said = answer(tune_document(in_doubt(130)))
+    assert said == "Leave bucket_cap_mb out: after 7 rounds nothing is faster than the default."
 
 
 @given(
@@ -176,6 +181,7 @@ def run_tune(*arguments: str) -> int:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(300)
 def test_a_run_keeps_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

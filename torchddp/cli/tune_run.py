@@ -157,7 +157,7 @@ def choose(step_ms: np.ndarray) -> Choice:
 
     Certainly: the 95% interval of the paired ratio lies below 1. Of those that can't be told from the fastest the first
     one, which is the planned one if it is among them. Doubtful: nothing is certainly faster, but a ratio's median
-    promises a gain, or its interval has room for twice as much.
+    promises a gain, or is not above 1 and its interval has room for twice as much.
     """
     ratios = tuple(paired_ratio(row, step_ms[0]) for row in step_ms)
     faster = [index for index in range(1, len(ratios)) if ratios[index].ci95_high < 1]
@@ -168,7 +168,7 @@ def choose(step_ms: np.ndarray) -> Choice:
                 return Choice(index, ratios, None)
     promising = min(range(1, len(ratios)), key=lambda index: (ratios[index].median, ratios[index].ci95_low))
     ratio = ratios[promising]
-    in_doubt = ratio.median < 1 - LEAST_GAIN or ratio.ci95_low < 1 - 2 * LEAST_GAIN
+    in_doubt = ratio.median < 1 - LEAST_GAIN or (ratio.median <= 1 and ratio.ci95_low < 1 - 2 * LEAST_GAIN)
     return Choice(0, ratios, promising if in_doubt else None)
 
 
