@@ -18,6 +18,7 @@ from torchddp.cli import doctor
 from torchddp.cli.app import app
 from torchddp.harness import models
 from torchddp.harness.command import CONTEXT, check_output, run_app
+from torchddp.harness.launch import Inbox, LaunchError, RankJob, follow
 from torchddp.harness.models import find_factory, load_factory, prove
 from torchddp.harness.variants import ArgumentError
 
@@ -366,3 +367,11 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: 
     finally:
         for pid in group_members(process.pid):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_ranks_that_fail_alike_are_named_together() -> None:
+    inbox = Inbox([], lambda what, done, total: None)
+    inbox.errors |= {1: "ValueError: no", 0: "ValueError: no", 2: "KeyError: 'x'"}
+    job = RankJob("trace", print, (), 3)
+    with pytest.raises(LaunchError, match="^Case 'trace' failed: ranks 0, 1: ValueError: no; rank 2: KeyError: 'x'$"):
+        follow(inbox, job, 1.0)

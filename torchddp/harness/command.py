@@ -94,7 +94,9 @@ def make_console() -> Console:
 
 def progress_bar(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, refresh_per_second=2)
+    # Into a pipe it would print an empty line.
+    disable = not console.is_terminal
+    return Progress(*columns, console=console, transient=True, refresh_per_second=2, disable=disable)
 
 
 class Display:

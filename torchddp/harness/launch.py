@@ -137,9 +137,16 @@ def follow(inbox: Inbox, job: RankSettings, stall_timeout_s: float) -> Any:
         deadline_s = time.monotonic() + ERROR_GRACE_S
         while inbox.open and (left_s := deadline_s - time.monotonic()) > 0:
             inbox.read(left_s)
-        said = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(inbox.errors.items()))
+        said = "; ".join(_by_ranks(inbox.errors))
         raise LaunchError(f"Case '{job.case}' failed: {said}")
     return inbox.results[0]
+
+
+def _by_ranks(errors: Mapping[int, str]) -> Iterator[str]:
+    """'rank 0: ...', 'ranks 1, 2: ...': each message once."""
+    for text in dict.fromkeys(text for _, text in sorted(errors.items())):
+        ranks = sorted(rank for rank in errors if errors[rank] == text)
+        yield f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
 
 
 def launch(

@@ -108,9 +108,9 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 def origin(document: dict[str, Any]) -> Iterable[Text]:
     machine = document["machine"]
     commit = (machine["git_commit"] or "no commit")[:12] + (" (changed)" if machine["git_dirty"] else "")
+    date = f"{date_text(document['date'])} · " if "date" in document else ""
     yield Text(
-        f"{date_text(document['date'])} · {machine['cpu']}, {machine['cores']} cores, load "
-        f"{machine['load_average_1min']:g} · torch "
+        f"{date}{machine['cpu']}, {machine['cores']} cores, load {machine['load_average_1min']:g} · torch "
         f"{machine['torch']} · torchddp {machine['torchddp'] or 'not installed'} · {commit}",
         style="dim",
     )
