@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NewType
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,9 @@ RAISE: Final = "raise"  # find_nonfinite, zero_weights: an error rather than a w
 STALL_ENV = "TORCHDDP_STALL_REPORT_S"
 _DEFAULT_STALL_S = 60.0
 
-# What arguments may be, for type checkers; the checks at run time are below. The names of transports are those that
-# torchddp.transport.select knows.
-TransportChoice = Literal["auto", "c10d", "shm", "nccl"]
+# What arguments may be, for type checkers; the checks at run time are below.
+RegisteredTransport = NewType("RegisteredTransport", str)  # the name of one added by torchddp.transport.select.register
+TransportChoice = Literal["auto", "c10d", "shm", "nccl"] | RegisteredTransport
 BucketCap = float | Literal["auto"] | None
 FindNonfinite = bool | Literal["raise"]
 ZeroWeights = Literal["raise", "zeros"]
@@ -103,7 +103,8 @@ class DDPOptions:
             raise RuntimeError where that is impossible. ``"auto"``: shared memory if the process group is gloo's and
             all ranks can, NCCL for a CUDA model if the process group is NCCL's and all ranks can, c10d otherwise; also
             c10d with ``init_sync=False``, and for copies (pickle, deepcopy), which may be made by one rank alone. The
-            environment variable TORCHDDP_TRANSPORT chooses where this says "auto".
+            environment variable TORCHDDP_TRANSPORT chooses where this says "auto". A transport that was added by
+            ``torchddp.transport.select.register`` goes by its name (for type checkers ``RegisteredTransport(name)``).
         wire_dtype: ``torch.bfloat16`` or ``torch.float16``: fp32 gradients travel in 16 bits and are summed in fp32;
             the same values on all ranks, but not those of full precision. Over shared memory only (RuntimeError
             otherwise; the hook ``bf16_compress_hook`` works everywhere). Two hosts send half as much to each other; of
