@@ -29,7 +29,7 @@ from torchddp.transport.message_cost import seconds_of
 
 WARMUP_STEPS = 4
 # Of short steps, more are recorded: as many as fit into this time.
-LEAST_S, MOST_STEPS = 1.0, 100
+LEAST_S, MOST_STEPS = 2.0, 400
 
 
 def record_profile(model: Any, step: Callable[[], Any], *, name: str = "", steps: int = 9) -> StepProfile:
@@ -37,7 +37,7 @@ def record_profile(model: Any, step: Callable[[], Any], *, name: str = "", steps
     measure. The same profile on all ranks.
 
     Warm-up (four steps), then by turns ``steps`` with overlap, for ``step_s``, and ``steps`` without it, in which the
-    parts of a step are measured; of short steps more, up to a second of them. Then the cost of messages is measured on
+    parts of a step are measured; of short steps more, for up to two seconds. Then the cost of messages is measured on
     the model's group. ``step`` may zero gradients and step an optimizer, which then count as overhead. Holds nothing
     afterwards; the buckets stay as they are.
 
