@@ -14,7 +14,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from torchddp._import_check import check_extension, is_command
+from torchddp._import_check import check_extension, exit_on_interrupt, is_command
 
 if TYPE_CHECKING:
     from torchddp.composable import replicate
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torchddp.parallel import ParallelConfig, parallel_group_info, parallelize
     from torchddp.sharded import ShardedDataParallel
 
+if is_command():
+    exit_on_interrupt()
 import_error: Exception | None = None
 try:
     import torch  # noqa: F401  the extension needs torch's libraries loaded first
@@ -85,7 +87,7 @@ _MODULE_OF = {
     "uninstall": "integrations.install",
     "watch_collectives": "diagnose.collectives",
 }
-_MODULES = (
+_MODULES = (  # public as well, but not part of `from torchddp import *`
     "averaging",
     "comm_hooks",
     "composable",
@@ -97,6 +99,10 @@ _MODULES = (
     "profiler",
     "sync",
 )
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES])
 
 
 def __getattr__(name: str) -> object:

@@ -7,8 +7,10 @@ that names the wheel to install. The command must start even where the rest of t
 
 from __future__ import annotations
 
+import os
 import platform
 import re
+import signal
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -37,7 +39,18 @@ def check_extension() -> None:
         raise ImportError(f"{reason}. {wheel_advice(built['version'], running)}")
 
 
-# --- versions: built for, and running ---
+def exit_on_interrupt() -> None:
+    """Of the command: from now on Ctrl-C ends the process with one line; importing torch takes a second or more."""
+
+    def leave(number: int, frame: object) -> None:
+        os.write(2, b"interrupted\n")
+        os._exit(130)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave)
+
+
+# --- what it was built for, and what runs ---
 
 
 def running_versions() -> dict[str, str]:

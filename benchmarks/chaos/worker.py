@@ -29,6 +29,7 @@ from benchmarks.chaos.leaks import footprint, open_sockets
 from benchmarks.chaos.outcome import RankReport
 from benchmarks.chaos.plan import Trial
 from torchddp.comm_hooks import PerParameter
+from torchddp.ddp.options import TransportChoice
 
 _PR_SET_PDEATHSIG = 1
 # What waits for a stopped rank waits so long, and so does nothing else.
@@ -157,7 +158,7 @@ def wrap(trial: Trial, module: torch.nn.Module) -> Any:
     }
     options = options_of[trial.option]
     if trial.over == plan.GLOO:
-        transport = "c10d"
+        transport: TransportChoice = "c10d"
     else:
         transport = "auto" if trial.kind == plan.FULL else "shm"
     return torchddp.DistributedDataParallel(

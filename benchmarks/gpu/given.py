@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.large import large_from, packed_whole
 from torchddp import DistributedDataParallel
+from torchddp.ddp.options import TransportChoice
 
 LARGER_THAN_ALL_MIB = 4096
 
@@ -47,7 +48,7 @@ class GivenStep:
     """
 
     def __init__(
-        self, gradients: Sequence[Tensor], *, divisor: int, adopts: bool = False, transport: str = "auto"
+        self, gradients: Sequence[Tensor], *, divisor: int, adopts: bool = False, transport: TransportChoice = "auto"
     ) -> None:
         if adopts:
             transport = "nccl" if gradients[0].is_cuda else "c10d"

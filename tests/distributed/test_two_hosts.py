@@ -108,6 +108,6 @@ def test_a_rank_that_dies_ends_the_run(long_run: subprocess.Popen[str]) -> None:
     os.kill(ranks[0], signal.SIGKILL)
     _, said = long_run.communicate(timeout=30)
     assert long_run.returncode == 1
-    assert "the process ended without a word" in said
+    assert "its process died without a message" in said
     assert not any(map(command_line, ranks))
     assert not namespaces_of(long_run.pid)

@@ -21,7 +21,7 @@ from torch import nn
 from tests.unit import benchmark_models
 from tests.unit.benchmark_results import document
 from tests.unit.helpers import assert_refused, is_running, printed, wait_until
-from torchddp.bench import cli, gradients, timing
+from torchddp.bench import cli, gradients, report, timing
 from torchddp.bench.cases import MAX_ROUNDS, MIN_ROUNDS
 from torchddp.bench.memory import memory_result, parse_bytes
 from torchddp.bench.registry import CASES, check_names
@@ -134,6 +134,32 @@ def test_models_give_every_parameter_a_gradient(name: str) -> None:
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, parameter_name
 
 
+@pytest.mark.parametrize("columns", [60, 80])
+def test_report_fits_its_columns_and_cuts_nothing(columns: int) -> None:
+    text = printed(report.render(document(fake_result(), fake_result("per_param"))), columns)
+    assert max(map(len, text.splitlines())) <= columns
+    assert "…" not in text and ("no room for: step p90" in text) is (columns == 60)
+    for variant in field():
+        assert variant.name in text
+    assert "p50 [p25..p75]" in text
+    assert "0.80 [0.80..0.80]" in text
+
+
+def test_a_report_has_a_date_and_a_verdict() -> None:
+    run = document(fake_result(), fake_result("per_param"), fake_result(ours_ms=5.0))
+    text = " ".join(printed(report.render(run)).split())
+    assert (
+        "torchddp is faster than torch's best row in 2 of 3 comparisons, slower in 1, and not told apart in 0." in text
+    )
+    assert "2030-01-02 03:04 UTC" in text
+
+
+def test_an_option_of_every_wrapper() -> None:
+    variants = make_variants(TORCH_DDP, ["a.b.C"], (25,), extra={"find_unused_parameters": True})
+    assert all(v.keywords["find_unused_parameters"] is True for v in variants if v.role is not Role.LOCAL)
+    assert variants[0].keywords == {} and variants[2].keywords["bucket_cap_mb"] == 25
+
+
 def test_summary_names_torchs_best_cap_and_keeps_a_loss() -> None:
     lost = fake_result(ours_ms=5.0)
     text = printed(gradients.summary_table([fake_result(), lost]))
@@ -180,13 +206,17 @@ def test_peak_of_a_status_text() -> None:
         (["--case", "nope"], "There is no case 'nope'; choose from step_time, overlap, collective, startup, memory, "),
         (["--case", "overlap", "--world-size", "1"], "--world-size 1: the case overlap needs 2 ranks or more"),
         (["--world-size", "1"], "the case overlap needs 2 ranks or more"),
-        (["--case", "scaling", "--world-sizes", "2,4"], "--world-sizes wants 1, which efficiency is held against"),
+        (
+            ["--case", "scaling", "--world-sizes", "2,4"],
+            "--world-sizes wants 1, for efficiency is relative to one",
+        ),
         (["--case", "scaling", "--world-size", "2"], "scaling wants --world-sizes"),
-        (["--case", "memory", "--world-sizes", "1,2"], "--world-sizes is of the case scaling"),
+        (["--case", "memory", "--world-sizes", "1,2"], "--world-sizes is for the case scaling"),
+        (["--html", "/no/such/folder/x.html"], "--html: the folder '/no/such/folder' does not exist."),
         (["--op", "nope"], "There is no collective 'nope'; choose from all_reduce, broadcast, all_gather"),
-        (["--case", "memory", "--op", "broadcast"], "--op is of the case collective, which was not asked for."),
+        (["--case", "memory", "--op", "broadcast"], "--op is for the case collective; add --case collective."),
         (["--case", "collective", "--model", "gpt"], "--model: the case collective has no models."),
-        (["--model", "nope"], "No model 'nope'; choose from small, mlp, gpt, conv, resnet50, gpt2, llama, or"),
+        (["--model", "nope"], "There is no model 'nope'; choose from small, mlp, gpt, conv, resnet50, gpt2, llama, or"),
         (["--seconds", "-3"], "above 0 and up to 3600, not -3."),
         (["--seconds", "nan"], "not nan."),
         (["--seconds", "soon"], "Invalid value for '--seconds'"),
@@ -259,7 +289,7 @@ def test_wrong_gradients_end_the_run_and_are_named(capsys: pytest.CaptureFixture
 
 def test_a_rank_that_dies_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*BRIEF, *TORCH, "--vs", f"{__name__}.Dying"]) == 1
-    assert "rank 0: the process ended without a word" in capsys.readouterr().err
+    assert "rank 0: its process died without a message" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def test_torchddp_bench_finds_a_model_beside_it_and_writes_a_page(tmp_path: Path
 def test_torchddp_bench_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(app, "torchddp", ["bench", "--help"]) == 0
     described = capsys.readouterr().out
-    for words in ("torchddp bench --case step_time --model mypackage.training:make_model", "--html", "--world-sizes"):
+    for words in ("torchddp bench --case step_time --model train.py:make", "--html", "--world-sizes"):
         assert words in described
     assert run_app(app, "torchddp", ["bench", "--bogus"]) == 2
     assert capsys.readouterr().err.endswith("see torchddp bench --help.\n")

@@ -301,7 +301,7 @@ def test_ours_are_held_against_the_fastest_peer_of_each_size() -> None:
 def test_peers_alone_select_the_case_and_want_all_reduce() -> None:
     assert check_operations([], [], [], peers=True) == (("collective",), ("all_reduce",))
     assert check_operations(["all"], [], ["all_reduce"], peers=True) == (["all"], ("all_reduce",))
-    with pytest.raises(ArgumentError, match="--peers is of the case collective, which was not asked for"):
+    with pytest.raises(ArgumentError, match="--peers is for the case collective"):
         check_operations(["memory"], [], [], peers=True)
     with pytest.raises(ArgumentError, match="--peers compares all_reduce only"):
         check_operations([], [], ["broadcast"], peers=True)

@@ -13,7 +13,16 @@ from torchddp._import_check import is_command, parse_build_info
 from torchddp.cli import checks
 from torchddp.cli import doctor as doctor_command
 from torchddp.cli.checks import set_variables
-from torchddp.cli.doctor import Built, Gpu, Running, has_kernels_for, hints, reason_against_nccl
+from torchddp.cli.doctor import (
+    Built,
+    Gpu,
+    Running,
+    Transport,
+    has_kernels_for,
+    hints,
+    reason_against_nccl,
+    verdict,
+)
 
 SUFFIX = ".cpython-311-x86_64-linux-gnu.so"
 CUDA_BUILT = Built(
@@ -45,6 +54,11 @@ def test_all_is_well_here() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["problems"] == []
+    assert (
+        found["verdict"]
+        == f"torchddp works here, over {', '.join(t['name'] for t in found['transports'] if t['works'])}."
+    )
+    assert found["date"].startswith("20") and found["date"].endswith("+00:00")
     assert found["built"]["version"] == _C.version and found["built"]["compiler"].startswith(("GNU", "Clang"))
     assert found["running"]["cpu_capability"] == _C.cpu_capability()
     assert {t["name"]: t["works"] for t in found["transports"] if t["name"] != "nccl"} == {"c10d": True, "shm": True}
@@ -56,6 +70,7 @@ def test_another_torch_is_a_problem_that_is_told() -> None:
     assert done.returncode == 1
     assert "problem: torchddp was built for torch 2." in done.stdout and "but torch 2.10.0 is running" in done.stdout
     assert "torchddp does not load" in done.stdout  # no transport is tried
+    assert "torchddp will not work here: 1 problem, see above." in done.stdout
 
 
 def test_a_torch_that_does_not_load_is_a_problem_that_is_told() -> None:
@@ -117,6 +132,14 @@ def test_module_and_help_have_examples() -> None:
         [sys.executable, "-m", "torchddp", "doctor", "--help"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0 and "torchddp doctor --json" in done.stdout
+
+
+def test_the_verdict_is_one_sentence() -> None:
+    shm, c10d = (Transport(name, works=True) for name in ("shm", "c10d"))
+    nccl = Transport("nccl", works=False, reason="no GPU")
+    assert verdict([c10d, shm, nccl], []) == "torchddp works here, over c10d, shm."
+    assert verdict([nccl], []) == "torchddp loads, but no transport works: see above."
+    assert verdict([shm], ["a", "b"]) == "torchddp will not work here: 2 problems, see above."
 
 
 # --- what does not fit ---

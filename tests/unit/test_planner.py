@@ -56,9 +56,12 @@ def test_a_profile_survives_the_disk(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "no JSON"),
-        ("[]", "no step profile"),
-        ('{"kind": "torchddp step profile", "format": 99, "torchddp_version": "9.9"}', "format 99 .written by"),
+        ("{", "not JSON"),
+        ("[]", "not a step profile"),
+        (
+            '{"kind": "torchddp step profile", "format": 99, "torchddp_version": "9.9"}',
+            "format 99 .written by torchddp",
+        ),
         ('{"kind": "torchddp step profile", "format": 1}', "damaged"),
         (None, "Cannot read the profile"),
     ],

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from decimal import Decimal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.profiler_events import LAYOUT, MS, NAMES, one_step, record, step_events, waiting_step
+from torchddp.harness.tables import adding_up
 from torchddp.profiler import report
 from torchddp.profiler.export import bars
-from torchddp.profiler.ranks import Clock, MergedProfile, align, clock_identity, merge, merge_step
+from torchddp.profiler.ranks import (
+    Clock,
+    MergedProfile,
+    align,
+    chance_to_be_last,
+    clock_identity,
+    merge,
+    merge_step,
+)
 from torchddp.profiler.session import merged_trace
 from torchddp.profiler.steps import read_steps
 
@@ -114,18 +124,75 @@ def test_whoever_comes_last_caused_all_waits(late_ms: list[int]) -> None:
 
 def test_the_report_says_it_in_80_columns() -> None:
     profile = late_profile()
-    profile = MergedProfile(profile.records, profile.clocks, profile.steps[:1])
+    profile = MergedProfile(profile.records, profile.clocks, profile.steps[:1] * 6)
     text = report.as_text(report.merged_report(profile))
     assert all(len(line) <= 80 for line in text.splitlines())
     words = " ".join(text.split())
-    assert "straggler: rank 1 kept each other rank waiting 48.0 ms" in words
-    assert "it lost 50.0 ms before the gradient of first.bias" in words
-    assert "over 1 steps: rank 1 kept each other rank waiting 48.0 ms a step, and was the straggler in 1" in words
-    assert "step 70.0 ms: forward 4.00, backward 60.0, then exposed 56.0" in words
+    assert "straggler: rank 1 was last in 6 of 6 steps (p = 0.031); each other rank waited 48.0 ms a step" in words
+    assert "in step 1 it lost 50.0 ms before the gradient of first.bias" in words
+    assert "Rank 1 is a straggler: each other rank waits 48.0 ms a step for it, 69% of the step." in words
     assert "clocks of different hosts aligned to within 0 us" in words
 
 
-def test_a_rank_alone_and_lost_events_are_reported() -> None:
+def test_the_headline_adds_up_on_one_rank() -> None:
+    step = late_profile().steps[0]
+    text = " ".join(report.summary_of(late_profile(), step))
+    # Rank 0 is exposed for longer, rank 1 computes for longer: no mixture of the two.
+    assert "step 70.0 ms on rank 0, the slowest = forward 4.0 + backward 10.0 + exposed communication 56.0" in text
+
+
+@given(st.lists(st.floats(0, 1e4), min_size=1, max_size=5))
+def test_printed_parts_add_up_to_the_printed_sum(values: list[float]) -> None:
+    total, parts = adding_up(values)
+    assert sum(map(Decimal, parts)) == Decimal(total)
+    tolerance = float(Decimal(1).scaleb(Decimal(total).as_tuple().exponent))
+    assert all(
+        float(part) == pytest.approx(value, abs=1.01 * tolerance) for part, value in zip(parts, values, strict=True)
+    )
+
+
+def lasts(*ranks: int, wait_ms: float = 10.0) -> MergedProfile:
+    """Steps of 100 ms, in each of which the given rank was last."""
+    profile, step = late_profile(), late_profile().steps[0]
+    assert step.straggler is not None
+    steps = []
+    for index, rank in enumerate(ranks):
+        wait_ns = round(wait_ms * MS)
+        straggler = replace(step.straggler, rank=rank, wait_ns=wait_ns, total_wait_ns=wait_ns)
+        waits = tuple(wait_ns if rank == each else 0 for each in (0, 1))
+        steps.append(replace(step, index=index, waits_ns=waits, straggler=straggler))
+    return MergedProfile(profile.records, profile.clocks, tuple(steps))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wait_ms", "is_straggler", "words"),
+    [
+        ([1] * 15 + [0] * 5, 10.0, True, "straggler: rank 1 was last in 15 of 20 steps (p = 0.041)"),
+        ([1] * 14 + [0] * 6, 10.0, False, "none; rank 1 was last in 14 of 20 steps (p = 0.12), which may be chance"),
+        ([0] * 5, 10.0, False, "straggler: too few steps to tell; rank 0 was last in 5 of 5 steps (p = 0.062)"),
+        ([0] * 20, 0.5, False, "none that matters; rank 0 was last in 20 of 20 steps (p < 0.001), but each other"),
+    ],
+)
+def test_a_straggler_is_named_only_where_it_is_significant(
+    ranks: list[int], wait_ms: float, is_straggler: bool, words: str
+) -> None:
+    profile = lasts(*ranks, wait_ms=wait_ms)
+    last = profile.last_rank()
+    assert last is not None and last.is_straggler is is_straggler
+    assert words in report.straggler_lines(profile, profile.median_step())[0]
+    assert ("is a straggler" in report.verdict(profile, profile.median_step())) is is_straggler
+    data = report.merged_dict(profile, profile.median_step())
+    assert (data["straggler"] is not None) is is_straggler and data["last_rank"]["steps"] == last.steps
+
+
+@given(st.integers(1, 30), st.integers(2, 9))
+def test_chance_is_that_of_the_binomial_distribution(of: int, ranks: int) -> None:
+    chances = [chance_to_be_last(steps, of, ranks) for steps in range(of + 1)]
+    assert chances[0] == 1 and chances == sorted(chances, reverse=True)
+    assert chances[-1] == pytest.approx(ranks * ranks**-of)
+
+
+def test_a_rank_alone_has_a_report_without_others() -> None:
     text = report.as_text(report.rank_report(record(0, [one_step()])))
     assert "last.weight" in text and "overlap ratio 0.50" in text and "straggler" not in text
     with pytest.raises(ValueError, match="no complete step"):
@@ -139,14 +206,24 @@ def test_many_small_delays_are_not_blamed_on_one_parameter() -> None:
     step = profile.steps[0]
     assert step.straggler is not None
     step = replace(step, straggler=replace(step.straggler, lost_ns=MS))
-    assert "slower all along, by at most 1.00 ms" in report.straggler_lines(profile, step)[0]
+    profile = MergedProfile(profile.records, profile.clocks, (step,) * 6)
+    assert "it was slower throughout: it lost no more than 1.00 ms" in report.straggler_lines(profile, step)[1]
 
 
 def test_json_has_names_and_numbers() -> None:
     profile = late_profile()
+    profile = MergedProfile(profile.records, profile.clocks, profile.steps[:1] * 6)
     data = json.loads(json.dumps(report.merged_dict(profile, profile.steps[0]), allow_nan=False))
     assert data["straggler"]["rank"] == 1 and data["straggler"]["parameter"] == "first.bias"
-    assert data["straggler"]["wait_us"] == 48000
+    assert data["straggler"]["wait_us"] == 48000 and data["slowest_rank"] == 0
+    assert data["last_rank"] == {
+        "rank": 1,
+        "steps": 6,
+        "of": 6,
+        "p_value": 0.03125,
+        "wait_us": 48000,
+        "share_of_step": pytest.approx(48 / 70),
+    }
     assert data["buckets"][1]["held_back_by"] == "first.weight" and data["buckets"][1]["last_rank"] == 1
     assert data["buckets"][0]["first_ready_us"] == 5000 and data["ranks"][0]["exposed_us"] == 56000
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from dataclasses import replace
@@ -39,15 +40,65 @@ def test_every_link_and_power_of_two_is_shown(profile: str, capsys: pytest.Captu
     for name in ("measured", "ib400", "eth100", "eth10", "eth1"):
         assert re.search(rf"^{name} · ", out, re.MULTILINE), out
         assert re.search(rf"^{name}, 4096 ranks: ", out, re.MULTILINE), out
-    assert re.findall(ROW, out, re.MULTILINE) == [str(2**power) for power in range(13)] * 5
+    assert re.findall(ROW, out, re.MULTILINE) == 5 * ["2", "1", *(str(2**power) for power in range(2, 13))]
     # The last of six messages: 0.2 ms, which begins late by the 0.06 ms of CPU that each of the others took.
-    assert "Check: for the recorded step itself the model says 40.5 ms, measured were 50.0 (-19.0%)." in out
+    assert "warning: Check: for the recorded step the model predicts 40.5 ms, measured were 50.0 ms (-19.0%)." in out
+    assert out.index("warning: Check: ") < out.index("measured · ")
+    assert re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d UTC$", out, re.MULTILINE)
 
 
-def test_tables_fit_80_columns(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+def recorded(path: Path, step_s: float, **changes: Any) -> str:
+    """A profile of three ranks, whose step the model expects to take 40 to 41 ms."""
+    replace(make_profile(cost=LinearCost(1e-4, 1e-10), world_size=3, step_s=step_s), **changes).save(path)
+    return str(path)
+
+
+def test_a_model_that_fits_is_no_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(recorded(tmp_path / "p.json", 0.040), "--link", "eth1") == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].startswith("Check: ") and "warning" not in out
+
+
+@pytest.mark.parametrize("step_s", [0.100, 0.025])
+def test_a_model_that_is_far_off_predicts_nothing_unless_forced(
+    step_s: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, page = recorded(tmp_path / "p.json", step_s), tmp_path / "page.html"
+    assert simulate(profile, "--html", str(page)) == 3
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and not page.exists()
+    assert "can be trusted. Record it again on an idle machine, or predict anyway with --force." in said.err
+    assert simulate(profile, "--force", "--html", str(page)) == 0
+    assert "warning: Check: " in capsys.readouterr().out and "Can it be trusted?" in page.read_text()
+
+
+def test_the_profiles_own_number_of_ranks_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(recorded(tmp_path / "p.json", 0.040), "--link", "measured", "--link", "eth1") == 0
+    out = capsys.readouterr().out
+    assert re.findall(ROW, out, re.MULTILINE) == 2 * ["3", *(str(2**power) for power in range(13))]
+    assert out.splitlines()[2].startswith("measured, 3 ranks: ")
+    # Of each link its own number of ranks, then the largest; what stands on top is not repeated.
+    assert re.findall(r"^(\w+, \d+ ranks): ", out, re.MULTILINE) == [
+        "measured, 3 ranks",
+        "measured, 4096 ranks",
+        "eth1, 3 ranks",
+        "eth1, 4096 ranks",
+    ]
+
+
+def test_messages_slowed_down_by_other_work_are_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(recorded(tmp_path / "p.json", 0.040, message_slowdown=5.0), "--link", "eth1") == 0
+    assert "Messages in a step took 5.0 times as long as messages alone" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_tables_fit(
+    columns: int, profile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     assert simulate(profile, "--ranks-per-host", "8", "--link", "100mbit,20ms", "--link", "nvlink") == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if re.match(rf"ranks|─|{ROW}", line)]
-    assert len(rows) == 2 * 15 and max(len(row.rstrip()) for row in rows) <= 80
+    assert len(rows) == 2 * 15 and max(len(row.rstrip()) for row in rows) <= columns
 
 
 def test_the_advice_names_what_to_do(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,6 +118,7 @@ def test_json_plot_and_page(profile: str, tmp_path: Path, capsys: pytest.Capture
     assert simulate(profile, *asked, "--json", str(data), "--plot", str(png), "--html", str(page)) == 0
     document = json.loads(data.read_text())
     points = document["points"]
+    assert document["date"] and document["verdict"].startswith("eth10, 2 ranks: ")
     assert [(p["link"], p["ranks"]) for p in points] == [("eth10", 2), ("eth10", 64), ("5gbit", 2), ("5gbit", 64)]
     assert document["gradients"] == [f"layer{i}.weight" for i in range(6)]
     for point in points:
@@ -78,6 +130,7 @@ def test_json_plot_and_page(profile: str, tmp_path: Path, capsys: pytest.Capture
     rows = re.findall(r"<tr><td>(\d+)</td><td>([\d.]+)</td>", text)
     expected = [(str(p["ranks"]), float(p["recorded_plan"]["step_s"] * 1e3)) for p in points]
     assert [(ranks, float(step)) for ranks, step in rows] == [(r, pytest.approx(s, rel=5e-3)) for r, s in expected]
+    assert f'<p class="verdict">{html.escape(document["verdict"])}</p>' in text and " UTC</p>" in text
     assert "data:image/png;base64," in text and "eth10, 64 ranks: " in text
     kept = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
     assert kept is not None and json.loads(kept[1]) == document
@@ -102,7 +155,7 @@ def test_a_profile_of_one_rank_has_no_recorded_link(tmp_path: Path, capsys: pyte
     make_profile(world_size=1).save(path)
     assert simulate(str(path), "--ranks", "2") == 0
     out = capsys.readouterr().out
-    assert "measured ·" not in out and "Recorded with one rank" in out and "Check:" not in out
+    assert "measured ·" not in out and "Recorded with one rank" in out and "Check: none" in out
     assert simulate(str(path), "--link", "measured") == 2
     assert "recorded with 1 rank" in capsys.readouterr().err
 
@@ -111,7 +164,7 @@ def test_a_profile_without_the_transports_work_is_told_of(tmp_path: Path, capsys
     path = tmp_path / "bare.json"
     make_profile().save(path)
     assert simulate(str(path), "--ranks", "2") == 0
-    assert "own work is not in the profile" in capsys.readouterr().out
+    assert "has no cost of the transport's software" in capsys.readouterr().out
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -127,7 +180,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         (["--ranks", "0"], "from 1 to 4096, not '0'"),
         (["--ranks", "2,5000"], "from 1 to 4096, not '2,5000'"),
-        (["--ranks", "2,many"], "with commas, like 2,8,64, not '2,many'"),
+        (["--ranks", "2,many"], "separated by commas, like 2,8,64, not '2,many'"),
         (["--ranks", ""], "not ''"),
         (["--link", "wifi"], "There is no link 'wifi'"),
         (["--inner-link", "wire"], "There is no link 'wire'"),
@@ -153,11 +206,11 @@ def _changed(**fields: Any) -> str:
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("no json {", "is no JSON"),
-        ("[]", "This is no step profile"),
-        (_changed(kind="torchddp benchmark"), "This is no step profile"),
+        ("no json {", "is not JSON"),
+        ("[]", "This is not a step profile"),
+        (_changed(kind="torchddp benchmark"), "This is not a step profile"),
         (_changed(format=99, torchddp_version="9.9"), "has format 99 (written by torchddp 9.9)"),
-        (_changed(order=[0, 0, 1]), "no permutation"),
+        (_changed(order=[0, 0, 1]), "not a permutation"),
         (_changed(gradients=None), "damaged"),
         (_changed(forward_s=-1.0), "negative or not finite"),
     ],

@@ -184,7 +184,15 @@ def test_the_planner_is_asked_for_every_line_in_reach() -> None:
     assert asked[-1].beta_s_per_byte < asked[0].beta_s_per_byte
 
 
-def test_the_model_is_held_against_the_recorded_step() -> None:
+def test_what_a_step_takes_besides_counts_everywhere() -> None:
+    lean, fat = make_profile(), replace(make_profile(), overhead_s=0.5)
+    for world_size in (1, 2, 64):
+        before, after = (predict(profile, PRESETS["eth10"], world_size) for profile in (lean, fat))
+        assert after.step_s == pytest.approx(before.step_s + 0.5)
+        assert after.compute_s == pytest.approx(before.compute_s + 0.5) and after.exposed_s == before.exposed_s
+
+
+def test_the_model_is_compared_with_the_recorded_step() -> None:
     assert model_error(make_profile(step_s=0.042)) == pytest.approx(0, abs=1e-9)
     assert model_error(make_profile(step_s=0.084)) == pytest.approx(-0.5)
     assert model_error(make_profile(step_s=0.042, world_size=1)) is None

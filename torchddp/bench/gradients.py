@@ -20,7 +20,7 @@ from torchddp.harness.tables import number, plain_table, ratio_text
 from torchddp.harness.variants import Variant
 
 PER_PARAM_UNIT = "us/param"
-# With more rounds than this in which noise exceeded torch's cost, a table says nothing about a goal.
+# With a larger share of rounds in which noise exceeded torch's cost, the goal is called unclear.
 MAX_ODD_SHARE = 0.1
 
 
@@ -100,12 +100,13 @@ def verdict_text(goal: float | None, ratio: dict[str, Any]) -> Text:
 def summary_table(results: Sequence[dict[str, Any]]) -> Table:
     columns = ("torch\ndefault", "torch best\n@ cap MiB", "ours", "ours / torch best\np50 [p25..p75]")
     title = "Summary: cost of ours against torch's best (per_param in us, exposed in ms)"
-    table = plain_table(title, "case", *columns, second="model")
+    table = plain_table(title, "case", *columns, second="model", optional=("torch\ndefault", "ours"))
     table.add_column("goal", no_wrap=True)
     for result in results:
         rows, ours = {row["name"]: row for row in result["variants"]}, our_row(result)
         best = rows[result["best_torch"]]
-        cap = f" @{best['options']['bucket_cap_mb']:g}" if best["options"] else " default"
+        cap_mb = best["options"].get("bucket_cap_mb")
+        cap = " default" if cap_mb is None else f" @{cap_mb:g}"
         table.add_row(
             result["case"],
             result["model"],

@@ -74,7 +74,8 @@ def measure_memory(job: Job, model_name: str, _report: Report) -> dict[str, Any]
     was_reset = reset_peak()
     for _ in range(MEASURED_STEPS):
         runner.step(batch)
-    storages = {grad.untyped_storage().data_ptr(): grad.untyped_storage().nbytes() for _, grad in runner.gradients()}
+    held = [p.grad.untyped_storage() for p in runner.module.parameters() if p.grad is not None]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in held}
     mine = {"peak_rss_bytes": _peak_rss_bytes(), "grad_storage_bytes": sum(storages.values())}
     by_rank: list[Any] = [None] * job.world_size
     dist.all_gather_object(by_rank, mine)

@@ -134,7 +134,7 @@ def overlap_result(variants: Sequence[Variant], raw: dict[str, Any], world_size:
 
 
 def hidden_text(hidden: dict[str, Any]) -> str:
-    """'86% [80%..91%]', within 0 and 100%; '?' where the reduction alone cost nothing, so that no share can be told."""
+    """'86% [80%..91%]', within 0 and 100%; '?' where the reduction alone cost nothing."""
     values = (hidden[key] for key in ("median", "q25", "q75"))
     median, q25, q75 = ("?" if value is None else f"{100 * min(max(value, 0.0), 1.0):.0f}%" for value in values)
     return f"{median} [{q25}..{q75}]"

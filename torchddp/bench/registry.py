@@ -8,7 +8,7 @@ from torchddp.bench import gradients, memory, overlap, scaling, startup, step_ti
 from torchddp.bench.cases import DEFAULT_CASES, BenchCase
 from torchddp.bench.collective import case as collective
 from torchddp.bench.collective.operations import OPERATIONS
-from torchddp.harness.command import MAX_WORLD_SIZE, MODEL_NAMES
+from torchddp.harness.command import MAX_WORLD_SIZE, check_model_name
 from torchddp.harness.variants import ArgumentError
 
 ALL = "all"
@@ -28,15 +28,17 @@ CASES: dict[str, BenchCase] = {
 
 
 def parse_world_sizes(text: str) -> tuple[int, ...]:
-    """'1,4,2' -> (1, 2, 4); 1 must be among them, for efficiency is held against it."""
+    """'1,4,2' -> (1, 2, 4); 1 must be among them: efficiency is relative to it."""
     try:
         sizes = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        raise ArgumentError(f"--world-sizes wants numbers of ranks with commas, like 1,2,4, not '{text}'.") from None
+        raise ArgumentError(
+            f"--world-sizes wants numbers of ranks separated by commas, like 1,2,4, not '{text}'."
+        ) from None
     if not 1 <= sizes[0] <= sizes[-1] <= MAX_WORLD_SIZE:
         raise ArgumentError(f"--world-sizes wants 1 to {MAX_WORLD_SIZE} ranks, not '{text}'.")
     if sizes[0] != 1 or len(sizes) < 2:
-        raise ArgumentError(f"--world-sizes wants 1, which efficiency is held against, and more, not '{text}'.")
+        raise ArgumentError(f"--world-sizes wants 1, for efficiency is relative to one rank, and more, not '{text}'.")
     return tuple(sizes)
 
 
@@ -50,10 +52,7 @@ def check_names(cases: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
     if models and not with_models:
         raise ArgumentError(f"--model: the case {', '.join(chosen)} has no models.")
     for model in models:
-        if model not in MODEL_NAMES and ":" not in model:
-            raise ArgumentError(
-                f"No model '{model}'; choose from {', '.join(MODEL_NAMES)}, or name your own: package.module:factory."
-            )
+        check_model_name(model)
     # With --model, only the cases that have models.
     return with_models if models else chosen
 
@@ -69,23 +68,23 @@ def check_operations(
     if (operations or peers) and not cases and not models:
         cases = ("collective",)
     if (operations or peers) and not {"collective", ALL} & set(cases):
-        raise ArgumentError(f"{option} is of the case collective, which was not asked for.")
+        raise ArgumentError(f"{option} is for the case collective; add --case collective.")
     if peers and set(operations) - {"all_reduce"}:
         raise ArgumentError("--peers compares all_reduce only: leave out the other --op.")
     return cases, tuple(dict.fromkeys(operations)) or ("all_reduce",)
 
 
 def check_ranks(cases: Sequence[str], world_size: int | None, world_sizes: Sequence[int]) -> None:
-    """Whether each of the cases means something with so many ranks."""
+    """ArgumentError if a case cannot run with so many ranks."""
     if world_sizes and "scaling" not in cases:
-        raise ArgumentError("--world-sizes is of the case scaling, which was not asked for.")
+        raise ArgumentError("--world-sizes is for the case scaling; add --case scaling.")
     if world_size is None:
         return
     if tuple(cases) == ("scaling",):
-        raise ArgumentError("--world-size is of the other cases: scaling wants --world-sizes, like 1,2,4.")
+        raise ArgumentError("--world-size is for the other cases: scaling wants --world-sizes, like 1,2,4.")
     for case in cases:
         if world_size < CASES[case].min_world_size:
             raise ArgumentError(
-                f"--world-size {world_size}: the case {case} needs {CASES[case].min_world_size} ranks or more, for "
-                "alone there is nothing to communicate; name other cases with --case."
+                f"--world-size {world_size}: the case {case} needs {CASES[case].min_world_size} ranks or more; "
+                "choose other cases with --case."
             )

@@ -1,7 +1,8 @@
-"""A run, for people: in the terminal, as a page, and kept as files. Made of its document only."""
+"""The report of a run: in the terminal, as a page, and as files. Made of its document only."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torchddp.bench.results import draw_bars
 from torchddp.harness.machine import machine_slug, origin, write_json
 from torchddp.harness.page import Block, PagePlot, Section, table_blocks, write_page
 from torchddp.harness.plots import figure_png
+from torchddp.harness.tables import ratio_sign
+from torchddp.harness.variants import TORCHDDP
 
 TUNED_NOTE = "tuned: gradient_as_bucket_view, batched_grad_copy, static_graph, and the bucket_cap_mb named."
 
@@ -37,8 +40,23 @@ def case_notes(document: dict[str, Any]) -> Iterable[str]:
     yield from dict.fromkeys(case.note for case in cases)
 
 
+def verdict(document: dict[str, Any]) -> str:
+    """The run in a sentence: in how many comparisons the class under test is faster than torch's best row."""
+    groups = [group for result in document["results"] for group in (result, *result.get("sizes", ()))]
+    rows = [row for group in groups for row in group.get("variants", ()) if row["role"] == "ours"]
+    ratios = [row["ratio_to_best_torch"] for row in rows if row.get("ratio_to_best_torch")]
+    if not ratios:
+        return f"Measured: {', '.join(case_names(document))}."
+    signs = Counter(map(ratio_sign, ratios))
+    subject = "torchddp" if document["settings"].get("ours", TORCHDDP) == TORCHDDP else "The class under test"
+    return (
+        f"{subject} is faster than torch's best row in {signs[-1]} of {len(ratios)} comparisons, slower in {signs[1]}, "
+        f"and not told apart in {signs[0]}."
+    )
+
+
 def warnings(document: dict[str, Any]) -> Iterable[str]:
-    """Why these numbers may not be quoted as they are."""
+    """Why these numbers should not be quoted as they are."""
     machine = document["machine"]
     if any(_odd_share(result) > MAX_ODD_SHARE for result in document["results"]):
         yield f"In over {MAX_ODD_SHARE:.0%} of a table's rounds noise exceeded torch's cost: its ratio is uncertain."
@@ -59,7 +77,8 @@ def render(document: dict[str, Any]) -> RenderableType:
     for table in [*(CASES[result["case"]].table(result) for result in results), *summaries(results)]:
         parts += [table, ""]
     parts += [Text(note, style="dim") for note in case_notes(document)]
-    return Group(*parts, *origin(document), *(Text(text, style="yellow") for text in warnings(document)))
+    cautions = [Text(text, style="yellow") for text in warnings(document)]
+    return Group(*parts, Text(verdict(document), style="bold"), *origin(document), *cautions)
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -70,7 +89,7 @@ def case_section(document: dict[str, Any], name: str) -> Section:
     blocks: list[Block] = []
     for result in results:
         blocks += table_blocks(case.table(result))
-    # The numbers of the tables above; who can't see the picture misses none.
+    # It shows nothing that the tables above do not have.
     described = f"Plot of the case {name}: {', '.join(row_names(results))}"
     blocks += [PagePlot(figure_png(case.draw(results)), described), case.note]
     if case.models:
@@ -91,17 +110,18 @@ def write_report(document: dict[str, Any], path: Path) -> None:
     for table in summaries(document["results"]):
         sections.append(Section("Summary", list(table_blocks(table))))
     if found := list(warnings(document)):
-        sections.append(Section("Beware", found))
+        sections.append(Section("Warnings", found))
     machine = document["machine"]
-    where = f"{document['date']} · {machine['system']} · Python {machine['python']}"
-    write_page(path, "torchddp bench", sections, [where, *map(str, origin(document))], document)
+    where = f"{machine['system']} · Python {machine['python']}"
+    about = [*map(str, origin(document)), where]
+    write_page(path, "torchddp bench", sections, about, document, verdict=verdict(document))
 
 
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
 def save_plot(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """The picture of one case, as a file; of costs where the case is none of ours."""
+    """The plot of one case, as a file; a plot of costs for cases of other commands."""
     case = CASES.get(results[0]["case"])
     path.write_bytes(figure_png((case.draw if case else draw_bars)(results), dpi=150))
 
@@ -109,7 +129,7 @@ def save_plot(results: Sequence[dict[str, Any]], path: Path) -> None:
 def save_results(document: dict[str, Any], folder: Path, own_plots: Mapping[str, SavePlot] | None = None) -> list[Path]:
     """Write <date>-<case>-<machine>.json and .png for each case; the paths written.
 
-    `own_plots`: by case, who draws it if not we.
+    `own_plots`: by case, for cases of other commands.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -133,7 +153,7 @@ def write_document(
     """Keep the numbers where --json and --out said."""
     if json_path is not None:
         write_json(json_path, document)
-        console.print(f"wrote {json_path}")
+        console.print(f"wrote {json_path}", soft_wrap=True, highlight=False, markup=False)
     if out is not None:
         for path in save_results(document, out, own_plots):
-            console.print(f"wrote {path}")
+            console.print(f"wrote {path}", soft_wrap=True, highlight=False, markup=False)

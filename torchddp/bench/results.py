@@ -20,6 +20,20 @@ if TYPE_CHECKING:
 # Rounds on either side whose local steps count too: near enough to follow the machine's drift, and enough of them that
 # the noise of one local step does not end up in every cost of its round.
 LOCAL_HALF_WINDOW = 4
+# The columns that go first on a narrow terminal.
+NARROW_WITHOUT = (
+    "step\np99",
+    "step\np90",
+    "cost\np90",
+    "exposed\np90",
+    "total\np90",
+    "step 2",
+    "step 1",
+    "in copies of\nthe gradients",
+    "held by .grad\nMB",
+    "comm alone\np50 ms",
+    "step p50\nms",
+)
 
 
 def describe_variant(variant: Variant) -> dict[str, Any]:
@@ -45,9 +59,10 @@ def model_result(
 def variants_table(
     result: dict[str, Any], columns: Sequence[str], cells: Callable[[dict[str, Any]], Sequence[str | Text]]
 ) -> Table:
-    """A line for each variant; `cells`: what stands behind its name."""
+    """A line for each variant; `cells`: those after its name."""
     rounds = f", {result['rounds']} rounds" if "rounds" in result else ""
-    table = plain_table(f"{result['case']} · {size_text(result)}{rounds}", "variant", *columns)
+    optional = [heading for heading in NARROW_WITHOUT if heading in columns]
+    table = plain_table(f"{result['case']} · {size_text(result)}{rounds}", "variant", *columns, optional=optional)
     for row in result["variants"]:
         table.add_row(row["name"], *cells(row), style=row_style(row))
     return table

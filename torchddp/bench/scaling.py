@@ -39,7 +39,7 @@ def _course(case: BenchCase, settings: Settings, display: Display) -> list[dict[
 
 
 def scaling_result(variants: Sequence[Variant], raws: Mapping[int, dict[str, Any]], cores: int) -> dict[str, Any]:
-    """The result of one model, from what each world size gave; one of them is 1, which efficiency is held against."""
+    """The result of one model, from what each world size gave; one of them is 1, to which efficiency is relative."""
     alone_ms: list[float] = []
     sizes = []
     for world_size, raw in sorted(raws.items()):
@@ -69,7 +69,9 @@ def scaling_table(result: dict[str, Any]) -> Table:
     if any(size["oversubscribed"] for size in result["sizes"]):
         notes.append(OVERSUBSCRIBED)
     columns = ("step p50\nms", "step\np90", "effi-\nciency", "to torch's best\np50 [p25..p75]")
-    table = plain_table(f"scaling · {weight_text(result)}", "ranks", *columns, second="variant", notes=notes)
+    table = plain_table(
+        f"scaling · {weight_text(result)}", "ranks", *columns, second="variant", notes=notes, optional=("step\np90",)
+    )
     for size in result["sizes"]:
         ranks = _ranks(size)
         for row in size["variants"]:

@@ -46,7 +46,7 @@ def start_together(world_size: int) -> None:
         return
     dist.barrier()
     if world_size > len(os.sched_getaffinity(0)):
-        # They can't run at the same time, and who waits busily only keeps others from their turn.
+        # They can't all run at once, and busy waiting would only keep others from running.
         return
     # CLOCK_MONOTONIC, which the processes of a machine share.
     start_ns = torch.tensor([time.perf_counter_ns() + START_DELAY_NS])
@@ -95,9 +95,11 @@ class Runner:
 
 
 def gradients_of(variant: Variant, module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Gradients by the name of their parameter in the bare model, which a variant may have wrapped."""
+    """Gradients by the name of their parameter in the bare model, which a variant may have wrapped; zeros for a
+    parameter that no rank has used."""
     bare = module if variant.class_path is None else module.module
-    return [(name, p.grad) for name, p in bare.named_parameters() if p.requires_grad]  # type: ignore[union-attr,misc]
+    parameters = [(name, p) for name, p in bare.named_parameters() if p.requires_grad]  # type: ignore[union-attr]
+    return [(name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in parameters]
 
 
 def wrap_copies(

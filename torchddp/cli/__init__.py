@@ -1,4 +1,4 @@
-"""The `torchddp` command. Its parts need typer and rich, which the package itself does not."""
+"""The `torchddp` command. It needs typer and rich, which the rest of the package does not."""
 
 import sys
 

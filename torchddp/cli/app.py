@@ -1,4 +1,4 @@
-"""What `torchddp` can do: its commands."""
+"""The `torchddp` command: its subcommands."""
 
 from __future__ import annotations
 
@@ -8,32 +8,46 @@ import typer
 
 from torchddp.bench import cli as bench
 from torchddp.cli import doctor, simulate, trace, tune
+from torchddp.harness.command import CONTEXT
 from torchddp.harness.srun import tell_ranks
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+HELP = """Measure, tune and check data-parallel training with torchddp.
+
+\b
+First steps:
+  torchddp doctor                 does it work here?
+  torchddp trace                  where does the time of a step go?
+  torchddp tune --model train.py:make
+                                  which bucket size suits my model?
+
+\b
+Each command has its own help: torchddp trace -h
+"""
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=CONTEXT)
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"torchddp {doctor.installed_version() or 'of unknown version (its metadata is not installed)'}")
+        typer.echo(f"torchddp {doctor.installed_version() or '(version unknown: its metadata is not installed)'}")
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
+@app.callback(invoke_without_command=True, help=HELP)
 def torchddp(
     context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Tools around torchddp.DistributedDataParallel."""
     tell_ranks()
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
-app.command("doctor", help=doctor.HELP)(doctor.doctor)
-app.command("bench", help=bench.HELP)(bench.benchmark)
-app.command("simulate", help=simulate.HELP)(simulate.simulate)
-app.command("trace", help=trace.HELP)(trace.trace)
-app.command("tune", help=tune.HELP)(tune.tune)
+# The short help fits a line of 60 columns.
+app.command("doctor", help=doctor.HELP, short_help="Check that the installation works.")(doctor.doctor)
+app.command("trace", help=trace.HELP, short_help="Show where the time of a step goes.")(trace.trace)
+app.command("tune", help=tune.HELP, short_help="Find the best bucket size for a model.")(tune.tune)
+app.command("simulate", help=simulate.HELP, short_help="Predict other networks and more ranks.")(simulate.simulate)
+app.command("bench", help=bench.HELP, short_help="Time DDP classes against each other.")(bench.benchmark)

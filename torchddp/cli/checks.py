@@ -1,6 +1,6 @@
 """What `torchddp doctor` tries: the transports, and the TORCHDDP_* variables of the environment.
 
-A transport is tried by processes of this machine that reduce a tensor with each other:
+A transport is tried by processes on this machine that reduce a tensor:
 `python -m torchddp.cli.checks NAME RANK RANKS STORE` is one of them.
 """
 
@@ -23,12 +23,12 @@ from typing import Any
 
 GROUP_TIMEOUT = datetime.timedelta(seconds=20)
 PROCESS_TIMEOUT_S = 60.0
-NUMEL = 4099  # no multiple of any vector's length
+NUMEL = 4099  # not a multiple of any vector length
 
 
 @dataclass(frozen=True)
 class Probe:
-    """How a transport is tried. Shared memory is without gloo: that may be what fails."""
+    """How a transport is tried. Shared memory is tried without gloo, which may be what fails."""
 
     backend: str
     device: str
@@ -44,25 +44,33 @@ PROBES = {
 
 def failures(names: list[str], timeout_s: float = PROCESS_TIMEOUT_S) -> dict[str, str]:
     """By name: why it does not work, or "". They run at the same time."""
+    running: dict[str, list[subprocess.Popen[str]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="torchddp-doctor-") as folder:
-        running = {name: _start(name, Path(folder)) for name in names}
-        deadline_s = time.monotonic() + timeout_s
-        return {name: _collect(processes, deadline_s, timeout_s) for name, processes in running.items()}
+        try:
+            for name, processes in running.items():
+                _start(name, Path(folder), processes)
+            deadline_s = time.monotonic() + timeout_s
+            return {name: _collect(processes, deadline_s, timeout_s) for name, processes in running.items()}
+        finally:  # also on Ctrl-C
+            for process in (process for processes in running.values() for process in processes):
+                process.kill()
+                process.wait()
 
 
-def _start(name: str, folder: Path) -> list[subprocess.Popen[str]]:
+def _start(name: str, folder: Path, processes: list[subprocess.Popen[str]]) -> None:
+    """Add the probe's processes to `processes`."""
     ranks = PROBES[name].ranks
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     pipes["env"] = {name: value for name, value in os.environ.items() if name != "TORCHDDP_TOPOLOGY"}  # of other ranks
     command = [sys.executable, "-m", __name__, name]
-    return [
-        subprocess.Popen([*command, str(rank), str(ranks), str(folder / name)], text=True, **pipes)
-        for rank in range(ranks)
-    ]
+    for rank in range(ranks):
+        arguments = [str(rank), str(ranks), str(folder / name)]
+        # In a session of its own it does not receive Ctrl-C.
+        processes.append(subprocess.Popen([*command, *arguments], text=True, start_new_session=True, **pipes))
 
 
 def _collect(processes: list[subprocess.Popen[str]], deadline_s: float, timeout_s: float) -> str:
-    """The first rank's reason that has one."""
+    """The first reason that a rank gave, or ""."""
     reasons = []
     for rank, process in enumerate(processes):
         try:
@@ -77,7 +85,7 @@ def _collect(processes: list[subprocess.Popen[str]], deadline_s: float, timeout_
 
 
 def read_answer(output: str, errors: str, rank: int, exit_code: int) -> str:
-    """What a process said, or how it ended if it did not come to that."""
+    """What a process said, or else how it ended."""
     lines = output.strip().splitlines()
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(lines[-1] if lines else "")["failure"])
@@ -117,7 +125,7 @@ def _main(name: str, rank: str, ranks: str, store_path: str) -> None:
     failure = ""
     try:
         _reduce(name, int(rank), int(ranks), store_path)
-    except Exception as error:  # whatever it is, it is the answer
+    except Exception as error:  # any error is an answer
         failure = " ".join(str(error).split()) or type(error).__name__
     print(json.dumps({"failure": failure}))
 
@@ -130,7 +138,7 @@ CPU_CAPABILITIES = ("generic", "avx2", "avx512")
 
 @dataclass(frozen=True)
 class Variable:
-    """One that is set. `problem`: why its value is not allowed; `note`: what is odd, but no error."""
+    """One that is set. `problem`: why its value is not allowed; `note`: something odd that is not an error."""
 
     name: str
     value: str
@@ -145,7 +153,7 @@ def set_variables() -> list[Variable]:
 
 def _judge(name: str, value: str) -> Variable:
     if name not in KNOWN:
-        return Variable(name, value, note="no variable of this version")
+        return Variable(name, value, note="this version does not read it")
     try:
         if value and (check := _CHECKS.get(name)) is not None:
             check(value)
@@ -161,7 +169,7 @@ def _check_capability(value: str) -> None:
         raise ValueError(f"TORCHDDP_CPU_CAPABILITY must be 'generic', 'avx2' or 'avx512', got {value!r}")
 
 
-# Modules of the package are imported where the variable is set; most of the checks read it themselves.
+# Modules of the package are imported only if the variable is set; most checks read it themselves.
 _CHECKS: dict[str, Callable[[str], object] | None] = {
     "TORCHDDP_CACHE_DIR": None,  # any path
     "TORCHDDP_CPU_CAPABILITY": _check_capability,

@@ -1,4 +1,4 @@
-"""`torchddp doctor`: what was built, what is running, what does not fit. Works where `import torchddp` fails."""
+"""`torchddp doctor`: what was built, what is running, and what does not fit. Works even if `import torchddp` fails."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -24,22 +25,22 @@ import torchddp
 from torchddp._import_check import PACKAGE_DIR, parse_build_info, read_build_info, wheel_advice
 from torchddp.cli import checks
 from torchddp.cli.checks import Variable, set_variables
-from torchddp.harness.machine import available_cores, package_version
+from torchddp.harness.machine import available_cores, date_text, now, package_version
 
-HELP = """Say what was built, what is running, which transports work here, and what does not fit together.
+HELP = """Check the installation: versions, transports, environment variables, and what does not fit together.
 
-\b
-Transports are tried: processes of this machine reduce a tensor. Takes some seconds.
-Exit code 0: everything fits. 1: the extension does not load, was built for another torch, Python or
-CUDA, or a TORCHDDP_* variable has a value that is not allowed. A transport that can't be had here
-is no error: the reason is printed.
+Each transport is tried by processes that reduce a tensor, which takes a few seconds.
+
+Exit status 0: everything fits. 1: the extension does not load, was built for another torch, Python or CUDA, or a
+TORCHDDP_* variable has a wrong value. A transport that is not available here is not an error; the reason is printed.
 
 \b
 Examples:
   torchddp doctor
-  python -m torchddp doctor          the same, of the Python that runs it
-  torchddp doctor --json | python -m json.tool
-  torchddp doctor || echo "this environment will not train"
+  python -m torchddp doctor
+      the same for a certain Python
+  torchddp doctor --json
+      for scripts and bug reports
 """
 WIDTH = 16
 WORKS = "works"
@@ -54,7 +55,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Built:
-    """The extension, as it says itself, loaded or not; empty where it has no such part, or says nothing."""
+    """The extension's build info, whether it loads or not; empty strings where there is none."""
 
     version: str = ""
     torch: str = ""
@@ -77,7 +78,7 @@ class Running:
     cores: int = 0
     cpu_capability: str = ""
     threads: int = 0  # of torch's operators, in each rank that is started from here
-    ranks: int = 0  # on this host, as the launcher's environment says; 0: it does not
+    ranks: int = 0  # on this host, by the launcher's environment; 0: unknown
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,16 @@ class Diagnosis:
     variables: list[Variable]
     problems: list[str]
     hints: list[str]
+    date: str = ""
+    verdict: str = ""
+
+
+def verdict(transports: Sequence[Transport], problems: Sequence[str]) -> str:
+    """The diagnosis in a sentence."""
+    if problems:
+        return f"torchddp will not work here: {len(problems)} problem{'s' if len(problems) > 1 else ''}, see above."
+    working = ", ".join(t.name for t in transports if t.works)
+    return f"torchddp works here, over {working}." if working else "torchddp loads, but no transport works: see above."
 
 
 def diagnose() -> Diagnosis:
@@ -106,7 +117,9 @@ def diagnose() -> Diagnosis:
     problems = [load_error] if load_error else []
     problems += [variable.problem for variable in variables if variable.problem]
     found = [] if load_error else [*hints(built, running), *thread_hints(running.ranks)]
-    return Diagnosis(built, running, _transports(built, running, load_error), variables, problems, found)
+    transports = _transports(built, running, load_error)
+    said = verdict(transports, problems)
+    return Diagnosis(built, running, transports, variables, problems, found, now(), said)
 
 
 def installed_version() -> str:
@@ -139,7 +152,7 @@ def hints(built: Built, running: Running) -> list[str]:
 
 
 def thread_hints(ranks: int) -> list[str]:
-    """What is wrong with the threads of ranks that are like this process; 0: it is not known how many there are."""
+    """What is wrong with the threads of `ranks` ranks like this process; 0: their number is unknown."""
     threads = importlib.import_module("torchddp.diagnose.cpu_threads")
     own = threads.RankThreads.of_this_process()
     text = threads.advice([own] * max(1, ranks)) if ranks or own.threads > 1 else ""
@@ -165,7 +178,7 @@ def has_kernels_for(archs: str, capability: str) -> bool:
 
 
 def _module(name: str) -> ModuleType | None:
-    """The module, if it loads; the extension that was built for another torch may load as well."""
+    """The module, if it loads; an extension that was built for another torch may load as well."""
     try:
         return importlib.import_module(name)
     except (ImportError, OSError):
@@ -236,13 +249,21 @@ def _gpus(torch: ModuleType) -> list[Gpu]:
 
 
 def _transports(built: Built, running: Running, load_error: str) -> list[Transport]:
-    """c10d and shm are tried always; nccl where a GPU is."""
+    """c10d and shm are always tried; nccl where there is a GPU."""
     if load_error:
         return [Transport(name, False, "torchddp does not load") for name in checks.PROBES]
     against_nccl = reason_against_nccl(built, running)
     names = [name for name in checks.PROBES if name != "nccl" or not against_nccl]
-    failures = checks.failures(names) | ({"nccl": against_nccl} if against_nccl else {})
+    with _spinner(f"trying the transports {', '.join(names)} ..."):
+        failures = checks.failures(names)
+    failures |= {"nccl": against_nccl} if against_nccl else {}
     return [Transport(name, not failures[name], failures[name]) for name in checks.PROBES]
+
+
+def _spinner(text: str) -> contextlib.AbstractContextManager[object]:
+    """On a terminal, and not in what the command prints."""
+    console = Console(stderr=True)
+    return console.status(text) if console.is_terminal else contextlib.nullcontext()
 
 
 def reason_against_nccl(built: Built, running: Running) -> str:
@@ -254,7 +275,7 @@ def reason_against_nccl(built: Built, running: Running) -> str:
     return "" if running.gpus else f"torch sees no GPU ({running.driver or 'there is no driver'})"
 
 
-# --- for people ---
+# --- in the terminal ---
 
 
 def show(found: Diagnosis, console: Console) -> None:
@@ -267,8 +288,8 @@ def show(found: Diagnosis, console: Console) -> None:
         console.print(f"[red]problem[/]: {escape(problem)}")
     for hint in found.hints:
         console.print(f"[yellow]hint[/]: {escape(hint)}")
-    if not found.problems:
-        console.print("[green]no problems[/]")
+    console.print(f"[{'red' if found.problems else 'green'}]{escape(found.verdict)}[/]")
+    console.print(date_text(found.date), style="dim")
 
 
 def _section(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
@@ -311,7 +332,7 @@ def _threads_text(running: Running) -> str:
         return f"{running.threads} in each of {running.ranks} ranks"
     text = f"{running.threads} in each rank"
     if running.cores > 1:
-        text += f"; CPU models: set OMP_NUM_THREADS to {running.cores} / the ranks of this host"
+        text += f"; for CPU models set OMP_NUM_THREADS to {running.cores} / (ranks on this host)"
     return text
 
 

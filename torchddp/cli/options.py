@@ -1,4 +1,4 @@
-"""What the commands share: options that are checked before any rank starts, ranks that are run, files written."""
+"""What the commands share: options that are checked before any rank starts, running the ranks, writing the files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from torchddp.harness.command import MODEL_NAMES, Display, check_numbers, make_console, output_option, progress_bar
+from torchddp.harness.command import (
+    MODEL_NAMES,
+    Display,
+    check_model_name,
+    check_numbers,
+    make_console,
+    progress_bar,
+)
 from torchddp.harness.launch import LaunchError, RankJob, run_ranks, started_by_torchrun
 from torchddp.harness.tables import ranks_text
 from torchddp.harness.variants import ArgumentError
 
 
 def check_loads() -> None:
-    """LaunchError if the package does not."""
+    """LaunchError if the package does not load."""
     from torchddp import import_error
 
     if import_error is not None:
@@ -25,10 +32,12 @@ def check_loads() -> None:
 
 
 def _check_model(model: str) -> str:
-    if ":" not in model and model not in MODEL_NAMES:
-        raise ArgumentError(
-            f"There is no model '{model}'; choose from {', '.join(MODEL_NAMES)}, or package.module:factory."
-        )
+    check_model_name(model)
+    if ":" in model:
+        check_loads()
+        from torchddp.harness.models import find_factory
+
+        find_factory(model)
     return model
 
 
@@ -43,20 +52,31 @@ def _check_transport(transport: str) -> str:
     return transport
 
 
+# Literals would make typer refuse other names in several lines; _check_transport does it in one.
+TRANSPORTS = ("auto", "c10d", "shm", "nccl")
 Model = Annotated[
-    str, typer.Option(callback=_check_model, help=f"{', '.join(MODEL_NAMES)}, or your own by package.module:factory.")
+    str,
+    typer.Option(
+        callback=_check_model,
+        autocompletion=lambda: list(MODEL_NAMES),
+        help=f"{', '.join(MODEL_NAMES)}, or your own: package.module:factory or file.py:factory.",
+    ),
 ]
 Transport = Annotated[
-    str, typer.Option(callback=_check_transport, help="As of the constructor: auto, c10d, shm or nccl.")
+    str,
+    typer.Option(
+        callback=_check_transport,
+        autocompletion=lambda: list(TRANSPORTS),
+        help="What carries the gradients: auto, c10d, shm or nccl.",
+    ),
 ]
 WorldSize = Annotated[int | None, typer.Option(help="Number of ranks. [default: 2, or torchrun's]")]
-JsonFile = Annotated[Path | None, output_option("Write everything to this file.", "--json")]
 
 
 def check_world_size(asked: int | None, purpose: str) -> int:
     """How many ranks there will be; an `ArgumentError` if that is one, or not what torchrun started.
 
-    `purpose`: what there is nothing of with one rank: "to trace".
+    `purpose`: what needs two ranks or more: "to trace".
     """
     check_numbers(None, asked)
     started = int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else None
@@ -73,10 +93,10 @@ def check_world_size(asked: int | None, purpose: str) -> int:
 def run_command(
     case: str, function: Callable[..., Any], settings: Any, console: Console, describe: Callable[[float, float], str]
 ) -> Any:
-    """What `function(report, settings)` brings back from rank 0, with a progress bar; None where torchrun started us
-    as another rank.
+    """Run `function(report, settings)` on every rank, with a progress bar, and return rank 0's result; None where this
+    process is another one of torchrun's ranks.
 
-    `settings` has a `world_size`; `describe(done, total)`: what the bar says.
+    `settings` has a `world_size`; `describe(done, total)`: the bar's text.
     """
     from torchddp.harness.subject import choose_backend, threads_each
 
@@ -95,7 +115,7 @@ def run_command(
 
 
 def rank_console() -> Console:
-    """The terminal; silent on those of torchrun's ranks that are not to speak."""
+    """The terminal; silent on torchrun's ranks other than 0."""
     speaks = not started_by_torchrun() or os.environ["RANK"] == "0"
     return make_console() if speaks else Console(quiet=True)
 

@@ -1,4 +1,4 @@
-"""`torchddp simulate`: a recorded step on other links, with more ranks."""
+"""`torchddp simulate`: a recorded step on other networks and with more ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from torchddp.cli.options import JsonFile, check_loads, write_outputs
-from torchddp.harness.command import make_console, output_option
-from torchddp.harness.machine import write_json
+from torchddp.cli.options import check_loads, write_outputs
+from torchddp.harness.command import HtmlFile, JsonFile, make_console, output_option, report_error
+from torchddp.harness.machine import date_text, now, write_json
 from torchddp.harness.page import write_page
 from torchddp.harness.variants import ArgumentError
 from torchddp.plan.buckets import best_buckets
@@ -31,12 +31,20 @@ from torchddp.simulate.network import (
 )
 from torchddp.simulate.predict import Point, Scene, sweep
 
-HELP = f"""Predict step time and efficiency on other links and with more ranks, from a recorded profile.
+# Exit status when the model is too far off to predict anything.
+EXIT_USELESS = 3
+HELP = f"""Predict step time and efficiency on other networks and with more ranks.
+
+Starts from a profile that `torchddp tune --profile` recorded, on two ranks or more; it needs no GPU and no other rank.
+The model first predicts the recorded step itself. Beyond {report.DOUBTFUL_ERROR:.0%} of error that is a warning, and
+beyond {report.LARGEST_ERROR:.0%} the command stops with exit status {EXIT_USELESS}, unless --force is given.
 
 \b
-Links: {", ".join(PRESETS)}; measured (the recorded one);
-or a rate with maybe a latency, like 25gbit,15us (without: as recorded).
-What is modelled and what is not: docs/simulate.md. No GPU and no other rank is needed.
+Links between hosts:
+  {", ".join(PRESETS)}
+  measured      the recorded one
+  25gbit,15us   a rate and a latency
+  25gbit        a rate; the latency as recorded
 
 \b
 Examples:
@@ -44,21 +52,21 @@ Examples:
       record a profile first
   torchddp simulate gpt.json
       networks from 1 to 400 Gbit/s, 1 to {MAX_RANKS} ranks
-  torchddp simulate gpt.json --link measured --link 100mbit --ranks 2,4,8
-      the recorded link, and one slower with the same latency
+  torchddp simulate gpt.json --link 100mbit --ranks 2,4,8
+      a slower link with the latency as recorded
   torchddp simulate gpt.json --link ib400 --ranks-per-host 8
-      hosts with 8 ranks each, NVLink inside them
-  torchddp simulate gpt.json --html report.html --plot efficiency.png --json all.json
-      keep it
+      hosts with 8 ranks each and NVLink inside
+  torchddp simulate gpt.json --html report.html
+      keep the report
 """
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """'8,2,8' -> (2, 8); ArgumentError for what is no list of numbers in range."""
+    """'8,2,8' -> (2, 8); ArgumentError for anything but numbers in range."""
     try:
         ranks = {int(part) for part in text.split(",")}
     except ValueError:
-        raise ArgumentError(f"--ranks wants numbers of ranks with commas, like 2,8,64, not '{text}'.") from None
+        raise ArgumentError(f"--ranks wants numbers of ranks separated by commas, like 2,8,64, not '{text}'.") from None
     if not all(1 <= count <= MAX_RANKS for count in ranks):
         raise ArgumentError(f"--ranks wants numbers from 1 to {MAX_RANKS}, not '{text}'.")
     return tuple(sorted(ranks))
@@ -72,7 +80,7 @@ def _choose_links(asked: Sequence[str], profile: StepProfile) -> list[Link]:
 
 
 def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], scene: Scene) -> list[Point]:
-    # Not before it is needed: `torchddp doctor` must start where the extension does not load.
+    # Imported late: `torchddp doctor` must start where the extension does not load.
     check_loads()
     from torchddp.cli.tune_run import DEFAULT_CAPS_MB, make_candidates
 
@@ -83,47 +91,79 @@ def _predict(profile: StepProfile, links: Sequence[Link], ranks: Sequence[int], 
 
 def _show(profile: StepProfile, points: Sequence[Point], scene: Scene, console: Console) -> None:
     console.print(report.profile_text(profile), markup=False, highlight=False)
+    doubt = "yellow" if report.is_doubtful(profile) else ""
+    warning = "warning: " if doubt else ""
+    console.print(f"{warning}{report.check_text(profile)}", style=doubt, markup=False, highlight=False)
+    console.print(report.verdict(profile, points), style="bold", markup=False, highlight=False)
     for group in report.by_link(points):
-        console.print("", report.link_table(group), sep="\n")
+        console.print("", report.link_table(profile, group), sep="\n")
     console.print()
-    for group in report.by_link(points):
-        console.print(report.advice(profile, group), markup=False, highlight=False)
+    for line in (line for group in report.by_link(points) for line in report.advice(profile, group)):
+        if line != report.verdict(profile, points):
+            console.print(line, markup=False, highlight=False)
     for note in report.notes(profile, scene):
         console.print(note, style="dim", markup=False, highlight=False)
+    console.print(date_text(now()), style="dim", markup=False, highlight=False)
 
 
 def simulate(
     context: typer.Context,
     profile_path: Annotated[Path, typer.Argument(metavar="PROFILE", help="What `torchddp tune --profile` wrote.")],
     link: Annotated[
-        list[str] | None, typer.Option(help="Between hosts; repeatable. [default: measured, and all networks]")
+        list[str] | None,
+        typer.Option(
+            autocompletion=lambda: [MEASURED.name, *PRESETS],
+            help="Between hosts, see above; repeatable. [default: measured, and all networks]",
+        ),
     ] = None,
     ranks: Annotated[
-        str | None, typer.Option(help=f"Numbers of ranks, like 2,8,64. [default: powers of two up to {MAX_RANKS}]")
+        str | None,
+        typer.Option(help=f"Numbers of ranks, like 2,8,64. [default: the profile's, and powers of two to {MAX_RANKS}]"),
     ] = None,
     ranks_per_host: Annotated[int, typer.Option(help="Ranks that share a host and its link.")] = 1,
-    inner_link: Annotated[str, typer.Option(help="Between the ranks of a host.")] = NVLINK.name,
-    algorithm: Annotated[str, typer.Option(help=f"One of {', '.join(ALGORITHMS)}.")] = AUTO,
+    inner_link: Annotated[
+        str, typer.Option(autocompletion=lambda: list(PRESETS), help="Between the ranks of a host.")
+    ] = NVLINK.name,
+    algorithm: Annotated[
+        str, typer.Option(autocompletion=lambda: list(ALGORITHMS), help=f"One of {', '.join(ALGORITHMS)}.")
+    ] = AUTO,
+    force: Annotated[
+        bool, typer.Option("--force", help=f"Predict even if the model is off by more than {report.LARGEST_ERROR:.0%}.")
+    ] = False,
     json_path: JsonFile = None,
-    plot: Annotated[Path | None, output_option("Write a PNG of efficiency over ranks.")] = None,
-    html: Annotated[Path | None, output_option("Write one page with plans, plot and tables.")] = None,
+    plot: Annotated[Path | None, output_option("Write a PNG of efficiency over ranks to this file.")] = None,
+    html: HtmlFile = None,
 ) -> None:
-    world_sizes = tuple(2**i for i in range(MAX_RANKS.bit_length())) if ranks is None else parse_ranks(ranks)
-    Layout(1, ranks_per_host)  # refuses what no host can have
+    world_sizes = set(2**i for i in range(MAX_RANKS.bit_length())) if ranks is None else set(parse_ranks(ranks))
+    Layout(1, ranks_per_host)  # checks the number
     scene = Scene(ranks_per_host, parse_link(inner_link), algorithm)
     try:
         profile = load_profile(profile_path)
     except ProfileError as error:
         raise ArgumentError(str(error)) from error
-    points = _predict(profile, _choose_links(link or (), profile), world_sizes, scene)
+    if report.is_useless(profile) and not force:
+        report_error(
+            f"{report.check_text(profile)} Record it again on an idle machine, or predict anyway with --force."
+        )
+        raise typer.Exit(EXIT_USELESS)
+    if ranks is None:
+        world_sizes.add(profile.world_size)
+    points = _predict(profile, _choose_links(link or (), profile), sorted(world_sizes), scene)
     console = make_console()
     _show(profile, points, scene, console)
     command = context.obj["command"]
     document = report.document(profile, points, scene, command)
+    origin = [date_text(document["date"]), command]
+    verdict = document["verdict"]
     title = f"torchddp simulate: {profile.model}"
     write_outputs(
         console,
         (json_path, lambda path: write_json(path, document)),
         (plot, lambda path: path.write_bytes(report.efficiency_png(points))),
-        (html, lambda path: write_page(path, title, report.page_sections(profile, points, scene), [command], document)),
+        (
+            html,
+            lambda path: write_page(
+                path, title, report.page_sections(profile, points, scene), origin, document, verdict=verdict
+            ),
+        ),
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchddp.cli import options
-from torchddp.harness.command import output_option
+from torchddp.harness.command import FACTORY_HELP, FindUnusedParameters, HtmlFile, JsonFile, output_option
 from torchddp.harness.page import PagePlot, Section, page_table, write_page
 from torchddp.harness.plots import figure_png
 from torchddp.harness.tables import ranks_text
@@ -22,29 +22,32 @@ if TYPE_CHECKING:
     from torchddp.ddp.module import DistributedDataParallel
     from torchddp.profiler.ranks import MergedProfile
 
-# Buckets are rebuilt at the second step; memory and caches are warm some steps later.
+# Buckets are rebuilt at the second step; memory and caches are warm a few steps later.
 WARMUP_STEPS = 5
-HELP = """Record some steps of a model on several ranks, and show the median one: in Perfetto and as text.
+HELP = f"""Record some steps of a model on several ranks, and show where the time of the median one went.
 
 For each bucket: when its first and last gradient were ready, when it was packed, launched and done, which rank was last
-and which parameter held it back. What was exposed, the overlap ratio, and the straggler by name.
+and which parameter held it back. For the step: how much communication was exposed, and whether a rank is a straggler,
+that is, significantly often the last. The trace is for https://ui.perfetto.dev.
+
+{FACTORY_HELP}
 
 \b
 Examples:
   torchddp trace
-      an MLP on two ranks of this machine; open trace.json at https://ui.perfetto.dev
-  torchddp trace --model mypackage.training:make --world-size 4 --steps 50
-      your model: a function that returns (module, batch) or (module, batch, loss)
-  torchddp trace --model gpt --bucket-cap-mb 5 --plot step.png --html step.html
-      other buckets, with a picture and a page to hand on
+      an MLP on two ranks of this machine
+  torchddp trace --model train.py:make --world-size 4 --steps 50
+      your model on four ranks
+  torchddp trace --model gpt --bucket-cap-mb 5 --html step.html
+      other buckets, and a report to pass on
   torchrun --nproc-per-node 2 -m torchddp trace --model gpt
-      on the ranks that torchrun started, also of several hosts
+      on the ranks that torchrun started, also on several hosts
 """
 
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """What the command line asked for, checked."""
+    """The options of the command line, checked."""
 
     model: str
     world_size: int
@@ -52,6 +55,7 @@ class TraceSettings:
     bucket_cap_mb: float | None
     plan: str | None  # a file's path
     transport: str
+    find_unused_parameters: bool = False
     seed: int = 0
 
 
@@ -92,7 +96,11 @@ def trace_rank(report: Callable[[float, float], None], settings: TraceSettings) 
     from torchddp.profiler import profile
 
     subject = make_subject(
-        settings.model, settings.seed, bucket_cap_mb=settings.bucket_cap_mb, transport=settings.transport
+        settings.model,
+        settings.seed,
+        bucket_cap_mb=settings.bucket_cap_mb,
+        transport=settings.transport,
+        find_unused_parameters=settings.find_unused_parameters,
     )
     ddp = subject.model
     if settings.plan is not None:
@@ -115,23 +123,27 @@ def trace(
     context: typer.Context,
     model: options.Model = "mlp",
     world_size: options.WorldSize = None,
-    steps: Annotated[int, typer.Option(help="How many steps to record, after some to warm up.")] = 20,
-    out: Annotated[Path, output_option("Where the trace of the median step goes.")] = Path("trace.json"),
-    json_path: Annotated[Path | None, output_option("Write the report as JSON to this file.", "--json")] = None,
-    html: Annotated[Path | None, output_option("Write report and picture as one page to this file.")] = None,
-    plot: Annotated[Path | None, output_option("Write the picture, a PNG, to this file.")] = None,
-    bucket_cap_mb: Annotated[float | None, typer.Option(help="As of the constructor. [default: its own]")] = None,
-    plan: Annotated[Path | None, typer.Option(help="Buckets that `torchddp tune` kept, by their file.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps to record, after a few to warm up.")] = 20,
+    out: Annotated[Path, output_option("Write the trace of the median step to this file.")] = Path("trace.json"),
+    json_path: JsonFile = None,
+    html: HtmlFile = None,
+    plot: Annotated[Path | None, output_option("Write a PNG of the step to this file.")] = None,
+    bucket_cap_mb: Annotated[
+        float | None, typer.Option(help="Of the constructor, in MiB. [default: the constructor's]")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="A file with buckets that `torchddp tune` kept.")] = None,
     transport: options.Transport = "auto",
+    find_unused_parameters: FindUnusedParameters = False,
 ) -> None:
     if not 1 <= steps <= 10_000:
         raise ArgumentError(f"--steps wants 1 to 10000, not {steps}.")
     if bucket_cap_mb is not None and not 0 < bucket_cap_mb < float("inf"):
         raise ArgumentError(f"--bucket-cap-mb wants a positive number of MiB, not {bucket_cap_mb:g}.")
     if plan is not None and bucket_cap_mb is not None:
-        raise ArgumentError("--plan has the buckets: leave --bucket-cap-mb out.")
+        raise ArgumentError("--plan and --bucket-cap-mb both choose the buckets: leave one out.")
     ranks = options.check_world_size(world_size, "to trace")
-    settings = TraceSettings(model, ranks, steps, bucket_cap_mb, None if plan is None else str(plan), transport)
+    kept = None if plan is None else str(plan)
+    settings = TraceSettings(model, ranks, steps, bucket_cap_mb, kept, transport, find_unused_parameters)
     from torchddp.harness.machine import new_document, origin, write_json
     from torchddp.profiler import report
     from torchddp.profiler.export import draw, write_chrome_trace
@@ -146,12 +158,16 @@ def trace(
     profile, used_transport, device = traced
     step = profile.median_step()
     document = new_document(context.obj["command"], asdict(settings))
+    document["verdict"] = report.verdict(profile, step)
     document["results"] = [{"transport": used_transport, "device": device, **report.merged_dict(profile, step)}]
     title = f"{model}, {ranks_text(settings.world_size)}, {device}, transport {used_transport}"
     console.print(f"{title}\n", markup=False, emoji=False)  # a factory's path may look like either
     console.print(report.merged_report(profile))
+    console.print(f"\n{document['verdict']}", style="bold", markup=False, highlight=False)
+    about = [line.plain for line in origin(document)]
+    console.print(about[0], style="dim", markup=False, highlight=False)
     write_chrome_trace(out, merged_trace(profile, only_step=step.index))
-    console.print(f"\nwrote {out}: open it at https://ui.perfetto.dev")
+    console.print(f"wrote {out}: open it at https://ui.perfetto.dev", soft_wrap=True, highlight=False, markup=False)
 
     @functools.cache
     def picture() -> bytes:
@@ -165,7 +181,7 @@ def trace(
             Section("The step", [PagePlot(picture(), "Forward, backward and each bucket over time, one panel a rank")]),
             Section("Buckets", [page_table(report.bucket_table(step, profile.names, "")), report.FOOTNOTE]),
         ]
-        write_page(path, f"torchddp trace: {title}", sections, [line.plain for line in origin(document)], document)
+        write_page(path, f"torchddp trace: {title}", sections, about, document, verdict=document["verdict"])
 
     options.write_outputs(
         console,

@@ -1,7 +1,8 @@
-"""`torchddp tune`: the bucket sizes for a model and a group, by trying them."""
+"""`torchddp tune`: the best bucket size for a model and a group, by trying."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,10 +11,19 @@ import typer
 from rich.table import Table
 
 from torchddp.cli import options
-from torchddp.harness.command import check_numbers, output_option, parse_caps
+from torchddp.harness.command import (
+    FACTORY_HELP,
+    MAX_SECONDS,
+    FindUnusedParameters,
+    HtmlFile,
+    JsonFile,
+    check_numbers,
+    output_option,
+    parse_caps,
+)
 from torchddp.harness.page import PagePlot, Section, page_table, write_page
 from torchddp.harness.plots import figure_png, finish_panel, panels
-from torchddp.harness.tables import MB, number, plain_table, ranks_text, ratio_text
+from torchddp.harness.tables import MB, number, plain_table, ranks_text, ratio_sign, ratio_text
 from torchddp.harness.variants import ArgumentError
 
 # torch and numpy load only when the command runs: `torchddp doctor` must start without them.
@@ -22,23 +32,25 @@ if TYPE_CHECKING:
 
     from torchddp.cli.tune_run import TuneResult
 
-HELP = """Try bucket sizes and the planned buckets on a model and its group, and say which argument to use.
+HELP = f"""Try bucket sizes on a model, and say which argument of DistributedDataParallel to use.
 
-Records a profile of the step, times every size and the plan interleaved on one model, shows the curve, and keeps the
-best buckets for the model, world size and transport: bucket_cap_mb="auto" finds them there.
+Records a profile of the step, plans buckets from it, and times the default, the plan and each size by turns on one
+model. The best buckets are kept for this model, number of ranks and transport: bucket_cap_mb="auto" finds them there.
+
+{FACTORY_HELP}
 
 \b
 Examples:
-  torchddp tune --model mypackage.training:make
-      your model on two ranks of this machine: a function that returns (module, batch) or (module, batch, loss)
-  torchrun --nnodes 2 --nproc-per-node 4 ... -m torchddp tune --model mypackage.training:make
-      on the very group it will train on
+  torchddp tune --model train.py:make
+      your model, on two ranks of this machine
   torchddp tune --model gpt --caps 1,5,25 --seconds 60
       these sizes, and more rounds
-  torchddp tune --model gpt --profile gpt.json --no-keep && torchddp simulate gpt.json
-      record the profile for what-if questions; leave the kept plans alone
-  torchddp tune --plot curve.png --html tune.html --json tune.json
-      for people and for machines
+  torchddp tune --model gpt --profile gpt.json --no-keep
+      a profile for `torchddp simulate`; keep no plan
+  torchddp tune --html tune.html
+      a report to pass on
+  torchrun --nproc-per-node 4 -m torchddp tune --model train.py:make
+      on the ranks that torchrun started, also on several hosts
 """
 
 
@@ -46,45 +58,51 @@ def tune(
     context: typer.Context,
     model: options.Model = "mlp",
     world_size: options.WorldSize = None,
-    caps: Annotated[str | None, typer.Option(help="Sizes to try, MiB. [default: 0.25,0.5,1,2,5,10,25,50,100]")] = None,
-    seconds: Annotated[float, typer.Option(help="Time for the timed rounds; there are seven at least.")] = 30.0,
+    caps: Annotated[
+        str | None, typer.Option(help="Sizes to try, in MiB. [default: 0.25,0.5,1,2,5,10,25,50,100]")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Time for the timed rounds, of which there are at least 7.")] = 30.0,
     transport: options.Transport = "auto",
+    find_unused_parameters: FindUnusedParameters = False,
     keep: Annotated[bool, typer.Option(help='Keep the best buckets for bucket_cap_mb="auto".')] = True,
     profile_path: Annotated[
         Path | None, output_option("Write the step's profile, for `torchddp simulate`, to this file.", "--profile")
     ] = None,
-    json_path: options.JsonFile = None,
-    html: Annotated[Path | None, output_option("Write the report as one page to this file.")] = None,
-    plot: Annotated[Path | None, output_option("Write the curve, a PNG, to this file.")] = None,
+    json_path: JsonFile = None,
+    html: HtmlFile = None,
+    plot: Annotated[Path | None, output_option("Write a PNG of step time over bucket size to this file.")] = None,
 ) -> None:
     from torchddp.cli.tune_run import DEFAULT_CAPS_MB, TuneSettings, tune_document, tune_on_rank
     from torchddp.harness.machine import new_document, origin, write_json
 
     check_numbers(seconds, None)
     caps_mb = DEFAULT_CAPS_MB if caps is None else parse_caps(caps)
-    settings = TuneSettings(model, transport, caps_mb, seconds, options.check_world_size(world_size, "to tune"))
+    ranks = options.check_world_size(world_size, "to tune")
+    settings = TuneSettings(model, transport, caps_mb, seconds, ranks, find_unused_parameters)
     console = options.rank_console()
     result: TuneResult | None = options.run_command(
-        "tune", tune_on_rank, settings, console, lambda done, total: "trying"
+        "tune", tune_on_rank, settings, console, lambda done, total: "timing bucket sizes"
     )
     if result is None:
         return
     found = tune_document(result)
     document = {**new_document(context.obj["command"], asdict(settings)), "results": [found]}
+    document["verdict"] = found["verdict"] = answer(found)
     console.print(tune_table(found))
-    for line in (measured_text(found), NOTE):
+    for line in notes(found):
         console.print(f"\n{line}", style="dim", markup=False, highlight=False)
-    console.print(f"\n{answer(found)}", style="bold", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\n{found['verdict']}", style="bold", markup=False, highlight=False)
     name, lines = f"torchddp tune: {title(found)}", [line.plain for line in origin(document)]
+    console.print(lines[0], style="dim", markup=False, highlight=False)
     options.write_outputs(
         console,
         (profile_path, result.profile.save),
         (json_path, lambda path: write_json(path, document)),
-        (html, lambda path: write_page(path, name, page_sections(found), lines, document)),
+        (html, lambda path: write_page(path, name, page_sections(found), lines, document, verdict=found["verdict"])),
         (plot, lambda path: path.write_bytes(figure_png(draw_curve(found)))),
     )
     if keep:
-        console.print(f"kept in {_keep(result, found)}", soft_wrap=True, highlight=False)
+        console.print(f'kept for bucket_cap_mb="auto": {_keep(result, found)}', soft_wrap=True, highlight=False)
 
 
 def _keep(result: TuneResult, document: dict[str, Any]) -> Path:
@@ -97,19 +115,26 @@ def _keep(result: TuneResult, document: dict[str, Any]) -> Path:
     try:
         save_plan(key.path, result.candidates[index].buckets, key, measured)
     except PlanCacheError as error:
-        raise ArgumentError(f"{error} --no-keep goes without.") from error
+        raise ArgumentError(f"{error} Or keep no plan, with --no-keep.") from error
     except OSError as error:
-        raise ArgumentError(f"Cannot keep the plan in '{key.path}': {error.strerror}; --no-keep leaves it.") from error
+        raise ArgumentError(f"Cannot keep the plan in '{key.path}': {error.strerror}; see --no-keep.") from error
     return key.path
 
 
-# --- what is shown, all from the document: a saved one gives the same ---
+# --- the report, all from the document: a saved one gives the same ---
 
 NOTE = (
-    "A step is forward and backward of the slowest rank; ratios are per round. Expected: what the planner's model says "
-    "from the measured times of gradients and messages. Marked: the choice, which is the fastest, or one that no "
-    "measurement tells from it."
+    "A step is forward and backward of the slowest rank; a ratio is taken in each round. faster, slower: the 95% "
+    "interval of the ratio's median lies below or above 1. Expected: the prediction from the measured times of "
+    "gradients and messages."
 )
+# Expected and measured times that differ by more need a comment.
+OFF = 0.15
+
+
+def seconds_to_try(seconds: float) -> int:
+    """For --seconds: twice what was not enough, rounded up to tens."""
+    return min(MAX_SECONDS, 10 * math.ceil(2 * seconds / 10))
 
 
 def title(result: dict[str, Any]) -> str:
@@ -122,23 +147,65 @@ def title(result: dict[str, Any]) -> str:
 def measured_text(result: dict[str, Any]) -> str:
     cost = result["cost"]
     return (
-        f"Computation alone takes {number(result['compute_ms'])} ms. A message takes {number(cost['alpha_us'])} us and "
-        f"{number(cost['beta_ns_per_byte'])} ns a byte (the line misses its points by {cost['misfit']:.0%})."
+        f"A step without messages takes {number(result['compute_ms'])} ms. A message takes "
+        f"{number(cost['alpha_us'])} us plus {number(cost['beta_ns_per_byte'])} ns a byte (measured times are off that "
+        f"line by {cost['misfit']:.0%})."
     )
 
 
+def expectation_text(result: dict[str, Any]) -> str:
+    """What to make of expected times that differ from the measured ones; empty where they agree."""
+    off = {row["name"]: row["step_ms"]["median"] / row["predicted_ms"] - 1 for row in result["candidates"]}
+    name = max(off, key=lambda each: abs(off[each]))
+    if abs(off[name]) <= OFF:
+        return ""
+    if all(share > OFF for share in off.values()):
+        why = "all steps were slower than the recorded one: other programs may have used the processors since"
+    elif all(share < -OFF for share in off.values()):
+        why = "all steps were faster than the recorded one: other programs may have used the processors then"
+    else:
+        why = "the model of the planner misses something here"
+    return f"Expected times are off by up to {off[name]:+.0%} ({name}): {why}. Go by the measured times."
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    return [text for text in (expectation_text(result), measured_text(result), NOTE) if text]
+
+
 def answer(result: dict[str, Any]) -> str:
+    """The result in a sentence."""
     chosen = next(row for row in result["candidates"] if row["chosen"])
-    if not chosen["argument"]:
-        return "Leave bucket_cap_mb out: nothing measured is faster than the default."
-    ratio = chosen["ratio_to_default"]["median"]
-    gain = f" ({1 - ratio:.0%} less time a step than the default)" if ratio and ratio < 0.995 else ""
-    return f"DistributedDataParallel(model, {chosen['argument']}){gain}"
+    if chosen["argument"]:
+        gain = 1 - chosen["ratio_to_default"]["median"]
+        return (
+            f"Use DistributedDataParallel(model, {chosen['argument']}): {gain:.1%} less time a step than the default."
+        )
+    if result["in_doubt"] is None:
+        return f"Leave bucket_cap_mb out: after {result['rounds']} rounds nothing is faster than the default."
+    doubtful = next(row for row in result["candidates"] if row["name"] == result["in_doubt"])
+    ratio = doubtful["ratio_to_default"]
+    more = seconds_to_try(result["seconds"])
+    return (
+        f"Leave bucket_cap_mb out for now: not certain after {result['rounds']} rounds, try --seconds {more}. "
+        f"{doubtful['argument']} may be faster: {ratio['median']:.2f} of the default's step, 95% interval "
+        f"{ratio['ci95_low']:.2f} to {ratio['ci95_high']:.2f}."
+    )
+
+
+def mark(row: dict[str, Any]) -> str:
+    """In words, for terminals without colours, pipes and files."""
+    if row["chosen"]:
+        return "<- use" if row["argument"] else "<- keep"
+    ratio = row["ratio_to_default"]
+    return "" if ratio is None else {-1: "faster", 0: "", 1: "slower"}[ratio_sign(ratio)]
 
 
 def tune_table(result: dict[str, Any]) -> Table:
     columns = ("buckets", "step p50\nms", "step\np90", "expected\nms", "to the default\np50 [p25..p75]")
-    table = plain_table(f"{title(result)}, {result['rounds']} rounds", "buckets by", *columns)
+    table = plain_table(
+        f"{title(result)}, {result['rounds']} rounds", "buckets by", *columns, optional=("step\np90", "expected\nms")
+    )
+    table.add_column("", no_wrap=True)
     for row in result["candidates"]:
         table.add_row(
             row["name"],
@@ -147,6 +214,7 @@ def tune_table(result: dict[str, Any]) -> Table:
             number(row["step_ms"]["p90"]),
             number(row["predicted_ms"]),
             ratio_text(row["ratio_to_default"], without="1"),
+            mark(row),
             style="bold" if row["chosen"] else "",
         )
     return table
@@ -179,7 +247,4 @@ def draw_curve(result: dict[str, Any]) -> Figure:
 
 def page_sections(result: dict[str, Any]) -> list[Section]:
     curve = PagePlot(figure_png(draw_curve(result)), "Step time over bucket size, measured and expected")
-    return [
-        Section("What to use", [answer(result), measured_text(result)]),
-        Section("Step time by bucket size", [curve, page_table(tune_table(result)), NOTE]),
-    ]
+    return [Section("Step time by bucket size", [curve, page_table(tune_table(result)), *notes(result)])]

@@ -1,4 +1,4 @@
-"""`torchddp tune` without its command: what is tried, how ranks time it, and which buckets that speaks for."""
+"""`torchddp tune` without its command line: the candidates, how ranks time them, and which one is best."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchddp import _C
 from torchddp.bench.cases import Job
 from torchddp.bench.timing import over_ranks, timed_rounds
-from torchddp.harness.stats import paired_ratio, summarize
+from torchddp.harness.stats import PairedRatio, paired_ratio, summarize
 from torchddp.harness.subject import Subject, make_subject
 from torchddp.plan.buckets import Buckets, best_buckets, buckets_of, finish_s
 from torchddp.plan.record_profile import record_profile
@@ -23,8 +23,10 @@ from torchddp.transport.message_cost import seconds_of
 
 DEFAULT_CAPS_MB: tuple[float, ...] = (0.25, 0.5, 1, 2, 5, 10, 25, 50, 100)
 _MIB = 1024 * 1024
-# Steps of a candidate in a row: the first ones meet new memory.
+# Consecutive steps of a candidate: the first one touches new memory.
 SETTLING_STEPS, TIMED_STEPS = 1, 2
+# A smaller gain, as a share of the step, is not worth an argument.
+LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -61,29 +63,37 @@ def make_candidates(profile: StepProfile, caps_mb: Sequence[float]) -> tuple[Can
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """What the command line asked for, checked."""
+    """The options of the command line, checked."""
 
     model: str
     transport: str
     caps_mb: tuple[float, ...]
     seconds: float
     world_size: int
+    find_unused_parameters: bool = False
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What rank 0 brings back. ``step_ms``: [candidate, round], of the slowest rank."""
+    """Rank 0's result. ``step_ms``: [candidate, round], of the slowest rank; ``seconds``: for the rounds, as
+    asked for or as many as seven of them took."""
 
     profile: StepProfile
     candidates: tuple[Candidate, ...]
     step_ms: np.ndarray
     threads: int = 1
+    seconds: float = 0.0
 
 
 def tune_on_rank(report: Callable[[float, float], None], settings: TuneSettings) -> TuneResult:
-    """Collective: the whole of it, on every rank."""
-    subject = make_subject(settings.model, settings.seed, transport=settings.transport)
+    """Collective: record, time and compare, on every rank."""
+    subject = make_subject(
+        settings.model,
+        settings.seed,
+        transport=settings.transport,
+        find_unused_parameters=settings.find_unused_parameters,
+    )
     start_s = time.monotonic()
 
     def step() -> None:
@@ -104,8 +114,10 @@ def tune_on_rank(report: Callable[[float, float], None], settings: TuneSettings)
         seed=settings.seed,
         backend=dist.get_backend(),
     )
+    begin_s = time.monotonic()
     step_ms = over_ranks(timed_rounds(runners, None, job, report), job)
-    return TuneResult(profile, candidates, step_ms, torch.get_num_threads())
+    seconds = max(settings.seconds, time.monotonic() - begin_s)
+    return TuneResult(profile, candidates, step_ms, torch.get_num_threads(), seconds)
 
 
 @dataclass(frozen=True)
@@ -128,24 +140,41 @@ class _Runner:
 def predicted_ms(profile: StepProfile, candidate: Candidate) -> float:
     """The step that the planner expects of these buckets: forward, then backward until the last bucket is there."""
     end_s = finish_s(candidate.buckets, profile.gradients, profile.ready_s, profile.cost)
-    return 1e3 * (profile.forward_s + max(end_s, profile.backward_s))
+    return 1e3 * (profile.forward_s + profile.overhead_s + max(end_s, profile.backward_s))
 
 
-def choose(step_ms: np.ndarray, candidates: tuple[Candidate, ...]) -> int:
-    """The fastest candidate; among those that no measurement tells from it, the default, then the planned one.
+@dataclass(frozen=True)
+class Choice:
+    """The candidate to use, and whether another one may be faster all the same."""
 
-    Told apart: the 95% interval of the paired ratio to the fastest does not hold 1.
+    index: int
+    ratios: tuple[PairedRatio, ...]  # of each candidate to the default, by round
+    doubtful: int | None  # the most promising candidate, if more rounds could show that it is faster than the default
+
+
+def choose(step_ms: np.ndarray) -> Choice:
+    """The fastest of the candidates that are certainly faster than the default; the default (0) if there is none.
+
+    Certainly: the 95% interval of the paired ratio lies below 1. Of those that can't be told from the fastest the first
+    one, which is the planned one if it is among them. Doubtful: nothing is certainly faster, but a ratio's median
+    promises a gain, or is not above 1 and its interval has room for twice as much.
     """
-    fastest = int(np.argmin(np.median(step_ms, axis=1)))
-    for index in range(len(candidates)):  # the default and the planned one come first
-        if index == fastest or paired_ratio(step_ms[index], step_ms[fastest]).ci95_low <= 1.0:
-            return index
-    return fastest
+    ratios = tuple(paired_ratio(row, step_ms[0]) for row in step_ms)
+    faster = [index for index in range(1, len(ratios)) if ratios[index].ci95_high < 1]
+    if faster:
+        fastest = min(faster, key=lambda index: float(np.median(step_ms[index])))
+        for index in faster:
+            if index == fastest or paired_ratio(step_ms[index], step_ms[fastest]).ci95_low <= 1:
+                return Choice(index, ratios, None)
+    promising = min(range(1, len(ratios)), key=lambda index: (ratios[index].median, ratios[index].ci95_low))
+    ratio = ratios[promising]
+    in_doubt = ratio.median < 1 - LEAST_GAIN or (ratio.median <= 1 and ratio.ci95_low < 1 - 2 * LEAST_GAIN)
+    return Choice(0, ratios, promising if in_doubt else None)
 
 
 def tune_document(result: TuneResult) -> dict[str, Any]:
     profile, candidates, step_ms = result.profile, result.candidates, result.step_ms
-    chosen = choose(step_ms, candidates)
+    choice = choose(step_ms)
     rows = [
         {
             "name": candidate.name,
@@ -154,8 +183,8 @@ def tune_document(result: TuneResult) -> dict[str, Any]:
             "buckets": len(candidate.buckets),
             "predicted_ms": predicted_ms(profile, candidate),
             "step_ms": summarize(step_ms[index]).to_dict(),
-            "ratio_to_default": None if index == 0 else paired_ratio(step_ms[index], step_ms[0]).to_dict(),
-            "chosen": index == chosen,
+            "ratio_to_default": None if index == 0 else choice.ratios[index].to_dict(),
+            "chosen": index == choice.index,
         }
         for index, candidate in enumerate(candidates)
     ]
@@ -167,14 +196,16 @@ def tune_document(result: TuneResult) -> dict[str, Any]:
         "gradient_bytes": profile.gradient_bytes,
         "parameters": len(profile.gradients),
         "rounds": int(step_ms.shape[1]),
+        "seconds": result.seconds,
+        "in_doubt": None if choice.doubtful is None else candidates[choice.doubtful].name,
         "threads": result.threads,
-        "compute_ms": 1e3 * (profile.forward_s + profile.backward_s),
+        "compute_ms": 1e3 * profile.compute_s,
         "cost": {
             "alpha_us": 1e6 * profile.cost.alpha_s,
             "beta_ns_per_byte": 1e9 * profile.cost.beta_s_per_byte,
             "misfit": profile.cost.misfit,
         },
-        "argument": candidates[chosen].argument,
+        "argument": candidates[choice.index].argument,
         "candidates": rows,
         "profile": profile.to_dict(),
     }

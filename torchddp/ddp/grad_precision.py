@@ -6,7 +6,7 @@ The reducer does the work (`_C.GradPrecision`); this module has the checks and t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -14,7 +14,7 @@ from torchddp import _C
 
 __all__ = ["MAIN_GRAD", "GradPrecision", "MainGrads", "ReducedWide", "WideGrads"]
 
-MAIN_GRAD = "main_grad"
+MAIN_GRAD: Final = "main_grad"
 _HALVES = (torch.bfloat16, torch.float16)
 
 

@@ -21,7 +21,17 @@ from torchddp.ddp import buffers, hooks, model, refresh, regroup
 from torchddp.ddp.grad_precision import MAIN_GRAD
 from torchddp.ddp.logger import DDPLogger
 from torchddp.ddp.observers import Observers, load
-from torchddp.ddp.options import RAISE, DDPOptions, DDPSyncStrategy
+from torchddp.ddp.options import (
+    RAISE,
+    BucketCap,
+    DDPOptions,
+    DDPSyncStrategy,
+    FindNonfinite,
+    MainGradsAs,
+    SyncChoice,
+    TransportChoice,
+    ZeroWeights,
+)
 from torchddp.ddp.session import ReducerPolicy, ReducerSession
 from torchddp.ddp.weights import weight_and_count
 from torchddp.errors import NonFinite
@@ -85,7 +95,7 @@ class DistributedDataParallel(TorchDDP):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | str | None = None,
+        bucket_cap_mb: BucketCap = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool | None = None,
@@ -99,21 +109,21 @@ class DistributedDataParallel(TorchDDP):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
-        transport: str = "auto",
+        transport: TransportChoice = "auto",
         wire_dtype: torch.dtype | None = None,
         timeout: datetime.timedelta | None = None,
         stall_report_s: float | None = None,
         gradient_stats: bool = False,
         check_parameters_every: int | None = None,
-        find_nonfinite: bool | str = False,
+        find_nonfinite: FindNonfinite = False,
         adopt_large_gradients: bool = True,
         weighted: bool = False,
-        zero_weights: str = RAISE,
+        zero_weights: ZeroWeights = RAISE,
         comm_hook: object = None,
-        sync: DDPSyncStrategy | str | None = None,
+        sync: DDPSyncStrategy | SyncChoice | None = None,
         reduce_dtype: torch.dtype | None = None,
         main_grads: torch.dtype | None = None,
-        main_grads_as: str = MAIN_GRAD,
+        main_grads_as: MainGradsAs = MAIN_GRAD,
         auto_refresh_trainable: bool = False,
     ) -> None:
         options = DDPOptions.of(locals())

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal, NewType
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,18 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AUTO = "auto"  # bucket_cap_mb: planned from measurements
-RAISE = "raise"  # find_nonfinite, zero_weights: raise instead of warning, or of giving zeros
+RAISE: Final = "raise"  # find_nonfinite, zero_weights: raise instead of warning, or of giving zeros
 STALL_ENV = "TORCHDDP_STALL_REPORT_S"
 _DEFAULT_STALL_S = 60.0
+
+# What arguments may be, for type checkers; the checks at run time are below.
+RegisteredTransport = NewType("RegisteredTransport", str)  # the name of one added by torchddp.transport.select.register
+TransportChoice = Literal["auto", "c10d", "shm", "nccl"] | RegisteredTransport
+BucketCap = float | Literal["auto"] | None
+FindNonfinite = bool | Literal["raise"]
+ZeroWeights = Literal["raise", "zeros"]
+MainGradsAs = Literal["main_grad", "grad"]
+SyncChoice = Literal["single_auto_sync", "multi_auto_sync", "forced_sync"]
 
 _TORCH_ARGUMENTS = frozenset(inspect.signature(TorchDDP.__init__).parameters)
 # timedelta.max in microseconds, the unit passed to C++, does not fit in 64 bits.
@@ -85,24 +94,23 @@ class DDPOptions:
             they grow, up to 25 MiB, if messages are expensive because of many ranks or few processors, which models of
             more than 1 MiB measure in a few milliseconds. (``bucket_bytes_cap``, which torch's compiler reads, is 25
             MiB as in torch.) A number applies to every bucket including the first, as in torch. Fractions are allowed;
-            zero and
-        negative numbers raise ValueError. ``"auto"``: the buckets that expose the least communication time for this
-            model and group, from a plan stored by ``torchddp tune`` or else made after eight synchronised steps, of
-            which the last five are measured (they overlap nothing, and the last ends with up to a second of timing
-            messages). See `DistributedDataParallel.replan`.
+            zero and negative numbers raise ValueError. ``"auto"``: the buckets that expose the least communication time
+            for this model and group, from a plan stored by ``torchddp tune`` or else made after eight synchronised
+            steps, of which the last five are measured (they overlap nothing, and the last ends with up to a second of
+            timing messages). See `DistributedDataParallel.replan`.
         transport: what moves buckets between ranks. ``"c10d"``: the process group itself. ``"shm"``: memory shared by
             the ranks of a host, for CPU models (with several hosts: shared memory within each, the process group
-            between them).
-        ``"nccl"``: our own NCCL communicator and stream, for models on one CUDA device per rank. Both raise
-            RuntimeError where they can't work. ``"auto"``: shared memory if the process group is gloo's and all ranks
-            can use it; NCCL for a CUDA model if the process group is NCCL's and all ranks can use it; otherwise c10d.
-            Also c10d with ``init_sync=False``, and for copies (pickle, deepcopy), which a single rank may make. The
-            environment variable TORCHDDP_TRANSPORT replaces "auto".
+            between them). ``"nccl"``: our own NCCL communicator and stream, for models on one CUDA device per rank.
+            Both raise RuntimeError where they can't work. ``"auto"``: shared memory if the process group is gloo's and
+            all ranks can use it; NCCL for a CUDA model if the process group is NCCL's and all ranks can use it;
+            otherwise c10d. Also c10d with ``init_sync=False``, and for copies (pickle, deepcopy), which a single rank
+            may make. The environment variable TORCHDDP_TRANSPORT replaces "auto". A transport added with
+            ``torchddp.transport.select.register`` is chosen by its name (for type checkers
+            ``RegisteredTransport(name)``).
         wire_dtype: ``torch.bfloat16`` or ``torch.float16``: send fp32 gradients in 16 bits and sum them in fp32. All
             ranks get the same values, but not those of full precision. Over shared memory only (RuntimeError otherwise;
             the hook ``bf16_compress_hook`` works everywhere). Two hosts send each other half as much; with more, every
-            host sends
-        its part to every other. None: no conversion.
+            host sends its part to every other. None: no conversion.
         timeout: how long a reduction may take, e.g. ``datetime.timedelta(seconds=30)``; None: the process group's
             limit. A peer that dies or stalls raises :class:`torchddp.TransportError`, naming rank, bucket and
             parameters.
@@ -123,9 +131,9 @@ class DDPOptions:
             registered with NCCL, as its NVLink SHARP and symmetric-memory algorithms require, which may be faster
             between the GPUs of a host.
         weighted: every backward has a weight, set with :meth:`weigh` before it, and gradients become sum(weight *
-            gradient) / sum(weight) over the ranks and backwards of a step. A backward without one raises
-        RuntimeError. False: only steps that call `weigh` are weighted, on all ranks or on none. Required under
-            ``join()``, where a rank that has run out of inputs must know.
+            gradient) / sum(weight) over the ranks and backwards of a step. A backward without one raises RuntimeError.
+            False: only steps that call `weigh` are weighted, on all ranks or on none. Required under ``join()``, where
+            a rank that has run out of inputs must know.
         zero_weights: what happens in a weighted step in which every rank's weight is 0. ``"raise"``: ValueError on all
             ranks at the end of backward (on a CUDA device, backward then waits). ``"zeros"``: gradients are zeros.
         comm_hook: calls :meth:`register_comm_hook` with it: a hook ``hook(state, bucket)`` whose state is None, a tuple
@@ -135,12 +143,10 @@ class DDPOptions:
         reduce_dtype: ``torch.float32``: cast gradients of bfloat16 and float16 parameters to it as they enter their
             buckets, scale and sum them over the ranks in it, and round once, to ``.grad`` in the parameter's dtype.
             Accumulation under ``no_sync()`` still happens in ``.grad``. Buckets take 4 bytes per element, in addition
-            to
-        the 2 of ``.grad``. None: no conversion. Other gradients are always reduced in their own dtype.
+            to the 2 of ``.grad``. None: no conversion. Other gradients are always reduced in their own dtype.
         main_grads: ``torch.float32``: also accumulate such gradients in it over microbatches and ranks (implies
             ``reduce_dtype``). Takes 4 bytes per element, which is the bucket itself; the 16-bit gradient made by
-            autograd
-        lives until its hook has run. None: off. ``docs/main_grads.md`` has examples.
+            autograd lives until its hook has run. None: off. ``docs/main_grads.md`` has examples.
         main_grads_as: where they are. ``"main_grad"``: in ``parameter.main_grad``, always the same tensor, initially
             zero; ``.grad`` is None after each backward. All parameters have one; those without 16 bits have it in their
             own dtype. The wrapper's ``zero_grad()`` clears it, as does ``parameter.main_grad = None`` before the next
@@ -148,8 +154,8 @@ class DDPOptions:
             which is then float32 (``Tensor.grad_dtype``); everything else works as usual.
         auto_refresh_trainable: in every forward that begins a synchronised step, check whether parameters were frozen,
             thawed, added or removed, and if so call :meth:`refresh_trainable`. Ranks compare their findings, so that a
-        change on only one of them is an error instead of a hang: an all-gather of one number per step. All ranks must
-            run such forwards (those under ``no_grad`` don't count). Not inside ``join()``.
+            change on only one of them is an error instead of a hang: an all-gather of one number per step. All ranks
+            must run such forwards (those under ``no_grad`` don't count). Not inside ``join()``.
 
     Raises:
         TypeError, ValueError: a value is not allowed; the message says which values are.
@@ -161,7 +167,7 @@ class DDPOptions:
     broadcast_buffers: bool | None = None
     init_sync: bool = True
     process_group: dist.ProcessGroup | None = None
-    bucket_cap_mb: float | str | None = None
+    bucket_cap_mb: BucketCap = None
     find_unused_parameters: bool = False
     check_reduction: bool = False
     gradient_as_bucket_view: bool | None = None
@@ -174,21 +180,21 @@ class DDPOptions:
     bucket_cap_mb_list: Sequence[float] | None = None
     batched_grad_copy: bool = False
     forward_sync_buffers: bool | None = None
-    transport: str = "auto"
+    transport: TransportChoice = "auto"
     wire_dtype: torch.dtype | None = None
     timeout: datetime.timedelta | None = None
     stall_report_s: float | None = None
     gradient_stats: bool = False
     check_parameters_every: int | None = None
-    find_nonfinite: bool | str = False
+    find_nonfinite: FindNonfinite = False
     adopt_large_gradients: bool = True
     weighted: bool = False
-    zero_weights: str = RAISE
+    zero_weights: ZeroWeights = RAISE
     comm_hook: object = None
-    sync: DDPSyncStrategy | str | None = None
+    sync: DDPSyncStrategy | SyncChoice | None = None
     reduce_dtype: torch.dtype | None = None
     main_grads: torch.dtype | None = None
-    main_grads_as: str = MAIN_GRAD
+    main_grads_as: MainGradsAs = MAIN_GRAD
     auto_refresh_trainable: bool = False
 
     def __post_init__(self) -> None:

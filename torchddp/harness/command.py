@@ -1,12 +1,15 @@
-"""What all our commands share: what their options may be, how they end, where they print."""
+"""What all commands share: the checks of their options, how they end, and where they print."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,11 +18,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torchddp.harness.launch import LaunchError
 from torchddp.harness.variants import ArgumentError
 
-MAX_WORLD_SIZE = 64
-# The built-in models, in torchddp.harness.models; all other names are `package.module:factory`.
+MAX_WORLD_SIZE, MAX_SECONDS = 64, 3600
+# The built-in models, in torchddp.harness.models; all other names are `package.module:factory` or `file.py:factory`.
 MODEL_NAMES = ("small", "mlp", "gpt", "conv", "resnet50", "gpt2", "llama")
 
 EXIT_FAILED, EXIT_BAD_ARGUMENT, EXIT_INTERRUPTED = 1, 2, 130
+
+# For every app: -h as well as --help.
+CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
 def parse_caps(text: str) -> tuple[float, ...]:
@@ -27,22 +33,35 @@ def parse_caps(text: str) -> tuple[float, ...]:
     try:
         caps = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ArgumentError(f"--caps wants numbers of MiB with commas, like 1,5,25,100, not '{text}'.") from None
+        raise ArgumentError(f"--caps wants numbers of MiB separated by commas, like 1,5,25, not '{text}'.") from None
     if not all(0 < cap < float("inf") for cap in caps):
         raise ArgumentError(f"--caps wants positive numbers of MiB, not '{text}'.")
     return tuple(dict.fromkeys(caps))
 
 
 def check_numbers(seconds: float | None, world_size: int | None) -> None:
-    """Ranges that no run can do without."""
-    if seconds is not None and not 0 < seconds <= 3600:
-        raise ArgumentError(f"--seconds wants a number above 0 and up to 3600, not {seconds:g}.")
+    """Check the ranges that hold for every command."""
+    if seconds is not None and not 0 < seconds <= MAX_SECONDS:
+        raise ArgumentError(f"--seconds wants a number above 0 and up to {MAX_SECONDS}, not {seconds:g}.")
     if world_size is not None and not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ArgumentError(f"--world-size wants 1 to {MAX_WORLD_SIZE} ranks, not {world_size}.")
 
 
+def check_model_name(model: str) -> str:
+    """The name of a built-in model, or one that may be a factory's; ArgumentError for anything else."""
+    if model in MODEL_NAMES or ":" in model:
+        return model
+    if model.endswith(".py"):
+        raise ArgumentError(f"--model {model}: name the function that makes the model too, like {model}:make.")
+    raise ArgumentError(
+        f"There is no model '{model}'; choose from {', '.join(MODEL_NAMES)}, or name your own: "
+        "package.module:factory or file.py:factory."
+    )
+
+
 def check_output(path: Path | None, option: str, *, folder: bool) -> None:
-    """Refuse before the run what could not be written after it."""
+    """ArgumentError, before the run, if a path could not be written after it. An existing file will be replaced; a
+    folder will be made, with its parents."""
     if path is None:
         return
     if folder and path.exists() and not path.is_dir():
@@ -51,8 +70,9 @@ def check_output(path: Path | None, option: str, *, folder: bool) -> None:
         raise ArgumentError(f"{option} wants a file, and '{path}' is a folder.")
     if not folder and not path.parent.is_dir():
         raise ArgumentError(f"{option}: the folder '{path.parent}' does not exist.")
-    if not folder and not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ArgumentError(f"{option}: '{path}' can't be written.")
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not (there.is_dir() or there == path) or not os.access(there, os.W_OK):
+        raise ArgumentError(f"{option}: cannot write to '{path}'.")
 
 
 def _checked_output(param: typer.CallbackParam, path: Path | None) -> Path | None:
@@ -66,18 +86,21 @@ def output_option(help_text: str, *names: str) -> Any:
 
 
 def make_console() -> Console:
-    """A terminal's own width up to 100 columns; 100 into a file or a pipe."""
+    """A terminal's own width up to 100 columns; 100 into a file or a pipe, unless COLUMNS says otherwise."""
     console = Console()
-    return Console(width=min(console.width, 100) if console.is_terminal else 100, emoji=False)
+    knows_width = console.is_terminal or "COLUMNS" in os.environ
+    return Console(width=min(console.width, 100) if knows_width else 100, emoji=False)
 
 
 def progress_bar(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, refresh_per_second=2)
+    # Into a pipe it would print an empty line.
+    disable = not console.is_terminal
+    return Progress(*columns, console=console, transient=True, refresh_per_second=2, disable=disable)
 
 
 class Display:
-    """The progress bar. Redrawn seldom: the ranks need the cores."""
+    """The progress bar. Redrawn rarely: the ranks need the cores."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -91,22 +114,61 @@ class Display:
         self._progress.update(self._task, description=f"{self._case} · {what}", completed=done, total=total)
 
 
+# --- options of several commands ---
+
+FACTORY_HELP = """\b
+--model takes a built-in model, or a function of yours that returns
+(module, batch) or (module, batch, loss): train.py:make or package.train:make."""
+FindUnusedParameters = Annotated[
+    bool,
+    typer.Option("--find-unused-parameters", help="For models that leave some parameters unused in a step."),
+]
+JsonFile = Annotated[Path | None, output_option("Write the report as JSON to this file.", "--json")]
+HtmlFile = Annotated[Path | None, output_option("Write the report as an HTML page to this file.", "--html")]
+
+
+def report_error(message: str) -> None:
+    """One line on stderr."""
+    # The user's ":x:" must not become an emoji.
+    Console(stderr=True, emoji=False).print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _interrupted_once() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt the first time; a second one must not disturb the cleaning up."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def run_app(program_app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
-    """Run a command of ours; the exit code. Whatever stops it is one sentence on stderr."""
+    """Run a command; the exit code. An error is one sentence on stderr."""
     command = shlex.join([*program.split(), *arguments])
     try:
-        result = program_app(list(arguments), standalone_mode=False, prog_name=program, obj={"command": command})
+        with _interrupted_once():
+            result = program_app(list(arguments), standalone_mode=False, prog_name=program, obj={"command": command})
     except (ArgumentError, LaunchError, typer.TyperException) as error:
         message, code = str(error), EXIT_BAD_ARGUMENT if isinstance(error, ArgumentError) else EXIT_FAILED
         if isinstance(error, typer.TyperException):
-            # Of several commands, the one that was asked for.
+            # The subcommand, if there is one.
             program = getattr(getattr(error, "ctx", None), "command_path", program)
             message, code = f"{error.format_message().rstrip('.')}; see {program} --help.", error.exit_code
-        # ":x:" in what the user wrote is no emoji.
-        Console(stderr=True, emoji=False).print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
+        report_error(message)
         return code
     except (KeyboardInterrupt, typer.Abort):
+        result = EXIT_INTERRUPTED
+    if result == EXIT_INTERRUPTED and os.environ.get("RANK", "0") == "0":  # each of torchrun's ranks gets here
         Console(stderr=True).print("interrupted")
-        return EXIT_INTERRUPTED
-    # In this mode typer returns the code of an early exit such as --help.
+    # In this mode typer returns the code of an early exit such as --help, and that of an interrupt.
     return result if isinstance(result, int) else 0

@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -16,37 +17,38 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn, Protocol
 
-from torchddp.harness.variants import ArgumentError
+from torchddp.harness.variants import ArgumentError, describe_error
 
-# A launch that says nothing for this long is dead. Warm-up of the largest model on a busy machine is far below it.
+# A launch that sends nothing for this long is dead. Warming up the largest model on a busy machine takes far less.
 STALL_TIMEOUT_S = 180.0
-# After the first error, so that the other ranks can say what they saw.
+# After the first error, so that the other ranks can report theirs.
 ERROR_GRACE_S = 1.0
-# Often enough for a progress bar, too seldom to disturb a measurement.
+# Often enough for a progress bar, rarely enough not to disturb a measurement.
 PROGRESS_INTERVAL_S = 0.5
 
 # One thread each, also for libraries that read the variable when they are loaded.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
-# What is being done, how much of it is done, and how much there is.
+# Called with what is being done, how much of it is done, and how much there is.
 Progress = Callable[[str, float, float], None]
-# The same of one subject, as a rank knows it: how much is done, and how much there is.
+# Called on a rank with how much is done, and how much there is.
 Report = Callable[[float, float], None]
-# What a rank does once the process group is there, with the job, its rank and its way to the parent. Only rank 0's
-# result is kept. A function of a module: the ranks find it by name.
+# Runs on a rank once the process group exists, with the job, the rank and a connection to the parent. Only rank 0's
+# result is kept. It must be a module-level function, which the ranks import by name.
 Measure = Callable[[Any, int, Connection], Any]
 
 
 class LaunchError(RuntimeError):
-    """The ranks did not deliver; the message says which and why."""
+    """Ranks failed; the message says which and why."""
 
 
 class RankSettings(Protocol):
-    """What starting ranks needs to know of a job: its name, for messages, and their process group."""
+    """What a launch needs to know about a job: its name, for messages, and the process group."""
 
     @property
     def case(self) -> str: ...
@@ -70,6 +72,17 @@ def _environment(extra: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
+@contextlib.contextmanager
+def _children_ignore_interrupts() -> Iterator[None]:
+    """Processes started inside ignore Ctrl-C: this process handles it and stops them."""
+    resource_tracker.ensure_running()  # or starting the first process would start it, and unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def stop_processes(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         if process.is_alive():
@@ -79,14 +92,14 @@ def stop_processes(processes: Sequence[BaseProcess]) -> None:
 
 
 class Inbox:
-    """What the ranks have said so far."""
+    """The messages of the ranks so far."""
 
     def __init__(self, channels: list[Connection], progress: Progress) -> None:
         self._rank_of = {id(channel): rank for rank, channel in enumerate(channels)}
         self.open = list(channels)
         self.results: dict[int, Any] = {}
         self.errors: dict[int, str] = {}
-        # What the user asked for cannot be, as a rank found: one sentence.
+        # Why a rank refused what the user asked for, in one sentence.
         self.refusal = ""
         self._progress = progress
 
@@ -101,7 +114,7 @@ class Inbox:
             except (EOFError, ConnectionResetError):
                 self.open.remove(channel)
                 if rank not in self.results and rank not in self.errors:
-                    self.errors[rank] = "the process ended without a word"
+                    self.errors[rank] = "its process died without a message (killed, or out of memory?)"
                 continue
             if kind == "progress":
                 self._progress(*payload)
@@ -113,7 +126,7 @@ class Inbox:
 
 
 def follow(inbox: Inbox, job: RankSettings, stall_timeout_s: float) -> Any:
-    """Listen until every rank is done; rank 0's results, or a `LaunchError` with what the ranks said."""
+    """Wait until every rank is done; rank 0's result, or a `LaunchError` with what the ranks reported."""
     while inbox.open and not inbox.errors and not inbox.refusal:
         if not inbox.read(stall_timeout_s):
             silent = [rank for rank in range(job.world_size) if rank not in inbox.results]
@@ -124,9 +137,16 @@ def follow(inbox: Inbox, job: RankSettings, stall_timeout_s: float) -> Any:
         deadline_s = time.monotonic() + ERROR_GRACE_S
         while inbox.open and (left_s := deadline_s - time.monotonic()) > 0:
             inbox.read(left_s)
-        said = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(inbox.errors.items()))
+        said = "; ".join(_by_ranks(inbox.errors))
         raise LaunchError(f"Case '{job.case}' failed: {said}")
     return inbox.results[0]
+
+
+def _by_ranks(errors: Mapping[int, str]) -> Iterator[str]:
+    """'rank 0: ...', 'ranks 1, 2: ...': each message once."""
+    for text in dict.fromkeys(text for _, text in sorted(errors.items())):
+        ranks = sorted(rank for rank in errors if errors[rank] == text)
+        yield f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
 
 
 def launch(
@@ -142,7 +162,7 @@ def launch(
     receivers: list[Connection] = []
     with tempfile.TemporaryDirectory(prefix="torchddp-benchmark-") as folder:
         try:
-            with _environment({**ONE_THREAD, **(environment or {})}):
+            with _children_ignore_interrupts(), _environment({**ONE_THREAD, **(environment or {})}):
                 for rank in range(job.world_size):
                     receiver, sender = context.Pipe(duplex=False)
                     arguments = (rank, job, f"file://{folder}/store", sender, measure)
@@ -160,7 +180,7 @@ def launch(
 
 
 class Reporter:
-    """Progress of rank 0, to the parent, throttled."""
+    """Sends rank 0's progress to the parent, at intervals."""
 
     def __init__(self, channel: Connection, what: str, enabled: bool) -> None:
         self._channel, self._what, self._enabled = channel, what, enabled
@@ -187,7 +207,7 @@ def _run_rank(rank: int, job: RankSettings, init_method: str, channel: Connectio
 
 
 def serve_rank(rank: int, job: RankSettings, init_method: str, channel: Connection, measure: Measure) -> NoReturn:
-    """Join the process group, measure, say what came of it to the parent, and end the process."""
+    """Join the process group, measure, send the result to the parent, and end the process."""
     exit_code = 1
     try:
         import torch
@@ -203,18 +223,18 @@ def serve_rank(rank: int, job: RankSettings, init_method: str, channel: Connecti
             timeout=datetime.timedelta(seconds=job.collective_timeout_s),
         )
         results = measure(job, rank, channel)
-        # No rank may leave while another still reads from it.
+        # No rank may exit while another one still reads from it.
         dist.barrier()
         channel.send(("result", results if rank == 0 else None))
         exit_code = 0
     except ArgumentError as error:
         channel.send(("refusal", str(error)))
     except BaseException as error:
-        channel.send(("error", f"{type(error).__name__}: {error}"))
+        channel.send(("error", describe_error(error)))
     channel.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Past the result nothing is left to do, and torch's threads sometimes abort an orderly interpreter exit.
+    # Nothing is left to do, and torch's threads sometimes abort an orderly interpreter exit.
     os._exit(exit_code)
 
 
@@ -223,7 +243,7 @@ def serve_rank(rank: int, job: RankSettings, init_method: str, channel: Connecti
 
 @dataclass(frozen=True)
 class RankJob:
-    """One call of `function(report, *arguments)` on every rank. Picklable: a function of a module, by name."""
+    """One call of `function(report, *arguments)` on every rank; picklable, for `function` is module-level."""
 
     case: str
     function: Callable[..., Any]
@@ -231,17 +251,17 @@ class RankJob:
     world_size: int
     backend: str = "gloo"
     collective_timeout_s: float = 60.0
-    # Of each rank that we start; torchrun's have their own count.
+    # For each rank that the command starts; torchrun's ranks keep their own.
     threads: int = 1
 
 
 def started_by_torchrun() -> bool:
-    """Whether this process is a rank already, with all that init_process_group needs in its environment."""
+    """Whether this process already is a rank: its environment has all that init_process_group needs."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def run_ranks(job: RankJob, progress: Progress) -> Any:
-    """Rank 0's result. Under torchrun the ranks are those it started, and all but rank 0 get None.
+    """Rank 0's result. Under torchrun, the ranks are those that it started, and all but rank 0 get None.
 
     Raises LaunchError if a rank fails, ArgumentError if a rank refused what the user asked for.
     """
@@ -269,6 +289,6 @@ def _join_torchrun(job: RankJob, progress: Progress) -> Any:
     except ArgumentError:
         raise
     except Exception as error:
-        raise LaunchError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}") from error
+        raise LaunchError(f"rank {dist.get_rank()}: {describe_error(error)}") from error
     finally:
         dist.destroy_process_group()

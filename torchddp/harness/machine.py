@@ -1,4 +1,4 @@
-"""Where and with what the numbers were made."""
+"""When, where and with which versions the numbers were made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.text import Text
 
-# The checkout this file is in, if it is in one: an installed package says nothing of the folder above it.
+# The root of the checkout, if this file is in one; the folder above an installed package means nothing.
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -66,7 +66,7 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": package_version("torch"),
         "torchddp": package_version("torchddp"),
-        # A copy of the tree without its history is told where it comes from.
+        # A copy of the tree without its history gets the commit from its environment.
         "git_commit": _git("rev-parse", "HEAD") or os.environ.get("TORCHDDP_COMMIT") or None,
         "git_dirty": None if status is None else bool(status),
     }
@@ -80,11 +80,20 @@ def machine_slug(machine: dict[str, Any]) -> str:
     return name if gpu else f"{name}-{machine['cores']}c"
 
 
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def date_text(date: str) -> str:
+    """'2026-11-24 15:30 UTC' of what `now` gave."""
+    return f"{datetime.datetime.fromisoformat(date):%Y-%m-%d %H:%M} UTC"
+
+
 def new_document(command: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """What every saved run begins with; its results are still to come."""
+    """The head of every saved run; its results are added later."""
     return {
         "format": 1,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "command": command,
         "machine": describe_machine(),
         "settings": settings,
@@ -99,8 +108,9 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 def origin(document: dict[str, Any]) -> Iterable[Text]:
     machine = document["machine"]
     commit = (machine["git_commit"] or "no commit")[:12] + (" (changed)" if machine["git_dirty"] else "")
+    date = f"{date_text(document['date'])} · " if "date" in document else ""
     yield Text(
-        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average_1min']:g} · torch "
+        f"{date}{machine['cpu']}, {machine['cores']} cores, load {machine['load_average_1min']:g} · torch "
         f"{machine['torch']} · torchddp {machine['torchddp'] or 'not installed'} · {commit}",
         style="dim",
     )

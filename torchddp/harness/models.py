@@ -1,13 +1,16 @@
-"""The models that are timed: the built-in ones, and the user's own by `package.module:factory`."""
+"""The models that are timed: the built-in ones, and the user's own by `package.module:factory` or `file.py:factory`."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchddp.harness import networks
-from torchddp.harness.variants import ArgumentError, one_line
+from torchddp.harness.variants import ArgumentError, describe_error
 
 CONTRACT = (
     "it must return (module, batch) or (module, batch, loss): batch is a tensor, a tuple or dict of the module's "
@@ -39,7 +42,7 @@ class ModelSpec:
     make_batch: Callable[[torch.Generator], Any]
     # Of the module's output; the built-in models return their loss.
     loss: Callable[[Any], Tensor] = output_is_loss
-    # Whether ranks get different batches. Where not, their gradients are equal, and averaging them shows nothing.
+    # Whether ranks get different batches. If not, their gradients are equal, and averaging them proves nothing.
     batches_differ: bool = True
 
 
@@ -103,7 +106,7 @@ def find_model(name: str, seed: int = 0) -> ModelSpec:
 
 
 def describe_model(name: str, model: nn.Module, seed: int = 0) -> dict[str, Any]:
-    """What results say about a model: its name, title, and how much there is to reduce."""
+    """A model's entry in the results: its name, title, and how much there is to reduce."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return {
         "model": name,
@@ -114,22 +117,37 @@ def describe_model(name: str, model: nn.Module, seed: int = 0) -> dict[str, Any]
 
 
 def find_factory(path: str) -> Callable[[], Any]:
-    """The callable at `package.module:name`; ArgumentError in one sentence if there is none."""
-    module_name, _, name = path.partition(":")
+    """The callable at `package.module:name` or `file.py:name`; ArgumentError in one sentence if there is none."""
+    module_name, _, name = path.rpartition(":")
     if not module_name or not name:
-        raise ArgumentError(f"--model wants the name of a built-in model or package.module:factory, not '{path}'.")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does; the installed command does not
+        raise ArgumentError(f"--model wants a built-in model, package.module:factory or file.py:factory, not '{path}'.")
+    is_file = module_name.endswith(".py")
+    if is_file and not Path(module_name).is_file():
+        raise ArgumentError(f"--model {path}: there is no file '{module_name}'.")
+    folder = str(Path(module_name).resolve().parent) if is_file else os.getcwd()
+    if folder not in sys.path and ("" not in sys.path or folder != os.getcwd()):
+        sys.path.insert(0, folder)  # as `python file.py` and `python -m` do; the installed command does not
     try:
-        module = importlib.import_module(module_name)
+        module = _load_file(Path(module_name)) if is_file else importlib.import_module(module_name)
     except Exception as error:  # importing the user's code may raise anything
-        raise ArgumentError(f"--model {path}: cannot import '{module_name}': {one_line(error)}.") from error
+        raise ArgumentError(f"--model {path}: cannot import '{module_name}': {describe_error(error)}.") from error
     found = module
     for part in name.split("."):
         found = getattr(found, part, None)  # type: ignore[assignment]
     if not callable(found):
         raise ArgumentError(f"--model {path}: module '{module_name}' has no function or class named '{name}'.")
     return found
+
+
+@functools.cache
+def _load_file(path: Path) -> ModuleType:
+    """The module in a file, under the file's name."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look classes up there
+    spec.loader.exec_module(module)
+    return module
 
 
 @functools.cache
@@ -140,42 +158,53 @@ def load_factory(path: str, seed: int = 0) -> ModelSpec:
     try:
         made = factory()
     except Exception as error:
-        raise ArgumentError(f"--model {path}: the factory raised {type(error).__name__}: {one_line(error)}.") from error
+        raise ArgumentError(f"--model {path}: the factory raised {describe_error(error)}.") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-        raise ArgumentError(f"--model {path}: the factory returned a {type(made).__name__}; {CONTRACT}.")
+        raise ArgumentError(f"--model {path}: the factory returned {_a(made)}; {CONTRACT}.")
     module, batch = made[:2]
     loss: Callable[[Any], Tensor] = made[2] if len(made) == 3 else default_loss
     if not any(p.requires_grad for p in module.parameters()):
         raise ArgumentError(f"--model {path}: no parameter of the module requires a gradient.")
     if not callable(loss):
-        raise ArgumentError(f"--model {path}: the factory's loss is a {type(loss).__name__}; {CONTRACT}.")
+        raise ArgumentError(f"--model {path}: the factory's loss is {_a(loss)}; {CONTRACT}.")
     if callable(batch) and not isinstance(batch, Tensor):
         return ModelSpec(path, lambda: module, batch, loss)
     if not isinstance(batch, (Tensor, tuple, list, dict)):
-        raise ArgumentError(f"--model {path}: the factory's batch is a {type(batch).__name__}; {CONTRACT}.")
+        raise ArgumentError(f"--model {path}: the factory's batch is {_a(batch)}; {CONTRACT}.")
     return ModelSpec(path, lambda: module, lambda generator: batch, loss, batches_differ=False)
 
 
-def prove(name: str, seed: int) -> None:
-    """One step; ArgumentError where it fails, or leaves a parameter without gradient."""
+def _a(thing: object) -> str:
+    """'a list', 'an int'."""
+    name = type(thing).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def prove(name: str, seed: int, *, find_unused_parameters: bool = False) -> None:
+    """One step; ArgumentError where it fails, or leaves a parameter without gradient that DDP would wait for."""
     model = make_model(name, seed)
     try:
         batch = make_batch(name, seed, dist.get_rank(), 0)
         loss = find_model(name, seed).loss(run_forward(model, batch))
     except Exception as error:  # the user's code may raise anything
-        raise ArgumentError(
-            f"--model {name}: a step of the bare model raised {type(error).__name__}: {one_line(error)}."
-        ) from error
+        raise ArgumentError(f"--model {name}: forward or loss raised {describe_error(error)}.") from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise ArgumentError(f"--model {name}: the loss is no scalar tensor that can be differentiated.")
+        raise ArgumentError(f"--model {name}: the loss must be a scalar tensor that requires a gradient.")
     try:
         loss.backward()
     except Exception as error:
-        raise ArgumentError(f"--model {name}: backward raised {type(error).__name__}: {one_line(error)}.") from error
+        raise ArgumentError(f"--model {name}: backward raised {describe_error(error)}.") from error
     parameters = [(path, p) for path, p in model.named_parameters() if p.requires_grad]
     for path, parameter in parameters:
         if parameter.grad is None:
-            raise ArgumentError(f"--model {name}: parameter '{path}' got no gradient: no DDP class would train it.")
+            if find_unused_parameters:
+                continue
+            raise ArgumentError(
+                f"--model {name}: parameter '{path}' got no gradient, and DDP would wait for it; if that is meant, add "
+                "--find-unused-parameters."
+            )
         if parameter.grad.layout is not torch.strided:
-            raise ArgumentError(f"--model {name}: parameter '{path}' has a sparse gradient, which is not timed here.")
+            raise ArgumentError(
+                f"--model {name}: parameter '{path}' has a sparse gradient, which these commands cannot time."
+            )
     model.zero_grad(set_to_none=True)

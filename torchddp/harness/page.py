@@ -23,13 +23,14 @@ th, td { padding: .25rem .75rem; border-bottom: 1px solid var(--line); text-alig
 th:first-child, td:first-child { text-align: left; }
 tr.ours td { font-weight: 600; background: var(--soft); }
 img { max-width: 100%; height: auto; background: #fff; border: 1px solid var(--line); }
+.verdict { font-size: 1.1rem; font-weight: 600; }
 footer, .note { opacity: .75; font-size: .9rem; }
 """
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """Rows of text under headings; the first column is to the left. `marked`: rows to stand out."""
+    """Rows of text under headings; the first column is left-aligned. `marked`: highlighted rows."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -38,7 +39,7 @@ class PageTable:
 
 @dataclass(frozen=True)
 class PagePlot:
-    """A PNG with what it shows in words, for who cannot see it."""
+    """A PNG, and what it shows in words."""
 
     png: bytes
     description: str
@@ -56,7 +57,7 @@ class Section:
 
 
 def _plain(cell: Any) -> str:
-    """The words of a heading or a cell, without line breaks made for narrow columns."""
+    """The text of a heading or a cell, without the line breaks made for narrow columns."""
     text = cell.plain if isinstance(cell, Text) else str(cell)
     return text.replace("-\n", "").replace("\n", " ")
 
@@ -90,9 +91,14 @@ def _block(block: Block) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
-def make_page(title: str, sections: Sequence[Section], origin: Sequence[str], data: Any = None) -> str:
-    """The page as text. `origin`: how and with what it was made; `data`: kept in the page as JSON, for machines."""
+def make_page(
+    title: str, sections: Sequence[Section], origin: Sequence[str], data: Any = None, *, verdict: str = ""
+) -> str:
+    """The page as text. `origin`: when, how and with what it was made; `data`: kept in the page as JSON, for machines;
+    `verdict`: the result in a sentence, below the title."""
     parts = [f"<h1>{html.escape(title)}</h1>"]
+    if verdict:
+        parts.append(f'<p class="verdict">{html.escape(verdict)}</p>')
     for section in sections:
         parts += [f"<section><h2>{html.escape(section.title)}</h2>", *map(_block, section.blocks), "</section>"]
     parts.append(f"<footer>{''.join(f'<p>{html.escape(line)}</p>' for line in origin)}</footer>")
@@ -108,5 +114,7 @@ def make_page(title: str, sections: Sequence[Section], origin: Sequence[str], da
     )
 
 
-def write_page(path: Path, title: str, sections: Sequence[Section], origin: Sequence[str], data: Any = None) -> None:
-    path.write_text(make_page(title, sections, origin, data))
+def write_page(
+    path: Path, title: str, sections: Sequence[Section], origin: Sequence[str], data: Any = None, *, verdict: str = ""
+) -> None:
+    path.write_text(make_page(title, sections, origin, data, verdict=verdict))

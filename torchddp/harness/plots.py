@@ -1,4 +1,4 @@
-"""What all plots have in common: no window, their colors, and their words."""
+"""What all plots share: drawing without a window, colors, and labels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLORS = {"torch": "#9aa5b1", "ours": "#d9480f", "peer": "#4c6ef5", "local": "#d
 
 
 def panels(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Figure, Any]:
-    """A figure of no window, of that many inches, and its axes as [row][column]. `options`: of `pyplot.subplots`."""
+    """A figure of that many inches, and its axes as [row][column]. `options`: of `pyplot.subplots`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -31,7 +31,7 @@ def bar_panels(count: int, bars: int) -> tuple[Figure, Any]:
 
 
 def finish_panel(axis: Any, title: str, xlabel: str, ylabel: str | None = None) -> None:
-    """Its words, and no frame where there is no scale; a grid with `ylabel`, for curves."""
+    """Title and labels, no frame on the sides without a scale; with `ylabel`, for curves, a grid."""
     axis.set_title(title, fontsize=9)
     axis.set_xlabel(xlabel)
     if ylabel is not None:
@@ -41,7 +41,7 @@ def finish_panel(axis: Any, title: str, xlabel: str, ylabel: str | None = None) 
 
 
 def figure_png(figure: Figure, dpi: int = 120) -> bytes:
-    """The picture of a matplotlib figure, which is closed."""
+    """The figure as a PNG; closes the figure."""
     from matplotlib import pyplot
 
     stream = io.BytesIO()

@@ -1,4 +1,4 @@
-"""The model that a command looks at, wrapped, on the device of its rank."""
+"""The model that a command runs: wrapped, on the device of its rank."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from torchddp.ddp.module import DistributedDataParallel
+from torchddp.ddp.options import TransportChoice
 from torchddp.errors import TransportError
 from torchddp.harness.machine import available_cores
 from torchddp.harness.models import find_model, make_batch, make_model, prove, run_forward
@@ -28,7 +29,7 @@ class Subject:
 
 
 def local_ranks(world_size: int) -> int:
-    """How many ranks share this host: torchrun says so, else all do."""
+    """How many ranks share this host: as torchrun says, or else all of them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
@@ -38,15 +39,22 @@ def choose_backend(world_size: int) -> str:
 
 
 def threads_each(world_size: int) -> int:
-    """Threads of a rank that this machine starts: the cores are shared out. torchrun's ranks have their own count."""
+    """Threads of each rank: the cores divided among them. torchrun's ranks keep their own number."""
     return max(1, available_cores() // local_ranks(world_size))
 
 
-def make_subject(name: str, seed: int, *, bucket_cap_mb: float | str | None = None, transport: str = "auto") -> Subject:
+def make_subject(
+    name: str,
+    seed: int,
+    *,
+    bucket_cap_mb: float | None = None,
+    transport: str = "auto",
+    find_unused_parameters: bool = False,
+) -> Subject:
     """Collective: wrap a built-in model, or the user's own by `package.module:factory` (ArgumentError if it fails)."""
     rank = dist.get_rank()
     if ":" in name:
-        prove(name, seed)
+        prove(name, seed, find_unused_parameters=find_unused_parameters)
     module = make_model(name, seed)
     device = torch.device("cpu")
     if dist.get_backend() == "nccl":
@@ -56,14 +64,20 @@ def make_subject(name: str, seed: int, *, bucket_cap_mb: float | str | None = No
     # With device_ids batches are moved there too.
     device_ids = None if device.index is None else [device.index]
     try:
-        model = DistributedDataParallel(module, device_ids=device_ids, bucket_cap_mb=bucket_cap_mb, transport=transport)
+        model = DistributedDataParallel(
+            module,
+            device_ids=device_ids,
+            bucket_cap_mb=bucket_cap_mb,
+            transport=cast("TransportChoice", transport),
+            find_unused_parameters=find_unused_parameters,
+        )
     except (ValueError, RuntimeError) as error:
         if transport == "auto" or isinstance(error, TransportError):
             raise
         raise ArgumentError(f"--transport {transport}: {one_line(error)}.") from error
     loss_of = find_model(name, seed).loss
 
-    # Making a batch is no part of a step that is repeated.
+    # The time to make a batch must not count as part of a repeated step.
     @functools.lru_cache(maxsize=2)
     def batch(index: int) -> Any:
         return make_batch(name, seed, rank, index)

@@ -1,4 +1,4 @@
-"""What all tables have in common: their look, and how a number is written."""
+"""What all tables share: their layout, and the format of numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +24,15 @@ def number(value: float | None) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
 
 
+def adding_up(values: Sequence[float]) -> tuple[str, list[str]]:
+    """The sum and its parts, rounded so that what is printed adds up: each part is the difference of rounded sums."""
+    total = sum(values)
+    decimals = 0 if total >= 100 else 1 if total >= 10 else 2 if total >= 1 else 3
+    ends = [round(sum(values[:count]), decimals) for count in range(len(values) + 1)]
+    parts = [f"{end - begin:.{decimals}f}" for begin, end in zip(ends, ends[1:], strict=False)]
+    return f"{ends[-1]:.{decimals}f}", parts
+
+
 def ranks_text(count: int) -> str:
     return f"{count} rank{'s' if count > 1 else ''}"
 
@@ -36,21 +47,65 @@ def size_text(result: dict[str, Any]) -> str:
     return f"{weight_text(result)}, {ranks_text(result['world_size'])}"
 
 
+def ratio_sign(ratio: dict[str, Any]) -> int:
+    """-1: certainly below one, 1: certainly above, 0: the 95% interval of the median has 1 in it."""
+    low, high = ratio["ci95_low"], ratio["ci95_high"]  # None: infinite
+    return -1 if high is not None and high < 1 else 1 if low is None or low > 1 else 0
+
+
 def ratio_text(ratio: dict[str, Any] | None, without: str = "1 (torch's best)") -> Text:
-    """'0.85 [0.80..0.91]', green below one, red above; `without` for the row that the others are held against."""
+    """'0.85 [0.80..0.91]', green if certainly below one, red if certainly above; `without`: the row that the others
+    are compared with."""
     if ratio is None:
         return Text(without, style="dim")
-    style = "red" if ratio["median"] is None or ratio["median"] > 1 else "green"
+    style = {-1: "green", 0: "", 1: "red"}[ratio_sign(ratio)]
     median, q25, q75 = ("inf" if ratio[key] is None else f"{ratio[key]:.2f}" for key in ("median", "q25", "q75"))
     return Text(f"{median} [{q25}..{q75}]", style=style)
 
 
-def plain_table(title: str, first: str, *numbers: str, second: str | None = None, notes: Sequence[str] = ()) -> Table:
-    """A table with its first column, maybe a second one of words, and those of numbers; notes are below it.
+class FittingTable(Table):
+    """A table that leaves out columns on a terminal that is too narrow, and says so.
 
-    Narrow gaps: every table fits a terminal of 80 columns.
+    `optional`: their headings, the first to go first.
     """
-    table = Table(
+
+    def __init__(self, *, optional: Sequence[str], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.optional = tuple(optional)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns, caption, min_width, left_out = list(self.columns), self.caption, self.min_width, []
+        self.min_width = None  # a long title may be broken
+        for heading in self.optional:
+            if Measurement.get(console, options.update(width=10_000), self).maximum <= options.max_width:
+                break
+            gone = [column for column in self.columns if str(column.header) == heading]
+            self.columns = [column for column in self.columns if column not in gone]
+            left_out += [heading.replace("-\n", "").replace("\n", " ")] if gone else []
+        if left_out:
+            note = Text(f"no room for: {', '.join(left_out)}", style="dim")
+            self.caption = note if caption is None else Text("\n").join([note, Text(str(caption), style="dim")])
+        self.min_width = min(min_width or 0, options.max_width)
+        try:
+            yield from super().__rich_console__(console, options)
+        finally:
+            self.columns, self.caption, self.min_width = columns, caption, min_width
+
+
+def plain_table(
+    title: str,
+    first: str,
+    *numbers: str,
+    second: str | None = None,
+    notes: Sequence[str] = (),
+    optional: Sequence[str] = (),
+) -> Table:
+    """A table with a first column, optionally a second one of text, and columns of numbers; notes go below it.
+
+    Narrow gaps: every table fits a terminal of 80 columns, and one of 60 without its `optional` columns.
+    """
+    table = FittingTable(
+        optional=optional,
         title=title,
         box=box.SIMPLE_HEAD,
         show_edge=False,

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import sysconfig
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+_LIBRARY = Path(sysconfig.get_path("stdlib"))
 TORCH_DDP = "torch.nn.parallel.DistributedDataParallel"
 TORCHDDP = "torchddp.DistributedDataParallel"
 DEFAULT_CAPS_MB: tuple[float, ...] = (1, 5, 25, 100)
@@ -16,12 +21,31 @@ TUNED_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True, "batched_grad_
 
 
 class ArgumentError(ValueError):
-    """The command line asks for something that cannot be; the message is one sentence for the user."""
+    """The command line asks for something impossible; the message is one sentence for the user."""
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """The message of an error, as part of a sentence."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and message of an error; if it passed through the user's code, the innermost line of that code too."""
+    said = f"{type(error).__name__}: {one_line(error)}"
+    if isinstance(error, SyntaxError) and error.filename and error.text:
+        place = f"{error.filename}:{error.lineno}: {error.text.strip()}"
+        return f"{type(error).__name__}: {error.msg}, at {place}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    if not frames:
+        return said
+    return f"{said}, at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line or frames[-1].name}"
+
+
+def _is_users(filename: str) -> bool:
+    """Whether a file belongs neither to torchddp, nor to Python, nor to an installed package."""
+    path = Path(filename)
+    installed = "site-packages" in path.parts or "dist-packages" in path.parts or filename.startswith("<")
+    return not (installed or path.is_relative_to(_PACKAGE) or path.is_relative_to(_LIBRARY))
 
 
 class Role(str, Enum):
@@ -77,9 +101,17 @@ def _tuned(name: str, role: Role, class_path: str, caps_mb: Iterable[float]) -> 
 
 
 def make_variants(
-    ours: str, peers: Sequence[str], caps_mb: Sequence[float], *, ours_tuned: bool = False
+    ours: str,
+    peers: Sequence[str],
+    caps_mb: Sequence[float],
+    *,
+    ours_tuned: bool = False,
+    extra: Mapping[str, Any] | None = None,
 ) -> tuple[Variant, ...]:
-    """The whole field: no DDP, torch default and tuned at each cap, ours, and each peer with its defaults."""
+    """The whole field: no DDP, torch default and tuned at each cap, ours, and each peer with its defaults.
+
+    `extra`: options that every wrapper gets.
+    """
     label = "torchddp" if ours == TORCHDDP else "under test"
     variants = [LOCAL, Variant("torch default", Role.TORCH, TORCH_DDP)]
     variants += _tuned("torch", Role.TORCH, TORCH_DDP, caps_mb)
@@ -88,9 +120,10 @@ def make_variants(
         variants += _tuned(label, Role.OURS, ours, caps_mb)
     seen: dict[str, int] = {}
     for path in peers:
-        # Two peers may have the same class name: number them, so that no row hides another.
+        # Peers with the same class name are numbered, to tell their rows apart.
         short_name = ".".join((path.partition(".")[0], path.rpartition(".")[2]))
         seen[short_name] = seen.get(short_name, 0) + 1
         suffix = f" ({seen[short_name]})" if seen[short_name] > 1 else ""
         variants.append(Variant(f"vs {short_name}{suffix}", Role.PEER, path))
-    return tuple(variants)
+    added = tuple((extra or {}).items())
+    return tuple(v if v.class_path is None else replace(v, options=(*v.options, *added)) for v in variants)

@@ -56,7 +56,7 @@ class ParallelConfig:
         parallel_backend: backend of new groups, e.g. ``"gloo"``; None: that of the process group.
         device_type: ``"cpu"``, ``"cuda"``...; None: that of the model's parameters.
         param_dtype, reduce_dtype: with FSDP: the dtype in which parameters are gathered and used, and the one in which
-        gradients are reduced: ``"bfloat16"``, ``"float16"``, ``"float32"``, ``"float64"`` or a torch.dtype.
+            gradients are reduced: ``"bfloat16"``, ``"float16"``, ``"float32"``, ``"float64"`` or a torch.dtype.
         wrap: with FSDP: classes, or their names, whose modules are sharded and gathered one by one. None: the repeated
             modules of the model's lists. (): the model as a whole.
         forward_prefetch, backward_prefetch: with FSDP: number of modules whose parameters are gathered ahead. 0:

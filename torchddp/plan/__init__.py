@@ -1,1 +1,1 @@
-"""From measured times to buckets: bucket_cap_mb="auto", and what `torchddp tune` and `simulate` start from."""
+"""From measured times to buckets: bucket_cap_mb="auto", and the profiles of `torchddp tune` and `simulate`."""

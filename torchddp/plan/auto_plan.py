@@ -27,7 +27,7 @@ logger = logging.getLogger("torchddp.distributed")
 # Buckets follow the measured order from the second step on, and first steps are slow for other reasons too.
 WARMUP_STEPS = 3
 RECORDED_STEPS = 5
-# Predictions closer than this are equal: the buckets stay as they are.
+# Predictions that differ by less count as equal: the buckets stay as they are.
 LEAST_GAIN = 0.01
 
 
@@ -55,16 +55,24 @@ class StepRecorder:
     def __init__(self, reducer: _C.Reducer) -> None:
         self._reducer = reducer
         self._rows: list[list[float]] = []
-        self._finished = reducer.stats()["finished"]
-        reducer.record_ready_times(True)
-        reducer.set_overlap(False)
+        self.resume()
 
     @property
     def steps(self) -> int:
         return len(self._rows)
 
+    def pause(self) -> None:
+        """Steps up to `resume` run as usual, and are not recorded."""
+        self._reducer.set_overlap(True)
+        self._reducer.record_ready_times(False)
+
+    def resume(self) -> None:
+        self._finished = self._reducer.stats()["finished"]
+        self._reducer.record_ready_times(True)
+        self._reducer.set_overlap(False)
+
     def collect(self) -> None:
-        """Between steps: take down the one that ended, if one did since the last call."""
+        """Between steps: add the one that ended, if one did since the last call."""
         stats = self._reducer.stats()
         if stats["finished"] == self._finished:
             return
@@ -74,8 +82,7 @@ class StepRecorder:
 
     def stop(self) -> None:
         """Buckets are launched as soon as they are full again."""
-        self._reducer.set_overlap(True)
-        self._reducer.record_ready_times(False)
+        self.pause()
 
     def times(self, device: torch.device, timeout: datetime.timedelta) -> StepTimes:
         """Collective: what was recorded on all ranks. ``device``: of the parameters."""
@@ -91,7 +98,7 @@ class StepRecorder:
 
 @dataclass(frozen=True)
 class Decision:
-    """What planning came to. The same on all ranks, but for ``plan``, which only rank 0's counts of."""
+    """The result of planning. The same on all ranks except ``plan``, of which rank 0's counts."""
 
     times: StepTimes
     cost: LinearCost
@@ -135,7 +142,7 @@ class AutoPlan:
         return True
 
     def stop(self) -> None:
-        """Give up; buckets stay as they are."""
+        """Stop recording; buckets stay as they are."""
         if self._recorder is not None:
             self._recorder.stop()
 
@@ -163,7 +170,7 @@ class AutoPlan:
 
 
 class BucketPlanning(StepObserver):
-    """The planning of one model: begun, carried on before each step, ended. Begins at once with ``"auto"``."""
+    """The planning of one model: started, continued before each step, ended. Starts at once with ``"auto"``."""
 
     def __init__(self, session: ReducerSession) -> None:
         self._session = session
@@ -173,11 +180,11 @@ class BucketPlanning(StepObserver):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the steps to come are measured and planned for."""
+        """Whether the next steps are measured, to plan from them."""
         return self.current is not None
 
     def start(self, look_for_kept: bool) -> None:
-        """Plan in the steps to come, if there is a group to plan for; collective with ``look_for_kept``.
+        """Plan in the next steps, if there is more than one rank; collective with ``look_for_kept``.
 
         ``look_for_kept``: take the plan kept for this model and group, where rank 0 finds one.
         """
@@ -202,7 +209,7 @@ class BucketPlanning(StepObserver):
             self._carry_on(self.current)
 
     def close(self) -> None:
-        """Give up, or be done; buckets stay as they are."""
+        """Stop planning; buckets stay as they are."""
         if self.current is not None:
             self.current.stop()
             self.current = None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Specs = Sequence[_C.ParamSpec] | Sequence[Gradient]
 
 Buckets = tuple[tuple[int, ...], ...]  # parameter indices of each bucket, in the order of launch
-# Fewer messages are worth this share of the finish: each costs the host some time that the model does not know of.
+# Fewer messages are worth this share of the finish: each costs the host time that the model does not include.
 SLACK_SHARE = 0.002
 # Gradients of one kind, which share a bucket: the kind, when the last of them is ready, bytes, seconds per byte.
 _Part = tuple[int, float, int, float]
@@ -40,7 +40,7 @@ class _Run:
             self.prepend(part)
 
     def finish_s(self, free_s: float) -> float:
-        """When the last bucket is through, if the channel is free from ``free_s`` on."""
+        """When the last bucket finishes, if the channel is free from ``free_s`` on."""
         return max(free_s + self.work_s, self.tail_s)
 
     def prepend(self, part: _Part) -> None:
@@ -109,7 +109,7 @@ def merged_buckets(
         latest_s = max(latest_s, ready_s[index])
         line.append((kinds.setdefault(key, len(kinds)), latest_s, spec.numel * spec.itemsize, _s_per_byte(cost, 1)))
     cuts, best_s = _best_cuts(line, cost)
-    # A hair more than the optimum, which rounding must not turn into a miss.
+    # Slightly more than the optimum, so that rounding does not exclude it.
     cuts = _merge(cuts, line, cost, best_s * (1 + 1e-12) + slack_s)
     return tuple(bucket for begin, end in pairwise(cuts) for bucket in _buckets_of(order[begin:end], line[begin:end]))
 
@@ -135,7 +135,7 @@ def _s_per_byte(cost: LinearCost, count: int) -> float:
 
 
 def _best_cuts(line: Sequence[_Part], cost: LinearCost) -> tuple[list[int], float]:
-    """Where the runs that are through the earliest begin and end, and when the last of them is."""
+    """Where the runs that finish the earliest begin and end, and when the last of them finishes."""
     free_s = [0.0]  # after the first 0, 1, .. gradients
     begins = [0]  # of the last run among them
     for end in range(1, len(line) + 1):
@@ -157,7 +157,7 @@ def _best_cuts(line: Sequence[_Part], cost: LinearCost) -> tuple[list[int], floa
 
 
 def _merge(cuts: Sequence[int], line: Sequence[_Part], cost: LinearCost, end_s: float) -> list[int]:
-    """The cuts that are left when runs are merged wherever the last is through by ``end_s`` all the same."""
+    """The remaining cuts when runs are merged wherever the last one still finishes by ``end_s``."""
     runs = [_Run(cost, reversed(line[begin:end])) for begin, end in pairwise(cuts)]
     latest_s = [end_s]  # at which the last run, the one before it, .. must be through
     for run in reversed(runs[1:]):

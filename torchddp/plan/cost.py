@@ -1,4 +1,4 @@
-"""What one message costs on this group: measured in less than a second, the same answer on all ranks."""
+"""Measure what a message costs on a group, in less than a second; the same result on all ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def measure_cost(
     if transport.size == 1:
         return LinearCost(0.0, 0.0)
     line = measure_line(transport, device, timeout, _BUDGET_S)
-    # Rank 0 alone, so that nobody takes the core meanwhile.
+    # Rank 0 alone, so that no other rank uses the core meanwhile.
     asks_host = host_too and transport.rank == 0 and device.type == "cpu"
     host_alpha_s, host_beta_s = measure_host_cost() if asks_host else (0.0, 0.0)
     host_beta_s, host_alpha_s, pack_s = TransportExchange(transport, float, device, timeout).of_rank_0(
@@ -50,7 +50,7 @@ def measure_cost(
 
 
 def _measure_copy(device: torch.device) -> float:
-    """Seconds per byte to pack a gradient; 0 on a device, where packing is not on the way of the computation."""
+    """Seconds per byte to pack a gradient; 0 on a GPU, where packing does not delay the computation."""
     if device.type != "cpu":
         return 0.0
     copy = partial(torch.zeros(_COPY_BYTES // 4).copy_, torch.zeros(_COPY_BYTES // 4))
@@ -82,7 +82,7 @@ def measure_host_cost() -> tuple[float, float]:
             groups = list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, _HOST_TIMEOUT), range(2)))
     except RuntimeError:
         return 0.0, 0.0
-    # Of the small ones the least: whatever else happens in the process is larger than they are.
+    # The least of the small ones: anything else that happens in the process takes longer than they do.
     small_s = min(_cpu_times_s(groups, _SMALL_BYTES, _SMALL_ROUNDS))
     per_byte_s = statistics.median(_cpu_times_s(groups, _LARGE_BYTES, _LARGE_ROUNDS)) / _LARGE_BYTES
     return max(0.0, small_s - per_byte_s * _SMALL_BYTES), per_byte_s

@@ -1,4 +1,4 @@
-"""Plans on disk, by what they were measured for: the model, the group and what carries its buckets."""
+"""Plans on disk, by what they were measured for: the model, the group and the transport."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PlanKey:
 
     @property
     def path(self) -> Path:
-        """Where such a plan is kept. PlanCacheError if there is no place for one."""
+        """Where such a plan is kept. PlanCacheError if there is no folder for it."""
         group = f"{self.world_size}-{self.ranks_per_host}-{self.transport}-{self.backend}"
         return cache_folder() / f"plan-{self.fingerprint}-{group}.json"
 
@@ -62,7 +62,7 @@ def cache_folder() -> Path:
 
 
 def save_plan(path: Path, buckets: Buckets, key: PlanKey, measured: Any) -> None:
-    """Keep a plan. ``measured``: what it is based on, for people. OSError if it can't be written."""
+    """Keep a plan. ``measured``: what it is based on, for readers of the file. OSError if it can't be written."""
     document = {
         "format": FORMAT,
         "kind": _KIND,
@@ -94,12 +94,12 @@ def load_plan(path: Path, key: PlanKey) -> Buckets | None:
         isinstance(bucket, list) and all(isinstance(index, int) and 0 <= index < 2**31 for index in bucket)
         for bucket in buckets
     ):
-        raise PlanCacheError(f"The cached plan '{path}' is damaged: its buckets are no lists of indices; tune again.")
+        raise PlanCacheError(f"The cached plan '{path}' is damaged: its buckets are not lists of indices; tune again.")
     return tuple(tuple(bucket) for bucket in buckets)
 
 
 def kept_plan(specs: Sequence[_C.ParamSpec], key: PlanKey) -> _C.BucketPlan | None:
-    """The plan kept for this model and group, or None; one that can't be used is a warning and counts as none."""
+    """The plan kept for this model and group, or None; one that can't be used is a warning and is ignored."""
     try:
         path = key.path
         buckets = load_plan(path, key)

@@ -1,9 +1,20 @@
-"""A step profile of a wrapped model: what `torchddp tune`, `torchddp simulate` and curious people start from."""
+"""Record a step profile of a wrapped model, which `torchddp tune` and `torchddp simulate` start from.
+
+Note [What a step costs besides computing]
+
+Steps with and without overlap are run by turns, so that both see the same machine. Without overlap a step is the sum of
+its parts: forward, backward, the messages one after the other, and the rest. The messages are what remains of the step
+on the last rank once its last gradient is there: nobody is waited for then. They may take several times as long as
+messages timed alone, since the other ranks must wake up and their threads share the cores with the computation; the
+cost of a message is scaled to it. The rest, `overhead_s`, is what zeroing gradients, Python around the model and ranks
+waiting for each other take. In steps of a few milliseconds it is most of the time.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,16 +28,18 @@ from torchddp.transport.agreement import TransportExchange
 from torchddp.transport.message_cost import seconds_of
 
 WARMUP_STEPS = 4
+# Of short steps, more are recorded: as many as fit into this time.
+LEAST_S, MOST_STEPS = 2.0, 400
 
 
 def record_profile(model: Any, step: Callable[[], Any], *, name: str = "", steps: int = 9) -> StepProfile:
     """Collective: run ``step`` (one forward and backward of ``model``, a ``torchddp.DistributedDataParallel``) and
     measure. The same profile on all ranks.
 
-    Warm-up (four steps), ``steps`` with overlap for ``step_s``, and ``steps`` without it, in which ready times and the
-    time of computation alone are taken; then the cost of messages is measured on the model's group. ``step`` may
-    zero gradients and step an optimizer, which then count as part of forward. Holds nothing afterwards; the buckets
-    stay as they are.
+    Warm-up (four steps), then by turns ``steps`` with overlap, for ``step_s``, and ``steps`` without it, in which the
+    parts of a step are measured; of short steps more, for up to two seconds. Then the cost of messages is measured on
+    the model's group. ``step`` may zero gradients and step an optimizer, which then count as overhead. Holds nothing
+    afterwards; the buckets stay as they are.
 
     Raises:
         ValueError: ``steps`` below 1, a model that is still planning, or steps that synchronise nothing.
@@ -39,18 +52,32 @@ def record_profile(model: Any, step: Callable[[], Any], *, name: str = "", steps
         raise ValueError("the model is still planning its buckets (bucket_cap_mb='auto' or replan()); record it later")
     session = model.session
     reducer, device = session.reducer, session.device
-    for _ in range(WARMUP_STEPS):
-        step()
-    step_s = statistics.median(seconds_of(step, device) for _ in range(steps))
+    transport, timeout = reducer.transport, session.wait_limit
+    exchange = TransportExchange(transport, float, device, timeout)
+    warm_s = [seconds_of(step, device) for _ in range(WARMUP_STEPS)]
+    (wanted,) = exchange.of_rank_0([min(MOST_STEPS, LEAST_S / 2 / max(warm_s[-1], 1e-9))])
+    overlapping_s, alone_s, exposed_s = [], [], []
     recorder = StepRecorder(reducer)
     try:
-        for _ in range(steps):
-            step()
+        for _ in range(max(steps, int(wanted))):
+            recorder.pause()
+            overlapping_s.append(seconds_of(step, device))
+            recorder.resume()
+            alone_s.append(seconds_of(step, device))
             recorder.collect()
+            exposed_s.append(reducer.stats()["exposed_comm_time"] / 1e9)
     finally:
         recorder.stop()
-    transport, timeout = reducer.transport, session.wait_limit
     times = recorder.times(device, timeout)
+    cost = measure_cost(transport, device, timeout, host_too=True)
+    buckets = buckets_of(reducer.plan)
+    medians = [statistics.median(overlapping_s), statistics.median(alone_s)]
+    step_s, whole_s = (max(column) for column in zip(*exchange.gather(medians), strict=True))
+    expected_s = sum(cost.seconds(sum(session.specs[i].numel * session.specs[i].itemsize for i in b)) for b in buckets)
+    messages_s = expected_s
+    if device.type == "cpu":  # a GPU computes on after the host's last gradient
+        messages_s = max(expected_s, statistics.median(map(min, zip(*exchange.gather(exposed_s), strict=True))))
+    slowdown = messages_s / expected_s if expected_s > 0 else 1.0
     key = plan_key(session)
     return StepProfile(
         model=name or type(model.module).__name__,
@@ -59,6 +86,8 @@ def record_profile(model: Any, step: Callable[[], Any], *, name: str = "", steps
         ranks_per_host=key.ranks_per_host,
         transport=transport.name,
         backend=key.backend,
+        overhead_s=max(0.0, whole_s - times.forward_s - times.backward_s - messages_s),
+        message_slowdown=slowdown,
         device=device.type,
         gradients=tuple(
             Gradient(s.name, s.numel, s.itemsize, s.dtype, s.device, s.sparse, ready_s)
@@ -67,9 +96,9 @@ def record_profile(model: Any, step: Callable[[], Any], *, name: str = "", steps
         order=times.order,
         forward_s=times.forward_s,
         backward_s=times.backward_s,
-        cost=measure_cost(transport, device, timeout, host_too=True),
-        buckets=buckets_of(reducer.plan),
-        step_s=max(seconds for (seconds,) in TransportExchange(transport, float, device, timeout).gather([step_s])),
+        cost=replace(cost, alpha_s=slowdown * cost.alpha_s, beta_s_per_byte=slowdown * cost.beta_s_per_byte),
+        buckets=buckets,
+        step_s=step_s,
         torchddp_version=_C.version,
         torch_version=torch.__version__,
     )

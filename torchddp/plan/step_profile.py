@@ -1,4 +1,4 @@
-"""What was measured of a training step: all that planning and simulating need. Pure data, saved as JSON."""
+"""The measurements of a training step that planning and simulating need. Pure data, saved as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Gradient:
     dtype: int
     device: int
     sparse: bool
-    # Seconds from the begin of backward until the gradient is there, on the slowest rank (median over steps).
+    # Seconds since backward began until the gradient is ready, on the slowest rank (median over steps).
     ready_s: float
     # As of a `ParamSpec`: all ranks get the average.
     owner: ClassVar[int] = -1
@@ -42,7 +42,7 @@ class LinearCost:
 
     alpha_s: float
     beta_s_per_byte: float
-    # CPU time of a rank per byte and per message that TCP carries: what is left of beta however fast the link is.
+    # CPU time of a rank per byte and per message over TCP: what remains of the cost however fast the link is.
     host_s_per_byte: float = 0.0
     host_s_per_message: float = 0.0
     # Of a bucket with several gradients, which must be copied into it.
@@ -75,12 +75,17 @@ class StepProfile:
     torchddp_version: str
     torch_version: str
     backend: str = ""  # of the process group: gloo, nccl
+    # What a step takes besides forward, backward and messages: zeroing gradients, Python around the model, ranks that
+    # wait for each other.
+    overhead_s: float = 0.0
+    # How much longer messages take in a step than when they are timed alone; already contained in `cost`.
+    message_slowdown: float = 1.0
 
     def __post_init__(self) -> None:
         self._check_types()
         count = len(self.gradients)
         if count == 0 or sorted(self.order) != list(range(count)):
-            raise ProfileError(f"The order of the profile is no permutation of its {count} gradients.")
+            raise ProfileError(f"The order of the profile is not a permutation of its {count} gradients.")
         if sorted(index for bucket in self.buckets for index in bucket) != list(range(count)):
             raise ProfileError(f"The buckets of the profile do not hold each of its {count} gradients once.")
         if not all(math.isfinite(value) and value >= 0 for value in self._times()):
@@ -90,21 +95,27 @@ class StepProfile:
 
     def _times(self) -> tuple[Any, ...]:
         cost = asdict(self.cost).values()
-        return (self.forward_s, self.backward_s, self.step_s, *cost, *(g.ready_s for g in self.gradients))
+        own = (self.forward_s, self.backward_s, self.step_s, self.overhead_s, self.message_slowdown)
+        return (*own, *cost, *(g.ready_s for g in self.gradients))
 
     def _check_types(self) -> None:
-        """A file may hold anything."""
+        """A file may contain anything."""
         if not all(isinstance(value, (int, float)) for value in self._times()):
-            raise ProfileError("The profile has a time that is no number.")
+            raise ProfileError("The profile has a time that is not a number.")
         sizes = [size for g in self.gradients for size in (g.numel, g.itemsize, g.dtype, g.device)]
         indices = [*self.order, *(index for bucket in self.buckets for index in bucket)]
         counts = (self.world_size, self.ranks_per_host, *sizes, *indices)
         if not all(isinstance(value, int) and 0 <= value < 2**48 for value in counts):
-            raise ProfileError("The profile has a size or an index that is no number, below 0, or too large.")
+            raise ProfileError("The profile has a size or an index that is not a number, below 0, or too large.")
 
     @property
     def ready_s(self) -> list[float]:
         return [gradient.ready_s for gradient in self.gradients]
+
+    @property
+    def compute_s(self) -> float:
+        """A step that sends nothing."""
+        return self.forward_s + self.backward_s + self.overhead_s
 
     @property
     def gradient_bytes(self) -> int:
@@ -120,7 +131,7 @@ class StepProfile:
 def profile_from_dict(data: Any) -> StepProfile:
     """The profile that `to_dict` gave; `ProfileError` for anything else."""
     if not isinstance(data, dict) or data.get("kind") != "torchddp step profile":
-        raise ProfileError("This is no step profile of torchddp (record one with `torchddp tune --profile FILE`).")
+        raise ProfileError("This is not a step profile (record one with `torchddp tune --profile FILE`).")
     if data.get("format") != FORMAT:
         raise ProfileError(
             f"The profile has format {data.get('format')!r} (written by torchddp {data.get('torchddp_version')}), this "
@@ -146,7 +157,7 @@ def load_profile(path: Path) -> StepProfile:
     except OSError as error:
         raise ProfileError(f"Cannot read the profile '{path}': {error.strerror}.") from error
     except ValueError as error:
-        raise ProfileError(f"The profile '{path}' is no JSON: {error}.") from error
+        raise ProfileError(f"The profile '{path}' is not JSON: {error}.") from error
     try:
         return profile_from_dict(data)
     except ProfileError as error:

@@ -1,4 +1,4 @@
-"""Steps for the eye: in Chrome's trace format (JSON), which Perfetto and chrome://tracing show, and as a picture.
+"""Steps in Chrome's trace format (JSON), which Perfetto and chrome://tracing show, and as a picture.
 
 In a trace a process is a rank. Its thread "autograd" has forward, backward and what was exposed of communication, each
 bucket a thread of its own: gathering (first to last gradient), packing, queued behind earlier buckets, in flight. The
@@ -140,7 +140,7 @@ def bars(step: Step, zero_ns: int) -> list[Bar]:
 
 
 def draw(step: MergedStep, ranks: Sequence[int], title: str) -> Figure:
-    """The figure; whoever gets it closes it."""
+    """The figure; the caller closes it."""
     from matplotlib.patches import Patch
 
     zero_ns = min(rank.forward_begin_ns for rank in step.steps)

@@ -61,7 +61,7 @@ class Monitor:
         self._handle: Any = None
 
     def __call__(self, module: Any, inputs: Any) -> None:
-        """Before each forward of the module: a count, and seldom a look at the reducer."""
+        """Before each forward of the module: counts, and reads the reducer only when a callback may be due."""
         if self._forwards < self._every:
             self._forwards += 1
             return

@@ -5,12 +5,25 @@ Note [Clocks of ranks]
 Ranks of one host read one CLOCK_MONOTONIC, and there is nothing to measure. Between hosts it is Cristian's argument
 over collectives: nobody leaves an all-reduce before everybody has entered it. A rank's leaving minus another's entering
 bounds the offset of their clocks from one side, and the other way round from the other; many rounds narrow the bounds.
+
+Note [Stragglers]
+
+In each step some rank comes last, if only by chance. A rank is called a straggler only if both hold:
+
+* It was last in more steps than chance explains. If all ranks were alike, each of W ranks would be last in a step with
+  probability 1 / W. p is the probability that some rank would then be last in as many of the steps: that of the
+  binomial distribution's tail, times W, for the rank is chosen because it was last so often (Bonferroni). p < 0.05.
+* It matters: each other rank waits for it for at least 1 % of a step on average.
+
+Two ranks need six steps at least, for p to fall below 0.05.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -26,6 +39,8 @@ from torchddp.traffic import Traffic
 from torchddp.transport.agreement import ranks_by
 
 ROUNDS = 32
+# See Note [Stragglers].
+SIGNIFICANCE, LEAST_SHARE = 0.05, 0.01
 
 # When a rank entered and left each round, in ns of its own clock.
 Readings = Sequence[tuple[int, int]]
@@ -70,7 +85,7 @@ def align(identities: Sequence[str], readings: Sequence[Readings]) -> list[Clock
 
 
 def _bounded(here: Sequence[int], there: Sequence[int], readings: Sequence[Readings]) -> Clock:
-    """What all pairs and rounds say about: time here minus time there."""
+    """The clock that all pairs of readings allow: time here minus time there."""
     pairs = [pair for a, b in product(here, there) for pair in zip(readings[a], readings[b], strict=True)]
     if not pairs:
         raise ValueError("the clocks of different hosts cannot be aligned without readings")
@@ -97,7 +112,7 @@ def take_readings(group: Any, device: Any, rounds: int = ROUNDS) -> Readings:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What a rank has to say: its steps on its own clock, and what it lost."""
+    """The record of one rank: its steps on its own clock, and what was lost."""
 
     rank: int
     host: str
@@ -126,7 +141,7 @@ class MergedBucket(BucketTimes):
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank for whose gradients the others waited longest."""
+    """The rank for whose gradients the others waited longest in one step."""
 
     rank: int
     total_wait_ns: int  # of all others together
@@ -136,6 +151,31 @@ class Straggler:
     where: str
     parameter: int | None
     lost_ns: int  # there, against the fastest rank
+
+
+@dataclass(frozen=True)
+class LastRank:
+    """The rank that was last most often, and whether that makes it a straggler: Note [Stragglers]."""
+
+    rank: int
+    steps: int  # in which it was
+    of: int  # in which any rank was
+    p_value: float
+    wait_ns: float  # of each other rank in a step, on average
+    share: float  # of a step
+    example: Straggler  # of a typical one of its steps
+    example_step: int
+
+    @property
+    def is_straggler(self) -> bool:
+        return self.p_value < SIGNIFICANCE and self.share >= LEAST_SHARE
+
+
+def chance_to_be_last(steps: int, of: int, ranks: int) -> float:
+    """The probability that some of `ranks` equal ranks is last in `steps` or more `of` them, at most."""
+    each = 1 / ranks
+    tail = sum(math.comb(of, count) * each**count * (1 - each) ** (of - count) for count in range(steps, of + 1))
+    return min(1.0, ranks * tail)
 
 
 @dataclass(frozen=True)
@@ -152,6 +192,11 @@ class MergedStep:
     def duration_ns(self) -> int:
         """Of the slowest rank."""
         return max(step.duration_ns for step in self.steps)
+
+    @property
+    def slowest(self) -> int:
+        """The place of the rank whose step took longest."""
+        return max(range(len(self.steps)), key=lambda place: self.steps[place].duration_ns)
 
     @property
     def exposed_ns(self) -> int:
@@ -181,6 +226,31 @@ class MergedProfile:
         """The step of median duration (of an even number, the shorter of the two)."""
         ordered = sorted(self.steps, key=lambda step: (step.duration_ns, step.index))
         return ordered[(len(ordered) - 1) // 2]
+
+    def last_rank(self) -> LastRank | None:
+        """None: no rank waited for another in any step."""
+        found = [(step, step.straggler) for step in self.steps if step.straggler is not None]
+        if not found:
+            return None
+        counts = Counter(straggler.rank for _, straggler in found)
+        means_ns, ranks = self.mean_waits_ns(), len(self.records)
+        rank = max(counts, key=lambda each: (counts[each], means_ns[each]))
+        wait_ns = means_ns[rank] / (ranks - 1)
+        mine = sorted(((s.wait_ns, step.index, s) for step, s in found if s.rank == rank), key=lambda item: item[:2])
+        shown = self.median_step()
+        _, index, example = mine[len(mine) // 2]
+        if shown.straggler is not None and shown.straggler.rank == rank:
+            index, example = shown.index, shown.straggler
+        return LastRank(
+            rank=rank,
+            steps=counts[rank],
+            of=len(found),
+            p_value=chance_to_be_last(counts[rank], len(found), ranks),
+            wait_ns=wait_ns,
+            share=wait_ns / fmean(step.duration_ns for step in self.steps),
+            example=example,
+            example_step=index,
+        )
 
     def mean_waits_ns(self) -> list[float]:
         """By rank: how long the others stood still for it in a step, together, on average."""
@@ -217,7 +287,7 @@ def merge_step(steps: Sequence[Step]) -> MergedStep:
 
 def _merge_bucket(ranks: Sequence[BucketTimes]) -> MergedBucket:
     launches = [(bucket.launched_ns, rank) for rank, bucket in enumerate(ranks) if bucket.launched_ns is not None]
-    # Of those who launch in the same instant, nobody was the last: the first rank stands for them.
+    # Of ranks that launched at the same instant none was last; the first one is named.
     last_ns, last_rank = max(launches, key=lambda item: item[0], default=(None, None))
     last = ranks[last_rank] if last_rank is not None else None
 
@@ -243,7 +313,7 @@ def _merge_bucket(ranks: Sequence[BucketTimes]) -> MergedBucket:
 
 
 def _stood_still_ns(bucket: BucketTimes, last_launch_ns: int) -> int:
-    """The part of a rank's wait in which the reduction could not begin, for one rank had not come."""
+    """The part of a rank's wait before the last rank launched, in which the reduction could not begin."""
     if bucket.wait_begin_ns is None or bucket.done_ns is None:
         return 0
     return max(0, min(bucket.done_ns, last_launch_ns) - bucket.wait_begin_ns)
@@ -261,7 +331,7 @@ def _straggler(steps: Sequence[Step], waits: Sequence[int]) -> Straggler | None:
 def _where_lost(late: Step, others: Sequence[Step]) -> tuple[str, int | None, int]:
     """The place at which it fell furthest behind the fastest of the others: largest growth of its lateness."""
     ready = [dict(step.gradients) for step in others]
-    # What it reached when, and when the others did.
+    # The points of a step: when this rank reached them, and when the others did.
     places: list[tuple[str, int | None, int, list[int]]] = [
         ("start", None, late.forward_begin_ns, [step.forward_begin_ns for step in others]),
         ("forward", None, late.backward_begin_ns, [step.backward_begin_ns for step in others]),

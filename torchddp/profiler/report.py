@@ -1,22 +1,26 @@
-"""What a person reads of a profile, and the same as a dict for JSON. Text of at most 80 columns."""
+"""The report of a profile as text of at most 80 columns, and as a dict for JSON."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchddp.harness.tables import number, plain_table, ranks_text
+from torchddp.harness.tables import adding_up, number, plain_table, ranks_text
 from torchddp.profiler.ranks import (
+    SIGNIFICANCE,
     Clock,
     MergedBucket,
     MergedProfile,
     MergedStep,
     RankRecord,
+    Straggler,
+    chance_to_be_last,
     merge,
     traffic_dicts,
 )
@@ -25,9 +29,11 @@ from torchddp.traffic import text_of, total_wire_bytes
 
 WIDTH = 80
 FOOTNOTE = (
-    "Times in ms from the begin of backward. done: as seen by the thread that waits for one bucket after the other, so "
-    "an upper bound."
+    "Times are in ms since the first rank began backward; launched: on the last rank. done is an upper bound: the "
+    "thread that waits takes one bucket after the other."
 )
+# A larger share of exposed communication is worth tuning.
+MUCH_EXPOSED = 0.1
 
 
 def as_text(renderable: RenderableType) -> str:
@@ -40,6 +46,18 @@ def ms(time_ns: float) -> str:
     return number(time_ns / 1e6)
 
 
+def verdict(profile: MergedProfile, step: MergedStep) -> str:
+    """The report in a sentence."""
+    last, slowest = profile.last_rank(), step.steps[step.slowest]
+    share = slowest.exposed_ns / slowest.duration_ns if slowest.duration_ns else 0.0
+    if last is not None and last.is_straggler:
+        waits = f"each other rank waits {ms(last.wait_ns)} ms a step for it, {last.share:.0%} of the step"
+        return f"Rank {last.rank} is a straggler: {waits}."
+    if share >= MUCH_EXPOSED:
+        return f"Exposed communication takes {share:.0%} of the step; `torchddp tune` tries other buckets."
+    return f"Backward hides most communication: the exposed rest takes {share:.0%} of the step."
+
+
 def rank_report(record: RankRecord) -> RenderableType:
     """The median step of one rank. Raises ValueError if it has no complete step."""
     if not record.steps:
@@ -49,7 +67,7 @@ def rank_report(record: RankRecord) -> RenderableType:
 
 
 def merged_report(profile: MergedProfile) -> RenderableType:
-    """The median step of all ranks, and who held the others up."""
+    """The median step of all ranks, and the straggler, if there is one."""
     return _report(profile, f", the median of {len(profile.steps)}, {ranks_text(len(profile.records))}")
 
 
@@ -60,9 +78,9 @@ def _report(profile: MergedProfile, title: str) -> RenderableType:
 
 
 def lines_of(profile: MergedProfile, step: MergedStep) -> list[str]:
-    """All that is said beside the table."""
+    """The text below the table."""
     return [
-        *summary_of(step),
+        *summary_of(profile, step),
         *sent_lines(profile.records),
         *straggler_lines(profile, step),
         *clock_lines(profile),
@@ -73,16 +91,16 @@ def lines_of(profile: MergedProfile, step: MergedStep) -> list[str]:
 def bucket_table(step: MergedStep, names: Sequence[str], title: str) -> Table:
     last_rank = ["last\nrank"] if len(step.steps) > 1 else []
     columns = ("MB", "first\nready", "last\nready", "packed", "launched", "done", *last_rank)
-    table = plain_table(title, "bucket", *columns)
+    table = plain_table(title, "bucket", *columns, optional=("packed", "first\nready", "MB"))
     table.columns[0].justify = "right"
     table.add_column("held back by", overflow="fold")
     for row in bucket_rows(step, names):
-        table.add_row(*map(Text, row))  # names are no markup
+        table.add_row(*map(Text, row))  # a name must not be read as markup
     return table
 
 
 def bucket_rows(step: MergedStep, names: Sequence[str]) -> list[list[str]]:
-    """The cells of the table: times in ms from the first rank's begin of backward."""
+    """The cells of the table: times in ms since the first rank began backward."""
     zero_ns = min(rank.backward_begin_ns for rank in step.steps)
     rows = []
     for bucket in step.buckets:
@@ -107,20 +125,21 @@ def held_back_by(bucket: MergedBucket, names: Sequence[str]) -> str:
     return "" if bucket.holder is None else names[bucket.holder]
 
 
-def summary_of(step: MergedStep) -> list[str]:
-    """Where the step's time went, of the slowest rank in each."""
-    forward_ns = max(rank.backward_begin_ns - rank.forward_begin_ns for rank in step.steps)
-    backward_ns = max(rank.compute_end_ns - rank.backward_begin_ns for rank in step.steps)
-    comm_ns = max(rank.comm_ns for rank in step.steps)
+def summary_of(profile: MergedProfile, step: MergedStep) -> list[str]:
+    """Where the step's time went on the slowest rank."""
+    slowest = step.steps[step.slowest]
+    ends_ns = (slowest.forward_begin_ns, slowest.backward_begin_ns, slowest.compute_end_ns, slowest.backward_end_ns)
+    total, (forward, backward, exposed) = adding_up([(b - a) / 1e6 for a, b in pairwise(ends_ns)])
+    which = f" on rank {profile.records[step.slowest].rank}, the slowest" if len(step.steps) > 1 else ""
     return [
-        f"step {ms(step.duration_ns)} ms: forward {ms(forward_ns)}, backward {ms(backward_ns)}, then exposed "
-        f"{ms(step.exposed_ns)}",
-        f"communication {ms(comm_ns)} ms, overlap ratio {step.overlap_ratio:.2f} (its share before the last gradient)",
+        f"step {total} ms{which} = forward {forward} + backward {backward} + exposed communication {exposed}",
+        f"communication took {ms(slowest.comm_ns)} ms, overlap ratio {slowest.overlap_ratio:.2f} (its share before the "
+        "last gradient)",
     ]
 
 
 def sent_lines(records: Sequence[RankRecord]) -> list[str]:
-    """Bytes of a step (the last that was seen), of the rank that put most on the wire."""
+    """Bytes of the last step, of the rank that sent most."""
     most = max(records, key=lambda record: total_wire_bytes(record.traffic) or 0)
     of_rank = f", by rank {most.rank}" if any(record.traffic != most.traffic for record in records) else ""
     return [f"sent per step{of_rank}: {text_of(most.traffic)}"]
@@ -129,13 +148,28 @@ def sent_lines(records: Sequence[RankRecord]) -> list[str]:
 def straggler_lines(profile: MergedProfile, step: MergedStep) -> list[str]:
     if len(profile.records) == 1:
         return []
-    return [_straggler_line(step, profile.names), *_usual_straggler(profile)]
+    last = profile.last_rank()
+    if last is None:
+        return ["straggler: none, no rank waited for another"]
+    often = f"rank {last.rank} was last in {last.steps} of {last.of} steps (p {_p_text(last.p_value)})"
+    waited = f"each other rank waited {ms(last.wait_ns)} ms a step for it"
+    if last.is_straggler:
+        return [
+            f"straggler: {often}; {waited}",
+            f"in step {last.example_step} {_where_text(last.example, profile.names)}",
+        ]
+    if last.p_value < SIGNIFICANCE:
+        return [f"straggler: none that matters; {often}, but {waited}, {last.share:.1%} of a step"]
+    if chance_to_be_last(last.of, last.of, len(profile.records)) >= SIGNIFICANCE:
+        return [f"straggler: too few steps to tell; {often}"]
+    return [f"straggler: none; {often}, which may be chance"]
 
 
-def _straggler_line(step: MergedStep, names: Sequence[str]) -> str:
-    found = step.straggler
-    if found is None:
-        return "straggler: none, no rank waited for another in this step"
+def _p_text(p_value: float) -> str:
+    return "< 0.001" if p_value < 0.001 else f"= {p_value:.2g}"
+
+
+def _where_text(found: Straggler, names: Sequence[str]) -> str:
     lost = f"{ms(found.lost_ns)} ms"
     places = {
         "start": f"it began forward {lost} after the fastest rank",
@@ -143,21 +177,8 @@ def _straggler_line(step: MergedStep, names: Sequence[str]) -> str:
         "backward": f"it lost {lost} before the gradient of {names[found.parameter or 0]}",
     }
     # A wait that no single place explains has many small causes: naming one of them would mislead.
-    spread = f"it was slower all along, by at most {lost} at once"
-    why = places[found.where] if 2 * found.lost_ns >= found.wait_ns else spread
-    return f"straggler: rank {found.rank} kept each other rank waiting {ms(found.wait_ns)} ms; {why}"
-
-
-def _usual_straggler(profile: MergedProfile) -> Iterable[str]:
-    means = profile.mean_waits_ns()
-    worst = max(range(len(means)), key=means.__getitem__)
-    often = sum(s.straggler is not None and s.straggler.rank == worst for s in profile.steps)
-    each_ns = means[worst] / (len(means) - 1)
-    if often:
-        yield (
-            f"over {len(profile.steps)} steps: rank {worst} kept each other rank waiting {ms(each_ns)} ms a step, "
-            f"and was the straggler in {often}"
-        )
+    spread = f"it was slower throughout: it lost no more than {lost} in any one place"
+    return places[found.where] if 2 * found.lost_ns >= found.wait_ns else spread
 
 
 def clock_lines(profile: MergedProfile) -> list[str]:
@@ -165,13 +186,11 @@ def clock_lines(profile: MergedProfile) -> list[str]:
     if len({record.clock_identity for record in profile.records}) == 1:
         return []
     worst_ns = max(clock.uncertainty_ns for clock in profile.clocks)
-    return [
-        f"clocks of different hosts aligned to within {worst_ns / 1e3:.0f} us: shorter waits between them say nothing"
-    ]
+    return [f"clocks of different hosts aligned to within {worst_ns / 1e3:.0f} us: ignore shorter waits between them"]
 
 
 def lost_lines(records: Iterable[RankRecord]) -> list[str]:
-    """What was not seen, by rank."""
+    """What was not recorded, by rank."""
     lines = []
     for record in records:
         parts = []
@@ -188,16 +207,29 @@ def lost_lines(records: Iterable[RankRecord]) -> list[str]:
 
 
 def merged_dict(profile: MergedProfile, step: MergedStep) -> dict[str, Any]:
-    """One step of all ranks. Times in us from the first rank's begin of forward, on rank 0's clock."""
+    """One step of all ranks. Times in us since the first rank began forward, on rank 0's clock."""
     zero_ns = min(rank.forward_begin_ns for rank in step.steps)
-    found = step.straggler
+    last = profile.last_rank() if len(profile.records) > 1 else None
+    found = last.example if last is not None and last.is_straggler else None
     return {
+        "verdict": verdict(profile, step),
         "step": step.index,
         "world_size": len(step.steps),
         "steps_recorded": len(profile.steps),
         "step_us": step.duration_ns / 1e3,
         "exposed_us": step.exposed_ns / 1e3,
         "overlap_ratio": step.overlap_ratio,
+        "slowest_rank": profile.records[step.slowest].rank,
+        "last_rank": None
+        if last is None
+        else {
+            "rank": last.rank,
+            "steps": last.steps,
+            "of": last.of,
+            "p_value": last.p_value,
+            "wait_us": last.wait_ns / 1e3,
+            "share_of_step": last.share,
+        },
         "straggler": None
         if found is None
         else {

@@ -1,4 +1,4 @@
-"""`profile(model)`: record the timeline of a model's steps, and what can be done with it afterwards."""
+"""`profile(model)`: record the timeline of a model's steps, report and export it."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Profile:
         return self.record().traffic
 
     def record(self) -> RankRecord:
-        """What this rank has to say to the others."""
+        """This rank's record, for merging."""
         if self._final is not None:
             return self._final
         reducer = self._reducer

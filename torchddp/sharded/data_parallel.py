@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchddp.ddp.module import DistributedDataParallel
+from torchddp.ddp.options import TransportChoice, ZeroWeights
 from torchddp.sharded.oss import OSS
 from torchddp.sharded.parameter_sync import StepHooks, is_compiling
 from torchddp.sharded.policy import ShardedPolicy, agreed_optimizers
@@ -40,8 +41,7 @@ class ShardedDataParallel(DistributedDataParallel):
         auto_refresh_trainable: detect in forward that parameters were frozen or thawed, and call `refresh_trainable`.
             Each rank checks its own parameters; all must have changed in the same way.
         reduce_fp16: send float32 gradients as float16, after dividing by the world size: half the bytes, three digits.
-            Sums
-        are rounded to float16 too: once over shared memory and gloo, elsewhere as the backend does it.
+            Sums are rounded to float16 too: once over shared memory and gloo, elsewhere as the backend does it.
         transport, timeout, stall_report_s, find_unused_parameters, static_graph, device_ids, weighted, zero_weights: as
             for DistributedDataParallel.
         overlap_gather: False: a step returns once all ranks have the updated parameters. Otherwise they are sent while
@@ -72,7 +72,7 @@ class ShardedDataParallel(DistributedDataParallel):
         auto_refresh_trainable: bool = True,
         reduce_fp16: bool = False,
         *,
-        transport: str = "auto",
+        transport: TransportChoice = "auto",
         timeout: datetime.timedelta | None = None,
         stall_report_s: float | None = None,
         find_unused_parameters: bool = False,
@@ -80,7 +80,7 @@ class ShardedDataParallel(DistributedDataParallel):
         device_ids: list[Any] | None = None,
         overlap_gather: bool = True,
         weighted: bool = False,
-        zero_weights: str = "raise",
+        zero_weights: ZeroWeights = "raise",
     ) -> None:
         if isinstance(reduce_buffer_size, bool) or not isinstance(reduce_buffer_size, int) or reduce_buffer_size < 0:
             raise ValueError(f"reduce_buffer_size must be a number of elements, 0 or more, got {reduce_buffer_size!r}")

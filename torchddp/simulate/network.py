@@ -59,7 +59,7 @@ PRESETS = {
         Link("ib400", "InfiniBand 400 Gbit/s, one port a host", 48.5e9, 4.0e-6),
         # Latencies over Ethernet differ more between sites than between rates. For 1 Gbit/s AppNeta (2009) gives 120 to
         # 180 us for a round trip between programs, a third of it sending the frames: half of the rest is one way.
-        # 25 us and 10 us are our guesses between that and InfiniBand: who knows better gives a rate and a latency.
+        # 25 us and 10 us are guesses between that and InfiniBand; `--link` takes a measured latency.
         Link("eth100", "Ethernet 100 Gbit/s, TCP", 12.5e9 * _TCP_SHARE, 10e-6),
         Link("eth10", "Ethernet 10 Gbit/s, TCP", 1.25e9 * _TCP_SHARE, 25e-6),
         Link("eth1", "Ethernet 1 Gbit/s, TCP", 0.125e9 * _TCP_SHARE, 50e-6),

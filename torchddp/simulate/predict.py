@@ -27,7 +27,7 @@ from torchddp.simulate.network import (
 
 # The planner: the plan with the least exposed time for a cost that is linear in bytes.
 BestBuckets = Callable[[StepProfile, LinearCost], Buckets]
-# A plan has to save this share of the step before it is called better: less is beyond what a model can tell.
+# A plan is called better only if it saves this share of the step: the model is not accurate enough for less.
 MIN_GAIN = 0.005
 
 
@@ -61,7 +61,7 @@ def run_backward(backward_s: float, messages: Iterable[Message], *, shared_cpu: 
         free_s = start_s + message.duration_s
         spans.append((start_s, free_s))
         if shared_cpu:
-            # A message cannot burn more than its own time of one core.
+            # A message cannot take more time of one core than it lasts.
             lag_s += min(message.host_s, message.duration_s)
     return Timeline(tuple(spans), max(backward_s + lag_s, free_s))
 
@@ -72,14 +72,14 @@ class Prediction:
 
     step_s: float
     exposed_s: float  # what communication adds to compute
-    compute_s: float  # forward and backward alone
+    compute_s: float  # the step without its messages
     comm_s: float  # all messages, hidden or not
     algorithm: str  # that carries the most bytes
     buckets: Buckets
 
     @property
     def efficiency(self) -> float:
-        """Compute alone through the step: 1 is perfect scaling."""
+        """The step without communication, divided by the step: 1 is perfect scaling."""
         return self.compute_s / self.step_s if self.step_s > 0 else 1.0
 
 
@@ -117,9 +117,9 @@ def predict_with(profile: StepProfile, all_reduce: AllReduce, buckets: Buckets) 
         messages.append(Message(ready_s, line.cost.seconds(nbytes) + pack_s, host_s))
     timeline = run_backward(profile.backward_s, messages, shared_cpu=runs_on_cpu(profile))
     return Prediction(
-        step_s=profile.forward_s + timeline.end_s,
+        step_s=profile.forward_s + profile.overhead_s + timeline.end_s,
         exposed_s=timeline.end_s - profile.backward_s,
-        compute_s=profile.forward_s + profile.backward_s,
+        compute_s=profile.compute_s,
         comm_s=sum(message.duration_s for message in messages),
         algorithm=carried.most_common(1)[0][0],
         buckets=buckets,
@@ -148,7 +148,7 @@ def predict(
 
 @dataclass(frozen=True)
 class Scene:
-    """What is asked: the ranks' place and how they reduce."""
+    """Where the ranks are, and how they reduce."""
 
     ranks_per_host: int = 1
     inner: Link = NVLINK

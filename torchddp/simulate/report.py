@@ -1,4 +1,4 @@
-"""A sweep in a terminal, as a picture, as a page and as JSON."""
+"""The report of a sweep: for the terminal, as a plot, as a page and as JSON."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from torchddp.harness.machine import now
 from torchddp.harness.page import PagePlot, Section, page_table
 from torchddp.harness.plots import figure_png, finish_panel, panels
 from torchddp.harness.tables import MB, number, plain_table, ranks_text
@@ -16,8 +17,12 @@ from torchddp.simulate.network import NO_SOFTWARE, software_of
 from torchddp.simulate.predict import Point, Prediction, Scene, model_error
 
 FORMAT = 1
+# The model's error on the recorded step: above the first it is a warning, above the second nothing is predicted.
+DOUBTFUL_ERROR, LARGEST_ERROR = 0.15, 0.40
+# Above it, messages in a step took so much longer than alone that something else kept the machine busy.
+BUSY_SLOWDOWN = 3.0
 _HEADINGS = ("ranks", "step\nms", "exposed\nms", "effi-\nciency", "algorithm", "best plan\nbuckets", "step\nms", "gain")
-# More sizes than this are not spelled out.
+# Of more buckets than this, only the first sizes are listed.
 _SPELLED_OUT = 4
 
 
@@ -39,6 +44,11 @@ def by_link(points: Sequence[Point]) -> list[list[Point]]:
     return [[point for point in points if point.link.name == name] for name in names]
 
 
+def own_ranks_first(profile: StepProfile, points: Sequence[Point]) -> list[Point]:
+    """Those with the number of ranks that the profile was recorded with, then the others."""
+    return sorted(points, key=lambda point: point.world_size != profile.world_size)
+
+
 def cells(point: Point) -> list[str]:
     recorded, best = point.recorded, point.best
     row = [str(point.world_size), _ms(recorded.step_s), _ms(recorded.exposed_s), _percent(recorded.efficiency)]
@@ -49,12 +59,13 @@ def cells(point: Point) -> list[str]:
     return [*row, recorded.algorithm, str(len(best.buckets)), _ms(best.step_s), _percent(point.gain)]
 
 
-def link_table(points: Sequence[Point]) -> Table:
+def link_table(profile: StepProfile, points: Sequence[Point]) -> Table:
+    """One link: the profile's own number of ranks first."""
     link = points[0].link
-    table = plain_table(f"{link.name} · {link.title}", *_HEADINGS)
+    table = plain_table(f"{link.name} · {link.title}", *_HEADINGS, optional=("algorithm",))
     table.columns[_HEADINGS.index("algorithm")].justify = "left"
-    for point in points:
-        table.add_row(*cells(point))
+    for point in own_ranks_first(profile, points):
+        table.add_row(*cells(point), end_section=point.world_size == profile.world_size)
     return table
 
 
@@ -72,15 +83,20 @@ def _sizes_text(profile: StepProfile, best: Prediction) -> str:
     return f"{shown}{', ..' if len(sizes) > _SPELLED_OUT else ''} MB in launch order"
 
 
-def advice(profile: StepProfile, points: Sequence[Point]) -> str:
-    """What to do at the largest number of ranks of one link, in a sentence."""
-    point = max(points, key=lambda point: point.world_size)
+def advice(profile: StepProfile, points: Sequence[Point]) -> list[str]:
+    """What to do on one link: with the recorded number of ranks, and with the largest one."""
+    own = [point for point in points if point.world_size == profile.world_size]
+    largest = max(points, key=lambda point: point.world_size)
+    return [_advice(profile, point) for point in dict.fromkeys([*own, largest])]
+
+
+def _advice(profile: StepProfile, point: Point) -> str:
     recorded, best = point.recorded, point.best
     where = f"{point.link.name}, {ranks_text(point.world_size)}"
     if point.world_size == 1:
         return f"{where}: nothing is sent, any plan will do."
     if not point.is_worth_changing:
-        return f"{where}: keep the recorded {_buckets_text(len(recorded.buckets))}, no plan is 0.5% faster."
+        return f"{where}: keep the recorded {_buckets_text(len(recorded.buckets))}; no plan is 0.5% faster."
     change = (
         f"{where}: {_buckets_text(len(best.buckets))} ({_sizes_text(profile, best)}) instead of "
         f"{len(recorded.buckets)} save {_percent(point.gain)} of the step, "
@@ -92,24 +108,55 @@ def advice(profile: StepProfile, points: Sequence[Point]) -> str:
     )
 
 
+def check_text(profile: StepProfile) -> str:
+    """How well the model does on the one step whose time is known."""
+    error = model_error(profile)
+    if error is None:
+        why = "with one rank" if profile.world_size == 1 else "without a measured step"
+        return f"Check: none, the profile was recorded {why}."
+    text = (
+        f"Check: for the recorded step the model predicts {_ms(profile.step_s * (1 + error))} ms, measured were "
+        f"{_ms(profile.step_s)} ms ({error:+.1%})."
+    )
+    if abs(error) > LARGEST_ERROR:
+        return f"{text} No prediction of this model for this profile can be trusted."
+    if abs(error) > DOUBTFUL_ERROR:
+        return f"{text} Expect errors as large in all predictions below."
+    return text
+
+
+def is_doubtful(profile: StepProfile) -> bool:
+    return abs(model_error(profile) or 0.0) > DOUBTFUL_ERROR
+
+
+def is_useless(profile: StepProfile) -> bool:
+    return abs(model_error(profile) or 0.0) > LARGEST_ERROR
+
+
+def verdict(profile: StepProfile, points: Sequence[Point]) -> str:
+    """The sweep in a sentence: the best plan where the step was recorded, or else for the first point."""
+    return _advice(profile, own_ranks_first(profile, points)[0])
+
+
 def notes(profile: StepProfile, scene: Scene) -> list[str]:
     """What a reader needs to judge the numbers."""
     found = []
-    if (error := model_error(profile)) is not None:
-        # How well the model does on the one step whose time is known.
+    if profile.message_slowdown > BUSY_SLOWDOWN:
         found.append(
-            f"Check: for the recorded step itself the model says {_ms(profile.step_s * (1 + error))} ms, measured were "
-            f"{_ms(profile.step_s)} ({error:+.1%})."
+            f"Messages in a step took {profile.message_slowdown:.1f} times as long as messages alone: the machine was "
+            "busy with something else. Record the profile when it is idle."
         )
     if profile.world_size == 1:
-        found.append("Recorded with one rank: what the transport's software costs is not known and counts as nothing.")
+        found.append("Recorded with one rank: the cost of the transport's software is not known and counts as nothing.")
     elif software_of(profile, as_recorded=False) == NO_SOFTWARE:
-        found.append("The transport's own work is not in the profile: links faster than its own look too good.")
+        found.append(
+            "The profile has no cost of the transport's software: links faster than the recorded one look too good."
+        )
     hosts = f"{ranks_text(scene.ranks_per_host)} a host"
     inner = f", over {scene.inner.name} inside it" if scene.ranks_per_host > 1 else ""
     found.append(
-        f"{hosts}{inner}; all-reduce: {scene.algorithm}. Efficiency is compute alone through the step. Slow or failing "
-        "ranks, and other traffic on the link, are not modelled."
+        f"{hosts}{inner}; all-reduce: {scene.algorithm}. Efficiency is the step without communication, divided by the "
+        "step. Slow or failing ranks, and other traffic on the link, are not modelled."
     )
     return found
 
@@ -118,6 +165,7 @@ def efficiency_png(points: Sequence[Point]) -> bytes:
     """Efficiency over ranks, a colour per link: the best plan as a line, the recorded one dotted."""
     figure, ((axis,),) = panels(1, 1, 8.0, 4.5)
     for group in by_link(points):
+        group = sorted(group, key=lambda point: point.world_size)
         ranks = [point.world_size for point in group]
         (line,) = axis.plot(
             ranks, [p.best.efficiency for p in group], marker="o", markersize=3, label=group[0].link.name
@@ -136,9 +184,10 @@ def efficiency_png(points: Sequence[Point]) -> bytes:
 def page_sections(profile: StepProfile, points: Sequence[Point], scene: Scene) -> list[Section]:
     groups = by_link(points)
     plot = PagePlot(efficiency_png(points), "Efficiency over the number of ranks, a line per link.")
-    tables = [Section(f"{g[0].link.name}: {g[0].link.title}", [page_table(link_table(g))]) for g in groups]
+    tables = [Section(f"{g[0].link.name}: {g[0].link.title}", [page_table(link_table(profile, g))]) for g in groups]
     return [
-        Section("Best plans", [advice(profile, group) for group in groups]),
+        Section("Can it be trusted?", [check_text(profile)]),
+        Section("Best plans", [text for group in groups for text in advice(profile, group)]),
         Section("Efficiency", [plot]),
         *tables,
         Section("What this is", [profile_text(profile), *notes(profile, scene)]),
@@ -155,10 +204,18 @@ def document(profile: StepProfile, points: Sequence[Point], scene: Scene, comman
     return {
         "format": FORMAT,
         "kind": "torchddp simulation",
+        "date": now(),
         "command": command,
+        "verdict": verdict(profile, points),
         "model": profile.model,
         "fingerprint": profile.fingerprint,
-        "recorded": {"world_size": profile.world_size, "step_s": profile.step_s, "model_error": model_error(profile)},
+        "recorded": {
+            "world_size": profile.world_size,
+            "step_s": profile.step_s,
+            "overhead_s": profile.overhead_s,
+            "message_slowdown": profile.message_slowdown,
+            "model_error": model_error(profile),
+        },
         "ranks_per_host": scene.ranks_per_host,
         "inner_link": scene.inner.name,
         "algorithm": scene.algorithm,

@@ -76,7 +76,7 @@ def first_difference(found: np.ndarray, expected: np.ndarray) -> tuple[int, int,
 
 
 class Calls:
-    """What a companion does for its rank, each method at the rank's word; `run` all-reduces an array in place."""
+    """What a companion does for its rank, one method per request; `run` all-reduces an array in place."""
 
     def __init__(self, bind: Callable[[np.ndarray], Run], meet: Run) -> None:
         self._bind = bind

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GLOO = "gloo"
 SHM = "shm"
 SHM_BACKEND = "torchddp_shm"
-# torchddp's: what is held against the best peer.
+# torchddp's, which are compared with the best peer.
 OURS = ("c10d", SHM, SHM_BACKEND)
 # Processes beside the ranks have slept while others ran, so that the scheduler lets them finish a call. On a busy
 # machine, and where ranks take turns, a rank that never slept loses its processor in the midst of far more of them.
@@ -49,7 +49,7 @@ class Implementation(Protocol):
     remark: str
 
     def trial(self, operation: Operation, numel: int) -> Trial:
-        """Ready to run on a message of `numel` elements of fp32; collective. Raises if this can't be had."""
+        """Ready to run on a message of `numel` elements of fp32; collective. Raises if it is not available."""
 
     def close(self) -> None:
         """End what runs beside this process."""

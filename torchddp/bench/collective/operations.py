@@ -67,7 +67,7 @@ def busbw_gb_per_s(operation: Operation, size_bytes: int, time_us: float, world_
 
 
 def has_roofline(operation: Operation, size_bytes: int, world_size: int) -> bool:
-    """Whether `roofline_us` says something about this operation at this size; one rank alone moves nothing."""
+    """Whether `roofline_us` applies to this operation at this size; one rank alone moves nothing."""
     return operation.name == "all_reduce" and size_bytes >= ROOFLINE_MIN_BYTES and world_size > 1
 
 

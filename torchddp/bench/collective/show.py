@@ -17,7 +17,9 @@ from torchddp.harness.tables import number, plain_table, ranks_text, ratio_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# In the order of the legend; ours warm, and above the others.
+# The columns that go first on a narrow terminal.
+NARROW_WITHOUT = ("slow\np50", "p99\nus", "alg\nGB/s", "x\nroof")
+# In the order of the legend; ours in warm colours, and drawn last.
 CURVE_COLORS = {
     GLOO: "#9aa5b1",
     "c10d": "#4c6ef5",
@@ -48,7 +50,7 @@ def _notes(result: dict[str, Any]) -> list[str]:
 
 
 def _not_available(size: str, name: str) -> list[str | Text]:
-    # Where there is room for it.
+    # In the widest column.
     return [size, name, *[""] * 5, Text("not available", style="dim")]
 
 
@@ -83,7 +85,7 @@ def collective_table(result: dict[str, Any]) -> Table:
     headings = ["p50\nus", "p99\nus", "slow\np50", "alg\nGB/s", "bus\nGB/s", f"{against}\np50 [p25..p75]"]
     if any(size["roofline_us"] is not None for size in result["sizes"]):
         headings.append("x\nroof")
-    table = plain_table(title, "size", *headings, second="", notes=_notes(result))
+    table = plain_table(title, "size", *headings, second="", notes=_notes(result), optional=NARROW_WITHOUT)
     for size in result["sizes"]:
         text = size_text(size["bytes"])
         for row in size["implementations"]:
@@ -125,7 +127,7 @@ def draw_curves(results: Sequence[dict[str, Any]]) -> Figure:
             axis.set_xticks(all_sizes, [size_text(size) for size in all_sizes], rotation=45, fontsize=7)
             axis.minorticks_off()
             finish_panel(axis, f"{result['operation']}, {ranks_text(result['world_size'])}", "message size", label)
-        # Beside the curves: there is no corner without any.
+        # Beside the plots: the curves reach into every corner.
         handles, names = row[0].get_legend_handles_labels()
         row[1].legend(handles, names, fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure

@@ -12,7 +12,16 @@ import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
 from torchddp import comm_hooks
-from torchddp.ddp.options import DDPOptions, DDPSyncStrategy
+from torchddp.ddp.options import (
+    BucketCap,
+    DDPOptions,
+    DDPSyncStrategy,
+    FindNonfinite,
+    MainGradsAs,
+    SyncChoice,
+    TransportChoice,
+    ZeroWeights,
+)
 
 # What Accelerate does itself, once the model is wrapped.
 _FOR_REGISTERING = ("comm_wrapper", "comm_state_option")
@@ -37,24 +46,24 @@ class TorchDDPKwargs(DistributedDataParallelKwargs):
     """
 
     broadcast_buffers: bool | None = None
-    bucket_cap_mb: float | str | None = None
+    bucket_cap_mb: BucketCap = None
     gradient_as_bucket_view: bool | None = None
     comm_hook: Any = DDPCommunicationHookType.NO
     skip_all_reduce_unused_params: bool = False
-    transport: str = "auto"
+    transport: TransportChoice = "auto"
     wire_dtype: torch.dtype | None = None
     timeout: datetime.timedelta | None = None
     stall_report_s: float | None = None
     gradient_stats: bool = False
     check_parameters_every: int | None = None
-    find_nonfinite: bool | str = False
+    find_nonfinite: FindNonfinite = False
     adopt_large_gradients: bool = True
-    sync: DDPSyncStrategy | str | None = None
+    sync: DDPSyncStrategy | SyncChoice | None = None
     reduce_dtype: torch.dtype | None = None
     main_grads: torch.dtype | None = None
-    main_grads_as: str = "main_grad"
+    main_grads_as: MainGradsAs = "main_grad"
     weighted: bool = False
-    zero_weights: str = "raise"
+    zero_weights: ZeroWeights = "raise"
 
     def __new__(cls, *args: Any, **options: Any) -> TorchDDPKwargs:
         known = [field.name for field in dataclasses.fields(cls)]

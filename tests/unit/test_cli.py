@@ -1,0 +1,377 @@
+"""What every command does alike: help, completion, models by file, errors of the user's code, outputs, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from torchddp.cli import doctor
+from torchddp.cli.app import app
+from torchddp.harness import models
+from torchddp.harness.command import CONTEXT, check_output, run_app
+from torchddp.harness.launch import Inbox, LaunchError, RankJob, follow
+from torchddp.harness.models import find_factory, load_factory, prove
+from torchddp.harness.variants import ArgumentError
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ["doctor", "trace", "tune", "simulate", "bench"]
+
+# --- help and completion ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_h_is_help_with_examples_and_the_exit_is_clean(command: str) -> None:
+    short, long = (CliRunner().invoke(app, [command, option]) for option in ("-h", "--help"))
+    assert short.exit_code == 0 and short.output == long.output
+    assert "Examples:\n" in short.output and f"torchddp {command}" in short.output
+    paragraphs = short.output.split("Options:")[0]
+    assert max(map(len, paragraphs.splitlines())) <= 80
+
+
+def test_the_list_of_commands_fits_60_columns() -> None:
+    shown = CliRunner().invoke(app, [], terminal_width=60, env={"COLUMNS": "60"}).output
+    lines = [line for line in shown.splitlines() if line.split()[:1] and line.split()[0] in COMMANDS]
+    assert [line.split()[0] for line in lines] == COMMANDS
+    assert all(len(line) <= 60 and line.endswith(".") and not line.endswith("...") for line in lines)
+
+
+@pytest.mark.parametrize("command", ["trace", "tune", "bench"])
+def test_commands_that_run_a_model_take_unused_parameters(command: str) -> None:
+    assert "--find-unused-parameters" in CliRunner().invoke(app, [command, "-h"]).output
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("torchddp t", {"trace", "tune"}),
+        ("torchddp trace --model g", {"gpt", "gpt2"}),
+        ("torchddp tune --transport s", {"shm"}),
+        ("torchddp simulate --link eth1", {"eth1", "eth10", "eth100"}),
+        ("torchddp bench --case s", {"step_time", "startup", "scaling"}),
+    ],
+)
+def test_the_shell_completes_commands_and_values(words: str, completed: set[str]) -> None:
+    variables = {"_TORCHDDP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    assert set(CliRunner().invoke(app, [], prog_name="torchddp", env=variables).output.split()) == completed
+
+
+def test_completion_can_be_installed() -> None:
+    assert "--install-completion" in CliRunner().invoke(app, ["-h"]).output
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+MODEL = """\
+import torch
+from beside import WIDTH
+
+def make():
+    return torch.nn.Linear(WIDTH, 2), torch.ones(3, WIDTH)
+
+def broken():
+    torch.nn.Linear("eight", 2)
+
+class Forward(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 2)
+
+    def forward(self, inputs):
+        return self.layer(inputs[:, :3])
+
+def wrong_shape():
+    return Forward(), torch.ones(3, 8)
+
+class Idle(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = torch.nn.Linear(8, 2), torch.nn.Linear(8, 2)
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+def unused():
+    return Idle(), torch.ones(3, 8)
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside.py").write_text("WIDTH = 8\n")
+    path = tmp_path / f"own_{tmp_path.name}.py"
+    path.write_text(MODEL)
+    return path
+
+
+def test_a_model_may_be_named_by_its_file(model_file: Path) -> None:
+    assert find_factory(f"{model_file}:make")()[0].in_features == 8
+    assert sys.modules[model_file.stem].WIDTH == 8  # where pickle looks for its classes
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `prove` asks of a process group."""
+    monkeypatch.setattr(models.dist, "get_rank", lambda: 0)
+
+
+def line_of(code: str) -> int:
+    return next(number for number, line in enumerate(MODEL.splitlines(), 1) if code in line)
+
+
+@pytest.mark.parametrize(
+    ("factory", "code", "said"),
+    [
+        ("broken", 'torch.nn.Linear("eight", 2)', "the factory raised TypeError: "),
+        ("wrong_shape", "return self.layer(inputs[:, :3])", "forward or loss raised RuntimeError: mat1 and mat2"),
+    ],
+)
+def test_an_error_of_the_users_code_names_its_last_line(
+    factory: str, code: str, said: str, model_file: Path, alone: None
+) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        prove(f"{model_file}:{factory}", 0)
+    message = str(caught.value)
+    assert said in message and message.count("\n") == 0
+    assert message.endswith(f", at {model_file}:{line_of(code)}: {code}.")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import torch\n\nraise ValueError('no\\ndata')\n", "ValueError: no data, at {path}:3: raise ValueError("),
+        ("def make(:\n", "SyntaxError: invalid syntax, at {path}:1: def make(:."),
+        ("import no_such_package\n", "No module named 'no_such_package', at {path}:1: import no_such_package."),
+    ],
+)
+def test_a_file_that_does_not_load_is_refused_before_any_rank_starts(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "wrong.py"
+    path.write_text(text)
+    assert run_app(app, "torchddp", ["trace", "--model", f"{path}:make", "--out", str(tmp_path / "t.json")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --model {path}:make: cannot import '{path}': ")
+    assert said.format(path=path) in line and "Traceback" not in line
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("train.py", "name the function that makes the model too, like train.py:make."),
+        ("nowhere.py:make", "there is no file 'nowhere.py'."),
+        (":make", "wants a built-in model, package.module:factory or file.py:factory"),
+    ],
+)
+@pytest.mark.parametrize("command", ["trace", "tune", "bench"])
+def test_a_model_that_is_not_there_is_one_sentence(
+    command: str, model: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_app(app, "torchddp", [command, "--model", model]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --model ") and said in line
+
+
+def test_an_unused_parameter_needs_the_option(model_file: Path, alone: None) -> None:
+    with pytest.raises(ArgumentError, match="'idle.weight' got no gradient.*add --find-unused-parameters"):
+        prove(f"{model_file}:unused", 0)
+    prove(f"{model_file}:unused", 0, find_unused_parameters=True)
+    load_factory.cache_clear()
+
+
+@pytest.mark.rest_is_thorough("command0")
+@pytest.mark.parametrize("command", [["trace", "--steps", "2"], ["bench", "--case", "exposed", "--quick"]])
+def test_a_model_with_unused_parameters_runs(
+    command: list[str], model_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "trace.json")] if command[0] == "trace" else ["--seconds", "0.1"]
+    model = ["--model", f"{model_file}:unused", "--find-unused-parameters"]
+    assert run_app(app, "torchddp", [*command, *model, *out]) == 0, capsys.readouterr().err
+
+
+# --- outputs ---------------------------------------------------------------------------------------------------------
+
+
+def test_outputs_are_checked_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, folder = tmp_path / "there.json", tmp_path / "folder"
+    there.touch()
+    folder.mkdir()
+    check_output(there, "--out", folder=False)  # will be replaced
+    check_output(folder / "new" / "newer", "--out", folder=True)  # will be made
+    for path, is_folder, said in [
+        (folder, False, "--out wants a file, and .* is a folder"),
+        (there, True, "--out wants a folder, and .* is a file"),
+        (tmp_path / "no" / "x.json", False, "the folder .* does not exist"),
+        (there / "below", True, "cannot write to"),
+    ]:
+        with pytest.raises(ArgumentError, match=said):
+            check_output(path, "--out", folder=is_folder)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    for path, is_folder in [(there, False), (tmp_path / "new.json", False), (folder / "new" / "newer", True)]:
+        with pytest.raises(ArgumentError, match=f"--out: cannot write to '{path}'"):
+            check_output(path, "--out", folder=is_folder)
+
+
+def test_the_doctors_spinner_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    for is_terminal in (True, False):
+        monkeypatch.setattr(Console, "is_terminal", is_terminal)
+        monkeypatch.setattr(Console, "status", lambda console, text: shown.append(text) or console)
+        monkeypatch.setattr(doctor.checks, "failures", lambda names: dict.fromkeys(names, ""))
+        doctor._transports(doctor.Built(), doctor.Running(), "")
+    assert shown == ["trying the transports c10d, shm ..."]
+
+
+# --- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_interrupt_does_not_disturb_cleaning_up(capsys: pytest.CaptureFixture[str]) -> None:
+    cleaned = []
+    one = typer.Typer(context_settings=CONTEXT)
+
+    @one.command()
+    def wait() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+            cleaned.append(True)
+
+    before = signal.getsignal(signal.SIGINT)
+    assert run_app(one, "one", []) == 130
+    assert cleaned == [True] and capsys.readouterr().err == "interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+SLOW = """\
+import multiprocessing, pathlib, sys, time, torch
+MARK = pathlib.Path(__file__).with_name("reached")
+
+def in_rank():
+    return multiprocessing.parent_process() is not None
+
+if {when!r} == "import" and in_rank():
+    MARK.touch()
+    time.sleep(60)
+
+class Slow(torch.nn.Linear):
+    def forward(self, inputs):
+        if {when!r} == "step" and torch.distributed.is_initialized():
+            MARK.touch()
+        return super().forward(inputs)
+
+def make():
+    return Slow(200, 400), torch.ones(3, 200)
+"""
+# A finder that stands in for slow disks: it stops where torch is imported.
+SLOW_IMPORT = """\
+import pathlib, sys, time
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            pathlib.Path("reached").touch()
+            time.sleep(60)
+sys.meta_path.insert(0, Finder())
+sys.argv = ["/somewhere/bin/torchddp", "doctor"]
+from torchddp.cli import main
+main()
+"""
+
+
+def group_members(group: int) -> list[int]:
+    """Processes of a session that are alive."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(session) == group and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def probes() -> list[str]:
+    """Processes of the doctor that try a transport."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"torchddp.cli.checks" in words:
+            found.append(words[-2].decode())
+    return found
+
+
+@pytest.mark.rest_is_thorough("import-torch", "trace-import", "trace-step", "doctor")
+@pytest.mark.parametrize(
+    ("command", "when"),
+    [
+        pytest.param(None, "", id="import-torch"),
+        pytest.param(["trace"], "import", id="trace-import"),
+        pytest.param(["trace", "--steps", "10000"], "step", id="trace-step"),
+        pytest.param(["tune", "--no-keep"], "step", id="tune-step"),
+        pytest.param(["bench", "--case", "memory"], "step", id="bench-step"),
+        pytest.param(["doctor"], "", id="doctor"),
+    ],
+)
+def test_ctrl_c_is_one_line_and_leaves_nothing(command: list[str] | None, when: str, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW.format(when=when))
+    program = ["-c", SLOW_IMPORT] if command is None else ["-m", "torchddp", *command]
+    if when:
+        program += ["--model", "slow.py:make"]
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, *program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)},
+        start_new_session=True,  # as a terminal does, it signals the whole group
+    )
+
+    def is_reached() -> bool:
+        if command == ["doctor"]:
+            return any(str(scratch) in store for store in probes())
+        return (tmp_path / "reached").exists()
+
+    try:
+        deadline_s = time.monotonic() + 90
+        while not is_reached() and process.poll() is None and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert is_reached(), process.communicate(timeout=1)
+        os.killpg(process.pid, signal.SIGINT)
+        output, errors = process.communicate(timeout=30)
+        assert (process.returncode, errors) == (130, "interrupted\n"), (output, errors)
+        assert "Traceback" not in output
+        deadline_s = time.monotonic() + 10  # multiprocessing's tracker ends with the command
+        while group_members(process.pid) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        # Shared memory is anonymous (memfd_create), and gone with them.
+        assert group_members(process.pid) == []
+        assert not any(str(scratch) in store for store in probes())
+        assert list(scratch.iterdir()) == []
+    finally:
+        for pid in group_members(process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_ranks_that_fail_alike_are_named_together() -> None:
+    inbox = Inbox([], lambda what, done, total: None)
+    inbox.errors |= {1: "ValueError: no", 0: "ValueError: no", 2: "KeyError: 'x'"}
+    job = RankJob("trace", print, (), 3)
+    with pytest.raises(LaunchError, match="^Case 'trace' failed: ranks 0, 1: ValueError: no; rank 2: KeyError: 'x'$"):
+        follow(inbox, job, 1.0)
