@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -31,6 +33,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo  # imported here once: the constructor of DDP would import it again in each rank (a second each)
 import torch.distributed as dist
@@ -83,6 +86,35 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         bad.sort(key=lambda o: o.finished_s if o.finished_s is not None else float("inf"))
         raise RankError("\n".join(f"--- rank {o.rank} (exit code {o.exit_code}):\n{o.error}" for o in bad))
     return [o.value for o in outcomes]
+
+
+def on_ranks(*world_sizes: int, timeout: float = 100.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a test of a function that is to run on each rank: `rank` and `world_size` are given to it if it takes them.
+
+    Several sizes are a parameter of the test; without any, the test has a parameter `world_size` of its own.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        takes = list(inspect.signature(body).parameters)
+        parametrized = len(world_sizes) != 1
+        asked_for = [name for name in takes if name not in ("rank", "world_size")]
+        asked_for += ["world_size"] * parametrized
+
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            world_size = given["world_size"] if parametrized else world_sizes[0]
+
+            def work(rank: int) -> None:
+                values = {"world_size": world_size, **given, "rank": rank}
+                body(**{name: values[name] for name in takes})
+
+            run_ranks(work, world_size, timeout=timeout)
+
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked_for]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what pytest goes by
+        return pytest.mark.parametrize("world_size", world_sizes)(test) if len(world_sizes) > 1 else test
+
+    return decorate
 
 
 def run_outcomes(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import grads_of, seeded
 from tests.whole_buckets import PaddedBuckets, PaddedSharded, WholeBuckets, WholeSharded
 from torchddp import _C, comm_hooks
@@ -83,54 +83,46 @@ class Looks:
     "options", [{}, {"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": False}], ids=str
 )
 @pytest.mark.parametrize("transport", ["c10d", "auto"])
-def test_same_bits_as_end_to_end(options, transport):
-    def work(rank):
-        options_ = {"transport": transport, "bucket_cap_mb": 0.002, **options}
-        padded = PaddedBuckets(seeded(lambda: Odd(DTYPES)), **options_)
-        plain = WholeBuckets(seeded(lambda: Odd(DTYPES)), **options_)
-        assert_equal_steps(train(padded, rank), train(plain, rank))
-        assert_padded(padded)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_same_bits_as_end_to_end(rank, options, transport):
+    options_ = {"transport": transport, "bucket_cap_mb": 0.002, **options}
+    padded = PaddedBuckets(seeded(lambda: Odd(DTYPES)), **options_)
+    plain = WholeBuckets(seeded(lambda: Odd(DTYPES)), **options_)
+    assert_equal_steps(train(padded, rank), train(plain, rank))
+    assert_padded(padded)
 
 
-def test_statistics_are_those_of_the_gradients():
-    def work(rank):
-        padded, plain = (
-            kind(seeded(lambda: Odd([torch.float32])), gradient_stats=True) for kind in (PaddedBuckets, WholeBuckets)
-        )
-        assert_equal_steps(train(padded, rank), train(plain, rank))
-        torch.testing.assert_close(padded.gradient_stats(), plain.gradient_stats())
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_statistics_are_those_of_the_gradients(rank):
+    padded, plain = (
+        kind(seeded(lambda: Odd([torch.float32])), gradient_stats=True) for kind in (PaddedBuckets, WholeBuckets)
+    )
+    assert_equal_steps(train(padded, rank), train(plain, rank))
+    torch.testing.assert_close(padded.gradient_stats(), plain.gradient_stats())
 
 
-def test_hooks_see_zeros_between_gradients():
-    def work(rank):
-        looks = Looks()
-        padded = PaddedBuckets(seeded(lambda: Odd([torch.float32])))
-        padded.register_comm_hook(None, looks)
-        train(padded, rank)
-        assert len(looks.outside) == STEPS
-        assert all(outside.numel() > 0 and not outside.any() for outside in looks.outside)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_hooks_see_zeros_between_gradients(rank):
+    looks = Looks()
+    padded = PaddedBuckets(seeded(lambda: Odd([torch.float32])))
+    padded.register_comm_hook(None, looks)
+    train(padded, rank)
+    assert len(looks.outside) == STEPS
+    assert all(outside.numel() > 0 and not outside.any() for outside in looks.outside)
 
 
-def test_what_a_hook_writes_between_gradients_is_gone():
+@on_ranks(1)
+def test_what_a_hook_writes_between_gradients_is_gone(rank):
     def divides(state, bucket):
         future = torch.futures.Future()
         future.set_result(bucket.buffer() / bucket.buffer())  # NaN where nothing is
         return future
 
-    def work(rank):
-        padded = PaddedBuckets(seeded(lambda: Odd([torch.float32])), gradient_stats=True)
-        padded.register_comm_hook(None, divides)
-        train(padded, rank)
-        numel = sum(p.numel() for p in padded.parameters())
-        assert padded.gradient_stats().tolist() == [[numel, 0.0]]
-
-    run_ranks(work, 1)
+    padded = PaddedBuckets(seeded(lambda: Odd([torch.float32])), gradient_stats=True)
+    padded.register_comm_hook(None, divides)
+    train(padded, rank)
+    numel = sum(p.numel() for p in padded.parameters())
+    assert padded.gradient_stats().tolist() == [[numel, 0.0]]
 
 
 def torch_power_sgd():
@@ -150,8 +142,10 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_hooks_give_the_same_as_end_to_end(name):
+@on_ranks(2)
+def test_hooks_give_the_same_as_end_to_end(rank, name):
     make, tolerance = HOOKS[name]
+
     shapes = [shape for shape in SHAPES if 0 not in shape]  # torch's PowerSGD takes no others
 
     def hooked(kind):
@@ -159,27 +153,23 @@ def test_hooks_give_the_same_as_end_to_end(name):
         ddp.register_comm_hook(*hook)
         return ddp
 
-    def work(rank):
-        padded, plain = hooked(PaddedBuckets), hooked(WholeBuckets)
-        assert_equal_steps(train(padded, rank), train(plain, rank), tolerance)
-        assert_padded(padded)
-
-    run_ranks(work, 2)
+    padded, plain = hooked(PaddedBuckets), hooked(WholeBuckets)
+    assert_equal_steps(train(padded, rank), train(plain, rank), tolerance)
+    assert_padded(padded)
 
 
 @pytest.mark.parametrize("builtin", [dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS])
-def test_torchs_compiled_hooks(builtin):
-    def work(rank):
-        both = [kind(seeded(lambda: Odd([torch.float32]))) for kind in (PaddedBuckets, WholeBuckets)]
-        for ddp in both:
-            ddp._register_builtin_comm_hook(builtin)
-        assert_equal_steps(*(train(ddp, rank) for ddp in both))
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_torchs_compiled_hooks(rank, builtin):
+    both = [kind(seeded(lambda: Odd([torch.float32]))) for kind in (PaddedBuckets, WholeBuckets)]
+    for ddp in both:
+        ddp._register_builtin_comm_hook(builtin)
+    assert_equal_steps(*(train(ddp, rank) for ddp in both))
 
 
 @pytest.mark.parametrize("reduce_fp16", [False, True])
-def test_sharded_gradients(reduce_fp16):
+@on_ranks(2)
+def test_sharded_gradients(rank, reduce_fp16):
     """Memory that is lent to a bucket of another rank's parameters has held other gradients."""
     reducer = _C.Reducer
 
@@ -199,14 +189,11 @@ def test_sharded_gradients(reduce_fp16):
         own = [index for index, owner in enumerate(owners) if owner == rank]
         return ddp, grads_of(ddp), ddp.reducer.gradient_stats()[own]
 
-    def work(rank):
-        padded, mine, stats = trained(PaddedSharded, rank)
-        _, theirs, plain_stats = trained(WholeSharded, rank)
-        assert_padded(padded)
-        assert mine.keys() == theirs.keys()
-        for name, grad in mine.items():
-            assert (grad is None) == (theirs[name] is None)
-            assert grad is None or torch.equal(grad, theirs[name])
-        torch.testing.assert_close(stats, plain_stats)
-
-    run_ranks(work, 2)
+    padded, mine, stats = trained(PaddedSharded, rank)
+    _, theirs, plain_stats = trained(WholeSharded, rank)
+    assert_padded(padded)
+    assert mine.keys() == theirs.keys()
+    for name, grad in mine.items():
+        assert (grad is None) == (theirs[name] is None)
+        assert grad is None or torch.equal(grad, theirs[name])
+    torch.testing.assert_close(stats, plain_stats)

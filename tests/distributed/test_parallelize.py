@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import seeded
 from torchddp.optim import OSS
 from torchddp.parallel import ParallelConfig, device_mesh, parallel_group_info, parallelize
@@ -86,21 +86,19 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], exa
 
 @pytest.mark.parametrize("kind", ["auto", "none", "ddp", "sharded", "fsdp", "hsdp"])
 @pytest.mark.parametrize("initialised", [False, True])
-def test_one_process_gets_the_module_itself(kind: str, initialised: bool):
-    def work(rank: int) -> None:
-        if not initialised:
-            dist.destroy_process_group()
-        config = ParallelConfig(kind=kind)
-        model = Net()
-        assert parallelize(model, config) is model
-        made, optimizer = parallelize(model, config, optimizer=SGD)
-        assert made is model and type(optimizer) is torch.optim.SGD
-        assert type(model) is Net
-        info = parallel_group_info()
-        for group in (info.mp, info.dp):
-            assert (group.rank, group.world_size, group.global_rank, group.group) == (0, 1, 0, None)
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_one_process_gets_the_module_itself(kind, initialised):
+    if not initialised:
+        dist.destroy_process_group()
+    config = ParallelConfig(kind=kind)
+    model = Net()
+    assert parallelize(model, config) is model
+    made, optimizer = parallelize(model, config, optimizer=SGD)
+    assert made is model and type(optimizer) is torch.optim.SGD
+    assert type(model) is Net
+    info = parallel_group_info()
+    for group in (info.mp, info.dp):
+        assert (group.rank, group.world_size, group.global_rank, group.group) == (0, 1, 0, None)
 
 
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
@@ -115,20 +113,17 @@ def test_several_processes_without_a_process_group_are_an_error(monkeypatch: pyt
 # --- ours ---
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ddp(world_size: int):
-    def work(rank: int) -> None:
-        before = torchddp.finished_steps()
-        model, optimizer = parallelize(seeded(Net), optimizer=SGD)
-        assert type(model) is torchddp.DistributedDataParallel
-        got = train(model, optimizer, rank)
-        assert torchddp.finished_steps() == before + 3
-        assert_same(got, by_ddp(rank), exact=True)
-        if world_size == 2:
-            torchs = nn.parallel.DistributedDataParallel(seeded(Net))
-            assert_same(got, train(torchs, SGD(torchs.parameters()), rank), exact=True)
-
-    run_ranks(work, world_size)
+@on_ranks(2, 4)
+def test_ddp(rank, world_size):
+    before = torchddp.finished_steps()
+    model, optimizer = parallelize(seeded(Net), optimizer=SGD)
+    assert type(model) is torchddp.DistributedDataParallel
+    got = train(model, optimizer, rank)
+    assert torchddp.finished_steps() == before + 3
+    assert_same(got, by_ddp(rank), exact=True)
+    if world_size == 2:
+        torchs = nn.parallel.DistributedDataParallel(seeded(Net))
+        assert_same(got, train(torchs, SGD(torchs.parameters()), rank), exact=True)
 
 
 def test_options_of_ddp_arrive():
@@ -146,34 +141,30 @@ def test_options_of_ddp_arrive():
 
 
 @pytest.mark.parametrize(("world_size", "oss"), [(2, False), (2, True), (4, False)])
-def test_sharded(world_size: int, oss: bool):
-    def work(rank: int) -> None:
-        config = ParallelConfig(kind="sharded", ddp={"reduce_buffer_size": 100})
-        before = torchddp.finished_steps()
-        factory = functools.partial(OSS, optim=torch.optim.SGD, lr=0.05, momentum=0.9) if oss else SGD
-        model, optimizer = parallelize(seeded(Net), config, optimizer=factory)
-        assert type(model) is torchddp.ShardedDataParallel and type(optimizer) is OSS
-        got = train(model, optimizer, rank)
-        assert torchddp.finished_steps() == before + 3
-        by_hand = seeded(Net)
-        sharded = OSS(by_hand.parameters(), optim=torch.optim.SGD, lr=0.05, momentum=0.9)
-        hand_model = torchddp.ShardedDataParallel(by_hand, sharded, reduce_buffer_size=100)
-        assert_same(got, train(hand_model, sharded, rank), exact=True)
-        assert_same(got, by_ddp(rank), exact=True)
-
-    run_ranks(work, world_size)
+@on_ranks()
+def test_sharded(rank, oss):
+    config = ParallelConfig(kind="sharded", ddp={"reduce_buffer_size": 100})
+    before = torchddp.finished_steps()
+    factory = functools.partial(OSS, optim=torch.optim.SGD, lr=0.05, momentum=0.9) if oss else SGD
+    model, optimizer = parallelize(seeded(Net), config, optimizer=factory)
+    assert type(model) is torchddp.ShardedDataParallel and type(optimizer) is OSS
+    got = train(model, optimizer, rank)
+    assert torchddp.finished_steps() == before + 3
+    by_hand = seeded(Net)
+    sharded = OSS(by_hand.parameters(), optim=torch.optim.SGD, lr=0.05, momentum=0.9)
+    hand_model = torchddp.ShardedDataParallel(by_hand, sharded, reduce_buffer_size=100)
+    assert_same(got, train(hand_model, sharded, rank), exact=True)
+    assert_same(got, by_ddp(rank), exact=True)
 
 
+@on_ranks(2)
 def test_what_sharded_wants_of_the_optimizer():
-    def work(rank: int) -> None:
-        config = ParallelConfig(kind="sharded")
-        with pytest.raises(ValueError, match="pass optimizer="):
-            parallelize(Net(), config)
-        for wrong in (lambda params: SGD(params), functools.partial(torch.optim.SGD, [])):
-            with pytest.raises(TypeError, match="needs a class of optimizers"):
-                parallelize(Net(), config, optimizer=wrong)
-
-    run_ranks(work, 2)
+    config = ParallelConfig(kind="sharded")
+    with pytest.raises(ValueError, match="pass optimizer="):
+        parallelize(Net(), config)
+    for wrong in (lambda params: SGD(params), functools.partial(torch.optim.SGD, [])):
+        with pytest.raises(TypeError, match="needs a class of optimizers"):
+            parallelize(Net(), config, optimizer=wrong)
 
 
 # --- torch's fully_shard ---
@@ -188,46 +179,42 @@ def by_hand(mesh: Any, **options: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize(("world_size", "strategy"), [(2, None), (2, "SHARD_GRAD_OP"), (2, "NO_SHARD"), (4, None)])
-def test_fsdp(world_size: int, strategy: str | None):
-    def work(rank: int) -> None:
-        config = ParallelConfig(use_fsdp=True, sharding_strategy=strategy)
-        net = seeded(Net)
-        model, optimizer = parallelize(net, config, optimizer=SGD)
-        assert model is net and isinstance(model, Net) and isinstance(model, FSDPModule)
-        assert all(isinstance(block, FSDPModule) for block in model.blocks)
-        got = train(model, optimizer, rank)
-        shape = (world_size, 1) if strategy == "NO_SHARD" else (world_size,)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "mp")[: len(shape)])
-        hand = by_hand(mesh, reshard_after_forward=strategy is None)
-        assert_same(got, train(hand, SGD(hand.parameters()), rank), exact=True)
-        assert_same(got, by_ddp(rank), exact=False)
-        held = sum(p.to_local().numel() for p in model.parameters())
-        total = sum(p.numel() for p in model.parameters())
-        assert held == total if strategy == "NO_SHARD" else held < 0.8 * total
-        model(torch.zeros(1, 6, dtype=torch.float64))
-        assert isinstance(model.blocks[0].up.weight, DTensor) is (strategy is None)  # freed after forward
-
-    run_ranks(work, world_size)
+@on_ranks()
+def test_fsdp(rank, world_size, strategy):
+    config = ParallelConfig(use_fsdp=True, sharding_strategy=strategy)
+    net = seeded(Net)
+    model, optimizer = parallelize(net, config, optimizer=SGD)
+    assert model is net and isinstance(model, Net) and isinstance(model, FSDPModule)
+    assert all(isinstance(block, FSDPModule) for block in model.blocks)
+    got = train(model, optimizer, rank)
+    shape = (world_size, 1) if strategy == "NO_SHARD" else (world_size,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "mp")[: len(shape)])
+    hand = by_hand(mesh, reshard_after_forward=strategy is None)
+    assert_same(got, train(hand, SGD(hand.parameters()), rank), exact=True)
+    assert_same(got, by_ddp(rank), exact=False)
+    held = sum(p.to_local().numel() for p in model.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    assert held == total if strategy == "NO_SHARD" else held < 0.8 * total
+    model(torch.zeros(1, 6, dtype=torch.float64))
+    assert isinstance(model.blocks[0].up.weight, DTensor) is (strategy is None)  # freed after forward
 
 
 @pytest.mark.parametrize(
     ("world_size", "model_parallel", "strategy"),
     [(2, 2, "HYBRID_SHARD"), (4, 2, "HYBRID_SHARD"), (4, 2, "HYBRID_SHARD_ZERO2")],
 )
-def test_hsdp(world_size: int, model_parallel: int, strategy: str):
-    def work(rank: int) -> None:
-        config = ParallelConfig(use_fsdp=True, sharding_strategy=strategy, model_parallel=model_parallel)
-        model, optimizer = parallelize(seeded(Net), config, optimizer=SGD)
-        got = train(model, optimizer, rank)
-        shape = (world_size // model_parallel, model_parallel)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "mp"))
-        hand = by_hand(mesh, reshard_after_forward=strategy == "HYBRID_SHARD")
-        assert_same(got, train(hand, SGD(hand.parameters()), rank), exact=True)
-        assert_same(got, by_ddp(rank), exact=False)
-        part = model.first.weight.to_local().numel() / model.first.weight.numel()
-        assert part == 1 / model_parallel
-
-    run_ranks(work, world_size)
+@on_ranks()
+def test_hsdp(rank, world_size, model_parallel, strategy):
+    config = ParallelConfig(use_fsdp=True, sharding_strategy=strategy, model_parallel=model_parallel)
+    model, optimizer = parallelize(seeded(Net), config, optimizer=SGD)
+    got = train(model, optimizer, rank)
+    shape = (world_size // model_parallel, model_parallel)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "mp"))
+    hand = by_hand(mesh, reshard_after_forward=strategy == "HYBRID_SHARD")
+    assert_same(got, train(hand, SGD(hand.parameters()), rank), exact=True)
+    assert_same(got, by_ddp(rank), exact=False)
+    part = model.first.weight.to_local().numel() / model.first.weight.numel()
+    assert part == 1 / model_parallel
 
 
 def test_hsdp_shards_over_a_host_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch):
@@ -252,31 +239,29 @@ def test_hsdp_shards_over_a_host_unless_told_otherwise(monkeypatch: pytest.Monke
     assert run_ranks(lambda rank: work_on("aab", rank), 3) == [(1, 3)] * 3
 
 
-def test_options_of_fsdp_arrive():
-    def work(rank: int) -> None:
-        config = ParallelConfig.from_cli(
-            ["--use-fsdp", "--cpu-offload", "wrap=Linear", "--forward-prefetch=1", "--backward-prefetch=2"]
-            + ["--param-dtype=bfloat16", "--reduce-dtype=float32", "--parallel-backend=torchddp_shm"]
-        )
-        model = parallelize(seeded(Net), config)
-        layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        assert all(isinstance(layer, FSDPModule) for layer in layers)
-        assert not any(isinstance(block, FSDPModule) for block in model.blocks)
-        states = [layer._get_fsdp_state() for layer in layers]
-        assert states[0]._states_to_forward_prefetch == [states[1]]
-        assert states[5]._states_to_backward_prefetch == [states[4], states[3]]
-        assert states[0]._fsdp_param_group.offload_policy.pin_memory is False
-        policy = states[0]._mp_policy
-        assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-        dtypes = []
-        model.blocks[0].register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
-        model(torch.zeros(1, 6))
-        assert dtypes == [torch.bfloat16]
-        group = parallel_group_info().dp.group
-        assert dist.get_backend(group) == "torchddp_shm"
-        train(model, SGD(model.parameters()), rank)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_options_of_fsdp_arrive(rank):
+    config = ParallelConfig.from_cli(
+        ["--use-fsdp", "--cpu-offload", "wrap=Linear", "--forward-prefetch=1", "--backward-prefetch=2"]
+        + ["--param-dtype=bfloat16", "--reduce-dtype=float32", "--parallel-backend=torchddp_shm"]
+    )
+    model = parallelize(seeded(Net), config)
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert all(isinstance(layer, FSDPModule) for layer in layers)
+    assert not any(isinstance(block, FSDPModule) for block in model.blocks)
+    states = [layer._get_fsdp_state() for layer in layers]
+    assert states[0]._states_to_forward_prefetch == [states[1]]
+    assert states[5]._states_to_backward_prefetch == [states[4], states[3]]
+    assert states[0]._fsdp_param_group.offload_policy.pin_memory is False
+    policy = states[0]._mp_policy
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    dtypes = []
+    model.blocks[0].register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    model(torch.zeros(1, 6))
+    assert dtypes == [torch.bfloat16]
+    group = parallel_group_info().dp.group
+    assert dist.get_backend(group) == "torchddp_shm"
+    train(model, SGD(model.parameters()), rank)
 
 
 # --- rank 0's weights ---
@@ -285,75 +270,67 @@ def test_options_of_fsdp_arrive():
 @pytest.mark.parametrize(
     "options", [{}, {"use_fsdp": True}, {"kind": "hsdp", "model_parallel": 1}, {"kind": "sharded"}]
 )
-def test_all_start_from_rank_0(options: dict[str, Any]):
-    def work(rank: int) -> None:
-        net = seeded(Net, seed=rank)
-        net.scale += rank
-        net.register_buffer("grid", torch.full((2, 3), float(rank)).t())  # not contiguous
-        model, _ = parallelize(net, ParallelConfig(**options), optimizer=SGD)
-        assert_same(whole(model), dict(seeded(Net).named_parameters()), exact=True)
-        assert net.scale.eq(1).all() and net.grid.eq(0).all()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_all_start_from_rank_0(rank, options):
+    net = seeded(Net, seed=rank)
+    net.scale += rank
+    net.register_buffer("grid", torch.full((2, 3), float(rank)).t())  # not contiguous
+    model, _ = parallelize(net, ParallelConfig(**options), optimizer=SGD)
+    assert_same(whole(model), dict(seeded(Net).named_parameters()), exact=True)
+    assert net.scale.eq(1).all() and net.grid.eq(0).all()
 
 
-def test_ranks_may_keep_their_own():
-    def work(rank: int) -> None:
-        first = seeded(Net, seed=rank)
-        want = copy.deepcopy(first)
-        model = parallelize(first, ParallelConfig(use_fsdp=True, sync_module_states=False))
-        local = model.last.bias.to_local()
-        assert torch.equal(local, want.last.bias[rank * 2 : rank * 2 + 2][: len(local)])
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_ranks_may_keep_their_own(rank):
+    first = seeded(Net, seed=rank)
+    want = copy.deepcopy(first)
+    model = parallelize(first, ParallelConfig(use_fsdp=True, sync_module_states=False))
+    local = model.last.bias.to_local()
+    assert torch.equal(local, want.last.bias[rank * 2 : rank * 2 + 2][: len(local)])
 
 
-def test_a_model_without_memory():
-    def work(rank: int) -> None:
-        with torch.device("meta"):
-            empty = Net()
-        config = ParallelConfig(use_fsdp=True, device_type="cpu")
-        with pytest.raises(ValueError, match="'first.weight' is on the meta device"):
-            parallelize(empty, config)
-        model = parallelize(empty, ParallelConfig(use_fsdp=True, device_type="cpu", sync_module_states=False))
-        model.to_empty(device="cpu")
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                tensor.fill_(0.1)
-        train(model, SGD(model.parameters()), rank)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_model_without_memory(rank):
+    with torch.device("meta"):
+        empty = Net()
+    config = ParallelConfig(use_fsdp=True, device_type="cpu")
+    with pytest.raises(ValueError, match="'first.weight' is on the meta device"):
+        parallelize(empty, config)
+    model = parallelize(empty, ParallelConfig(use_fsdp=True, device_type="cpu", sync_module_states=False))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(0.1)
+    train(model, SGD(model.parameters()), rank)
 
 
 # --- groups ---
 
 
-def test_groups_of_two_by_two():
-    def work(rank: int) -> None:
-        with pytest.raises(RuntimeError, match="call torchddp.parallelize"):
-            parallel_group_info()
-        parallelize(Net(), ParallelConfig(kind="hsdp", model_parallel=2))
-        info = parallel_group_info()
-        assert (info.mp.rank, info.mp.world_size, info.mp.global_rank) == (rank % 2, 2, rank)
-        assert (info.dp.rank, info.dp.world_size, info.dp.global_rank) == (rank // 2, 2, rank)
-        assert info.mp.global_ranks == ((0, 1) if rank < 2 else (2, 3))
-        assert info.dp.global_ranks == ((0, 2) if rank % 2 == 0 else (1, 3))
-        for group in (info.mp, info.dp):
-            value = torch.tensor(10.0**rank)
-            dist.all_reduce(value, group=group.group)
-            assert value == sum(10.0**member for member in group.global_ranks)
-        same = device_mesh(ParallelConfig(kind="hsdp", data_parallel=2, device_type="cpu"))
-        assert same.get_group("mp") is info.mp.group  # made once
-        parallelize(Net())
-        info = parallel_group_info()
-        assert info.dp.world_size == 4 and info.dp.group is dist.group.WORLD
-        assert (info.mp.world_size, info.mp.global_ranks, info.mp.group) == (1, (rank,), None)
-        dist.barrier()
-        dist.destroy_process_group()
-        with pytest.raises(RuntimeError, match="no data- and model-parallel groups"):
-            parallel_group_info()
-
-    run_ranks(work, 4)
+@on_ranks(4)
+def test_groups_of_two_by_two(rank):
+    with pytest.raises(RuntimeError, match="call torchddp.parallelize"):
+        parallel_group_info()
+    parallelize(Net(), ParallelConfig(kind="hsdp", model_parallel=2))
+    info = parallel_group_info()
+    assert (info.mp.rank, info.mp.world_size, info.mp.global_rank) == (rank % 2, 2, rank)
+    assert (info.dp.rank, info.dp.world_size, info.dp.global_rank) == (rank // 2, 2, rank)
+    assert info.mp.global_ranks == ((0, 1) if rank < 2 else (2, 3))
+    assert info.dp.global_ranks == ((0, 2) if rank % 2 == 0 else (1, 3))
+    for group in (info.mp, info.dp):
+        value = torch.tensor(10.0**rank)
+        dist.all_reduce(value, group=group.group)
+        assert value == sum(10.0**member for member in group.global_ranks)
+    same = device_mesh(ParallelConfig(kind="hsdp", data_parallel=2, device_type="cpu"))
+    assert same.get_group("mp") is info.mp.group  # made once
+    parallelize(Net())
+    info = parallel_group_info()
+    assert info.dp.world_size == 4 and info.dp.group is dist.group.WORLD
+    assert (info.mp.world_size, info.mp.global_ranks, info.mp.group) == (1, (rank,), None)
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="no data- and model-parallel groups"):
+        parallel_group_info()
 
 
 @pytest.mark.parametrize(("kind", "world_size"), [("fsdp", 4), ("ddp", 4), ("ddp", 2)])
@@ -383,17 +360,15 @@ def test_tensor_parallel_over_mp(kind: str, world_size: int):
     run_ranks(work, world_size)
 
 
-def test_tensor_parallel_models_take_rank_0s_weights_too():
-    def work(rank: int) -> None:
-        config = ParallelConfig(kind="fsdp", model_parallel=2)
-        mesh = device_mesh(config)
-        net = seeded(Net, seed=rank)
-        for block in net.blocks:
-            # Distributes rank 0's of each model-parallel group; those groups still differ.
-            parallelize_module(block, mesh["mp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        assert_same(whole(parallelize(net, config)), dict(seeded(Net).named_parameters()), exact=True)
-
-    run_ranks(work, 4)
+@on_ranks(4)
+def test_tensor_parallel_models_take_rank_0s_weights_too(rank):
+    config = ParallelConfig(kind="fsdp", model_parallel=2)
+    mesh = device_mesh(config)
+    net = seeded(Net, seed=rank)
+    for block in net.blocks:
+        # Distributes rank 0's of each model-parallel group; those groups still differ.
+        parallelize_module(block, mesh["mp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    assert_same(whole(parallelize(net, config)), dict(seeded(Net).named_parameters()), exact=True)
 
 
 # --- what is refused ---

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from torchddp import DistributedDataParallel
 from torchddp.profiler import monitor, profile, ranks
 from torchddp.profiler.ranks import Clock
@@ -35,56 +35,51 @@ def steps(ddp: nn.Module, count: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_that_sleeps_in_backward_is_the_straggler(transport: str, world_size: int) -> None:
-    def work(rank: int) -> None:
-        ddp = model(transport=transport)
+@on_ranks(2, 3)
+def test_a_rank_that_sleeps_in_backward_is_the_straggler(rank, transport, world_size):
+    ddp = model(transport=transport)
+    steps(ddp, 3)
+    if rank == 1:  # before layer 1's own gradients
+        ddp.module[1].register_full_backward_pre_hook(lambda layer, grads: time.sleep(SLEEP_S))
+    with profile(ddp) as recorded:
+        steps(ddp, 5)
+    merged = recorded.gather()
+    assert [step.index for step in merged.steps] == [4, 5, 6, 7, 8]
+    assert [step.index for step in recorded.steps] == [4, 5, 6, 7, 8]
+    assert max(range(world_size), key=merged.mean_waits_ns().__getitem__) == 1
+    # A busy machine may delay another rank for longer, but hardly in most steps.
+    blamed = [step for step in merged.steps if step.straggler is not None and step.straggler.rank == 1]
+    assert len(blamed) >= 3
+    found = [step.straggler for step in blamed if step.straggler is not None]
+    assert 0.5 * SLEEP_S < median(straggler.wait_ns for straggler in found) / 1e9 < 3 * SLEEP_S
+    assert 0.5 * SLEEP_S < median(straggler.lost_ns for straggler in found) / 1e9 < 3 * SLEEP_S
+    assert mode(straggler.where for straggler in found) == "backward"
+    assert mode(merged.names[straggler.parameter or 0] for straggler in found) in ("1.weight", "1.bias")
+    for step in blamed:
+        waited = max(step.buckets, key=lambda bucket: bucket.wait_ns)
+        assert waited.last_rank == 1 and waited.holder in waited.params
+    assert any(merged.names[param].startswith("1.") for param in waited.params)
+    assert "straggler: rank" in recorded.report(merged=True)
+    assert "straggler" not in recorded.report()
+
+
+@on_ranks(2)
+def test_each_step_is_complete_also_while_buckets_are_rebuilt():
+    ddp = model()
+    with profile(ddp) as recorded:
         steps(ddp, 3)
-        if rank == 1:  # before layer 1's own gradients
-            ddp.module[1].register_full_backward_pre_hook(lambda layer, grads: time.sleep(SLEEP_S))
-        with profile(ddp) as recorded:
-            steps(ddp, 5)
-        merged = recorded.gather()
-        assert [step.index for step in merged.steps] == [4, 5, 6, 7, 8]
-        assert [step.index for step in recorded.steps] == [4, 5, 6, 7, 8]
-        assert max(range(world_size), key=merged.mean_waits_ns().__getitem__) == 1
-        # A busy machine may delay another rank for longer, but hardly in most steps.
-        blamed = [step for step in merged.steps if step.straggler is not None and step.straggler.rank == 1]
-        assert len(blamed) >= 3
-        found = [step.straggler for step in blamed if step.straggler is not None]
-        assert 0.5 * SLEEP_S < median(straggler.wait_ns for straggler in found) / 1e9 < 3 * SLEEP_S
-        assert 0.5 * SLEEP_S < median(straggler.lost_ns for straggler in found) / 1e9 < 3 * SLEEP_S
-        assert mode(straggler.where for straggler in found) == "backward"
-        assert mode(merged.names[straggler.parameter or 0] for straggler in found) in ("1.weight", "1.bias")
-        for step in blamed:
-            waited = max(step.buckets, key=lambda bucket: bucket.wait_ns)
-            assert waited.last_rank == 1 and waited.holder in waited.params
-        assert any(merged.names[param].startswith("1.") for param in waited.params)
-        assert "straggler: rank" in recorded.report(merged=True)
-        assert "straggler" not in recorded.report()
-
-    run_ranks(work, world_size)
-
-
-def test_each_step_is_complete_also_while_buckets_are_rebuilt() -> None:
-    def work(rank: int) -> None:
-        ddp = model()
-        with profile(ddp) as recorded:
-            steps(ddp, 3)
-        assert recorded.incomplete == 0 and recorded.dropped == 0
-        assert recorded.names == tuple(name for name, _ in ddp.module.named_parameters())
-        for step in recorded.steps:
-            assert len(step.gradients) == 8
-            assert sorted(param for bucket in step.buckets for param in bucket.params) == list(range(8))
-            assert step.forward_begin_ns < step.backward_begin_ns <= step.compute_end_ns < step.backward_end_ns
-            assert 0 <= step.overlap_ratio <= 1 and 0 < step.comm_ns
-            for bucket in step.buckets:
-                times = [bucket.first_ready_ns, bucket.last_ready_ns, bucket.packed_ns, bucket.launched_ns]
-                times += [bucket.wait_begin_ns, bucket.done_ns]
-                assert None not in times and times == sorted(times)
-                assert bucket.holder in bucket.params
-
-    run_ranks(work, 2)
+    assert recorded.incomplete == 0 and recorded.dropped == 0
+    assert recorded.names == tuple(name for name, _ in ddp.module.named_parameters())
+    for step in recorded.steps:
+        assert len(step.gradients) == 8
+        assert sorted(param for bucket in step.buckets for param in bucket.params) == list(range(8))
+        assert step.forward_begin_ns < step.backward_begin_ns <= step.compute_end_ns < step.backward_end_ns
+        assert 0 <= step.overlap_ratio <= 1 and 0 < step.comm_ns
+        for bucket in step.buckets:
+            times = [bucket.first_ready_ns, bucket.last_ready_ns, bucket.packed_ns, bucket.launched_ns]
+            times += [bucket.wait_begin_ns, bucket.done_ns]
+            assert None not in times and times == sorted(times)
+            assert bucket.holder in bucket.params
 
 
 def test_a_parameter_without_gradient_and_a_skipped_bucket() -> None:
@@ -107,17 +102,15 @@ def test_a_parameter_without_gradient_and_a_skipped_bucket() -> None:
         raise
 
 
-def test_the_last_steps_are_kept_and_the_loss_is_said() -> None:
-    def work(rank: int) -> None:
-        ddp = model()
-        steps(ddp, 3)
-        with profile(ddp, steps=2) as recorded:
-            steps(ddp, 9)
-        assert [step.index for step in recorded.steps] == [11, 12]
-        assert recorded.dropped > 0
-        assert f"{recorded.dropped} events of earlier steps were overwritten" in " ".join(recorded.report().split())
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_the_last_steps_are_kept_and_the_loss_is_said():
+    ddp = model()
+    steps(ddp, 3)
+    with profile(ddp, steps=2) as recorded:
+        steps(ddp, 9)
+    assert [step.index for step in recorded.steps] == [11, 12]
+    assert recorded.dropped > 0
+    assert f"{recorded.dropped} events of earlier steps were overwritten" in " ".join(recorded.report().split())
 
 
 def test_the_chrome_trace_is_valid(tmp_path: Path) -> None:
@@ -154,129 +147,117 @@ def test_the_chrome_trace_is_valid(tmp_path: Path) -> None:
             )
 
 
-def test_an_exception_inside_ends_the_profile() -> None:
-    def work(rank: int) -> None:
-        ddp = model()
-        hooks = len(ddp._forward_hooks)
-        with pytest.raises(KeyError), profile(ddp) as recorded:
-            steps(ddp, 2)
-            raise KeyError("from the training loop")
-        assert len(recorded.steps) == 2
-        assert len(ddp._forward_hooks) == hooks
-        before = len(ddp.reducer.timeline())
+@on_ranks(2)
+def test_an_exception_inside_ends_the_profile():
+    ddp = model()
+    hooks = len(ddp._forward_hooks)
+    with pytest.raises(KeyError), profile(ddp) as recorded:
+        steps(ddp, 2)
+        raise KeyError("from the training loop")
+    assert len(recorded.steps) == 2
+    assert len(ddp._forward_hooks) == hooks
+    before = len(ddp.reducer.timeline())
+    steps(ddp, 1)
+    assert len(ddp.reducer.timeline()) == before  # off again
+    assert len(recorded.steps) == 2
+    with profile(ddp) as again:
         steps(ddp, 1)
-        assert len(ddp.reducer.timeline()) == before  # off again
-        assert len(recorded.steps) == 2
-        with profile(ddp) as again:
-            steps(ddp, 1)
-        assert len(again.steps) == 1
-
-    run_ranks(work, 2)
+    assert len(again.steps) == 1
 
 
-def test_what_cannot_be_profiled_is_refused_in_a_sentence() -> None:
-    def work(rank: int) -> None:
-        for wrong in (nn.Linear(2, 2), TorchDDP(nn.Linear(2, 2)), None):
-            with pytest.raises(TypeError, match=r"wants a torchddp\.DistributedDataParallel.*got .*\."), profile(wrong):
-                pass
-            with pytest.raises(TypeError, match="wants a torchddp"):
-                monitor(wrong, print)
-        ddp = model()
-        with pytest.raises(ValueError, match="at least 1, got 0"), profile(ddp, steps=0):
+@on_ranks(2)
+def test_what_cannot_be_profiled_is_refused_in_a_sentence():
+    for wrong in (nn.Linear(2, 2), TorchDDP(nn.Linear(2, 2)), None):
+        with pytest.raises(TypeError, match=r"wants a torchddp\.DistributedDataParallel.*got .*\."), profile(wrong):
             pass
-        with pytest.raises(ValueError, match="at least 1, got 0"):
-            monitor(ddp, print, every=0)
-        with pytest.raises(TypeError, match="callback"):
-            monitor(ddp, 3)  # type: ignore[arg-type]
-        with profile(ddp) as outer:
-            with pytest.raises(RuntimeError, match="profiled already"), profile(ddp):
-                pass
-            steps(ddp, 1)
-        assert len(outer.steps) == 1  # the refused one did not end it
-        with profile(ddp) as empty:
+        with pytest.raises(TypeError, match="wants a torchddp"):
+            monitor(wrong, print)
+    ddp = model()
+    with pytest.raises(ValueError, match="at least 1, got 0"), profile(ddp, steps=0):
+        pass
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        monitor(ddp, print, every=0)
+    with pytest.raises(TypeError, match="callback"):
+        monitor(ddp, 3)  # type: ignore[arg-type]
+    with profile(ddp) as outer:
+        with pytest.raises(RuntimeError, match="profiled already"), profile(ddp):
             pass
-        with pytest.raises(ValueError, match="no complete step"):
-            empty.report()
-        with pytest.raises(ValueError, match="no step was recorded .* on all ranks"):
-            empty.gather()
+        steps(ddp, 1)
+    assert len(outer.steps) == 1  # the refused one did not end it
+    with profile(ddp) as empty:
+        pass
+    with pytest.raises(ValueError, match="no complete step"):
+        empty.report()
+    with pytest.raises(ValueError, match="no step was recorded .* on all ranks"):
+        empty.gather()
 
-    run_ranks(work, 2)
 
-
-def test_clocks_of_other_hosts_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(2)
+def test_clocks_of_other_hosts_are_aligned(rank, monkeypatch):
     ahead_ns = 3_000_000_000
 
-    def work(rank: int) -> None:
-        real = time.monotonic_ns
-        if rank == 1:
-            monkeypatch.setattr(ranks.time, "monotonic_ns", lambda: real() + ahead_ns)
-        readings: list[Any] = [None, None]
-        dist.all_gather_object(readings, ranks.take_readings(None, "cpu"))
-        here, there = ranks.align(["a", "b"], readings)
-        assert here == Clock()
-        assert abs(there.offset_ns + ahead_ns) <= there.uncertainty_ns < 20_000_000
-
-    run_ranks(work, 2)
+    real = time.monotonic_ns
+    if rank == 1:
+        monkeypatch.setattr(ranks.time, "monotonic_ns", lambda: real() + ahead_ns)
+    readings: list[Any] = [None, None]
+    dist.all_gather_object(readings, ranks.take_readings(None, "cpu"))
+    here, there = ranks.align(["a", "b"], readings)
+    assert here == Clock()
+    assert abs(there.offset_ns + ahead_ns) <= there.uncertainty_ns < 20_000_000
 
 
-def test_profiles_of_other_hosts_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(rank: int) -> None:
-        monkeypatch.setattr(ranks, "clock_identity", lambda: f"host {rank}")
-        ddp = model()
-        with profile(ddp) as recorded:
-            steps(ddp, 2)
-        merged = recorded.gather()
-        uncertainty_ns = merged.clocks[1].uncertainty_ns
-        assert merged.clocks[0] == Clock() and 0 < uncertainty_ns < 20_000_000
-        assert abs(merged.clocks[1].offset_ns) <= uncertainty_ns  # it is one clock after all
-        assert "clocks of different hosts aligned" in recorded.report(merged=True)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_profiles_of_other_hosts_are_gathered(rank, monkeypatch):
+    monkeypatch.setattr(ranks, "clock_identity", lambda: f"host {rank}")
+    ddp = model()
+    with profile(ddp) as recorded:
+        steps(ddp, 2)
+    merged = recorded.gather()
+    uncertainty_ns = merged.clocks[1].uncertainty_ns
+    assert merged.clocks[0] == Clock() and 0 < uncertainty_ns < 20_000_000
+    assert abs(merged.clocks[1].offset_ns) <= uncertainty_ns  # it is one clock after all
+    assert "clocks of different hosts aligned" in recorded.report(merged=True)
 
 
 # --- monitor ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_monitor_is_called_after_every_nth_synchronised_step(every: int) -> None:
-    def work(rank: int) -> None:
-        ddp = model()
-        told: list[tuple[int, dict[str, float]]] = []
-        handle = monitor(ddp, lambda step, values: told.append((step, values)), every=every)
-        for index in range(7):
-            with torch.no_grad():
-                ddp(torch.randn(2, 16))
-            if index % 2:
-                with ddp.no_sync():
-                    steps(ddp, 1)
-            ddp(torch.randn(2, 16))  # never goes backward
-            steps(ddp, 1)
-        steps(ddp, 1)  # the eighth begins and tells of the seventh
-        assert [step for step, _ in told] == list(range(every, 8, every))
-        handle.remove()
-        steps(ddp, 2 * every)
-        assert len(told) == 7 // every
-
-    run_ranks(work, 2)
-
-
-def test_a_monitor_tells_the_times_of_the_step() -> None:
-    def work(rank: int) -> None:
-        ddp = model()
-        told: list[dict[str, float]] = []
-        monitor(ddp, lambda step, values: told.append(values))
-        with profile(ddp) as recorded:
-            steps(ddp, 4)
+@on_ranks(2)
+def test_a_monitor_is_called_after_every_nth_synchronised_step(every):
+    ddp = model()
+    told: list[tuple[int, dict[str, float]]] = []
+    handle = monitor(ddp, lambda step, values: told.append((step, values)), every=every)
+    for index in range(7):
+        with torch.no_grad():
+            ddp(torch.randn(2, 16))
+        if index % 2:
+            with ddp.no_sync():
+                steps(ddp, 1)
+        ddp(torch.randn(2, 16))  # never goes backward
         steps(ddp, 1)
-        assert len(told) == 4
-        values, step = told[-1], recorded.steps[-1]
-        assert values["ddp/buckets"] == len(step.buckets)
-        assert values["ddp/bytes"] == sum(bucket.nbytes for bucket in step.buckets) >= 4 * 272 * 4
-        parts = values["ddp/forward_ms"] + values["ddp/backward_ms"] + values["ddp/exposed_ms"]
-        assert values["ddp/step_ms"] == pytest.approx(parts)
-        # Two ways to the same numbers; the process may have lost its core between two readings of a clock.
-        assert values["ddp/step_ms"] == pytest.approx(step.duration_ns / 1e6, rel=0.5, abs=5)
-        assert 0 <= values["ddp/overlap_ratio"] <= 1
-        assert 0 < values["ddp/comm_ms"] < values["ddp/step_ms"]
+    steps(ddp, 1)  # the eighth begins and tells of the seventh
+    assert [step for step, _ in told] == list(range(every, 8, every))
+    handle.remove()
+    steps(ddp, 2 * every)
+    assert len(told) == 7 // every
 
-    run_ranks(work, 2)
+
+@on_ranks(2)
+def test_a_monitor_tells_the_times_of_the_step():
+    ddp = model()
+    told: list[dict[str, float]] = []
+    monitor(ddp, lambda step, values: told.append(values))
+    with profile(ddp) as recorded:
+        steps(ddp, 4)
+    steps(ddp, 1)
+    assert len(told) == 4
+    values, step = told[-1], recorded.steps[-1]
+    assert values["ddp/buckets"] == len(step.buckets)
+    assert values["ddp/bytes"] == sum(bucket.nbytes for bucket in step.buckets) >= 4 * 272 * 4
+    parts = values["ddp/forward_ms"] + values["ddp/backward_ms"] + values["ddp/exposed_ms"]
+    assert values["ddp/step_ms"] == pytest.approx(parts)
+    # Two ways to the same numbers; the process may have lost its core between two readings of a clock.
+    assert values["ddp/step_ms"] == pytest.approx(step.duration_ns / 1e6, rel=0.5, abs=5)
+    assert 0 <= values["ddp/overlap_ratio"] <= 1
+    assert 0 < values["ddp/comm_ms"] < values["ddp/step_ms"]

@@ -5,7 +5,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import same_on_all_ranks
 from tests.thaw import OPTIMIZERS, assert_equal, play, sides_of
 
@@ -37,23 +37,16 @@ def play_all(rank, make, fresh=None, seeds=range(SCHEDULES), is_told=True, buffe
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("make", [ddp, replicated])
-def test_random_schedules_as_if_wrapped_anew(make, world_size, transport):
-    def work(rank):
-        play_all(rank, make(transport=transport))
-
-    run_ranks(work, world_size, timeout=120.0)
+@on_ranks(1, 2, 3, 4)
+def test_random_schedules_as_if_wrapped_anew(rank, make, transport):
+    play_all(rank, make(transport=transport))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_random_schedules_as_torchs_class_made_anew(world_size):
+@on_ranks(1, 2)
+def test_random_schedules_as_torchs_class_made_anew(rank):
     """At these sizes sums have one order. AdamW makes much of rounding: a bias before a norm has gradients of zero."""
-
-    def work(rank):
-        play_all(rank, ddp(), TorchDDP)
-
-    run_ranks(work, world_size, timeout=120.0)
+    play_all(rank, ddp(), TorchDDP)
 
 
 @pytest.mark.parametrize(
@@ -72,20 +65,15 @@ def test_random_schedules_as_torchs_class_made_anew(world_size):
     ids=str,
 )
 @pytest.mark.parametrize("make", [ddp, replicated])
-def test_options_go_on(make, options):
-    def work(rank):
-        own_buffers = "forward_sync_buffers" in options  # which a fresh wrapper sends once
-        play_all(rank, make(**options), seeds=range(SCHEDULES, SCHEDULES + 4), buffers=not own_buffers)
-
-    run_ranks(work, 2, timeout=120.0)
+@on_ranks(2)
+def test_options_go_on(rank, make, options):
+    own_buffers = "forward_sync_buffers" in options  # which a fresh wrapper sends once
+    play_all(rank, make(**options), seeds=range(SCHEDULES, SCHEDULES + 4), buffers=not own_buffers)
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("make", [ddp, replicated])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_noticed_in_forward(make, transport, world_size):
-    def work(rank):
-        automatic = make(transport=transport, auto_refresh_trainable=True)
-        play_all(rank, automatic, make(transport=transport), seeds=range(6), is_told=False, buffers=False)
-
-    run_ranks(work, world_size, timeout=120.0)
+@on_ranks(1, 2, 3)
+def test_noticed_in_forward(rank, make, transport):
+    automatic = make(transport=transport, auto_refresh_trainable=True)
+    play_all(rank, automatic, make(transport=transport), seeds=range(6), is_told=False, buffers=False)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import Mlp, batch, loss_of, same_on_all_ranks, seeded
 
 pytestmark = pytest.mark.beyond_torch("has no refresh_trainable()")
@@ -73,138 +73,124 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("auto", [False, True])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_that_disagree_all_hear_of_it(world_size, transport, auto):
-    def work(rank):
-        kind = KINDS[world_size % 2]
-        for change, words in DIFFERENCES.items():
-            if auto and change is reorder and world_size > 2:
-                continue
-            module = seeded(Mlp)
-            model = kind(module, transport=transport, auto_refresh_trainable=auto)
-            train(model, rank)
-            reducer = getattr(model, "reducer", None)
-            kept = copy.copy(module._modules), {n: p for n, p in module.first._parameters.items()}, module.last.weight
-            if rank == world_size - 1:
-                change(module)
-            text = error_of(partial(model, batch(rank)) if auto else model.refresh_trainable)
-            others = ", ".join(map(str, range(world_size - 1)))
-            assert words.format(others=others, last=world_size - 1) in text, text
-            assert f"on rank {rank}: the model is not the same on all ranks" in text
-            assert reducer is getattr(model, "reducer", None)
-            # Put right, it goes on: here by what it was.
-            module._modules.clear()
-            module._modules.update(kept[0])
-            module.first._parameters.update(kept[1])
-            module.last._parameters["weight"] = kept[2]
-            module.requires_grad_(True)
-            if not auto:
-                model.refresh_trainable()
-            train(model, rank)
-
-    run_ranks(work, world_size, timeout=100.0)
+@on_ranks(2, 3, 4)
+def test_ranks_that_disagree_all_hear_of_it(rank, world_size, transport, auto):
+    kind = KINDS[world_size % 2]
+    for change, words in DIFFERENCES.items():
+        if auto and change is reorder and world_size > 2:
+            continue
+        module = seeded(Mlp)
+        model = kind(module, transport=transport, auto_refresh_trainable=auto)
+        train(model, rank)
+        reducer = getattr(model, "reducer", None)
+        kept = copy.copy(module._modules), {n: p for n, p in module.first._parameters.items()}, module.last.weight
+        if rank == world_size - 1:
+            change(module)
+        text = error_of(partial(model, batch(rank)) if auto else model.refresh_trainable)
+        others = ", ".join(map(str, range(world_size - 1)))
+        assert words.format(others=others, last=world_size - 1) in text, text
+        assert f"on rank {rank}: the model is not the same on all ranks" in text
+        assert reducer is getattr(model, "reducer", None)
+        # Put right, it goes on: here by what it was.
+        module._modules.clear()
+        module._modules.update(kept[0])
+        module.first._parameters.update(kept[1])
+        module.last._parameters["weight"] = kept[2]
+        module.requires_grad_(True)
+        if not auto:
+            model.refresh_trainable()
+        train(model, rank)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("auto", [False, True])
-def test_nothing_to_train_and_thawed_later(kind, auto):
-    def work(rank):
-        module = seeded(Mlp)
-        model = kind(module, auto_refresh_trainable=auto)
-        train(model, rank)
-        module.requires_grad_(False)
-        for _ in range(2):
-            text = error_of(partial(model, batch(rank)) if auto else model.refresh_trainable)
-            assert f"rank {rank}" in text and "no parameter of the module requires grad" in text
-        module.last.requires_grad_(True)
-        if not auto:
-            model.refresh_trainable()
-        before = module.first.weight.clone()
-        train(model, rank)
-        module.requires_grad_(True)
-        if not auto:
-            model.refresh_trainable()
-        assert torch.equal(module.first.weight, before)
-        train(model, rank)
-        assert not torch.equal(module.first.weight, before)
-
-    run_ranks(work, 2)
-
-
-def test_a_rank_whose_backward_is_not_complete_tells_the_others():
-    def work(rank):
-        module = seeded(Mlp)
-        model = torchddp.DistributedDataParallel(module, bucket_cap_mb=100)
-        train(model, rank)
-        if rank == 1:  # a graph without the first layer: its gradients never come
-            hidden = model(batch(rank))
-            module.last.weight.grad = None
-            torch.autograd.backward(hidden.sum(), inputs=[module.last.weight])
-        text = error_of(model.refresh_trainable)
-        assert "refresh_trainable() failed on other ranks" in text if rank == 0 else "first.weight" in text
-        assert rank == 1 or "rank 1: RuntimeError" in text
-
-    run_ranks(work, 2)
-
-
-def test_not_inside_of_join_but_after_it():
-    def work(rank):
-        module = seeded(Mlp)
-        model = torchddp.DistributedDataParallel(module, auto_refresh_trainable=True)
-        for epoch in range(3):
-            with model.join():
-                for step in range(2 + rank):
-                    loss_of(model(batch(rank, step))).backward()
-                    if epoch == 0 and step < 2:
-                        assert "join() context" in error_of(model.refresh_trainable)
-            module.first.requires_grad_(epoch == 1)
-            model.refresh_trainable()
-            assert ("first.weight" in [spec.name for spec in model.session.specs]) == (epoch == 1)
-
-    run_ranks(work, 2)
-
-
-def test_what_can_not_be_refreshed():
-    def work(rank):
-        module = seeded(Mlp)
-        module.last.requires_grad_(False)
-        late = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        delayed = torchddp.DistributedDataParallel(
-            module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module.first.weight
-        )
-        assert "delay_all_reduce_named_params" in error_of(delayed.refresh_trainable)
-        with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-            python = torchddp.DistributedDataParallel(seeded(Mlp))
-        assert "python_reducer" in error_of(python.refresh_trainable)
-        model = torchddp.DistributedDataParallel(seeded(Mlp))
-        model.module.extra = nn.Linear(2, 2, device="meta")
-        assert "extra.weight, extra.bias were without values" in error_of(model.refresh_trainable)
-        model.module.extra = nn.LazyLinear(2)
-        assert "without values" in error_of(model.refresh_trainable)
-        with pytest.raises(TypeError, match="auto_refresh_trainable must be True or False, got 'yes'"):
-            torchddp.DistributedDataParallel(seeded(Mlp), auto_refresh_trainable="yes")
-
-    run_ranks(work, 2)
-
-
-def test_a_hook_that_refuses_leaves_no_silence():
-    """The model reduces nothing until it is refreshed with success: and says so."""
-
-    def work(rank):
-        module = seeded(lambda: Mlp(dtype=torch.float32))
-        model = torchddp.DistributedDataParallel(module, comm_hook=torchddp.comm_hooks.PowerSGD(4))
-
-        def step():
-            loss_of(model(batch(rank).float())).backward()
-            assert same_on_all_ranks([p.grad for p in module.parameters()])
-
-        step()
-        module.extra = nn.Linear(2, 2, dtype=torch.float64)
-        with pytest.raises(TypeError, match=r"'extra\.weight' is torch\.float64"):
-            model.refresh_trainable()
-        assert "refresh_trainable() has failed" in error_of(lambda: model(batch(rank).float()))
-        del module.extra
+@on_ranks(2)
+def test_nothing_to_train_and_thawed_later(rank, kind, auto):
+    module = seeded(Mlp)
+    model = kind(module, auto_refresh_trainable=auto)
+    train(model, rank)
+    module.requires_grad_(False)
+    for _ in range(2):
+        text = error_of(partial(model, batch(rank)) if auto else model.refresh_trainable)
+        assert f"rank {rank}" in text and "no parameter of the module requires grad" in text
+    module.last.requires_grad_(True)
+    if not auto:
         model.refresh_trainable()
-        step()
+    before = module.first.weight.clone()
+    train(model, rank)
+    module.requires_grad_(True)
+    if not auto:
+        model.refresh_trainable()
+    assert torch.equal(module.first.weight, before)
+    train(model, rank)
+    assert not torch.equal(module.first.weight, before)
 
-    run_ranks(work, 2)
+
+@on_ranks(2)
+def test_a_rank_whose_backward_is_not_complete_tells_the_others(rank):
+    module = seeded(Mlp)
+    model = torchddp.DistributedDataParallel(module, bucket_cap_mb=100)
+    train(model, rank)
+    if rank == 1:  # a graph without the first layer: its gradients never come
+        hidden = model(batch(rank))
+        module.last.weight.grad = None
+        torch.autograd.backward(hidden.sum(), inputs=[module.last.weight])
+    text = error_of(model.refresh_trainable)
+    assert "refresh_trainable() failed on other ranks" in text if rank == 0 else "first.weight" in text
+    assert rank == 1 or "rank 1: RuntimeError" in text
+
+
+@on_ranks(2)
+def test_not_inside_of_join_but_after_it(rank):
+    module = seeded(Mlp)
+    model = torchddp.DistributedDataParallel(module, auto_refresh_trainable=True)
+    for epoch in range(3):
+        with model.join():
+            for step in range(2 + rank):
+                loss_of(model(batch(rank, step))).backward()
+                if epoch == 0 and step < 2:
+                    assert "join() context" in error_of(model.refresh_trainable)
+        module.first.requires_grad_(epoch == 1)
+        model.refresh_trainable()
+        assert ("first.weight" in [spec.name for spec in model.session.specs]) == (epoch == 1)
+
+
+@on_ranks(2)
+def test_what_can_not_be_refreshed():
+    module = seeded(Mlp)
+    module.last.requires_grad_(False)
+    late = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    delayed = torchddp.DistributedDataParallel(
+        module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module.first.weight
+    )
+    assert "delay_all_reduce_named_params" in error_of(delayed.refresh_trainable)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        python = torchddp.DistributedDataParallel(seeded(Mlp))
+    assert "python_reducer" in error_of(python.refresh_trainable)
+    model = torchddp.DistributedDataParallel(seeded(Mlp))
+    model.module.extra = nn.Linear(2, 2, device="meta")
+    assert "extra.weight, extra.bias were without values" in error_of(model.refresh_trainable)
+    model.module.extra = nn.LazyLinear(2)
+    assert "without values" in error_of(model.refresh_trainable)
+    with pytest.raises(TypeError, match="auto_refresh_trainable must be True or False, got 'yes'"):
+        torchddp.DistributedDataParallel(seeded(Mlp), auto_refresh_trainable="yes")
+
+
+@on_ranks(2)
+def test_a_hook_that_refuses_leaves_no_silence(rank):
+    """The model reduces nothing until it is refreshed with success: and says so."""
+    module = seeded(lambda: Mlp(dtype=torch.float32))
+    model = torchddp.DistributedDataParallel(module, comm_hook=torchddp.comm_hooks.PowerSGD(4))
+
+    def step():
+        loss_of(model(batch(rank).float())).backward()
+        assert same_on_all_ranks([p.grad for p in module.parameters()])
+
+    step()
+    module.extra = nn.Linear(2, 2, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"'extra\.weight' is torch\.float64"):
+        model.refresh_trainable()
+    assert "refresh_trainable() has failed" in error_of(lambda: model(batch(rank).float()))
+    del module.extra
+    model.refresh_trainable()
+    step()

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import Branches, Mlp, batch, loss_of, same_on_all_ranks, seeded
 from torchddp.comm_hooks import BF16, CastAround, Int8, PerParameter, PowerSGD, TopK
 
@@ -58,41 +58,38 @@ def frozen_then_thawed(model, rank, **kwargs):
 
 @pytest.mark.parametrize("kind", [DDP, torchddp.replicate])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_only_what_is_new_gets_rank_0s_values(kind, transport):
-    def work(rank):
-        module = seeded(mlp)
-        model = kind(module, transport=transport)
-        with torch.no_grad():
-            module.first.weight.add_(rank)  # this rank's own, and not to be touched
-        own = module.first.weight.clone()
-        torch.manual_seed(rank)
-        module.extra = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        module.extra[1].running_mean.fill_(rank + 1)
-        module.extra.requires_grad_(False)  # what is frozen must be the same too
-        module.register_parameter("scale", nn.Parameter(torch.randn(5)))
-        model.refresh_trainable()
-        assert torch.equal(module.first.weight, own)
-        assert same_on_all_ranks([*module.extra.parameters(), module.scale])
-        assert module.extra[1].running_mean.tolist() == [1.0] * 4
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_only_what_is_new_gets_rank_0s_values(rank, kind, transport):
+    module = seeded(mlp)
+    model = kind(module, transport=transport)
+    with torch.no_grad():
+        module.first.weight.add_(rank)  # this rank's own, and not to be touched
+    own = module.first.weight.clone()
+    torch.manual_seed(rank)
+    module.extra = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    module.extra[1].running_mean.fill_(rank + 1)
+    module.extra.requires_grad_(False)  # what is frozen must be the same too
+    module.register_parameter("scale", nn.Parameter(torch.randn(5)))
+    model.refresh_trainable()
+    assert torch.equal(module.first.weight, own)
+    assert same_on_all_ranks([*module.extra.parameters(), module.scale])
+    assert module.extra[1].running_mean.tolist() == [1.0] * 4
 
 
-def test_nothing_is_sent_with_init_sync_off():
-    def work(rank):
-        module = seeded(mlp)
-        model = DDP(module, init_sync=False)
-        module.register_parameter("scale", nn.Parameter(torch.full((2,), float(rank))))
-        model.refresh_trainable()
-        assert module.scale.tolist() == [rank, rank]
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_nothing_is_sent_with_init_sync_off(rank):
+    module = seeded(mlp)
+    model = DDP(module, init_sync=False)
+    module.register_parameter("scale", nn.Parameter(torch.full((2,), float(rank))))
+    model.refresh_trainable()
+    assert module.scale.tolist() == [rank, rank]
 
 
 # --- communication hooks ---
 
 
-def test_a_hook_goes_on():
+@on_ranks(2)
+def test_a_hook_goes_on(rank):
     class Hook:
         called = 0
         followed = 0
@@ -104,28 +101,23 @@ def test_a_hook_goes_on():
         def follow_parameters(self, model):
             self.followed += 1
 
-    def work(rank):
-        hook = Hook()
-        model = DDP(seeded(mlp))
-        model.register_comm_hook(None, hook)
-        frozen_then_thawed(model, rank)
-        assert hook.called >= 9 and hook.followed == 2
-        assert model._get_ddp_logging_data()["comm_hook"] == "test_a_hook_goes_on.<locals>.Hook"
-
-    run_ranks(work, 2)
+    hook = Hook()
+    model = DDP(seeded(mlp))
+    model.register_comm_hook(None, hook)
+    frozen_then_thawed(model, rank)
+    assert hook.called >= 9 and hook.followed == 2
+    assert model._get_ddp_logging_data()["comm_hook"] == "test_a_hook_goes_on.<locals>.Hook"
 
 
 @pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
-def test_a_builtin_hook_goes_on(name):
-    def work(rank):
-        model = DDP(seeded(mlp), transport="shm")
-        kind = getattr(dist.BuiltinCommHookType, name)
-        model._register_builtin_comm_hook(kind)
-        frozen_then_thawed(model, rank)
-        assert model._get_ddp_logging_data()["comm_hook"] == str(kind)
-        assert "hook" in model.reducer.traffic()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_builtin_hook_goes_on(rank, name):
+    model = DDP(seeded(mlp), transport="shm")
+    kind = getattr(dist.BuiltinCommHookType, name)
+    model._register_builtin_comm_hook(kind)
+    frozen_then_thawed(model, rank)
+    assert model._get_ddp_logging_data()["comm_hook"] == str(kind)
+    assert "hook" in model.reducer.traffic()
 
 
 HOOKS = {
@@ -154,42 +146,36 @@ def held_by(hook):
 
 
 @pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_hooks_keep_what_they_hold_of_parameters_that_stay(name, world_size):
-    def work(rank):
-        hook = HOOKS[name]()
-        module = seeded(mlp)
-        model = DDP(module, comm_hook=hook)
-        train(model, rank)
-        before, steps = held_by(hook), hook.state_dict()["step"]
-        assert any(parameter == "last.weight" for _, parameter in before)
-        module.first.requires_grad_(False)
-        module.extra = nn.Linear(8, 8)
-        module.last.register_forward_hook(lambda *args: module.extra(args[2]))
-        model.refresh_trainable()
-        after = held_by(hook)
-        assert after and after.keys() == {k for k in before if not k[1].startswith("first.")}
-        assert all(torch.equal(after[key], before[key]) for key in after)
-        assert hook.state_dict()["step"] == steps == 3
-        train(model, rank)
-        assert hook.state_dict()["step"] == 6
-
-    run_ranks(work, world_size)
+@on_ranks(2, 3)
+def test_hooks_keep_what_they_hold_of_parameters_that_stay(rank, name):
+    hook = HOOKS[name]()
+    module = seeded(mlp)
+    model = DDP(module, comm_hook=hook)
+    train(model, rank)
+    before, steps = held_by(hook), hook.state_dict()["step"]
+    assert any(parameter == "last.weight" for _, parameter in before)
+    module.first.requires_grad_(False)
+    module.extra = nn.Linear(8, 8)
+    module.last.register_forward_hook(lambda *args: module.extra(args[2]))
+    model.refresh_trainable()
+    after = held_by(hook)
+    assert after and after.keys() == {k for k in before if not k[1].startswith("first.")}
+    assert all(torch.equal(after[key], before[key]) for key in after)
+    assert hook.state_dict()["step"] == steps == 3
+    train(model, rank)
+    assert hook.state_dict()["step"] == 6
 
 
-def test_torchs_powersgd_begins_anew():
+@on_ranks(2)
+def test_torchs_powersgd_begins_anew(rank):
     """It holds by the number of a bucket what the buckets of now have nothing to do with."""
-
-    def work(rank):
-        state = torch_power_sgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
-        model = DDP(seeded(mlp))
-        model.register_comm_hook(state, torch_power_sgd.powerSGD_hook)
-        train(model, rank, steps=6)
-        assert state.error_dict
-        frozen_then_thawed(model, rank, steps=6)
-        assert state.error_dict and state.iter == 6
-
-    run_ranks(work, 2)
+    state = torch_power_sgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+    model = DDP(seeded(mlp))
+    model.register_comm_hook(state, torch_power_sgd.powerSGD_hook)
+    train(model, rank, steps=6)
+    assert state.error_dict
+    frozen_then_thawed(model, rank, steps=6)
+    assert state.error_dict and state.iter == 6
 
 
 # --- modes ---
@@ -255,19 +241,17 @@ def test_optimizers_in_backward():
     run_ranks(work, 2)
 
 
-def test_an_optimizer_that_a_hook_runs():
-    def work(rank):
-        model = DDP(seeded(mlp))
-        model._register_fused_optim(torch.optim.SGD, 0.1)
-        before = model.module.last.weight.clone()
-        for frozen in (False, True, False):
-            model.module.first.requires_grad_(not frozen)
-            model.refresh_trainable()
-            loss_of(model(batch(rank).float())).backward()
-            assert same_on_all_ranks(list(model.parameters()))
-        assert not torch.equal(before, model.module.last.weight)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_an_optimizer_that_a_hook_runs(rank):
+    model = DDP(seeded(mlp))
+    model._register_fused_optim(torch.optim.SGD, 0.1)
+    before = model.module.last.weight.clone()
+    for frozen in (False, True, False):
+        model.module.first.requires_grad_(not frozen)
+        model.refresh_trainable()
+        loss_of(model(batch(rank).float())).backward()
+        assert same_on_all_ranks(list(model.parameters()))
+    assert not torch.equal(before, model.module.last.weight)
 
 
 def test_torchs_mixed_precision():
@@ -289,295 +273,259 @@ def test_torchs_mixed_precision():
     run_ranks(work, 2)
 
 
-def test_parameters_that_are_averaged_late():
-    def work(rank):
-        module = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
-        late = [("2.bias", module[2].bias)]
-        model = DDP(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module[0].weight)
-        train(model, rank)
-        module[1].requires_grad_(False)
-        model.refresh_trainable()
-        train(model, rank)
-        assert [spec.name for spec in model.session.specs] == ["0.weight", "0.bias", "2.weight"]
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_parameters_that_are_averaged_late(rank):
+    module = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
+    late = [("2.bias", module[2].bias)]
+    model = DDP(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module[0].weight)
+    train(model, rank)
+    module[1].requires_grad_(False)
+    model.refresh_trainable()
+    train(model, rank)
+    assert [spec.name for spec in model.session.specs] == ["0.weight", "0.bias", "2.weight"]
 
 
-def test_what_is_to_be_ignored():
-    def work(rank):
-        module = seeded(mlp)
-        DDP._set_params_and_buffers_to_ignore_for_model(module, ["first.weight"])
-        model = DDP(module)
-        module.extra, module.own = nn.Linear(2, 2), nn.Linear(2, 2)
-        DDP._set_params_and_buffers_to_ignore_for_model(module, ["own.weight", "own.bias"])
-        torch.manual_seed(rank)
-        nn.init.normal_(module.own.weight)
-        model.refresh_trainable()
-        names = {spec.name for spec in model.session.specs}
-        assert names == {n for n, _ in module.named_parameters()} - {"first.weight", "own.weight", "own.bias"}
-        assert not same_on_all_ranks([module.own.weight])
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_what_is_to_be_ignored(rank):
+    module = seeded(mlp)
+    DDP._set_params_and_buffers_to_ignore_for_model(module, ["first.weight"])
+    model = DDP(module)
+    module.extra, module.own = nn.Linear(2, 2), nn.Linear(2, 2)
+    DDP._set_params_and_buffers_to_ignore_for_model(module, ["own.weight", "own.bias"])
+    torch.manual_seed(rank)
+    nn.init.normal_(module.own.weight)
+    model.refresh_trainable()
+    names = {spec.name for spec in model.session.specs}
+    assert names == {n for n, _ in module.named_parameters()} - {"first.weight", "own.weight", "own.bias"}
+    assert not same_on_all_ranks([module.own.weight])
 
 
-def test_narrow_sums():
-    def work(rank):
-        def gradients_of(model):
-            model.zero_grad()
-            model(batch(rank).float()).square().mean().backward()
-            return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+@on_ranks(2)
+def test_narrow_sums(rank):
+    def gradients_of(model):
+        model.zero_grad()
+        model(batch(rank).float()).square().mean().backward()
+        return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
 
-        def fresh(dtype):
-            return gradients_of(DDP(copy.deepcopy(module), transport="shm", wire_dtype=dtype))
+    def fresh(dtype):
+        return gradients_of(DDP(copy.deepcopy(module), transport="shm", wire_dtype=dtype))
 
-        module = seeded(lambda: nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 8)))
-        module[0].requires_grad_(False)
-        model = DDP(module, transport="shm", wire_dtype=torch.bfloat16)
-        module[0].requires_grad_(True)
-        model.refresh_trainable()
-        refreshed = gradients_of(model)
-        assert torch.equal(refreshed, fresh(torch.bfloat16)) and not torch.equal(refreshed, fresh(None))
-
-    run_ranks(work, 2)
+    module = seeded(lambda: nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 8)))
+    module[0].requires_grad_(False)
+    model = DDP(module, transport="shm", wire_dtype=torch.bfloat16)
+    module[0].requires_grad_(True)
+    model.refresh_trainable()
+    refreshed = gradients_of(model)
+    assert torch.equal(refreshed, fresh(torch.bfloat16)) and not torch.equal(refreshed, fresh(None))
 
 
-def test_copies():
-    def work(rank):
-        model = DDP(seeded(mlp), comm_hook="bf16")
-        model.refresh_trainable()
-        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            frozen_then_thawed(copied, rank)
-            assert not copied._comm_hooks
-        frozen_then_thawed(model, rank)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_copies(rank):
+    model = DDP(seeded(mlp), comm_hook="bf16")
+    model.refresh_trainable()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        frozen_then_thawed(copied, rank)
+        assert not copied._comm_hooks
+    frozen_then_thawed(model, rank)
 
 
-def test_two_wrappers_of_the_same_parameters():
-    def work(rank):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            inner = DDP(seeded(mlp))
-            outer = DDP(inner)
-        reference = DDP(seeded(mlp))
-        for on in (True, False, True):
-            for side in (inner, reference):
-                side.module.first.requires_grad_(on)
-                side.refresh_trainable()
-            outer.refresh_trainable()
-            for side in (outer, reference):
-                loss_of(side(batch(rank).float())).backward()
-            for mine, theirs in zip(inner.module.parameters(), reference.module.parameters(), strict=True):
-                assert mine.grad is theirs.grad or torch.equal(mine.grad, theirs.grad)
-                mine.grad = theirs.grad = None
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_two_wrappers_of_the_same_parameters(rank):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inner = DDP(seeded(mlp))
+        outer = DDP(inner)
+    reference = DDP(seeded(mlp))
+    for on in (True, False, True):
+        for side in (inner, reference):
+            side.module.first.requires_grad_(on)
+            side.refresh_trainable()
+        outer.refresh_trainable()
+        for side in (outer, reference):
+            loss_of(side(batch(rank).float())).backward()
+        for mine, theirs in zip(inner.module.parameters(), reference.module.parameters(), strict=True):
+            assert mine.grad is theirs.grad or torch.equal(mine.grad, theirs.grad)
+            mine.grad = theirs.grad = None
 
 
 # --- gradients on their way ---
 
 
 @pytest.mark.parametrize("views", [None, True, False])
-def test_a_branch_used_only_before_the_change_is_averaged(views):
+@on_ranks(2)
+def test_a_branch_used_only_before_the_change_is_averaged(rank, views):
     """find_unused_parameters: what a no_sync() microbatch has used is used, also by a reducer that was not there."""
-
-    def work(rank):
-        module = seeded(Branches)
-        module.never.requires_grad_(False)
-        module.right.requires_grad_(False)
-        model = DDP(module, find_unused_parameters=True, gradient_as_bucket_view=views)
-        x = batch(rank)[:, :4].double()
-        with model.no_sync():
-            model(x, "left").sum().backward()
-            module.right.requires_grad_(True)
-            model(x, "right").sum().backward()  # nobody's yet
-        own = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-        assert {"left.weight", "right.weight", "trunk.weight"} <= own.keys()
-        module.never.requires_grad_(True)
-        model.refresh_trainable()
-        (0 * model(x, "never")).sum().backward()
-        for name, gradient in own.items():
-            dist.all_reduce(gradient)
-            assert torch.allclose(dict(module.named_parameters())[name].grad, gradient / 2), name
-
-    run_ranks(work, 2)
+    module = seeded(Branches)
+    module.never.requires_grad_(False)
+    module.right.requires_grad_(False)
+    model = DDP(module, find_unused_parameters=True, gradient_as_bucket_view=views)
+    x = batch(rank)[:, :4].double()
+    with model.no_sync():
+        model(x, "left").sum().backward()
+        module.right.requires_grad_(True)
+        model(x, "right").sum().backward()  # nobody's yet
+    own = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    assert {"left.weight", "right.weight", "trunk.weight"} <= own.keys()
+    module.never.requires_grad_(True)
+    model.refresh_trainable()
+    (0 * model(x, "never")).sum().backward()
+    for name, gradient in own.items():
+        dist.all_reduce(gradient)
+        assert torch.allclose(dict(module.named_parameters())[name].grad, gradient / 2), name
 
 
-def test_between_forward_and_backward():
+@on_ranks(2)
+def test_between_forward_and_backward(rank):
     """The backward of a forward before the change is reduced, by the reducer that is there then."""
+    module = seeded(Mlp)
+    model = DDP(module)
+    output = model(batch(rank))
+    model.refresh_trainable()
+    loss_of(output).backward()
+    assert same_on_all_ranks([p.grad for p in model.parameters()])
 
-    def work(rank):
-        module = seeded(Mlp)
-        model = DDP(module)
-        output = model(batch(rank))
+
+@on_ranks(2)
+def test_kept_gradients_stay_valid(rank):
+    module = seeded(Mlp)
+    model = DDP(module, gradient_as_bucket_view=True)
+    for step in range(3):
+        loss_of(model(batch(rank, step))).backward()
+        kept = [(p.grad, p.grad.clone()) for p in module.parameters()]
         model.refresh_trainable()
-        loss_of(output).backward()
-        assert same_on_all_ranks([p.grad for p in model.parameters()])
-
-    run_ranks(work, 2)
+        assert all(torch.equal(grad, values) for grad, values in kept)
+        assert model.reducer.bucket_memory_bytes > 0
 
 
-def test_kept_gradients_stay_valid():
-    def work(rank):
-        module = seeded(Mlp)
-        model = DDP(module, gradient_as_bucket_view=True)
-        for step in range(3):
-            loss_of(model(batch(rank, step))).backward()
-            kept = [(p.grad, p.grad.clone()) for p in module.parameters()]
-            model.refresh_trainable()
-            assert all(torch.equal(grad, values) for grad, values in kept)
-            assert model.reducer.bucket_memory_bytes > 0
-
-    run_ranks(work, 2)
-
-
-def test_the_buckets_of_before_are_let_go():
-    def work(rank):
-        model = DDP(seeded(Mlp))
-        train(model, rank, dtype=torch.float64)
-        before = model.reducer
-        assert before.bucket_memory_bytes > 0
-        model.refresh_trainable()
-        assert before.bucket_memory_bytes == 0
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_the_buckets_of_before_are_let_go(rank):
+    model = DDP(seeded(Mlp))
+    train(model, rank, dtype=torch.float64)
+    before = model.reducer
+    assert before.bucket_memory_bytes > 0
+    model.refresh_trainable()
+    assert before.bucket_memory_bytes == 0
 
 
 # --- who looks on ---
 
 
-def test_steps_are_counted_on():
-    def work(rank):
-        model = DDP(
-            seeded(mlp), gradient_stats=True, check_parameters_every=2, find_nonfinite=True, stall_report_s=20.0
-        )
+@on_ranks(2)
+def test_steps_are_counted_on(rank):
+    model = DDP(seeded(mlp), gradient_stats=True, check_parameters_every=2, find_nonfinite=True, stall_report_s=20.0)
+    train(model, rank)
+    buckets = model.gradient_stats().shape
+    frozen_then_thawed(model, rank)
+    assert model.reducer.stats()["finished"] == model.reducer.stats()["iteration"] == 12
+    assert model.gradient_stats().shape == buckets
+    assert all(model.observers.get(name) for name in ("check_parameters", "find_nonfinite", "hang_reports"))
+    assert model.reducer.status()["step"] == 12
+    with torch.no_grad():
+        model.module.last.weight.add_(rank)
+    with pytest.raises(torchddp.DesyncError, match=r"after 12 synchronised steps"):
+        torchddp.check_parameters(model)
+
+
+@on_ranks(2)
+def test_a_profile_ends_with_the_change(rank):
+    model = DDP(seeded(mlp))
+    with torchddp.profiler.profile(model) as recorded:
         train(model, rank)
-        buckets = model.gradient_stats().shape
-        frozen_then_thawed(model, rank)
-        assert model.reducer.stats()["finished"] == model.reducer.stats()["iteration"] == 12
-        assert model.gradient_stats().shape == buckets
-        assert all(model.observers.get(name) for name in ("check_parameters", "find_nonfinite", "hang_reports"))
-        assert model.reducer.status()["step"] == 12
-        with torch.no_grad():
-            model.module.last.weight.add_(rank)
-        with pytest.raises(torchddp.DesyncError, match=r"after 12 synchronised steps"):
-            torchddp.check_parameters(model)
-
-    run_ranks(work, 2)
-
-
-def test_a_profile_ends_with_the_change():
-    def work(rank):
-        model = DDP(seeded(mlp))
-        with torchddp.profiler.profile(model) as recorded:
-            train(model, rank)
-            model.module.first.requires_grad_(False)
-            model.refresh_trainable()
-            train(model, rank)
-        assert len(recorded.steps) == 3 and len(recorded.names) == 5
-
-    run_ranks(work, 2)
+        model.module.first.requires_grad_(False)
+        model.refresh_trainable()
+        train(model, rank)
+    assert len(recorded.steps) == 3 and len(recorded.names) == 5
 
 
 # --- replicate ---
 
 
-def test_replicated_in_lower_precision():
-    def work(rank):
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        module = torchddp.replicate(seeded(mlp), mp_policy=policy)
-        frozen_then_thawed(module, rank)
-        module.extra = nn.Linear(8, 8)
-        seen = []
-        module.extra.register_forward_hook(lambda m, a, out: seen.append((m.weight.dtype, out.dtype)))
-        module.last.register_forward_hook(lambda *args: module.extra(args[2]))
-        module.refresh_trainable()
-        train(module, rank)
-        assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
-        assert module.extra.weight.dtype == torch.float32
-        torchddp.composable.unreplicate(module)
-        assert not module.extra._forward_pre_hooks and not module.first._forward_pre_hooks
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_replicated_in_lower_precision(rank):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    module = torchddp.replicate(seeded(mlp), mp_policy=policy)
+    frozen_then_thawed(module, rank)
+    module.extra = nn.Linear(8, 8)
+    seen = []
+    module.extra.register_forward_hook(lambda m, a, out: seen.append((m.weight.dtype, out.dtype)))
+    module.last.register_forward_hook(lambda *args: module.extra(args[2]))
+    module.refresh_trainable()
+    train(module, rank)
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
+    assert module.extra.weight.dtype == torch.float32
+    torchddp.composable.unreplicate(module)
+    assert not module.extra._forward_pre_hooks and not module.first._forward_pre_hooks
 
 
+@on_ranks(2)
 def test_replicate_leaves_ignored_modules_alone_when_they_grow():
-    def work(rank):
-        module = seeded(mlp)
-        module.own = nn.Sequential(nn.Linear(2, 2))
-        torchddp.replicate(module, ignored_modules=[module.own])
-        module.own.append(nn.Linear(2, 3))
-        module.extra = nn.Linear(2, 2)
+    module = seeded(mlp)
+    module.own = nn.Sequential(nn.Linear(2, 2))
+    torchddp.replicate(module, ignored_modules=[module.own])
+    module.own.append(nn.Linear(2, 3))
+    module.extra = nn.Linear(2, 2)
+    module.refresh_trainable()
+    names = {spec.name for spec in torchddp.composable.api.engine_of(module).session.specs}
+    assert {"extra.weight", "first.weight"} <= names and not any(name.startswith("own.") for name in names)
+
+
+@on_ranks(4)
+def test_replicate_with_dtensors(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module, plain = seeded(Mlp), seeded(Mlp)
+    plan = {"first": ColwiseParallel(), "middle": RowwiseParallel()}
+    parallelize_module(module, mesh["tp"], plan)
+    torchddp.replicate(module, mesh=mesh["dp"])
+    reference = DDP(plain)
+    data = rank // 2
+    for on in (True, False, True):
+        for part in (module, plain):
+            part.first.requires_grad_(on)
         module.refresh_trainable()
-        names = {spec.name for spec in torchddp.composable.api.engine_of(module).session.specs}
-        assert {"extra.weight", "first.weight"} <= names and not any(name.startswith("own.") for name in names)
-
-    run_ranks(work, 2)
-
-
-def test_replicate_with_dtensors():
-    def work(rank):
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        module, plain = seeded(Mlp), seeded(Mlp)
-        plan = {"first": ColwiseParallel(), "middle": RowwiseParallel()}
-        parallelize_module(module, mesh["tp"], plan)
-        torchddp.replicate(module, mesh=mesh["dp"])
-        reference = DDP(plain)
-        data = rank // 2
-        for on in (True, False, True):
-            for part in (module, plain):
-                part.first.requires_grad_(on)
-            module.refresh_trainable()
-            reference.refresh_trainable()
-            with module.no_sync(), reference.no_sync():
-                loss_of(module(batch(data, 7))).backward()
-                loss_of(reference(batch(data, 7))).backward()
-            loss_of(module(batch(data))).backward()
-            loss_of(reference(batch(data))).backward()
-            for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
-                assert (mine.grad is None) == (theirs.grad is None)
-                if mine.grad is not None:
-                    grad = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
-                    torch.testing.assert_close(grad, theirs.grad)
-                mine.grad = theirs.grad = None
-
-    run_ranks(work, 4)
+        reference.refresh_trainable()
+        with module.no_sync(), reference.no_sync():
+            loss_of(module(batch(data, 7))).backward()
+            loss_of(reference(batch(data, 7))).backward()
+        loss_of(module(batch(data))).backward()
+        loss_of(reference(batch(data))).backward()
+        for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            if mine.grad is not None:
+                grad = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
+                torch.testing.assert_close(grad, theirs.grad)
+            mine.grad = theirs.grad = None
 
 
 # --- said aloud ---
 
 
-def test_an_error_in_forward_names_the_way_out():
-    def work(rank):
-        model = DDP(seeded(mlp))
-        train(model, rank)
-        model.module.first.requires_grad_(False)
-        loss_of(model(batch(rank).float())).backward()
-        with pytest.raises(RuntimeError, match=r"no longer require grad: first\.weight.*refresh_trainable\(\) on all"):
-            model(batch(rank).float())
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_an_error_in_forward_names_the_way_out(rank):
+    model = DDP(seeded(mlp))
+    train(model, rank)
+    model.module.first.requires_grad_(False)
+    loss_of(model(batch(rank).float())).backward()
+    with pytest.raises(RuntimeError, match=r"no longer require grad: first\.weight.*refresh_trainable\(\) on all"):
+        model(batch(rank).float())
 
 
 @pytest.mark.parametrize("kind", [DDP, torchddp.replicate])
-def test_thawed_and_added_parameters_are_named(kind):
-    def work(rank):
-        module = seeded(mlp)
-        module.first.requires_grad_(False)
-        model = kind(module)
-        optimizer = torch.optim.SGD(module.last.parameters(), lr=0.1)
-        train(model, rank, optimizer=optimizer)
-        module.first.requires_grad_(True)
-        module.extra = nn.Linear(8, 8)
-        module.last.register_forward_hook(lambda *args: module.extra(args[2]))
-        with pytest.warns(UserWarning, match=r"first\.weight, .*extra\.bias were thawed or added.*refresh_trainable"):
-            train(model, rank, steps=64, optimizer=optimizer)
-        model.refresh_trainable()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            train(model, rank, steps=65, optimizer=optimizer)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_thawed_and_added_parameters_are_named(rank, kind):
+    module = seeded(mlp)
+    module.first.requires_grad_(False)
+    model = kind(module)
+    optimizer = torch.optim.SGD(module.last.parameters(), lr=0.1)
+    train(model, rank, optimizer=optimizer)
+    module.first.requires_grad_(True)
+    module.extra = nn.Linear(8, 8)
+    module.last.register_forward_hook(lambda *args: module.extra(args[2]))
+    with pytest.warns(UserWarning, match=r"first\.weight, .*extra\.bias were thawed or added.*refresh_trainable"):
+        train(model, rank, steps=64, optimizer=optimizer)
+    model.refresh_trainable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        train(model, rank, steps=65, optimizer=optimizer)

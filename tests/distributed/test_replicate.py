@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import Branches, Mlp, NormNet, batch, loss_of, seeded
 
 COPIES = {"transport": "c10d", "gradient_as_bucket_view": False}
@@ -45,12 +45,8 @@ def assert_same(model, reference, **tolerance):
                 torch.testing.assert_close(mine, theirs, **(tolerance or {"rtol": 0, "atol": 0}), msg=name)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_same_bits_as_the_wrapper(world_size):
-    def work(rank):
-        for options in ({}, {"bucket_cap_mb": 0.001}, COPIES):
-            one_run(rank, options)
-
+@on_ranks(1, 2, 3, 4)
+def test_same_bits_as_the_wrapper(rank):
     def one_run(rank, options):
         model = seeded(Mlp)
         parameters = list(model.parameters())
@@ -63,54 +59,49 @@ def test_same_bits_as_the_wrapper(world_size):
         train(wrapped, rank)
         assert_same(model, wrapped)
 
-    run_ranks(work, world_size, timeout=SECONDS)
+    for options in ({}, {"bucket_cap_mb": 0.001}, COPIES):
+        one_run(rank, options)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_as_torchs_class(world_size):
-    def work(rank):
-        model, torchs = torchddp.replicate(seeded(Mlp), transport="c10d"), TorchDDP(seeded(Mlp))
-        for _ in range(2):
-            train(model, rank)
-            train(torchs, rank)
-        # gloo's sums of more than two have no one order
-        assert_same(model, torchs, **({} if world_size <= 2 else {"rtol": 1e-12, "atol": 1e-12}))
-
-    run_ranks(work, world_size, timeout=SECONDS)
+@on_ranks()
+def test_as_torchs_class(rank, world_size):
+    model, torchs = torchddp.replicate(seeded(Mlp), transport="c10d"), TorchDDP(seeded(Mlp))
+    for _ in range(2):
+        train(model, rank)
+        train(torchs, rank)
+    # gloo's sums of more than two have no one order
+    assert_same(model, torchs, **({} if world_size <= 2 else {"rtol": 1e-12, "atol": 1e-12}))
 
 
+@on_ranks(2)
 def test_the_module_stays_what_it_is():
-    def work(rank):
-        model, plain = torchddp.replicate(seeded(NormNet)), seeded(NormNet)
-        assert isinstance(model, NormNet) and isinstance(model, torchddp.composable.ReplicateModule)
-        assert not isinstance(model, TorchDDP)
-        assert type(model).__name__ == "ReplicateNormNet"
-        assert list(model.state_dict()) == list(plain.state_dict())
-        assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
-        assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
-        model.load_state_dict(plain.state_dict())
-        torchddp.check_parameters(torchddp.composable.engine_of(model))
+    model, plain = torchddp.replicate(seeded(NormNet)), seeded(NormNet)
+    assert isinstance(model, NormNet) and isinstance(model, torchddp.composable.ReplicateModule)
+    assert not isinstance(model, TorchDDP)
+    assert type(model).__name__ == "ReplicateNormNet"
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    model.load_state_dict(plain.state_dict())
+    torchddp.check_parameters(torchddp.composable.engine_of(model))
 
-        sequential = torchddp.replicate(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
-        part = sequential[:2]
-        assert type(part) is nn.Sequential and part[0] is sequential[0]
-
-    run_ranks(work, 2, timeout=SECONDS)
+    sequential = torchddp.replicate(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    part = sequential[:2]
+    assert type(part) is nn.Sequential and part[0] is sequential[0]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_optimizer_made_before_or_after(when, set_to_none):
-    def work(rank):
-        model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
-        optimizer = torch.optim.AdamW(model.parameters()) if when == "before" else None
-        torchddp.replicate(model)
-        optimizer = optimizer or torch.optim.AdamW(model.parameters())
-        train(model, rank, optimizer=optimizer, set_to_none=set_to_none)
-        train(wrapped, rank, optimizer=torch.optim.AdamW(wrapped.parameters()), set_to_none=set_to_none)
-        assert_same(model, wrapped)
-
-    run_ranks(work, 2, timeout=SECONDS)
+@on_ranks(2)
+def test_optimizer_made_before_or_after(rank, when, set_to_none):
+    model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
+    optimizer = torch.optim.AdamW(model.parameters()) if when == "before" else None
+    torchddp.replicate(model)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
+    train(model, rank, optimizer=optimizer, set_to_none=set_to_none)
+    train(wrapped, rank, optimizer=torch.optim.AdamW(wrapped.parameters()), set_to_none=set_to_none)
+    assert_same(model, wrapped)
 
 
 def accumulate(model, rank, how):
@@ -136,52 +127,46 @@ def accumulate(model, rank, how):
 
 
 @pytest.mark.parametrize("how", ["flag", "no_sync", "late flag"])
-def test_accumulation(how):
-    def work(rank):
-        model, wrapped = torchddp.replicate(seeded(Mlp)), torchddp.DistributedDataParallel(seeded(Mlp))
-        if how == "late flag":
-            model.set_requires_gradient_sync(False)
-        for _ in range(3):
-            assert accumulate(model, rank, how) == 1
-            assert accumulate(wrapped, rank, "no_sync") == 1
-            assert_same(model, wrapped)
-            model.zero_grad()
-            wrapped.zero_grad()
-
-    run_ranks(work, 2, timeout=SECONDS)
-
-
-def test_no_sync_restores_what_was_set_before():
-    def work(rank):
-        model = torchddp.replicate(seeded(Mlp))
-        engine = torchddp.composable.engine_of(model)
+@on_ranks(2)
+def test_accumulation(rank, how):
+    model, wrapped = torchddp.replicate(seeded(Mlp)), torchddp.DistributedDataParallel(seeded(Mlp))
+    if how == "late flag":
         model.set_requires_gradient_sync(False)
-        with model.no_sync():
-            pass
-        assert not engine.require_backward_grad_sync
-        model.set_requires_gradient_sync(True)
-        with pytest.raises(KeyError), model.no_sync():
-            raise KeyError
-        assert engine.require_backward_grad_sync
+    for _ in range(3):
+        assert accumulate(model, rank, how) == 1
+        assert accumulate(wrapped, rank, "no_sync") == 1
+        assert_same(model, wrapped)
+        model.zero_grad()
+        wrapped.zero_grad()
 
-    run_ranks(work, 1)
+
+@on_ranks(1)
+def test_no_sync_restores_what_was_set_before():
+    model = torchddp.replicate(seeded(Mlp))
+    engine = torchddp.composable.engine_of(model)
+    model.set_requires_gradient_sync(False)
+    with model.no_sync():
+        pass
+    assert not engine.require_backward_grad_sync
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(KeyError), model.no_sync():
+        raise KeyError
+    assert engine.require_backward_grad_sync
 
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
-def test_unused_parameters(options):
-    def work(rank):
-        model = torchddp.replicate(seeded(Branches), **options)
-        wrapped = torchddp.DistributedDataParallel(seeded(Branches), **options)
-        branches = ["left"] * 4 if "static_graph" in options else ["left", "right", "left", "right"]
-        x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-        for step in range(3):
-            branch = branches[(rank + step) % 4]
-            for net in (model, wrapped):
-                net.zero_grad()
-                net(x, branch).sum().backward()
-            assert_same(model, wrapped)
-
-    run_ranks(work, 2, timeout=SECONDS)
+@on_ranks(2)
+def test_unused_parameters(rank, options):
+    model = torchddp.replicate(seeded(Branches), **options)
+    wrapped = torchddp.DistributedDataParallel(seeded(Branches), **options)
+    branches = ["left"] * 4 if "static_graph" in options else ["left", "right", "left", "right"]
+    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    for step in range(3):
+        branch = branches[(rank + step) % 4]
+        for net in (model, wrapped):
+            net.zero_grad()
+            net(x, branch).sum().backward()
+        assert_same(model, wrapped)
 
 
 def test_buffers_are_those_of_the_first_rank():
@@ -228,80 +213,71 @@ def test_ignored_modules_and_parameters():
     assert same == {"first.weight", "first.bias"}
 
 
-def test_layers_by_themselves_then_the_rest():
+@on_ranks(2)
+def test_layers_by_themselves_then_the_rest(rank):
     """As models are given to fully_shard: each module reduces what is not inside of another."""
-
-    def work(rank):
-        model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
-        torchddp.replicate(model.middle)
-        before = torchddp.finished_steps()
-        torchddp.replicate(model)
-        train(model, rank, steps=2)
-        assert torchddp.finished_steps() - before == 4
-        engine = torchddp.composable.engine_of
-        assert [s.name for s in engine(model).session.specs] == ["first.weight", "first.bias", "last.weight"]
-        train(wrapped, rank, steps=2)
-        assert_same(model, wrapped)
-        model.set_requires_gradient_sync(False)
-        assert not engine(model.middle).require_backward_grad_sync
-        model.set_requires_gradient_sync(True, recurse=False)
-        assert engine(model).require_backward_grad_sync and not engine(model.middle).require_backward_grad_sync
-
-    run_ranks(work, 2, timeout=SECONDS)
+    model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
+    torchddp.replicate(model.middle)
+    before = torchddp.finished_steps()
+    torchddp.replicate(model)
+    train(model, rank, steps=2)
+    assert torchddp.finished_steps() - before == 4
+    engine = torchddp.composable.engine_of
+    assert [s.name for s in engine(model).session.specs] == ["first.weight", "first.bias", "last.weight"]
+    train(wrapped, rank, steps=2)
+    assert_same(model, wrapped)
+    model.set_requires_gradient_sync(False)
+    assert not engine(model.middle).require_backward_grad_sync
+    model.set_requires_gradient_sync(True, recurse=False)
+    assert engine(model).require_backward_grad_sync and not engine(model.middle).require_backward_grad_sync
 
 
+@on_ranks(2)
 def test_copies_are_not_replicated():
-    def work(rank):
-        model = torchddp.replicate(seeded(NormNet))
-        x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
-        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(nn.Sequential(model))[0]]
-        for other in copies:
-            assert type(other) is NormNet and not other._forward_hooks and not other._forward_pre_hooks
-            assert set(vars(other)) == set(vars(seeded(NormNet)))
-            before = torchddp.finished_steps()
-            other(x).sum().backward()
-            assert torchddp.finished_steps() == before
-        assert isinstance(model, torchddp.composable.ReplicateModule)
+    model = torchddp.replicate(seeded(NormNet))
+    x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(nn.Sequential(model))[0]]
+    for other in copies:
+        assert type(other) is NormNet and not other._forward_hooks and not other._forward_pre_hooks
+        assert set(vars(other)) == set(vars(seeded(NormNet)))
         before = torchddp.finished_steps()
-        model(x).sum().backward()
-        assert torchddp.finished_steps() == before + 1
-        again = torchddp.replicate(copies[0])
-        again(x).sum().backward()
-        assert torchddp.finished_steps() == before + 2
-
-    run_ranks(work, 2, timeout=SECONDS)
-
-
-def test_unreplicate():
-    def work(rank):
-        model = torchddp.replicate(seeded(Mlp))
-        loss_of(model(batch(rank, 0))).backward()
-        attributes = set(vars(seeded(Mlp)))
-        assert torchddp.composable.unreplicate(model) is model
-        assert type(model) is Mlp and set(vars(model)) == attributes
-        before = torchddp.finished_steps()
-        loss_of(model(batch(rank, 0))).backward()
+        other(x).sum().backward()
         assert torchddp.finished_steps() == before
-        with pytest.raises(TypeError, match="this Mlp is not replicated"):
-            torchddp.composable.engine_of(model)
-        torchddp.replicate(model)
-        loss_of(model(batch(rank, 0))).backward()
-        assert torchddp.finished_steps() == before + 1
+    assert isinstance(model, torchddp.composable.ReplicateModule)
+    before = torchddp.finished_steps()
+    model(x).sum().backward()
+    assert torchddp.finished_steps() == before + 1
+    again = torchddp.replicate(copies[0])
+    again(x).sum().backward()
+    assert torchddp.finished_steps() == before + 2
 
-    run_ranks(work, 2, timeout=SECONDS)
+
+@on_ranks(2)
+def test_unreplicate(rank):
+    model = torchddp.replicate(seeded(Mlp))
+    loss_of(model(batch(rank, 0))).backward()
+    attributes = set(vars(seeded(Mlp)))
+    assert torchddp.composable.unreplicate(model) is model
+    assert type(model) is Mlp and set(vars(model)) == attributes
+    before = torchddp.finished_steps()
+    loss_of(model(batch(rank, 0))).backward()
+    assert torchddp.finished_steps() == before
+    with pytest.raises(TypeError, match="this Mlp is not replicated"):
+        torchddp.composable.engine_of(model)
+    torchddp.replicate(model)
+    loss_of(model(batch(rank, 0))).backward()
+    assert torchddp.finished_steps() == before + 1
 
 
-def test_a_model_that_is_dropped_is_freed():
-    def work(rank):
-        model = torchddp.replicate(seeded(Mlp), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        loss_of(model(batch(rank, 0)).double()).backward()
-        engine = weakref.ref(torchddp.composable.engine_of(model))
-        module = weakref.ref(model)
-        del model
-        gc.collect()
-        assert module() is None and engine() is None
-
-    run_ranks(work, 2, timeout=SECONDS)
+@on_ranks(2)
+def test_a_model_that_is_dropped_is_freed(rank):
+    model = torchddp.replicate(seeded(Mlp), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    loss_of(model(batch(rank, 0)).double()).backward()
+    engine = weakref.ref(torchddp.composable.engine_of(model))
+    module = weakref.ref(model)
+    del model
+    gc.collect()
+    assert module() is None and engine() is None
 
 
 class Fails(Mlp):
@@ -316,23 +292,21 @@ class Fails(Mlp):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_goes_on_after_a_forward_that_failed(error):
-    def work(rank):
-        model, wrapped = torchddp.replicate(seeded(Fails)), torchddp.DistributedDataParallel(seeded(Mlp))
-        train(model, rank, steps=1)
-        model.error = error
-        with pytest.raises(error):
-            model(batch(rank, 0))
-        if error is ValueError:
-            assert TorchDDP._active_ddp_module is None
-        model.error = None
-        train(model, rank, steps=2)
+@on_ranks(2)
+def test_goes_on_after_a_forward_that_failed(rank, error):
+    model, wrapped = torchddp.replicate(seeded(Fails)), torchddp.DistributedDataParallel(seeded(Mlp))
+    train(model, rank, steps=1)
+    model.error = error
+    with pytest.raises(error):
+        model(batch(rank, 0))
+    if error is ValueError:
         assert TorchDDP._active_ddp_module is None
-        train(wrapped, rank, steps=1)
-        train(wrapped, rank, steps=2)
-        assert_same(model, wrapped)
-
-    run_ranks(work, 2, timeout=SECONDS)
+    model.error = None
+    train(model, rank, steps=2)
+    assert TorchDDP._active_ddp_module is None
+    train(wrapped, rank, steps=1)
+    train(wrapped, rank, steps=2)
+    assert_same(model, wrapped)
 
 
 class Recursive(nn.Module):
@@ -346,54 +320,48 @@ class Recursive(nn.Module):
         return self(torch.tanh(self.layer(x)), depth - 1) if depth else x
 
 
-def test_a_module_that_calls_itself():
-    def work(rank):
-        torch.manual_seed(0)
-        model = Recursive()
-        reference = torchddp.DistributedDataParallel(copy.deepcopy(model))
-        torchddp.replicate(model)
-        x = torch.full((2, 4), float(rank + 1), dtype=torch.float64)
-        for _ in range(2):
-            before = torchddp.finished_steps()
-            model(x).sum().backward()
-            assert torchddp.finished_steps() - before == 1
-            reference(x).sum().backward()
-        assert_same(model, reference)
-
-    run_ranks(work, 2, timeout=SECONDS)
+@on_ranks(2)
+def test_a_module_that_calls_itself(rank):
+    torch.manual_seed(0)
+    model = Recursive()
+    reference = torchddp.DistributedDataParallel(copy.deepcopy(model))
+    torchddp.replicate(model)
+    x = torch.full((2, 4), float(rank + 1), dtype=torch.float64)
+    for _ in range(2):
+        before = torchddp.finished_steps()
+        model(x).sum().backward()
+        assert torchddp.finished_steps() - before == 1
+        reference(x).sum().backward()
+    assert_same(model, reference)
 
 
-def test_checkpoint_state_dict_has_plain_keys():
+@on_ranks(2)
+def test_checkpoint_state_dict_has_plain_keys(rank):
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    def work(rank):
-        model, plain = torchddp.replicate(seeded(Mlp)), seeded(Mlp)
-        optimizer = torch.optim.AdamW(model.parameters())
-        train(model, rank, optimizer=optimizer)
-        weights, state = copy.deepcopy(get_state_dict(model, optimizer))
-        assert list(weights) == list(plain.state_dict())
-        assert set(state["state"]) == set(dict(plain.named_parameters()))
-        other = torchddp.replicate(seeded(Mlp))
-        other_optimizer = torch.optim.AdamW(other.parameters())
-        set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=state)
-        train(model, rank, optimizer=optimizer)
-        train(other, rank, optimizer=other_optimizer)
-        assert_same(model, other)
-
-    run_ranks(work, 2, timeout=SECONDS)
+    model, plain = torchddp.replicate(seeded(Mlp)), seeded(Mlp)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, rank, optimizer=optimizer)
+    weights, state = copy.deepcopy(get_state_dict(model, optimizer))
+    assert list(weights) == list(plain.state_dict())
+    assert set(state["state"]) == set(dict(plain.named_parameters()))
+    other = torchddp.replicate(seeded(Mlp))
+    other_optimizer = torch.optim.AdamW(other.parameters())
+    set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=state)
+    train(model, rank, optimizer=optimizer)
+    train(other, rank, optimizer=other_optimizer)
+    assert_same(model, other)
 
 
-def test_sync_context_and_check_parameters_every():
-    def work(rank):
-        model = torchddp.replicate(seeded(Mlp), check_parameters_every=1)
-        train(model, rank, steps=2)
-        if rank == 1:
-            with torch.no_grad():
-                model.last.weight[0, 0] += 1
-        with pytest.raises(torchddp.DesyncError, match=r"last\.weight"):
-            train(model, rank, steps=1)
-
-    run_ranks(work, 2, timeout=SECONDS)
+@on_ranks(2)
+def test_sync_context_and_check_parameters_every(rank):
+    model = torchddp.replicate(seeded(Mlp), check_parameters_every=1)
+    train(model, rank, steps=2)
+    if rank == 1:
+        with torch.no_grad():
+            model.last.weight[0, 0] += 1
+    with pytest.raises(torchddp.DesyncError, match=r"last\.weight"):
+        train(model, rank, steps=1)
 
 
 def test_import_torchddp_imports_none_of_it():
@@ -406,43 +374,39 @@ def test_import_torchddp_imports_none_of_it():
 @pytest.mark.rest_is_thorough("replicate*")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["compile(replicate)", "replicate(compile)", "module.compile"])
-def test_compiled(how):
-    def work(rank):
-        model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
-        compiled = model
-        if how == "replicate(compile)":
-            compiled = torchddp.replicate(torch.compile(model, backend="aot_eager"))
-            assert [n for n, _ in compiled.named_parameters()][0] == "_orig_mod.first.weight"  # as torch.compile names
+@on_ranks(2)
+def test_compiled(rank, how):
+    model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
+    compiled = model
+    if how == "replicate(compile)":
+        compiled = torchddp.replicate(torch.compile(model, backend="aot_eager"))
+        assert [n for n, _ in compiled.named_parameters()][0] == "_orig_mod.first.weight"  # as torch.compile names
+    else:
+        torchddp.replicate(model)
+        if how == "module.compile":
+            model.compile(backend="aot_eager")
         else:
-            torchddp.replicate(model)
-            if how == "module.compile":
-                model.compile(backend="aot_eager")
-            else:
-                compiled = torch.compile(model, backend="aot_eager")
-        before = torchddp.finished_steps()
-        for step in range(4):
-            compiled.zero_grad()
-            loss_of(compiled(batch(rank, step))).backward()
-        assert torchddp.finished_steps() - before == 4
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-        for step in range(4):
-            wrapped.zero_grad()
-            loss_of(wrapped(batch(rank, step))).backward()
+            compiled = torch.compile(model, backend="aot_eager")
+    before = torchddp.finished_steps()
+    for step in range(4):
+        compiled.zero_grad()
+        loss_of(compiled(batch(rank, step))).backward()
+    assert torchddp.finished_steps() - before == 4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    for step in range(4):
+        wrapped.zero_grad()
+        loss_of(wrapped(batch(rank, step))).backward()
+    assert_same(model, wrapped)
+
+
+@on_ranks(2)
+def test_torchddp_sync_takes_the_engine(rank):
+    model, wrapped = torchddp.replicate(seeded(Mlp)), torchddp.DistributedDataParallel(seeded(Mlp))
+    engine = torchddp.composable.engine_of(model)
+    for strategy in ("single_auto_sync", "forced_sync"):
+        for i in torchddp.sync.accumulate(engine, 3, strategy):
+            loss_of(model(batch(rank, i))).backward()
+        for i in torchddp.sync.accumulate(wrapped, 3, strategy):
+            loss_of(wrapped(batch(rank, i))).backward()
+        assert engine.reducer.stats()["finished"] == wrapped.reducer.stats()["finished"]
         assert_same(model, wrapped)
-
-    run_ranks(work, 2, timeout=SECONDS)
-
-
-def test_torchddp_sync_takes_the_engine():
-    def work(rank):
-        model, wrapped = torchddp.replicate(seeded(Mlp)), torchddp.DistributedDataParallel(seeded(Mlp))
-        engine = torchddp.composable.engine_of(model)
-        for strategy in ("single_auto_sync", "forced_sync"):
-            for i in torchddp.sync.accumulate(engine, 3, strategy):
-                loss_of(model(batch(rank, i))).backward()
-            for i in torchddp.sync.accumulate(wrapped, 3, strategy):
-                loss_of(wrapped(batch(rank, i))).backward()
-            assert engine.reducer.stats()["finished"] == wrapped.reducer.stats()["finished"]
-            assert_same(model, wrapped)
-
-    run_ranks(work, 2, timeout=SECONDS)

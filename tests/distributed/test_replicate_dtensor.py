@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from torchddp.composable import engine_of
 
 pytestmark = pytest.mark.beyond_torch("has no replicate() with our engine")
@@ -94,12 +94,8 @@ KEPT = {"set_to_none": False, "accumulate": True}
 @pytest.mark.parametrize(
     "runs", [[({}, {}), (COPIES, KEPT)], pytest.param([({}, KEPT), (COPIES, {})], marks=slow)], ids=["some", "others"]
 )
+@on_ranks(4)
 def test_as_one_process(runs):
-    def work(rank):
-        mesh = mesh_2d()
-        for options, how in runs:
-            one_run(mesh, options, how)
-
     def one_run(mesh, options, how):
         model = parallelize_module(block(), mesh["tp"], PLAN)
         with torch.no_grad():  # replicate() sends the first replica's
@@ -120,30 +116,26 @@ def test_as_one_process(runs):
         if options == {}:  # views: no copy of the gradients of DTensors either
             assert engine_of(model)._local.pairs[0].leaf.grad.data_ptr() == weight.grad.to_local().data_ptr()
 
-    run_ranks(work, 4, timeout=SECONDS)
+    mesh = mesh_2d()
+    for options, how in runs:
+        one_run(mesh, options, how)
 
 
+@on_ranks(4)
 def test_as_fully_shard_on_the_same_mesh():
-    def work(rank):
-        mesh = mesh_2d()
-        mine, theirs = (parallelize_module(block(), mesh["tp"], PLAN) for _ in range(2))
-        torchddp.replicate(mine, mesh=mesh["dp"])
-        fully_shard(theirs, mesh=mesh["dp"])
-        for model in (mine, theirs):
-            train(model, [mesh["dp"].get_local_rank()])
-        assert_same(mine, theirs, EXACT)
-
-    run_ranks(work, 4, timeout=SECONDS)
+    mesh = mesh_2d()
+    mine, theirs = (parallelize_module(block(), mesh["tp"], PLAN) for _ in range(2))
+    torchddp.replicate(mine, mesh=mesh["dp"])
+    fully_shard(theirs, mesh=mesh["dp"])
+    for model in (mine, theirs):
+        train(model, [mesh["dp"].get_local_rank()])
+    assert_same(mine, theirs, EXACT)
 
 
 @pytest.mark.rest_is_thorough("True")
 @pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=slow)])
+@on_ranks(4)
 def test_parameters_that_some_replicas_do_not_use(set_to_none):
-    def work(rank):
-        mesh = mesh_2d()
-        for uses_extra in [(0,), (1,), (0, 1), ()]:
-            one_run(mesh, uses_extra)
-
     def one_run(mesh, uses_extra):
         model = parallelize_module(block(frozen=False), mesh["tp"], PLAN)
         torchddp.replicate(model, mesh=mesh["dp"], find_unused_parameters=True)
@@ -154,32 +146,32 @@ def test_parameters_that_some_replicas_do_not_use(set_to_none):
             train(reference, [0, 1], **how)
         assert_same(model, reference, CLOSE)
 
-    run_ranks(work, 4, timeout=SECONDS)
+    mesh = mesh_2d()
+    for uses_extra in [(0,), (1,), (0, 1), ()]:
+        one_run(mesh, uses_extra)
 
 
 @slow
+@on_ranks(4)
 def test_static_graph_and_reduce_and_hooks():
-    def work(rank):
-        mesh = mesh_2d()
-        replica = mesh["dp"].get_local_rank()
-        model = parallelize_module(block(frozen=False), mesh["tp"], PLAN)
-        torchddp.replicate(model, mesh=mesh["dp"], static_graph=True)
-        reference = block(frozen=False)
-        train(model, [replica], uses_extra=(0, 1))
-        train(reference, [0, 1], uses_extra=(0, 1))
-        assert_same(model, reference, CLOSE)
+    mesh = mesh_2d()
+    replica = mesh["dp"].get_local_rank()
+    model = parallelize_module(block(frozen=False), mesh["tp"], PLAN)
+    torchddp.replicate(model, mesh=mesh["dp"], static_graph=True)
+    reference = block(frozen=False)
+    train(model, [replica], uses_extra=(0, 1))
+    train(reference, [0, 1], uses_extra=(0, 1))
+    assert_same(model, reference, CLOSE)
 
-        model = parallelize_module(block().float(), mesh["tp"], PLAN)
-        torchddp.replicate(model, mesh=mesh["dp"], comm_hook="fp16")
-        with model.no_sync():
-            model(data(replica, 0).float()).sum().backward()
-        own = full(model.up.weight.grad).clone()
-        engine_of(model).reduce()
-        other = full(model.up.weight.grad)
-        assert not torch.equal(own, other)
-        assert isinstance(model.up.weight.grad, DTensor)
-
-    run_ranks(work, 4, timeout=SECONDS)
+    model = parallelize_module(block().float(), mesh["tp"], PLAN)
+    torchddp.replicate(model, mesh=mesh["dp"], comm_hook="fp16")
+    with model.no_sync():
+        model(data(replica, 0).float()).sum().backward()
+    own = full(model.up.weight.grad).clone()
+    engine_of(model).reduce()
+    other = full(model.up.weight.grad)
+    assert not torch.equal(own, other)
+    assert isinstance(model.up.weight.grad, DTensor)
 
 
 class Normed(nn.Module):
@@ -193,72 +185,63 @@ class Normed(nn.Module):
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
+@on_ranks(4)
 def test_partial_gradients_of_sequence_parallel():
     """The norm's weights are replicated, and each rank has seen only its part of the sequence."""
+    mesh = mesh_2d()
 
-    def work(rank):
-        mesh = mesh_2d()
+    def make():
+        torch.manual_seed(1)
+        return Normed()
 
-        def make():
-            torch.manual_seed(1)
-            return Normed()
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
 
-        plan = {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-        }
+    def inputs(replica):
+        return torch.randn(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(replica))
 
-        def inputs(replica):
-            return torch.randn(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(replica))
-
-        model = parallelize_module(make(), mesh["tp"], plan)
-        torchddp.replicate(model, mesh=mesh["dp"])
-        reference = make()
-        mine = inputs(mesh["dp"].get_local_rank()).chunk(2, dim=1)[mesh["tp"].get_local_rank()]
-        model(DTensor.from_local(mine, mesh["tp"], [Shard(1)])).square().sum().backward()
-        for replica in (0, 1):
-            (reference(inputs(replica)).square().sum() / 2).backward()
-        assert_same(model, reference, CLOSE)
-
-    run_ranks(work, 4, timeout=SECONDS)
+    model = parallelize_module(make(), mesh["tp"], plan)
+    torchddp.replicate(model, mesh=mesh["dp"])
+    reference = make()
+    mine = inputs(mesh["dp"].get_local_rank()).chunk(2, dim=1)[mesh["tp"].get_local_rank()]
+    model(DTensor.from_local(mine, mesh["tp"], [Shard(1)])).square().sum().backward()
+    for replica in (0, 1):
+        (reference(inputs(replica)).square().sum() / 2).backward()
+    assert_same(model, reference, CLOSE)
 
 
 @slow
+@on_ranks(4)
 def test_mixed_precision_of_dtensors():
-    def work(rank):
-        mesh = mesh_2d()
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        mine, theirs = (parallelize_module(block().float(), mesh["tp"], PLAN) for _ in range(2))
-        torchddp.replicate(mine, mesh=mesh["dp"], mp_policy=policy)
-        fully_shard(theirs, mesh=mesh["dp"], mp_policy=policy)
-        for model in (mine, theirs):
-            train(model, [mesh["dp"].get_local_rank()])
-        assert mine.up.weight.grad.dtype == torch.float32
-        assert_same(mine, theirs, EXACT)
-
-    run_ranks(work, 4, timeout=SECONDS)
+    mesh = mesh_2d()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mine, theirs = (parallelize_module(block().float(), mesh["tp"], PLAN) for _ in range(2))
+    torchddp.replicate(mine, mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(theirs, mesh=mesh["dp"], mp_policy=policy)
+    for model in (mine, theirs):
+        train(model, [mesh["dp"].get_local_rank()])
+    assert mine.up.weight.grad.dtype == torch.float32
+    assert_same(mine, theirs, EXACT)
 
 
-def test_a_model_that_is_dropped_is_freed():
-    def work(rank):
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-        model = parallelize_module(block(), mesh["tp"], PLAN)
-        torchddp.replicate(model, mesh=mesh["dp"])
-        train(model, [rank], steps=2)
-        freed = [weakref.ref(model), weakref.ref(engine_of(model)), weakref.ref(engine_of(model)._local.pairs[0].leaf)]
-        del model
-        gc.collect()
-        assert [ref() for ref in freed] == [None] * 3
-
-    run_ranks(work, 2, timeout=SECONDS)
+@on_ranks(2)
+def test_a_model_that_is_dropped_is_freed(rank):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(block(), mesh["tp"], PLAN)
+    torchddp.replicate(model, mesh=mesh["dp"])
+    train(model, [rank], steps=2)
+    freed = [weakref.ref(model), weakref.ref(engine_of(model)), weakref.ref(engine_of(model)._local.pairs[0].leaf)]
+    del model
+    gc.collect()
+    assert [ref() for ref in freed] == [None] * 3
 
 
+@on_ranks(2)
 def test_dtensors_over_the_ranks_that_average_are_refused():
-    def work(rank):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        model = parallelize_module(block(), mesh, PLAN)
-        with pytest.raises(ValueError, match=r"'up.weight' is a DTensor over ranks \[0, 1\].*mesh\['dp'\]"):
-            torchddp.replicate(model)
-
-    run_ranks(work, 2, timeout=SECONDS)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = parallelize_module(block(), mesh, PLAN)
+    with pytest.raises(ValueError, match=r"'up.weight' is a DTensor over ranks \[0, 1\].*mesh\['dp'\]"):
+        torchddp.replicate(model)

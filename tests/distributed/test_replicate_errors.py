@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp.composable import ReplicateModule, engine_of
 
@@ -30,14 +30,12 @@ SECONDS = 120.0
         ({"ignored_modules": ["first"]}, "ignored_modules must be modules, got str"),
     ],
 )
+@on_ranks(1)
 def test_wrong_options(options, message):
-    def work(rank):
-        model = seeded(Mlp)
-        with pytest.raises(TypeError, match=message):
-            torchddp.replicate(model, **options)
-        assert type(model) is Mlp and set(vars(model)) == set(vars(seeded(Mlp)))
-
-    run_ranks(work, 1)
+    model = seeded(Mlp)
+    with pytest.raises(TypeError, match=message):
+        torchddp.replicate(model, **options)
+    assert type(model) is Mlp and set(vars(model)) == set(vars(seeded(Mlp)))
 
 
 def frozen():
@@ -74,49 +72,41 @@ def on_meta():
         (lambda: nn.ModuleList([Mlp()]), ValueError, "a ModuleList has no forward"),
     ],
 )
+@on_ranks(1)
 def test_wrong_modules(make, error, message):
-    def work(rank):
-        with pytest.raises(error, match=message):
-            torchddp.replicate(make())
-
-    run_ranks(work, 1)
+    with pytest.raises(error, match=message):
+        torchddp.replicate(make())
 
 
+@on_ranks(1)
 def test_wrong_meshes():
-    def work(rank):
-        with pytest.raises(ValueError, match=r"shape \(1, 1\) with dimensions dp, tp.*mesh\['dp'\]"):
-            torchddp.replicate(seeded(Mlp), mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")))
-        with pytest.raises(ValueError, match=r"dimensions 0, 1.*after giving them names"):
-            torchddp.replicate(seeded(Mlp), mesh=init_device_mesh("cpu", (1, 1)))
-
-    run_ranks(work, 1)
+    with pytest.raises(ValueError, match=r"shape \(1, 1\) with dimensions dp, tp.*mesh\['dp'\]"):
+        torchddp.replicate(seeded(Mlp), mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")))
+    with pytest.raises(ValueError, match=r"dimensions 0, 1.*after giving them names"):
+        torchddp.replicate(seeded(Mlp), mesh=init_device_mesh("cpu", (1, 1)))
 
 
-def test_a_model_that_differs_between_ranks():
-    def work(rank):
-        with pytest.raises(RuntimeError, match="not the same on all ranks"):
-            torchddp.replicate(Mlp(width=8 + rank))
-
-    run_ranks(work, 2, timeout=SECONDS)
+@on_ranks(2)
+def test_a_model_that_differs_between_ranks(rank):
+    with pytest.raises(RuntimeError, match="not the same on all ranks"):
+        torchddp.replicate(Mlp(width=8 + rank))
 
 
-def test_later_calls_that_can_not_be():
-    def work(rank):
-        model = torchddp.replicate(seeded(Mlp))
-        engine = engine_of(model)
-        with pytest.raises(RuntimeError, match=r"rank 0: .* can't be used with join\(\)"):
-            engine.join()
-        with pytest.raises(RuntimeError, match="call the module"):
-            engine(batch(rank, 0))
-        with pytest.raises(TypeError, match="this Linear is not replicated"):
-            engine_of(model.first)
-        with pytest.raises(TypeError, match="this str is not replicated"):
-            engine_of("model")
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(RuntimeError, match=r"given to fully_shard\(\) after torchddp.replicate\(\)"):
-            model(batch(rank, 0))
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_later_calls_that_can_not_be(rank):
+    model = torchddp.replicate(seeded(Mlp))
+    engine = engine_of(model)
+    with pytest.raises(RuntimeError, match=r"rank 0: .* can't be used with join\(\)"):
+        engine.join()
+    with pytest.raises(RuntimeError, match="call the module"):
+        engine(batch(rank, 0))
+    with pytest.raises(TypeError, match="this Linear is not replicated"):
+        engine_of(model.first)
+    with pytest.raises(TypeError, match="this str is not replicated"):
+        engine_of("model")
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(RuntimeError, match=r"given to fully_shard\(\) after torchddp.replicate\(\)"):
+        model(batch(rank, 0))
 
 
 class Outer(nn.Module):
@@ -129,39 +119,35 @@ class Outer(nn.Module):
         return checkpoint(self.body, x, use_reentrant=self.reentrant)
 
 
-def test_inside_of_activation_checkpointing():
-    def work(rank):
-        model, wrapped = Outer(False), torchddp.DistributedDataParallel(Outer(False))
-        torchddp.replicate(model.body)
-        for step in range(3):
-            before = torchddp.finished_steps()
-            loss_of(model(batch(rank, step))).backward()
-            assert torchddp.finished_steps() - before == 1
-            loss_of(wrapped(batch(rank, step))).backward()
-        for mine, theirs in zip(model.parameters(), wrapped.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
+@on_ranks(2)
+def test_inside_of_activation_checkpointing(rank):
+    model, wrapped = Outer(False), torchddp.DistributedDataParallel(Outer(False))
+    torchddp.replicate(model.body)
+    for step in range(3):
+        before = torchddp.finished_steps()
+        loss_of(model(batch(rank, step))).backward()
+        assert torchddp.finished_steps() - before == 1
+        loss_of(wrapped(batch(rank, step))).backward()
+    for mine, theirs in zip(model.parameters(), wrapped.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
 
-        model = Outer(True)
-        torchddp.replicate(model.body)
-        with pytest.raises(RuntimeError, match="use_reentrant=False, or replicate the model as a whole"):
-            loss_of(model(batch(rank, 0).requires_grad_())).backward()
-
-    run_ranks(work, 2, timeout=SECONDS)
+    model = Outer(True)
+    torchddp.replicate(model.body)
+    with pytest.raises(RuntimeError, match="use_reentrant=False, or replicate the model as a whole"):
+        loss_of(model(batch(rank, 0).requires_grad_())).backward()
 
 
-def test_parts_that_fully_shard_manages_are_left_to_it():
-    def work(rank):
-        model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
-        fully_shard(model.middle, mesh=init_device_mesh("cpu", (2,)))
-        torchddp.replicate(model)
-        assert [s.name for s in engine_of(model).session.specs] == ["first.weight", "first.bias", "last.weight"]
-        for step in range(3):
-            for net in (model, wrapped):
-                net.zero_grad()
-                loss_of(net(batch(rank, step))).backward()
-        for mine, theirs in zip(model.parameters(), wrapped.parameters(), strict=True):
-            grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
-            torch.testing.assert_close(grad, theirs.grad, rtol=0, atol=0)
-        assert isinstance(model, ReplicateModule)
-
-    run_ranks(work, 2, timeout=SECONDS)
+@on_ranks(2)
+def test_parts_that_fully_shard_manages_are_left_to_it(rank):
+    model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
+    fully_shard(model.middle, mesh=init_device_mesh("cpu", (2,)))
+    torchddp.replicate(model)
+    assert [s.name for s in engine_of(model).session.specs] == ["first.weight", "first.bias", "last.weight"]
+    for step in range(3):
+        for net in (model, wrapped):
+            net.zero_grad()
+            loss_of(net(batch(rank, step))).backward()
+    for mine, theirs in zip(model.parameters(), wrapped.parameters(), strict=True):
+        grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+        torch.testing.assert_close(grad, theirs.grad, rtol=0, atol=0)
+    assert isinstance(model, ReplicateModule)

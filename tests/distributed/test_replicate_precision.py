@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from torchddp.composable import ReplicateModule
 
 pytestmark = pytest.mark.beyond_torch("has no replicate() with our engine")
@@ -91,20 +91,18 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.param_dtype}-{p.reduce_dtype}-{p.output_dtype}")
-def test_same_bits_as_fully_shard(policy):
-    def work(rank):
-        mine, theirs = net(), net()
-        before = torchddp.finished_steps()
-        torchddp.replicate(mine, mp_policy=policy)
-        fully_shard(theirs, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
-        dtypes = train(mine, rank)
-        assert dtypes == train(theirs, rank) == {policy.output_dtype or policy.param_dtype or FP32}
-        assert mine.seen == theirs.seen == [policy.param_dtype or FP32] * 2
-        assert torchddp.finished_steps() - before == 3
-        assert_same(mine, theirs)
-        assert all(type(p) is nn.Parameter and p.dtype == FP32 for p in mine.parameters())
-
-    run_ranks(work, 2, timeout=SECONDS)
+@on_ranks(2)
+def test_same_bits_as_fully_shard(rank, policy):
+    mine, theirs = net(), net()
+    before = torchddp.finished_steps()
+    torchddp.replicate(mine, mp_policy=policy)
+    fully_shard(theirs, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    dtypes = train(mine, rank)
+    assert dtypes == train(theirs, rank) == {policy.output_dtype or policy.param_dtype or FP32}
+    assert mine.seen == theirs.seen == [policy.param_dtype or FP32] * 2
+    assert torchddp.finished_steps() - before == 3
+    assert_same(mine, theirs)
+    assert all(type(p) is nn.Parameter and p.dtype == FP32 for p in mine.parameters())
 
 
 def test_inputs_are_left_alone_if_so_wished():
@@ -118,39 +116,35 @@ def test_inputs_are_left_alone_if_so_wished():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_runs_a_part_again(reentrant):
-    def work(rank):
-        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-        mine = torchddp.replicate(net(reentrant), mp_policy=policy)
-        other = torchddp.replicate(net(), mp_policy=policy)
-        train(mine, rank)
-        train(other, rank)
-        assert_same(mine, other)
-
-    run_ranks(work, 2, timeout=SECONDS)
+@on_ranks(2)
+def test_activation_checkpointing_runs_a_part_again(rank, reentrant):
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    mine = torchddp.replicate(net(reentrant), mp_policy=policy)
+    other = torchddp.replicate(net(), mp_policy=policy)
+    train(mine, rank)
+    train(other, rank)
+    assert_same(mine, other)
 
 
-def test_gradients_accumulate_in_the_parameters_own_dtype():
-    def work(rank):
-        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-        model, alone = torchddp.replicate(net(), mp_policy=policy), net().bfloat16()
-        alone.load_state_dict(model.state_dict())
-        wanted = {name: torch.zeros(p.shape) for name, p in alone.named_parameters() if p.requires_grad}
-        for number in range(4):
-            model.set_requires_gradient_sync(number == 3)
-            step(model, rank, number)
-            for replica in (0, 1):
-                alone.zero_grad()
-                generator = torch.Generator().manual_seed(10 * number + replica)
-                index = torch.randint(11, (4, 5), generator=generator)
-                logits = alone(index, torch.rand(4, 5, 1, generator=generator).bfloat16())["logits"]
-                logits.float().square().mean().backward()
-                for name in wanted:
-                    wanted[name] += alone.get_parameter(name).grad.float() / 2
-        for name, value in wanted.items():
-            torch.testing.assert_close(model.get_parameter(name).grad, value, rtol=1e-6, atol=1e-7)
-
-    run_ranks(work, 2, timeout=SECONDS)
+@on_ranks(2)
+def test_gradients_accumulate_in_the_parameters_own_dtype(rank):
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    model, alone = torchddp.replicate(net(), mp_policy=policy), net().bfloat16()
+    alone.load_state_dict(model.state_dict())
+    wanted = {name: torch.zeros(p.shape) for name, p in alone.named_parameters() if p.requires_grad}
+    for number in range(4):
+        model.set_requires_gradient_sync(number == 3)
+        step(model, rank, number)
+        for replica in (0, 1):
+            alone.zero_grad()
+            generator = torch.Generator().manual_seed(10 * number + replica)
+            index = torch.randint(11, (4, 5), generator=generator)
+            logits = alone(index, torch.rand(4, 5, 1, generator=generator).bfloat16())["logits"]
+            logits.float().square().mean().backward()
+            for name in wanted:
+                wanted[name] += alone.get_parameter(name).grad.float() / 2
+    for name, value in wanted.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, value, rtol=1e-6, atol=1e-7)
 
 
 class Lstm(nn.Module):
@@ -164,59 +158,51 @@ class Lstm(nn.Module):
         return self.rnn(x)[0]
 
 
+@on_ranks(2)
 def test_recurrent_layers():
-    def work(rank):
-        torch.manual_seed(0)
-        model = torchddp.replicate(Lstm(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-        x = torch.randn(3, 2, 4)
-        for _ in range(2):
-            out = model(x)
-            assert out.dtype == BF16
-            out.sum().backward()
-        assert all(a is b for a, b in zip(model.rnn._flat_weights, model.rnn.parameters(), strict=True))
-
-    run_ranks(work, 2, timeout=SECONDS)
+    torch.manual_seed(0)
+    model = torchddp.replicate(Lstm(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    x = torch.randn(3, 2, 4)
+    for _ in range(2):
+        out = model(x)
+        assert out.dtype == BF16
+        out.sum().backward()
+    assert all(a is b for a, b in zip(model.rnn._flat_weights, model.rnn.parameters(), strict=True))
 
 
-def test_parameters_are_back_after_a_forward_that_failed():
-    def work(rank):
-        model = torchddp.replicate(net(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-        with pytest.raises(TypeError, match="must be Tensor, not str"):
-            model("no tensor", torch.ones(1))
-        assert all(p.dtype == FP32 and p.requires_grad for p in model.up.parameters())
-        step(model, rank, 0)
-        with torch.no_grad():
-            assert model(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1))["logits"].dtype == BF16
-
-    run_ranks(work, 2, timeout=SECONDS)
+@on_ranks(2)
+def test_parameters_are_back_after_a_forward_that_failed(rank):
+    model = torchddp.replicate(net(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    with pytest.raises(TypeError, match="must be Tensor, not str"):
+        model("no tensor", torch.ones(1))
+    assert all(p.dtype == FP32 and p.requires_grad for p in model.up.parameters())
+    step(model, rank, 0)
+    with torch.no_grad():
+        assert model(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1))["logits"].dtype == BF16
 
 
-def test_copies_compute_in_full_precision():
-    def work(rank):
-        model = torchddp.replicate(net(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert not isinstance(other, ReplicateModule)
-            assert step(other, rank, 0).dtype == FP32
-            assert other.out.weight is other.tokens.weight
+@on_ranks(2)
+def test_copies_compute_in_full_precision(rank):
+    model = torchddp.replicate(net(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not isinstance(other, ReplicateModule)
+        assert step(other, rank, 0).dtype == FP32
+        assert other.out.weight is other.tokens.weight
+    assert step(model, rank, 0).dtype == BF16
+    torchddp.composable.unreplicate(model)
+    assert step(model, rank, 0).dtype == FP32 and not model.up._forward_hooks
+
+
+@on_ranks(2)
+def test_what_does_not_go_together(rank):
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    for options in ({"comm_hook": "fp16"}, {"wire_dtype": BF16}):
+        model = net()
+        with pytest.raises(ValueError, match=f"does not go with {next(iter(options))}="):
+            torchddp.replicate(model, mp_policy=policy, **options)
+        assert not isinstance(model, ReplicateModule)
+    with pytest.raises(TypeError, match="must be a torch.distributed.fsdp.MixedPrecisionPolicy, got dtype"):
+        torchddp.replicate(net(), mp_policy=BF16)
+    with torch.autocast("cpu", dtype=BF16):  # no policy needed
+        model = torchddp.replicate(net())
         assert step(model, rank, 0).dtype == BF16
-        torchddp.composable.unreplicate(model)
-        assert step(model, rank, 0).dtype == FP32 and not model.up._forward_hooks
-
-    run_ranks(work, 2, timeout=SECONDS)
-
-
-def test_what_does_not_go_together():
-    def work(rank):
-        policy = MixedPrecisionPolicy(param_dtype=BF16)
-        for options in ({"comm_hook": "fp16"}, {"wire_dtype": BF16}):
-            model = net()
-            with pytest.raises(ValueError, match=f"does not go with {next(iter(options))}="):
-                torchddp.replicate(model, mp_policy=policy, **options)
-            assert not isinstance(model, ReplicateModule)
-        with pytest.raises(TypeError, match="must be a torch.distributed.fsdp.MixedPrecisionPolicy, got dtype"):
-            torchddp.replicate(net(), mp_policy=BF16)
-        with torch.autocast("cpu", dtype=BF16):  # no policy needed
-            model = torchddp.replicate(net())
-            assert step(model, rank, 0).dtype == BF16
-
-    run_ranks(work, 2, timeout=SECONDS)

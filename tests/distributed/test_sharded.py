@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.sharded import batch_of, loss_of, make_pair, small_net
 
 OPTIMIZERS = [
@@ -35,73 +35,64 @@ LONG_RUNS = [pytest.param(*run, marks=slow) for run in (("shm", 3), ("c10d", 3),
 )
 @pytest.mark.parametrize(("transport", "world_size"), RUNS + LONG_RUNS)
 @pytest.mark.parametrize(("optim", "options"), OPTIMIZERS, ids=IDS)
+@on_ranks()
 def test_fifty_steps(optim, options, world_size, transport):
-    def work(rank):
-        pair = make_pair(optim, options, transport=transport)
-        for step in range(50):
-            pair.backward(step)
-            pair.assert_sharded()
-            for _, optimizer in pair.sides():
-                optimizer.step()
-                optimizer.zero_grad()
-        pair.assert_equal(**tolerance(transport, world_size))
-
-    run_ranks(work, world_size, timeout=SECONDS)
+    pair = make_pair(optim, options, transport=transport)
+    for step in range(50):
+        pair.backward(step)
+        pair.assert_sharded()
+        for _, optimizer in pair.sides():
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.assert_equal(**tolerance(transport, world_size))
 
 
 @pytest.mark.rest_is_thorough("2-True", "3-False")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=slow)])
-def test_zero_grad_either_way(world_size, set_to_none):
-    def work(rank):
-        pair = make_pair(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
-        pair.train(range(50), set_to_none=set_to_none)
-        pair.assert_equal()
-
-    run_ranks(work, world_size, timeout=SECONDS)
+@on_ranks()
+def test_zero_grad_either_way(set_to_none):
+    pair = make_pair(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
+    pair.train(range(50), set_to_none=set_to_none)
+    pair.assert_equal()
 
 
 @pytest.mark.rest_is_thorough("shm-2-True", "c10d-2-False", "c10d-4-True")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize(
-    ("transport", "world_size"),
-    [("shm", 2), ("c10d", 2), ("shm", 4), pytest.param("c10d", 4, marks=slow)],
+    ("transport", "world_size"), [("shm", 2), ("c10d", 2), ("shm", 4), pytest.param("c10d", 4, marks=slow)]
 )
-def test_no_sync_clipping_schedulers_and_freezing_together(world_size, transport, set_to_none):
+@on_ranks()
+def test_no_sync_clipping_schedulers_and_freezing_together(rank, transport, set_to_none):
     # AdamW makes much of rounding where gradients are nearly zero, and gloo's sums of four have another order.
     optim, options = (torch.optim.AdamW, {"lr": 0.01}) if transport == "shm" else (torch.optim.SGD, {"lr": 0.05})
 
-    def work(rank):
-        pair = make_pair(optim, options, transport=transport)
-        schedulers = [torch.optim.lr_scheduler.StepLR(o, 7, 0.7) for _, o in pair.sides()]
-        for step in range(50):
-            if step in (20, 35):  # frozen, then thawed
-                for model, _ in pair.sides():
-                    for param in model.module.middle.parameters():
-                        param.requires_grad_(step == 35)
-                        param.grad = (
-                            None  # a plain optimizer goes on decaying frozen weights that have a gradient of zeros
-                        )
-            if step in (20, 35) and pair.reference.__class__.__module__.startswith("torchddp"):
-                pair.reference = rewrapped(pair.reference, transport)
-            elif step in (20, 35):
-                pair.reference = torch.nn.parallel.DistributedDataParallel(pair.reference.module)
+    pair = make_pair(optim, options, transport=transport)
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 7, 0.7) for _, o in pair.sides()]
+    for step in range(50):
+        if step in (20, 35):  # frozen, then thawed
             for model, _ in pair.sides():
-                with model.no_sync():
-                    loss_of(model(batch_of(rank, 1000 + step))).backward()
-            pair.backward(step)
-            mine = pair.oss.clip_grad_norm(0.05)
-            theirs = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.05)
-            torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-5, atol=1e-7)
-            for _, optimizer in pair.sides():
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=set_to_none)
-            for scheduler in schedulers:
-                scheduler.step()
-        # The norm is added up in another order.
-        pair.assert_equal(rtol=2e-4, atol=2e-5)
-
-    run_ranks(work, world_size, timeout=SECONDS)
+                for param in model.module.middle.parameters():
+                    param.requires_grad_(step == 35)
+                    param.grad = None  # a plain optimizer goes on decaying frozen weights that have a gradient of zeros
+        if step in (20, 35) and pair.reference.__class__.__module__.startswith("torchddp"):
+            pair.reference = rewrapped(pair.reference, transport)
+        elif step in (20, 35):
+            pair.reference = torch.nn.parallel.DistributedDataParallel(pair.reference.module)
+        for model, _ in pair.sides():
+            with model.no_sync():
+                loss_of(model(batch_of(rank, 1000 + step))).backward()
+        pair.backward(step)
+        mine = pair.oss.clip_grad_norm(0.05)
+        theirs = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), 0.05)
+        torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-5, atol=1e-7)
+        for _, optimizer in pair.sides():
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        for scheduler in schedulers:
+            scheduler.step()
+    # The norm is added up in another order.
+    pair.assert_equal(rtol=2e-4, atol=2e-5)
 
 
 def rewrapped(reference, transport):
@@ -110,52 +101,46 @@ def rewrapped(reference, transport):
     return torchddp.DistributedDataParallel(reference.module, transport=transport)
 
 
+@on_ranks(3)
 def test_two_synchronised_backwards_without_zero_grad():
-    def work(rank):
-        pair = make_pair(torch.optim.SGD, {"lr": 0.1})
-        for step in range(6):
-            pair.backward(2 * step)
-            pair.backward(2 * step + 1)
-            for _, optimizer in pair.sides():
-                optimizer.step()
-                optimizer.zero_grad()
-        pair.assert_equal(rtol=1e-5, atol=1e-6)
-
-    run_ranks(work, 3)
+    pair = make_pair(torch.optim.SGD, {"lr": 0.1})
+    for step in range(6):
+        pair.backward(2 * step)
+        pair.backward(2 * step + 1)
+        for _, optimizer in pair.sides():
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.assert_equal(rtol=1e-5, atol=1e-6)
 
 
-def test_accumulating_on_one_rank_alone_is_refused():
-    def work(rank):
-        pair = make_pair(torch.optim.SGD, {"lr": 0.1})
-        pair.backward(0)
-        model = pair.sharded
-        with model.no_sync(), pytest.raises(RuntimeError, match=r"zero_grad\(\) before accumulating under no_sync"):
-            loss_of(model(batch_of(rank, 1))).backward()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_accumulating_on_one_rank_alone_is_refused(rank):
+    pair = make_pair(torch.optim.SGD, {"lr": 0.1})
+    pair.backward(0)
+    model = pair.sharded
+    with model.no_sync(), pytest.raises(RuntimeError, match=r"zero_grad\(\) before accumulating under no_sync"):
+        loss_of(model(batch_of(rank, 1))).backward()
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_reduce_by_hand(transport):
-    def work(rank):
-        pair = make_pair(transport=transport)
-        for step in range(5):
-            for microbatch in range(3):
-                with pair.sharded.no_sync():
-                    loss_of(pair.sharded(batch_of(rank, 10 * step + microbatch))).backward()
-                if microbatch < 2:
-                    with pair.reference.no_sync():
-                        loss_of(pair.reference(batch_of(rank, 10 * step + microbatch))).backward()
-                else:
+@on_ranks(2)
+def test_reduce_by_hand(rank, transport):
+    pair = make_pair(transport=transport)
+    for step in range(5):
+        for microbatch in range(3):
+            with pair.sharded.no_sync():
+                loss_of(pair.sharded(batch_of(rank, 10 * step + microbatch))).backward()
+            if microbatch < 2:
+                with pair.reference.no_sync():
                     loss_of(pair.reference(batch_of(rank, 10 * step + microbatch))).backward()
-            pair.sharded.reduce()
-            pair.assert_sharded()
-            for _, optimizer in pair.sides():
-                optimizer.step()
-                optimizer.zero_grad()
-        pair.assert_equal()
-
-    run_ranks(work, 2)
+            else:
+                loss_of(pair.reference(batch_of(rank, 10 * step + microbatch))).backward()
+        pair.sharded.reduce()
+        pair.assert_sharded()
+        for _, optimizer in pair.sides():
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.assert_equal()
 
 
 @pytest.mark.rest_is_thorough("0-shm", "1-c10d", "1000-c10d", "8388608-shm")
@@ -174,30 +159,26 @@ def test_message_sizes(size, transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(3)
 def test_gradients_in_half_precision(transport):
-    def work(rank):
-        pair = make_pair(torch.optim.SGD, {"lr": 0.1}, reduce_fp16=True, transport=transport)
-        pair.train(range(10))
-        pair.assert_equal(rtol=0.02, atol=2e-3)
-        with pytest.raises(AssertionError):
-            pair.assert_equal()
-
-    run_ranks(work, 3)
+    pair = make_pair(torch.optim.SGD, {"lr": 0.1}, reduce_fp16=True, transport=transport)
+    pair.train(range(10))
+    pair.assert_equal(rtol=0.02, atol=2e-3)
+    with pytest.raises(AssertionError):
+        pair.assert_equal()
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_ranks(2)
 def test_parameters_on_their_way_are_waited_for(transport, overlap):
-    def work(rank):
-        pair = make_pair(transport=transport, overlap_gather=overlap)
-        for step in range(10):
-            pair.train(range(step, step + 1))
-            # Read through the module in all the ways there are, right after the step.
-            module, other = pair.sharded.module, pair.reference.module
-            assert torch.equal(module.middle.weight, other.middle.weight)
-            for key, value in pair.sharded.state_dict().items():
-                assert torch.equal(value, other.state_dict()[key.removeprefix("module.")])
-            assert torch.equal(module.wide(torch.ones(5).double()), other.wide(torch.ones(5).double()))
-            pair.assert_equal()
-
-    run_ranks(work, 2)
+    pair = make_pair(transport=transport, overlap_gather=overlap)
+    for step in range(10):
+        pair.train(range(step, step + 1))
+        # Read through the module in all the ways there are, right after the step.
+        module, other = pair.sharded.module, pair.reference.module
+        assert torch.equal(module.middle.weight, other.middle.weight)
+        for key, value in pair.sharded.state_dict().items():
+            assert torch.equal(value, other.state_dict()[key.removeprefix("module.")])
+        assert torch.equal(module.wide(torch.ones(5).double()), other.wide(torch.ones(5).double()))
+        pair.assert_equal()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import torchddp
-from tests.harness import run_outcomes, run_ranks
+from tests.harness import on_ranks, run_outcomes, run_ranks
 from tests.models import same_on_all_ranks, seeded
 from tests.sharded import Net, batch_of, loss_of, make_pair, small_net
 from torchddp.optim import OSS
@@ -135,60 +135,52 @@ def test_modes_that_reduce_to_all_ranks():
     assert run_ranks(work, 2) == [True, True]
 
 
+@on_ranks(2)
 def test_state_of_another_model_changes_nothing():
-    def work(rank):
-        pair = make_pair(torch.optim.AdamW, make=small_net)
-        pair.train(range(3))
-        foreign = seeded(lambda: nn.Linear(3, 3))
-        state = torch.optim.AdamW(foreign.parameters()).state_dict()
-        before = copy.deepcopy(pair.oss.local_state_dict())
-        with pytest.raises(ValueError):
-            pair.oss.load_state_dict(state)
-        after = pair.oss.local_state_dict()
-        assert str(before["param_groups"]) == str(after["param_groups"]) and str(before["state"]) == str(after["state"])
-        pair.train(range(3, 6))
-        pair.assert_equal()
-
-    run_ranks(work, 2)
+    pair = make_pair(torch.optim.AdamW, make=small_net)
+    pair.train(range(3))
+    foreign = seeded(lambda: nn.Linear(3, 3))
+    state = torch.optim.AdamW(foreign.parameters()).state_dict()
+    before = copy.deepcopy(pair.oss.local_state_dict())
+    with pytest.raises(ValueError):
+        pair.oss.load_state_dict(state)
+    after = pair.oss.local_state_dict()
+    assert str(before["param_groups"]) == str(after["param_groups"]) and str(before["state"]) == str(after["state"])
+    pair.train(range(3, 6))
+    pair.assert_equal()
 
 
-def test_consolidated_state_is_asked_for_elsewhere():
-    def work(rank):
-        pair = make_pair(make=small_net)
-        pair.train(range(2))
-        pair.oss.consolidate_state_dict(recipient_rank=0)
-        if rank == 1:
-            with pytest.raises(RuntimeError, match="rank 1 has no consolidated state"):
-                pair.oss.state_dict()
-        else:
-            assert len(pair.oss.state_dict()["state"]) == len(list(pair.sharded.parameters()))
-        pair.train(range(2, 4))
-        pair.assert_equal()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_consolidated_state_is_asked_for_elsewhere(rank):
+    pair = make_pair(make=small_net)
+    pair.train(range(2))
+    pair.oss.consolidate_state_dict(recipient_rank=0)
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="rank 1 has no consolidated state"):
+            pair.oss.state_dict()
+    else:
+        assert len(pair.oss.state_dict()["state"]) == len(list(pair.sharded.parameters()))
+    pair.train(range(2, 4))
+    pair.assert_equal()
 
 
+@on_ranks(2)
 def test_new_parameters_must_be_the_modules():
-    def work(rank):
-        pair = make_pair(make=small_net)
-        with pytest.raises(ValueError, match="1 of 1 new parameters"):
-            pair.oss.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-        pair.train(range(3))
-        pair.assert_equal()
-
-    run_ranks(work, 2)
+    pair = make_pair(make=small_net)
+    with pytest.raises(ValueError, match="1 of 1 new parameters"):
+        pair.oss.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    pair.train(range(3))
+    pair.assert_equal()
 
 
-def test_a_step_with_a_graph_that_needs_the_old_values():
-    def work(rank):
-        pair = make_pair(torch.optim.SGD, {"lr": 0.1})
-        loss = loss_of(pair.sharded(batch_of(rank, 0)))
-        loss.backward(retain_graph=True)
-        pair.oss.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_step_with_a_graph_that_needs_the_old_values(rank):
+    pair = make_pair(torch.optim.SGD, {"lr": 0.1})
+    loss = loss_of(pair.sharded(batch_of(rank, 0)))
+    loss.backward(retain_graph=True)
+    pair.oss.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])

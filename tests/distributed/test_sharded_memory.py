@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.sharded import batch_of, loss_of, make_pair
 from tests.whole_buckets import WholeSharded
 from torchddp.optim import OSS
@@ -79,24 +79,21 @@ def test_gradients_that_were_given_away_are_gone_before_backward_ends():
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_way_of_devices_gives_the_same_bits(monkeypatch, world_size, transport):
-    def work(rank):
-        if transport == "shm" and world_size == 1:
-            return
-        monkeypatch.setattr(torchddp, "ShardedDataParallel", WholeSharded)
-        pair = make_pair(torch.optim.AdamW, transport=transport)
-        assert type(pair.sharded) is WholeSharded
-        for step in range(6):
-            if step % 2:
-                for model, _ in pair.sides():
-                    with model.no_sync():
-                        loss_of(model(batch_of(rank, 50 + step))).backward()
-            pair.backward(step)
-            pair.assert_sharded()
-            for _, optimizer in pair.sides():
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=step % 3 == 0)
-        pair.assert_equal(**({"rtol": 1e-4, "atol": 1e-5} if world_size > 2 and transport == "c10d" else {}))
-
-    run_ranks(work, world_size)
+@on_ranks(1, 2, 3)
+def test_the_way_of_devices_gives_the_same_bits(rank, monkeypatch, world_size, transport):
+    if transport == "shm" and world_size == 1:
+        return
+    monkeypatch.setattr(torchddp, "ShardedDataParallel", WholeSharded)
+    pair = make_pair(torch.optim.AdamW, transport=transport)
+    assert type(pair.sharded) is WholeSharded
+    for step in range(6):
+        if step % 2:
+            for model, _ in pair.sides():
+                with model.no_sync():
+                    loss_of(model(batch_of(rank, 50 + step))).backward()
+        pair.backward(step)
+        pair.assert_sharded()
+        for _, optimizer in pair.sides():
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 3 == 0)
+    pair.assert_equal(**({"rtol": 1e-4, "atol": 1e-5} if world_size > 2 and transport == "c10d" else {}))

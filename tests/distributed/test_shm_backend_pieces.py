@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from tests.harness import run_outcomes, run_ranks
+from tests.harness import on_ranks, run_outcomes, run_ranks
 from tests.shm_backend import shm_group, stamp
 from torchddp import TransportError
 
@@ -37,70 +37,62 @@ def sum_in_order(world_size: int, numel: int, dtype: torch.dtype) -> torch.Tenso
     return total
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_sums_are_those_of_rank_order(world_size):
-    def work(rank):
-        group = shm_group()
-        for dtype in (torch.float32, torch.float64, torch.int64):
-            for numel in NUMELS:
-                tensor = noise(rank, numel, dtype)
-                dist.all_reduce(tensor, group=group)
-                want = sum_in_order(world_size, numel, dtype)
-                assert torch.equal(tensor, want), (dtype, numel)
-                tensor = noise(rank, numel, dtype)
-                dist.all_reduce(tensor, ReduceOp.AVG, group=group)
-                want = want / world_size if dtype.is_floating_point else want.div(world_size, rounding_mode="trunc")
-                assert torch.equal(tensor, want), (dtype, numel)
-        maximum = stamp(rank, 100_000, torch.bfloat16)
-        dist.all_reduce(maximum, ReduceOp.MAX, group=group)
-        assert torch.equal(maximum, torch.stack([stamp(r, 100_000) for r in range(world_size)]).amax(0).bfloat16())
-
-    run_ranks(work, world_size)
+@on_ranks(1, 2, 3)
+def test_sums_are_those_of_rank_order(rank, world_size):
+    group = shm_group()
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        for numel in NUMELS:
+            tensor = noise(rank, numel, dtype)
+            dist.all_reduce(tensor, group=group)
+            want = sum_in_order(world_size, numel, dtype)
+            assert torch.equal(tensor, want), (dtype, numel)
+            tensor = noise(rank, numel, dtype)
+            dist.all_reduce(tensor, ReduceOp.AVG, group=group)
+            want = want / world_size if dtype.is_floating_point else want.div(world_size, rounding_mode="trunc")
+            assert torch.equal(tensor, want), (dtype, numel)
+    maximum = stamp(rank, 100_000, torch.bfloat16)
+    dist.all_reduce(maximum, ReduceOp.MAX, group=group)
+    assert torch.equal(maximum, torch.stack([stamp(r, 100_000) for r in range(world_size)]).amax(0).bfloat16())
 
 
 @pytest.mark.parametrize("numel", [WHOLE, 70_001, SMALLEST + 77])
-def test_each_rank_may_call_it_in_its_own_way(numel):
+@on_ranks(2)
+def test_each_rank_may_call_it_in_its_own_way(rank, numel):
     """Waiting or not, from memory of any kind: then no rank goes by pieces, and the sums are the same."""
+    group = shm_group()
+    allocate = group._get_backend(torch.device("cpu")).allocate_tensor
+    for turn in range(2):
+        want = sum_in_order(2, numel, torch.float32)
+        other = rank == turn
 
-    def work(rank):
-        group = shm_group()
-        allocate = group._get_backend(torch.device("cpu")).allocate_tensor
-        for turn in range(2):
-            want = sum_in_order(2, numel, torch.float32)
-            other = rank == turn
+        tensor = noise(rank, numel, torch.float32)
+        handle = dist.all_reduce(tensor, group=group, async_op=other)
+        if handle is not None:
+            handle.wait()
+        assert torch.equal(tensor, want)
 
-            tensor = noise(rank, numel, torch.float32)
-            handle = dist.all_reduce(tensor, group=group, async_op=other)
-            if handle is not None:
-                handle.wait()
-            assert torch.equal(tensor, want)
+        tensor = torch.zeros(numel * 2)[::2] if other else torch.zeros(numel)
+        tensor.copy_(noise(rank, numel, torch.float32))
+        dist.all_reduce(tensor, group=group)
+        assert torch.equal(tensor, want)
 
-            tensor = torch.zeros(numel * 2)[::2] if other else torch.zeros(numel)
-            tensor.copy_(noise(rank, numel, torch.float32))
-            dist.all_reduce(tensor, group=group)
-            assert torch.equal(tensor, want)
-
-            shared = allocate(numel, dtype=torch.float32, device=torch.device("cpu"))
-            tensor = shared if other else torch.zeros(numel)
-            tensor.copy_(noise(rank, numel, torch.float32))
-            dist.all_reduce(tensor, group=group)
-            assert torch.equal(tensor, want)
-
-    run_ranks(work, 2)
+        shared = allocate(numel, dtype=torch.float32, device=torch.device("cpu"))
+        tensor = shared if other else torch.zeros(numel)
+        tensor.copy_(noise(rank, numel, torch.float32))
+        dist.all_reduce(tensor, group=group)
+        assert torch.equal(tensor, want)
 
 
 @needs_a_processor_each
-def test_they_need_no_memory_of_the_tensors_size():
-    def work(rank):
-        os.environ["TORCHDDP_SHM_LIMIT_MB"] = "4"
-        group = shm_group()
-        tensor = stamp(rank, 3_000_000)
-        dist.all_reduce(tensor, group=group)
-        assert torch.equal(tensor, stamp(0, 3_000_000) + stamp(1, 3_000_000))
-        with pytest.raises(TransportError, match="no room for 12.* bytes of shared memory"):
-            dist.all_reduce(tensor, group=group, async_op=True).wait()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_they_need_no_memory_of_the_tensors_size(rank):
+    os.environ["TORCHDDP_SHM_LIMIT_MB"] = "4"
+    group = shm_group()
+    tensor = stamp(rank, 3_000_000)
+    dist.all_reduce(tensor, group=group)
+    assert torch.equal(tensor, stamp(0, 3_000_000) + stamp(1, 3_000_000))
+    with pytest.raises(TransportError, match="no room for 12.* bytes of shared memory"):
+        dist.all_reduce(tensor, group=group, async_op=True).wait()
 
 
 def test_ranks_with_tensors_of_different_sizes_are_told_both():
@@ -132,24 +124,22 @@ def test_a_rank_that_dies_between_pieces_is_named():
     assert outcomes[0].value is True, outcomes[0].error
 
 
-def test_a_handler_that_raises_ends_it_for_all():
+@on_ranks(2)
+def test_a_handler_that_raises_ends_it_for_all(rank):
     class Enough(Exception):
         pass
 
-    def work(rank):
-        def leave(*_):
-            raise Enough
+    def leave(*_):
+        raise Enough
 
-        group = shm_group()
-        tensor = torch.ones(SMALLEST)
-        if rank == 0:
-            signal.signal(signal.SIGALRM, leave)
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            with pytest.raises(Enough):
-                dist.all_reduce(tensor, group=group)
-        else:
-            time.sleep(1)
-        with pytest.raises(TransportError, match="rank 0 gave up"):
+    group = shm_group()
+    tensor = torch.ones(SMALLEST)
+    if rank == 0:
+        signal.signal(signal.SIGALRM, leave)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Enough):
             dist.all_reduce(tensor, group=group)
-
-    run_ranks(work, 2)
+    else:
+        time.sleep(1)
+    with pytest.raises(TransportError, match="rank 0 gave up"):
+        dist.all_reduce(tensor, group=group)

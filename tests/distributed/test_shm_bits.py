@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import Mlp, assert_grads, batch, expected_grads, grads_of, loss_of, same_on_all_ranks, seeded, step_on
 
 WIDTH = 100  # gradients of 0.2 to 0.5 MiB in fp64
@@ -60,16 +60,13 @@ def test_five_runs_agree(ddp_class, world_size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_two_ranks_get_what_torch_gets(ddp_class, dtype):
+@on_ranks(2)
+def test_two_ranks_get_what_torch_gets(rank, ddp_class, dtype):
     """Two terms have one order of summation, and halving them is exact."""
-
-    def work(rank):
-        pair = []
-        for cls, options in ((ddp_class, {"transport": "shm"}), (TorchDDP, {})):
-            pair.append(steps(cls(seeded(lambda: Mlp(WIDTH, dtype)), **options), rank, dtype))
-        assert_grads(*pair, rtol=0)
-
-    run_ranks(work, 2)
+    pair = []
+    for cls, options in ((ddp_class, {"transport": "shm"}), (TorchDDP, {})):
+        pair.append(steps(cls(seeded(lambda: Mlp(WIDTH, dtype)), **options), rank, dtype))
+    assert_grads(*pair, rtol=0)
 
 
 class Many(torch.nn.Module):
@@ -89,21 +86,19 @@ def stamp(rank, step, index, numel):
     return (rank + 3 * step + index + torch.arange(numel) % 5).double()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_more_buckets_than_operations_in_flight(ddp_class, world_size):
-    def work(rank):
-        ddp = ddp_class(Many(), transport="shm", bucket_cap_mb=1e-6)
-        for step in range(3):
-            ddp.zero_grad()
-            ddp(rank, step).backward()
-            for index, weight in enumerate(ddp.module.weights):
-                want = sum(stamp(r, step, index, weight.numel()) for r in range(world_size)) / world_size
-                torch.testing.assert_close(weight.grad, want, rtol=1e-15, atol=0, msg=f"step {step}, {index}")
-
-    run_ranks(work, world_size)
+@on_ranks(2, 3)
+def test_more_buckets_than_operations_in_flight(rank, ddp_class, world_size):
+    ddp = ddp_class(Many(), transport="shm", bucket_cap_mb=1e-6)
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(rank, step).backward()
+        for index, weight in enumerate(ddp.module.weights):
+            want = sum(stamp(r, step, index, weight.numel()) for r in range(world_size)) / world_size
+            torch.testing.assert_close(weight.grad, want, rtol=1e-15, atol=0, msg=f"step {step}, {index}")
 
 
-def test_gradients_of_every_size_about_a_boundary(ddp_class):
+@on_ranks(3)
+def test_gradients_of_every_size_about_a_boundary(rank, ddp_class):
     """Of the slot (8 KiB), of a chunk (64 KiB), and of shards, whose unit is 128 elements."""
     numels = [base + more for base in (1, 128, 256, 2048, 16_384, 32_768) for more in (-1, 0, 1) if base + more]
 
@@ -112,32 +107,27 @@ def test_gradients_of_every_size_about_a_boundary(ddp_class):
             super().__init__()
             self.weights = torch.nn.ParameterList(torch.ones(n) for n in numels)
 
-    def work(rank):
-        ddp = ddp_class(Sizes(), transport="shm", bucket_cap_mb=1e-6)
+    ddp = ddp_class(Sizes(), transport="shm", bucket_cap_mb=1e-6)
+    for step in range(2):
+        ddp.zero_grad()
+        ddp(rank, step).backward()
+        for index, weight in enumerate(ddp.module.weights):
+            want = sum(stamp(r, step, index, weight.numel()) for r in range(3)) / 3
+            torch.testing.assert_close(weight.grad.double(), want, rtol=1e-6, atol=0)
+
+
+@on_ranks(2)
+def test_accumulation_and_complex_numbers(rank, ddp_class):
+    ddp = ddp_class(seeded(lambda: Mlp(8, torch.complex128)), transport="shm", bucket_cap_mb=0.001)
+
+    def run(model, r):
         for step in range(2):
-            ddp.zero_grad()
-            ddp(rank, step).backward()
-            for index, weight in enumerate(ddp.module.weights):
-                want = sum(stamp(r, step, index, weight.numel()) for r in range(3)) / 3
-                torch.testing.assert_close(weight.grad.double(), want, rtol=1e-6, atol=0)
+            loss_of(model(batch(r, step, dtype=torch.complex128))).backward()
 
-    run_ranks(work, 3)
-
-
-def test_accumulation_and_complex_numbers(ddp_class):
-    def work(rank):
-        ddp = ddp_class(seeded(lambda: Mlp(8, torch.complex128)), transport="shm", bucket_cap_mb=0.001)
-
-        def run(model, r):
-            for step in range(2):
-                loss_of(model(batch(r, step, dtype=torch.complex128))).backward()
-
-        with ddp.no_sync():
-            loss_of(ddp(batch(rank, 0, dtype=torch.complex128))).backward()
-        loss_of(ddp(batch(rank, 1, dtype=torch.complex128))).backward()
-        assert_grads(grads_of(ddp), expected_grads(ddp.module, run))
-
-    run_ranks(work, 2)
+    with ddp.no_sync():
+        loss_of(ddp(batch(rank, 0, dtype=torch.complex128))).backward()
+    loss_of(ddp(batch(rank, 1, dtype=torch.complex128))).backward()
+    assert_grads(grads_of(ddp), expected_grads(ddp.module, run))
 
 
 THREADED = """
@@ -183,17 +173,14 @@ def test_two_threads_a_rank(tmp_path):
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
 
 
-def test_one_rank_that_lags(ddp_class):
+@on_ranks(3)
+def test_one_rank_that_lags(rank, ddp_class):
     """The others do its sums for it; it finds them done."""
-
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), transport="shm", bucket_cap_mb=0.001)
-        for step in range(6):
-            ddp.zero_grad()
-            if rank == step % 3:
-                time.sleep(0.02)
-            step_on(ddp, rank, step)
-            want = expected_grads(ddp.module, lambda plain, r, s=step: step_on(plain, r, s))
-            assert_grads(grads_of(ddp), want)
-
-    run_ranks(work, 3)
+    ddp = ddp_class(seeded(Mlp), transport="shm", bucket_cap_mb=0.001)
+    for step in range(6):
+        ddp.zero_grad()
+        if rank == step % 3:
+            time.sleep(0.02)
+        step_on(ddp, rank, step)
+        want = expected_grads(ddp.module, lambda plain, r, s=step: step_on(plain, r, s))
+        assert_grads(grads_of(ddp), want)

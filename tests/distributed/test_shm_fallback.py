@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import Mlp, NormNet, assert_grads, batch, expected_grads, grads_of, loss_of, seeded
 from torchddp.transport import select, shm
 
@@ -126,20 +126,18 @@ def test_one_rank_that_can_not(ddp_class, trouble, unable):
 
 
 @pytest.mark.parametrize("trouble", ["no sockets", "no memory"])
-def test_shared_memory_or_nothing(ddp_class, trouble):
+@on_ranks(2)
+def test_shared_memory_or_nothing(rank, ddp_class, trouble):
     """Asked for by name, it is an error on all ranks, with rank and reason; the process group is still of use."""
     cause, reason = TROUBLES[trouble]
 
-    def work(rank):
-        real = shm._C.ShmEndpoint.connect
-        if rank == 1:
-            cause()
-        with pytest.raises(RuntimeError, match=f"transport='shm' is impossible: .*rank 1: {reason}"):
-            ddp_class(seeded(Mlp), transport="shm")
-        shm._C.ShmEndpoint.connect = real
-        assert_trains(ddp_class(seeded(Mlp), transport="c10d"), rank)
-
-    run_ranks(work, 2, timeout=60)
+    real = shm._C.ShmEndpoint.connect
+    if rank == 1:
+        cause()
+    with pytest.raises(RuntimeError, match=f"transport='shm' is impossible: .*rank 1: {reason}"):
+        ddp_class(seeded(Mlp), transport="shm")
+    shm._C.ShmEndpoint.connect = real
+    assert_trains(ddp_class(seeded(Mlp), transport="c10d"), rank)
 
 
 def test_no_two_ranks_on_a_host(ddp_class):
@@ -206,7 +204,8 @@ def test_gradients_that_just_fit(ddp_class):
 
 
 @pytest.mark.parametrize("limited", [0, 1])
-def test_buffers_that_do_not_fit(ddp_class, limited):
+@on_ranks(2)
+def test_buffers_that_do_not_fit(rank, ddp_class, limited):
     """One of 2.5 MiB, which is broadcast before each forward."""
 
     class Wide(NormNet):
@@ -214,17 +213,14 @@ def test_buffers_that_do_not_fit(ddp_class, limited):
             super().__init__()
             self.register_buffer("table", seeded(lambda: Mlp(64)).first.weight.detach().repeat(40, 1))  # 2.5 MiB
 
-    def work(rank):
-        if rank == limited:
-            os.environ[shm.LIMIT_ENV] = "1"
-        ddp, _ = wrapped(ddp_class, Wide)
-        for step in range(3):
-            if rank == 1:
-                ddp.module.table.zero_()
-            loss_of(ddp(batch(rank, step, 2, 3, 6, 6))).backward()
-            assert ddp.module.table.abs().sum() > 1
-
-    run_ranks(work, 2, timeout=20)
+    if rank == limited:
+        os.environ[shm.LIMIT_ENV] = "1"
+    ddp, _ = wrapped(ddp_class, Wide)
+    for step in range(3):
+        if rank == 1:
+            ddp.module.table.zero_()
+        loss_of(ddp(batch(rank, step, 2, 3, 6, 6))).backward()
+        assert ddp.module.table.abs().sum() > 1
 
 
 class Reordered(Mlp):

@@ -9,133 +9,119 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import run_outcomes, run_ranks
+from tests.harness import on_ranks, run_outcomes
 from tests.shm_backend import shm_group, stamp
 from torchddp import TransportError
 
 
 @pytest.mark.parametrize("numel", [10, 50_000])
-def test_operations_overlap_and_are_waited_for_in_any_order(numel):
-    def work(rank):
-        group = shm_group()
-        want = [stamp(0, numel + i) + stamp(1, numel + i) for i in range(100)]  # more than may be under way at once
-        tensors = [stamp(rank, numel + i) for i in range(100)]
-        works = [dist.all_reduce(t, group=group, async_op=True) for t in tensors]
-        for handle in reversed(works):
-            assert handle.wait()
-            assert handle.is_completed() and handle.is_success()
-        assert all(torch.equal(t, w) for t, w in zip(tensors, want, strict=True))
-        for handle in works:
-            handle.wait()  # again
-        tensor = stamp(rank, numel)
-        handle = dist.all_reduce(tensor, group=group, async_op=True)
-        while not handle.is_completed():
-            time.sleep(0.001)
-        assert torch.equal(tensor, want[0])
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_operations_overlap_and_are_waited_for_in_any_order(rank, numel):
+    group = shm_group()
+    want = [stamp(0, numel + i) + stamp(1, numel + i) for i in range(100)]  # more than may be under way at once
+    tensors = [stamp(rank, numel + i) for i in range(100)]
+    works = [dist.all_reduce(t, group=group, async_op=True) for t in tensors]
+    for handle in reversed(works):
+        assert handle.wait()
+        assert handle.is_completed() and handle.is_success()
+    assert all(torch.equal(t, w) for t, w in zip(tensors, want, strict=True))
+    for handle in works:
+        handle.wait()  # again
+    tensor = stamp(rank, numel)
+    handle = dist.all_reduce(tensor, group=group, async_op=True)
+    while not handle.is_completed():
+        time.sleep(0.001)
+    assert torch.equal(tensor, want[0])
 
 
 @pytest.mark.parametrize("numel", [10, 50_000])
-def test_futures_come_without_anybody_waiting(numel):
-    def work(rank):
-        group = shm_group()
-        tensors = [stamp(rank, numel + i) for i in range(5)]
-        futures = [
-            dist.all_reduce(t, group=group, async_op=True).get_future().then(lambda f: f.value()[0].sum().item())
-            for t in tensors
-        ]
-        for i in reversed(range(5)):
-            assert futures[i].wait() == (stamp(0, numel + i) + stamp(1, numel + i)).sum().item()
-        done = dist.all_reduce(tensors[0], group=group, async_op=True)
-        done.wait()
-        assert torch.equal(done.get_future().wait()[0], tensors[0]) and done.get_future().done()
-        assert torch.equal(done.result()[0], tensors[0])
-        handle = dist.all_gather([torch.zeros(numel) for _ in range(2)], stamp(rank, numel), group, async_op=True)
-        assert torch.equal(handle.get_future().wait()[1], stamp(1, numel))
-        assert dist.barrier(group=group, async_op=True).get_future().wait() == []
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_futures_come_without_anybody_waiting(rank, numel):
+    group = shm_group()
+    tensors = [stamp(rank, numel + i) for i in range(5)]
+    futures = [
+        dist.all_reduce(t, group=group, async_op=True).get_future().then(lambda f: f.value()[0].sum().item())
+        for t in tensors
+    ]
+    for i in reversed(range(5)):
+        assert futures[i].wait() == (stamp(0, numel + i) + stamp(1, numel + i)).sum().item()
+    done = dist.all_reduce(tensors[0], group=group, async_op=True)
+    done.wait()
+    assert torch.equal(done.get_future().wait()[0], tensors[0]) and done.get_future().done()
+    assert torch.equal(done.result()[0], tensors[0])
+    handle = dist.all_gather([torch.zeros(numel) for _ in range(2)], stamp(rank, numel), group, async_op=True)
+    assert torch.equal(handle.get_future().wait()[1], stamp(1, numel))
+    assert dist.barrier(group=group, async_op=True).get_future().wait() == []
 
 
-def test_futures_asked_for_while_others_are_let_go_of():
+@on_ranks(2)
+def test_futures_asked_for_while_others_are_let_go_of(rank):
     """Who lets go of a Future with a Python callback waits for the GIL, which whoever asks for the next one holds."""
-
-    def work(rank):
-        group = shm_group()
-        sums = []
-        for i in range(2000):
-            tensor = stamp(rank, 50_000 if i % 8 == 0 else 10)
-            future = dist.all_reduce(tensor, group=group, async_op=True).get_future()
-            future.then(lambda f: sums.append(f.value()[0][1].item()))
-            del tensor, future
-        dist.barrier(group=group)
-        deadline_s = time.monotonic() + 20
-        while len(sums) < 2000 and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        assert sums == [(stamp(0, 10) + stamp(1, 10))[1].item()] * 2000
-
-    run_ranks(work, 2)
+    group = shm_group()
+    sums = []
+    for i in range(2000):
+        tensor = stamp(rank, 50_000 if i % 8 == 0 else 10)
+        future = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+        future.then(lambda f: sums.append(f.value()[0][1].item()))
+        del tensor, future
+    dist.barrier(group=group)
+    deadline_s = time.monotonic() + 20
+    while len(sums) < 2000 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert sums == [(stamp(0, 10) + stamp(1, 10))[1].item()] * 2000
 
 
 @pytest.mark.rest_is_thorough("10")
 @pytest.mark.parametrize("numel", [10, 50_000])
-def test_nobody_hangs_on_a_rank_that_never_waits(numel):
+@on_ranks(3)
+def test_nobody_hangs_on_a_rank_that_never_waits(rank, numel):
     """Rank 0 drops its handles and computes on; the others need its part of the work."""
-
-    def work(rank):
-        group = shm_group()
-        parts = [torch.zeros(numel) for _ in range(3)]
-        handle = dist.all_gather(parts, stamp(rank, numel), group=group, async_op=True)
-        if rank == 0:
-            del handle
-            time.sleep(3)
-        else:
-            started_s = time.monotonic()
-            handle.wait()
-            assert time.monotonic() - started_s < 2
-        assert all(torch.equal(parts[r], stamp(r, numel)) for r in range(3))
-        tensor = stamp(rank, numel)
-        dist.all_reduce(tensor, group=group, async_op=True)
-        dist.destroy_process_group(group)  # completes it
-        assert torch.equal(tensor, sum(stamp(r, numel) for r in range(3)))
-
-    run_ranks(work, 3)
-
-
-def test_a_limit_of_its_own_ends_the_wait_and_not_the_operation():
-    def work(rank):
-        group = shm_group()
-        tensor = stamp(rank, 10)
-        if rank == 1:
-            time.sleep(0.5)
-        handle = dist.all_reduce(tensor, group=group, async_op=True)
-        if rank == 0:
-            with pytest.raises(TransportError, match="rank 0: ALLREDUCE was not complete 100 ms after"):
-                handle.wait(timedelta(milliseconds=100))
-            assert not handle.is_completed()
+    group = shm_group()
+    parts = [torch.zeros(numel) for _ in range(3)]
+    handle = dist.all_gather(parts, stamp(rank, numel), group=group, async_op=True)
+    if rank == 0:
+        del handle
+        time.sleep(3)
+    else:
+        started_s = time.monotonic()
         handle.wait()
-        assert torch.equal(tensor, stamp(0, 10) + stamp(1, 10))
+        assert time.monotonic() - started_s < 2
+    assert all(torch.equal(parts[r], stamp(r, numel)) for r in range(3))
+    tensor = stamp(rank, numel)
+    dist.all_reduce(tensor, group=group, async_op=True)
+    dist.destroy_process_group(group)  # completes it
+    assert torch.equal(tensor, sum(stamp(r, numel) for r in range(3)))
 
-    run_ranks(work, 2)
+
+@on_ranks(2)
+def test_a_limit_of_its_own_ends_the_wait_and_not_the_operation(rank):
+    group = shm_group()
+    tensor = stamp(rank, 10)
+    if rank == 1:
+        time.sleep(0.5)
+    handle = dist.all_reduce(tensor, group=group, async_op=True)
+    if rank == 0:
+        with pytest.raises(TransportError, match="rank 0: ALLREDUCE was not complete 100 ms after"):
+            handle.wait(timedelta(milliseconds=100))
+        assert not handle.is_completed()
+    handle.wait()
+    assert torch.equal(tensor, stamp(0, 10) + stamp(1, 10))
 
 
 @pytest.mark.parametrize("how", ["wait", "future"])
-def test_the_groups_timeout_is_kept(how):
-    def work(rank):
-        group = shm_group(timeout=timedelta(seconds=1))
-        started_s = time.monotonic()
-        if rank == 0:
-            with pytest.raises(RuntimeError, match=r"timed out after 1000 ms in all_reduce of 40 bytes.*rank 1"):
-                handle = dist.all_reduce(torch.ones(10), group=group, async_op=True)
-                handle.wait() if how == "wait" else handle.get_future().wait()
-            assert 0.9 < time.monotonic() - started_s < 3
-        dist.barrier()
-        with pytest.raises(TransportError, match="rank 0 gave up|timed out"):
-            for _ in range(2):  # rank 0's input to the first is there
-                dist.all_reduce(torch.ones(10), group=group)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_the_groups_timeout_is_kept(rank, how):
+    group = shm_group(timeout=timedelta(seconds=1))
+    started_s = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"timed out after 1000 ms in all_reduce of 40 bytes.*rank 1"):
+            handle = dist.all_reduce(torch.ones(10), group=group, async_op=True)
+            handle.wait() if how == "wait" else handle.get_future().wait()
+        assert 0.9 < time.monotonic() - started_s < 3
+    dist.barrier()
+    with pytest.raises(TransportError, match="rank 0 gave up|timed out"):
+        for _ in range(2):  # rank 0's input to the first is there
+            dist.all_reduce(torch.ones(10), group=group)
 
 
 @pytest.mark.parametrize("how", ["wait", "future"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import run_outcomes, run_ranks
+from tests.harness import on_ranks, run_outcomes
 from tests.models import Mlp, assert_grads, expected_grads, grads_of, seeded, step_on
 
 pytestmark = pytest.mark.beyond_torch("knows no shared memory")
@@ -45,53 +45,45 @@ def spoil(ddp):
 
 @pytest.mark.parametrize("change", [clip, unscale, zero, spoil])
 @pytest.mark.parametrize("cap_mb", [0.001, 25], ids=["small buckets", "one bucket"])
-def test_change_by_one_rank_is_its_own(ddp_class, change, cap_mb):
-    def work(rank):
-        ddp = trained(ddp_class, rank, bucket_cap_mb=cap_mb)
-        right = want(ddp, 1)
-        dist.barrier()
-        if rank == 1:
-            change(ddp)
-            assert not torch.equal(ddp.module.first.weight.grad, right["first.weight"])
-        dist.barrier()
-        if rank != 1:
-            assert_grads(grads_of(ddp), right)
-        # Nor is it of consequence for the next step.
-        ddp.zero_grad()
-        step_on(ddp, rank, 2)
-        assert_grads(grads_of(ddp), want(ddp, 2))
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_change_by_one_rank_is_its_own(rank, ddp_class, change, cap_mb):
+    ddp = trained(ddp_class, rank, bucket_cap_mb=cap_mb)
+    right = want(ddp, 1)
+    dist.barrier()
+    if rank == 1:
+        change(ddp)
+        assert not torch.equal(ddp.module.first.weight.grad, right["first.weight"])
+    dist.barrier()
+    if rank != 1:
+        assert_grads(grads_of(ddp), right)
+    # Nor is it of consequence for the next step.
+    ddp.zero_grad()
+    step_on(ddp, rank, 2)
+    assert_grads(grads_of(ddp), want(ddp, 2))
 
 
-def test_change_before_the_peers_have_looked(ddp_class):
+@on_ranks(2)
+def test_change_before_the_peers_have_looked(rank, ddp_class):
     """A rank is done with a step, and writes over its gradients, while another has hardly begun to wait for its own."""
-
-    def work(rank):
-        ddp = trained(ddp_class, rank, bucket_cap_mb=0.001)
-        for step in range(2, 40):
-            ddp.zero_grad()
-            step_on(ddp, rank, step)
-            if step % 2 == rank:
-                spoil(ddp)
-            else:
-                assert_grads(grads_of(ddp), want(ddp, step))
-
-    run_ranks(work, 2)
+    ddp = trained(ddp_class, rank, bucket_cap_mb=0.001)
+    for step in range(2, 40):
+        ddp.zero_grad()
+        step_on(ddp, rank, step)
+        if step % 2 == rank:
+            spoil(ddp)
+        else:
+            assert_grads(grads_of(ddp), want(ddp, step))
 
 
 @pytest.mark.parametrize("views", [True, False])
-def test_gradient_kept_over_a_step(ddp_class, views):
+@on_ranks(2)
+def test_gradient_kept_over_a_step(rank, ddp_class, views):
     """As documented: a view has the next step's values; a copy keeps its own. No other rank's in either case."""
-
-    def work(rank):
-        ddp = trained(ddp_class, rank, gradient_as_bucket_view=views)
-        kept = ddp.module.last.weight.grad
-        ddp.zero_grad()
-        step_on(ddp, rank, 2)
-        assert_grads({"last.weight": kept}, {"last.weight": want(ddp, 2 if views else 1)["last.weight"]})
-
-    run_ranks(work, 2)
+    ddp = trained(ddp_class, rank, gradient_as_bucket_view=views)
+    kept = ddp.module.last.weight.grad
+    ddp.zero_grad()
+    step_on(ddp, rank, 2)
+    assert_grads({"last.weight": kept}, {"last.weight": want(ddp, 2 if views else 1)["last.weight"]})
 
 
 def test_gradients_outlive_module_and_peer(ddp_class):
@@ -116,19 +108,16 @@ def test_gradients_outlive_module_and_peer(ddp_class):
     assert outcomes[0].ok, outcomes[0].error
 
 
-def test_weights_are_private(ddp_class):
+@on_ranks(2)
+def test_weights_are_private(rank, ddp_class):
     """Only gradients are shared: an optimizer of one rank changes no other's weights."""
-
-    def work(rank):
-        ddp = trained(ddp_class, rank)
-        before = [p.detach().clone() for p in ddp.parameters()]
-        dist.barrier()
-        if rank == 0:
-            torch.optim.SGD(ddp.parameters(), lr=1.0).step()
-        dist.barrier()
-        assert all(torch.equal(p, q) for p, q in zip(ddp.parameters(), before, strict=True)) == (rank == 1)
-
-    run_ranks(work, 2)
+    ddp = trained(ddp_class, rank)
+    before = [p.detach().clone() for p in ddp.parameters()]
+    dist.barrier()
+    if rank == 0:
+        torch.optim.SGD(ddp.parameters(), lr=1.0).step()
+    dist.barrier()
+    assert all(torch.equal(p, q) for p, q in zip(ddp.parameters(), before, strict=True)) == (rank == 1)
 
 
 def in_child(body):
@@ -144,60 +133,51 @@ def in_child(body):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_forked_child_reads_and_leaves(ddp_class):
+@on_ranks(2)
+def test_forked_child_reads_and_leaves(rank, ddp_class):
     """The worker of a DataLoader, or whatever a rank forks: it may read, drop its copies and exit; nobody minds."""
+    ddp = trained(ddp_class, rank)
+    right = want(ddp, 1)
 
-    def work(rank):
-        ddp = trained(ddp_class, rank)
-        right = want(ddp, 1)
-
-        def body():
-            assert_grads(grads_of(ddp), right)
-            ddp.zero_grad()
-            ddp.module.first.weight.grad = torch.ones_like(ddp.module.first.weight)
-            gc.collect()
-
-        assert in_child(body)
+    def body():
         assert_grads(grads_of(ddp), right)
-        for step in range(2, 4):
-            ddp.zero_grad()
-            step_on(ddp, rank, step)
-            assert_grads(grads_of(ddp), want(ddp, step))
+        ddp.zero_grad()
+        ddp.module.first.weight.grad = torch.ones_like(ddp.module.first.weight)
+        gc.collect()
 
-    run_ranks(work, 2)
+    assert in_child(body)
+    assert_grads(grads_of(ddp), right)
+    for step in range(2, 4):
+        ddp.zero_grad()
+        step_on(ddp, rank, step)
+        assert_grads(grads_of(ddp), want(ddp, step))
 
 
-def test_forked_child_that_writes_is_seen_by_its_parent_alone(ddp_class):
+@on_ranks(2)
+def test_forked_child_that_writes_is_seen_by_its_parent_alone(rank, ddp_class):
     """Shared mappings are inherited: what a child writes into `.grad` its parent sees. No other rank does."""
-
-    def work(rank):
-        ddp = trained(ddp_class, rank)
-        right = want(ddp, 1)
-        dist.barrier()
-        if rank == 0:
-            assert in_child(lambda: spoil(ddp))
-            assert ddp.module.first.weight.grad.isnan().all()
-        dist.barrier()
-        if rank == 1:
-            assert_grads(grads_of(ddp), right)
-
-    run_ranks(work, 2)
+    ddp = trained(ddp_class, rank)
+    right = want(ddp, 1)
+    dist.barrier()
+    if rank == 0:
+        assert in_child(lambda: spoil(ddp))
+        assert ddp.module.first.weight.grad.isnan().all()
+    dist.barrier()
+    if rank == 1:
+        assert_grads(grads_of(ddp), right)
 
 
-def test_forked_child_that_deletes_the_module(ddp_class):
+@on_ranks(2)
+def test_forked_child_that_deletes_the_module(rank, ddp_class):
     """The transport's end in a child is not the end of the rank."""
+    made = [trained(ddp_class, rank)]
 
-    def work(rank):
-        made = [trained(ddp_class, rank)]
+    def body():
+        made.clear()
+        gc.collect()
 
-        def body():
-            made.clear()
-            gc.collect()
-
-        assert in_child(body)
-        for step in range(2, 4):
-            made[0].zero_grad()
-            step_on(made[0], rank, step)
-            assert_grads(grads_of(made[0]), want(made[0], step))
-
-    run_ranks(work, 2)
+    assert in_child(body)
+    for step in range(2, 4):
+        made[0].zero_grad()
+        step_on(made[0], rank, step)
+        assert_grads(grads_of(made[0]), want(made[0], step))

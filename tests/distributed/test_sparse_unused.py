@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import assert_grads, batch, grads_of, loss_of, seeded
 from torchddp import DistributedDataParallel
 
@@ -45,8 +45,8 @@ def is_in_turn(rank: int, step: int, world_size: int) -> bool:
 
 @pytest.mark.parametrize("between", ["zeroed", "zeroed in place", "kept", "accumulated"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_take_turns(world_size, transport, between):
+@on_ranks(1, 2, 3)
+def test_ranks_take_turns(rank, world_size, transport, between):
     def train(rank, sparse):
         model = make(sparse, transport)
         seen = []
@@ -60,20 +60,15 @@ def test_ranks_take_turns(world_size, transport, between):
             seen.append(grads_of(model))
         return seen
 
-    def work(rank):
-        for step, (ours, theirs) in enumerate(zip(train(rank, True), train(rank, False), strict=True)):
-            assert_grads(ours, theirs, 1e-12, what=f"rank {rank}, step {step}:")
-
-    run_ranks(work, world_size)
+    for step, (ours, theirs) in enumerate(zip(train(rank, True), train(rank, False), strict=True)):
+        assert_grads(ours, theirs, 1e-12, what=f"rank {rank}, step {step}:")
 
 
 @pytest.mark.parametrize("case", ["static_graph", "hook", "skip", "metadata"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_other_modes(transport, case):
-    options = {
-        "static_graph": {"static_graph": True},
-        "skip": {"skip_all_reduce_unused_params": True},
-    }.get(case, {})
+@on_ranks(2)
+def test_other_modes(rank, transport, case):
+    options = {"static_graph": {"static_graph": True}, "skip": {"skip_all_reduce_unused_params": True}}.get(case, {})
 
     def uses(rank, step):
         if case == "skip":
@@ -94,16 +89,14 @@ def test_other_modes(transport, case):
             seen.append(grads_of(model))
         return seen
 
-    def work(rank):
-        for step, (ours, theirs) in enumerate(zip(train(rank, True), train(rank, False), strict=True)):
-            assert_grads(ours, theirs, 1e-12, what=f"rank {rank}, step {step}:")
-
-    run_ranks(work, 2)
+    for step, (ours, theirs) in enumerate(zip(train(rank, True), train(rank, False), strict=True)):
+        assert_grads(ours, theirs, 1e-12, what=f"rank {rank}, step {step}:")
 
 
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_without_inputs(transport, find_unused_parameters):
+@on_ranks(2)
+def test_ranks_without_inputs(rank, transport, find_unused_parameters):
     def train(rank, sparse):
         model = make(sparse, transport, find_unused_parameters)
         with model.join():
@@ -112,23 +105,17 @@ def test_ranks_without_inputs(transport, find_unused_parameters):
                 backward(model, rank, step, not find_unused_parameters or rank == 1)
         return grads_of(model)
 
-    def work(rank):
-        assert_grads(train(rank, True), train(rank, False), 1e-12, what=f"rank {rank}:")
-
-    run_ranks(work, 2)
+    assert_grads(train(rank, True), train(rank, False), 1e-12, what=f"rank {rank}:")
 
 
-def test_gradients_that_are_no_rows():
+@on_ranks(2)
+def test_gradients_that_are_no_rows(rank):
     """As torch takes them where all ranks use the parameter; refused before they meet others, which would end gloo."""
-
-    def work(rank):
-        model = make(True, "c10d", find_unused_parameters=False)
-        model.module.table.weight.register_hook(lambda grad: grad.to_dense().to_sparse(2))
+    model = make(True, "c10d", find_unused_parameters=False)
+    model.module.table.weight.register_hook(lambda grad: grad.to_dense().to_sparse(2))
+    backward(model, rank, 0, True)
+    assert model.module.table.weight.grad.sparse_dim() == 2
+    model = make(True, "c10d")
+    model.module.table.weight.register_hook(lambda grad: grad.to_dense().to_sparse(2))
+    with pytest.raises(RuntimeError, match=r"'table.weight' on rank \d: its sparse gradient has sparse_dim 2"):
         backward(model, rank, 0, True)
-        assert model.module.table.weight.grad.sparse_dim() == 2
-        model = make(True, "c10d")
-        model.module.table.weight.register_hook(lambda grad: grad.to_dense().to_sparse(2))
-        with pytest.raises(RuntimeError, match=r"'table.weight' on rank \d: its sparse gradient has sparse_dim 2"):
-            backward(model, rank, 0, True)
-
-    run_ranks(work, 2)

@@ -6,14 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    allreduce_hook,
-    fp16_compress_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.microbatches import (
     FORCED,
     MULTI,
@@ -48,180 +45,152 @@ def check_usages(rank, ddp_class, strategy, **options):
 
 
 @pytest.mark.rest_is_thorough("[123]")
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_different_parameters_in_different_microbatches(world_size):
-    def work(rank):
-        for strategy in (SINGLE, MULTI, FORCED):
-            check_usages(rank, torchddp.DDP, strategy)
-            check_usages(rank, torchddp.DDP, strategy, transport="c10d", **EVERYTHING_IN_SMALL_BUCKETS)
-            check_usages(rank, torchddp.DDP, strategy, gradient_as_bucket_view=False)
-            check_usages(rank, WholeBuckets, strategy, **EVERYTHING_IN_SMALL_BUCKETS)
-        check_usages(rank, torchddp.DDP, FORCED, comm_hook=(None, allreduce_hook))
-
-    run_ranks(work, world_size)
+@on_ranks(1, 2, 3, 4)
+def test_different_parameters_in_different_microbatches(rank):
+    for strategy in (SINGLE, MULTI, FORCED):
+        check_usages(rank, torchddp.DDP, strategy)
+        check_usages(rank, torchddp.DDP, strategy, transport="c10d", **EVERYTHING_IN_SMALL_BUCKETS)
+        check_usages(rank, torchddp.DDP, strategy, gradient_as_bucket_view=False)
+        check_usages(rank, WholeBuckets, strategy, **EVERYTHING_IN_SMALL_BUCKETS)
+    check_usages(rank, torchddp.DDP, FORCED, comm_hook=(None, allreduce_hook))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_torchs_own_class(world_size):
-    def work(rank):
-        for strategy in (SINGLE, MULTI):
-            check_usages(rank, TorchDDP, strategy)
-        with pytest.raises(
-            RuntimeError, match=r"which torch\S+DistributedDataParallel can't: wrap the model in torchddp"
-        ):
-            run_step(TorchDDP(make_branches()), rank, USAGES[0], FORCED)
-
-    run_ranks(work, world_size)
+@on_ranks(2, 3)
+def test_torchs_own_class(rank):
+    for strategy in (SINGLE, MULTI):
+        check_usages(rank, TorchDDP, strategy)
+    with pytest.raises(RuntimeError, match=r"which torch\S+DistributedDataParallel can't: wrap the model in torchddp"):
+        run_step(TorchDDP(make_branches()), rank, USAGES[0], FORCED)
 
 
-def test_buckets_that_may_be_skipped_are_not_if_an_earlier_microbatch_used_them():
-    def work(rank):
-        for strategy in (SINGLE, FORCED):
-            usage = [["left", "right"]] * 2
-            model = torchddp.DDP(
-                make_branches(),
-                find_unused_parameters=True,
-                skip_all_reduce_unused_params=True,
-                **EVERYTHING_IN_SMALL_BUCKETS,
-            )
-            for step in range(2):
-                run_step(model, rank, usage, strategy, step)
-                assert_same(grads_of(model), expected(usage, 2, step), rtol=1e-10, atol=1e-12)
-                model.zero_grad()
-
-    run_ranks(work, 2)
-
-
-def test_forced_sync_without_a_search():
-    def work(rank):
-        for usage in USAGES:
-            model = torchddp.DDP(make_branches())
-            for step in range(2):
-                run_step(model, rank, usage, FORCED, step)
-                want = with_zeros(expected(usage, 3, step), model.module)
-                assert_same(grads_of(model), want, rtol=1e-10, atol=1e-12)
-                assert_equal_on_all_ranks(model)
-                model.zero_grad(set_to_none=step == 0)
-
-    run_ranks(work, 3)
-
-
-def test_a_rank_that_used_nothing_at_all():
-    def work(rank):
-        model = torchddp.DDP(make_branches(), find_unused_parameters=True)
-        for micro in accumulate(model, 2, FORCED):
-            if rank != 1:
-                backward(model, rank, micro, "left")
-        usage = [["left", "left"], [], ["left", "left"]]
-        assert_same(grads_of(model), expected(usage, 3), rtol=1e-10, atol=1e-12)
-        assert_equal_on_all_ranks(model)
-
-    run_ranks(work, 3)
-
-
-def test_gradients_nobody_touched_keep_their_bits():
-    # Three ranks: a third of three times a value is not always the value.
-    def work(rank):
-        for ddp_class, strategy in ((torchddp.DDP, FORCED), (torchddp.DDP, SINGLE), (WholeBuckets, FORCED)):
-            model = ddp_class(make_branches(), find_unused_parameters=True)
-            run_step(model, rank, [["right", "left"]] * 3, strategy)
-            before = grads_of(model)
-            run_step(model, rank, [["left", "left"]] * 3, strategy, step=1)
-            after = grads_of(model)
-            assert torch.equal(before["right.weight"], after["right.weight"])
-            assert after["never.weight"] is None
-            added = expected([["left", "left"]] * 3, 3, 1)["left.weight"]
-            torch.testing.assert_close(after["left.weight"], before["left.weight"] + added, rtol=1e-10, atol=1e-12)
-
-    run_ranks(work, 3)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_one_reduction_gives_the_same_bits_in_backward_and_after_it(world_size):
-    def work(rank):
-        grads = []
-        for strategy in (SINGLE, FORCED):
-            model = torchddp.DDP(seeded(lambda: Mlp(dtype=torch.float32)), transport="shm")
-            for step in range(3):
-                for micro in accumulate(model, 3, strategy):
-                    loss_of(model(batch(rank, 3 * step + micro, dtype=torch.float32))).backward()
-            grads.append(grads_of(model))
-        assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
-
-    run_ranks(work, world_size)
-
-
-def test_how_often_gradients_are_reduced():
-    def work(rank):
-        for strategy, times in ((SINGLE, 1), (MULTI, 4), (FORCED, 1), (None, 1)):
-            calls = []
-
-            def hook(state, bucket, calls=calls):
-                calls.append(bucket.index())
-                return allreduce_hook(None, bucket)
-
-            model = torchddp.DDP(seeded(Mlp), comm_hook=hook)
-            for step in range(2):
-                for micro in accumulate(model, 4, strategy):
-                    step_on(model, rank, 4 * step + micro)
-            assert model.reducer.stats()["finished"] == 2 * times
-            assert len(calls) == 2 * times * len(model.reducer.plan)
-        for options, strategy in (
-            ({}, SINGLE),
-            ({"find_unused_parameters": True}, MULTI),
-            ({"sync": "Forced_Sync"}, FORCED),
-        ):
-            assert torchddp.DDP(seeded(Mlp), **options).sync_strategy is strategy
-        model = torchddp.DDP(seeded(Mlp), sync=MULTI)
-        for micro in accumulate(model, 3):
-            step_on(model, rank, micro)
-        assert model.reducer.stats()["finished"] == 3
-        assert copy.deepcopy(model).sync_strategy is MULTI
-
-    run_ranks(work, 2)
-
-
-def test_fp16_hook_after_backward_rounds_as_in_backward():
-    def work(rank):
-        grads = []
-        for strategy in (SINGLE, FORCED):
-            model = torchddp.DDP(seeded(lambda: Mlp(dtype=torch.float32)), comm_hook=(None, fp16_compress_hook))
-            for micro in accumulate(model, 2, strategy):
-                loss_of(model(batch(rank, micro, dtype=torch.float32))).backward()
-            grads.append(grads_of(model))
-        assert_same(grads[1], grads[0], rtol=0, atol=0)
-        assert_equal_on_all_ranks(model)
-
-    run_ranks(work, 2)
-
-
-def test_frozen_parameters():
-    def work(rank):
-        module = make_branches()
-        module.left.weight.requires_grad_(False)  # at wrapping: unknown to the reducer
-        model = torchddp.DDP(module)
-        run_step(model, rank, [["left", "right"]] * 2, FORCED)
-        assert module.left.weight.grad is None and module.left.bias.grad is not None
-        model.zero_grad()
-        module.right.requires_grad_(False)  # later, as GANs do
-        run_step(model, rank, [["left", "right"]] * 2, FORCED)
-        assert module.right.weight.grad is None and module.right.bias.grad is None
-        assert torch.count_nonzero(module.left.bias.grad) > 0
-        assert_equal_on_all_ranks(model)
-
-    run_ranks(work, 2)
-
-
-def test_static_graphs():
-    def work(rank):
-        usage = [["left", "left"]] * 2
-        model = torchddp.DDP(make_branches(), static_graph=True, find_unused_parameters=True)
-        for step, strategy in enumerate((FORCED, FORCED, SINGLE, FORCED, SINGLE)):
+@on_ranks(2)
+def test_buckets_that_may_be_skipped_are_not_if_an_earlier_microbatch_used_them(rank):
+    for strategy in (SINGLE, FORCED):
+        usage = [["left", "right"]] * 2
+        model = torchddp.DDP(
+            make_branches(),
+            find_unused_parameters=True,
+            skip_all_reduce_unused_params=True,
+            **EVERYTHING_IN_SMALL_BUCKETS,
+        )
+        for step in range(2):
             run_step(model, rank, usage, strategy, step)
             assert_same(grads_of(model), expected(usage, 2, step), rtol=1e-10, atol=1e-12)
             model.zero_grad()
 
-    run_ranks(work, 2)
+
+@on_ranks(3)
+def test_forced_sync_without_a_search(rank):
+    for usage in USAGES:
+        model = torchddp.DDP(make_branches())
+        for step in range(2):
+            run_step(model, rank, usage, FORCED, step)
+            want = with_zeros(expected(usage, 3, step), model.module)
+            assert_same(grads_of(model), want, rtol=1e-10, atol=1e-12)
+            assert_equal_on_all_ranks(model)
+            model.zero_grad(set_to_none=step == 0)
+
+
+@on_ranks(3)
+def test_a_rank_that_used_nothing_at_all(rank):
+    model = torchddp.DDP(make_branches(), find_unused_parameters=True)
+    for micro in accumulate(model, 2, FORCED):
+        if rank != 1:
+            backward(model, rank, micro, "left")
+    usage = [["left", "left"], [], ["left", "left"]]
+    assert_same(grads_of(model), expected(usage, 3), rtol=1e-10, atol=1e-12)
+    assert_equal_on_all_ranks(model)
+
+
+@on_ranks(3)
+def test_gradients_nobody_touched_keep_their_bits(rank):
+    for ddp_class, strategy in ((torchddp.DDP, FORCED), (torchddp.DDP, SINGLE), (WholeBuckets, FORCED)):
+        model = ddp_class(make_branches(), find_unused_parameters=True)
+        run_step(model, rank, [["right", "left"]] * 3, strategy)
+        before = grads_of(model)
+        run_step(model, rank, [["left", "left"]] * 3, strategy, step=1)
+        after = grads_of(model)
+        assert torch.equal(before["right.weight"], after["right.weight"])
+        assert after["never.weight"] is None
+        added = expected([["left", "left"]] * 3, 3, 1)["left.weight"]
+        torch.testing.assert_close(after["left.weight"], before["left.weight"] + added, rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2, 3)
+def test_one_reduction_gives_the_same_bits_in_backward_and_after_it(rank):
+    grads = []
+    for strategy in (SINGLE, FORCED):
+        model = torchddp.DDP(seeded(lambda: Mlp(dtype=torch.float32)), transport="shm")
+        for step in range(3):
+            for micro in accumulate(model, 3, strategy):
+                loss_of(model(batch(rank, 3 * step + micro, dtype=torch.float32))).backward()
+        grads.append(grads_of(model))
+    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+
+
+@on_ranks(2)
+def test_how_often_gradients_are_reduced(rank):
+    for strategy, times in ((SINGLE, 1), (MULTI, 4), (FORCED, 1), (None, 1)):
+        calls = []
+
+        def hook(state, bucket, calls=calls):
+            calls.append(bucket.index())
+            return allreduce_hook(None, bucket)
+
+        model = torchddp.DDP(seeded(Mlp), comm_hook=hook)
+        for step in range(2):
+            for micro in accumulate(model, 4, strategy):
+                step_on(model, rank, 4 * step + micro)
+        assert model.reducer.stats()["finished"] == 2 * times
+        assert len(calls) == 2 * times * len(model.reducer.plan)
+    for options, strategy in (
+        ({}, SINGLE),
+        ({"find_unused_parameters": True}, MULTI),
+        ({"sync": "Forced_Sync"}, FORCED),
+    ):
+        assert torchddp.DDP(seeded(Mlp), **options).sync_strategy is strategy
+    model = torchddp.DDP(seeded(Mlp), sync=MULTI)
+    for micro in accumulate(model, 3):
+        step_on(model, rank, micro)
+    assert model.reducer.stats()["finished"] == 3
+    assert copy.deepcopy(model).sync_strategy is MULTI
+
+
+@on_ranks(2)
+def test_fp16_hook_after_backward_rounds_as_in_backward(rank):
+    grads = []
+    for strategy in (SINGLE, FORCED):
+        model = torchddp.DDP(seeded(lambda: Mlp(dtype=torch.float32)), comm_hook=(None, fp16_compress_hook))
+        for micro in accumulate(model, 2, strategy):
+            loss_of(model(batch(rank, micro, dtype=torch.float32))).backward()
+        grads.append(grads_of(model))
+    assert_same(grads[1], grads[0], rtol=0, atol=0)
+    assert_equal_on_all_ranks(model)
+
+
+@on_ranks(2)
+def test_frozen_parameters(rank):
+    module = make_branches()
+    module.left.weight.requires_grad_(False)  # at wrapping: unknown to the reducer
+    model = torchddp.DDP(module)
+    run_step(model, rank, [["left", "right"]] * 2, FORCED)
+    assert module.left.weight.grad is None and module.left.bias.grad is not None
+    model.zero_grad()
+    module.right.requires_grad_(False)  # later, as GANs do
+    run_step(model, rank, [["left", "right"]] * 2, FORCED)
+    assert module.right.weight.grad is None and module.right.bias.grad is None
+    assert torch.count_nonzero(module.left.bias.grad) > 0
+    assert_equal_on_all_ranks(model)
+
+
+@on_ranks(2)
+def test_static_graphs(rank):
+    usage = [["left", "left"]] * 2
+    model = torchddp.DDP(make_branches(), static_graph=True, find_unused_parameters=True)
+    for step, strategy in enumerate((FORCED, FORCED, SINGLE, FORCED, SINGLE)):
+        run_step(model, rank, usage, strategy, step)
+        assert_same(grads_of(model), expected(usage, 2, step), rtol=1e-10, atol=1e-12)
+        model.zero_grad()
 
 
 class Words(nn.Module):
@@ -234,38 +203,33 @@ class Words(nn.Module):
         return self.head(self.table(ids))
 
 
-def test_sparse_gradients():
-    def work(rank):
-        def ids(of_rank, micro):
-            return torch.tensor([of_rank, micro + 2, 6])
+@on_ranks(2)
+def test_sparse_gradients(rank):
+    def ids(of_rank, micro):
+        return torch.tensor([of_rank, micro + 2, 6])
 
-        model = torchddp.DDP(seeded(Words))
-        for micro in accumulate(model, 2, FORCED):
-            loss_of(model(ids(rank, micro))).backward()
-        total = seeded(Words)
-        for of_rank in range(2):
-            for micro in range(2):
-                loss_of(total(ids(of_rank, micro))).backward()
-        for name, parameter in total.named_parameters():
-            mine = model.module.get_parameter(name).grad.to_dense()
-            torch.testing.assert_close(mine, parameter.grad.to_dense() / 2)
-
-    run_ranks(work, 2)
+    model = torchddp.DDP(seeded(Words))
+    for micro in accumulate(model, 2, FORCED):
+        loss_of(model(ids(rank, micro))).backward()
+    total = seeded(Words)
+    for of_rank in range(2):
+        for micro in range(2):
+            loss_of(total(ids(of_rank, micro))).backward()
+    for name, parameter in total.named_parameters():
+        mine = model.module.get_parameter(name).grad.to_dense()
+        torch.testing.assert_close(mine, parameter.grad.to_dense() / 2)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_sharded_gradients(world_size):
-    def work(rank):
-        for search in (False, True):
-            pair = make_sharded_pair(make=small_net, find_unused_parameters=search)
-            for step, strategy in enumerate((FORCED, SINGLE, MULTI, FORCED)):
-                for model, plain in ((pair.sharded, None), (pair.reference, SINGLE)):
-                    for micro in accumulate(model, 3, plain or strategy):
-                        sharded_loss_of(model(batch_of(rank, 3 * step + micro))).backward()
-                pair.assert_sharded()
-                for _, optimizer in pair.sides():
-                    optimizer.step()
-                    optimizer.zero_grad()
-            pair.assert_equal(rtol=1e-4, atol=1e-5)
-
-    run_ranks(work, world_size)
+@on_ranks(2, 3)
+def test_sharded_gradients(rank):
+    for search in (False, True):
+        pair = make_sharded_pair(make=small_net, find_unused_parameters=search)
+        for step, strategy in enumerate((FORCED, SINGLE, MULTI, FORCED)):
+            for model, plain in ((pair.sharded, None), (pair.reference, SINGLE)):
+                for micro in accumulate(model, 3, plain or strategy):
+                    sharded_loss_of(model(batch_of(rank, 3 * step + micro))).backward()
+            pair.assert_sharded()
+            for _, optimizer in pair.sides():
+                optimizer.step()
+                optimizer.zero_grad()
+        pair.assert_equal(rtol=1e-4, atol=1e-5)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import Mlp, batch, grads_of, loss_of, same_on_all_ranks, seeded
 from tests.torch_features import assert_same_program
 
@@ -54,31 +54,22 @@ OPTIONS = [{}, {"static_graph": True}, {"gradient_as_bucket_view": False}, {"fin
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_an_overflow_on_one_rank_is_skipped_on_all(ddp_class, options):
+@on_ranks(2)
+def test_an_overflow_on_one_rank_is_skipped_on_all(rank, ddp_class, options):
     """The average of a gradient is infinite on all ranks if it is on one, so each scaler decides the same alone."""
-
-    def work(rank):
-        assert_same_program(ddp_class, scaled_program(rank, options, bad_rank=1, bad_steps=(1, 4)), reductions=STEPS)
-
-    run_ranks(work, 2)
+    assert_same_program(ddp_class, scaled_program(rank, options, bad_rank=1, bad_steps=(1, 4)), reductions=STEPS)
 
 
 @pytest.mark.parametrize("clip", [0.5, 1e6])
-def test_unscaled_and_clipped(ddp_class, clip):
-    def work(rank):
-        assert_same_program(
-            ddp_class, scaled_program(rank, {}, clip=clip, bad_rank=0, bad_steps=(2,)), reductions=STEPS
-        )
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_unscaled_and_clipped(rank, ddp_class, clip):
+    assert_same_program(ddp_class, scaled_program(rank, {}, clip=clip, bad_rank=0, bad_steps=(2,)), reductions=STEPS)
 
 
-def test_accumulated_under_autocast(ddp_class):
-    def work(rank):
-        program = scaled_program(rank, {}, clip=1.0, dtype=torch.bfloat16, accumulate=3)
-        assert_same_program(ddp_class, program, reductions=STEPS)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_accumulated_under_autocast(rank, ddp_class):
+    program = scaled_program(rank, {}, clip=1.0, dtype=torch.bfloat16, accumulate=3)
+    assert_same_program(ddp_class, program, reductions=STEPS)
 
 
 @pytest.mark.parametrize("place", ["around the wrapper", "inside the module"])

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import Mlp, NormNet, batch, loss_of, same_on_all_ranks, seeded
 from tests.parity.compare import TorchDDP
 
@@ -51,52 +51,45 @@ def assert_same_state(got, want):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_state_is_that_of_torchs_class(ddp_class, options):
+@on_ranks(2)
+def test_state_is_that_of_torchs_class(rank, ddp_class, options):
     """Keys too: those of the plain module, without "module."."""
-
-    def work(rank):
-        chosen = StateDictOptions(**options)
-        states = [get_state_dict(*trained(cls), options=chosen) for cls in (ddp_class, TorchDDP)]
-        only_rank_0 = options.get("cpu_offload") and rank != 0
-        assert_same_state(*states)
-        names = [] if only_rank_0 else list(NormNet().state_dict())
-        assert list(states[0][0]) == names
-        if not only_rank_0:
-            NormNet().load_state_dict(states[0][0])
-
-    run_ranks(work, 2)
+    chosen = StateDictOptions(**options)
+    states = [get_state_dict(*trained(cls), options=chosen) for cls in (ddp_class, TorchDDP)]
+    only_rank_0 = options.get("cpu_offload") and rank != 0
+    assert_same_state(*states)
+    names = [] if only_rank_0 else list(NormNet().state_dict())
+    assert list(states[0][0]) == names
+    if not only_rank_0:
+        NormNet().load_state_dict(states[0][0])
 
 
-def test_state_is_set_from_torchs_class_and_trains_on(ddp_class):
-    def work(rank):
-        theirs, their_optimizer = trained(TorchDDP)
-        ours, our_optimizer = trained(ddp_class, steps=0, seed=1)
-        # Copied: optimizers adopt the tensors that they load, and each of the two must have its own.
-        model_state, optimizer_state = copy.deepcopy(get_state_dict(theirs, their_optimizer))
-        set_state_dict(ours, our_optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-        for ddp, optimizer in ((theirs, their_optimizer), (ours, our_optimizer)):
-            optimizer.zero_grad()
-            loss_of(ddp(batch(rank, 9, 4, 3, 6, 6))).backward()
-            optimizer.step()
-        assert_same_state(get_state_dict(ours, our_optimizer), get_state_dict(theirs, their_optimizer))
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_state_is_set_from_torchs_class_and_trains_on(rank, ddp_class):
+    theirs, their_optimizer = trained(TorchDDP)
+    ours, our_optimizer = trained(ddp_class, steps=0, seed=1)
+    # Copied: optimizers adopt the tensors that they load, and each of the two must have its own.
+    model_state, optimizer_state = copy.deepcopy(get_state_dict(theirs, their_optimizer))
+    set_state_dict(ours, our_optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    for ddp, optimizer in ((theirs, their_optimizer), (ours, our_optimizer)):
+        optimizer.zero_grad()
+        loss_of(ddp(batch(rank, 9, 4, 3, 6, 6))).backward()
+        optimizer.step()
+    assert_same_state(get_state_dict(ours, our_optimizer), get_state_dict(theirs, their_optimizer))
 
 
-def test_the_state_of_rank_0_is_broadcast(ddp_class):
-    def work(rank):
-        ddp, optimizer = trained(ddp_class, steps=1, seed=3)
-        want = get_model_state_dict(trained(ddp_class)[0])
-        want = {name: value.clone() for name, value in want.items()} if rank == 0 else {}
-        # torch puts its own names into the dictionary that it is given, so: a copy.
-        set_model_state_dict(ddp, dict(want), options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-        if rank == 0:
-            assert_same_state(get_model_state_dict(ddp), want)
-        assert same_on_all_ranks(get_model_state_dict(ddp).values())
-        loss_of(ddp(batch(rank, 0, 4, 3, 6, 6))).backward()  # the parameters are still those that are reduced
-        assert same_on_all_ranks([p.grad for p in ddp.parameters()])
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_the_state_of_rank_0_is_broadcast(rank, ddp_class):
+    ddp, optimizer = trained(ddp_class, steps=1, seed=3)
+    want = get_model_state_dict(trained(ddp_class)[0])
+    want = {name: value.clone() for name, value in want.items()} if rank == 0 else {}
+    # torch puts its own names into the dictionary that it is given, so: a copy.
+    set_model_state_dict(ddp, dict(want), options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    if rank == 0:
+        assert_same_state(get_model_state_dict(ddp), want)
+    assert same_on_all_ranks(get_model_state_dict(ddp).values())
+    loss_of(ddp(batch(rank, 0, 4, 3, 6, 6))).backward()  # the parameters are still those that are reduced
+    assert same_on_all_ranks([p.grad for p in ddp.parameters()])
 
 
 def save_on_rank(rank, cls, folder, asynchronously):
@@ -140,6 +133,7 @@ def test_a_checkpoint_of_torchs_class_is_loaded(ddp_class, tmp_path):
     run_ranks(load_on_rank, 2, ddp_class, folder)
 
 
+@on_ranks(2)
 def test_frozen_and_compiled_parts(ddp_class):
     """torch leaves out frozen parameters when asked to, and the names that torch.compile adds."""
 
@@ -153,9 +147,6 @@ def test_frozen_and_compiled_parts(ddp_class):
         options = StateDictOptions(ignore_frozen_params=True)
         return get_model_state_dict(ddp, options=options), get_optimizer_state_dict(ddp, optimizer, options=options)
 
-    def work(rank):
-        ours, theirs = states(ddp_class), states(TorchDDP)
-        assert_same_state(ours, theirs)
-        assert sorted(ours[0]) == ["first.bias", "last.weight", "middle.bias", "middle.weight"]
-
-    run_ranks(work, 2)
+    ours, theirs = states(ddp_class), states(TorchDDP)
+    assert_same_state(ours, theirs)
+    assert sorted(ours[0]) == ["first.bias", "last.weight", "middle.bias", "middle.weight"]

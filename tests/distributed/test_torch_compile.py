@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import batch, grads_of, loss_of, seeded
 from tests.parity.compare import TorchDDP
 from tests.torch_features import Blocks, assert_same_program, plain_names
@@ -98,16 +98,13 @@ def test_ddp_optimizer_splits_at_the_cap(ddp_class, cap, graphs):
     assert run_ranks(compare, 2, ddp_class, *args, timeout=100) == [graphs] * 2
 
 
-def test_ddp_optimizer_refuses_a_cap_below_one_mib(ddp_class):
+@on_ranks(2)
+def test_ddp_optimizer_refuses_a_cap_below_one_mib(rank, ddp_class):
     """torch's compiler does, with either class; its other modes don't look at it."""
-
-    def work(rank):
-        for cls in (TorchDDP, ddp_class):
-            with pytest.raises(AssertionError, match="First bucket should be smaller"):
-                Run("inside", "ddp_optimizer", bucket_cap_mb=0.5)(cls)
-        compare(rank, ddp_class, STEPS, "inside", "no_optimization", "eager", {"bucket_cap_mb": 0.5}, 8)
-
-    run_ranks(work, 2, timeout=100)
+    for cls in (TorchDDP, ddp_class):
+        with pytest.raises(AssertionError, match="First bucket should be smaller"):
+            Run("inside", "ddp_optimizer", bucket_cap_mb=0.5)(cls)
+    compare(rank, ddp_class, STEPS, "inside", "no_optimization", "eager", {"bucket_cap_mb": 0.5}, 8)
 
 
 @pytest.mark.rest_is_thorough("in place")
@@ -148,26 +145,22 @@ def autograd_program(mode, backend):
 
 
 @pytest.mark.slow
+@on_ranks(2)
 def test_python_reducer_with_compiled_autograd(ddp_class):
-    def work(rank):
-        assert_same_program(ddp_class, autograd_program("python_reducer", "aot_eager"), reductions=0)
-
-    run_ranks(work, 2, timeout=100)
+    assert_same_program(ddp_class, autograd_program("python_reducer", "aot_eager"), reductions=0)
 
 
+@on_ranks(2)
 def test_compiled_autograd_needs_the_python_reducer(ddp_class):
     """C++ hooks can't be traced: torch's class refuses in the same words."""
-
-    def work(rank):
-        with pytest.raises(RuntimeError, match="optimize_ddp=.python_reducer."):
-            autograd_program("ddp_optimizer", "aot_eager")(ddp_class)
-
-    run_ranks(work, 2, timeout=100)
+    with pytest.raises(RuntimeError, match="optimize_ddp=.python_reducer."):
+        autograd_program("ddp_optimizer", "aot_eager")(ddp_class)
 
 
 @pytest.mark.rest_is_thorough("around")
 @pytest.mark.parametrize("place", ["around", "inside"])
-def test_no_sync(ddp_class, place):
+@on_ranks(2)
+def test_no_sync(rank, ddp_class, place):
     """Two microbatches of three are accumulated, without a compilation of their own after the first step."""
     counts = {}
 
@@ -188,11 +181,8 @@ def test_no_sync(ddp_class, place):
             counts[cls].append(counter.frame_count)
         return seen
 
-    def work(rank):
-        assert_same_program(ddp_class, program, reductions=STEPS)
-        assert counts[ddp_class][0] == counts[ddp_class][-1], counts
-
-    run_ranks(work, 2, timeout=100)
+    assert_same_program(ddp_class, program, reductions=STEPS)
+    assert counts[ddp_class][0] == counts[ddp_class][-1], counts
 
 
 def test_the_comm_hook_runs_under_a_compiled_model(ddp_class):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import Mlp, batch, grads_of, loss_of, seeded
 from tests.torch_features import assert_same_program
 
@@ -91,6 +91,7 @@ def test_parametrised_weights(ddp_class, make):
 
 @pytest.mark.parametrize("static_graph", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks(2)
 def test_checkpoint_of_the_whole_wrapper(ddp_class, use_reentrant, static_graph):
     """Around the wrapper: its forward runs twice a step. torch refuses the reentrant form without static_graph."""
 
@@ -103,16 +104,13 @@ def test_checkpoint_of_the_whole_wrapper(ddp_class, use_reentrant, static_graph)
         except RuntimeError as error:
             return type(error).__name__
 
-    def work(rank):
-        from tests.parity.compare import TorchDDP
+    from tests.parity.compare import TorchDDP
 
-        theirs, ours = attempt(TorchDDP), attempt(ddp_class)
-        assert type(ours) is type(theirs), (ours, theirs)
-        if isinstance(theirs, list):
-            for a, b in zip(ours, theirs, strict=True):
-                assert all(torch.equal(a[name], b[name]) for name in b)
-
-    run_ranks(work, 2)
+    theirs, ours = attempt(TorchDDP), attempt(ddp_class)
+    assert type(ours) is type(theirs), (ours, theirs)
+    if isinstance(theirs, list):
+        for a, b in zip(ours, theirs, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in b)
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
@@ -240,37 +238,33 @@ def profiled(cls, path: Path, rank: int):
     return ddp, json.loads(trace.read_text())["traceEvents"]
 
 
-def test_profiler_with_a_schedule_stacks_and_a_trace(tmp_path):
+@on_ranks(2)
+def test_profiler_with_a_schedule_stacks_and_a_trace(rank, tmp_path):
     """Valid JSON, with torch's range of forward, the user's own, and ours of each bucket inside the step."""
     import torchddp
 
-    def work(rank):
-        ddp, events = profiled(torchddp.DDP, tmp_path, rank)
-        names = [event["name"] for event in events if event.get("ph") == "X"]
-        assert names.count("DistributedDataParallel.forward") == 2
-        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "my step" and e["ph"] == "X")
-        buckets = len(ddp.reducer.plan.buckets)
-        assert len(spans) == 2 and buckets > 1
-        for index in range(buckets):
-            for what in ("launch", "wait"):
-                mine = [e for e in events if e.get("name", "").startswith(f"torchddp.{what} bucket {index} (")]
-                assert len(mine) == 2, (what, index, len(mine))
-                for begin, end in spans:
-                    assert sum(begin <= e["ts"] <= end for e in mine if e["ph"] == "X") == 1
-        assert any("test_torch_modules.py" in name for name in names)  # with_stack: the frames of Python
-
-    run_ranks(work, 2)
+    ddp, events = profiled(torchddp.DDP, tmp_path, rank)
+    names = [event["name"] for event in events if event.get("ph") == "X"]
+    assert names.count("DistributedDataParallel.forward") == 2
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "my step" and e["ph"] == "X")
+    buckets = len(ddp.reducer.plan.buckets)
+    assert len(spans) == 2 and buckets > 1
+    for index in range(buckets):
+        for what in ("launch", "wait"):
+            mine = [e for e in events if e.get("name", "").startswith(f"torchddp.{what} bucket {index} (")]
+            assert len(mine) == 2, (what, index, len(mine))
+            for begin, end in spans:
+                assert sum(begin <= e["ts"] <= end for e in mine if e["ph"] == "X") == 1
+    assert any("test_torch_modules.py" in name for name in names)  # with_stack: the frames of Python
 
 
-def test_torchs_names_are_there_too(tmp_path):
+@on_ranks(2)
+def test_torchs_names_are_there_too(rank, tmp_path):
     """What a script looks for in a trace of torch's class it finds in one of ours."""
     import torchddp
     from tests.parity.compare import TorchDDP
 
-    def work(rank):
-        ours = {event["name"] for event in profiled(torchddp.DDP, tmp_path, rank)[1]}
-        theirs = {event["name"] for event in profiled(TorchDDP, tmp_path, rank)[1]}
-        wanted = {n for n in theirs if n.startswith(("DistributedDataParallel", "gloo:", "my step"))}
-        assert wanted and wanted <= ours, wanted - ours
-
-    run_ranks(work, 2)
+    ours = {event["name"] for event in profiled(torchddp.DDP, tmp_path, rank)[1]}
+    theirs = {event["name"] for event in profiled(TorchDDP, tmp_path, rank)[1]}
+    wanted = {n for n in theirs if n.startswith(("DistributedDataParallel", "gloo:", "my step"))}
+    assert wanted and wanted <= ours, wanted - ours

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import Mlp, assert_grads, batch, expected_grads, grads_of, loss_of, seeded, step_on
 from tests.parity.compare import TorchDDP
 from tests.torch_features import Blocks, assert_same_program
@@ -67,36 +67,31 @@ def stage_program(schedule, options, told=True):
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@on_ranks(4)
 def test_wrapped_stages(ddp_class, schedule, options):
     """A stage reduces in the backward of its last microbatch only: once a step."""
-
-    def work(rank):
-        assert_same_program(ddp_class, stage_program(schedule, options), reductions=3)
-
-    run_ranks(work, 4, timeout=100)
+    assert_same_program(ddp_class, stage_program(schedule, options), reductions=3)
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_stages_give_the_gradients_of_the_whole_model(ddp_class, told):
-    def work(rank):
-        steps = stage_program(ScheduleGPipe, {}, told)(ddp_class)
-        place = rank // 2
+@on_ranks(4)
+def test_stages_give_the_gradients_of_the_whole_model(rank, ddp_class, told):
+    steps = stage_program(ScheduleGPipe, {}, told)(ddp_class)
+    place = rank // 2
 
-        def run(model, data_rank, step):
-            inputs = batch(data_rank, step, 8, WIDTH, dtype=torch.float32).chunk(MICROBATCHES)
-            targets = batch(data_rank, step + 50, 8, WIDTH, dtype=torch.float32).chunk(MICROBATCHES)
-            for x, y in zip(inputs, targets, strict=True):
-                (loss_of(model(x) - y) / MICROBATCHES).backward()
+    def run(model, data_rank, step):
+        inputs = batch(data_rank, step, 8, WIDTH, dtype=torch.float32).chunk(MICROBATCHES)
+        targets = batch(data_rank, step + 50, 8, WIDTH, dtype=torch.float32).chunk(MICROBATCHES)
+        for x, y in zip(inputs, targets, strict=True):
+            (loss_of(model(x) - y) / MICROBATCHES).backward()
 
-        for step, got in enumerate(steps):
-            want = expected_grads(seeded(lambda: Blocks(WIDTH, 4)), partial(run, step=step), world_size=2)
-            mine = {}
-            for i in (0, 1):
-                prefix = f"blocks.{2 * place + i}."
-                mine |= {n.replace(prefix, f"{i}."): g for n, g in want.items() if n.startswith(prefix)}
-            assert_grads(got, mine, rtol=1e-5, what=f"step {step}:")
-
-    run_ranks(work, 4, timeout=100)
+    for step, got in enumerate(steps):
+        want = expected_grads(seeded(lambda: Blocks(WIDTH, 4)), partial(run, step=step), world_size=2)
+        mine = {}
+        for i in (0, 1):
+            prefix = f"blocks.{2 * place + i}."
+            mine |= {n.replace(prefix, f"{i}."): g for n, g in want.items() if n.startswith(prefix)}
+        assert_grads(got, mine, rtol=1e-5, what=f"step {step}:")
 
 
 class Feed(nn.Module):
@@ -131,53 +126,42 @@ def tensor_parallel_program(options, steps=4):
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": False}], ids=str)
+@on_ranks(4)
 def test_tensor_parallel_inside_data_parallel(ddp_class, options):
     """The first bucket rebuild, four optimizer steps and a bias that is a DTensor too."""
-
-    def work(rank):
-        assert_same_program(ddp_class, tensor_parallel_program(options), reductions=4)
-
-    run_ranks(work, 4, timeout=100)
+    assert_same_program(ddp_class, tensor_parallel_program(options), reductions=4)
 
 
+@on_ranks(4)
 def test_a_mesh_of_two_dimensions_is_refused_as_torch_does(ddp_class):
-    def work(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        with pytest.raises(RuntimeError, match="Only 1D device mesh"):
-            ddp_class(seeded(Mlp), device_mesh=mesh)
-
-    run_ranks(work, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(RuntimeError, match="Only 1D device mesh"):
+        ddp_class(seeded(Mlp), device_mesh=mesh)
 
 
-def test_torchs_composable_replicate_is_left_alone():
+@on_ranks(2)
+def test_torchs_composable_replicate_is_left_alone(rank):
     """`import torchddp` changes neither of torch's two: torch's own class and FSDP2, and none of our reducers."""
-
-    def work(rank):
-        before = torchddp.finished_steps()
-        want = expected_grads(seeded(Mlp), step_on)
-        by_ddp = replicate(seeded(Mlp))
-        step_on(by_ddp, rank)
-        assert type(replicate.state(by_ddp)._ddp) is TorchDDP
-        assert_grads(grads_of(by_ddp), want)
-        by_fsdp = replicate_with_fsdp(seeded(Mlp), mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
-        step_on(by_fsdp, rank)
-        assert isinstance(by_fsdp, FSDPModule)
-        assert_grads({name: p.grad.to_local() for name, p in by_fsdp.named_parameters()}, want)
-        assert torchddp.finished_steps() == before
-
-    run_ranks(work, 2)
+    before = torchddp.finished_steps()
+    want = expected_grads(seeded(Mlp), step_on)
+    by_ddp = replicate(seeded(Mlp))
+    step_on(by_ddp, rank)
+    assert type(replicate.state(by_ddp)._ddp) is TorchDDP
+    assert_grads(grads_of(by_ddp), want)
+    by_fsdp = replicate_with_fsdp(seeded(Mlp), mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    step_on(by_fsdp, rank)
+    assert isinstance(by_fsdp, FSDPModule)
+    assert_grads({name: p.grad.to_local() for name, p in by_fsdp.named_parameters()}, want)
+    assert torchddp.finished_steps() == before
 
 
-def test_device_mesh_of_one_dimension(ddp_class):
+@on_ranks(4)
+def test_device_mesh_of_one_dimension(rank, ddp_class):
     """The slice of a larger mesh: replicas are those of its group alone."""
-
-    def work(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-        ddp = ddp_class(seeded(Mlp), device_mesh=mesh["inner"])
-        step_on(ddp, rank)
-        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
-        want = expected_grads(seeded(Mlp), lambda m, r: step_on(m, pair[r]), world_size=2)
-        assert_grads(grads_of(ddp), want)
-        assert dist.get_process_group_ranks(ddp.process_group) == pair
-
-    run_ranks(work, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    ddp = ddp_class(seeded(Mlp), device_mesh=mesh["inner"])
+    step_on(ddp, rank)
+    pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+    want = expected_grads(seeded(Mlp), lambda m, r: step_on(m, pair[r]), world_size=2)
+    assert_grads(grads_of(ddp), want)
+    assert dist.get_process_group_ranks(ddp.process_group) == pair

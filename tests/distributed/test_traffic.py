@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from torchddp.optim import OSS
 from torchddp.profiler import monitor, profile
 from torchddp.traffic import Traffic, of_model
@@ -63,83 +63,71 @@ def total(value: int) -> int:
     return int(summed)
 
 
-@at_each_world_size
-def test_all_reduces_through_the_process_group(world_size: int) -> None:
-    def work(rank: int) -> None:
-        ddp = wrapped(layers, transport="c10d")
-        assert ddp.traffic() == {}
-        for _ in range(3):  # buckets are rebuilt at the second
-            step(ddp)
-            sizes = bucket_bytes(ddp)
-            assert len(sizes) > 2
-            want = Traffic(sum(sizes), sum(2 * (world_size - 1) * nbytes // world_size for nbytes in sizes))
-            assert ddp.traffic() == of_model(ddp) == {"c10d": want}
-        with ddp.no_sync():
-            step(ddp)
-        assert ddp.traffic() == {"c10d": want}
-        logged = ddp._get_ddp_logging_data()
-        assert logged["wire_bytes_c10d"] == want.wire_bytes and logged["bytes_reduced"] == want.payload_bytes
+@on_ranks(1, 2, 3, 4)
+def test_all_reduces_through_the_process_group(world_size):
+    ddp = wrapped(layers, transport="c10d")
+    assert ddp.traffic() == {}
+    for _ in range(3):  # buckets are rebuilt at the second
+        step(ddp)
+        sizes = bucket_bytes(ddp)
+        assert len(sizes) > 2
+        want = Traffic(sum(sizes), sum(2 * (world_size - 1) * nbytes // world_size for nbytes in sizes))
+        assert ddp.traffic() == of_model(ddp) == {"c10d": want}
+    with ddp.no_sync():
+        step(ddp)
+    assert ddp.traffic() == {"c10d": want}
+    logged = ddp._get_ddp_logging_data()
+    assert logged["wire_bytes_c10d"] == want.wire_bytes and logged["bytes_reduced"] == want.payload_bytes
 
-        searching = wrapped(layers, transport="c10d", find_unused_parameters=True)
-        step(searching)
-        assert sum(bucket_bytes(searching)) == searching.traffic()["c10d"].payload_bytes
-        assert searching.traffic() == {"c10d": want}  # the map of used parameters is no gradient
+    searching = wrapped(layers, transport="c10d", find_unused_parameters=True)
+    step(searching)
+    assert sum(bucket_bytes(searching)) == searching.traffic()["c10d"].payload_bytes
+    assert searching.traffic() == {"c10d": want}  # the map of used parameters is no gradient
 
-        static = wrapped(layers, transport="c10d", static_graph=True)
-        step(static)
-        assert static.traffic()["c10d"].payload_bytes == sum(bucket_bytes(static))
-
-    run_ranks(work, world_size)
+    static = wrapped(layers, transport="c10d", static_graph=True)
+    step(static)
+    assert static.traffic()["c10d"].payload_bytes == sum(bucket_bytes(static))
 
 
-@at_each_world_size
-def test_all_reduces_in_shared_memory(world_size: int) -> None:
+@on_ranks(1, 2, 3, 4)
+def test_all_reduces_in_shared_memory(world_size):
     others = world_size - 1
 
-    def work(rank: int) -> None:
-        large = wrapped(Large, transport="shm")
-        step(large)
-        nbytes = 2 * 4 * LARGE
-        assert large.traffic() == {"shm": Traffic(nbytes, 2 * others * nbytes // world_size)}
+    large = wrapped(Large, transport="shm")
+    step(large)
+    nbytes = 2 * 4 * LARGE
+    assert large.traffic() == {"shm": Traffic(nbytes, 2 * others * nbytes // world_size)}
 
-        small = wrapped(layers, transport="shm")  # sums of slots: each rank reads what all the others bring
-        step(small)
-        assert small.traffic() == {"shm": Traffic(sum(bucket_bytes(small)), others * sum(bucket_bytes(small)))}
+    small = wrapped(layers, transport="shm")  # sums of slots: each rank reads what all the others bring
+    step(small)
+    assert small.traffic() == {"shm": Traffic(sum(bucket_bytes(small)), others * sum(bucket_bytes(small)))}
 
-        narrow = wrapped(Large, transport="shm", wire_dtype=torch.bfloat16)
-        step(narrow)
-        assert narrow.traffic() == {"shm": Traffic(nbytes, others * (nbytes // 2 + nbytes) // world_size)}
-
-    run_ranks(work, world_size)
+    narrow = wrapped(Large, transport="shm", wire_dtype=torch.bfloat16)
+    step(narrow)
+    assert narrow.traffic() == {"shm": Traffic(nbytes, others * (nbytes // 2 + nbytes) // world_size)}
 
 
-@at_each_world_size
-def test_sharded_gradients_go_to_their_owners(world_size: int) -> None:
-    def work(rank: int) -> None:
-        for transport in ("c10d", "shm"):
-            module = layers()
-            oss = OSS(module.parameters(), torch.optim.SGD, lr=0.1)
-            ddp = torchddp.ShardedDataParallel(module, oss, transport=transport)
-            step(ddp)
-            oss.step()
-            ddp.synchronize()
-            buckets = ddp.reducer.plan.buckets
-            mine = sum(bucket.nbytes for bucket in buckets if ddp.session.specs[bucket.params[0]].owner == rank)
-            given = sum(bucket.nbytes for bucket in buckets)
-            sent = given - mine if transport == "c10d" else (world_size - 1) * mine
-            assert ddp.traffic() == {transport: Traffic(given, sent)}
+@on_ranks(1, 2, 3, 4)
+def test_sharded_gradients_go_to_their_owners(rank, world_size):
+    for transport in ("c10d", "shm"):
+        module = layers()
+        oss = OSS(module.parameters(), torch.optim.SGD, lr=0.1)
+        ddp = torchddp.ShardedDataParallel(module, oss, transport=transport)
+        step(ddp)
+        oss.step()
+        ddp.synchronize()
+        buckets = ddp.reducer.plan.buckets
+        mine = sum(bucket.nbytes for bucket in buckets if ddp.session.specs[bucket.params[0]].owner == rank)
+        given = sum(bucket.nbytes for bucket in buckets)
+        sent = given - mine if transport == "c10d" else (world_size - 1) * mine
+        assert ddp.traffic() == {transport: Traffic(given, sent)}
 
-        half = torchddp.ShardedDataParallel(
-            module := layers(),
-            OSS(module.parameters(), torch.optim.SGD, lr=0.1),
-            transport="c10d",
-            reduce_fp16=True,
-        )
-        step(half)
-        (counted,) = half.traffic().values()
-        assert counted.payload_bytes == given and total(counted.wire_bytes) == (world_size - 1) * given // 2
-
-    run_ranks(work, world_size)
+    half = torchddp.ShardedDataParallel(
+        module := layers(), OSS(module.parameters(), torch.optim.SGD, lr=0.1), transport="c10d", reduce_fp16=True
+    )
+    step(half)
+    (counted,) = half.traffic().values()
+    assert counted.payload_bytes == given and total(counted.wire_bytes) == (world_size - 1) * given // 2
 
 
 def test_skipped_buckets_are_not_counted() -> None:
@@ -164,7 +152,8 @@ def test_skipped_buckets_are_not_counted() -> None:
         raise
 
 
-def test_sparse_gradients_are_gathered() -> None:
+@on_ranks(3)
+def test_sparse_gradients_are_gathered():
     rows, width = 3, 4
 
     class Table(nn.Module):
@@ -175,14 +164,11 @@ def test_sparse_gradients_are_gathered() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.table(torch.arange(rows))
 
-    def work(rank: int) -> None:
-        for transport in ("c10d", "shm"):  # which hands them to the process group
-            ddp = wrapped(Table, transport=transport)
-            step(ddp)
-            nbytes = rows * (8 + 4 * width)
-            assert ddp.traffic() == {"c10d": Traffic(nbytes, 2 * nbytes)}
-
-    run_ranks(work, 3)
+    for transport in ("c10d", "shm"):  # which hands them to the process group
+        ddp = wrapped(Table, transport=transport)
+        step(ddp)
+        nbytes = rows * (8 + 4 * width)
+        assert ddp.traffic() == {"c10d": Traffic(nbytes, 2 * nbytes)}
 
 
 @pytest.mark.parametrize("places", ["aabb", "aab", "aabc"])
@@ -222,61 +208,55 @@ class Counting:
         return allreduce_hook(None, bucket)
 
 
-def test_a_hook_is_asked() -> None:
-    def work(rank: int) -> None:
-        plain, builtin, telling = (wrapped(layers, transport="c10d") for _ in range(3))
-        plain.register_comm_hook(None, allreduce_hook)
-        builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-        hook = Counting()
-        telling.register_comm_hook(None, hook)
-        for ddp in (plain, builtin, telling):
+@on_ranks(2)
+def test_a_hook_is_asked():
+    plain, builtin, telling = (wrapped(layers, transport="c10d") for _ in range(3))
+    plain.register_comm_hook(None, allreduce_hook)
+    builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    hook = Counting()
+    telling.register_comm_hook(None, hook)
+    for ddp in (plain, builtin, telling):
+        step(ddp)
+    nbytes = sum(bucket_bytes(plain))
+    assert plain.traffic() == builtin.traffic() == {"hook": Traffic(nbytes, None)}
+    assert telling.traffic() == {"hook": hook.traffic} and hook.traffic.payload_bytes == nbytes
+    assert "wire_bytes_c10d" not in plain._get_ddp_logging_data()
+
+    told: list[dict[str, float]] = []
+    for ddp in (plain, telling):
+        monitor(ddp, lambda step, values: told.append(values))
+        with profile(ddp) as recorded:
+            for _ in range(3):
+                step(ddp)
+        assert recorded.traffic == ddp.traffic()
+        sent = "?" if ddp is plain else f"{hook.traffic.wire_bytes / 1e6:.3g} MB"
+        said = recorded.report(merged=True)
+        assert f"as gradients, {sent} on the wire (hook)" in " ".join(said.split()), said
+    assert len(told) == 4
+    assert ["ddp/wire_bytes" in values for values in told] == [False, False, True, True]
+
+
+@on_ranks(2)
+def test_gradients_that_are_reduced_after_the_last_microbatch():
+    ddp = wrapped(layers, transport="c10d", sync="forced_sync")
+    for _ in range(3):
+        for index in torchddp.sync.accumulate(ddp, 2):
+            before = ddp.traffic()
             step(ddp)
-        nbytes = sum(bucket_bytes(plain))
-        assert plain.traffic() == builtin.traffic() == {"hook": Traffic(nbytes, None)}
-        assert telling.traffic() == {"hook": hook.traffic} and hook.traffic.payload_bytes == nbytes
-        assert "wire_bytes_c10d" not in plain._get_ddp_logging_data()
-
-        told: list[dict[str, float]] = []
-        for ddp in (plain, telling):
-            monitor(ddp, lambda step, values: told.append(values))
-            with profile(ddp) as recorded:
-                for _ in range(3):
-                    step(ddp)
-            assert recorded.traffic == ddp.traffic()
-            sent = "?" if ddp is plain else f"{hook.traffic.wire_bytes / 1e6:.3g} MB"
-            said = recorded.report(merged=True)
-            assert f"as gradients, {sent} on the wire (hook)" in " ".join(said.split()), said
-        assert len(told) == 4
-        assert ["ddp/wire_bytes" in values for values in told] == [False, False, True, True]
-
-    run_ranks(work, 2)
+            assert ddp.traffic() == before, f"microbatch {index}"
+        nbytes = sum(bucket_bytes(ddp))
+        assert ddp.traffic() == {"c10d": Traffic(nbytes, nbytes)}
 
 
-def test_gradients_that_are_reduced_after_the_last_microbatch() -> None:
-    def work(rank: int) -> None:
-        ddp = wrapped(layers, transport="c10d", sync="forced_sync")
-        for _ in range(3):
-            for index in torchddp.sync.accumulate(ddp, 2):
-                before = ddp.traffic()
-                step(ddp)
-                assert ddp.traffic() == before, f"microbatch {index}"
-            nbytes = sum(bucket_bytes(ddp))
-            assert ddp.traffic() == {"c10d": Traffic(nbytes, nbytes)}
-
-    run_ranks(work, 2)
-
-
-def test_hooks_of_torchddp_tell() -> None:
-    def work(rank: int) -> None:
-        for name in ("bf16", "int8"):
-            ddp = wrapped(Large, transport="c10d", comm_hook=name)
-            for _ in range(2):
-                step(ddp)
-                traffic = ddp.traffic()["hook"]
-                assert traffic.payload_bytes == 2 * 4 * LARGE, name  # of one step, not of all
-                assert traffic.wire_bytes is not None and 0 < traffic.wire_bytes < traffic.payload_bytes, traffic
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_hooks_of_torchddp_tell():
+    for name in ("bf16", "int8"):
+        ddp = wrapped(Large, transport="c10d", comm_hook=name)
+        for _ in range(2):
+            step(ddp)
+            traffic = ddp.traffic()["hook"]
+            assert traffic.payload_bytes == 2 * 4 * LARGE, name  # of one step, not of all
+            assert traffic.wire_bytes is not None and 0 < traffic.wire_bytes < traffic.payload_bytes, traffic
 
 
 def test_every_operation_of_a_transport_is_counted() -> None:
@@ -311,11 +291,9 @@ def test_every_operation_of_a_transport_is_counted() -> None:
     run_ranks(work, size)
 
 
-def test_other_models_are_refused() -> None:
-    def work(rank: int) -> None:
-        with pytest.raises(TypeError, match=r"a torchddp\.DistributedDataParallel; got torch\.nn"):
-            of_model(TorchDDP(layers()))
-        with pytest.raises(TypeError, match="got torch.nn.modules.linear.Linear"):
-            of_model(nn.Linear(2, 2))
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_other_models_are_refused():
+    with pytest.raises(TypeError, match=r"a torchddp\.DistributedDataParallel; got torch\.nn"):
+        of_model(TorchDDP(layers()))
+    with pytest.raises(TypeError, match="got torch.nn.modules.linear.Linear"):
+        of_model(nn.Linear(2, 2))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import Mlp, assert_grads, expected_grads, grads_of, seeded, step_on
 from torchddp import _C
 from torchddp.transport import select
@@ -166,15 +166,13 @@ def test_argument_wins_over_the_environment(ddp_class):
     assert run_ranks(work, 2) == [["c10d", "shm"] * 3] * 2
 
 
+@on_ranks(1)
 def test_unknown_choices_are_refused_by_name(ddp_class):
-    def work(rank):
-        with pytest.raises(ValueError, match="transport must be 'auto', 'c10d', 'shm' or 'nccl', got 'pigeon'"):
-            ddp_class(seeded(Mlp), transport="pigeon")
-        os.environ[CHOICE_ENV] = "nonsense"
-        with pytest.raises(ValueError, match=f"{CHOICE_ENV} must be 'auto', 'c10d', 'shm' or 'nccl', got 'nonsense'"):
-            ddp_class(seeded(Mlp))
-
-    run_ranks(work, 1)
+    with pytest.raises(ValueError, match="transport must be 'auto', 'c10d', 'shm' or 'nccl', got 'pigeon'"):
+        ddp_class(seeded(Mlp), transport="pigeon")
+    os.environ[CHOICE_ENV] = "nonsense"
+    with pytest.raises(ValueError, match=f"{CHOICE_ENV} must be 'auto', 'c10d', 'shm' or 'nccl', got 'nonsense'"):
+        ddp_class(seeded(Mlp))
 
 
 @pytest.mark.parametrize("by_environment", [False, True])
@@ -196,28 +194,23 @@ def test_ranks_that_choose_differently_all_hear_of_it(ddp_class, choices, by_env
         assert CHOICE_ENV in text, text
 
 
-def test_differing_models_are_told_before_anything_is_opened(ddp_class):
-    def work(rank):
-        with pytest.raises(RuntimeError, match="not the same on all ranks"):
-            ddp_class(seeded(lambda: Mlp(8 + rank)))
-
-    run_ranks(work, 2, timeout=20)
+@on_ranks(2)
+def test_differing_models_are_told_before_anything_is_opened(rank, ddp_class):
+    with pytest.raises(RuntimeError, match="not the same on all ranks"):
+        ddp_class(seeded(lambda: Mlp(8 + rank)))
 
 
 @pytest.mark.parametrize("choice", ["auto", "shm"])
+@on_ranks(2)
 def test_parameters_elsewhere(ddp_class, choice):
     """Memory of another device can't be shared: "auto" keeps to the process group, "shm" says why not."""
-
-    def work(rank):
-        devices = [torch.device("cpu"), torch.device("cuda", 1)]
-        if choice == "shm":
-            with pytest.raises(ValueError, match="cuda:1"):
-                intended_transport(choice, dist.group.WORLD, devices, collective=True)
-        else:
-            assert intended_transport(choice, dist.group.WORLD, devices, collective=True) == "c10d"
-        dist.barrier()
-
-    run_ranks(work, 2)
+    devices = [torch.device("cpu"), torch.device("cuda", 1)]
+    if choice == "shm":
+        with pytest.raises(ValueError, match="cuda:1"):
+            intended_transport(choice, dist.group.WORLD, devices, collective=True)
+    else:
+        assert intended_transport(choice, dist.group.WORLD, devices, collective=True) == "c10d"
+    dist.barrier()
 
 
 def test_new_process_group_is_asked_again(ddp_class):
@@ -255,27 +248,23 @@ class SecondGroup:
         select.register(select.TransportKind("second", "cpu", "moves CPU tensors", misfit, self.connect, **options))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_one_that_was_registered(ddp_class, monkeypatch, world_size):
+@on_ranks(1, 3)
+def test_one_that_was_registered(rank, ddp_class, monkeypatch):
     """By name, by the environment variable; errors list it; what it can't move is refused; "auto" does not take it."""
-
-    def work(rank):
-        kind = SecondGroup()
-        kind.register()
-        assert transport_of(ddp_class(seeded(Mlp))) != "second" and kind.opened == 0
-        assert_trains(ddp_class(seeded(Mlp), transport="second"), rank)
-        monkeypatch.setenv(CHOICE_ENV, "second")
-        assert_trains(ddp_class(seeded(Mlp)), rank)
-        assert kind.opened == 2
-        with pytest.raises(ValueError, match="'nccl' or 'second', got 'third'"):
-            ddp_class(seeded(Mlp), transport="third")
-        with pytest.raises(ValueError, match="transport='second' moves CPU tensors, but there are others"):
-            intended_transport("second", dist.group.WORLD, [torch.device("meta")], collective=True)
-        SecondGroup("no cable").register()
-        with pytest.raises(RuntimeError, match="transport='second' is impossible: no cable"):
-            ddp_class(seeded(Mlp))
-
-    run_ranks(work, world_size)
+    kind = SecondGroup()
+    kind.register()
+    assert transport_of(ddp_class(seeded(Mlp))) != "second" and kind.opened == 0
+    assert_trains(ddp_class(seeded(Mlp), transport="second"), rank)
+    monkeypatch.setenv(CHOICE_ENV, "second")
+    assert_trains(ddp_class(seeded(Mlp)), rank)
+    assert kind.opened == 2
+    with pytest.raises(ValueError, match="'nccl' or 'second', got 'third'"):
+        ddp_class(seeded(Mlp), transport="third")
+    with pytest.raises(ValueError, match="transport='second' moves CPU tensors, but there are others"):
+        intended_transport("second", dist.group.WORLD, [torch.device("meta")], collective=True)
+    SecondGroup("no cable").register()
+    with pytest.raises(RuntimeError, match="transport='second' is impossible: no cable"):
+        ddp_class(seeded(Mlp))
 
 
 def test_one_that_stands_in_for_gloo(ddp_class):

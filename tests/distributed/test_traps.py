@@ -19,7 +19,7 @@ import torchddp
 import torchddp.diagnose.traps
 import torchddp.optim
 import torchddp.sync
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import Branches, Mlp, NormNet, batch, loss_of, seeded
 from torchddp.diagnose.changed_gradients import next_look
 from torchddp.diagnose.needless_search import LOOKED_AT
@@ -314,37 +314,33 @@ def test_looking_at_gradients_leaves_no_hook_behind():
         assert counts[:4] == [1] * 4 and counts[5:] == [0, 0] and left == 0, counts
 
 
-def test_nothing_is_sent_in_steps_that_are_not_looked_at(monkeypatch):
-    def work(rank):
-        calls = []
-        traps = torchddp.diagnose.traps
-        for name in ("post", "read", "add", "claim", "forget"):
-            method = getattr(traps.Board, name)
-            monkeypatch.setattr(
-                traps.Board, name, lambda self, *args, method=method: (calls.append(args[0]), method(self, *args))[1]
-            )
-        ddp, optimizer = made(stall_report_s=0, find_unused_parameters=True)
-        train(ddp, optimizer, rank, 17)
-        sent = len(calls)
-        assert sent > 0
-        train(ddp, optimizer, rank, 14)  # up to step 31
-        assert len(calls) == sent, calls[sent:]
-        train(ddp, optimizer, rank, 1)
-        assert len(calls) > sent
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_nothing_is_sent_in_steps_that_are_not_looked_at(rank, monkeypatch):
+    calls = []
+    traps = torchddp.diagnose.traps
+    for name in ("post", "read", "add", "claim", "forget"):
+        method = getattr(traps.Board, name)
+        monkeypatch.setattr(
+            traps.Board, name, lambda self, *args, method=method: (calls.append(args[0]), method(self, *args))[1]
+        )
+    ddp, optimizer = made(stall_report_s=0, find_unused_parameters=True)
+    train(ddp, optimizer, rank, 17)
+    sent = len(calls)
+    assert sent > 0
+    train(ddp, optimizer, rank, 14)  # up to step 31
+    assert len(calls) == sent, calls[sent:]
+    train(ddp, optimizer, rank, 1)
+    assert len(calls) > sent
 
 
-def test_looking_keeps_no_model():
-    def work(rank):
-        ddp, optimizer = made()
-        train(ddp, optimizer, rank, 2)
-        gone = weakref.ref(ddp)
-        del ddp, optimizer
-        gc.collect()
-        assert gone() is None
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_looking_keeps_no_model(rank):
+    ddp, optimizer = made()
+    train(ddp, optimizer, rank, 2)
+    gone = weakref.ref(ddp)
+    del ddp, optimizer
+    gc.collect()
+    assert gone() is None
 
 
 # --- find_unused_parameters

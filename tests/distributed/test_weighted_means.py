@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.managers import FakeManager
 from torchddp.sync import accumulate
 
@@ -93,106 +93,89 @@ def assert_same(model, want, dtype=torch.float32):
         torch.testing.assert_close(got[name], grad, msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE[dtype])
 
 
-@pytest.mark.rest_is_thorough("*torch.float32-*", "*bfloat16-shm-4", "*float16-c10d-3")
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.rest_is_thorough("*torch.float32-*", "4-*bfloat16-shm", "3-*float16-c10d")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("counts", [SAMPLES, MICROBATCHES], ids=["one", "several"])
-def test_equal_to_one_process_with_all_samples(counts, dtype, transport, world_size):
+@on_ranks(1, 2, 3, 4)
+def test_equal_to_one_process_with_all_samples(rank, counts, dtype, transport, world_size):
     per = per_rank(counts, world_size)
 
-    def work(rank):
-        for options in ({"weighted": True}, {"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": False}):
-            model = torchddp.DistributedDataParallel(Net(dtype), transport=transport, bucket_cap_mb=SMALL, **options)
-            for step in range(3):
-                model.zero_grad()
-                run_step(model, rank, per, dtype, step)
-                assert_same(model, reference(per, dtype, step), dtype)
-
-    run_ranks(work, world_size)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_plain_average_is_another(transport):
-    """What the weights are for: without them the gradients are those of no loss that anybody has written."""
-
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport=transport)
-        mean_loss(model(samples(rank, 0, SAMPLES[rank]))).backward()
-        want = reference(per_rank(SAMPLES, 2))
-        assert not torch.allclose(model.module.head.weight.grad, want["head.weight"], rtol=0.01)
-
-    run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_equal_weights_give_the_plain_average_to_the_bit(transport, world_size):
-    def work(rank):
-        weighted, plain = (torchddp.DistributedDataParallel(Net(), transport=transport) for _ in range(2))
+    for options in ({"weighted": True}, {"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": False}):
+        model = torchddp.DistributedDataParallel(Net(dtype), transport=transport, bucket_cap_mb=SMALL, **options)
         for step in range(3):
-            for model in (weighted, plain):
-                model.zero_grad()
-                if model is weighted:
-                    model.weigh(7)
-                mean_loss(model(samples(rank, step, 7))).backward()
-            for name, grad in grads_of(plain).items():
-                assert torch.equal(grads_of(weighted)[name], grad), name
-
-    run_ranks(work, world_size)
+            model.zero_grad()
+            run_step(model, rank, per, dtype, step)
+            assert_same(model, reference(per, dtype, step), dtype)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sums_are_only_divided(transport):
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport=transport, weighted=True)
-        for step in range(2):
-            model.zero_grad()
-            run_step(model, rank, MICROBATCHES, step=step, loss="sum")
-            assert_same(model, reference(MICROBATCHES, step=step))
+@on_ranks(2)
+def test_a_plain_average_is_another(rank, transport):
+    """What the weights are for: without them the gradients are those of no loss that anybody has written."""
+    model = torchddp.DistributedDataParallel(Net(), transport=transport)
+    mean_loss(model(samples(rank, 0, SAMPLES[rank]))).backward()
+    want = reference(per_rank(SAMPLES, 2))
+    assert not torch.allclose(model.module.head.weight.grad, want["head.weight"], rtol=0.01)
 
-    run_ranks(work, 4)
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(1, 2, 3, 4)
+def test_equal_weights_give_the_plain_average_to_the_bit(rank, transport):
+    weighted, plain = (torchddp.DistributedDataParallel(Net(), transport=transport) for _ in range(2))
+    for step in range(3):
+        for model in (weighted, plain):
+            model.zero_grad()
+            if model is weighted:
+                model.weigh(7)
+            mean_loss(model(samples(rank, step, 7))).backward()
+        for name, grad in grads_of(plain).items():
+            assert torch.equal(grads_of(weighted)[name], grad), name
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(4)
+def test_sums_are_only_divided(rank, transport):
+    model = torchddp.DistributedDataParallel(Net(), transport=transport, weighted=True)
+    for step in range(2):
+        model.zero_grad()
+        run_step(model, rank, MICROBATCHES, step=step, loss="sum")
+        assert_same(model, reference(MICROBATCHES, step=step))
 
 
 @pytest.mark.parametrize("strategy", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_accumulate(transport, strategy):
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL)
-        for step in range(3):
-            model.zero_grad()
-            for micro in accumulate(model, 3, strategy, weights=MICROBATCHES[rank]):
-                mean_loss(model(samples(rank, 10 * step + micro, MICROBATCHES[rank][micro]))).backward()
-            assert_same(model, reference(MICROBATCHES, step=step))
-
-    run_ranks(work, 4)
+@on_ranks(4)
+def test_accumulate(rank, transport, strategy):
+    model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL)
+    for step in range(3):
+        model.zero_grad()
+        for micro in accumulate(model, 3, strategy, weights=MICROBATCHES[rank]):
+            mean_loss(model(samples(rank, 10 * step + micro, MICROBATCHES[rank][micro]))).backward()
+        assert_same(model, reference(MICROBATCHES, step=step))
 
 
+@on_ranks(1)
 def test_accumulate_with_wrong_weights():
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net())
-        with pytest.raises(ValueError, match="a weight for each of the 3 microbatches, got 2"):
-            accumulate(model, 3, weights=[1, 2])
-        with pytest.raises(ValueError, match="rank 0 must be 0 or more"):
-            accumulate(model, 1, weights=[-1])
-        for other in (model.module, nn.parallel.DistributedDataParallel(Net())):
-            with pytest.raises(RuntimeError, match="weights= needs torchddp.DistributedDataParallel"):
-                accumulate(other, 1, weights=[1])
-
-    run_ranks(work, 1)
+    model = torchddp.DistributedDataParallel(Net())
+    with pytest.raises(ValueError, match="a weight for each of the 3 microbatches, got 2"):
+        accumulate(model, 3, weights=[1, 2])
+    with pytest.raises(ValueError, match="rank 0 must be 0 or more"):
+        accumulate(model, 1, weights=[-1])
+    for other in (model.module, nn.parallel.DistributedDataParallel(Net())):
+        with pytest.raises(RuntimeError, match="weights= needs torchddp.DistributedDataParallel"):
+            accumulate(other, 1, weights=[1])
 
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_other_modes(transport, options):
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
-        for step in range(3):
-            model.zero_grad()
-            run_step(model, rank, MICROBATCHES, step=step)
-            assert_same(model, reference(MICROBATCHES, step=step))
-
-    run_ranks(work, 4)
+@on_ranks(4)
+def test_other_modes(rank, transport, options):
+    model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
+    for step in range(3):
+        model.zero_grad()
+        run_step(model, rank, MICROBATCHES, step=step)
+        assert_same(model, reference(MICROBATCHES, step=step))
 
 
 @pytest.mark.parametrize(
@@ -206,314 +189,279 @@ def test_other_modes(transport, options):
     ],
     ids=["allreduce", "bf16", "fp16", "builtin", "ours"],
 )
-def test_hooks(hook, tolerance):
+@on_ranks(4)
+def test_hooks(rank, hook, tolerance):
     """Also weights that no 16-bit float could hold."""
     thousands = [[30_000 * c for c in micros] for micros in MICROBATCHES]
 
-    def work(rank):
-        if isinstance(hook, str):
-            model = torchddp.DistributedDataParallel(Net(), comm_hook=hook)
+    if isinstance(hook, str):
+        model = torchddp.DistributedDataParallel(Net(), comm_hook=hook)
+    else:
+        model = torchddp.DistributedDataParallel(Net())
+        if isinstance(hook, dist.BuiltinCommHookType):
+            model._register_builtin_comm_hook(hook)
         else:
-            model = torchddp.DistributedDataParallel(Net())
-            if isinstance(hook, dist.BuiltinCommHookType):
-                model._register_builtin_comm_hook(hook)
-            else:
-                model.register_comm_hook(None, hook)
-        for step in range(2):
-            model.zero_grad()
-            for micro, count in enumerate(MICROBATCHES[rank]):
-                with model.no_sync() if micro < 2 else nullcontext():
-                    model.weigh(thousands[rank][micro])
-                    mean_loss(model(samples(rank, 10 * step + micro, count))).backward()
-            for name, grad in reference(MICROBATCHES, step=step).items():
-                error = (grads_of(model)[name] - grad).abs().max()
-                assert error <= tolerance * max(grad.abs().max(), 1e-3), name
-
-    run_ranks(work, 4)
+            model.register_comm_hook(None, hook)
+    for step in range(2):
+        model.zero_grad()
+        for micro, count in enumerate(MICROBATCHES[rank]):
+            with model.no_sync() if micro < 2 else nullcontext():
+                model.weigh(thousands[rank][micro])
+                mean_loss(model(samples(rank, 10 * step + micro, count))).backward()
+        for name, grad in reference(MICROBATCHES, step=step).items():
+            error = (grads_of(model)[name] - grad).abs().max()
+            assert error <= tolerance * max(grad.abs().max(), 1e-3), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_wire_dtype(dtype):
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport="shm", wire_dtype=dtype)
-        for step in range(2):
-            model.zero_grad()
-            run_step(model, rank, MICROBATCHES, step=step)
-            for name, grad in reference(MICROBATCHES, step=step).items():
-                error = (grads_of(model)[name] - grad).abs().max()
-                assert error <= 0.02 * max(grad.abs().max(), 1e-3), name
-
-    run_ranks(work, 4)
+@on_ranks(4)
+def test_wire_dtype(rank, dtype):
+    model = torchddp.DistributedDataParallel(Net(), transport="shm", wire_dtype=dtype)
+    for step in range(2):
+        model.zero_grad()
+        run_step(model, rank, MICROBATCHES, step=step)
+        for name, grad in reference(MICROBATCHES, step=step).items():
+            error = (grads_of(model)[name] - grad).abs().max()
+            assert error <= 0.02 * max(grad.abs().max(), 1e-3), name
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sharded(transport):
-    def work(rank):
-        module = Net()
-        optimizer = torchddp.optim.OSS(module.parameters(), optim=torch.optim.SGD, lr=0.1)
-        model = torchddp.ShardedDataParallel(
-            module, optimizer, transport=transport, reduce_buffer_size=2000, weighted=True
-        )
-        whole = Net()
-        reference_step = torch.optim.SGD(whole.parameters(), lr=0.1)
-        for step in range(3):
-            whole.zero_grad()
-            all_samples = [
-                samples(r, 10 * step + m, n) for r, micros in enumerate(MICROBATCHES) for m, n in enumerate(micros)
-            ]
-            mean_loss(whole(torch.cat(all_samples))).backward()
-            reference_step.step()
-            optimizer.zero_grad()
-            run_step(model, rank, MICROBATCHES, step=step)
-            optimizer.step()
-        model.synchronize()
-        for a, b in zip(module.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-        with pytest.raises(RuntimeError, match="take SINGLE_AUTO_SYNC"):
-            accumulate(model, 1, "multi_auto_sync", weights=[1])
-
-    run_ranks(work, 4)
+@on_ranks(4)
+def test_sharded(rank, transport):
+    module = Net()
+    optimizer = torchddp.optim.OSS(module.parameters(), optim=torch.optim.SGD, lr=0.1)
+    model = torchddp.ShardedDataParallel(module, optimizer, transport=transport, reduce_buffer_size=2000, weighted=True)
+    whole = Net()
+    reference_step = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for step in range(3):
+        whole.zero_grad()
+        all_samples = [
+            samples(r, 10 * step + m, n) for r, micros in enumerate(MICROBATCHES) for m, n in enumerate(micros)
+        ]
+        mean_loss(whole(torch.cat(all_samples))).backward()
+        reference_step.step()
+        optimizer.zero_grad()
+        run_step(model, rank, MICROBATCHES, step=step)
+        optimizer.step()
+    model.synchronize()
+    for a, b in zip(module.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match="take SINGLE_AUTO_SYNC"):
+        accumulate(model, 1, "multi_auto_sync", weights=[1])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_replicate(transport):
-    def work(rank):
-        model = torchddp.replicate(Net(), transport=transport)
-        for step in range(2):
-            model.zero_grad()
-            run_step(model, rank, MICROBATCHES, step=step)
-            assert_same(model, reference(MICROBATCHES, step=step))
-
-    run_ranks(work, 4)
+@on_ranks(4)
+def test_replicate(rank, transport):
+    model = torchddp.replicate(Net(), transport=transport)
+    for step in range(2):
+        model.zero_grad()
+        run_step(model, rank, MICROBATCHES, step=step)
+        assert_same(model, reference(MICROBATCHES, step=step))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_join(transport):
+@on_ranks(4)
+def test_join(rank, transport):
     """Ranks that have run out of inputs have no weight."""
     steps = [3, 1, 2, 0]
 
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL, weighted=True)
-        with model.join():
-            for step in range(steps[rank]):
-                model.zero_grad()
-                model.weigh(2 + rank)
-                mean_loss(model(samples(rank, 10 * step, 2 + rank))).backward()
-                present = [[2 + r] if steps[r] > step else [0] for r in range(4)]
-                assert_same(model, reference(present, step=step))
-        plain = torchddp.DistributedDataParallel(Net(), transport=transport)
-        with plain.join(), pytest.raises(RuntimeError, match="weighted=True"):
-            plain(samples(rank, 0, 1))
-            plain.weigh(1)
-
-    run_ranks(work, 4)
-
-
-def test_under_a_manager():
-    def work(rank):
-        manager = FakeManager()
-        model = torchddp.fault_tolerance.DistributedDataParallel(manager, Net(), bucket_cap_mb=SMALL)
-        for step in range(3):
-            manager.start_quorum()
+    model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL, weighted=True)
+    with model.join():
+        for step in range(steps[rank]):
             model.zero_grad()
+            model.weigh(2 + rank)
+            mean_loss(model(samples(rank, 10 * step, 2 + rank))).backward()
+            present = [[2 + r] if steps[r] > step else [0] for r in range(4)]
+            assert_same(model, reference(present, step=step))
+    plain = torchddp.DistributedDataParallel(Net(), transport=transport)
+    with plain.join(), pytest.raises(RuntimeError, match="weighted=True"):
+        plain(samples(rank, 0, 1))
+        plain.weigh(1)
+
+
+@on_ranks(4)
+def test_under_a_manager(rank):
+    manager = FakeManager()
+    model = torchddp.fault_tolerance.DistributedDataParallel(manager, Net(), bucket_cap_mb=SMALL)
+    for step in range(3):
+        manager.start_quorum()
+        model.zero_grad()
+        run_step(model, rank, MICROBATCHES, step=step)
+        assert manager.should_commit()
+        assert_same(model, reference(MICROBATCHES, step=step))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_no_weight_at_all(rank, transport):
+    model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL)
+    zeros = torchddp.DistributedDataParallel(Net(), transport=transport, zero_weights="zeros")
+    for step in range(3):
+        nothing = step % 2 == 0  # the first step too, whose total the others are scaled by
+        for ddp in (model, zeros):
+            ddp.zero_grad()
+            ddp.weigh(0 if nothing else 1 + rank)
+            loss = mean_loss(ddp(samples(rank, 10 * step, 0 if nothing else 1 + rank)))
+            if nothing and ddp is model:
+                with pytest.raises(ValueError, match=rf"rank {rank}, step {step + 1}: no rank .*weight above 0"):
+                    loss.backward()
+            else:
+                loss.backward()
+            if nothing:
+                assert all(not grad.any() for grad in grads_of(ddp).values())
+            else:
+                assert_same(ddp, reference([[1], [2]], step=step))
+
+
+@on_ranks(2)
+def test_a_backward_without_a_weight(rank):
+    model = torchddp.DistributedDataParallel(Net(), weighted=True)
+    with pytest.raises(RuntimeError, match=rf"rank {rank}: a backward has begun .*Call weigh\(n\) before each"):
+        mean_loss(model(samples(rank, 0, 2))).backward()
+    model.zero_grad()
+    mean_loss(model.module(samples(rank, 0, 2))).backward()  # not the model's business
+    with pytest.raises(RuntimeError, match=rf"rank {rank}: weigh\(\) was called, but there are gradients of"):
+        model.weigh(1)
+    model.zero_grad()
+    run_step(model, rank, [[1], [2]])
+    assert_same(model, reference([[1], [2]]))
+    loose = torchddp.DistributedDataParallel(Net())
+    with loose.no_sync():
+        loose.weigh(2)
+        mean_loss(loose(samples(rank, 0, 2))).backward()
+        with pytest.raises(RuntimeError, match="gets a second gradient since weigh"):
+            mean_loss(loose(samples(rank, 0, 2))).backward()
+
+
+@on_ranks(2)
+def test_wrong_weights(rank):
+    model = torchddp.DistributedDataParallel(Net())
+    for bad in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"the weight on rank {rank} must be 0 or more, and finite"):
+            model.weigh(bad)
+    for bad in ("many", None, torch.ones(2)):
+        with pytest.raises(TypeError, match=f"the weight on rank {rank} must be a number"):
+            model.weigh(bad)
+    with pytest.raises(ValueError, match='loss must be "mean" or "sum"'):
+        model.weigh(1, loss="max")
+    with pytest.raises(ValueError, match='zero_weights must be "raise" or "zeros"'):
+        torchddp.DistributedDataParallel(Net(), zero_weights="skip")
+    model.weigh(torch.tensor([3]))
+    mean_loss(model(samples(rank, 0, 3))).backward()
+
+
+@on_ranks(4)
+def test_the_last_call_counts_and_what_was_dropped_does_not(rank):
+    model = torchddp.DistributedDataParallel(Net())
+    with model.no_sync():
+        model.weigh(50)
+        mean_loss(model(samples(rank, 7, 5))).backward()
+    model.zero_grad()  # a microbatch that the program has thought better of
+    model.weigh(99)
+    run_step(model, rank, MICROBATCHES)
+    assert_same(model, reference(MICROBATCHES))
+
+
+@on_ranks(4)
+def test_steps_with_and_without_weights(rank):
+    model = torchddp.DistributedDataParallel(Net(), bucket_cap_mb=SMALL)
+    plain = torchddp.DistributedDataParallel(Net(), bucket_cap_mb=SMALL)
+    for step in range(4):
+        model.zero_grad()
+        if step % 2:
+            plain.zero_grad()
+            for ddp in (model, plain):
+                mean_loss(ddp(samples(rank, 10 * step, 1 + rank))).backward()
+            for name, grad in grads_of(plain).items():
+                assert torch.equal(grads_of(model)[name], grad), name
+        else:
             run_step(model, rank, MICROBATCHES, step=step)
-            assert manager.should_commit()
             assert_same(model, reference(MICROBATCHES, step=step))
 
-    run_ranks(work, 4)
-
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_no_weight_at_all(transport):
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL)
-        zeros = torchddp.DistributedDataParallel(Net(), transport=transport, zero_weights="zeros")
-        for step in range(3):
-            nothing = step % 2 == 0  # the first step too, whose total the others are scaled by
-            for ddp in (model, zeros):
-                ddp.zero_grad()
-                ddp.weigh(0 if nothing else 1 + rank)
-                loss = mean_loss(ddp(samples(rank, 10 * step, 0 if nothing else 1 + rank)))
-                if nothing and ddp is model:
-                    with pytest.raises(ValueError, match=rf"rank {rank}, step {step + 1}: no rank .*weight above 0"):
-                        loss.backward()
-                else:
-                    loss.backward()
-                if nothing:
-                    assert all(not grad.any() for grad in grads_of(ddp).values())
-                else:
-                    assert_same(ddp, reference([[1], [2]], step=step))
-
-    run_ranks(work, 2)
-
-
-def test_a_backward_without_a_weight():
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), weighted=True)
-        with pytest.raises(RuntimeError, match=rf"rank {rank}: a backward has begun .*Call weigh\(n\) before each"):
-            mean_loss(model(samples(rank, 0, 2))).backward()
-        model.zero_grad()
-        mean_loss(model.module(samples(rank, 0, 2))).backward()  # not the model's business
-        with pytest.raises(RuntimeError, match=rf"rank {rank}: weigh\(\) was called, but there are gradients of"):
-            model.weigh(1)
-        model.zero_grad()
-        run_step(model, rank, [[1], [2]])
-        assert_same(model, reference([[1], [2]]))
-        loose = torchddp.DistributedDataParallel(Net())
-        with loose.no_sync():
-            loose.weigh(2)
-            mean_loss(loose(samples(rank, 0, 2))).backward()
-            with pytest.raises(RuntimeError, match="gets a second gradient since weigh"):
-                mean_loss(loose(samples(rank, 0, 2))).backward()
-
-    run_ranks(work, 2)
-
-
-def test_wrong_weights():
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net())
-        for bad in (-1, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match=f"the weight on rank {rank} must be 0 or more, and finite"):
-                model.weigh(bad)
-        for bad in ("many", None, torch.ones(2)):
-            with pytest.raises(TypeError, match=f"the weight on rank {rank} must be a number"):
-                model.weigh(bad)
-        with pytest.raises(ValueError, match='loss must be "mean" or "sum"'):
-            model.weigh(1, loss="max")
-        with pytest.raises(ValueError, match='zero_weights must be "raise" or "zeros"'):
-            torchddp.DistributedDataParallel(Net(), zero_weights="skip")
-        model.weigh(torch.tensor([3]))
-        mean_loss(model(samples(rank, 0, 3))).backward()
-
-    run_ranks(work, 2)
-
-
-def test_the_last_call_counts_and_what_was_dropped_does_not():
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net())
-        with model.no_sync():
-            model.weigh(50)
-            mean_loss(model(samples(rank, 7, 5))).backward()
-        model.zero_grad()  # a microbatch that the program has thought better of
-        model.weigh(99)
-        run_step(model, rank, MICROBATCHES)
-        assert_same(model, reference(MICROBATCHES))
-
-    run_ranks(work, 4)
-
-
-def test_steps_with_and_without_weights():
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), bucket_cap_mb=SMALL)
-        plain = torchddp.DistributedDataParallel(Net(), bucket_cap_mb=SMALL)
-        for step in range(4):
-            model.zero_grad()
-            if step % 2:
-                plain.zero_grad()
-                for ddp in (model, plain):
-                    mean_loss(ddp(samples(rank, 10 * step, 1 + rank))).backward()
-                for name, grad in grads_of(plain).items():
-                    assert torch.equal(grads_of(model)[name], grad), name
-            else:
-                run_step(model, rank, MICROBATCHES, step=step)
-                assert_same(model, reference(MICROBATCHES, step=step))
-
-    run_ranks(work, 4)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_weights_travel_beside_the_first_bucket(transport):
+@on_ranks(2)
+def test_weights_travel_beside_the_first_bucket(rank, transport):
     """One number a step."""
 
     def sent_bytes(model):
         return sum(payload for payload, _ in model.reducer.transport.traffic.values())
 
-    def work(rank):
-        sent = []
-        model = torchddp.DistributedDataParallel(Net(), transport=transport)
-        for weighted in (False, False, False, True, True):  # in the second step buckets are rebuilt
-            before = sent_bytes(model)
-            model.zero_grad()
-            if weighted:
-                model.weigh(2 + rank)
-            mean_loss(model(samples(rank, 0, 2))).backward()
-            sent.append(sent_bytes(model) - before)
-        assert sent[3] == sent[4] == sent[2] + 8
-
-    run_ranks(work, 2)
+    sent = []
+    model = torchddp.DistributedDataParallel(Net(), transport=transport)
+    for weighted in (False, False, False, True, True):  # in the second step buckets are rebuilt
+        before = sent_bytes(model)
+        model.zero_grad()
+        if weighted:
+            model.weigh(2 + rank)
+        mean_loss(model(samples(rank, 0, 2))).backward()
+        sent.append(sent_bytes(model) - before)
+    assert sent[3] == sent[4] == sent[2] + 8
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_new_group_has_a_new_total(transport):
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport=transport)
-        run_step(model, rank, per_rank(SAMPLES, 3))
-        pair = dist.new_group([0, 1])
-        if rank == 2:
-            return
-        model._update_process_group(pair)
-        model.zero_grad()
-        run_step(model, rank, per_rank(SAMPLES, 2), step=1)
-        assert_same(model, reference(per_rank(SAMPLES, 2), step=1))
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_a_new_group_has_a_new_total(rank, transport):
+    model = torchddp.DistributedDataParallel(Net(), transport=transport)
+    run_step(model, rank, per_rank(SAMPLES, 3))
+    pair = dist.new_group([0, 1])
+    if rank == 2:
+        return
+    model._update_process_group(pair)
+    model.zero_grad()
+    run_step(model, rank, per_rank(SAMPLES, 2), step=1)
+    assert_same(model, reference(per_rank(SAMPLES, 2), step=1))
 
 
-def test_copies_weigh_too():
-    def work(rank):
-        model = copy.deepcopy(torchddp.DistributedDataParallel(Net(), weighted=True))
-        run_step(model, rank, MICROBATCHES)
-        assert_same(model, reference(MICROBATCHES))
-
-    run_ranks(work, 4)
+@on_ranks(4)
+def test_copies_weigh_too(rank):
+    model = copy.deepcopy(torchddp.DistributedDataParallel(Net(), weighted=True))
+    run_step(model, rank, MICROBATCHES)
+    assert_same(model, reference(MICROBATCHES))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("where", ["main_grad", "grad"])
-def test_in_fp32_beside_16_bit_parameters(where, transport):
+@on_ranks(4)
+def test_in_fp32_beside_16_bit_parameters(rank, where, transport):
     """As exact as fp32 sums of what each rank computes in bfloat16."""
-
-    def work(rank):
-        model = torchddp.DistributedDataParallel(
-            Net(torch.bfloat16), transport=transport, bucket_cap_mb=SMALL, main_grads=torch.float32, main_grads_as=where
-        )
-        for step in range(2):
-            model.zero_grad()
-            run_step(model, rank, MICROBATCHES, torch.bfloat16, step)
-            total = [0.0] * len(list(model.parameters()))
-            for other, counts in enumerate(MICROBATCHES):
-                for micro, count in enumerate(counts):
-                    single = Net(torch.bfloat16)
-                    if count:
-                        mean_loss(single(samples(other, 10 * step + micro, count, torch.bfloat16))).backward()
-                        total = [t + count * p.grad.double() for t, p in zip(total, single.parameters(), strict=True)]
-            everything = sum(map(sum, MICROBATCHES))
-            for p, want in zip(model.parameters(), total, strict=True):
-                got = p.main_grad if where == "main_grad" else p.grad
-                assert got.dtype == torch.float32
-                torch.testing.assert_close(got.double(), want / everything, rtol=1e-5, atol=1e-7)
-
-    run_ranks(work, 4)
+    model = torchddp.DistributedDataParallel(
+        Net(torch.bfloat16), transport=transport, bucket_cap_mb=SMALL, main_grads=torch.float32, main_grads_as=where
+    )
+    for step in range(2):
+        model.zero_grad()
+        run_step(model, rank, MICROBATCHES, torch.bfloat16, step)
+        total = [0.0] * len(list(model.parameters()))
+        for other, counts in enumerate(MICROBATCHES):
+            for micro, count in enumerate(counts):
+                single = Net(torch.bfloat16)
+                if count:
+                    mean_loss(single(samples(other, 10 * step + micro, count, torch.bfloat16))).backward()
+                    total = [t + count * p.grad.double() for t, p in zip(total, single.parameters(), strict=True)]
+        everything = sum(map(sum, MICROBATCHES))
+        for p, want in zip(model.parameters(), total, strict=True):
+            got = p.main_grad if where == "main_grad" else p.grad
+            assert got.dtype == torch.float32
+            torch.testing.assert_close(got.double(), want / everything, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("main_grads", [False, True], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_thawed_in_the_middle_of_a_step(transport, main_grads):
+@on_ranks(4)
+def test_thawed_in_the_middle_of_a_step(rank, transport, main_grads):
     """What has been accumulated keeps its weight."""
     options = {"main_grads": torch.float32} if main_grads else {}
 
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
-        model.module.other.requires_grad_(False)
-        for micro, count in enumerate(MICROBATCHES[rank]):
-            if micro == 1:
-                model.refresh_trainable()
-            with model.no_sync() if micro < 2 else nullcontext():
-                model.weigh(count)
-                mean_loss(model(samples(rank, micro, count))).backward()
-        for name, want in reference(MICROBATCHES).items():
-            if not name.startswith("other"):
-                p = model.module.get_parameter(name)
-                torch.testing.assert_close(p.main_grad if main_grads else p.grad, want, **TOLERANCE[torch.float32])
-
-    run_ranks(work, 4)
+    model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
+    model.module.other.requires_grad_(False)
+    for micro, count in enumerate(MICROBATCHES[rank]):
+        if micro == 1:
+            model.refresh_trainable()
+        with model.no_sync() if micro < 2 else nullcontext():
+            model.weigh(count)
+            mean_loss(model(samples(rank, micro, count))).backward()
+    for name, want in reference(MICROBATCHES).items():
+        if not name.startswith("other"):
+            p = model.module.get_parameter(name)
+            torch.testing.assert_close(p.main_grad if main_grads else p.grad, want, **TOLERANCE[torch.float32])

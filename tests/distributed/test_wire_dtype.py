@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import Mlp, batch, grads_of, seeded
 from torchddp import DistributedDataParallel
 
@@ -71,43 +71,35 @@ def test_between_hosts(owners, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_ranks_without_inputs(dtype, world_size):
+@on_ranks(2, 3, 4)
+def test_ranks_without_inputs(rank, dtype, world_size):
     """They send zeros as the others send their gradients."""
-
-    def work(rank):
-        ddp = DistributedDataParallel(_model(), transport="shm", wire_dtype=dtype)
-        grads = []
-        with ddp.join():
-            for step in range(1 + rank):
-                grads = [g.clone() for g in _train_one(ddp, rank, step)]
-        last = world_size - 1
-        if rank == last:
-            for got, local in zip(grads, _local_grads(rank, last), strict=True):
-                exact = local / world_size
-                torch.testing.assert_close(got, exact, rtol=0.01, atol=0.01 * exact.abs().max().item())
-
-    run_ranks(work, world_size)
+    ddp = DistributedDataParallel(_model(), transport="shm", wire_dtype=dtype)
+    grads = []
+    with ddp.join():
+        for step in range(1 + rank):
+            grads = [g.clone() for g in _train_one(ddp, rank, step)]
+    last = world_size - 1
+    if rank == last:
+        for got, local in zip(grads, _local_grads(rank, last), strict=True):
+            exact = local / world_size
+            torch.testing.assert_close(got, exact, rtol=0.01, atol=0.01 * exact.abs().max().item())
 
 
-def test_other_dtypes_travel_as_they_are():
-    def work(rank):
-        ddp = DistributedDataParallel(seeded(Mlp), transport="shm", wire_dtype=torch.bfloat16)
-        plain = DistributedDataParallel(seeded(Mlp), transport="shm")
-        for model in (ddp, plain):
-            model(batch(rank)).sum().backward()
-        ours, theirs = grads_of(ddp), grads_of(plain)
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_other_dtypes_travel_as_they_are(rank):
+    ddp = DistributedDataParallel(seeded(Mlp), transport="shm", wire_dtype=torch.bfloat16)
+    plain = DistributedDataParallel(seeded(Mlp), transport="shm")
+    for model in (ddp, plain):
+        model(batch(rank)).sum().backward()
+    ours, theirs = grads_of(ddp), grads_of(plain)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@on_ranks(2)
 def test_bad_arguments():
-    def work(rank):
-        with pytest.raises(ValueError, match=r"must be torch.bfloat16, torch.float16 or None, got torch.int8"):
-            DistributedDataParallel(_model(), wire_dtype=torch.int8)
-        with pytest.raises(RuntimeError, match=r"wire_dtype needs shared memory .*c10d"):
-            DistributedDataParallel(_model(), transport="c10d", wire_dtype=torch.bfloat16)
-
-    run_ranks(work, 2)
+    with pytest.raises(ValueError, match=r"must be torch.bfloat16, torch.float16 or None, got torch.int8"):
+        DistributedDataParallel(_model(), wire_dtype=torch.int8)
+    with pytest.raises(RuntimeError, match=r"wire_dtype needs shared memory .*c10d"):
+        DistributedDataParallel(_model(), transport="c10d", wire_dtype=torch.bfloat16)
