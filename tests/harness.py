@@ -19,6 +19,7 @@ import functools
 import gc
 import importlib
 import inspect
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -26,7 +27,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -115,6 +116,13 @@ def on_ranks(*world_sizes: int, timeout: float = 100.0) -> Callable[[Callable[..
         return pytest.mark.parametrize("world_size", world_sizes)(test) if len(world_sizes) > 1 else test
 
     return decorate
+
+
+def each(*choices: Iterable[Any]) -> Iterator[Any]:
+    """The combinations of these: several cases of one launch, printed, so that a failed test shows its case last."""
+    for found in itertools.product(*choices):
+        print("case:", *found, flush=True)
+        yield found if len(choices) > 1 else found[0]
 
 
 def run_outcomes(

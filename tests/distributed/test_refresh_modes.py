@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import torchddp
-from tests.harness import on_ranks, run_ranks
+from tests.harness import each, on_ranks
 from tests.models import Branches, Mlp, batch, loss_of, same_on_all_ranks, seeded
 from torchddp.comm_hooks import BF16, CastAround, Int8, PerParameter, PowerSGD, TopK
 
@@ -38,6 +38,12 @@ def train(model, rank, steps=3, optimizer=None, dtype=torch.float32):
     assert same_on_all_ranks([p for p in model.parameters() if p.requires_grad])
 
 
+def grow(module):
+    """Another layer after the last."""
+    module.extra = nn.Linear(8, 8)
+    module.last.register_forward_hook(lambda *args: module.extra(args[2]))
+
+
 def frozen_then_thawed(model, rank, **kwargs):
     """Trains with fewer parameters, and with all again."""
     module = getattr(model, "module", model)
@@ -53,31 +59,23 @@ def frozen_then_thawed(model, rank, **kwargs):
     assert not torch.equal(before, module.first.weight)
 
 
-# --- what is sent ---
-
-
-@pytest.mark.parametrize("kind", [DDP, torchddp.replicate])
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(3)
-def test_only_what_is_new_gets_rank_0s_values(rank, kind, transport):
-    module = seeded(mlp)
-    model = kind(module, transport=transport)
-    with torch.no_grad():
-        module.first.weight.add_(rank)  # this rank's own, and not to be touched
-    own = module.first.weight.clone()
-    torch.manual_seed(rank)
-    module.extra = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    module.extra[1].running_mean.fill_(rank + 1)
-    module.extra.requires_grad_(False)  # what is frozen must be the same too
-    module.register_parameter("scale", nn.Parameter(torch.randn(5)))
-    model.refresh_trainable()
-    assert torch.equal(module.first.weight, own)
-    assert same_on_all_ranks([*module.extra.parameters(), module.scale])
-    assert module.extra[1].running_mean.tolist() == [1.0] * 4
-
-
-@on_ranks(2)
-def test_nothing_is_sent_with_init_sync_off(rank):
+def test_only_what_is_new_gets_rank_0s_values(rank):
+    for kind, transport in each([DDP, torchddp.replicate], ["shm", "c10d"]):
+        module = seeded(mlp)
+        model = kind(module, transport=transport)
+        with torch.no_grad():
+            module.first.weight.add_(rank)  # this rank's own, and not to be touched
+        own = module.first.weight.clone()
+        torch.manual_seed(rank)
+        module.extra = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        module.extra[1].running_mean.fill_(rank + 1)
+        module.extra.requires_grad_(False)  # what is frozen must be the same too
+        module.register_parameter("scale", nn.Parameter(torch.randn(5)))
+        model.refresh_trainable()
+        assert torch.equal(module.first.weight, own)
+        assert same_on_all_ranks([*module.extra.parameters(), module.scale])
+        assert module.extra[1].running_mean.tolist() == [1.0] * 4
     module = seeded(mlp)
     model = DDP(module, init_sync=False)
     module.register_parameter("scale", nn.Parameter(torch.full((2,), float(rank))))
@@ -88,46 +86,42 @@ def test_nothing_is_sent_with_init_sync_off(rank):
 # --- communication hooks ---
 
 
+class Hook:
+    called = 0
+    followed = 0
+
+    def __call__(self, state, bucket):
+        self.called += 1
+        return default_hooks.allreduce_hook(state, bucket)
+
+    def follow_parameters(self, model):
+        self.followed += 1
+
+
 @on_ranks(2)
 def test_a_hook_goes_on(rank):
-    class Hook:
-        called = 0
-        followed = 0
-
-        def __call__(self, state, bucket):
-            self.called += 1
-            return default_hooks.allreduce_hook(state, bucket)
-
-        def follow_parameters(self, model):
-            self.followed += 1
-
     hook = Hook()
     model = DDP(seeded(mlp))
     model.register_comm_hook(None, hook)
     frozen_then_thawed(model, rank)
     assert hook.called >= 9 and hook.followed == 2
-    assert model._get_ddp_logging_data()["comm_hook"] == "test_a_hook_goes_on.<locals>.Hook"
+    assert model._get_ddp_logging_data()["comm_hook"] == "Hook"
+    for kind in each([dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS]):
+        model = DDP(seeded(mlp), transport="shm")
+        model._register_builtin_comm_hook(kind)
+        frozen_then_thawed(model, rank)
+        assert model._get_ddp_logging_data()["comm_hook"] == str(kind)
+        assert "hook" in model.reducer.traffic()
 
 
-@pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
-@on_ranks(2)
-def test_a_builtin_hook_goes_on(rank, name):
-    model = DDP(seeded(mlp), transport="shm")
-    kind = getattr(dist.BuiltinCommHookType, name)
-    model._register_builtin_comm_hook(kind)
-    frozen_then_thawed(model, rank)
-    assert model._get_ddp_logging_data()["comm_hook"] == str(kind)
-    assert "hook" in model.reducer.traffic()
-
-
-HOOKS = {
-    "int8": Int8,
-    "bf16": lambda: BF16(error_feedback=True),
-    "topk": lambda: TopK(0.1),
-    "powersgd": lambda: PowerSGD(2),
-    "cast": lambda: CastAround(PowerSGD(2)),
-    "rules": lambda: PerParameter(Int8(), [("*.bias", None), ("last.*", PowerSGD(2))]),
-}
+HOOKS = [
+    Int8,
+    lambda: BF16(error_feedback=True),
+    lambda: TopK(0.1),
+    lambda: PowerSGD(2),
+    lambda: CastAround(PowerSGD(2)),
+    lambda: PerParameter(Int8(), [("*.bias", None), ("last.*", PowerSGD(2))]),
+]
 
 
 def held_by(hook):
@@ -145,25 +139,23 @@ def held_by(hook):
     return found
 
 
-@pytest.mark.parametrize("name", HOOKS)
 @on_ranks(2, 3)
-def test_hooks_keep_what_they_hold_of_parameters_that_stay(rank, name):
-    hook = HOOKS[name]()
-    module = seeded(mlp)
-    model = DDP(module, comm_hook=hook)
-    train(model, rank)
-    before, steps = held_by(hook), hook.state_dict()["step"]
-    assert any(parameter == "last.weight" for _, parameter in before)
-    module.first.requires_grad_(False)
-    module.extra = nn.Linear(8, 8)
-    module.last.register_forward_hook(lambda *args: module.extra(args[2]))
-    model.refresh_trainable()
-    after = held_by(hook)
-    assert after and after.keys() == {k for k in before if not k[1].startswith("first.")}
-    assert all(torch.equal(after[key], before[key]) for key in after)
-    assert hook.state_dict()["step"] == steps == 3
-    train(model, rank)
-    assert hook.state_dict()["step"] == 6
+def test_hooks_keep_what_they_hold_of_parameters_that_stay(rank):
+    for make in each(HOOKS):
+        hook, module = make(), seeded(mlp)
+        model = DDP(module, comm_hook=hook)
+        train(model, rank)
+        before, steps = held_by(hook), hook.state_dict()["step"]
+        assert any(parameter == "last.weight" for _, parameter in before)
+        module.first.requires_grad_(False)
+        grow(module)
+        model.refresh_trainable()
+        after = held_by(hook)
+        assert after and after.keys() == {k for k in before if not k[1].startswith("first.")}
+        assert all(torch.equal(after[key], before[key]) for key in after)
+        assert hook.state_dict()["step"] == steps == 3
+        train(model, rank)
+        assert hook.state_dict()["step"] == 6
 
 
 @on_ranks(2)
@@ -203,46 +195,45 @@ def streams():
         yield
 
 
-def test_optimizers_in_backward():
-    @streams()
-    def work(rank):
-        module, plain = seeded(mlp), seeded(mlp)
-        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1, "momentum": 0.9})
-        model = DDP(module)
-        reference = DDP(plain)
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+@on_ranks(2)
+@streams()
+def test_optimizers_in_backward(rank):
+    module, plain = seeded(mlp), seeded(mlp)
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1, "momentum": 0.9})
+    model = DDP(module)
+    reference = DDP(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
 
-        def both(steps):
-            for step in range(steps):
-                for side in (model, reference):
-                    loss_of(side(batch(rank, step).float())).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            torch.testing.assert_close(list(module.parameters()), list(plain.parameters()))
+    def both(steps):
+        for step in range(steps):
+            for side in (model, reference):
+                loss_of(side(batch(rank, step).float())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(list(module.parameters()), list(plain.parameters()))
 
-        both(3)
-        for side in (model, reference):
-            side.module.first.requires_grad_(False)
-            side.refresh_trainable()
-        both(3)
-        torch.manual_seed(1)
-        extra = nn.Linear(8, 8)
-        for side in (model, reference):
-            side.module.first.requires_grad_(True)
-            side.module.extra = copy.deepcopy(extra)
-            side.module.last.register_forward_hook(lambda m, a, out, side=side: side.module.extra(out))
-        _apply_optimizer_in_backward(torch.optim.SGD, module.extra.parameters(), {"lr": 0.1, "momentum": 0.9})
-        optimizer.add_param_group({"params": list(plain.extra.parameters())})
-        for side in (model, reference):
-            side.refresh_trainable()
-        both(3)
-        assert all(p.grad is None for p in module.parameters())
-
-    run_ranks(work, 2)
+    both(3)
+    for side in (model, reference):
+        side.module.first.requires_grad_(False)
+        side.refresh_trainable()
+    both(3)
+    torch.manual_seed(1)
+    extra = nn.Linear(8, 8)
+    for side in (model, reference):
+        side.module.first.requires_grad_(True)
+        side.module.extra = copy.deepcopy(extra)
+        side.module.last.register_forward_hook(lambda m, a, out, side=side: side.module.extra(out))
+    _apply_optimizer_in_backward(torch.optim.SGD, module.extra.parameters(), {"lr": 0.1, "momentum": 0.9})
+    optimizer.add_param_group({"params": list(plain.extra.parameters())})
+    for side in (model, reference):
+        side.refresh_trainable()
+    both(3)
+    assert all(p.grad is None for p in module.parameters())
 
 
 @on_ranks(2)
-def test_an_optimizer_that_a_hook_runs(rank):
+def test_options_go_on(rank):
+    # An optimizer that a hook runs.
     model = DDP(seeded(mlp))
     model._register_fused_optim(torch.optim.SGD, 0.1)
     before = model.module.last.weight.clone()
@@ -253,55 +244,7 @@ def test_an_optimizer_that_a_hook_runs(rank):
         assert same_on_all_ranks(list(model.parameters()))
     assert not torch.equal(before, model.module.last.weight)
 
-
-def test_torchs_mixed_precision():
-    @streams()
-    def work(rank):
-        precision = torch.nn.parallel.distributed._MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16
-        )
-        model = DDP(seeded(mlp), mixed_precision=precision)
-        frozen_then_thawed(model, rank)
-        module = model.module
-        module.extra = nn.Linear(8, 8)
-        module.last.register_forward_hook(lambda *args: module.extra(args[2]))
-        model.refresh_trainable()
-        before = module.extra.weight.clone()
-        train(model, rank)
-        assert not torch.equal(module.extra.weight, before) and module.extra.weight.dtype == torch.float32
-
-    run_ranks(work, 2)
-
-
-@on_ranks(2)
-def test_parameters_that_are_averaged_late(rank):
-    module = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
-    late = [("2.bias", module[2].bias)]
-    model = DDP(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module[0].weight)
-    train(model, rank)
-    module[1].requires_grad_(False)
-    model.refresh_trainable()
-    train(model, rank)
-    assert [spec.name for spec in model.session.specs] == ["0.weight", "0.bias", "2.weight"]
-
-
-@on_ranks(2)
-def test_what_is_to_be_ignored(rank):
-    module = seeded(mlp)
-    DDP._set_params_and_buffers_to_ignore_for_model(module, ["first.weight"])
-    model = DDP(module)
-    module.extra, module.own = nn.Linear(2, 2), nn.Linear(2, 2)
-    DDP._set_params_and_buffers_to_ignore_for_model(module, ["own.weight", "own.bias"])
-    torch.manual_seed(rank)
-    nn.init.normal_(module.own.weight)
-    model.refresh_trainable()
-    names = {spec.name for spec in model.session.specs}
-    assert names == {n for n, _ in module.named_parameters()} - {"first.weight", "own.weight", "own.bias"}
-    assert not same_on_all_ranks([module.own.weight])
-
-
-@on_ranks(2)
-def test_narrow_sums(rank):
+    # Narrow sums.
     def gradients_of(model):
         model.zero_grad()
         model(batch(rank).float()).square().mean().backward()
@@ -318,9 +261,7 @@ def test_narrow_sums(rank):
     refreshed = gradients_of(model)
     assert torch.equal(refreshed, fresh(torch.bfloat16)) and not torch.equal(refreshed, fresh(None))
 
-
-@on_ranks(2)
-def test_copies(rank):
+    # Copies.
     model = DDP(seeded(mlp), comm_hook="bf16")
     model.refresh_trainable()
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -330,7 +271,47 @@ def test_copies(rank):
 
 
 @on_ranks(2)
-def test_two_wrappers_of_the_same_parameters(rank):
+@streams()
+def test_torchs_mixed_precision(rank):
+    precision = torch.nn.parallel.distributed._MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16
+    )
+    model = DDP(seeded(mlp), mixed_precision=precision)
+    frozen_then_thawed(model, rank)
+    module = model.module
+    grow(module)
+    model.refresh_trainable()
+    before = module.extra.weight.clone()
+    train(model, rank)
+    assert not torch.equal(module.extra.weight, before) and module.extra.weight.dtype == torch.float32
+
+
+@on_ranks(2)
+def test_parameters_that_are_averaged_late_ignored_or_shared(rank):
+    # Parameters that are averaged late.
+    module = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
+    late = [("2.bias", module[2].bias)]
+    model = DDP(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module[0].weight)
+    train(model, rank)
+    module[1].requires_grad_(False)
+    model.refresh_trainable()
+    train(model, rank)
+    assert [spec.name for spec in model.session.specs] == ["0.weight", "0.bias", "2.weight"]
+
+    # What is to be ignored.
+    module = seeded(mlp)
+    DDP._set_params_and_buffers_to_ignore_for_model(module, ["first.weight"])
+    model = DDP(module)
+    module.extra, module.own = nn.Linear(2, 2), nn.Linear(2, 2)
+    DDP._set_params_and_buffers_to_ignore_for_model(module, ["own.weight", "own.bias"])
+    torch.manual_seed(rank)
+    nn.init.normal_(module.own.weight)
+    model.refresh_trainable()
+    names = {spec.name for spec in model.session.specs}
+    assert names == {n for n, _ in module.named_parameters()} - {"first.weight", "own.weight", "own.bias"}
+    assert not same_on_all_ranks([module.own.weight])
+
+    # Two wrappers of the same parameters.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inner = DDP(seeded(mlp))
@@ -351,32 +332,29 @@ def test_two_wrappers_of_the_same_parameters(rank):
 # --- gradients on their way ---
 
 
-@pytest.mark.parametrize("views", [None, True, False])
 @on_ranks(2)
-def test_a_branch_used_only_before_the_change_is_averaged(rank, views):
-    """find_unused_parameters: what a no_sync() microbatch has used is used, also by a reducer that was not there."""
-    module = seeded(Branches)
-    module.never.requires_grad_(False)
-    module.right.requires_grad_(False)
-    model = DDP(module, find_unused_parameters=True, gradient_as_bucket_view=views)
-    x = batch(rank)[:, :4].double()
-    with model.no_sync():
-        model(x, "left").sum().backward()
-        module.right.requires_grad_(True)
-        model(x, "right").sum().backward()  # nobody's yet
-    own = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-    assert {"left.weight", "right.weight", "trunk.weight"} <= own.keys()
-    module.never.requires_grad_(True)
-    model.refresh_trainable()
-    (0 * model(x, "never")).sum().backward()
-    for name, gradient in own.items():
-        dist.all_reduce(gradient)
-        assert torch.allclose(dict(module.named_parameters())[name].grad, gradient / 2), name
+def test_gradients_on_their_way(rank):
+    # find_unused_parameters: what a no_sync() microbatch has used is used, also by a reducer that was not there.
+    for views in each([None, True, False]):
+        module = seeded(Branches)
+        module.never.requires_grad_(False)
+        module.right.requires_grad_(False)
+        model = DDP(module, find_unused_parameters=True, gradient_as_bucket_view=views)
+        x = batch(rank)[:, :4].double()
+        with model.no_sync():
+            model(x, "left").sum().backward()
+            module.right.requires_grad_(True)
+            model(x, "right").sum().backward()  # nobody's yet
+        own = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+        assert {"left.weight", "right.weight", "trunk.weight"} <= own.keys()
+        module.never.requires_grad_(True)
+        model.refresh_trainable()
+        (0 * model(x, "never")).sum().backward()
+        for name, gradient in own.items():
+            dist.all_reduce(gradient)
+            assert torch.allclose(dict(module.named_parameters())[name].grad, gradient / 2), name
 
-
-@on_ranks(2)
-def test_between_forward_and_backward(rank):
-    """The backward of a forward before the change is reduced, by the reducer that is there then."""
+    # The backward of a forward before the change is reduced, by the reducer that is there then.
     module = seeded(Mlp)
     model = DDP(module)
     output = model(batch(rank))
@@ -384,9 +362,7 @@ def test_between_forward_and_backward(rank):
     loss_of(output).backward()
     assert same_on_all_ranks([p.grad for p in model.parameters()])
 
-
-@on_ranks(2)
-def test_kept_gradients_stay_valid(rank):
+    # Kept gradients stay valid.
     module = seeded(Mlp)
     model = DDP(module, gradient_as_bucket_view=True)
     for step in range(3):
@@ -396,9 +372,7 @@ def test_kept_gradients_stay_valid(rank):
         assert all(torch.equal(grad, values) for grad, values in kept)
         assert model.reducer.bucket_memory_bytes > 0
 
-
-@on_ranks(2)
-def test_the_buckets_of_before_are_let_go(rank):
+    # The buckets of before are let go.
     model = DDP(seeded(Mlp))
     train(model, rank, dtype=torch.float64)
     before = model.reducer
@@ -411,7 +385,8 @@ def test_the_buckets_of_before_are_let_go(rank):
 
 
 @on_ranks(2)
-def test_steps_are_counted_on(rank):
+def test_observers_go_on(rank):
+    # Steps are counted on.
     model = DDP(seeded(mlp), gradient_stats=True, check_parameters_every=2, find_nonfinite=True, stall_report_s=20.0)
     train(model, rank)
     buckets = model.gradient_stats().shape
@@ -425,9 +400,7 @@ def test_steps_are_counted_on(rank):
     with pytest.raises(torchddp.DesyncError, match=r"after 12 synchronised steps"):
         torchddp.check_parameters(model)
 
-
-@on_ranks(2)
-def test_a_profile_ends_with_the_change(rank):
+    # A profile ends with the change.
     model = DDP(seeded(mlp))
     with torchddp.profiler.profile(model) as recorded:
         train(model, rank)
@@ -441,7 +414,8 @@ def test_a_profile_ends_with_the_change(rank):
 
 
 @on_ranks(2)
-def test_replicated_in_lower_precision(rank):
+def test_replicated_modules(rank):
+    # Replicated in lower precision.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     module = torchddp.replicate(seeded(mlp), mp_policy=policy)
     frozen_then_thawed(module, rank)
@@ -456,9 +430,7 @@ def test_replicated_in_lower_precision(rank):
     torchddp.composable.unreplicate(module)
     assert not module.extra._forward_pre_hooks and not module.first._forward_pre_hooks
 
-
-@on_ranks(2)
-def test_replicate_leaves_ignored_modules_alone_when_they_grow():
+    # Replicate leaves ignored modules alone when they grow.
     module = seeded(mlp)
     module.own = nn.Sequential(nn.Linear(2, 2))
     torchddp.replicate(module, ignored_modules=[module.own])
@@ -503,7 +475,8 @@ def test_replicate_with_dtensors(rank):
 
 
 @on_ranks(2)
-def test_an_error_in_forward_names_the_way_out(rank):
+def test_what_is_said(rank):
+    # An error in forward names the way out.
     model = DDP(seeded(mlp))
     train(model, rank)
     model.module.first.requires_grad_(False)
@@ -511,21 +484,18 @@ def test_an_error_in_forward_names_the_way_out(rank):
     with pytest.raises(RuntimeError, match=r"no longer require grad: first\.weight.*refresh_trainable\(\) on all"):
         model(batch(rank).float())
 
-
-@pytest.mark.parametrize("kind", [DDP, torchddp.replicate])
-@on_ranks(2)
-def test_thawed_and_added_parameters_are_named(rank, kind):
-    module = seeded(mlp)
-    module.first.requires_grad_(False)
-    model = kind(module)
-    optimizer = torch.optim.SGD(module.last.parameters(), lr=0.1)
-    train(model, rank, optimizer=optimizer)
-    module.first.requires_grad_(True)
-    module.extra = nn.Linear(8, 8)
-    module.last.register_forward_hook(lambda *args: module.extra(args[2]))
-    with pytest.warns(UserWarning, match=r"first\.weight, .*extra\.bias were thawed or added.*refresh_trainable"):
-        train(model, rank, steps=64, optimizer=optimizer)
-    model.refresh_trainable()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        train(model, rank, steps=65, optimizer=optimizer)
+    # Thawed and added parameters are named.
+    for kind in each([DDP, torchddp.replicate]):
+        module = seeded(mlp)
+        module.first.requires_grad_(False)
+        model = kind(module)
+        optimizer = torch.optim.SGD(module.last.parameters(), lr=0.1)
+        train(model, rank, optimizer=optimizer)
+        module.first.requires_grad_(True)
+        grow(module)
+        with pytest.warns(UserWarning, match=r"first\.weight, .*extra\.bias were thawed or added.*refresh_trainable"):
+            train(model, rank, steps=64, optimizer=optimizer)
+        model.refresh_trainable()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            train(model, rank, steps=65, optimizer=optimizer)

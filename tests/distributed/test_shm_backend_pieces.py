@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from tests.harness import on_ranks, run_outcomes, run_ranks
+from tests.harness import each, on_ranks, run_outcomes, run_ranks
 from tests.shm_backend import shm_group, stamp
 from torchddp import TransportError
 
@@ -23,64 +23,46 @@ needs_a_processor_each = pytest.mark.skipif(
 )
 
 
-def noise(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def noise(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Of very different sizes: in another order of summation the result would differ."""
     generator = torch.Generator().manual_seed(rank)
     values = torch.randn(numel, generator=generator) * 10 ** torch.randint(-3, 4, (numel,), generator=generator)
     return values.to(dtype)
 
 
-def sum_in_order(world_size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    total = noise(0, numel, dtype)
-    for rank in range(1, world_size):
-        total = total + noise(rank, numel, dtype)
-    return total
-
-
 @on_ranks(1, 2, 3)
 def test_sums_are_those_of_rank_order(rank, world_size):
     group = shm_group()
-    for dtype in (torch.float32, torch.float64, torch.int64):
-        for numel in NUMELS:
-            tensor = noise(rank, numel, dtype)
-            dist.all_reduce(tensor, group=group)
-            want = sum_in_order(world_size, numel, dtype)
-            assert torch.equal(tensor, want), (dtype, numel)
-            tensor = noise(rank, numel, dtype)
-            dist.all_reduce(tensor, ReduceOp.AVG, group=group)
-            want = want / world_size if dtype.is_floating_point else want.div(world_size, rounding_mode="trunc")
-            assert torch.equal(tensor, want), (dtype, numel)
+    for dtype, numel in each((torch.float32, torch.float64, torch.int64), NUMELS):
+        want = sum(noise(r, numel, dtype) for r in range(world_size))
+        tensor = noise(rank, numel, dtype)
+        dist.all_reduce(tensor, group=group)
+        assert torch.equal(tensor, want)
+        tensor = noise(rank, numel, dtype)
+        dist.all_reduce(tensor, ReduceOp.AVG, group=group)
+        rounding = None if dtype.is_floating_point else "trunc"
+        assert torch.equal(tensor, want.div(world_size, rounding_mode=rounding))
     maximum = stamp(rank, 100_000, torch.bfloat16)
     dist.all_reduce(maximum, ReduceOp.MAX, group=group)
     assert torch.equal(maximum, torch.stack([stamp(r, 100_000) for r in range(world_size)]).amax(0).bfloat16())
 
 
-@pytest.mark.parametrize("numel", [WHOLE, 70_001, SMALLEST + 77])
 @on_ranks(2)
-def test_each_rank_may_call_it_in_its_own_way(rank, numel):
+def test_each_rank_may_call_it_in_its_own_way(rank):
     """Waiting or not, from memory of any kind: then no rank goes by pieces, and the sums are the same."""
     group = shm_group()
     allocate = group._get_backend(torch.device("cpu")).allocate_tensor
-    for turn in range(2):
-        want = sum_in_order(2, numel, torch.float32)
+    for numel, turn in each([WHOLE, 70_001, SMALLEST + 77], range(2)):
         other = rank == turn
-
-        tensor = noise(rank, numel, torch.float32)
-        handle = dist.all_reduce(tensor, group=group, async_op=other)
-        if handle is not None:
-            handle.wait()
-        assert torch.equal(tensor, want)
-
-        tensor = torch.zeros(numel * 2)[::2] if other else torch.zeros(numel)
-        tensor.copy_(noise(rank, numel, torch.float32))
-        dist.all_reduce(tensor, group=group)
-        assert torch.equal(tensor, want)
-
+        strided = torch.zeros(numel * 2)[::2] if other else torch.zeros(numel)
         shared = allocate(numel, dtype=torch.float32, device=torch.device("cpu"))
-        tensor = shared if other else torch.zeros(numel)
-        tensor.copy_(noise(rank, numel, torch.float32))
-        dist.all_reduce(tensor, group=group)
-        assert torch.equal(tensor, want)
+        for tensor in (torch.zeros(numel), strided, shared if other else torch.zeros(numel)):
+            is_plain = tensor.is_contiguous() and tensor is not shared
+            tensor.copy_(noise(rank, numel))
+            handle = dist.all_reduce(tensor, group=group, async_op=other and is_plain)
+            if handle is not None:
+                handle.wait()
+            assert torch.equal(tensor, noise(0, numel) + noise(1, numel))
 
 
 @needs_a_processor_each
