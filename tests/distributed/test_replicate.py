@@ -11,71 +11,69 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import on_ranks, run_ranks
-from tests.models import Branches, Mlp, NormNet, batch, loss_of, seeded
+from tests.harness import each, on_ranks
+from tests.models import Branches, Mlp, NormNet, batch, loss_of, same_on_all_ranks, seeded
+from torchddp.composable import engine_of, unreplicate
 
-COPIES = {"transport": "c10d", "gradient_as_bucket_view": False}
 pytestmark = pytest.mark.beyond_torch("has no replicate() with our engine")
-SECONDS = 120.0
 
 
-def train(model, rank, steps=4, optimizer=None, **options):
-    """Gradients of the last step; the parameters have been updated in each."""
+def both(make=Mlp, **options):
+    """Replicated, and in our wrapper."""
+    return torchddp.replicate(seeded(make), **options), torchddp.DistributedDataParallel(seeded(make), **options)
+
+
+def train(model, rank, steps=4, optimizer=None, **zero_grad):
+    """The parameters are updated in each step; gradients of the last stay."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
-        optimizer.zero_grad(**options)
+        optimizer.zero_grad(**zero_grad)
         loss_of(model(batch(rank, step))).backward()
         optimizer.step()
 
 
-def assert_same(model, reference, **tolerance):
-    """Parameters and gradients, bit for bit unless told otherwise."""
-    reference = getattr(reference, "module", reference)
-    named = dict(reference.named_parameters())
+def assert_same(model, reference, tolerance=0.0):
+    """Parameters and gradients."""
+    named = dict(getattr(reference, "module", reference).named_parameters())
     assert set(named) == {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters():
         for mine, theirs in ((parameter, named[name]), (parameter.grad, named[name].grad)):
-            if theirs is None:
-                assert mine is None, name
-            else:
-                torch.testing.assert_close(mine, theirs, **(tolerance or {"rtol": 0, "atol": 0}), msg=name)
+            assert (mine is None) == (theirs is None), name
+            if theirs is not None:
+                torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@contextlib.contextmanager
+def reductions(count):
+    before = torchddp.finished_steps()
+    yield
+    assert torchddp.finished_steps() - before == count
 
 
 @on_ranks(1, 2, 3, 4)
-def test_same_bits_as_the_wrapper(rank):
-    def one_run(rank, options):
+def test_same_bits_as_the_wrapper_and_as_torchs_class(rank, world_size):
+    for options in each([{"transport": "c10d"}, {"transport": "c10d", "gradient_as_bucket_view": False}, {}]):
         model = seeded(Mlp)
         parameters = list(model.parameters())
-        before = torchddp.finished_steps()
-        assert torchddp.replicate(model, **options) is model
-        assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-        train(model, rank)
-        assert torchddp.finished_steps() - before == 4
-        wrapped = torchddp.DistributedDataParallel(seeded(Mlp), **options)
+        with reductions(4):
+            assert torchddp.replicate(model, bucket_cap_mb=0.001, **options) is model
+            assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+            train(model, rank)
+        wrapped = torchddp.DistributedDataParallel(seeded(Mlp), bucket_cap_mb=0.001, **options)
         train(wrapped, rank)
         assert_same(model, wrapped)
-
-    for options in ({}, {"bucket_cap_mb": 0.001}, COPIES):
-        one_run(rank, options)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
-@on_ranks()
-def test_as_torchs_class(rank, world_size):
-    model, torchs = torchddp.replicate(seeded(Mlp), transport="c10d"), TorchDDP(seeded(Mlp))
-    for _ in range(2):
-        train(model, rank)
-        train(torchs, rank)
-    # gloo's sums of more than two have no one order
-    assert_same(model, torchs, **({} if world_size <= 2 else {"rtol": 1e-12, "atol": 1e-12}))
+    torchs = TorchDDP(seeded(Mlp))
+    train(torchs, rank)
+    assert_same(model, torchs, 1e-12 if world_size > 2 else 0)  # gloo's sums of more than two have no one order
 
 
 @on_ranks(2)
-def test_the_module_stays_what_it_is():
+def test_the_module_stays_what_it_is(rank):
     model, plain = torchddp.replicate(seeded(NormNet)), seeded(NormNet)
     assert isinstance(model, NormNet) and isinstance(model, torchddp.composable.ReplicateModule)
     assert not isinstance(model, TorchDDP)
@@ -84,66 +82,65 @@ def test_the_module_stays_what_it_is():
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
     assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
     model.load_state_dict(plain.state_dict())
-    torchddp.check_parameters(torchddp.composable.engine_of(model))
-
+    torchddp.check_parameters(engine_of(model))
     sequential = torchddp.replicate(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
     part = sequential[:2]
     assert type(part) is nn.Sequential and part[0] is sequential[0]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("set_to_none", [True, False])
 @on_ranks(2)
-def test_optimizer_made_before_or_after(rank, when, set_to_none):
-    model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
-    optimizer = torch.optim.AdamW(model.parameters()) if when == "before" else None
-    torchddp.replicate(model)
-    optimizer = optimizer or torch.optim.AdamW(model.parameters())
-    train(model, rank, optimizer=optimizer, set_to_none=set_to_none)
-    train(wrapped, rank, optimizer=torch.optim.AdamW(wrapped.parameters()), set_to_none=set_to_none)
-    assert_same(model, wrapped)
+def test_optimizer_made_before_or_after(rank):
+    for before, set_to_none in each([True, False], [True, False]):
+        model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
+        optimizer = torch.optim.AdamW(model.parameters()) if before else None
+        torchddp.replicate(model)
+        optimizer = optimizer or torch.optim.AdamW(model.parameters())
+        train(model, rank, optimizer=optimizer, set_to_none=set_to_none)
+        train(wrapped, rank, optimizer=torch.optim.AdamW(wrapped.parameters()), set_to_none=set_to_none)
+        assert_same(model, wrapped)
 
 
 def accumulate(model, rank, how):
-    """Three microbatches; the last is synchronised. Returns how many times the reducer has run."""
-    before = torchddp.finished_steps()
+    """Three microbatches; the last is synchronised."""
     for micro in range(3):
         last = micro == 2
-        if how == "no_sync":
-            with contextlib.ExitStack() as stack:
-                if not last:
-                    stack.enter_context(model.no_sync())
-                loss_of(model(batch(rank, micro))).backward()
-            continue
         if how == "flag":
             model.set_requires_gradient_sync(last)
-        loss = loss_of(model(batch(rank, micro)))
-        if how == "late flag":
-            model.set_requires_gradient_sync(last)
-        loss.backward()
+        with model.no_sync() if how == "no_sync" and not last else contextlib.nullcontext():
+            loss = loss_of(model(batch(rank, micro)))
+            if how == "late flag":
+                model.set_requires_gradient_sync(last)
+            loss.backward()
         if how == "late flag":
             model.set_requires_gradient_sync(False)
-    return torchddp.finished_steps() - before
 
 
-@pytest.mark.parametrize("how", ["flag", "no_sync", "late flag"])
 @on_ranks(2)
-def test_accumulation(rank, how):
-    model, wrapped = torchddp.replicate(seeded(Mlp)), torchddp.DistributedDataParallel(seeded(Mlp))
-    if how == "late flag":
-        model.set_requires_gradient_sync(False)
-    for _ in range(3):
-        assert accumulate(model, rank, how) == 1
-        assert accumulate(wrapped, rank, "no_sync") == 1
+def test_accumulation(rank):
+    for how in each(["flag", "no_sync", "late flag"]):
+        model, wrapped = both()
+        if how == "late flag":
+            model.set_requires_gradient_sync(False)
+        for _ in range(3):
+            with reductions(1):
+                accumulate(model, rank, how)
+            accumulate(wrapped, rank, "no_sync")
+            assert_same(model, wrapped)
+            model.zero_grad()
+            wrapped.zero_grad()
+
+    # torchddp.sync takes the engine.
+    model, wrapped = both()
+    engine = engine_of(model)
+    for strategy in ("single_auto_sync", "forced_sync"):
+        for i in torchddp.sync.accumulate(engine, 3, strategy):
+            loss_of(model(batch(rank, i))).backward()
+        for i in torchddp.sync.accumulate(wrapped, 3, strategy):
+            loss_of(wrapped(batch(rank, i))).backward()
+        assert engine.reducer.stats()["finished"] == wrapped.reducer.stats()["finished"]
         assert_same(model, wrapped)
-        model.zero_grad()
-        wrapped.zero_grad()
 
-
-@on_ranks(1)
-def test_no_sync_restores_what_was_set_before():
-    model = torchddp.replicate(seeded(Mlp))
-    engine = torchddp.composable.engine_of(model)
+    # no_sync() restores what was set before.
     model.set_requires_gradient_sync(False)
     with model.no_sync():
         pass
@@ -154,62 +151,41 @@ def test_no_sync_restores_what_was_set_before():
     assert engine.require_backward_grad_sync
 
 
-@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
 @on_ranks(2)
-def test_unused_parameters(rank, options):
-    model = torchddp.replicate(seeded(Branches), **options)
-    wrapped = torchddp.DistributedDataParallel(seeded(Branches), **options)
-    branches = ["left"] * 4 if "static_graph" in options else ["left", "right", "left", "right"]
-    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-    for step in range(3):
-        branch = branches[(rank + step) % 4]
-        for net in (model, wrapped):
-            net.zero_grad()
-            net(x, branch).sum().backward()
-        assert_same(model, wrapped)
+def test_unused_parameters_and_buffers(rank):
+    for options in each([{"find_unused_parameters": True}, {"static_graph": True}]):
+        model, wrapped = both(Branches, **options)
+        for step in range(3):
+            branch = ("left", "right")[(rank + step) % 2 if "static_graph" not in options else 0]
+            for net in (model, wrapped):
+                net.zero_grad()
+                net(batch(rank, step, 3, 4), branch).sum().backward()
+            assert_same(model, wrapped)
+    model, wrapped = both(NormNet)
+    own = torchddp.replicate(seeded(NormNet), forward_sync_buffers=False)
+    for _ in range(3):
+        for net in (model, wrapped, own):
+            net(batch(rank, 0, 4, 3, 6, 6)).sum().backward()
+    assert_same(model, wrapped)
+    assert torch.equal(model.norm.running_mean, wrapped.module.norm.running_mean)
+    assert not same_on_all_ranks([own.norm.running_mean])
 
 
-def test_buffers_are_those_of_the_first_rank():
-    def work(rank):
-        model, wrapped = torchddp.replicate(seeded(NormNet)), torchddp.DistributedDataParallel(seeded(NormNet))
-        own = torchddp.replicate(seeded(NormNet), forward_sync_buffers=False)
-        x = torch.randn(4, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-        for _ in range(3):
-            for net in (model, wrapped, own):
-                net(x).sum().backward()
-        assert_same(model, wrapped)
-        torch.testing.assert_close(model.norm.running_mean, wrapped.module.norm.running_mean, rtol=0, atol=0)
-        return own.norm.running_mean.clone()
+@on_ranks(2)
+def test_rank_zeros_weights_are_sent_but_for_what_is_ignored(rank):
+    model = seeded(Mlp)
+    with torch.no_grad():
+        model.last.weight.add_(rank)
+    torchddp.replicate(model)
+    assert same_on_all_ranks(model.parameters())
 
-    first, second = run_ranks(work, 2, timeout=SECONDS)
-    assert not torch.equal(first, second)
-
-
-def test_rank_zeros_weights_are_sent():
-    def work(rank):
-        model = seeded(Mlp)
-        with torch.no_grad():
-            model.last.weight.add_(rank)
-        torchddp.replicate(model)
-        return model.last.weight.detach().clone()
-
-    first, second = run_ranks(work, 2, timeout=SECONDS)
-    assert torch.equal(first, second)
-
-
-def test_ignored_modules_and_parameters():
-    def work(rank):
-        model = seeded(Mlp)
-        with torch.no_grad():
-            model.middle.weight.fill_(float(rank))
-        torchddp.replicate(model, ignored_modules=[model.middle], ignored_params=[model.last.weight])
-        assert "_ddp_params_and_buffers_to_ignore" not in model.__dict__
-        loss_of(model(batch(rank, 0))).backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}, model.middle.weight[0, 0].item()
-
-    (mine, low), (theirs, high) = run_ranks(work, 2, timeout=SECONDS)
-    assert (low, high) == (0.0, 1.0)
-    same = {name for name in mine if torch.equal(mine[name], theirs[name])}
+    model = seeded(Mlp)
+    model.middle.weight.data.fill_(float(rank))
+    torchddp.replicate(model, ignored_modules=[model.middle], ignored_params=[model.last.weight])
+    assert "_ddp_params_and_buffers_to_ignore" not in model.__dict__
+    loss_of(model(batch(rank, 0))).backward()
+    assert model.middle.weight.eq(rank).all()
+    same = {name for name, p in model.named_parameters() if same_on_all_ranks([p.grad])}
     assert same == {"first.weight", "first.bias"}
 
 
@@ -218,66 +194,49 @@ def test_layers_by_themselves_then_the_rest(rank):
     """As models are given to fully_shard: each module reduces what is not inside of another."""
     model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
     torchddp.replicate(model.middle)
-    before = torchddp.finished_steps()
     torchddp.replicate(model)
-    train(model, rank, steps=2)
-    assert torchddp.finished_steps() - before == 4
-    engine = torchddp.composable.engine_of
-    assert [s.name for s in engine(model).session.specs] == ["first.weight", "first.bias", "last.weight"]
+    with reductions(4):
+        train(model, rank, steps=2)
+    assert [s.name for s in engine_of(model).session.specs] == ["first.weight", "first.bias", "last.weight"]
     train(wrapped, rank, steps=2)
     assert_same(model, wrapped)
     model.set_requires_gradient_sync(False)
-    assert not engine(model.middle).require_backward_grad_sync
+    assert not engine_of(model.middle).require_backward_grad_sync
     model.set_requires_gradient_sync(True, recurse=False)
-    assert engine(model).require_backward_grad_sync and not engine(model.middle).require_backward_grad_sync
+    assert engine_of(model).require_backward_grad_sync and not engine_of(model.middle).require_backward_grad_sync
 
 
 @on_ranks(2)
-def test_copies_are_not_replicated():
-    model = torchddp.replicate(seeded(NormNet))
-    x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
+def test_copies_and_what_unreplicate_returns_are_plain(rank):
+    model, x = torchddp.replicate(seeded(NormNet)), batch(rank, 0, 4, 3, 6, 6)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(nn.Sequential(model))[0]]
     for other in copies:
         assert type(other) is NormNet and not other._forward_hooks and not other._forward_pre_hooks
         assert set(vars(other)) == set(vars(seeded(NormNet)))
-        before = torchddp.finished_steps()
-        other(x).sum().backward()
-        assert torchddp.finished_steps() == before
+        with reductions(0):
+            other(x).sum().backward()
     assert isinstance(model, torchddp.composable.ReplicateModule)
-    before = torchddp.finished_steps()
-    model(x).sum().backward()
-    assert torchddp.finished_steps() == before + 1
-    again = torchddp.replicate(copies[0])
-    again(x).sum().backward()
-    assert torchddp.finished_steps() == before + 2
-
-
-@on_ranks(2)
-def test_unreplicate(rank):
-    model = torchddp.replicate(seeded(Mlp))
-    loss_of(model(batch(rank, 0))).backward()
-    attributes = set(vars(seeded(Mlp)))
-    assert torchddp.composable.unreplicate(model) is model
-    assert type(model) is Mlp and set(vars(model)) == attributes
-    before = torchddp.finished_steps()
-    loss_of(model(batch(rank, 0))).backward()
-    assert torchddp.finished_steps() == before
-    with pytest.raises(TypeError, match="this Mlp is not replicated"):
-        torchddp.composable.engine_of(model)
-    torchddp.replicate(model)
-    loss_of(model(batch(rank, 0))).backward()
-    assert torchddp.finished_steps() == before + 1
+    for net in (model, torchddp.replicate(copies[0])):
+        with reductions(1):
+            net(x).sum().backward()
+    assert unreplicate(model) is model
+    assert type(model) is NormNet and set(vars(model)) == set(vars(seeded(NormNet)))
+    with reductions(0):
+        model(x).sum().backward()
+    with pytest.raises(TypeError, match="this NormNet is not replicated"):
+        engine_of(model)
+    with reductions(1):
+        torchddp.replicate(model)(x).sum().backward()
 
 
 @on_ranks(2)
 def test_a_model_that_is_dropped_is_freed(rank):
     model = torchddp.replicate(seeded(Mlp), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     loss_of(model(batch(rank, 0)).double()).backward()
-    engine = weakref.ref(torchddp.composable.engine_of(model))
-    module = weakref.ref(model)
+    freed = [weakref.ref(engine_of(model)), weakref.ref(model)]
     del model
     gc.collect()
-    assert module() is None and engine() is None
+    assert [ref() for ref in freed] == [None, None]
 
 
 class Fails(Mlp):
@@ -289,24 +248,6 @@ class Fails(Mlp):
         if self.error is not None:
             raise self.error("told to")
         return super().forward(x)
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@on_ranks(2)
-def test_goes_on_after_a_forward_that_failed(rank, error):
-    model, wrapped = torchddp.replicate(seeded(Fails)), torchddp.DistributedDataParallel(seeded(Mlp))
-    train(model, rank, steps=1)
-    model.error = error
-    with pytest.raises(error):
-        model(batch(rank, 0))
-    if error is ValueError:
-        assert TorchDDP._active_ddp_module is None
-    model.error = None
-    train(model, rank, steps=2)
-    assert TorchDDP._active_ddp_module is None
-    train(wrapped, rank, steps=1)
-    train(wrapped, rank, steps=2)
-    assert_same(model, wrapped)
 
 
 class Recursive(nn.Module):
@@ -321,24 +262,31 @@ class Recursive(nn.Module):
 
 
 @on_ranks(2)
-def test_a_module_that_calls_itself(rank):
-    torch.manual_seed(0)
-    model = Recursive()
-    reference = torchddp.DistributedDataParallel(copy.deepcopy(model))
-    torchddp.replicate(model)
-    x = torch.full((2, 4), float(rank + 1), dtype=torch.float64)
-    for _ in range(2):
-        before = torchddp.finished_steps()
-        model(x).sum().backward()
-        assert torchddp.finished_steps() - before == 1
-        reference(x).sum().backward()
-    assert_same(model, reference)
+def test_a_forward_that_fails_and_one_that_calls_itself(rank):
+    for error in each([ValueError, KeyboardInterrupt]):
+        model, wrapped = both(Fails)
+        train(model, rank, steps=1)
+        model.error = error
+        with pytest.raises(error):
+            model(batch(rank, 0))
+        if error is ValueError:
+            assert TorchDDP._active_ddp_module is None
+        model.error = None
+        train(model, rank, steps=2)
+        assert TorchDDP._active_ddp_module is None
+        train(wrapped, rank, steps=1)
+        train(wrapped, rank, steps=2)
+        assert_same(model, wrapped)
+    model, wrapped = both(Recursive)
+    for step in range(2):
+        with reductions(1):
+            model(batch(rank, step, 2, 4)).sum().backward()
+        wrapped(batch(rank, step, 2, 4)).sum().backward()
+    assert_same(model, wrapped)
 
 
 @on_ranks(2)
 def test_checkpoint_state_dict_has_plain_keys(rank):
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     model, plain = torchddp.replicate(seeded(Mlp)), seeded(Mlp)
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, rank, optimizer=optimizer)
@@ -354,12 +302,11 @@ def test_checkpoint_state_dict_has_plain_keys(rank):
 
 
 @on_ranks(2)
-def test_sync_context_and_check_parameters_every(rank):
+def test_check_parameters_every(rank):
     model = torchddp.replicate(seeded(Mlp), check_parameters_every=1)
     train(model, rank, steps=2)
-    if rank == 1:
-        with torch.no_grad():
-            model.last.weight[0, 0] += 1
+    with torch.no_grad():
+        model.last.weight[0, 0] += rank
     with pytest.raises(torchddp.DesyncError, match=r"last\.weight"):
         train(model, rank, steps=1)
 
@@ -387,26 +334,8 @@ def test_compiled(rank, how):
             model.compile(backend="aot_eager")
         else:
             compiled = torch.compile(model, backend="aot_eager")
-    before = torchddp.finished_steps()
-    for step in range(4):
-        compiled.zero_grad()
-        loss_of(compiled(batch(rank, step))).backward()
-    assert torchddp.finished_steps() - before == 4
+    with reductions(4):
+        train(compiled, rank)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    for step in range(4):
-        wrapped.zero_grad()
-        loss_of(wrapped(batch(rank, step))).backward()
+    train(wrapped, rank)
     assert_same(model, wrapped)
-
-
-@on_ranks(2)
-def test_torchddp_sync_takes_the_engine(rank):
-    model, wrapped = torchddp.replicate(seeded(Mlp)), torchddp.DistributedDataParallel(seeded(Mlp))
-    engine = torchddp.composable.engine_of(model)
-    for strategy in ("single_auto_sync", "forced_sync"):
-        for i in torchddp.sync.accumulate(engine, 3, strategy):
-            loss_of(model(batch(rank, i))).backward()
-        for i in torchddp.sync.accumulate(wrapped, 3, strategy):
-            loss_of(wrapped(batch(rank, i))).backward()
-        assert engine.reducer.stats()["finished"] == wrapped.reducer.stats()["finished"]
-        assert_same(model, wrapped)

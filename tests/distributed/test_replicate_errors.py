@@ -11,39 +11,20 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
-from tests.harness import on_ranks
+from tests.harness import each, on_ranks
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp.composable import ReplicateModule, engine_of
 
 pytestmark = pytest.mark.beyond_torch("has no replicate() with our engine")
-SECONDS = 120.0
 
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"bucket_cap": 25}, "no argument 'bucket_cap'; its options are .*bucket_cap_mb"),
-        ({"mixed_precision": None}, "no argument 'mixed_precision': use mp_policy="),
-        ({"process_group": None}, "no argument 'process_group': use mesh="),
-        ({"device_ids": [0]}, "no argument 'device_ids': use device_id="),
-        ({"device_id": "cuda"}, "device_id must be the number of a GPU or a torch.device, got str"),
-        ({"ignored_modules": ["first"]}, "ignored_modules must be modules, got str"),
-    ],
-)
-@on_ranks(1)
-def test_wrong_options(options, message):
-    model = seeded(Mlp)
-    with pytest.raises(TypeError, match=message):
-        torchddp.replicate(model, **options)
-    assert type(model) is Mlp and set(vars(model)) == set(vars(seeded(Mlp)))
-
-
-def frozen():
-    return seeded(Mlp).requires_grad_(False)
-
-
-def replicated():
-    return torchddp.replicate(seeded(Mlp))
+WRONG_OPTIONS = [
+    ({"bucket_cap": 25}, "no argument 'bucket_cap'; its options are .*bucket_cap_mb"),
+    ({"mixed_precision": None}, "no argument 'mixed_precision': use mp_policy="),
+    ({"process_group": None}, "no argument 'process_group': use mesh="),
+    ({"device_ids": [0]}, "no argument 'device_ids': use device_id="),
+    ({"device_id": "cuda"}, "device_id must be the number of a GPU or a torch.device, got str"),
+    ({"ignored_modules": ["first"]}, "ignored_modules must be modules, got str"),
+]
 
 
 def sharded():
@@ -57,29 +38,30 @@ def on_meta():
         return Mlp()
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: [Mlp()], TypeError, "wants one torch.nn.Module, got list"),
-        (frozen, RuntimeError, "no parameter that requires grad .*rank 0"),
-        (nn.ReLU, RuntimeError, "this ReLU has no parameter"),
-        (on_meta, RuntimeError, r"5 parameters of this Mlp are on the meta device.*first.weight.*to_empty"),
-        (replicated, RuntimeError, "already replicated"),
-        (lambda: torch_replicate(seeded(Mlp)), RuntimeError, r"given to torch's replicate\(\) already"),
-        (sharded, RuntimeError, r"given to torch's fully_shard\(\) already"),
-        (lambda: TorchDDP(seeded(Mlp)), RuntimeError, "is a DistributedDataParallel"),
-        (lambda: nn.Sequential(torchddp.DDP(seeded(Mlp))), RuntimeError, r"contains a DistributedDataParallel \('0'\)"),
-        (lambda: nn.ModuleList([Mlp()]), ValueError, "a ModuleList has no forward"),
-    ],
-)
-@on_ranks(1)
-def test_wrong_modules(make, error, message):
-    with pytest.raises(error, match=message):
-        torchddp.replicate(make())
+WRONG_MODULES = [
+    (lambda: [Mlp()], TypeError, "wants one torch.nn.Module, got list"),
+    (lambda: seeded(Mlp).requires_grad_(False), RuntimeError, "no parameter that requires grad .*rank 0"),
+    (nn.ReLU, RuntimeError, "this ReLU has no parameter"),
+    (on_meta, RuntimeError, r"5 parameters of this Mlp are on the meta device.*first.weight.*to_empty"),
+    (lambda: torchddp.replicate(seeded(Mlp)), RuntimeError, "already replicated"),
+    (lambda: torch_replicate(seeded(Mlp)), RuntimeError, r"given to torch's replicate\(\) already"),
+    (sharded, RuntimeError, r"given to torch's fully_shard\(\) already"),
+    (lambda: TorchDDP(seeded(Mlp)), RuntimeError, "is a DistributedDataParallel"),
+    (lambda: nn.Sequential(torchddp.DDP(seeded(Mlp))), RuntimeError, r"contains a DistributedDataParallel \('0'\)"),
+    (lambda: nn.ModuleList([Mlp()]), ValueError, "a ModuleList has no forward"),
+]
 
 
 @on_ranks(1)
-def test_wrong_meshes():
+def test_wrong_options_modules_and_meshes():
+    for options, message in each(WRONG_OPTIONS):
+        model = seeded(Mlp)
+        with pytest.raises(TypeError, match=message):
+            torchddp.replicate(model, **options)
+        assert type(model) is Mlp and set(vars(model)) == set(vars(seeded(Mlp)))
+    for make, error, message in each(WRONG_MODULES):
+        with pytest.raises(error, match=message):
+            torchddp.replicate(make())
     with pytest.raises(ValueError, match=r"shape \(1, 1\) with dimensions dp, tp.*mesh\['dp'\]"):
         torchddp.replicate(seeded(Mlp), mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")))
     with pytest.raises(ValueError, match=r"dimensions 0, 1.*after giving them names"):
@@ -119,6 +101,12 @@ class Outer(nn.Module):
         return checkpoint(self.body, x, use_reentrant=self.reentrant)
 
 
+def assert_same_grads(model, wrapped):
+    for mine, theirs in zip(model.parameters(), wrapped.parameters(), strict=True):
+        grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+        assert torch.equal(grad, theirs.grad)
+
+
 @on_ranks(2)
 def test_inside_of_activation_checkpointing(rank):
     model, wrapped = Outer(False), torchddp.DistributedDataParallel(Outer(False))
@@ -128,8 +116,7 @@ def test_inside_of_activation_checkpointing(rank):
         loss_of(model(batch(rank, step))).backward()
         assert torchddp.finished_steps() - before == 1
         loss_of(wrapped(batch(rank, step))).backward()
-    for mine, theirs in zip(model.parameters(), wrapped.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
+    assert_same_grads(model, wrapped)
 
     model = Outer(True)
     torchddp.replicate(model.body)
@@ -147,7 +134,5 @@ def test_parts_that_fully_shard_manages_are_left_to_it(rank):
         for net in (model, wrapped):
             net.zero_grad()
             loss_of(net(batch(rank, step))).backward()
-    for mine, theirs in zip(model.parameters(), wrapped.parameters(), strict=True):
-        grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
-        torch.testing.assert_close(grad, theirs.grad, rtol=0, atol=0)
+    assert_same_grads(model, wrapped)
     assert isinstance(model, ReplicateModule)

@@ -12,11 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
-from tests.harness import on_ranks, run_ranks
+from tests.harness import each, on_ranks, run_ranks
 from torchddp.composable import ReplicateModule
 
 pytestmark = pytest.mark.beyond_torch("has no replicate() with our engine")
-SECONDS = 120.0
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -50,10 +49,10 @@ def net(*args):
     return Net(*args)
 
 
-def step(model, rank, number):
+def step(model, rank, number, dtype=FP32):
     generator = torch.Generator().manual_seed(10 * number + rank)
     index = torch.randint(11, (4, 5), generator=generator)
-    logits = model(index, torch.rand(4, 5, 1, generator=generator))["logits"]
+    logits = model(index, torch.rand(4, 5, 1, generator=generator).to(dtype))["logits"]
     logits.float().square().mean().backward()
     return logits
 
@@ -90,19 +89,19 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.param_dtype}-{p.reduce_dtype}-{p.output_dtype}")
 @on_ranks(2)
-def test_same_bits_as_fully_shard(rank, policy):
-    mine, theirs = net(), net()
-    before = torchddp.finished_steps()
-    torchddp.replicate(mine, mp_policy=policy)
-    fully_shard(theirs, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
-    dtypes = train(mine, rank)
-    assert dtypes == train(theirs, rank) == {policy.output_dtype or policy.param_dtype or FP32}
-    assert mine.seen == theirs.seen == [policy.param_dtype or FP32] * 2
-    assert torchddp.finished_steps() - before == 3
-    assert_same(mine, theirs)
-    assert all(type(p) is nn.Parameter and p.dtype == FP32 for p in mine.parameters())
+def test_same_bits_as_fully_shard(rank):
+    for policy in each(POLICIES):
+        mine, theirs = net(), net()
+        before = torchddp.finished_steps()
+        torchddp.replicate(mine, mp_policy=policy)
+        fully_shard(theirs, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+        dtypes = train(mine, rank)
+        assert dtypes == train(theirs, rank) == {policy.output_dtype or policy.param_dtype or FP32}
+        assert mine.seen == theirs.seen == [policy.param_dtype or FP32] * 2
+        assert torchddp.finished_steps() - before == 3
+        assert_same(mine, theirs)
+        assert all(type(p) is nn.Parameter and p.dtype == FP32 for p in mine.parameters())
 
 
 def test_inputs_are_left_alone_if_so_wished():
@@ -115,15 +114,26 @@ def test_inputs_are_left_alone_if_so_wished():
     assert run_ranks(work, 1) == [[BF16, FP32]]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
 @on_ranks(2)
-def test_activation_checkpointing_runs_a_part_again(rank, reentrant):
-    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    mine = torchddp.replicate(net(reentrant), mp_policy=policy)
-    other = torchddp.replicate(net(), mp_policy=policy)
-    train(mine, rank)
-    train(other, rank)
-    assert_same(mine, other)
+def test_activation_checkpointing_and_copies(rank):
+    # Activation checkpointing runs a part again.
+    for reentrant in each([False, True]):
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+        mine = torchddp.replicate(net(reentrant), mp_policy=policy)
+        other = torchddp.replicate(net(), mp_policy=policy)
+        train(mine, rank)
+        train(other, rank)
+        assert_same(mine, other)
+
+    # Copies compute in full precision.
+    model = torchddp.replicate(net(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not isinstance(other, ReplicateModule)
+        assert step(other, rank, 0).dtype == FP32
+        assert other.out.weight is other.tokens.weight
+    assert step(model, rank, 0).dtype == BF16
+    torchddp.composable.unreplicate(model)
+    assert step(model, rank, 0).dtype == FP32 and not model.up._forward_hooks
 
 
 @on_ranks(2)
@@ -137,10 +147,7 @@ def test_gradients_accumulate_in_the_parameters_own_dtype(rank):
         step(model, rank, number)
         for replica in (0, 1):
             alone.zero_grad()
-            generator = torch.Generator().manual_seed(10 * number + replica)
-            index = torch.randint(11, (4, 5), generator=generator)
-            logits = alone(index, torch.rand(4, 5, 1, generator=generator).bfloat16())["logits"]
-            logits.float().square().mean().backward()
+            step(alone, replica, number, BF16)
             for name in wanted:
                 wanted[name] += alone.get_parameter(name).grad.float() / 2
     for name, value in wanted.items():
@@ -159,7 +166,8 @@ class Lstm(nn.Module):
 
 
 @on_ranks(2)
-def test_recurrent_layers():
+def test_recurrent_layers_and_forwards_that_fail(rank):
+    # Recurrent layers.
     torch.manual_seed(0)
     model = torchddp.replicate(Lstm(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     x = torch.randn(3, 2, 4)
@@ -169,9 +177,7 @@ def test_recurrent_layers():
         out.sum().backward()
     assert all(a is b for a, b in zip(model.rnn._flat_weights, model.rnn.parameters(), strict=True))
 
-
-@on_ranks(2)
-def test_parameters_are_back_after_a_forward_that_failed(rank):
+    # Parameters are back after a forward that failed.
     model = torchddp.replicate(net(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     with pytest.raises(TypeError, match="must be Tensor, not str"):
         model("no tensor", torch.ones(1))
@@ -179,18 +185,6 @@ def test_parameters_are_back_after_a_forward_that_failed(rank):
     step(model, rank, 0)
     with torch.no_grad():
         assert model(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1))["logits"].dtype == BF16
-
-
-@on_ranks(2)
-def test_copies_compute_in_full_precision(rank):
-    model = torchddp.replicate(net(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert not isinstance(other, ReplicateModule)
-        assert step(other, rank, 0).dtype == FP32
-        assert other.out.weight is other.tokens.weight
-    assert step(model, rank, 0).dtype == BF16
-    torchddp.composable.unreplicate(model)
-    assert step(model, rank, 0).dtype == FP32 and not model.up._forward_hooks
 
 
 @on_ranks(2)

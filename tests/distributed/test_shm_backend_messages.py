@@ -9,12 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from tests.harness import on_ranks, run_outcomes
-from tests.models import batch, expected_grads, loss_of, seeded
+from tests.harness import each, on_ranks, run_outcomes
 from tests.shm_backend import shm_group, stamp
-from tests.torch_features import Blocks
 from torchddp import TransportError
 
 # Of bytes: nothing, what travels in a letter, and what does not.
@@ -33,7 +30,8 @@ def test_all_send_first_and_receive_then(rank, world_size):
 
 
 @on_ranks(2)
-def test_tags_are_received_in_any_order_and_each_in_its_own(rank):
+def test_order_and_tags(rank):
+    # Tags are received in any order and each in its own.
     group = shm_group()
     tags = [5, 0, 9, 5, 0]
     for numel in (3, 5000):
@@ -44,9 +42,7 @@ def test_tags_are_received_in_any_order_and_each_in_its_own(rank):
             dist.recv(got, 1 - rank, group=group, tag=tags[place])
             assert torch.equal(got, stamp(1 - rank + place, numel))
 
-
-@on_ranks(2)
-def test_asynchronous_ones_are_posted_and_waited_for_in_any_order(rank):
+    # Asynchronous ones are posted and waited for in any order.
     group = shm_group()
     count = 100  # more than a lane has letters
     got = [torch.zeros(i * 30) for i in range(count)]
@@ -81,24 +77,22 @@ def test_a_message_reaches_its_tensor_though_nobody_waits(rank):
         dist.isend(stamp(1, 5000), 0, group=group)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.uint16, torch.int8]
-)
 @on_ranks(2)
-def test_tensors_of_any_dtype_and_strides(rank, dtype):
-    group = shm_group()
-    for side in (3, 90):
-        whole = stamp(rank, side * side, torch.float32).to(dtype).view(side, side)
-        want = stamp(1 - rank, side * side, torch.float32).to(dtype).view(side, side)
-        got = torch.zeros(side, side * 2).to(dtype)[:, ::2]
-        dist.send(whole.t(), 1 - rank, group=group)
-        dist.recv(got, 1 - rank, group=group)
-        assert torch.equal(got, want.t())
-    weight = nn.Parameter(torch.zeros(10))
-    version = weight._version
-    dist.send(torch.ones(10), 1 - rank, group=group)
-    dist.recv(weight, 1 - rank, group=group)
-    assert weight.detach().eq(1).all() and weight._version == version
+def test_tensors_of_any_dtype_and_strides(rank):
+    for dtype in each([torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.uint16, torch.int8]):
+        group = shm_group()
+        for side in (3, 90):
+            whole = stamp(rank, side * side, torch.float32).to(dtype).view(side, side)
+            want = stamp(1 - rank, side * side, torch.float32).to(dtype).view(side, side)
+            got = torch.zeros(side, side * 2).to(dtype)[:, ::2]
+            dist.send(whole.t(), 1 - rank, group=group)
+            dist.recv(got, 1 - rank, group=group)
+            assert torch.equal(got, want.t())
+        weight = nn.Parameter(torch.zeros(10))
+        version = weight._version
+        dist.send(torch.ones(10), 1 - rank, group=group)
+        dist.recv(weight, 1 - rank, group=group)
+        assert weight.detach().eq(1).all() and weight._version == version
 
 
 @on_ranks(4)
@@ -135,7 +129,8 @@ def test_batches_and_objects(rank):
 
 
 @on_ranks(2)
-def test_sizes_that_differ_are_an_error_with_both_and_the_group_goes_on(rank):
+def test_mistakes_leave_the_group_as_it_was(rank):
+    # Sizes that differ are an error with both and the group goes on.
     group = shm_group()
     for numel in (4, 5000):
         dist.send(torch.ones(numel), 1 - rank, group=group, tag=2)
@@ -147,9 +142,7 @@ def test_sizes_that_differ_are_an_error_with_both_and_the_group_goes_on(rank):
     dist.all_reduce(total, group=group)
     assert total.item() == 2
 
-
-@on_ranks(2)
-def test_bad_arguments(rank):
+    # Bad arguments.
     group = shm_group()
     backend = group._get_backend(torch.device("cpu"))
     for peer in (rank, 2, -1):
@@ -191,7 +184,8 @@ def test_a_receive_from_who_is_gone_says_so(how, source):
 
 
 @on_ranks(2)
-def test_the_groups_timeout_and_an_abort_end_a_receive(rank):
+def test_limits_and_aborts_end_a_receive(rank):
+    # The groups timeout and an abort end a receive.
     group = shm_group(timeout=timedelta(milliseconds=300))
     if rank == 0:
         with pytest.raises(TransportError, match="timed out after 300 ms in recv of 4 bytes from rank 1"):
@@ -205,9 +199,7 @@ def test_the_groups_timeout_and_an_abort_end_a_receive(rank):
             handle.wait()
     dist.barrier()
 
-
-@on_ranks(2)
-def test_a_limit_of_its_own_ends_the_wait_and_not_the_receive(rank):
+    # A limit of its own ends the wait and not the receive.
     group = shm_group()
     got = torch.zeros(4)
     if rank == 0:
@@ -220,50 +212,3 @@ def test_a_limit_of_its_own_ends_the_wait_and_not_the_receive(rank):
     else:
         dist.barrier()
         dist.send(stamp(1, 4), 0, group=group)
-
-
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
-@pytest.mark.parametrize(("told", "rows"), [(True, 2), (False, 2), (True, 64)])
-@on_ranks(2)
-def test_pipeline_stages(rank, schedule, told, rows):
-    """As test_torch_pipelining.py has it over gloo. `told`: the stages know the shapes of a microbatch."""
-    width, microbatches = 40, 4
-
-    def data(step):
-        return (batch(0, step + more, rows * microbatches, width, dtype=torch.float32) for more in (0, 50))
-
-    def train(rank):
-        group = shm_group()
-        model = seeded(lambda: Blocks(width, 4))
-        example = torch.zeros(rows, width)
-        shapes = (
-            {
-                "input_args": (example.requires_grad_(rank > 0),),
-                "output_args": (torch.zeros_like(example, requires_grad=True),),
-            }
-            if told
-            else {}
-        )
-        part = nn.Sequential(*model.blocks[2 * rank : 2 * rank + 2])
-        stage = PipelineStage(part, rank, 2, torch.device("cpu"), group=group, **shapes)
-        runner = schedule(stage, microbatches, loss_fn=lambda output, target: loss_of(output - target))
-        for step in range(2):
-            part.zero_grad()
-            inputs, targets = (
-                batch(0, step + more, rows * microbatches, width, dtype=torch.float32) for more in (0, 50)
-            )
-            if rank == 0:
-                runner.step(inputs)
-            else:
-                runner.step(target=targets)
-        return {f"blocks.{2 * rank + int(name[0])}{name[1:]}": p.grad for name, p in part.named_parameters()}
-
-    def whole(model, _):
-        inputs, targets = data(1)
-        for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
-            (loss_of(model(x) - y) / microbatches).backward()
-
-    got = train(rank)
-    want = expected_grads(seeded(lambda: Blocks(width, 4)), whole, world_size=1)
-    for name, grad in got.items():
-        torch.testing.assert_close(grad, want[name])

@@ -1,5 +1,6 @@
 """All-reduces of the torchddp_shm backend too large for a post: in pieces or whole, by each rank or by owners."""
 
+import functools
 import os
 import signal
 import time
@@ -23,6 +24,7 @@ needs_a_processor_each = pytest.mark.skipif(
 )
 
 
+@functools.cache
 def noise(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Of very different sizes: in another order of summation the result would differ."""
     generator = torch.Generator().manual_seed(rank)
@@ -35,10 +37,10 @@ def test_sums_are_those_of_rank_order(rank, world_size):
     group = shm_group()
     for dtype, numel in each((torch.float32, torch.float64, torch.int64), NUMELS):
         want = sum(noise(r, numel, dtype) for r in range(world_size))
-        tensor = noise(rank, numel, dtype)
+        tensor = noise(rank, numel, dtype).clone()
         dist.all_reduce(tensor, group=group)
         assert torch.equal(tensor, want)
-        tensor = noise(rank, numel, dtype)
+        tensor = noise(rank, numel, dtype).clone()
         dist.all_reduce(tensor, ReduceOp.AVG, group=group)
         rounding = None if dtype.is_floating_point else "trunc"
         assert torch.equal(tensor, want.div(world_size, rounding_mode=rounding))
