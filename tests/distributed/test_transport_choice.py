@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import on_ranks, run_ranks
+from tests.harness import each, on_ranks
 from tests.models import Mlp, assert_grads, expected_grads, grads_of, seeded, step_on
 from torchddp import _C
 from torchddp.transport import select
@@ -26,58 +26,40 @@ def transport_of(ddp):
     return ddp.reducer.transport_name
 
 
-def assert_trains(ddp, rank):
+def assert_trains(ddp, rank, over=None):
+    assert over in (None, transport_of(ddp))
     for step in range(3):
         ddp.zero_grad()
         step_on(ddp, rank, step)
         assert_grads(grads_of(ddp), expected_grads(ddp.module, lambda plain, r, s=step: step_on(plain, r, s)))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_of_a_host_share_memory(ddp_class, world_size):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp))
-        assert_trains(ddp, rank)
-        return transport_of(ddp)
-
-    assert run_ranks(work, world_size) == ["shm"] * world_size
-
-
 @pytest.mark.parametrize(
     "launcher",
     [
+        {},
         {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "4"},  # a torchrun for each rank
         {"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""},  # srun
     ],
+    ids=["forked", "torchrun", "srun"],
 )
-def test_what_launchers_know_of_a_host_does_not_count(ddp_class, monkeypatch, launcher):
-    for name, value in launcher.items():
-        monkeypatch.setenv(name, value)
-
-    def work(rank):
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]})
-        ddp = ddp_class(seeded(Mlp))
-        assert_trains(ddp, rank)
-        return transport_of(ddp)
-
-    assert run_ranks(work, 4) == ["shm"] * 4
+@on_ranks(1, 2, 4)
+def test_ranks_of_a_host_share_memory(rank, world_size, ddp_class, launcher):
+    """Whatever launchers know of the host; one rank alone has nobody to share with."""
+    os.environ.update(launcher)
+    if launcher:
+        processors = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {processors[rank % len(processors)]})
+    assert_trains(ddp_class(seeded(Mlp)), rank, over="shm" if world_size > 1 else "c10d")
 
 
-def test_one_rank_alone_has_nobody_to_share_with(ddp_class):
-    assert run_ranks(lambda rank: transport_of(ddp_class(seeded(Mlp))), 1) == ["c10d"]
-
-
-def test_without_synchronisation_at_init_nothing_is_agreed(ddp_class):
+@on_ranks(2)
+def test_without_synchronisation_at_init_nothing_is_agreed(rank, ddp_class):
     """`init_sync=False` says that the ranks may come at different times."""
-
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), init_sync=False)
-        if rank == 0:
-            ddp_class(seeded(Mlp), init_sync=False)  # alone: would hang if it were collective
-        assert_trains(ddp, rank)
-        return transport_of(ddp)
-
-    assert run_ranks(work, 2) == ["c10d", "c10d"]
+    ddp = ddp_class(seeded(Mlp), init_sync=False)
+    if rank == 0:
+        ddp_class(seeded(Mlp), init_sync=False)  # alone: would hang if it were collective
+    assert_trains(ddp, rank, over="c10d")
 
 
 class Forwarding(dist.ProcessGroup):
@@ -99,135 +81,85 @@ class Forwarding(dist.ProcessGroup):
         return self.inner.allgather(outputs, inputs, options or dist.AllgatherOptions())
 
 
-def test_process_group_in_python_is_not_passed_by(ddp_class):
+@on_ranks(2)
+def test_groups_in_python_and_torchs_checking_wrapper_are_not_passed_by(rank, ddp_class):
     def create(store, rank, world_size, timeout):
         return Forwarding(dist.ProcessGroupGloo(store, rank, world_size, timeout))
 
-    def work(rank):
-        dist.Backend.register_backend("forwarding", create, devices=["cpu"])
-        group = dist.new_group(backend="forwarding")
-        ddp = ddp_class(seeded(Mlp), process_group=group)
-        assert_trains(ddp, rank)
-        assert group.reduced >= 3
-        return transport_of(ddp)
-
-    assert run_ranks(work, 2) == ["c10d", "c10d"]
+    dist.Backend.register_backend("forwarding", create, devices=["cpu"])
+    group = dist.new_group(backend="forwarding")
+    assert_trains(ddp_class(seeded(Mlp), process_group=group), rank, over="c10d")
+    assert group.reduced >= 3
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    assert_trains(ddp_class(seeded(Mlp), process_group=dist.new_group()), rank, over="c10d")
 
 
-def test_checking_wrapper_of_torch_is_not_passed_by(ddp_class):
-    def work(rank):
-        dist.set_debug_level(dist.DebugLevel.DETAIL)
-        ddp = ddp_class(seeded(Mlp), process_group=dist.new_group())
-        assert_trains(ddp, rank)
-        return transport_of(ddp)
-
-    assert run_ranks(work, 2) == ["c10d", "c10d"]
-
-
-def test_copies_are_made_by_one_rank_alone(ddp_class):
+@on_ranks(2)
+def test_copies_are_made_by_one_rank_alone(rank, ddp_class):
     """deepcopy and pickle are not collective: rank 0 makes them while the other waits at a barrier."""
-
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), transport="shm")
-        step_on(ddp, rank)
-        copies = []
-        if rank == 0:
-            file = io.BytesIO()
-            torch.save(ddp, file)
-            file.seek(0)
-            os.environ[CHOICE_ENV] = "shm"
-            copies = [copy.deepcopy(ddp), torch.load(file, weights_only=False)]
-        dist.barrier()
-        assert_trains(ddp, rank)
-        return transport_of(ddp), [transport_of(other) for other in copies]
-
-    assert run_ranks(work, 2, timeout=20) == [("shm", ["c10d", "c10d"]), ("shm", [])]
+    ddp = ddp_class(seeded(Mlp), transport="shm")
+    step_on(ddp, rank)
+    if rank == 0:
+        file = io.BytesIO()
+        torch.save(ddp, file)
+        file.seek(0)
+        os.environ[CHOICE_ENV] = "shm"
+        copies = [copy.deepcopy(ddp), torch.load(file, weights_only=False)]
+        assert [transport_of(other) for other in copies] == ["c10d", "c10d"]
+    dist.barrier()
+    assert_trains(ddp, rank, over="shm")
 
 
-def test_environment_chooses_where_the_argument_does_not(ddp_class):
-    def work(rank):
-        found = {}
-        for wished in ("auto", "c10d", "shm", ""):
-            os.environ[CHOICE_ENV] = wished
-            found[wished] = transport_of(ddp_class(seeded(Mlp)))
-        return found
-
-    assert run_ranks(work, 2) == [{"auto": "shm", "c10d": "c10d", "shm": "shm", "": "shm"}] * 2
-
-
-def test_argument_wins_over_the_environment(ddp_class):
-    def work(rank):
-        found = []
-        for wished in ("c10d", "shm", "nonsense"):
-            os.environ[CHOICE_ENV] = wished
-            found += [transport_of(ddp_class(seeded(Mlp), transport=given)) for given in ("c10d", "shm")]
-        return found
-
-    assert run_ranks(work, 2) == [["c10d", "shm"] * 3] * 2
-
-
-@on_ranks(1)
-def test_unknown_choices_are_refused_by_name(ddp_class):
+@on_ranks(2)
+def test_the_argument_wins_over_the_environment(ddp_class):
+    for wished, found in {"auto": "shm", "c10d": "c10d", "shm": "shm", "": "shm"}.items():
+        os.environ[CHOICE_ENV] = wished
+        assert transport_of(ddp_class(seeded(Mlp))) == found
+    for wished, given in each(("c10d", "shm", "nonsense"), ("c10d", "shm")):
+        os.environ[CHOICE_ENV] = wished
+        assert transport_of(ddp_class(seeded(Mlp), transport=given)) == given
     with pytest.raises(ValueError, match="transport must be 'auto', 'c10d', 'shm' or 'nccl', got 'pigeon'"):
         ddp_class(seeded(Mlp), transport="pigeon")
-    os.environ[CHOICE_ENV] = "nonsense"
     with pytest.raises(ValueError, match=f"{CHOICE_ENV} must be 'auto', 'c10d', 'shm' or 'nccl', got 'nonsense'"):
         ddp_class(seeded(Mlp))
 
 
-@pytest.mark.parametrize("by_environment", [False, True])
-@pytest.mark.parametrize(
-    "choices", [("shm", "c10d", "shm"), ("auto", "shm", "c10d"), ("auto", "auto", "c10d")], ids=str
-)
-def test_ranks_that_choose_differently_all_hear_of_it(ddp_class, choices, by_environment):
-    def work(rank):
-        if by_environment:
-            os.environ[CHOICE_ENV] = choices[rank]
+@on_ranks(3)
+def test_ranks_that_choose_differently_all_hear_of_it(rank, ddp_class):
+    differing = [("shm", "c10d", "shm"), ("auto", "shm", "c10d"), ("auto", "auto", "c10d")]
+    for choices, by_environment in each(differing, [False, True]):
+        os.environ[CHOICE_ENV] = choices[rank] if by_environment else ""
         with pytest.raises(ValueError) as caught:
             ddp_class(seeded(Mlp), transport="auto" if by_environment else choices[rank])
+        assert all(f"rank {r}: '{choice}'" in str(caught.value) for r, choice in enumerate(choices)), caught.value
+        assert CHOICE_ENV in str(caught.value)
         assert_trains(ddp_class(seeded(Mlp), transport="shm"), rank)  # the group is as good as before
-        return str(caught.value)
-
-    for text in run_ranks(work, 3, timeout=20):
-        for rank, choice in enumerate(choices):
-            assert f"rank {rank}: '{choice}'" in text, text
-        assert CHOICE_ENV in text, text
-
-
-@on_ranks(2)
-def test_differing_models_are_told_before_anything_is_opened(rank, ddp_class):
+    # Differing models are told of before anything is opened.
     with pytest.raises(RuntimeError, match="not the same on all ranks"):
         ddp_class(seeded(lambda: Mlp(8 + rank)))
 
 
-@pytest.mark.parametrize("choice", ["auto", "shm"])
 @on_ranks(2)
-def test_parameters_elsewhere(ddp_class, choice):
+def test_parameters_elsewhere():
     """Memory of another device can't be shared: "auto" keeps to the process group, "shm" says why not."""
     devices = [torch.device("cpu"), torch.device("cuda", 1)]
-    if choice == "shm":
-        with pytest.raises(ValueError, match="cuda:1"):
-            intended_transport(choice, dist.group.WORLD, devices, collective=True)
-    else:
-        assert intended_transport(choice, dist.group.WORLD, devices, collective=True) == "c10d"
-    dist.barrier()
+    with pytest.raises(ValueError, match="cuda:1"):
+        intended_transport("shm", dist.group.WORLD, devices, collective=True)
+    assert intended_transport("auto", dist.group.WORLD, devices, collective=True) == "c10d"
 
 
-def test_new_process_group_is_asked_again(ddp_class):
+@on_ranks(2)
+def test_new_process_group_is_asked_again(rank, ddp_class):
     """`_update_process_group` to a group of one and back."""
-
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp))
-        alone = [dist.new_group([r]) for r in range(2)][rank]
-        found = [transport_of(ddp)]
-        for group in (alone, dist.group.WORLD):
-            ddp._update_process_group(group)
-            found.append(transport_of(ddp))
-            step_on(ddp, rank)
-        assert_trains(ddp, rank)
-        return found
-
-    assert run_ranks(work, 2) == [["shm", "c10d", "shm"]] * 2
+    ddp = ddp_class(seeded(Mlp))
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    found = [transport_of(ddp)]
+    for group in (alone, dist.group.WORLD):
+        ddp._update_process_group(group)
+        found.append(transport_of(ddp))
+        step_on(ddp, rank)
+    assert_trains(ddp, rank)
+    assert found == ["shm", "c10d", "shm"]
 
 
 class SecondGroup:
@@ -249,13 +181,13 @@ class SecondGroup:
 
 
 @on_ranks(1, 3)
-def test_one_that_was_registered(rank, ddp_class, monkeypatch):
+def test_one_that_was_registered(rank, ddp_class):
     """By name, by the environment variable; errors list it; what it can't move is refused; "auto" does not take it."""
     kind = SecondGroup()
     kind.register()
     assert transport_of(ddp_class(seeded(Mlp))) != "second" and kind.opened == 0
     assert_trains(ddp_class(seeded(Mlp), transport="second"), rank)
-    monkeypatch.setenv(CHOICE_ENV, "second")
+    os.environ[CHOICE_ENV] = "second"
     assert_trains(ddp_class(seeded(Mlp)), rank)
     assert kind.opened == 2
     with pytest.raises(ValueError, match="'nccl' or 'second', got 'third'"):
@@ -267,15 +199,12 @@ def test_one_that_was_registered(rank, ddp_class, monkeypatch):
         ddp_class(seeded(Mlp))
 
 
-def test_one_that_stands_in_for_gloo(ddp_class):
+@on_ranks(2)
+def test_one_that_stands_in_for_gloo(rank, ddp_class):
     """The first that is registered for a device comes first: shared memory, unless there is none."""
-
-    def work(rank):
-        kind = SecondGroup()
-        kind.register(stands_in_for=("gloo",))
-        assert transport_of(ddp_class(seeded(Mlp))) == "shm" and kind.opened == 0
-        del select._kinds["shm"]
-        assert_trains(ddp_class(seeded(Mlp)), rank)
-        return kind.opened
-
-    assert run_ranks(work, 2) == [1, 1]
+    kind = SecondGroup()
+    kind.register(stands_in_for=("gloo",))
+    assert transport_of(ddp_class(seeded(Mlp))) == "shm" and kind.opened == 0
+    del select._kinds["shm"]
+    assert_trains(ddp_class(seeded(Mlp)), rank)
+    assert kind.opened == 1

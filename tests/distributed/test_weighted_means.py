@@ -10,20 +10,21 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import torchddp
-from tests.harness import on_ranks
+from tests.harness import each, on_ranks
 from tests.managers import FakeManager
+from torchddp import DistributedDataParallel as DDP
 from torchddp.sync import accumulate
 
-SAMPLES = [3, 7, 0, 5]  # of ranks 0 to 3
+SAMPLES = [[3], [7], [0], [5]]  # of ranks 0 to 3
 MICROBATCHES = [[3, 1, 2], [2, 5, 0], [0, 0, 0], [1, 2, 2]]
 SMALL = 0.001  # MiB: several buckets
-TRANSPORTS = ["shm", "c10d"]
 TOLERANCE = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-13},
     torch.float32: {"rtol": 2e-5, "atol": 2e-6},
     torch.bfloat16: {"rtol": 0.04, "atol": 0.01},
     torch.float16: {"rtol": 0.01, "atol": 0.002},
 }
+over_both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 
 class Net(nn.Module):
@@ -38,9 +39,9 @@ class Net(nn.Module):
         self.head = nn.Linear(300, 2, dtype=dtype)
         self.other = nn.Linear(300, 2, dtype=dtype)
 
-    def forward(self, x, other=False):
+    def forward(self, x):
         hidden = self.body(x)
-        return self.other(hidden) if other else self.head(hidden) + 0.0 * self.other(hidden)
+        return self.head(hidden) + 0.0 * self.other(hidden)
 
 
 def samples(rank, micro, count, dtype=torch.float32):
@@ -57,188 +58,140 @@ def sum_loss(output):
     return output.square().sum()
 
 
-def per_rank(counts, world_size):
-    return [c if isinstance(c, list) else [c] for c in counts[:world_size]]
+def of_all_ranks(counts, step=0, dtype=torch.float32):
+    of = [(rank, 10 * step + m, n) for rank, micros in enumerate(counts) for m, n in enumerate(micros)]
+    return torch.cat([samples(*each_, dtype) for each_ in of])
 
 
-def reference(counts, dtype=torch.float32, step=0, **forward):
+def reference(counts, dtype=torch.float32, step=0):
     """Gradients of one process with the samples of all ranks and microbatches."""
     model = Net(dtype)
-    all_samples = torch.cat(
-        [samples(rank, 10 * step + m, n, dtype) for rank, micros in enumerate(counts) for m, n in enumerate(micros)]
-    )
-    mean_loss(model(all_samples, **forward)).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
+    mean_loss(model(of_all_ranks(counts, step, dtype))).backward()
+    return grads_of(model)
 
 
-def run_step(model, rank, counts, dtype=torch.float32, step=0, loss="mean"):
+def run_step(model, rank, counts, dtype=torch.float32, step=0, loss="mean", scale=1):
     """What a user writes for a step of several microbatches."""
     for micro, count in enumerate(counts[rank]):
         last = micro == len(counts[rank]) - 1
         with nullcontext() if last else model.no_sync():
-            model.weigh(count, loss=loss)
-            (mean_loss if loss == "mean" else sum_loss)(
-                model(samples(rank, 10 * step + micro, count, dtype))
-            ).backward()
+            model.weigh(scale * count, loss=loss)
+            output = model(samples(rank, 10 * step + micro, count, dtype))
+            (mean_loss if loss == "mean" else sum_loss)(output).backward()
 
 
 def grads_of(model):
     return {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
 
 
-def assert_same(model, want, dtype=torch.float32):
+def assert_same(model, want, dtype=torch.float32, **tolerance):
     got = grads_of(model)
     assert got.keys() == want.keys()
     for name, grad in want.items():
-        torch.testing.assert_close(got[name], grad, msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE[dtype])
+        tolerances = tolerance or TOLERANCE[dtype]
+        torch.testing.assert_close(got[name], grad, msg=lambda text, name=name: f"{name}: {text}", **tolerances)
+
+
+def assert_close(model, want, tolerance):
+    """Within this share of the largest element."""
+    for name, grad in want.items():
+        error = (grads_of(model)[name] - grad).abs().max()
+        assert error <= tolerance * max(grad.abs().max(), 1e-3), name
+
+
+def check_steps(model, rank, counts=MICROBATCHES, dtype=torch.float32, steps=2, **options):
+    for step in range(steps):
+        model.zero_grad()
+        run_step(model, rank, counts, dtype, step, **options)
+        assert_same(model, reference(counts, dtype, step), dtype)
 
 
 @pytest.mark.rest_is_thorough("*torch.float32-*", "4-*bfloat16-shm", "3-*float16-c10d")
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@over_both
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("counts", [SAMPLES, MICROBATCHES], ids=["one", "several"])
 @on_ranks(1, 2, 3, 4)
-def test_equal_to_one_process_with_all_samples(rank, counts, dtype, transport, world_size):
-    per = per_rank(counts, world_size)
-
-    for options in ({"weighted": True}, {"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": False}):
-        model = torchddp.DistributedDataParallel(Net(dtype), transport=transport, bucket_cap_mb=SMALL, **options)
-        for step in range(3):
-            model.zero_grad()
-            run_step(model, rank, per, dtype, step)
-            assert_same(model, reference(per, dtype, step), dtype)
+def test_equal_to_one_process_with_all_samples(rank, dtype, transport, world_size):
+    ways = [{"weighted": True}, {"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": False}]
+    for counts, options in each([SAMPLES, MICROBATCHES], ways):
+        model = DDP(Net(dtype), transport=transport, bucket_cap_mb=SMALL, **options)
+        check_steps(model, rank, counts[:world_size], dtype, steps=3)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@on_ranks(2)
-def test_a_plain_average_is_another(rank, transport):
-    """What the weights are for: without them the gradients are those of no loss that anybody has written."""
-    model = torchddp.DistributedDataParallel(Net(), transport=transport)
-    mean_loss(model(samples(rank, 0, SAMPLES[rank]))).backward()
-    want = reference(per_rank(SAMPLES, 2))
-    assert not torch.allclose(model.module.head.weight.grad, want["head.weight"], rtol=0.01)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@over_both
 @on_ranks(1, 2, 3, 4)
-def test_equal_weights_give_the_plain_average_to_the_bit(rank, transport):
-    weighted, plain = (torchddp.DistributedDataParallel(Net(), transport=transport) for _ in range(2))
+def test_beside_a_plain_average(rank, transport, world_size):
+    """Equal weights give it to the bit; without weights, unequal numbers of samples give another."""
+    weighted, plain = (DDP(Net(), transport=transport) for _ in range(2))
     for step in range(3):
         for model in (weighted, plain):
             model.zero_grad()
             if model is weighted:
                 model.weigh(7)
             mean_loss(model(samples(rank, step, 7))).backward()
-        for name, grad in grads_of(plain).items():
-            assert torch.equal(grads_of(weighted)[name], grad), name
+        assert_same(weighted, grads_of(plain), rtol=0, atol=0)
+    if world_size == 2:
+        plain.zero_grad()
+        mean_loss(plain(samples(rank, 0, SAMPLES[rank][0]))).backward()
+        assert not torch.allclose(plain.module.head.weight.grad, reference(SAMPLES[:2])["head.weight"], rtol=0.01)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@over_both
 @on_ranks(4)
-def test_sums_are_only_divided(rank, transport):
-    model = torchddp.DistributedDataParallel(Net(), transport=transport, weighted=True)
-    for step in range(2):
-        model.zero_grad()
-        run_step(model, rank, MICROBATCHES, step=step, loss="sum")
-        assert_same(model, reference(MICROBATCHES, step=step))
+def test_ways_to_train(rank, transport):
+    # Sums are only divided.
+    check_steps(DDP(Net(), transport=transport, weighted=True), rank, loss="sum")
+    check_steps(torchddp.replicate(Net(), transport=transport), rank)
+    for options in each([{"find_unused_parameters": True}, {"static_graph": True}]):
+        check_steps(DDP(Net(), transport=transport, bucket_cap_mb=SMALL, **options), rank, steps=3)
+    for strategy in each(["single_auto_sync", "multi_auto_sync", "forced_sync"]):
+        model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL)
+        for step in range(3):
+            model.zero_grad()
+            for micro in accumulate(model, 3, strategy, weights=MICROBATCHES[rank]):
+                mean_loss(model(samples(rank, 10 * step + micro, MICROBATCHES[rank][micro]))).backward()
+            assert_same(model, reference(MICROBATCHES, step=step))
 
 
-@pytest.mark.parametrize("strategy", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+HOOKS = [
+    (default_hooks.allreduce_hook, 2e-5),
+    (default_hooks.bf16_compress_hook, 0.04),
+    (default_hooks.fp16_compress_hook, 0.01),
+    (dist.BuiltinCommHookType.ALLREDUCE, 2e-5),
+    ("bf16", 0.04),
+]
+
+
 @on_ranks(4)
-def test_accumulate(rank, transport, strategy):
-    model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL)
-    for step in range(3):
-        model.zero_grad()
-        for micro in accumulate(model, 3, strategy, weights=MICROBATCHES[rank]):
-            mean_loss(model(samples(rank, 10 * step + micro, MICROBATCHES[rank][micro]))).backward()
-        assert_same(model, reference(MICROBATCHES, step=step))
-
-
-@on_ranks(1)
-def test_accumulate_with_wrong_weights():
-    model = torchddp.DistributedDataParallel(Net())
-    with pytest.raises(ValueError, match="a weight for each of the 3 microbatches, got 2"):
-        accumulate(model, 3, weights=[1, 2])
-    with pytest.raises(ValueError, match="rank 0 must be 0 or more"):
-        accumulate(model, 1, weights=[-1])
-    for other in (model.module, nn.parallel.DistributedDataParallel(Net())):
-        with pytest.raises(RuntimeError, match="weights= needs torchddp.DistributedDataParallel"):
-            accumulate(other, 1, weights=[1])
-
-
-@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@on_ranks(4)
-def test_other_modes(rank, transport, options):
-    model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
-    for step in range(3):
-        model.zero_grad()
-        run_step(model, rank, MICROBATCHES, step=step)
-        assert_same(model, reference(MICROBATCHES, step=step))
-
-
-@pytest.mark.parametrize(
-    ("hook", "tolerance"),
-    [
-        (default_hooks.allreduce_hook, 2e-5),
-        (default_hooks.bf16_compress_hook, 0.04),
-        (default_hooks.fp16_compress_hook, 0.01),
-        (dist.BuiltinCommHookType.ALLREDUCE, 2e-5),
-        ("bf16", 0.04),
-    ],
-    ids=["allreduce", "bf16", "fp16", "builtin", "ours"],
-)
-@on_ranks(4)
-def test_hooks(rank, hook, tolerance):
+def test_hooks_and_narrow_sums(rank):
     """Also weights that no 16-bit float could hold."""
-    thousands = [[30_000 * c for c in micros] for micros in MICROBATCHES]
-
-    if isinstance(hook, str):
-        model = torchddp.DistributedDataParallel(Net(), comm_hook=hook)
-    else:
-        model = torchddp.DistributedDataParallel(Net())
+    for hook, tolerance in each(HOOKS):
+        model = DDP(Net(), comm_hook=hook if isinstance(hook, str) else None)
         if isinstance(hook, dist.BuiltinCommHookType):
             model._register_builtin_comm_hook(hook)
-        else:
+        elif not isinstance(hook, str):
             model.register_comm_hook(None, hook)
-    for step in range(2):
-        model.zero_grad()
-        for micro, count in enumerate(MICROBATCHES[rank]):
-            with model.no_sync() if micro < 2 else nullcontext():
-                model.weigh(thousands[rank][micro])
-                mean_loss(model(samples(rank, 10 * step + micro, count))).backward()
-        for name, grad in reference(MICROBATCHES, step=step).items():
-            error = (grads_of(model)[name] - grad).abs().max()
-            assert error <= tolerance * max(grad.abs().max(), 1e-3), name
+        for step in range(2):
+            model.zero_grad()
+            run_step(model, rank, MICROBATCHES, step=step, scale=30_000)
+            assert_close(model, reference(MICROBATCHES, step=step), tolerance)
+    for dtype in each([torch.bfloat16, torch.float16]):
+        model = DDP(Net(), transport="shm", wire_dtype=dtype)
+        for step in range(2):
+            model.zero_grad()
+            run_step(model, rank, MICROBATCHES, step=step)
+            assert_close(model, reference(MICROBATCHES, step=step), 0.02)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@on_ranks(4)
-def test_wire_dtype(rank, dtype):
-    model = torchddp.DistributedDataParallel(Net(), transport="shm", wire_dtype=dtype)
-    for step in range(2):
-        model.zero_grad()
-        run_step(model, rank, MICROBATCHES, step=step)
-        for name, grad in reference(MICROBATCHES, step=step).items():
-            error = (grads_of(model)[name] - grad).abs().max()
-            assert error <= 0.02 * max(grad.abs().max(), 1e-3), name
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@over_both
 @on_ranks(4)
 def test_sharded(rank, transport):
-    module = Net()
+    module, whole = Net(), Net()
     optimizer = torchddp.optim.OSS(module.parameters(), optim=torch.optim.SGD, lr=0.1)
     model = torchddp.ShardedDataParallel(module, optimizer, transport=transport, reduce_buffer_size=2000, weighted=True)
-    whole = Net()
     reference_step = torch.optim.SGD(whole.parameters(), lr=0.1)
     for step in range(3):
         whole.zero_grad()
-        all_samples = [
-            samples(r, 10 * step + m, n) for r, micros in enumerate(MICROBATCHES) for m, n in enumerate(micros)
-        ]
-        mean_loss(whole(torch.cat(all_samples))).backward()
+        mean_loss(whole(of_all_ranks(MICROBATCHES, step))).backward()
         reference_step.step()
         optimizer.zero_grad()
         run_step(model, rank, MICROBATCHES, step=step)
@@ -250,23 +203,12 @@ def test_sharded(rank, transport):
         accumulate(model, 1, "multi_auto_sync", weights=[1])
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@on_ranks(4)
-def test_replicate(rank, transport):
-    model = torchddp.replicate(Net(), transport=transport)
-    for step in range(2):
-        model.zero_grad()
-        run_step(model, rank, MICROBATCHES, step=step)
-        assert_same(model, reference(MICROBATCHES, step=step))
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@over_both
 @on_ranks(4)
 def test_join(rank, transport):
     """Ranks that have run out of inputs have no weight."""
     steps = [3, 1, 2, 0]
-
-    model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL, weighted=True)
+    model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL, weighted=True)
     with model.join():
         for step in range(steps[rank]):
             model.zero_grad()
@@ -274,7 +216,7 @@ def test_join(rank, transport):
             mean_loss(model(samples(rank, 10 * step, 2 + rank))).backward()
             present = [[2 + r] if steps[r] > step else [0] for r in range(4)]
             assert_same(model, reference(present, step=step))
-    plain = torchddp.DistributedDataParallel(Net(), transport=transport)
+    plain = DDP(Net(), transport=transport)
     with plain.join(), pytest.raises(RuntimeError, match="weighted=True"):
         plain(samples(rank, 0, 1))
         plain.weigh(1)
@@ -292,11 +234,11 @@ def test_under_a_manager(rank):
         assert_same(model, reference(MICROBATCHES, step=step))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@over_both
 @on_ranks(2)
 def test_no_weight_at_all(rank, transport):
-    model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL)
-    zeros = torchddp.DistributedDataParallel(Net(), transport=transport, zero_weights="zeros")
+    model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL)
+    zeros = DDP(Net(), transport=transport, zero_weights="zeros")
     for step in range(3):
         nothing = step % 2 == 0  # the first step too, whose total the others are scaled by
         for ddp in (model, zeros):
@@ -315,28 +257,23 @@ def test_no_weight_at_all(rank, transport):
 
 
 @on_ranks(2)
-def test_a_backward_without_a_weight(rank):
-    model = torchddp.DistributedDataParallel(Net(), weighted=True)
+def test_missing_and_wrong_weights(rank):
+    model = DDP(Net(), weighted=True)
     with pytest.raises(RuntimeError, match=rf"rank {rank}: a backward has begun .*Call weigh\(n\) before each"):
         mean_loss(model(samples(rank, 0, 2))).backward()
     model.zero_grad()
     mean_loss(model.module(samples(rank, 0, 2))).backward()  # not the model's business
     with pytest.raises(RuntimeError, match=rf"rank {rank}: weigh\(\) was called, but there are gradients of"):
         model.weigh(1)
-    model.zero_grad()
-    run_step(model, rank, [[1], [2]])
-    assert_same(model, reference([[1], [2]]))
-    loose = torchddp.DistributedDataParallel(Net())
-    with loose.no_sync():
-        loose.weigh(2)
-        mean_loss(loose(samples(rank, 0, 2))).backward()
+    check_steps(model, rank, [[1], [2]], steps=1)
+    model = DDP(Net())
+    with model.no_sync():
+        model.weigh(2)
+        mean_loss(model(samples(rank, 0, 2))).backward()
         with pytest.raises(RuntimeError, match="gets a second gradient since weigh"):
-            mean_loss(loose(samples(rank, 0, 2))).backward()
+            mean_loss(model(samples(rank, 0, 2))).backward()
 
-
-@on_ranks(2)
-def test_wrong_weights(rank):
-    model = torchddp.DistributedDataParallel(Net())
+    model = DDP(Net())
     for bad in (-1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"the weight on rank {rank} must be 0 or more, and finite"):
             model.weigh(bad)
@@ -346,122 +283,110 @@ def test_wrong_weights(rank):
     with pytest.raises(ValueError, match='loss must be "mean" or "sum"'):
         model.weigh(1, loss="max")
     with pytest.raises(ValueError, match='zero_weights must be "raise" or "zeros"'):
-        torchddp.DistributedDataParallel(Net(), zero_weights="skip")
+        DDP(Net(), zero_weights="skip")
+    with pytest.raises(ValueError, match="a weight for each of the 3 microbatches, got 2"):
+        accumulate(model, 3, weights=[1, 2])
+    with pytest.raises(ValueError, match=f"rank {rank} must be 0 or more"):
+        accumulate(model, 1, weights=[-1])
+    for other in (model.module, nn.parallel.DistributedDataParallel(Net())):
+        with pytest.raises(RuntimeError, match="weights= needs torchddp.DistributedDataParallel"):
+            accumulate(other, 1, weights=[1])
     model.weigh(torch.tensor([3]))
     mean_loss(model(samples(rank, 0, 3))).backward()
 
 
 @on_ranks(4)
-def test_the_last_call_counts_and_what_was_dropped_does_not(rank):
-    model = torchddp.DistributedDataParallel(Net())
+def test_some_steps_some_calls_and_copies(rank):
+    # The last call counts, and a microbatch that the program has thought better of does not.
+    model = DDP(Net())
     with model.no_sync():
         model.weigh(50)
         mean_loss(model(samples(rank, 7, 5))).backward()
-    model.zero_grad()  # a microbatch that the program has thought better of
+    model.zero_grad()
     model.weigh(99)
     run_step(model, rank, MICROBATCHES)
     assert_same(model, reference(MICROBATCHES))
+    check_steps(copy.deepcopy(DDP(Net(), weighted=True)), rank, steps=1)
 
-
-@on_ranks(4)
-def test_steps_with_and_without_weights(rank):
-    model = torchddp.DistributedDataParallel(Net(), bucket_cap_mb=SMALL)
-    plain = torchddp.DistributedDataParallel(Net(), bucket_cap_mb=SMALL)
+    # Steps with and without weights.
+    model, plain = (DDP(Net(), bucket_cap_mb=SMALL) for _ in range(2))
     for step in range(4):
         model.zero_grad()
         if step % 2:
             plain.zero_grad()
             for ddp in (model, plain):
                 mean_loss(ddp(samples(rank, 10 * step, 1 + rank))).backward()
-            for name, grad in grads_of(plain).items():
-                assert torch.equal(grads_of(model)[name], grad), name
+            assert_same(model, grads_of(plain), rtol=0, atol=0)
         else:
             run_step(model, rank, MICROBATCHES, step=step)
             assert_same(model, reference(MICROBATCHES, step=step))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@on_ranks(2)
-def test_weights_travel_beside_the_first_bucket(rank, transport):
-    """One number a step."""
+@over_both
+@on_ranks(3)
+def test_weights_travel_beside_the_first_bucket_of_the_group(rank, transport):
+    """One number a step. A new group has a new total."""
 
-    def sent_bytes(model):
+    def sent_bytes():
         return sum(payload for payload, _ in model.reducer.transport.traffic.values())
 
     sent = []
-    model = torchddp.DistributedDataParallel(Net(), transport=transport)
+    model = DDP(Net(), transport=transport)
     for weighted in (False, False, False, True, True):  # in the second step buckets are rebuilt
-        before = sent_bytes(model)
+        before = sent_bytes()
         model.zero_grad()
         if weighted:
             model.weigh(2 + rank)
         mean_loss(model(samples(rank, 0, 2))).backward()
-        sent.append(sent_bytes(model) - before)
+        sent.append(sent_bytes() - before)
     assert sent[3] == sent[4] == sent[2] + 8
 
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@on_ranks(3)
-def test_a_new_group_has_a_new_total(rank, transport):
-    model = torchddp.DistributedDataParallel(Net(), transport=transport)
-    run_step(model, rank, per_rank(SAMPLES, 3))
     pair = dist.new_group([0, 1])
-    if rank == 2:
-        return
-    model._update_process_group(pair)
-    model.zero_grad()
-    run_step(model, rank, per_rank(SAMPLES, 2), step=1)
-    assert_same(model, reference(per_rank(SAMPLES, 2), step=1))
-
-
-@on_ranks(4)
-def test_copies_weigh_too(rank):
-    model = copy.deepcopy(torchddp.DistributedDataParallel(Net(), weighted=True))
-    run_step(model, rank, MICROBATCHES)
-    assert_same(model, reference(MICROBATCHES))
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("where", ["main_grad", "grad"])
-@on_ranks(4)
-def test_in_fp32_beside_16_bit_parameters(rank, where, transport):
-    """As exact as fp32 sums of what each rank computes in bfloat16."""
-    model = torchddp.DistributedDataParallel(
-        Net(torch.bfloat16), transport=transport, bucket_cap_mb=SMALL, main_grads=torch.float32, main_grads_as=where
-    )
-    for step in range(2):
+    if rank < 2:
+        model._update_process_group(pair)
         model.zero_grad()
-        run_step(model, rank, MICROBATCHES, torch.bfloat16, step)
-        total = [0.0] * len(list(model.parameters()))
-        for other, counts in enumerate(MICROBATCHES):
-            for micro, count in enumerate(counts):
-                single = Net(torch.bfloat16)
-                if count:
-                    mean_loss(single(samples(other, 10 * step + micro, count, torch.bfloat16))).backward()
-                    total = [t + count * p.grad.double() for t, p in zip(total, single.parameters(), strict=True)]
-        everything = sum(map(sum, MICROBATCHES))
-        for p, want in zip(model.parameters(), total, strict=True):
-            got = p.main_grad if where == "main_grad" else p.grad
-            assert got.dtype == torch.float32
-            torch.testing.assert_close(got.double(), want / everything, rtol=1e-5, atol=1e-7)
+        run_step(model, rank, SAMPLES[:2], step=1)
+        assert_same(model, reference(SAMPLES[:2], step=1))
 
 
-@pytest.mark.parametrize("main_grads", [False, True], ids=["grad", "main_grad"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@over_both
 @on_ranks(4)
-def test_thawed_in_the_middle_of_a_step(rank, transport, main_grads):
-    """What has been accumulated keeps its weight."""
-    options = {"main_grads": torch.float32} if main_grads else {}
+def test_in_fp32_beside_16_bit_parameters(rank, transport):
+    """As exact as fp32 sums of what each rank computes in bfloat16."""
+    half = torch.bfloat16
+    for where in each(["main_grad", "grad"]):
+        options = {"main_grads": torch.float32, "main_grads_as": where}
+        model = DDP(Net(half), transport=transport, bucket_cap_mb=SMALL, **options)
+        for step in range(2):
+            model.zero_grad()
+            run_step(model, rank, MICROBATCHES, half, step)
+            total = [0.0] * len(list(model.parameters()))
+            for other, micro in each(range(4), range(3)):
+                single, count = Net(half), MICROBATCHES[other][micro]
+                if count:
+                    mean_loss(single(samples(other, 10 * step + micro, count, half))).backward()
+                    total = [t + count * p.grad.double() for t, p in zip(total, single.parameters(), strict=True)]
+            everything = sum(map(sum, MICROBATCHES))
+            for p, want in zip(model.parameters(), total, strict=True):
+                got = getattr(p, where)
+                assert got.dtype == torch.float32
+                torch.testing.assert_close(got.double(), want / everything, rtol=1e-5, atol=1e-7)
 
-    model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
-    model.module.other.requires_grad_(False)
-    for micro, count in enumerate(MICROBATCHES[rank]):
-        if micro == 1:
-            model.refresh_trainable()
-        with model.no_sync() if micro < 2 else nullcontext():
-            model.weigh(count)
-            mean_loss(model(samples(rank, micro, count))).backward()
-    for name, want in reference(MICROBATCHES).items():
-        if not name.startswith("other"):
-            p = model.module.get_parameter(name)
-            torch.testing.assert_close(p.main_grad if main_grads else p.grad, want, **TOLERANCE[torch.float32])
+
+@over_both
+@on_ranks(4)
+def test_thawed_in_the_middle_of_a_step(rank, transport):
+    """What has been accumulated keeps its weight."""
+    for options in each([{}, {"main_grads": torch.float32}]):
+        model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
+        model.module.other.requires_grad_(False)
+        for micro, count in enumerate(MICROBATCHES[rank]):
+            if micro == 1:
+                model.refresh_trainable()
+            with model.no_sync() if micro < 2 else nullcontext():
+                model.weigh(count)
+                mean_loss(model(samples(rank, micro, count))).backward()
+        for name, want in reference(MICROBATCHES).items():
+            if not name.startswith("other"):
+                p = model.module.get_parameter(name)
+                torch.testing.assert_close(p.main_grad if options else p.grad, want, **TOLERANCE[torch.float32])
