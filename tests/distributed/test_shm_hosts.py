@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import run_outcomes, run_ranks
+from tests.harness import each, on_ranks, run_outcomes, run_ranks
 from tests.models import (
     Branches,
     Mlp,
@@ -30,7 +30,6 @@ RTOL = 1e-14  # of fp64: sums are the same but for the order of their terms
 NOTICED_S = 5.0
 
 pytestmark = pytest.mark.beyond_torch("knows no hosts")
-at_all_places = pytest.mark.parametrize("places", PLACES)
 
 
 def live_on(places, rank):
@@ -44,67 +43,44 @@ def both(ddp_class, make, **options):
     return ours, TorchDDP(seeded(make), bucket_cap_mb=0.001, **options)
 
 
-def assert_same(ours, theirs, step):
-    assert_grads(grads_of(ours), grads_of(theirs), rtol=RTOL, what=f"step {step}:")
-    grads = [p.grad for p in ours.parameters() if p.grad is not None]
-    assert same_on_all_ranks(grads), f"step {step}: ranks differ"
+def assert_same(models, backward, steps):
+    """After each of the steps."""
+    for step in range(steps):
+        for ddp in models:
+            ddp.zero_grad()
+            backward(ddp, step)
+        assert_grads(grads_of(models[0]), grads_of(models[1]), rtol=RTOL, what=f"step {step}:")
+        grads = [p.grad for p in models[0].parameters() if p.grad is not None]
+        assert same_on_all_ranks(grads), f"step {step}: ranks differ"
 
 
-@pytest.mark.rest_is_thorough("{}-*", "*static_graph*-aabb", "*False*-abab")
-@at_all_places
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": False}], ids=str)
-def test_gradients_are_those_of_torch(ddp_class, places, options):
+@pytest.mark.parametrize("places", PLACES)
+def test_gradients_are_those_of_torch(ddp_class, places):
     def work(rank):
         live_on(places, rank)
-        models = both(ddp_class, Mlp, **options)
-        for step in range(3):
-            for ddp in models:
-                ddp.zero_grad()
-                step_on(ddp, rank, step)
-            assert_same(*models, step)
+        for options in each([{}, {"static_graph": True}, {"gradient_as_bucket_view": False}]):
+            assert_same(both(ddp_class, Mlp, **options), lambda ddp, step: step_on(ddp, rank, step), 3)
 
     run_ranks(work, len(places))
 
 
 @pytest.mark.parametrize("places", ["aab", "aabb"])
-def test_shards_of_many_chunks(ddp_class, places):
-    """Gradients of 3 MiB, and buckets that no shard divides."""
-
+def test_other_models_and_uneven_inputs(ddp_class, places):
     def work(rank):
         live_on(places, rank)
+        # Gradients of 3 MiB, and buckets that no shard divides: many chunks.
         models = both(ddp_class, lambda: Mlp(257))
-        for step in range(2):
-            for ddp in models:
-                ddp.zero_grad()
-                loss_of(ddp(batch(rank, step, 5, 257))).backward()
-            assert_same(*models, step)
+        assert_same(models, lambda ddp, step: loss_of(ddp(batch(rank, step, 5, 257))).backward(), 2)
 
-    run_ranks(work, len(places))
+        def branches(ddp, step):
+            branch = ("left", "right")[(rank + step) % 2] if step < 3 else "left"
+            loss_of(ddp(batch(rank, step, 5, 4), branch)).backward()
 
+        assert_same(both(ddp_class, Branches, find_unused_parameters=True), branches, 4)
 
-@pytest.mark.parametrize("places", ["aab", "aabb"])
-def test_unused_parameters(ddp_class, places):
-    def work(rank):
-        live_on(places, rank)
-        models = both(ddp_class, Branches, find_unused_parameters=True)
-        for step in range(4):
-            for ddp in models:
-                ddp.zero_grad()
-                branch = ("left", "right")[(rank + step) % 2] if step < 3 else "left"
-                loss_of(ddp(batch(rank, step, 5, 4), branch)).backward()
-            assert_same(*models, step)
-
-    run_ranks(work, len(places))
-
-
-@pytest.mark.parametrize("places", ["aab", "aabb"])
-def test_buffers_are_those_of_rank_0(ddp_class, places):
-    def work(rank):
-        live_on(places, rank)
+        # Buffers are those of rank 0.
         models = both(ddp_class, NormNet)
-        for step in range(3):
-            for ddp in models:
-                loss_of(ddp(batch(rank, step, 2, 3, 6, 6))).backward()
+        assert_same(models, lambda ddp, step: loss_of(ddp(batch(rank, step, 2, 3, 6, 6))).backward(), 3)
         with torch.no_grad():
             for ddp in models:
                 ddp(batch(0, 9, 2, 3, 6, 6))
@@ -112,15 +88,7 @@ def test_buffers_are_those_of_rank_0(ddp_class, places):
         for ours, theirs in zip(models[0].buffers(), models[1].buffers(), strict=True):
             torch.testing.assert_close(ours, theirs)
 
-    run_ranks(work, len(places))
-
-
-@pytest.mark.parametrize("places", ["aab", "aabb"])
-def test_uneven_inputs(ddp_class, places):
-    """Inside join() a rank that has run out of inputs goes on reducing."""
-
-    def work(rank):
-        live_on(places, rank)
+        # Inside join() a rank that has run out of inputs goes on reducing.
         models = both(ddp_class, Mlp)
         for ddp in models:
             with ddp.join():
@@ -159,18 +127,18 @@ def test_dead_rank_is_noticed_on_both_hosts(ddp_class, places, victim):
         assert name == "TransportError" and seconds < NOTICED_S, f"rank {rank}: {name} after {seconds:.1f} s"
 
 
-def test_same_results_in_each_run(ddp_class):
-    def work(rank):
-        live_on("aabb", rank)
+@on_ranks(4)
+def test_same_results_in_each_run(rank, ddp_class):
+    live_on("aabb", rank)
+    runs = []
+    for _ in range(4):
         ddp = ddp_class(seeded(Mlp), transport="shm", bucket_cap_mb=0.001)
         for step in range(3):
             ddp.zero_grad()
             step_on(ddp, rank, step)
-        return grads_of(ddp)
-
-    first, *others = [run_ranks(work, 4)[0] for _ in range(3)]
-    for other in others:
-        assert_grads(other, first, rtol=0)
+        runs.append(grads_of(ddp))
+    for other in runs[1:]:
+        assert_grads(other, runs[0], rtol=0)
 
 
 # Alone on its host; the other host never answers, and its process group writes when the transport has long gone.

@@ -8,22 +8,32 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import on_ranks, run_outcomes
+from tests.harness import each, on_ranks, run_outcomes
 from tests.models import Mlp, assert_grads, expected_grads, grads_of, seeded, step_on
 
 pytestmark = pytest.mark.beyond_torch("knows no shared memory")
 
 
-def trained(ddp_class, rank, steps=2, **options):
-    ddp = ddp_class(seeded(Mlp), transport="shm", **options)
-    for step in range(steps):
+def train(ddp, rank, steps):
+    for step in steps:
         ddp.zero_grad()
         step_on(ddp, rank, step)
+
+
+def trained(ddp_class, rank, **options):
+    ddp = ddp_class(seeded(Mlp), transport="shm", **options)
+    train(ddp, rank, range(2))
     return ddp
 
 
 def want(ddp, step):
     return expected_grads(ddp.module, lambda plain, r: step_on(plain, r, step))
+
+
+def train_on(ddp, rank):
+    for step in range(2, 4):
+        train(ddp, rank, [step])
+        assert_grads(grads_of(ddp), want(ddp, step))
 
 
 def clip(ddp):
@@ -43,23 +53,27 @@ def spoil(ddp):
         p.grad.fill_(float("nan"))
 
 
-@pytest.mark.parametrize("change", [clip, unscale, zero, spoil])
-@pytest.mark.parametrize("cap_mb", [0.001, 25], ids=["small buckets", "one bucket"])
 @on_ranks(3)
-def test_change_by_one_rank_is_its_own(rank, ddp_class, change, cap_mb):
-    ddp = trained(ddp_class, rank, bucket_cap_mb=cap_mb)
-    right = want(ddp, 1)
+def test_change_by_one_rank_is_its_own(rank, ddp_class):
+    for change, cap_mb in each([clip, unscale, zero, spoil], [0.001, 25]):
+        ddp = trained(ddp_class, rank, bucket_cap_mb=cap_mb)
+        right = want(ddp, 1)
+        dist.barrier()
+        if rank == 1:
+            change(ddp)
+            assert not torch.equal(ddp.module.first.weight.grad, right["first.weight"])
+        dist.barrier()
+        if rank != 1:
+            assert_grads(grads_of(ddp), right)
+        # Nor is it of consequence for the next step.
+        train_on(ddp, rank)
+    # Only gradients are shared: an optimizer of one rank changes no other's weights.
+    before = [p.detach().clone() for p in ddp.parameters()]
     dist.barrier()
-    if rank == 1:
-        change(ddp)
-        assert not torch.equal(ddp.module.first.weight.grad, right["first.weight"])
+    if rank == 0:
+        torch.optim.SGD(ddp.parameters(), lr=1.0).step()
     dist.barrier()
-    if rank != 1:
-        assert_grads(grads_of(ddp), right)
-    # Nor is it of consequence for the next step.
-    ddp.zero_grad()
-    step_on(ddp, rank, 2)
-    assert_grads(grads_of(ddp), want(ddp, 2))
+    assert all(torch.equal(p, q) for p, q in zip(ddp.parameters(), before, strict=True)) == (rank != 0)
 
 
 @on_ranks(2)
@@ -67,23 +81,21 @@ def test_change_before_the_peers_have_looked(rank, ddp_class):
     """A rank is done with a step, and writes over its gradients, while another has hardly begun to wait for its own."""
     ddp = trained(ddp_class, rank, bucket_cap_mb=0.001)
     for step in range(2, 40):
-        ddp.zero_grad()
-        step_on(ddp, rank, step)
+        train(ddp, rank, [step])
         if step % 2 == rank:
             spoil(ddp)
         else:
             assert_grads(grads_of(ddp), want(ddp, step))
 
 
-@pytest.mark.parametrize("views", [True, False])
 @on_ranks(2)
-def test_gradient_kept_over_a_step(rank, ddp_class, views):
+def test_gradient_kept_over_a_step(rank, ddp_class):
     """As documented: a view has the next step's values; a copy keeps its own. No other rank's in either case."""
-    ddp = trained(ddp_class, rank, gradient_as_bucket_view=views)
-    kept = ddp.module.last.weight.grad
-    ddp.zero_grad()
-    step_on(ddp, rank, 2)
-    assert_grads({"last.weight": kept}, {"last.weight": want(ddp, 2 if views else 1)["last.weight"]})
+    for views in each([True, False]):
+        ddp = trained(ddp_class, rank, gradient_as_bucket_view=views)
+        kept = ddp.module.last.weight.grad
+        train(ddp, rank, [2])
+        assert_grads({"last.weight": kept}, {"last.weight": want(ddp, 2 if views else 1)["last.weight"]})
 
 
 def test_gradients_outlive_module_and_peer(ddp_class):
@@ -108,18 +120,6 @@ def test_gradients_outlive_module_and_peer(ddp_class):
     assert outcomes[0].ok, outcomes[0].error
 
 
-@on_ranks(2)
-def test_weights_are_private(rank, ddp_class):
-    """Only gradients are shared: an optimizer of one rank changes no other's weights."""
-    ddp = trained(ddp_class, rank)
-    before = [p.detach().clone() for p in ddp.parameters()]
-    dist.barrier()
-    if rank == 0:
-        torch.optim.SGD(ddp.parameters(), lr=1.0).step()
-    dist.barrier()
-    assert all(torch.equal(p, q) for p, q in zip(ddp.parameters(), before, strict=True)) == (rank == 1)
-
-
 def in_child(body):
     """Whether `body`, in a fork of this process, came to its end."""
     child = os.fork()
@@ -134,50 +134,30 @@ def in_child(body):
 
 
 @on_ranks(2)
-def test_forked_child_reads_and_leaves(rank, ddp_class):
-    """The worker of a DataLoader, or whatever a rank forks: it may read, drop its copies and exit; nobody minds."""
-    ddp = trained(ddp_class, rank)
-    right = want(ddp, 1)
+def test_forked_children(rank, ddp_class):
+    """The worker of a DataLoader, or whatever a rank forks."""
+    made = [trained(ddp_class, rank)]
+    right = want(made[0], 1)
 
-    def body():
-        assert_grads(grads_of(ddp), right)
-        ddp.zero_grad()
-        ddp.module.first.weight.grad = torch.ones_like(ddp.module.first.weight)
+    def reads_drops_its_copies_and_leaves():
+        assert_grads(grads_of(made[0]), right)
+        made[0].zero_grad()
+        made[0].module.first.weight.grad = torch.ones_like(made[0].module.first.weight)
         gc.collect()
 
-    assert in_child(body)
-    assert_grads(grads_of(ddp), right)
-    for step in range(2, 4):
-        ddp.zero_grad()
-        step_on(ddp, rank, step)
-        assert_grads(grads_of(ddp), want(ddp, step))
-
-
-@on_ranks(2)
-def test_forked_child_that_writes_is_seen_by_its_parent_alone(rank, ddp_class):
-    """Shared mappings are inherited: what a child writes into `.grad` its parent sees. No other rank does."""
-    ddp = trained(ddp_class, rank)
-    right = want(ddp, 1)
-    dist.barrier()
-    if rank == 0:
-        assert in_child(lambda: spoil(ddp))
-        assert ddp.module.first.weight.grad.isnan().all()
-    dist.barrier()
-    if rank == 1:
-        assert_grads(grads_of(ddp), right)
-
-
-@on_ranks(2)
-def test_forked_child_that_deletes_the_module(rank, ddp_class):
-    """The transport's end in a child is not the end of the rank."""
-    made = [trained(ddp_class, rank)]
-
-    def body():
+    def deletes_the_module():
         made.clear()
         gc.collect()
 
-    assert in_child(body)
-    for step in range(2, 4):
-        made[0].zero_grad()
-        step_on(made[0], rank, step)
-        assert_grads(grads_of(made[0]), want(made[0], step))
+    assert in_child(reads_drops_its_copies_and_leaves)
+    assert_grads(grads_of(made[0]), right)
+    dist.barrier()
+    if rank == 0:  # shared mappings are inherited: what a child writes into `.grad` its parent sees; no other rank does
+        assert in_child(lambda: spoil(made[0]))
+        assert made[0].module.first.weight.grad.isnan().all()
+    dist.barrier()
+    if rank == 1:
+        assert_grads(grads_of(made[0]), right)
+    train_on(made[0], rank)
+    assert in_child(deletes_the_module)  # the transport's end in a child is not the end of the rank
+    train_on(made[0], rank)

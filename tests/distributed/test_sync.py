@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import on_ranks
+from tests.harness import each, on_ranks
 from tests.microbatches import (
     FORCED,
     MULTI,
@@ -34,14 +34,18 @@ from torchddp.sync import accumulate
 EVERYTHING_IN_SMALL_BUCKETS = {"bucket_cap_mb": 1e-4}
 
 
+def check_step(model, rank, usage, strategy, step=0, zeros=False):
+    run_step(model, rank, usage, strategy, step)
+    want = expected(usage, dist.get_world_size(), step)
+    assert_same(grads_of(model), with_zeros(want, model.module) if zeros else want, rtol=1e-10, atol=1e-12)
+    assert_equal_on_all_ranks(model)
+    model.zero_grad(set_to_none=step % 2 == 0 or not zeros)
+
+
 def check_usages(rank, ddp_class, strategy, **options):
-    world_size = dist.get_world_size()
     model = ddp_class(make_branches(), find_unused_parameters=True, **options)
     for step, usage in enumerate([*USAGES, USAGES[0]]):  # buckets are rebuilt after the first
-        run_step(model, rank, usage, strategy, step)
-        assert_same(grads_of(model), expected(usage, world_size, step), rtol=1e-10, atol=1e-12)
-        assert_equal_on_all_ranks(model)
-        model.zero_grad()
+        check_step(model, rank, usage, strategy, step)
 
 
 @pytest.mark.rest_is_thorough("[123]")
@@ -64,35 +68,48 @@ def test_torchs_own_class(rank):
 
 
 @on_ranks(2)
-def test_buckets_that_may_be_skipped_are_not_if_an_earlier_microbatch_used_them(rank):
-    for strategy in (SINGLE, FORCED):
-        usage = [["left", "right"]] * 2
-        model = torchddp.DDP(
-            make_branches(),
-            find_unused_parameters=True,
-            skip_all_reduce_unused_params=True,
-            **EVERYTHING_IN_SMALL_BUCKETS,
-        )
+def test_other_modes(rank):
+    for strategy in each((SINGLE, FORCED)):  # buckets that may be skipped are not if an earlier microbatch used them
+        options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, **EVERYTHING_IN_SMALL_BUCKETS}
+        model = torchddp.DDP(make_branches(), **options)
         for step in range(2):
-            run_step(model, rank, usage, strategy, step)
-            assert_same(grads_of(model), expected(usage, 2, step), rtol=1e-10, atol=1e-12)
-            model.zero_grad()
+            check_step(model, rank, [["left", "right"]] * 2, strategy, step)
+
+    # Static graphs.
+    model = torchddp.DDP(make_branches(), static_graph=True, find_unused_parameters=True)
+    for step, strategy in enumerate((FORCED, FORCED, SINGLE, FORCED, SINGLE)):
+        check_step(model, rank, [["left", "left"]] * 2, strategy, step)
+
+    # Frozen parameters.
+    module = make_branches()
+    module.left.weight.requires_grad_(False)  # at wrapping: unknown to the reducer
+    model = torchddp.DDP(module)
+    run_step(model, rank, [["left", "right"]] * 2, FORCED)
+    assert module.left.weight.grad is None and module.left.bias.grad is not None
+    model.zero_grad()
+    module.right.requires_grad_(False)  # later, as GANs do
+    run_step(model, rank, [["left", "right"]] * 2, FORCED)
+    assert module.right.weight.grad is None and module.right.bias.grad is None
+    assert torch.count_nonzero(module.left.bias.grad) > 0
+    assert_equal_on_all_ranks(model)
+
+    # An fp16 hook after backward rounds as in backward.
+    grads = []
+    for strategy in (SINGLE, FORCED):
+        model = torchddp.DDP(seeded(lambda: Mlp(dtype=torch.float32)), comm_hook=(None, fp16_compress_hook))
+        for micro in accumulate(model, 2, strategy):
+            loss_of(model(batch(rank, micro, dtype=torch.float32))).backward()
+        grads.append(grads_of(model))
+    assert_same(grads[1], grads[0], rtol=0, atol=0)
+    assert_equal_on_all_ranks(model)
 
 
 @on_ranks(3)
-def test_forced_sync_without_a_search(rank):
-    for usage in USAGES:
+def test_forced_sync_without_a_search_and_without_a_backward(rank):
+    for usage in each(USAGES):
         model = torchddp.DDP(make_branches())
         for step in range(2):
-            run_step(model, rank, usage, FORCED, step)
-            want = with_zeros(expected(usage, 3, step), model.module)
-            assert_same(grads_of(model), want, rtol=1e-10, atol=1e-12)
-            assert_equal_on_all_ranks(model)
-            model.zero_grad(set_to_none=step == 0)
-
-
-@on_ranks(3)
-def test_a_rank_that_used_nothing_at_all(rank):
+            check_step(model, rank, usage, FORCED, step, zeros=True)
     model = torchddp.DDP(make_branches(), find_unused_parameters=True)
     for micro in accumulate(model, 2, FORCED):
         if rank != 1:
@@ -154,43 +171,6 @@ def test_how_often_gradients_are_reduced(rank):
         step_on(model, rank, micro)
     assert model.reducer.stats()["finished"] == 3
     assert copy.deepcopy(model).sync_strategy is MULTI
-
-
-@on_ranks(2)
-def test_fp16_hook_after_backward_rounds_as_in_backward(rank):
-    grads = []
-    for strategy in (SINGLE, FORCED):
-        model = torchddp.DDP(seeded(lambda: Mlp(dtype=torch.float32)), comm_hook=(None, fp16_compress_hook))
-        for micro in accumulate(model, 2, strategy):
-            loss_of(model(batch(rank, micro, dtype=torch.float32))).backward()
-        grads.append(grads_of(model))
-    assert_same(grads[1], grads[0], rtol=0, atol=0)
-    assert_equal_on_all_ranks(model)
-
-
-@on_ranks(2)
-def test_frozen_parameters(rank):
-    module = make_branches()
-    module.left.weight.requires_grad_(False)  # at wrapping: unknown to the reducer
-    model = torchddp.DDP(module)
-    run_step(model, rank, [["left", "right"]] * 2, FORCED)
-    assert module.left.weight.grad is None and module.left.bias.grad is not None
-    model.zero_grad()
-    module.right.requires_grad_(False)  # later, as GANs do
-    run_step(model, rank, [["left", "right"]] * 2, FORCED)
-    assert module.right.weight.grad is None and module.right.bias.grad is None
-    assert torch.count_nonzero(module.left.bias.grad) > 0
-    assert_equal_on_all_ranks(model)
-
-
-@on_ranks(2)
-def test_static_graphs(rank):
-    usage = [["left", "left"]] * 2
-    model = torchddp.DDP(make_branches(), static_graph=True, find_unused_parameters=True)
-    for step, strategy in enumerate((FORCED, FORCED, SINGLE, FORCED, SINGLE)):
-        run_step(model, rank, usage, strategy, step)
-        assert_same(grads_of(model), expected(usage, 2, step), rtol=1e-10, atol=1e-12)
-        model.zero_grad()
 
 
 class Words(nn.Module):

@@ -56,7 +56,8 @@ def test_loops_left_early(rank):
 
 
 @on_ranks(1)
-def test_a_body_that_raises_reduces_nothing(rank):
+def test_bodies_that_raise_and_compiled_modules(rank):
+    # A body that raises reduces nothing.
     model = torchddp.DDP(seeded(Mlp))
     with pytest.raises(KeyError), sync_context(model, True, FORCED):
         step_on(model, rank)
@@ -64,9 +65,18 @@ def test_a_body_that_raises_reduces_nothing(rank):
     assert model.require_backward_grad_sync
     assert model.reducer.stats()["finished"] == 0
 
+    # Compiled modules.
+    model = torchddp.DDP(seeded(Mlp))
+    compiled = torch.compile(model, backend="eager")
+    with sync_context(compiled, False):
+        assert not model.require_backward_grad_sync
+    with sync_context(compiled, True):
+        assert model.require_backward_grad_sync
+
 
 @on_ranks(2)
-def test_an_outer_no_sync_wins(rank):
+def test_loops_that_reduce_nothing_and_planned_buckets(rank):
+    # An outer no sync wins.
     for strategy in (SINGLE, MULTI, FORCED):
         model = torchddp.DDP(seeded(Mlp))
         with model.no_sync():
@@ -78,6 +88,14 @@ def test_an_outer_no_sync_wins(rank):
         for micro in range(2):
             step_on(plain, rank, micro)
         assert_same(grads_of(model), grads_of(plain))
+
+    # Planned buckets stay as they are.
+    model = torchddp.DDP(seeded(Mlp), bucket_cap_mb="auto", transport="c10d")
+    for step in range(10):
+        for micro in accumulate(model, 2, FORCED):
+            step_on(model, rank, 2 * step + micro)
+    assert not model.observers.get("bucket_planning").is_under_way
+    assert_equal_on_all_ranks(model)
 
 
 @on_ranks(2)
@@ -125,16 +143,6 @@ def test_modes_that_exclude_it(rank):
 
 
 @on_ranks(2)
-def test_planned_buckets_stay_as_they_are(rank):
-    model = torchddp.DDP(seeded(Mlp), bucket_cap_mb="auto", transport="c10d")
-    for step in range(10):
-        for micro in accumulate(model, 2, FORCED):
-            step_on(model, rank, 2 * step + micro)
-    assert not model.observers.get("bucket_planning").is_under_way
-    assert_equal_on_all_ranks(model)
-
-
-@on_ranks(2)
 def test_a_rank_that_does_not_come(rank):
     model = torchddp.DDP(seeded(Mlp), timeout=timedelta(seconds=1))
     if rank == 1:
@@ -148,7 +156,8 @@ def test_a_rank_that_does_not_come(rank):
 
 
 @on_ranks(2)
-def test_hooks_as_arguments(rank):
+def test_arguments(rank):
+    # Hooks as arguments.
     class Attached(FP16):
         models: tuple = ()
 
@@ -174,15 +183,11 @@ def test_hooks_as_arguments(rank):
     with pytest.raises(ValueError, match="unknown sync strategy 'never': .*'single_auto_sync'"):
         torchddp.DDP(seeded(Mlp), sync="never")
 
-
-@on_ranks(1)
-def test_compiled_modules():
-    model = torchddp.DDP(seeded(Mlp))
-    compiled = torch.compile(model, backend="eager")
-    with sync_context(compiled, False):
-        assert not model.require_backward_grad_sync
-    with sync_context(compiled, True):
-        assert model.require_backward_grad_sync
+    # Prepared modules.
+    model = prepare_ddp_module(seeded(Mlp), find_unused_parameters=True, bucket_cap_mb=3)
+    assert type(model) is torchddp.DDP and model.find_unused_parameters
+    frozen = seeded(Mlp).requires_grad_(False)
+    assert prepare_ddp_module(frozen, False) is frozen
 
 
 @on_ranks(2)
@@ -209,11 +214,3 @@ def test_the_examples_of_the_documentation(rank):
     for block in blocks:
         exec(block, names)
         assert_equal_on_all_ranks(names["model"])
-
-
-@on_ranks(2)
-def test_prepared_modules():
-    model = prepare_ddp_module(seeded(Mlp), find_unused_parameters=True, bucket_cap_mb=3)
-    assert type(model) is torchddp.DDP and model.find_unused_parameters
-    frozen = seeded(Mlp).requires_grad_(False)
-    assert prepare_ddp_module(frozen, False) is frozen

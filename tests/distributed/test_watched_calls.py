@@ -129,7 +129,8 @@ def test_nothing_is_left_behind():
 
 
 @on_ranks(2)
-def test_no_tensor_and_no_group_is_kept():
+def test_what_is_kept_and_for_how_long():
+    # No tensor and no group is kept.
     import weakref
 
     torchddp.watch_collectives()
@@ -147,6 +148,16 @@ def test_no_tensor_and_no_group_is_kept():
     dist.destroy_process_group(sub)
     del sub
     assert ref() is None and key not in calls.logs
+
+    # The timeout bounds the limit.
+    with torchddp.watch_collectives():
+        ((_, source),) = collectives._sources
+        assert source.stall_s == 10.0  # a third of the group's
+    with torchddp.watch_collectives(stall_report_s=2.5):
+        ((_, source),) = collectives._sources
+        assert source.stall_s == 2.5
+    group = new_group([0, 1], timeout=timedelta(seconds=2))
+    dist.barrier(group)
 
 
 @on_ranks(2)
@@ -187,19 +198,15 @@ def test_where_nothing_is_watched(monkeypatch):
     assert seams() == before
 
 
-@pytest.mark.parametrize(("limit", "error"), [(-1, ValueError), (float("nan"), ValueError), ("3", TypeError)])
-def test_wrong_limits(limit, error):
+def test_wrong_limits(monkeypatch):
     before = seams()
-    with pytest.raises(error, match="stall_report_s"):
-        torchddp.watch_collectives(stall_report_s=limit)
-    assert seams() == before
-
-
-def test_a_wrong_variable(monkeypatch):
+    for limit, error in [(-1, ValueError), (float("nan"), ValueError), ("3", TypeError)]:
+        with pytest.raises(error, match="stall_report_s"):
+            torchddp.watch_collectives(stall_report_s=limit)
     monkeypatch.setenv("TORCHDDP_STALL_REPORT_S", "soon")
     with pytest.raises(ValueError, match="TORCHDDP_STALL_REPORT_S must hold seconds"):
         torchddp.watch_collectives()
-    assert not collectives._watchers
+    assert seams() == before and not collectives._watchers
 
 
 def test_without_a_store():
@@ -297,15 +304,3 @@ def test_compiled_programs(rank):
         assert graphs() == without
         assert {"barrier", "broadcast"} <= {row[1] for row in kept()}
     assert graphs() == without
-
-
-@on_ranks(2)
-def test_the_timeout_bounds_the_limit():
-    with torchddp.watch_collectives():
-        ((_, source),) = collectives._sources
-        assert source.stall_s == 10.0  # a third of the group's
-    with torchddp.watch_collectives(stall_report_s=2.5):
-        ((_, source),) = collectives._sources
-        assert source.stall_s == 2.5
-    group = new_group([0, 1], timeout=timedelta(seconds=2))
-    dist.barrier(group)
