@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 
 import torchddp
-from tests.harness import on_ranks
+from tests.harness import each, on_ranks
 from tests.models import Mlp, batch, seeded, step_on
 from torchddp.diagnose import rank_state
 
 TRANSPORTS = ["shm", "c10d"]
-SECONDS = 60.0
 
 
 class Raises(torch.autograd.Function):
@@ -64,41 +63,41 @@ class Watched:
         return self.seen
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
-def test_a_rank_that_waits_and_one_that_raised(rank, transport):
-    ddp = torchddp.DistributedDataParallel(
-        seeded(Branching), bucket_cap_mb=0.001, transport=transport, timeout=timedelta(seconds=1.2)
-    )
-    assert ddp.reducer.status()["phase"] == "idle" and ddp.reducer.status()["step"] == 0
-    for step in range(3):
-        step_on(ddp, rank, step)
-    idle = ddp.reducer.status()
-    assert (idle["phase"], idle["step"], idle["bucket"]) == ("idle", 3, -1)
-    assert {bucket["state"] for bucket in idle["buckets"]} == {"reduced"} and not idle["armed"]
-    watched = Watched(ddp.reducer)
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        ddp.module.message = "no such number"
-        with pytest.raises(ValueError, match="no such number"):
+def test_a_rank_that_waits_and_one_that_raised(rank):
+    for transport in each(TRANSPORTS):
+        ddp = torchddp.DistributedDataParallel(
+            seeded(Branching), bucket_cap_mb=0.001, transport=transport, timeout=timedelta(seconds=1.2)
+        )
+        assert ddp.reducer.status()["phase"] == "idle" and ddp.reducer.status()["step"] == 0
+        for step in range(3):
+            step_on(ddp, rank, step)
+        idle = ddp.reducer.status()
+        assert (idle["phase"], idle["step"], idle["bucket"]) == ("idle", 3, -1)
+        assert {bucket["state"] for bucket in idle["buckets"]} == {"reduced"} and not idle["armed"]
+        watched = Watched(ddp.reducer)
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 1:
+            ddp.module.message = "no such number"
+            with pytest.raises(ValueError, match="no such number"):
+                step_on(ddp, rank, 3)
+            mine = ddp.reducer.status()
+            assert (mine["backward"], mine["phase"], mine["step"]) == ("failed", "backward", 4)
+            assert "no such number" in mine["backward_error"]
+            missing = {name for bucket in mine["buckets"] for name in bucket["missing"]}
+            assert missing == {"first.weight", "first.bias", "middle.weight", "middle.bias"}
+            store.wait(["rank 0 has failed"])  # by itself
+            watched.end()
+            return
+        ddp.reducer.note_failure("rank 1 was told to raise")
+        with pytest.raises(torchddp.TransportError, match="bucket [\\s\\S]*rank 1 was told to raise"):
             step_on(ddp, rank, 3)
-        mine = ddp.reducer.status()
-        assert (mine["backward"], mine["phase"], mine["step"]) == ("failed", "backward", 4)
-        assert "no such number" in mine["backward_error"]
-        missing = {name for bucket in mine["buckets"] for name in bucket["missing"]}
-        assert missing == {"first.weight", "first.bias", "middle.weight", "middle.bias"}
-        store.wait(["rank 0 has failed"])  # by itself
-        watched.end()
-        return
-    ddp.reducer.note_failure("rank 1 was told to raise")
-    with pytest.raises(torchddp.TransportError, match="bucket [\\s\\S]*rank 1 was told to raise"):
-        step_on(ddp, rank, 3)
-    waits = [s for s in watched.end() if s["phase"] == "waiting"]
-    assert waits and waits[-1]["waited_s"] > 0.5 and waits[-1]["waits_for"] == "the reduction"
-    assert waits[-1]["buckets"][waits[-1]["bucket"]] == {"state": "in flight", "missing": []}
-    assert "rank 1 was told to raise" in ddp.reducer.status()["error"]
-    assert ddp.reducer.with_failure_note("again") == "again"
-    store.set("rank 0 has failed", "")
+        waits = [s for s in watched.end() if s["phase"] == "waiting"]
+        assert waits and waits[-1]["waited_s"] > 0.5 and waits[-1]["waits_for"] == "the reduction"
+        assert waits[-1]["buckets"][waits[-1]["bucket"]] == {"state": "in flight", "missing": []}
+        assert "rank 1 was told to raise" in ddp.reducer.status()["error"]
+        assert ddp.reducer.with_failure_note("again") == "again"
+        store.set("rank 0 has failed", "")
 
 
 @on_ranks(2)
@@ -116,7 +115,8 @@ def test_a_backward_that_ends_without_a_parameter(rank):
 
 
 @on_ranks(1)
-def test_waits_within_each_other():
+def test_waits_and_errors_that_look_who_is_gone():
+    # Waits within each other.
     reducer = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d").reducer
     told = lambda: (reducer.status()["phase"], reducer.status()["waits_for"])  # noqa: E731
     outer = reducer.begin_wait("the first")
@@ -130,9 +130,7 @@ def test_waits_within_each_other():
     reducer.end_wait(later)
     assert told() == ("idle", "")
 
-
-@on_ranks(1)
-def test_other_threads_run_while_an_error_waits_to_see_who_is_gone():
+    # Other threads run while an error waits to see who is gone.
     reducer = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d").reducer
     here = rank_state.process_identity()
     reducer.set_peers([(1, here["pid"], here["started"])])  # which stays: it looks for as long as it does
@@ -195,7 +193,7 @@ def test_a_step_that_fails_while_a_bucket_is_launched(rank):
 
     def hook(state, bucket):
         launched.set()
-        assert go_on.wait(SECONDS)
+        assert go_on.wait(60.0)
         done = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
@@ -218,12 +216,12 @@ def test_a_step_that_fails_while_a_bucket_is_launched(rank):
     launches = threading.Thread(target=ddp.reducer._autograd_hook, args=(last,))
     gives_up = threading.Thread(target=fails)
     launches.start()
-    assert launched.wait(SECONDS)
+    assert launched.wait(60.0)
     gives_up.start()
     gives_up.join(0.5)  # it may wait for the launch
     go_on.set()
     for thread in (launches, gives_up):
-        thread.join(SECONDS)
+        thread.join(60.0)
         assert not thread.is_alive()
     assert "got a Sparse gradient" in errors[0]
     status = ddp.reducer.status()

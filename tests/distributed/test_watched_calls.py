@@ -5,6 +5,7 @@ import os
 import pickle
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -130,9 +131,17 @@ def test_nothing_is_left_behind():
 
 @on_ranks(2)
 def test_what_is_kept_and_for_how_long():
-    # No tensor and no group is kept.
-    import weakref
+    # The timeout bounds the limit.
+    with torchddp.watch_collectives():
+        ((_, source),) = collectives._sources
+        assert source.stall_s == 10.0  # a third of the group's
+    with torchddp.watch_collectives(stall_report_s=2.5):
+        ((_, source),) = collectives._sources
+        assert source.stall_s == 2.5
+    group = new_group([0, 1], timeout=timedelta(seconds=2))
+    dist.barrier(group)
 
+    # No tensor and no group is kept.
     torchddp.watch_collectives()
     t = torch.ones(8)
     request = dist.all_reduce(t, async_op=True)
@@ -148,16 +157,6 @@ def test_what_is_kept_and_for_how_long():
     dist.destroy_process_group(sub)
     del sub
     assert ref() is None and key not in calls.logs
-
-    # The timeout bounds the limit.
-    with torchddp.watch_collectives():
-        ((_, source),) = collectives._sources
-        assert source.stall_s == 10.0  # a third of the group's
-    with torchddp.watch_collectives(stall_report_s=2.5):
-        ((_, source),) = collectives._sources
-        assert source.stall_s == 2.5
-    group = new_group([0, 1], timeout=timedelta(seconds=2))
-    dist.barrier(group)
 
 
 @on_ranks(2)

@@ -3,98 +3,89 @@
 import pytest
 import torch
 
-from tests.behaviours import BEHAVIOURS
+from tests.behaviours import BEHAVIOURS, read_logs, run_behaviours
 from tests.gpu.test_pack_gpu import FLOATS, Given, assert_same, random_values, scaled
-from tests.harness import on_ranks, run_ranks
+from tests.harness import each, on_ranks, run_ranks
 from tests.models import Mlp, assert_grads, grads_of, seeded, step_on
 from tests.whole_buckets import LargeApart, WholeBuckets
 
 pytestmark = pytest.mark.beyond_torch("packs whole buckets in its own way")
 
 
-def _one(rank, check, whole):
-    check(whole, rank)
-
-
-@pytest.mark.parametrize("behaviour", list(BEHAVIOURS.values()), ids=lambda behaviour: behaviour.name)
 @pytest.mark.parametrize("whole", [WholeBuckets, LargeApart])
-def test_behaviour(behaviour, whole):
-    run_ranks(_one, 2, behaviour.check, whole)
+def test_behaviours(whole, tmp_path):
+    run_ranks(run_behaviours, 2, whole, BEHAVIOURS, tmp_path / "log", timeout=110)
+    found = read_logs(tmp_path / "log", 2)
+    assert found == dict.fromkeys(BEHAVIOURS), "\n".join(f"{name}: {error}" for name, error in found.items() if error)
 
 
-@pytest.mark.parametrize("transport", ["c10d", "auto"])
-@pytest.mark.parametrize("views", [None, True, False])
-@pytest.mark.parametrize("whole_class", [WholeBuckets, LargeApart])
 @on_ranks(1, 3)
-def test_same_bits_as_packing_in_the_hook(rank, ddp_class, world_size, transport, views, whole_class):
-    options = {"transport": transport, "gradient_as_bucket_view": views, "bucket_cap_mb": 0.001}
-    ours, whole = ddp_class(seeded(Mlp), **options), whole_class(seeded(Mlp), **options)
-    assert len(whole.reducer.plan.buckets) > 1
-    for step in range(4):
-        # With and without gradients that are there already.
-        for ddp in (ours, whole):
-            ddp.zero_grad(set_to_none=step % 2 == 0)
-            with ddp.no_sync():
-                step_on(ddp, rank, 10 + step)
-            step_on(ddp, rank, step)
-        # From three ranks on gloo adds in another order where a gradient is another part of a message.
-        exact = world_size < 3 or whole_class is WholeBuckets
-        assert_grads(grads_of(whole), grads_of(ours), 0 if exact else 1e-14, f"step {step}")
+def test_same_bits_as_packing_in_the_hook(rank, ddp_class, world_size):
+    for transport, views, whole_class in each(["c10d", "auto"], [None, True, False], [WholeBuckets, LargeApart]):
+        options = {"transport": transport, "gradient_as_bucket_view": views, "bucket_cap_mb": 0.001}
+        ours, whole = ddp_class(seeded(Mlp), **options), whole_class(seeded(Mlp), **options)
+        assert len(whole.reducer.plan.buckets) > 1
+        for step in range(4):
+            # With and without gradients that are there already.
+            for ddp in (ours, whole):
+                ddp.zero_grad(set_to_none=step % 2 == 0)
+                with ddp.no_sync():
+                    step_on(ddp, rank, 10 + step)
+                step_on(ddp, rank, step)
+            # From three ranks on gloo adds in another order where a gradient is another part of a message.
+            exact = world_size < 3 or whole_class is WholeBuckets
+            assert_grads(grads_of(whole), grads_of(ours), 0 if exact else 1e-14, f"step {step}")
 
 
-@pytest.mark.parametrize("nonfinite", [False, True])
-@pytest.mark.parametrize("views", [None, True])
 @on_ranks(2)
-def test_gradients_become_memory_of_the_bucket(rank, views, nonfinite):
+def test_gradients_become_memory_of_the_bucket(rank):
     """No second copy of them is kept, and none is copied back."""
-    options = {} if views is None else {"gradient_as_bucket_view": views}
-    whole = WholeBuckets(seeded(Mlp), find_nonfinite=nonfinite, **options)
-    for step in range(3):
-        whole.zero_grad()
-        step_on(whole, rank, step)
-    gradients = [param.grad for param in whole.parameters()]
-    for bucket in whole.reducer.plan.buckets:
-        begins = {
-            gradients[param].data_ptr() - offset * gradients[param].itemsize
-            for param, offset in zip(bucket.params, bucket.offsets, strict=True)
-        }
-        assert len(begins) == 1 < len(bucket.params)
+    for views, nonfinite in each([None, True], [False, True]):
+        options = {} if views is None else {"gradient_as_bucket_view": views}
+        whole = WholeBuckets(seeded(Mlp), find_nonfinite=nonfinite, **options)
+        for step in range(3):
+            whole.zero_grad()
+            step_on(whole, rank, step)
+        gradients = [param.grad for param in whole.parameters()]
+        for bucket in whole.reducer.plan.buckets:
+            begins = {
+                gradients[param].data_ptr() - offset * gradients[param].itemsize
+                for param, offset in zip(bucket.params, bucket.offsets, strict=True)
+            }
+            assert len(begins) == 1 < len(bucket.params)
 
 
-@pytest.mark.parametrize("gradient", FLOATS, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+CPU = torch.device("cpu")
+NUMELS = [1, 5, 4096, 70_001]
+
+
+def given(kind, dtype, gradient, divisor, views):
+    ddp = kind(Given(NUMELS, dtype, CPU), bucket_cap_mb=25, gradient_as_bucket_view=views)
+    ddp.reducer.set_divisor(lambda: divisor)
+    if gradient != dtype:
+        ddp.reducer._set_mixed_precision_param_dtype(gradient)
+        for param in ddp.parameters():
+            param.grad_dtype = None
+    return ddp
+
+
 @on_ranks(1)
-def test_same_bits_whatever_gradients_and_parameters_are(ddp_class, dtype, gradient):
+def test_same_bits_whatever_gradients_and_parameters_are(ddp_class):
     """Torch's operators, which move gradients where no kernel can, round as the kernels do: once."""
-    numels = [1, 5, 4096, 70_001]
-
-    wide = gradient if torch.promote_types(dtype, gradient) == gradient else torch.promote_types(dtype, gradient)
-
-    def made(kind, divisor, views):
-        ddp = kind(Given(numels, dtype, torch.device("cpu")), bucket_cap_mb=25, gradient_as_bucket_view=views)
-        ddp.reducer.set_divisor(lambda: divisor)
-        if gradient != dtype:
-            ddp.reducer._set_mixed_precision_param_dtype(gradient)
-            for param in ddp.parameters():
-                param.grad_dtype = None
-        return ddp
-
-    cpu = torch.device("cpu")
-    values = [random_values(numel, gradient, cpu, k) for k, numel in enumerate(numels)]
-    for views in (True, False):
-        for divisor in (1, 3):
-            hooked, whole = (made(kind, divisor, views) for kind in (ddp_class, WholeBuckets))
-            for ddp in (hooked, whole):
-                ddp([value.clone() for value in values]).backward()
-            for mine, theirs, value in zip(whole.parameters(), hooked.parameters(), values, strict=True):
-                assert_same(mine.grad, theirs.grad)
-                kept = mine.grad.dtype
-                assert_same(mine.grad, scaled(value.to(wide), divisor).to(dtype).to(kept))
+    for dtype, gradient, views, divisor in each(FLOATS, FLOATS, (True, False), (1, 3)):
+        wide = gradient if torch.promote_types(dtype, gradient) == gradient else torch.promote_types(dtype, gradient)
+        values = [random_values(numel, gradient, CPU, k) for k, numel in enumerate(NUMELS)]
+        hooked, whole = (given(kind, dtype, gradient, divisor, views) for kind in (ddp_class, WholeBuckets))
+        for ddp in (hooked, whole):
+            ddp([value.clone() for value in values]).backward()
+        for mine, theirs, value in zip(whole.parameters(), hooked.parameters(), values, strict=True):
+            assert_same(mine.grad, theirs.grad)
+            assert_same(mine.grad, scaled(value.to(wide), divisor).to(dtype).to(mine.grad.dtype))
 
 
 @on_ranks(1)
 def test_gradients_that_lie_elsewhere_in_the_bucket_are_read_before_they_are_overwritten():
-    whole = WholeBuckets(Given([6, 6], torch.float32, torch.device("cpu")), gradient_as_bucket_view=True)
+    whole = WholeBuckets(Given([6, 6], torch.float32, CPU), gradient_as_bucket_view=True)
     values = [torch.arange(6.0), torch.arange(6.0) + 10]
     whole(values).backward()
     first, second = whole.parameters()
