@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import on_ranks, run_ranks
+from tests.harness import each, on_ranks
 from tests.models import Mlp, batch, grads_of, loss_of, same_on_all_ranks, seeded
 from tests.torch_features import assert_same_program
 
 STEPS = 6
+float_mlp = partial(Mlp, dtype=torch.float32)
 
 
-def scaled_program(rank, options, clip=None, bad_rank=None, bad_steps=(), dtype=None, accumulate=1):
+def scaled_program(rank, options=None, clip=None, bad_rank=None, bad_steps=(), dtype=None, accumulate=1):
     """Gradients and the scale after each step; on `bad_rank` the loss of `bad_steps` overflows."""
 
     def program(cls):
-        ddp = cls(seeded(lambda: Mlp(dtype=torch.float32)), **options)
+        ddp = cls(seeded(float_mlp), **(options or {}))
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
         seen = []
@@ -50,47 +51,38 @@ def scaled_program(rank, options, clip=None, bad_rank=None, bad_steps=(), dtype=
     return program
 
 
-OPTIONS = [{}, {"static_graph": True}, {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @on_ranks(2)
-def test_an_overflow_on_one_rank_is_skipped_on_all(rank, ddp_class, options):
+def test_an_overflow_on_one_rank_is_skipped_on_all(rank, ddp_class):
     """The average of a gradient is infinite on all ranks if it is on one, so each scaler decides the same alone."""
-    assert_same_program(ddp_class, scaled_program(rank, options, bad_rank=1, bad_steps=(1, 4)), reductions=STEPS)
+    views, search = {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}
+    overflows = {"bad_rank": 1, "bad_steps": (1, 4)}
+    cases = [{"options": options, **overflows} for options in ({}, {"static_graph": True}, views, search)]
+    cases += [{"clip": clip, "bad_rank": 0, "bad_steps": (2,)} for clip in (0.5, 1e6)]  # unscaled first
+    for case in each([*cases, {"clip": 1.0, "dtype": torch.bfloat16, "accumulate": 3}]):
+        assert_same_program(ddp_class, scaled_program(rank, **case), reductions=STEPS)
 
 
-@pytest.mark.parametrize("clip", [0.5, 1e6])
+class Inside(Mlp):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
 @on_ranks(2)
-def test_unscaled_and_clipped(rank, ddp_class, clip):
-    assert_same_program(ddp_class, scaled_program(rank, {}, clip=clip, bad_rank=0, bad_steps=(2,)), reductions=STEPS)
+def test_autocast_around_the_wrapper_and_inside_the_module(ddp_class):
+    for kind in each([Mlp, Inside]):
 
+        def program(cls, kind=kind):
+            ddp = cls(seeded(partial(kind, dtype=torch.float32)))
+            seen = []
+            for step in range(3):
+                ddp.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16, enabled=kind is Mlp):
+                    output = ddp(batch(dist.get_rank(), step, dtype=torch.float32))
+                assert output.dtype == torch.bfloat16
+                loss_of(output.float()).backward()
+                assert all(p.grad.dtype == torch.float32 for p in ddp.parameters())
+                seen.append(grads_of(ddp))
+            return seen
 
-@on_ranks(2)
-def test_accumulated_under_autocast(rank, ddp_class):
-    program = scaled_program(rank, {}, clip=1.0, dtype=torch.bfloat16, accumulate=3)
-    assert_same_program(ddp_class, program, reductions=STEPS)
-
-
-@pytest.mark.parametrize("place", ["around the wrapper", "inside the module"])
-def test_autocast_wherever_it_stands(ddp_class, place):
-    class Inside(Mlp):
-        def forward(self, x):
-            with torch.autocast("cpu", torch.bfloat16):
-                return super().forward(x)
-
-    def program(cls):
-        kind = Inside if place == "inside the module" else Mlp
-        ddp = cls(seeded(lambda: kind(dtype=torch.float32)))
-        seen = []
-        for step in range(3):
-            ddp.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=kind is Mlp):
-                output = ddp(batch(dist.get_rank(), step, dtype=torch.float32))
-            assert output.dtype == torch.bfloat16
-            loss_of(output.float()).backward()
-            assert all(p.grad.dtype == torch.float32 for p in ddp.parameters())
-            seen.append(grads_of(ddp))
-        return seen
-
-    run_ranks(lambda rank: assert_same_program(ddp_class, program, reductions=3), 2)
+        assert_same_program(ddp_class, program, reductions=3)
