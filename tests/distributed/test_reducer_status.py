@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 
 import torchddp
-from tests.harness import each, on_ranks
+from tests.harness import on_ranks
 from tests.models import Mlp, batch, seeded, step_on
 from torchddp.diagnose import rank_state
-
-TRANSPORTS = ["shm", "c10d"]
 
 
 class Raises(torch.autograd.Function):
@@ -63,41 +61,41 @@ class Watched:
         return self.seen
 
 
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
 @on_ranks(2)
-def test_a_rank_that_waits_and_one_that_raised(rank):
-    for transport in each(TRANSPORTS):
-        ddp = torchddp.DistributedDataParallel(
-            seeded(Branching), bucket_cap_mb=0.001, transport=transport, timeout=timedelta(seconds=1.2)
-        )
-        assert ddp.reducer.status()["phase"] == "idle" and ddp.reducer.status()["step"] == 0
-        for step in range(3):
-            step_on(ddp, rank, step)
-        idle = ddp.reducer.status()
-        assert (idle["phase"], idle["step"], idle["bucket"]) == ("idle", 3, -1)
-        assert {bucket["state"] for bucket in idle["buckets"]} == {"reduced"} and not idle["armed"]
-        watched = Watched(ddp.reducer)
-        store = dist.distributed_c10d._get_default_store()
-        if rank == 1:
-            ddp.module.message = "no such number"
-            with pytest.raises(ValueError, match="no such number"):
-                step_on(ddp, rank, 3)
-            mine = ddp.reducer.status()
-            assert (mine["backward"], mine["phase"], mine["step"]) == ("failed", "backward", 4)
-            assert "no such number" in mine["backward_error"]
-            missing = {name for bucket in mine["buckets"] for name in bucket["missing"]}
-            assert missing == {"first.weight", "first.bias", "middle.weight", "middle.bias"}
-            store.wait(["rank 0 has failed"])  # by itself
-            watched.end()
-            return
-        ddp.reducer.note_failure("rank 1 was told to raise")
-        with pytest.raises(torchddp.TransportError, match="bucket [\\s\\S]*rank 1 was told to raise"):
+def test_a_rank_that_waits_and_one_that_raised(rank, transport):
+    ddp = torchddp.DistributedDataParallel(
+        seeded(Branching), bucket_cap_mb=0.001, transport=transport, timeout=timedelta(seconds=1.2)
+    )
+    assert ddp.reducer.status()["phase"] == "idle" and ddp.reducer.status()["step"] == 0
+    for step in range(3):
+        step_on(ddp, rank, step)
+    idle = ddp.reducer.status()
+    assert (idle["phase"], idle["step"], idle["bucket"]) == ("idle", 3, -1)
+    assert {bucket["state"] for bucket in idle["buckets"]} == {"reduced"} and not idle["armed"]
+    watched = Watched(ddp.reducer)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        ddp.module.message = "no such number"
+        with pytest.raises(ValueError, match="no such number"):
             step_on(ddp, rank, 3)
-        waits = [s for s in watched.end() if s["phase"] == "waiting"]
-        assert waits and waits[-1]["waited_s"] > 0.5 and waits[-1]["waits_for"] == "the reduction"
-        assert waits[-1]["buckets"][waits[-1]["bucket"]] == {"state": "in flight", "missing": []}
-        assert "rank 1 was told to raise" in ddp.reducer.status()["error"]
-        assert ddp.reducer.with_failure_note("again") == "again"
-        store.set("rank 0 has failed", "")
+        mine = ddp.reducer.status()
+        assert (mine["backward"], mine["phase"], mine["step"]) == ("failed", "backward", 4)
+        assert "no such number" in mine["backward_error"]
+        missing = {name for bucket in mine["buckets"] for name in bucket["missing"]}
+        assert missing == {"first.weight", "first.bias", "middle.weight", "middle.bias"}
+        store.wait(["rank 0 has failed"])  # by itself
+        watched.end()
+        return
+    ddp.reducer.note_failure("rank 1 was told to raise")
+    with pytest.raises(torchddp.TransportError, match="bucket [\\s\\S]*rank 1 was told to raise"):
+        step_on(ddp, rank, 3)
+    waits = [s for s in watched.end() if s["phase"] == "waiting"]
+    assert waits and waits[-1]["waited_s"] > 0.5 and waits[-1]["waits_for"] == "the reduction"
+    assert waits[-1]["buckets"][waits[-1]["bucket"]] == {"state": "in flight", "missing": []}
+    assert "rank 1 was told to raise" in ddp.reducer.status()["error"]
+    assert ddp.reducer.with_failure_note("again") == "again"
+    store.set("rank 0 has failed", "")
 
 
 @on_ranks(2)
