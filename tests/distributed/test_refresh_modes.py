@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torchddp
 from tests.harness import each, on_ranks
@@ -44,19 +46,28 @@ def grow(module):
     module.last.register_forward_hook(lambda *args: module.extra(args[2]))
 
 
+def set_first(on, *models):
+    """Freezes or thaws the first layer."""
+    for model in models:
+        getattr(model, "module", model).first.requires_grad_(on)
+        model.refresh_trainable()
+
+
 def frozen_then_thawed(model, rank, **kwargs):
     """Trains with fewer parameters, and with all again."""
-    module = getattr(model, "module", model)
+    weight = getattr(model, "module", model).first.weight
     train(model, rank, **kwargs)
-    module.first.requires_grad_(False)
-    model.refresh_trainable()
-    before = module.first.weight.clone()
+    set_first(False, model)
+    before = weight.clone()
     train(model, rank, **kwargs)
-    assert torch.equal(before, module.first.weight)
-    module.first.requires_grad_(True)
-    model.refresh_trainable()
+    assert torch.equal(before, weight)
+    set_first(True, model)
     train(model, rank, **kwargs)
-    assert not torch.equal(before, module.first.weight)
+    assert not torch.equal(before, weight)
+
+
+def names_of(model):
+    return {spec.name for spec in model.session.specs}
 
 
 @on_ranks(3)
@@ -83,9 +94,6 @@ def test_only_what_is_new_gets_rank_0s_values(rank):
     assert module.scale.tolist() == [rank, rank]
 
 
-# --- communication hooks ---
-
-
 class Hook:
     called = 0
     followed = 0
@@ -99,7 +107,7 @@ class Hook:
 
 
 @on_ranks(2)
-def test_a_hook_goes_on(rank):
+def test_hooks_go_on(rank):
     hook = Hook()
     model = DDP(seeded(mlp))
     model.register_comm_hook(None, hook)
@@ -112,6 +120,15 @@ def test_a_hook_goes_on(rank):
         frozen_then_thawed(model, rank)
         assert model._get_ddp_logging_data()["comm_hook"] == str(kind)
         assert "hook" in model.reducer.traffic()
+
+    # torch's PowerSGD begins anew: what it holds goes by the numbers of buckets that are no more.
+    state = torch_power_sgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+    model = DDP(seeded(mlp))
+    model.register_comm_hook(state, torch_power_sgd.powerSGD_hook)
+    train(model, rank, steps=6)
+    assert state.error_dict
+    frozen_then_thawed(model, rank, steps=6)
+    assert state.error_dict and state.iter == 6
 
 
 HOOKS = [
@@ -158,21 +175,6 @@ def test_hooks_keep_what_they_hold_of_parameters_that_stay(rank):
         assert hook.state_dict()["step"] == 6
 
 
-@on_ranks(2)
-def test_torchs_powersgd_begins_anew(rank):
-    """It holds by the number of a bucket what the buckets of now have nothing to do with."""
-    state = torch_power_sgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
-    model = DDP(seeded(mlp))
-    model.register_comm_hook(state, torch_power_sgd.powerSGD_hook)
-    train(model, rank, steps=6)
-    assert state.error_dict
-    frozen_then_thawed(model, rank, steps=6)
-    assert state.error_dict and state.iter == 6
-
-
-# --- modes ---
-
-
 class Stream(contextlib.nullcontext):
     """In the place of torch's streams and events, which CPUs have not: all is done in order anyhow."""
 
@@ -213,9 +215,7 @@ def test_optimizers_in_backward(rank):
         torch.testing.assert_close(list(module.parameters()), list(plain.parameters()))
 
     both(3)
-    for side in (model, reference):
-        side.module.first.requires_grad_(False)
-        side.refresh_trainable()
+    set_first(False, model, reference)
     both(3)
     torch.manual_seed(1)
     extra = nn.Linear(8, 8)
@@ -238,8 +238,7 @@ def test_options_go_on(rank):
     model._register_fused_optim(torch.optim.SGD, 0.1)
     before = model.module.last.weight.clone()
     for frozen in (False, True, False):
-        model.module.first.requires_grad_(not frozen)
-        model.refresh_trainable()
+        set_first(not frozen, model)
         loss_of(model(batch(rank).float())).backward()
         assert same_on_all_ranks(list(model.parameters()))
     assert not torch.equal(before, model.module.last.weight)
@@ -296,7 +295,7 @@ def test_parameters_that_are_averaged_late_ignored_or_shared(rank):
     module[1].requires_grad_(False)
     model.refresh_trainable()
     train(model, rank)
-    assert [spec.name for spec in model.session.specs] == ["0.weight", "0.bias", "2.weight"]
+    assert names_of(model) == {"0.weight", "0.bias", "2.weight"}
 
     # What is to be ignored.
     module = seeded(mlp)
@@ -307,8 +306,7 @@ def test_parameters_that_are_averaged_late_ignored_or_shared(rank):
     torch.manual_seed(rank)
     nn.init.normal_(module.own.weight)
     model.refresh_trainable()
-    names = {spec.name for spec in model.session.specs}
-    assert names == {n for n, _ in module.named_parameters()} - {"first.weight", "own.weight", "own.bias"}
+    assert names_of(model) == {n for n, _ in module.named_parameters()} - {"first.weight", "own.weight", "own.bias"}
     assert not same_on_all_ranks([module.own.weight])
 
     # Two wrappers of the same parameters.
@@ -318,18 +316,13 @@ def test_parameters_that_are_averaged_late_ignored_or_shared(rank):
         outer = DDP(inner)
     reference = DDP(seeded(mlp))
     for on in (True, False, True):
-        for side in (inner, reference):
-            side.module.first.requires_grad_(on)
-            side.refresh_trainable()
+        set_first(on, inner, reference)
         outer.refresh_trainable()
         for side in (outer, reference):
             loss_of(side(batch(rank).float())).backward()
         for mine, theirs in zip(inner.module.parameters(), reference.module.parameters(), strict=True):
             assert mine.grad is theirs.grad or torch.equal(mine.grad, theirs.grad)
             mine.grad = theirs.grad = None
-
-
-# --- gradients on their way ---
 
 
 @on_ranks(2)
@@ -381,9 +374,6 @@ def test_gradients_on_their_way(rank):
     assert before.bucket_memory_bytes == 0
 
 
-# --- who looks on ---
-
-
 @on_ranks(2)
 def test_observers_go_on(rank):
     # Steps are counted on.
@@ -404,13 +394,9 @@ def test_observers_go_on(rank):
     model = DDP(seeded(mlp))
     with torchddp.profiler.profile(model) as recorded:
         train(model, rank)
-        model.module.first.requires_grad_(False)
-        model.refresh_trainable()
+        set_first(False, model)
         train(model, rank)
     assert len(recorded.steps) == 3 and len(recorded.names) == 5
-
-
-# --- replicate ---
 
 
 @on_ranks(2)
@@ -437,15 +423,12 @@ def test_replicated_modules(rank):
     module.own.append(nn.Linear(2, 3))
     module.extra = nn.Linear(2, 2)
     module.refresh_trainable()
-    names = {spec.name for spec in torchddp.composable.api.engine_of(module).session.specs}
+    names = names_of(torchddp.composable.engine_of(module))
     assert {"extra.weight", "first.weight"} <= names and not any(name.startswith("own.") for name in names)
 
 
 @on_ranks(4)
 def test_replicate_with_dtensors(rank):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     module, plain = seeded(Mlp), seeded(Mlp)
     plan = {"first": ColwiseParallel(), "middle": RowwiseParallel()}
@@ -454,24 +437,17 @@ def test_replicate_with_dtensors(rank):
     reference = DDP(plain)
     data = rank // 2
     for on in (True, False, True):
-        for part in (module, plain):
-            part.first.requires_grad_(on)
-        module.refresh_trainable()
-        reference.refresh_trainable()
-        with module.no_sync(), reference.no_sync():
-            loss_of(module(batch(data, 7))).backward()
-            loss_of(reference(batch(data, 7))).backward()
-        loss_of(module(batch(data))).backward()
-        loss_of(reference(batch(data))).backward()
+        set_first(on, module, reference)
+        for model in (module, reference):
+            with model.no_sync():
+                loss_of(model(batch(data, 7))).backward()
+            loss_of(model(batch(data))).backward()
         for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
             assert (mine.grad is None) == (theirs.grad is None)
             if mine.grad is not None:
                 grad = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
                 torch.testing.assert_close(grad, theirs.grad)
             mine.grad = theirs.grad = None
-
-
-# --- said aloud ---
 
 
 @on_ranks(2)
