@@ -78,10 +78,11 @@ class RankError(AssertionError):
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
     """Calls `fn(rank, *args)` on `world_size` ranks and returns their values in rank order.
 
-    Raises RankError with the rank and its traceback if any of them raises, dies or is not back after `timeout` seconds.
+    Raises RankError with the rank and its traceback if any of them (with `needed_ranks`: of those) raises, dies or is
+    not back after `timeout` seconds.
     """
     outcomes = run_outcomes(fn, world_size, *args, timeout=timeout, **kwargs)
-    bad = [o for o in outcomes if not o.ok]
+    bad = [o for o in outcomes if not o.ok and o.rank in (kwargs.get("needed_ranks") or range(world_size))]
     if bad:
         # The rank that failed first is the cause; the others mostly report that a peer went away.
         bad.sort(key=lambda o: o.finished_s if o.finished_s is not None else float("inf"))
@@ -89,10 +90,11 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     return [o.value for o in outcomes]
 
 
-def on_ranks(*world_sizes: int, timeout: float = 100.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def on_ranks(*world_sizes: int, timeout: float = 100.0, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Makes a test of a function that is to run on each rank: `rank` and `world_size` are given to it if it takes them.
 
-    Several sizes are a parameter of the test; without any, the test has a parameter `world_size` of its own.
+    Several sizes are a parameter of the test; without any, the test has a parameter `world_size` of its own. The
+    options are those of `run_ranks`.
     """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
@@ -109,7 +111,7 @@ def on_ranks(*world_sizes: int, timeout: float = 100.0) -> Callable[[Callable[..
                 values = {"world_size": world_size, **given, "rank": rank}
                 body(**{name: values[name] for name in takes})
 
-            run_ranks(work, world_size, timeout=timeout)
+            run_ranks(work, world_size, timeout=timeout, **options)
 
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked_for]
         test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what pytest goes by

@@ -210,7 +210,8 @@ def test_hsdp_shards_over_a_host_unless_told_otherwise(monkeypatch: pytest.Monke
 
 
 @on_ranks(2)
-def test_options_of_fsdp_arrive(rank):
+def test_weights_at_the_start_and_options(rank):
+    # Options of fsdp arrive.
     config = ParallelConfig.from_cli(
         ["--use-fsdp", "--cpu-offload", "wrap=Linear", "--forward-prefetch=1", "--backward-prefetch=2"]
         + ["--param-dtype=bfloat16", "--reduce-dtype=float32", "--parallel-backend=torchddp_shm"]
@@ -233,9 +234,7 @@ def test_options_of_fsdp_arrive(rank):
     assert dist.get_backend(group) == "torchddp_shm"
     train(model, SGD(model.parameters()), rank)
 
-
-@on_ranks(2)
-def test_weights_at_the_start(rank):
+    # Weights at the start.
     # All start from rank 0.
     for options in each([{}, {"use_fsdp": True}, {"kind": "hsdp", "model_parallel": 1}, {"kind": "sharded"}]):
         net = seeded(Net, seed=rank)
@@ -264,6 +263,27 @@ def test_weights_at_the_start(rank):
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.fill_(0.1)
     train(model, SGD(model.parameters()), rank)
+
+    # What is refused.
+    with pytest.raises(TypeError, match="config: got a dict"):
+        parallelize(Net(), {"kind": "ddp"})
+    with pytest.raises(TypeError, match="model: got a function"):
+        parallelize(by_ddp)
+    net = Net()
+    with pytest.raises(TypeError, match="SGD that was made before"):
+        parallelize(net, optimizer=SGD(net.parameters()))
+    with pytest.raises(TypeError, match="optimizer: got a float"):
+        parallelize(net, optimizer=0.1)
+    ddp, fsdp = parallelize(Net()), parallelize(Net(), ParallelConfig(use_fsdp=True))
+    for parallel in (ddp, fsdp, replicate(Net())):
+        with pytest.raises(ValueError, match="the model is parallel already"):
+            parallelize(parallel)
+    with pytest.raises(ValueError, match="its module '0' is parallel already"):
+        parallelize(nn.Sequential(parallelize(Net())))
+    with pytest.raises(ValueError, match=r"data_parallel 3 x model_parallel 1 is 3, but there are 2 ranks"):
+        parallelize(Net(), ParallelConfig(data_parallel=3))
+    with pytest.raises(ValueError, match="did you mean 'Block'"):
+        parallelize(Net(), ParallelConfig(use_fsdp=True, wrap=("Blocks",)))
 
 
 @on_ranks(4)
@@ -321,26 +341,3 @@ def test_tensor_parallel_over_mp(rank: int, kind: str, world_size: int):
             # Distributes rank 0's of each model-parallel group; those groups still differ.
             parallelize_module(block, mesh["mp"], PLAN)
         assert_same(whole(parallelize(net, config)), dict(seeded(Net).named_parameters()), exact=True)
-
-
-@on_ranks(2)
-def test_what_is_refused():
-    with pytest.raises(TypeError, match="config: got a dict"):
-        parallelize(Net(), {"kind": "ddp"})
-    with pytest.raises(TypeError, match="model: got a function"):
-        parallelize(by_ddp)
-    net = Net()
-    with pytest.raises(TypeError, match="SGD that was made before"):
-        parallelize(net, optimizer=SGD(net.parameters()))
-    with pytest.raises(TypeError, match="optimizer: got a float"):
-        parallelize(net, optimizer=0.1)
-    ddp, fsdp = parallelize(Net()), parallelize(Net(), ParallelConfig(use_fsdp=True))
-    for parallel in (ddp, fsdp, replicate(Net())):
-        with pytest.raises(ValueError, match="the model is parallel already"):
-            parallelize(parallel)
-    with pytest.raises(ValueError, match="its module '0' is parallel already"):
-        parallelize(nn.Sequential(parallelize(Net())))
-    with pytest.raises(ValueError, match=r"data_parallel 3 x model_parallel 1 is 3, but there are 2 ranks"):
-        parallelize(Net(), ParallelConfig(data_parallel=3))
-    with pytest.raises(ValueError, match="did you mean 'Block'"):
-        parallelize(Net(), ParallelConfig(use_fsdp=True, wrap=("Blocks",)))

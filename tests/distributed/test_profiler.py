@@ -193,7 +193,8 @@ def test_the_chrome_trace_is_valid(rank: int, tmp_path: Path):
 
 
 @on_ranks(2)
-def test_an_exception_inside_ends_the_profile():
+def test_what_is_refused_and_what_ends_a_profile():
+    # An exception inside ends the profile.
     ddp = model()
     hooks = len(ddp._forward_hooks)
     with pytest.raises(KeyError), profile(ddp) as recorded:
@@ -209,9 +210,7 @@ def test_an_exception_inside_ends_the_profile():
         steps(ddp, 1)
     assert len(again.steps) == 1
 
-
-@on_ranks(2)
-def test_what_cannot_be_profiled_is_refused_in_a_sentence():
+    # What cannot be profiled is refused in a sentence.
     for wrong in (nn.Linear(2, 2), TorchDDP(nn.Linear(2, 2)), None):
         with pytest.raises(TypeError, match=r"wants a torchddp\.DistributedDataParallel.*got .*\."), profile(wrong):
             pass
@@ -261,7 +260,8 @@ def test_clocks_and_profiles_of_other_hosts(rank: int, monkeypatch: pytest.Monke
 
 
 @on_ranks(2)
-def test_a_monitor_is_called_after_every_nth_synchronised_step():
+def test_monitors():
+    # A monitor is called after every nth synchronised step.
     for every in each([1, 3]):
         ddp = model()
         told: list[int] = []
@@ -280,9 +280,7 @@ def test_a_monitor_is_called_after_every_nth_synchronised_step():
         steps(ddp, 2 * every)
         assert len(told) == 7 // every
 
-
-@on_ranks(2)
-def test_a_monitor_tells_the_times_of_the_step():
+    # A monitor tells the times of the step.
     ddp = model()
     told: list[dict[str, float]] = []
     monitor(ddp, lambda step, values: told.append(values))

@@ -113,7 +113,8 @@ def test_a_backward_that_ends_without_a_parameter(rank):
 
 
 @on_ranks(1)
-def test_waits_and_errors_that_look_who_is_gone():
+def test_waits_and_plans():
+    # Waits and errors that look who is gone.
     # Waits within each other.
     reducer = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d").reducer
     told = lambda: (reducer.status()["phase"], reducer.status()["waits_for"])  # noqa: E731
@@ -148,6 +149,18 @@ def test_waits_and_errors_that_look_who_is_gone():
     thread.join()
     assert passed >= 5
 
+    # Plans outlive the buckets they describe.
+    # Registered in another order than they are used in, so that buckets change.
+    ddp = torchddp.DistributedDataParallel(Branching(), bucket_cap_mb=0.0001)
+    ddp.reducer._push_all_rebuilt_params()
+    plan, buckets = ddp.reducer.plan, ddp.reducer.plan.buckets
+    before = [(b.params, b.offsets, b.numel) for b in buckets]
+    one = torchddp._C.make_bucket_plan(ddp.session.specs, list(range(len(ddp.session.specs))), [1 << 30])
+    assert ddp.reducer.adopt_plan(one)
+    assert len(ddp.reducer.plan) == 1 < len(before)
+    assert [(b.params, b.offsets, b.numel) for b in plan.buckets] == before
+    assert [(b.params, b.offsets, b.numel) for b in buckets] == before
+
 
 @on_ranks(2)
 def test_while_buckets_are_rebuilt_and_models_go(rank):
@@ -167,20 +180,6 @@ def test_while_buckets_are_rebuilt_and_models_go(rank):
         step_on(ddp, rank, 99)
         assert ddp.reducer.with_failure_note("text") == "text"
         dist.barrier()  # a rank that had ended would be a note of its own
-
-
-@on_ranks(1)
-def test_plans_outlive_the_buckets_they_describe():
-    # Registered in another order than they are used in, so that buckets change.
-    ddp = torchddp.DistributedDataParallel(Branching(), bucket_cap_mb=0.0001)
-    ddp.reducer._push_all_rebuilt_params()
-    plan, buckets = ddp.reducer.plan, ddp.reducer.plan.buckets
-    before = [(b.params, b.offsets, b.numel) for b in buckets]
-    one = torchddp._C.make_bucket_plan(ddp.session.specs, list(range(len(ddp.session.specs))), [1 << 30])
-    assert ddp.reducer.adopt_plan(one)
-    assert len(ddp.reducer.plan) == 1 < len(before)
-    assert [(b.params, b.offsets, b.numel) for b in plan.buckets] == before
-    assert [(b.params, b.offsets, b.numel) for b in buckets] == before
 
 
 @on_ranks(1)

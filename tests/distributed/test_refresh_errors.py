@@ -97,7 +97,8 @@ def test_ranks_that_disagree_all_hear_of_it(rank, world_size, transport, auto):
 
 
 @on_ranks(2)
-def test_nothing_to_train_and_thawed_later(rank):
+def test_nothing_to_train_join_and_what_can_not_be_refreshed(rank):
+    # Nothing to train and thawed later.
     for kind, auto in each(KINDS, [False, True]):
         module = seeded(Mlp)
         model = kind(module, auto_refresh_trainable=auto)
@@ -117,23 +118,7 @@ def test_nothing_to_train_and_thawed_later(rank):
         train(model, rank)
         assert not torch.equal(module.first.weight, before)
 
-
-@on_ranks(2)
-def test_a_rank_whose_backward_is_not_complete_tells_the_others(rank):
-    module = seeded(Mlp)
-    model = torchddp.DistributedDataParallel(module, bucket_cap_mb=100)
-    train(model, rank)
-    if rank == 1:  # a graph without the first layer: its gradients never come
-        hidden = model(batch(rank))
-        module.last.weight.grad = None
-        torch.autograd.backward(hidden.sum(), inputs=[module.last.weight])
-    text = error_of(model.refresh_trainable)
-    assert "refresh_trainable() failed on other ranks" in text if rank == 0 else "first.weight" in text
-    assert rank == 1 or "rank 1: RuntimeError" in text
-
-
-@on_ranks(2)
-def test_not_inside_of_join_but_after_it(rank):
+    # Not inside of join but after it.
     module = seeded(Mlp)
     model = torchddp.DistributedDataParallel(module, auto_refresh_trainable=True)
     for epoch in range(3):
@@ -146,9 +131,7 @@ def test_not_inside_of_join_but_after_it(rank):
         model.refresh_trainable()
         assert ("first.weight" in [spec.name for spec in model.session.specs]) == (epoch == 1)
 
-
-@on_ranks(2)
-def test_what_can_not_be_refreshed(rank):
+    # What can not be refreshed.
     module = seeded(Mlp)
     module.last.requires_grad_(False)
     late = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
@@ -167,10 +150,7 @@ def test_what_can_not_be_refreshed(rank):
     with pytest.raises(TypeError, match="auto_refresh_trainable must be True or False, got 'yes'"):
         torchddp.DistributedDataParallel(seeded(Mlp), auto_refresh_trainable="yes")
 
-
-@on_ranks(2)
-def test_a_hook_that_refuses_leaves_no_silence(rank):
-    """The model reduces nothing until it is refreshed with success: and says so."""
+    # The model reduces nothing until it is refreshed with success: and says so.
     module = seeded(lambda: Mlp(dtype=torch.float32))
     model = torchddp.DistributedDataParallel(module, comm_hook=torchddp.comm_hooks.PowerSGD(4))
 
@@ -186,3 +166,17 @@ def test_a_hook_that_refuses_leaves_no_silence(rank):
     del module.extra
     model.refresh_trainable()
     step()
+
+
+@on_ranks(2)
+def test_a_rank_whose_backward_is_not_complete_tells_the_others(rank):
+    module = seeded(Mlp)
+    model = torchddp.DistributedDataParallel(module, bucket_cap_mb=100)
+    train(model, rank)
+    if rank == 1:  # a graph without the first layer: its gradients never come
+        hidden = model(batch(rank))
+        module.last.weight.grad = None
+        torch.autograd.backward(hidden.sum(), inputs=[module.last.weight])
+    text = error_of(model.refresh_trainable)
+    assert "refresh_trainable() failed on other ranks" in text if rank == 0 else "first.weight" in text
+    assert rank == 1 or "rank 1: RuntimeError" in text

@@ -1,4 +1,4 @@
-"""torchddp.replicate() trains as torchddp.DistributedDataParallel and torch's class do."""
+"""torchddp.replicate() trains as torchddp.DistributedDataParallel and torch's class do; what it refuses."""
 
 import contextlib
 import copy
@@ -11,14 +11,18 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable import replicate as torch_replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
 
 import torchddp
 from tests.harness import each, on_ranks
 from tests.models import Branches, Mlp, NormNet, batch, loss_of, same_on_all_ranks, seeded
-from torchddp.composable import engine_of, unreplicate
+from torchddp.composable import ReplicateModule, engine_of, unreplicate
 
 pytestmark = pytest.mark.beyond_torch("has no replicate() with our engine")
 
@@ -73,7 +77,8 @@ def test_same_bits_as_the_wrapper_and_as_torchs_class(rank, world_size):
 
 
 @on_ranks(2)
-def test_the_module_stays_what_it_is(rank):
+def test_the_module_stays_what_it_is_and_is_freed(rank):
+    # The module stays what it is.
     model, plain = torchddp.replicate(seeded(NormNet)), seeded(NormNet)
     assert isinstance(model, NormNet) and isinstance(model, torchddp.composable.ReplicateModule)
     assert not isinstance(model, TorchDDP)
@@ -87,9 +92,18 @@ def test_the_module_stays_what_it_is(rank):
     part = sequential[:2]
     assert type(part) is nn.Sequential and part[0] is sequential[0]
 
+    # A model that is dropped is freed.
+    model = torchddp.replicate(seeded(Mlp), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    loss_of(model(batch(rank, 0)).double()).backward()
+    freed = [weakref.ref(engine_of(model)), weakref.ref(model)]
+    del model
+    gc.collect()
+    assert [ref() for ref in freed] == [None, None]
+
 
 @on_ranks(2)
-def test_optimizer_made_before_or_after(rank):
+def test_optimizers_and_checkpoints(rank):
+    # Optimizer made before or after.
     for before, set_to_none in each([True, False], [True, False]):
         model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
         optimizer = torch.optim.AdamW(model.parameters()) if before else None
@@ -98,6 +112,20 @@ def test_optimizer_made_before_or_after(rank):
         train(model, rank, optimizer=optimizer, set_to_none=set_to_none)
         train(wrapped, rank, optimizer=torch.optim.AdamW(wrapped.parameters()), set_to_none=set_to_none)
         assert_same(model, wrapped)
+
+    # Checkpoint state dict has plain keys.
+    model, plain = torchddp.replicate(seeded(Mlp)), seeded(Mlp)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, rank, optimizer=optimizer)
+    weights, state = copy.deepcopy(get_state_dict(model, optimizer))
+    assert list(weights) == list(plain.state_dict())
+    assert set(state["state"]) == set(dict(plain.named_parameters()))
+    other = torchddp.replicate(seeded(Mlp))
+    other_optimizer = torch.optim.AdamW(other.parameters())
+    set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=state)
+    train(model, rank, optimizer=optimizer)
+    train(other, rank, optimizer=other_optimizer)
+    assert_same(model, other)
 
 
 def accumulate(model, rank, how):
@@ -172,7 +200,8 @@ def test_unused_parameters_and_buffers(rank):
 
 
 @on_ranks(2)
-def test_rank_zeros_weights_are_sent_but_for_what_is_ignored(rank):
+def test_parts_by_themselves(rank):
+    # Rank zeros weights are sent but for what is ignored.
     model = seeded(Mlp)
     with torch.no_grad():
         model.last.weight.add_(rank)
@@ -188,10 +217,7 @@ def test_rank_zeros_weights_are_sent_but_for_what_is_ignored(rank):
     same = {name for name, p in model.named_parameters() if same_on_all_ranks([p.grad])}
     assert same == {"first.weight", "first.bias"}
 
-
-@on_ranks(2)
-def test_layers_by_themselves_then_the_rest(rank):
-    """As models are given to fully_shard: each module reduces what is not inside of another."""
+    # As models are given to fully_shard: each module reduces what is not inside of another.
     model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
     torchddp.replicate(model.middle)
     torchddp.replicate(model)
@@ -207,7 +233,8 @@ def test_layers_by_themselves_then_the_rest(rank):
 
 
 @on_ranks(2)
-def test_copies_and_what_unreplicate_returns_are_plain(rank):
+def test_copies_are_plain_and_parameters_are_checked(rank):
+    # Copies and what unreplicate returns are plain.
     model, x = torchddp.replicate(seeded(NormNet)), batch(rank, 0, 4, 3, 6, 6)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(nn.Sequential(model))[0]]
     for other in copies:
@@ -228,15 +255,13 @@ def test_copies_and_what_unreplicate_returns_are_plain(rank):
     with reductions(1):
         torchddp.replicate(model)(x).sum().backward()
 
-
-@on_ranks(2)
-def test_a_model_that_is_dropped_is_freed(rank):
-    model = torchddp.replicate(seeded(Mlp), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    loss_of(model(batch(rank, 0)).double()).backward()
-    freed = [weakref.ref(engine_of(model)), weakref.ref(model)]
-    del model
-    gc.collect()
-    assert [ref() for ref in freed] == [None, None]
+    # Check parameters every.
+    model = torchddp.replicate(seeded(Mlp), check_parameters_every=1)
+    train(model, rank, steps=2)
+    with torch.no_grad():
+        model.last.weight[0, 0] += rank
+    with pytest.raises(torchddp.DesyncError, match=r"last\.weight"):
+        train(model, rank, steps=1)
 
 
 class Fails(Mlp):
@@ -285,32 +310,6 @@ def test_a_forward_that_fails_and_one_that_calls_itself(rank):
     assert_same(model, wrapped)
 
 
-@on_ranks(2)
-def test_checkpoint_state_dict_has_plain_keys(rank):
-    model, plain = torchddp.replicate(seeded(Mlp)), seeded(Mlp)
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, rank, optimizer=optimizer)
-    weights, state = copy.deepcopy(get_state_dict(model, optimizer))
-    assert list(weights) == list(plain.state_dict())
-    assert set(state["state"]) == set(dict(plain.named_parameters()))
-    other = torchddp.replicate(seeded(Mlp))
-    other_optimizer = torch.optim.AdamW(other.parameters())
-    set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=state)
-    train(model, rank, optimizer=optimizer)
-    train(other, rank, optimizer=other_optimizer)
-    assert_same(model, other)
-
-
-@on_ranks(2)
-def test_check_parameters_every(rank):
-    model = torchddp.replicate(seeded(Mlp), check_parameters_every=1)
-    train(model, rank, steps=2)
-    with torch.no_grad():
-        model.last.weight[0, 0] += rank
-    with pytest.raises(torchddp.DesyncError, match=r"last\.weight"):
-        train(model, rank, steps=1)
-
-
 def test_import_torchddp_imports_none_of_it():
     code = "import torchddp, sys; assert not [m for m in sys.modules if m.startswith('torchddp.composable')]; "
     code += "assert 'torch.distributed.fsdp' not in sys.modules; from torchddp import replicate; print(replicate)"
@@ -339,3 +338,120 @@ def test_compiled(rank, how):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     train(wrapped, rank)
     assert_same(model, wrapped)
+
+
+WRONG_OPTIONS = [
+    ({"bucket_cap": 25}, "no argument 'bucket_cap'; its options are .*bucket_cap_mb"),
+    ({"mixed_precision": None}, "no argument 'mixed_precision': use mp_policy="),
+    ({"process_group": None}, "no argument 'process_group': use mesh="),
+    ({"device_ids": [0]}, "no argument 'device_ids': use device_id="),
+    ({"device_id": "cuda"}, "device_id must be the number of a GPU or a torch.device, got str"),
+    ({"ignored_modules": ["first"]}, "ignored_modules must be modules, got str"),
+]
+
+
+def sharded():
+    model = seeded(Mlp)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+def on_meta():
+    with torch.device("meta"):
+        return Mlp()
+
+
+WRONG_MODULES = [
+    (lambda: [Mlp()], TypeError, "wants one torch.nn.Module, got list"),
+    (lambda: seeded(Mlp).requires_grad_(False), RuntimeError, "no parameter that requires grad .*rank 0"),
+    (nn.ReLU, RuntimeError, "this ReLU has no parameter"),
+    (on_meta, RuntimeError, r"5 parameters of this Mlp are on the meta device.*first.weight.*to_empty"),
+    (lambda: torchddp.replicate(seeded(Mlp)), RuntimeError, "already replicated"),
+    (lambda: torch_replicate(seeded(Mlp)), RuntimeError, r"given to torch's replicate\(\) already"),
+    (sharded, RuntimeError, r"given to torch's fully_shard\(\) already"),
+    (lambda: TorchDDP(seeded(Mlp)), RuntimeError, "is a DistributedDataParallel"),
+    (lambda: nn.Sequential(torchddp.DDP(seeded(Mlp))), RuntimeError, r"contains a DistributedDataParallel \('0'\)"),
+    (lambda: nn.ModuleList([Mlp()]), ValueError, "a ModuleList has no forward"),
+]
+
+
+@on_ranks(1)
+def test_what_is_refused(rank):
+    # Wrong options modules and meshes.
+    for options, message in each(WRONG_OPTIONS):
+        model = seeded(Mlp)
+        with pytest.raises(TypeError, match=message):
+            torchddp.replicate(model, **options)
+        assert type(model) is Mlp and set(vars(model)) == set(vars(seeded(Mlp)))
+    for make, error, message in each(WRONG_MODULES):
+        with pytest.raises(error, match=message):
+            torchddp.replicate(make())
+    with pytest.raises(ValueError, match=r"shape \(1, 1\) with dimensions dp, tp.*mesh\['dp'\]"):
+        torchddp.replicate(seeded(Mlp), mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")))
+    with pytest.raises(ValueError, match=r"dimensions 0, 1.*after giving them names"):
+        torchddp.replicate(seeded(Mlp), mesh=init_device_mesh("cpu", (1, 1)))
+
+    # Later calls that can not be.
+    model = torchddp.replicate(seeded(Mlp))
+    engine = engine_of(model)
+    with pytest.raises(RuntimeError, match=r"rank 0: .* can't be used with join\(\)"):
+        engine.join()
+    with pytest.raises(RuntimeError, match="call the module"):
+        engine(batch(rank, 0))
+    with pytest.raises(TypeError, match="this Linear is not replicated"):
+        engine_of(model.first)
+    with pytest.raises(TypeError, match="this str is not replicated"):
+        engine_of("model")
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(RuntimeError, match=r"given to fully_shard\(\) after torchddp.replicate\(\)"):
+        model(batch(rank, 0))
+
+
+@on_ranks(2)
+def test_inside_of_checkpoints_and_beside_fully_shard(rank):
+    # Inside of activation checkpointing.
+    model, wrapped = Outer(False), torchddp.DistributedDataParallel(Outer(False))
+    torchddp.replicate(model.body)
+    for step in range(3):
+        before = torchddp.finished_steps()
+        loss_of(model(batch(rank, step))).backward()
+        assert torchddp.finished_steps() - before == 1
+        loss_of(wrapped(batch(rank, step))).backward()
+    assert_same_grads(model, wrapped)
+
+    model = Outer(True)
+    torchddp.replicate(model.body)
+    with pytest.raises(RuntimeError, match="use_reentrant=False, or replicate the model as a whole"):
+        loss_of(model(batch(rank, 0).requires_grad_())).backward()
+
+    # Parts that fully shard manages are left to it.
+    model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
+    fully_shard(model.middle, mesh=init_device_mesh("cpu", (2,)))
+    torchddp.replicate(model)
+    assert [s.name for s in engine_of(model).session.specs] == ["first.weight", "first.bias", "last.weight"]
+    for step in range(3):
+        for net in (model, wrapped):
+            net.zero_grad()
+            loss_of(net(batch(rank, step))).backward()
+    assert_same_grads(model, wrapped)
+    assert isinstance(model, ReplicateModule)
+
+    # A model that differs between ranks.
+    with pytest.raises(RuntimeError, match="not the same on all ranks"):
+        torchddp.replicate(Mlp(width=8 + rank))
+
+
+class Outer(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.body = seeded(Mlp)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+
+def assert_same_grads(model, wrapped):
+    for mine, theirs in zip(model.parameters(), wrapped.parameters(), strict=True):
+        grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+        assert torch.equal(grad, theirs.grad)

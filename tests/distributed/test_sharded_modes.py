@@ -30,7 +30,8 @@ def assert_all_equal(mine, theirs, tolerance=0.0):
 
 
 @on_ranks(3)
-def test_several_optimizers(rank):
+def test_several_optimizers_frozen_layers_and_half_precision(rank):
+    # Several optimizers.
     one, other = seeded(Net), seeded(Net)
 
     def parts(net):
@@ -47,6 +48,28 @@ def test_several_optimizers(rank):
                 optimizer.step()
             ddp.zero_grad()
     assert_all_equal(model.parameters(), reference.parameters())
+
+    # Layers frozen and thawed in turn.
+    for auto in each([True, False]):
+        pair = make_pair(*SGD, auto_refresh_trainable=auto)
+        for step in range(12):
+            if step % 3 == 0:
+                for model, _ in pair.sides():
+                    model.module.first.requires_grad_(step % 2 == 0)
+                    model.module.last.requires_grad_(step % 2 == 1)
+                if not auto:
+                    pair.sharded.refresh_trainable()
+                pair.rewrap()
+            pair.train(range(step, step + 1))
+        pair.assert_equal()
+
+    # Parameters in half precision on their way.
+    pair = make_pair(torch.optim.SGD, {"lr": 0.1}, oss_options={"broadcast_fp16": True})
+    pair.train(range(5))
+    pair.assert_equal(rtol=0.02, atol=5e-3)
+    values = torch.cat([p.detach().flatten() for p in pair.sharded.parameters() if p.dtype == torch.float32])
+    assert torch.equal(values, values.half().float())
+    assert same_on_all_ranks([values])
 
 
 @pytest.mark.rest_is_thorough("1-AdamW", "3-AdamW", "4-Adafactor")
@@ -112,7 +135,8 @@ def test_loss_scaling_skips_on_all_ranks_what_one_found(rank):
 
 
 @on_ranks(2)
-def test_buffers(rank):
+def test_buffers_and_averages_of_weights(rank):
+    # Buffers.
     for broadcast in each([True, False]):
         pair = make_pair(
             *SGD,
@@ -124,6 +148,15 @@ def test_buffers(rank):
         pair.assert_equal()
         assert_all_equal(pair.sharded.module.buffers(), pair.reference.module.buffers())
         assert not same_on_all_ranks([pair.sharded.module[1].running_mean])  # the last forward's own
+
+    # An average of weights sees the step.
+    pair = make_pair(transport="c10d", overlap_gather=True)
+    averages = [AveragedModel(m.module, avg_fn=lambda a, b, n: 0.9 * a + 0.1 * b) for m, _ in pair.sides()]
+    for step in range(8):
+        pair.train(range(step, step + 1))
+        for average, (model, _) in zip(averages, pair.sides(), strict=True):
+            average.update_parameters(model.module)
+    assert_all_equal(averages[0].parameters(), averages[1].parameters())
 
 
 @over_both
@@ -139,22 +172,6 @@ def test_parameters_that_some_ranks_or_none_use(rank, transport):
                 ddp(batch(rank, step, 3, 4), branch).square().mean().backward()
         pair.step()
     pair.assert_equal(rtol=1e-12, atol=1e-12)
-
-
-@on_ranks(3)
-def test_layers_frozen_and_thawed_in_turn():
-    for auto in each([True, False]):
-        pair = make_pair(*SGD, auto_refresh_trainable=auto)
-        for step in range(12):
-            if step % 3 == 0:
-                for model, _ in pair.sides():
-                    model.module.first.requires_grad_(step % 2 == 0)
-                    model.module.last.requires_grad_(step % 2 == 1)
-                if not auto:
-                    pair.sharded.refresh_trainable()
-                pair.rewrap()
-            pair.train(range(step, step + 1))
-        pair.assert_equal()
 
 
 def middle_frozen():
@@ -243,11 +260,26 @@ def test_models_whose_parameters_are_used_in_other_ways():
 
 
 @on_ranks(2)
-def test_saved_parameters_do_not_drag_their_neighbours_along(rank, tmp_path):
+def test_saved_parameters_and_weights_at_startup(rank, tmp_path):
+    # Saved parameters do not drag their neighbours along.
     pair = make_pair()
     pair.train(range(1))
     torch.save(pair.sharded.module.last.weight, tmp_path / str(rank))
     assert (tmp_path / str(rank)).stat().st_size < pair.sharded.module.last.weight.nbytes + 4096
+
+    # Weights at startup.
+    net = seeded(small_net, rank)
+    before = net.first.weight.detach().clone()
+    oss = OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+    model = torchddp.ShardedDataParallel(net, oss, sync_models_at_startup=False)
+    assert torch.equal(model.module.first.weight, before)  # each rank's own
+    assert model.reducer.transport_name == "shm"
+    loss_of(model(batch_of(rank, 0))).backward()
+    oss.step()
+    assert same_on_all_ranks(list(model.parameters()))
+    net = seeded(Net, 10 + rank)
+    model = torchddp.ShardedDataParallel(net, OSS(net.parameters(), torch.optim.SGD, lr=0.1))
+    assert same_on_all_ranks(list(model.parameters()))
 
 
 @pytest.mark.rest_is_thorough("True")
@@ -263,27 +295,6 @@ def test_compiled(rank, overlap):
     pair.assert_equal()
 
 
-@on_ranks(3)
-def test_parameters_in_half_precision_on_their_way():
-    pair = make_pair(torch.optim.SGD, {"lr": 0.1}, oss_options={"broadcast_fp16": True})
-    pair.train(range(5))
-    pair.assert_equal(rtol=0.02, atol=5e-3)
-    values = torch.cat([p.detach().flatten() for p in pair.sharded.parameters() if p.dtype == torch.float32])
-    assert torch.equal(values, values.half().float())
-    assert same_on_all_ranks([values])
-
-
-@on_ranks(2)
-def test_an_average_of_weights_sees_the_step():
-    pair = make_pair(transport="c10d", overlap_gather=True)
-    averages = [AveragedModel(m.module, avg_fn=lambda a, b, n: 0.9 * a + 0.1 * b) for m, _ in pair.sides()]
-    for step in range(8):
-        pair.train(range(step, step + 1))
-        for average, (model, _) in zip(averages, pair.sides(), strict=True):
-            average.update_parameters(model.module)
-    assert_all_equal(averages[0].parameters(), averages[1].parameters())
-
-
 @over_both
 @on_ranks(3)
 def test_a_group_of_some_ranks(rank, transport):
@@ -296,22 +307,6 @@ def test_a_group_of_some_ranks(rank, transport):
     pair = Pair(model, oss, TorchDDP(other, process_group=group), torch.optim.SGD(other.parameters(), lr=0.1))
     pair.train(range(5))
     pair.assert_equal()
-
-
-@on_ranks(2)
-def test_weights_at_startup(rank):
-    net = seeded(small_net, rank)
-    before = net.first.weight.detach().clone()
-    oss = OSS(net.parameters(), torch.optim.SGD, lr=0.1)
-    model = torchddp.ShardedDataParallel(net, oss, sync_models_at_startup=False)
-    assert torch.equal(model.module.first.weight, before)  # each rank's own
-    assert model.reducer.transport_name == "shm"
-    loss_of(model(batch_of(rank, 0))).backward()
-    oss.step()
-    assert same_on_all_ranks(list(model.parameters()))
-    net = seeded(Net, 10 + rank)
-    model = torchddp.ShardedDataParallel(net, OSS(net.parameters(), torch.optim.SGD, lr=0.1))
-    assert same_on_all_ranks(list(model.parameters()))
 
 
 @over_both

@@ -135,7 +135,8 @@ def test_splits_that_disagree_are_an_error_with_ranks_and_sizes(rank):
 
 
 @on_ranks(2)
-def test_bool_and_complex_reductions(rank):
+def test_tensors_of_all_kinds(rank):
+    # Bool and complex reductions.
     group = shm_group()
     for op, want in [(SUM, [0, 1, 1, 1]), (MAX, [0, 1, 1, 1]), (PRODUCT, [0, 0, 0, 1]), (MIN, [0, 0, 0, 1])]:
         tensor = torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]][rank], dtype=torch.bool)
@@ -149,6 +150,44 @@ def test_bool_and_complex_reductions(rank):
         tensor = (tensor * (rank + 1)).view(-1)
         dist.all_reduce(tensor, AVG, group=group)
         assert torch.equal(tensor, want * 1.5)
+
+    # Tensors of any strides and with gradients.
+    group = shm_group()
+    for side in (3, 100):
+
+        def square(r, side=side):
+            return stamp(r, side * side).view(side, side).t()
+
+        tensor = square(rank)
+        dist.all_reduce(tensor, group=group)
+        assert torch.equal(tensor, square(0) + square(1)) and not tensor.is_contiguous()
+        tensor = stamp(rank, side * side * 2)[::2]
+        dist.broadcast(tensor, 1, group=group)
+        assert torch.equal(tensor, stamp(1, side * side * 2)[::2])
+        parts = [torch.zeros(side, side).t() for _ in range(2)]
+        dist.all_gather(parts, square(rank), group=group)
+        assert all(torch.equal(parts[r], square(r)) for r in range(2))
+        weight = torch.nn.Parameter(stamp(rank, side * side))
+        version = weight._version
+        dist.broadcast(weight, 0, group=group)
+        dist.all_reduce(weight, group=group)
+        assert weight._version == version and torch.equal(weight.data, 2 * stamp(0, side * side))
+
+    # Allocated memory is reduced where it is.
+    group = shm_group()
+    backend, cpu = group._get_backend(torch.device("cpu")), torch.device("cpu")
+    assert backend.supports_tensor_alloc(cpu)
+    tensor = backend.allocate_tensor(50_000, dtype=torch.float32, device=cpu)
+    for op in (SUM, AVG):
+        tensor.fill_(rank + 1 if op is SUM else 3)
+        dist.all_reduce(tensor, op, group=group)
+        assert tensor.eq(3.0).all()
+    out = torch.zeros(100_000)
+    dist.all_gather_into_tensor(out, tensor, group=group)
+    assert out.eq(3.0).all()
+    tensor.fill_(rank)
+    dist.reduce(tensor, 0, group=group)
+    assert tensor.eq(1.0).all()
 
 
 @on_ranks(2)
@@ -171,30 +210,6 @@ def test_bad_arguments_leave_the_group_as_it_was(rank):
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == [2.0] * 3
-
-
-@on_ranks(2)
-def test_tensors_of_any_strides_and_with_gradients(rank):
-    group = shm_group()
-    for side in (3, 100):
-
-        def square(r, side=side):
-            return stamp(r, side * side).view(side, side).t()
-
-        tensor = square(rank)
-        dist.all_reduce(tensor, group=group)
-        assert torch.equal(tensor, square(0) + square(1)) and not tensor.is_contiguous()
-        tensor = stamp(rank, side * side * 2)[::2]
-        dist.broadcast(tensor, 1, group=group)
-        assert torch.equal(tensor, stamp(1, side * side * 2)[::2])
-        parts = [torch.zeros(side, side).t() for _ in range(2)]
-        dist.all_gather(parts, square(rank), group=group)
-        assert all(torch.equal(parts[r], square(r)) for r in range(2))
-        weight = torch.nn.Parameter(stamp(rank, side * side))
-        version = weight._version
-        dist.broadcast(weight, 0, group=group)
-        dist.all_reduce(weight, group=group)
-        assert weight._version == version and torch.equal(weight.data, 2 * stamp(0, side * side))
 
 
 @on_ranks(2)
@@ -349,21 +364,3 @@ def test_models_train_as_over_gloo(rank):
             torch.testing.assert_close(ours, theirs)
     ddp = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=shm_group())
     assert ddp.reducer.transport_name == "shm"  # by itself
-
-
-@on_ranks(2)
-def test_allocated_memory_is_reduced_where_it_is(rank):
-    group = shm_group()
-    backend, cpu = group._get_backend(torch.device("cpu")), torch.device("cpu")
-    assert backend.supports_tensor_alloc(cpu)
-    tensor = backend.allocate_tensor(50_000, dtype=torch.float32, device=cpu)
-    for op in (SUM, AVG):
-        tensor.fill_(rank + 1 if op is SUM else 3)
-        dist.all_reduce(tensor, op, group=group)
-        assert tensor.eq(3.0).all()
-    out = torch.zeros(100_000)
-    dist.all_gather_into_tensor(out, tensor, group=group)
-    assert out.eq(3.0).all()
-    tensor.fill_(rank)
-    dist.reduce(tensor, 0, group=group)
-    assert tensor.eq(1.0).all()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import each, on_ranks, run_outcomes
+from tests.harness import each, on_ranks
 from tests.shm_backend import shm_group, stamp
 from torchddp import TransportError
 
@@ -155,32 +155,27 @@ def test_mistakes_leave_the_group_as_it_was(rank):
 
 @pytest.mark.parametrize("how", ["killed", "left"])
 @pytest.mark.parametrize("source", [1, None])
-def test_a_receive_from_who_is_gone_says_so(how, source):
-    def work(rank):
-        group = shm_group()
-        dist.barrier(group=group)
-        if rank == 1:
-            dist.send(stamp(1, 3000), 0, group=group)
-            dist.send(stamp(1, 3), 0, group=group)
-            if how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            dist.destroy_process_group(group)
-            return None
-        # What was sent is there.
-        for numel in (3000, 3):
-            got = torch.zeros(numel)
-            dist.recv(got, source, group=group)
-            assert torch.equal(got, stamp(1, numel))
-        start = time.monotonic()
-        words = "rank 1 died" if how == "killed" else "rank 1 has left"
-        with pytest.raises(TransportError, match=words + r".*recv of 12 bytes"):
-            dist.recv(torch.zeros(3), source, group=group)
-        assert time.monotonic() - start < 5
-
-        return True
-
-    outcomes = run_outcomes(work, 2, timeout=30, needed_ranks=[0])
-    assert outcomes[0].value is True, outcomes[0].error
+@on_ranks(2, needed_ranks=[0])
+def test_a_receive_from_who_is_gone_says_so(rank, how, source):
+    group = shm_group()
+    dist.barrier(group=group)
+    if rank == 1:
+        dist.send(stamp(1, 3000), 0, group=group)
+        dist.send(stamp(1, 3), 0, group=group)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.destroy_process_group(group)
+        return
+    # What was sent is there.
+    for numel in (3000, 3):
+        got = torch.zeros(numel)
+        dist.recv(got, source, group=group)
+        assert torch.equal(got, stamp(1, numel))
+    start = time.monotonic()
+    words = "rank 1 died" if how == "killed" else "rank 1 has left"
+    with pytest.raises(TransportError, match=words + r".*recv of 12 bytes"):
+        dist.recv(torch.zeros(3), source, group=group)
+    assert time.monotonic() - start < 5
 
 
 @on_ranks(2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import each, on_ranks, run_outcomes, run_ranks
+from tests.harness import each, on_ranks, run_outcomes
 from tests.models import (
     Branches,
     Mlp,
@@ -54,50 +54,50 @@ def assert_same(models, backward, steps):
         assert same_on_all_ranks(grads), f"step {step}: ranks differ"
 
 
-@pytest.mark.parametrize("places", PLACES)
-def test_gradients_are_those_of_torch(ddp_class, places):
-    def work(rank):
-        live_on(places, rank)
-        for options in each([{}, {"static_graph": True}, {"gradient_as_bucket_view": False}]):
-            assert_same(both(ddp_class, Mlp, **options), lambda ddp, step: step_on(ddp, rank, step), 3)
-
-    run_ranks(work, len(places))
+def at(*places):
+    return pytest.mark.parametrize(("places", "world_size"), [(place, len(place)) for place in places])
 
 
-@pytest.mark.parametrize("places", ["aab", "aabb"])
-def test_other_models_and_uneven_inputs(ddp_class, places):
-    def work(rank):
-        live_on(places, rank)
-        # Gradients of 3 MiB, and buckets that no shard divides: many chunks.
-        models = both(ddp_class, lambda: Mlp(257))
-        assert_same(models, lambda ddp, step: loss_of(ddp(batch(rank, step, 5, 257))).backward(), 2)
+@at(*PLACES)
+@on_ranks()
+def test_gradients_are_those_of_torch(rank, ddp_class, places):
+    live_on(places, rank)
+    for options in each([{}, {"static_graph": True}, {"gradient_as_bucket_view": False}]):
+        assert_same(both(ddp_class, Mlp, **options), lambda ddp, step: step_on(ddp, rank, step), 3)
 
-        def branches(ddp, step):
-            branch = ("left", "right")[(rank + step) % 2] if step < 3 else "left"
-            loss_of(ddp(batch(rank, step, 5, 4), branch)).backward()
 
-        assert_same(both(ddp_class, Branches, find_unused_parameters=True), branches, 4)
+@at("aab", "aabb")
+@on_ranks()
+def test_other_models_and_uneven_inputs(rank, ddp_class, places):
+    live_on(places, rank)
+    # Gradients of 3 MiB, and buckets that no shard divides: many chunks.
+    models = both(ddp_class, lambda: Mlp(257))
+    assert_same(models, lambda ddp, step: loss_of(ddp(batch(rank, step, 5, 257))).backward(), 2)
 
-        # Buffers are those of rank 0.
-        models = both(ddp_class, NormNet)
-        assert_same(models, lambda ddp, step: loss_of(ddp(batch(rank, step, 2, 3, 6, 6))).backward(), 3)
-        with torch.no_grad():
-            for ddp in models:
-                ddp(batch(0, 9, 2, 3, 6, 6))
-        assert same_on_all_ranks(models[0].buffers())
-        for ours, theirs in zip(models[0].buffers(), models[1].buffers(), strict=True):
-            torch.testing.assert_close(ours, theirs)
+    def branches(ddp, step):
+        branch = ("left", "right")[(rank + step) % 2] if step < 3 else "left"
+        loss_of(ddp(batch(rank, step, 5, 4), branch)).backward()
 
-        # Inside join() a rank that has run out of inputs goes on reducing.
-        models = both(ddp_class, Mlp)
+    assert_same(both(ddp_class, Branches, find_unused_parameters=True), branches, 4)
+
+    # Buffers are those of rank 0.
+    models = both(ddp_class, NormNet)
+    assert_same(models, lambda ddp, step: loss_of(ddp(batch(rank, step, 2, 3, 6, 6))).backward(), 3)
+    with torch.no_grad():
         for ddp in models:
-            with ddp.join():
-                for step in range(rank + 1):
-                    ddp.zero_grad()
-                    step_on(ddp, rank, step)
-        assert_grads(grads_of(models[0]), grads_of(models[1]), rtol=RTOL)
+            ddp(batch(0, 9, 2, 3, 6, 6))
+    assert same_on_all_ranks(models[0].buffers())
+    for ours, theirs in zip(models[0].buffers(), models[1].buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
-    run_ranks(work, len(places))
+    # Inside join() a rank that has run out of inputs goes on reducing.
+    models = both(ddp_class, Mlp)
+    for ddp in models:
+        with ddp.join():
+            for step in range(rank + 1):
+                ddp.zero_grad()
+                step_on(ddp, rank, step)
+    assert_grads(grads_of(models[0]), grads_of(models[1]), rtol=RTOL)
 
 
 @pytest.mark.parametrize("places", ["aabb", "aab", "abb", "abab"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import each, on_ranks, run_outcomes
+from tests.harness import each, on_ranks
 from tests.models import Mlp, assert_grads, expected_grads, grads_of, seeded, step_on
 
 pytestmark = pytest.mark.beyond_torch("knows no shared memory")
@@ -77,8 +77,8 @@ def test_change_by_one_rank_is_its_own(rank, ddp_class):
 
 
 @on_ranks(2)
-def test_change_before_the_peers_have_looked(rank, ddp_class):
-    """A rank is done with a step, and writes over its gradients, while another has hardly begun to wait for its own."""
+def test_changes_and_gradients_over_steps(rank, ddp_class):
+    # A rank is done with a step, and writes over its gradients, while another has hardly begun to wait for its own.
     ddp = trained(ddp_class, rank, bucket_cap_mb=0.001)
     for step in range(2, 40):
         train(ddp, rank, [step])
@@ -87,10 +87,7 @@ def test_change_before_the_peers_have_looked(rank, ddp_class):
         else:
             assert_grads(grads_of(ddp), want(ddp, step))
 
-
-@on_ranks(2)
-def test_gradient_kept_over_a_step(rank, ddp_class):
-    """As documented: a view has the next step's values; a copy keeps its own. No other rank's in either case."""
+    # As documented: a view has the next step's values; a copy keeps its own. No other rank's in either case.
     for views in each([True, False]):
         ddp = trained(ddp_class, rank, gradient_as_bucket_view=views)
         kept = ddp.module.last.weight.grad
@@ -98,26 +95,23 @@ def test_gradient_kept_over_a_step(rank, ddp_class):
         assert_grads({"last.weight": kept}, {"last.weight": want(ddp, 2 if views else 1)["last.weight"]})
 
 
-def test_gradients_outlive_module_and_peer(ddp_class):
-    def work(rank):
-        ddp = trained(ddp_class, rank)
-        right = want(ddp, 1)
-        module = ddp.module
-        del ddp
-        gc.collect()
-        assert_grads(grads_of(module), right)
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(RuntimeError):
-            dist.barrier()  # the peer has gone
-        assert_grads(grads_of(module), right)
-        torch.optim.SGD(module.parameters(), lr=0.1).step()
-        step_on(module, rank)
-        for p in module.parameters():
-            p.grad.mul_(2)
-
-    outcomes = run_outcomes(work, 2, needed_ranks=[0], timeout=20)
-    assert outcomes[0].ok, outcomes[0].error
+@on_ranks(2, needed_ranks=[0])
+def test_gradients_outlive_module_and_peer(rank, ddp_class):
+    ddp = trained(ddp_class, rank)
+    right = want(ddp, 1)
+    module = ddp.module
+    del ddp
+    gc.collect()
+    assert_grads(grads_of(module), right)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        dist.barrier()  # the peer has gone
+    assert_grads(grads_of(module), right)
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    step_on(module, rank)
+    for p in module.parameters():
+        p.grad.mul_(2)
 
 
 def in_child(body):

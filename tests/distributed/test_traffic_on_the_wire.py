@@ -7,11 +7,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
+import torchddp
 from benchmarks.two_hosts.launch import STORE_PORT, worker_environment
 from benchmarks.two_hosts.network import Host, NoNetworkError, inside, two_hosts
+from benchmarks.two_hosts.traffic import quiet_count
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +29,7 @@ def run_on(hosts: Sequence[Host], ranks_per_host: int) -> list[str]:
         subprocess.Popen(
             inside(
                 hosts[rank // ranks_per_host].namespace,
-                [sys.executable, "-m", "tests.wire_worker", str(rank), str(size), init_method],
+                [sys.executable, "-m", "tests.distributed.test_traffic_on_the_wire", str(rank), str(size), init_method],
             ),
             cwd=ROOT,
             env={**worker_environment(), "PYTHONPATH": str(ROOT)},
@@ -58,3 +64,41 @@ def test_counted_bytes_are_those_of_the_interface(ranks_per_host: int) -> None:
             counted, sent = sum(rank[name]["counted"] for rank in ranks), ranks[0][name]["sent"]
             # Headers and acknowledgements come on top.
             assert 0.95 < sent / counted < 1.10, (name, counted, sent)
+
+
+STEPS = 4
+
+
+def measure(route: str, **options: Any) -> dict[str, float]:
+    """Bytes of one step: as `model.traffic()` has them, and as the interface of this host has them."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    ddp = torchddp.DistributedDataParallel(layers, **options)
+
+    def step() -> None:
+        ddp(torch.ones(2, 512)).sum().backward()
+
+    for _ in range(2):  # buckets are rebuilt
+        step()
+    before = quiet_count()
+    for _ in range(STEPS):
+        step()
+    sent = (quiet_count() - before) / STEPS
+    return {"counted": ddp.traffic()[route].wire_bytes or 0, "sent": sent}
+
+
+def main(rank: int, world_size: int, init_method: str) -> None:
+    """Prints what was found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    if world_size == 2:
+        found = {"c10d": measure("c10d", transport="c10d")}
+    else:  # ranks of a host share memory
+        narrow = measure("outer", transport="shm", wire_dtype=torch.bfloat16)
+        found = {"outer": measure("outer", transport="shm"), "narrow": narrow}
+    print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -54,8 +54,25 @@ def test_ranks_of_a_host_share_memory(rank, world_size, ddp_class, launcher):
 
 
 @on_ranks(2)
-def test_without_synchronisation_at_init_nothing_is_agreed(rank, ddp_class):
-    """`init_sync=False` says that the ranks may come at different times."""
+def test_groups_and_devices(rank, ddp_class):
+    # `_update_process_group` to a group of one and back.
+    ddp = ddp_class(seeded(Mlp))
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    found = [transport_of(ddp)]
+    for group in (alone, dist.group.WORLD):
+        ddp._update_process_group(group)
+        found.append(transport_of(ddp))
+        step_on(ddp, rank)
+    assert_trains(ddp, rank)
+    assert found == ["shm", "c10d", "shm"]
+
+    # Memory of another device can't be shared: "auto" keeps to the process group, "shm" says why not.
+    devices = [torch.device("cpu"), torch.device("cuda", 1)]
+    with pytest.raises(ValueError, match="cuda:1"):
+        intended_transport("shm", dist.group.WORLD, devices, collective=True)
+    assert intended_transport("auto", dist.group.WORLD, devices, collective=True) == "c10d"
+
+    # `init_sync=False` says that the ranks may come at different times.
     ddp = ddp_class(seeded(Mlp), init_sync=False)
     if rank == 0:
         ddp_class(seeded(Mlp), init_sync=False)  # alone: would hang if it were collective
@@ -138,29 +155,6 @@ def test_ranks_that_choose_differently_all_hear_of_it(rank, ddp_class):
     del os.environ[CHOICE_ENV]
     with pytest.raises(RuntimeError, match="not the same on all ranks"):
         ddp_class(seeded(lambda: Mlp(8 + rank)))
-
-
-@on_ranks(2)
-def test_parameters_elsewhere():
-    """Memory of another device can't be shared: "auto" keeps to the process group, "shm" says why not."""
-    devices = [torch.device("cpu"), torch.device("cuda", 1)]
-    with pytest.raises(ValueError, match="cuda:1"):
-        intended_transport("shm", dist.group.WORLD, devices, collective=True)
-    assert intended_transport("auto", dist.group.WORLD, devices, collective=True) == "c10d"
-
-
-@on_ranks(2)
-def test_new_process_group_is_asked_again(rank, ddp_class):
-    """`_update_process_group` to a group of one and back."""
-    ddp = ddp_class(seeded(Mlp))
-    alone = [dist.new_group([r]) for r in range(2)][rank]
-    found = [transport_of(ddp)]
-    for group in (alone, dist.group.WORLD):
-        ddp._update_process_group(group)
-        found.append(transport_of(ddp))
-        step_on(ddp, rank)
-    assert_trains(ddp, rank)
-    assert found == ["shm", "c10d", "shm"]
 
 
 class SecondGroup:

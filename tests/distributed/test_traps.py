@@ -148,8 +148,8 @@ def test_a_forward_that_is_left(rank, transport):
 
 
 @on_ranks(2)
-def test_the_rank_on_which_it_happens_tells(rank):
-    """Rank 1 leaves one out that it makes up for, so that nobody waits."""
+def test_who_tells_and_who_switches_it_off(rank):
+    # Rank 1 leaves one out that it makes up for, so that nobody waits.
     ddp, optimizer = made(forward_sync_buffers=False)
     with heard() as told:
         train(ddp, optimizer, rank, 1)
@@ -157,6 +157,14 @@ def test_the_rank_on_which_it_happens_tells(rank):
             ddp(batch(rank))
         train(ddp, optimizer, rank, 2)
     assert "on rank 1" in only_one(told, by=1)[0]
+
+    # Warnings are switched off by their category.
+    ddp, optimizer = made()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore", torchddp.UsageWarning)
+        ddp(batch(rank))
+        train(ddp, optimizer, rank, 3)
+    assert caught == []
 
 
 # --- gradients that ranks treat differently
@@ -293,7 +301,8 @@ class Head(nn.Module):
 
 
 @on_ranks(2)
-def test_a_search_that_is_needed(rank):
+def test_searches_that_are_needed_and_errors(rank):
+    # A search that is needed.
     for unused_on in ("all", "rank 1", "step 7"):
         ddp, optimizer = made(make=Head, find_unused_parameters=True)
         with heard() as told:
@@ -301,6 +310,18 @@ def test_a_search_that_is_needed(rank):
                 left_out = {"all": True, "rank 1": rank == 1, "step 7": step == 7}[unused_on]
                 loss_of(ddp(batch(rank, step), not left_out)).backward()
         assert told == [], unused_on
+
+    # Errors name the parameter and what to pass.
+    ddp = torchddp.DDP(seeded(Branches))
+    loss_of(ddp(batch(rank, 0, 3, 4), "left")).backward()
+    with pytest.raises(RuntimeError, match="wrap the model with find_unused_parameters=True") as error:
+        ddp(batch(rank, 1, 3, 4), "left")
+    assert f"for rank {rank}: right.weight, right.bias, never.weight, never.bias\n" in str(error.value)
+    ddp = torchddp.DDP(seeded(Twice))
+    with pytest.raises(RuntimeError, match=r"parameter 'layer\.") as error:
+        loss_of(ddp(batch(rank))).backward()
+    assert "pass use_reentrant=False to torch.utils.checkpoint" in str(error.value)
+    assert "static_graph=True to DistributedDataParallel" in str(error.value)
 
 
 class Twice(nn.Module):
@@ -313,20 +334,6 @@ class Twice(nn.Module):
     def forward(self, x):
         x = self.first(x)
         return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True)
-
-
-@on_ranks(2)
-def test_errors_name_the_parameter_and_what_to_pass(rank):
-    ddp = torchddp.DDP(seeded(Branches))
-    loss_of(ddp(batch(rank, 0, 3, 4), "left")).backward()
-    with pytest.raises(RuntimeError, match="wrap the model with find_unused_parameters=True") as error:
-        ddp(batch(rank, 1, 3, 4), "left")
-    assert f"for rank {rank}: right.weight, right.bias, never.weight, never.bias\n" in str(error.value)
-    ddp = torchddp.DDP(seeded(Twice))
-    with pytest.raises(RuntimeError, match=r"parameter 'layer\.") as error:
-        loss_of(ddp(batch(rank))).backward()
-    assert "pass use_reentrant=False to torch.utils.checkpoint" in str(error.value)
-    assert "static_graph=True to DistributedDataParallel" in str(error.value)
 
 
 class Right:
@@ -557,16 +564,6 @@ def test_programs_that_are_right_hear_nothing(rank, transport):
         with heard() as told:
             program(ddp, optimizer, rank)
         assert told == [], name
-
-
-@on_ranks(2)
-def test_warnings_are_switched_off_by_their_category(rank):
-    ddp, optimizer = made()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("ignore", torchddp.UsageWarning)
-        ddp(batch(rank))
-        train(ddp, optimizer, rank, 3)
-    assert caught == []
 
 
 @on_ranks(2)

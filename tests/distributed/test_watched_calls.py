@@ -176,7 +176,8 @@ def test_groups_that_are_made_again_begin_anew(rank, tmp_path):
         dist.barrier()
 
 
-def test_where_nothing_is_watched(monkeypatch):
+def test_where_nothing_is_watched_and_wrong_limits(monkeypatch):
+    # Where nothing is watched.
     before = seams()
     monkeypatch.setenv("TORCHDDP_STALL_REPORT_S", "0")
     with torchddp.watch_collectives():
@@ -196,8 +197,7 @@ def test_where_nothing_is_watched(monkeypatch):
         dist.set_debug_level(level)
     assert seams() == before
 
-
-def test_wrong_limits(monkeypatch):
+    # Wrong limits.
     before = seams()
     for limit, error in [(-1, ValueError), (float("nan"), ValueError), ("3", TypeError)]:
         with pytest.raises(error, match="stall_report_s"):

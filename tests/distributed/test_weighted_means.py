@@ -223,7 +223,8 @@ def test_join(rank, transport):
 
 
 @on_ranks(4)
-def test_under_a_manager(rank):
+def test_managers_calls_and_copies(rank):
+    # Under a manager.
     manager = FakeManager()
     model = torchddp.fault_tolerance.DistributedDataParallel(manager, Net(), bucket_cap_mb=SMALL)
     for step in range(3):
@@ -232,6 +233,31 @@ def test_under_a_manager(rank):
         run_step(model, rank, MICROBATCHES, step=step)
         assert manager.should_commit()
         assert_same(model, reference(MICROBATCHES, step=step))
+
+    # Some steps some calls and copies.
+    # The last call counts, and a microbatch that the program has thought better of does not.
+    model = DDP(Net())
+    with model.no_sync():
+        model.weigh(50)
+        mean_loss(model(samples(rank, 7, 5))).backward()
+    model.zero_grad()
+    model.weigh(99)
+    run_step(model, rank, MICROBATCHES)
+    assert_same(model, reference(MICROBATCHES))
+    check_steps(copy.deepcopy(DDP(Net(), weighted=True)), rank, steps=1)
+
+    # Steps with and without weights.
+    model, plain = (DDP(Net(), bucket_cap_mb=SMALL) for _ in range(2))
+    for step in range(4):
+        model.zero_grad()
+        if step % 2:
+            plain.zero_grad()
+            for ddp in (model, plain):
+                mean_loss(ddp(samples(rank, 10 * step, 1 + rank))).backward()
+            assert_same(model, grads_of(plain), rtol=0, atol=0)
+        else:
+            run_step(model, rank, MICROBATCHES, step=step)
+            assert_same(model, reference(MICROBATCHES, step=step))
 
 
 @over_both
@@ -293,33 +319,6 @@ def test_missing_and_wrong_weights(rank):
             accumulate(other, 1, weights=[1])
     model.weigh(torch.tensor([3]))
     mean_loss(model(samples(rank, 0, 3))).backward()
-
-
-@on_ranks(4)
-def test_some_steps_some_calls_and_copies(rank):
-    # The last call counts, and a microbatch that the program has thought better of does not.
-    model = DDP(Net())
-    with model.no_sync():
-        model.weigh(50)
-        mean_loss(model(samples(rank, 7, 5))).backward()
-    model.zero_grad()
-    model.weigh(99)
-    run_step(model, rank, MICROBATCHES)
-    assert_same(model, reference(MICROBATCHES))
-    check_steps(copy.deepcopy(DDP(Net(), weighted=True)), rank, steps=1)
-
-    # Steps with and without weights.
-    model, plain = (DDP(Net(), bucket_cap_mb=SMALL) for _ in range(2))
-    for step in range(4):
-        model.zero_grad()
-        if step % 2:
-            plain.zero_grad()
-            for ddp in (model, plain):
-                mean_loss(ddp(samples(rank, 10 * step, 1 + rank))).backward()
-            assert_same(model, grads_of(plain), rtol=0, atol=0)
-        else:
-            run_step(model, rank, MICROBATCHES, step=step)
-            assert_same(model, reference(MICROBATCHES, step=step))
 
 
 @over_both

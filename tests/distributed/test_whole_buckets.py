@@ -70,8 +70,8 @@ def given(kind, dtype, gradient, divisor, views):
 
 
 @on_ranks(1)
-def test_same_bits_whatever_gradients_and_parameters_are(ddp_class):
-    """Torch's operators, which move gradients where no kernel can, round as the kernels do: once."""
+def test_bits_of_all_dtypes_and_of_gradients_that_lie_elsewhere(ddp_class):
+    # Torch's operators, which move gradients where no kernel can, round as the kernels do: once.
     for dtype, gradient, views, divisor in each(FLOATS, FLOATS, (True, False), (1, 3)):
         wide = gradient if torch.promote_types(dtype, gradient) == gradient else torch.promote_types(dtype, gradient)
         values = [random_values(numel, gradient, CPU, k) for k, numel in enumerate(NUMELS)]
@@ -82,9 +82,7 @@ def test_same_bits_whatever_gradients_and_parameters_are(ddp_class):
             assert_same(mine.grad, theirs.grad)
             assert_same(mine.grad, scaled(value.to(wide), divisor).to(dtype).to(mine.grad.dtype))
 
-
-@on_ranks(1)
-def test_gradients_that_lie_elsewhere_in_the_bucket_are_read_before_they_are_overwritten():
+    # Gradients that lie elsewhere in the bucket are read before they are overwritten.
     whole = WholeBuckets(Given([6, 6], torch.float32, CPU), gradient_as_bucket_view=True)
     values = [torch.arange(6.0), torch.arange(6.0) + 10]
     whole(values).backward()
