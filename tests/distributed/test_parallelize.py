@@ -211,7 +211,7 @@ def test_hsdp_shards_over_a_host_unless_told_otherwise(monkeypatch: pytest.Monke
 
 @on_ranks(2)
 def test_weights_at_the_start_and_options(rank):
-    # Options of fsdp arrive.
+    # Options of FSDP arrive.
     config = ParallelConfig.from_cli(
         ["--use-fsdp", "--cpu-offload", "wrap=Linear", "--forward-prefetch=1", "--backward-prefetch=2"]
         + ["--param-dtype=bfloat16", "--reduce-dtype=float32", "--parallel-backend=torchddp_shm"]

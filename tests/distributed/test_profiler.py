@@ -58,7 +58,7 @@ def test_the_timeline_of_a_step():
     assert kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
     assert min(ddp.reducer.get_backward_stats()) > 0
 
-    # The ring keeps the last events and counts the others.
+    # The ring keeps the last events, and counts the others.
     ddp = model()
     ddp.reducer.enable_timeline(10)
     steps(ddp, 3)
@@ -135,7 +135,7 @@ def test_each_step_is_complete_also_while_buckets_are_rebuilt():
             assert None not in times and times == sorted(times)
             assert bucket.holder in bucket.params
 
-    # The last steps are kept and the loss is said.
+    # The last steps are kept, and the loss is said.
     with profile(ddp, steps=2) as recorded:
         steps(ddp, 9)
     assert [step.index for step in recorded.steps] == [11, 12]

@@ -114,8 +114,7 @@ def test_a_backward_that_ends_without_a_parameter(rank):
 
 @on_ranks(1)
 def test_waits_and_plans():
-    # Waits and errors that look who is gone.
-    # Waits within each other.
+    # Waits inside each other.
     reducer = torchddp.DistributedDataParallel(seeded(Mlp), transport="c10d").reducer
     told = lambda: (reducer.status()["phase"], reducer.status()["waits_for"])  # noqa: E731
     outer = reducer.begin_wait("the first")

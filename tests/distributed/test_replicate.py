@@ -113,7 +113,7 @@ def test_optimizers_and_checkpoints(rank):
         train(wrapped, rank, optimizer=torch.optim.AdamW(wrapped.parameters()), set_to_none=set_to_none)
         assert_same(model, wrapped)
 
-    # Checkpoint state dict has plain keys.
+    # State dicts of torch.distributed.checkpoint have plain keys.
     model, plain = torchddp.replicate(seeded(Mlp)), seeded(Mlp)
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, rank, optimizer=optimizer)
@@ -201,7 +201,7 @@ def test_unused_parameters_and_buffers(rank):
 
 @on_ranks(2)
 def test_parts_by_themselves(rank):
-    # Rank zeros weights are sent but for what is ignored.
+    # Rank 0's weights are sent, but for what is ignored.
     model = seeded(Mlp)
     with torch.no_grad():
         model.last.weight.add_(rank)
@@ -234,7 +234,7 @@ def test_parts_by_themselves(rank):
 
 @on_ranks(2)
 def test_copies_are_plain_and_parameters_are_checked(rank):
-    # Copies and what unreplicate returns are plain.
+    # Copies, and what unreplicate() returns, are plain.
     model, x = torchddp.replicate(seeded(NormNet)), batch(rank, 0, 4, 3, 6, 6)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(nn.Sequential(model))[0]]
     for other in copies:
@@ -255,7 +255,7 @@ def test_copies_are_plain_and_parameters_are_checked(rank):
     with reductions(1):
         torchddp.replicate(model)(x).sum().backward()
 
-    # Check parameters every.
+    # check_parameters_every=
     model = torchddp.replicate(seeded(Mlp), check_parameters_every=1)
     train(model, rank, steps=2)
     with torch.no_grad():
@@ -377,7 +377,7 @@ WRONG_MODULES = [
 
 @on_ranks(1)
 def test_what_is_refused(rank):
-    # Wrong options modules and meshes.
+    # Wrong options, modules and meshes.
     for options, message in each(WRONG_OPTIONS):
         model = seeded(Mlp)
         with pytest.raises(TypeError, match=message):
@@ -391,7 +391,7 @@ def test_what_is_refused(rank):
     with pytest.raises(ValueError, match=r"dimensions 0, 1.*after giving them names"):
         torchddp.replicate(seeded(Mlp), mesh=init_device_mesh("cpu", (1, 1)))
 
-    # Later calls that can not be.
+    # Later calls that can't be.
     model = torchddp.replicate(seeded(Mlp))
     engine = engine_of(model)
     with pytest.raises(RuntimeError, match=r"rank 0: .* can't be used with join\(\)"):
@@ -409,7 +409,7 @@ def test_what_is_refused(rank):
 
 @on_ranks(2)
 def test_inside_of_checkpoints_and_beside_fully_shard(rank):
-    # Inside of activation checkpointing.
+    # Inside activation checkpointing.
     model, wrapped = Outer(False), torchddp.DistributedDataParallel(Outer(False))
     torchddp.replicate(model.body)
     for step in range(3):
@@ -424,7 +424,7 @@ def test_inside_of_checkpoints_and_beside_fully_shard(rank):
     with pytest.raises(RuntimeError, match="use_reentrant=False, or replicate the model as a whole"):
         loss_of(model(batch(rank, 0).requires_grad_())).backward()
 
-    # Parts that fully shard manages are left to it.
+    # Parts that fully_shard manages are left to it.
     model, wrapped = seeded(Mlp), torchddp.DistributedDataParallel(seeded(Mlp))
     fully_shard(model.middle, mesh=init_device_mesh("cpu", (2,)))
     torchddp.replicate(model)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import torchddp
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from tests.models import same_on_all_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "replicate.md"
@@ -46,10 +46,8 @@ def test_two_dimensions(monkeypatch):
     assert same_on_all_ranks([p.detach().full_tensor() for p in model.parameters()])
 
 
+@on_ranks(2)
 def test_mixed_precision(monkeypatch):
-    def work(rank):
-        names = run_code_of("Mixed precision", monkeypatch)
-        weight = names["model"][0].weight
-        return [names["output"].dtype, weight.dtype, weight.grad.dtype]
-
-    assert run_ranks(work, 2) == [[torch.bfloat16, torch.float32, torch.float32]] * 2
+    names = run_code_of("Mixed precision", monkeypatch)
+    weight = names["model"][0].weight
+    assert [names["output"].dtype, weight.dtype, weight.grad.dtype] == [torch.bfloat16, torch.float32, torch.float32]

@@ -43,16 +43,6 @@ def test_fifty_steps(optim, options, world_size, transport):
     pair.assert_equal(**tolerance(transport, world_size))
 
 
-@pytest.mark.rest_is_thorough("2-True", "3-False")
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=slow)])
-@on_ranks()
-def test_zero_grad_either_way(set_to_none):
-    pair = make_pair(*SGD)
-    pair.train(range(50), set_to_none=set_to_none)
-    pair.assert_equal()
-
-
 @pytest.mark.rest_is_thorough("shm-2-True", "c10d-2-False", "c10d-4-True")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize(

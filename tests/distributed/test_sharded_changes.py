@@ -59,7 +59,7 @@ def test_changes_for_evaluation_or_by_one_rank(rank):
     pair.train(range(5, 8))
     pair.assert_equal()
 
-    # Of a change that one rank makes the owners lasts.
+    # Of a change that one rank makes, the owner's lasts.
     pair = make_pair(torch.optim.SGD, {"lr": 0.0}, make=small_net)
     params = list(pair.sharded.module.parameters())
     before = [p.detach().clone() for p in params]
@@ -77,7 +77,6 @@ def test_changes_for_evaluation_or_by_one_rank(rank):
 
 @on_ranks(2)
 def test_changes_of_all_kinds(rank):
-    # Changes between steps.
     # A state dict that is loaded.
     pair = make_pair()
     pair.train(range(2))
@@ -113,7 +112,7 @@ def test_changes_of_all_kinds(rank):
     pair.assert_equal()
     assert "can_set_static_graph" not in pair.sharded._get_ddp_logging_data()
 
-    # New parameters get rank 0s values as all do at startup.
+    # New parameters get rank 0's values, as all do at startup.
     for sends in each([True, False]):
         pair = make_pair(make=small_net, sync_models_at_startup=sends)
         extra = nn.Parameter(torch.full((3,), float(rank)))

@@ -28,61 +28,42 @@ class Words(nn.Module):
         self.out = nn.Linear(4, 2)
 
 
-def one_optimizer_for_two_modules(net):
-    optimizer = sgd(net.parameters())
-    ShardedDataParallel(net, optimizer)
-    ShardedDataParallel(net, optimizer)
-
-
-def a_wrapped_module(net):
-    optimizer = sgd(net.parameters())
-    with pytest.warns(UserWarning, match="already wrapped"):
-        ShardedDataParallel(torchddp.DistributedDataParallel(net), optimizer)
-
-
-def a_size(size):
-    def build(net):
-        ShardedDataParallel(net, sgd(net.parameters()), reduce_buffer_size=size)
-
-    return build, ValueError, "reduce_buffer_size must be a number of elements"
-
-
-def with_optimizers(*make):
-    def build(net):
-        made = [one(net) for one in make]
-        ShardedDataParallel(net, made[0] if len(made) == 1 else made)
-
-    return build
-
-
+FOREIGN = r"optimizer 0 holds \d+ parameters that are not the module's: parameter 0 of group 0"
+SIZE = "reduce_buffer_size must be a number of elements"
 REFUSED = [
+    (lambda net: sgd(small_net().parameters()), {}, ValueError, FOREIGN),
     (
-        with_optimizers(lambda net: sgd(small_net().parameters())),
+        lambda net: [sgd(net.parameters()), sgd(net.last.parameters())],
+        {},
         ValueError,
-        r"optimizer 0 holds \d+ parameters that are not the module's: parameter 0 of group 0",
+        "'last.weight' is in optimizer 0 and",
     ),
     (
-        with_optimizers(lambda net: sgd(net.parameters()), lambda net: sgd(net.last.parameters())),
+        lambda net: sgd(net.first.parameters()),
+        {},
         ValueError,
-        "'last.weight' is in optimizer 0 and in optimizer 1",
+        "trainable parameters are in no optimizer: 'norm.weight'",
     ),
-    (
-        with_optimizers(lambda net: sgd(net.first.parameters())),
-        ValueError,
-        r"trainable parameters are in no optimizer: 'norm.weight'",
-    ),
-    (with_optimizers(lambda net: torch.optim.SGD(net.parameters(), lr=0.1)), TypeError, "torchddp.optim.OSS, got SGD"),
-    (one_optimizer_for_two_modules, ValueError, "belongs to another ShardedDataParallel already"),
-    (a_wrapped_module, ValueError, "wrap once"),
-    *map(a_size, (-1, 1.5, True)),
+    (lambda net: torch.optim.SGD(net.parameters(), lr=0.1), {}, TypeError, "torchddp.optim.OSS, got SGD"),
+    *((lambda net: sgd(net.parameters()), {"reduce_buffer_size": n}, ValueError, SIZE) for n in (-1, 1.5, True)),
 ]
 
 
 @on_ranks(2)
 def test_what_can_not_be_wrapped():
-    for build, error, words in each(REFUSED):
+    for make, options, error, words in each(REFUSED):
+        net = small_net()
         with pytest.raises(error, match=words):
-            build(small_net())
+            ShardedDataParallel(net, make(net), **options)
+    net = small_net()
+    optimizer = sgd(net.parameters())
+    ShardedDataParallel(net, optimizer)
+    with pytest.raises(ValueError, match="belongs to another ShardedDataParallel already"):
+        ShardedDataParallel(net, optimizer)
+    net = small_net()
+    optimizer = sgd(net.parameters())
+    with pytest.raises(ValueError, match="wrap once"), pytest.warns(UserWarning, match="already wrapped"):
+        ShardedDataParallel(torchddp.DistributedDataParallel(net), optimizer)
     net = Words()
     with pytest.raises(RuntimeError, match=r"'words.weight' has sparse gradients.*sparse=False"):
         ShardedDataParallel(net, sgd(net.parameters()))

@@ -31,7 +31,7 @@ def test_all_send_first_and_receive_then(rank, world_size):
 
 @on_ranks(2)
 def test_order_and_tags(rank):
-    # Tags are received in any order and each in its own.
+    # Tags are received in any order, and each tag's messages in their own.
     group = shm_group()
     tags = [5, 0, 9, 5, 0]
     for numel in (3, 5000):
@@ -130,7 +130,7 @@ def test_batches_and_objects(rank):
 
 @on_ranks(2)
 def test_mistakes_leave_the_group_as_it_was(rank):
-    # Sizes that differ are an error with both and the group goes on.
+    # Sizes that differ are an error with both, and the group goes on.
     group = shm_group()
     for numel in (4, 5000):
         dist.send(torch.ones(numel), 1 - rank, group=group, tag=2)
@@ -180,7 +180,7 @@ def test_a_receive_from_who_is_gone_says_so(rank, how, source):
 
 @on_ranks(2)
 def test_limits_and_aborts_end_a_receive(rank):
-    # The groups timeout and an abort end a receive.
+    # The group's timeout and an abort end a receive.
     group = shm_group(timeout=timedelta(milliseconds=300))
     if rank == 0:
         with pytest.raises(TransportError, match="timed out after 300 ms in recv of 4 bytes from rank 1"):
@@ -194,7 +194,7 @@ def test_limits_and_aborts_end_a_receive(rank):
             handle.wait()
     dist.barrier()
 
-    # A limit of its own ends the wait and not the receive.
+    # A limit of its own ends the wait, not the receive.
     group = shm_group()
     got = torch.zeros(4)
     if rank == 0:

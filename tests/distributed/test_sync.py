@@ -280,7 +280,7 @@ def test_bodies_that_raise_and_compiled_modules(rank):
 
 @on_ranks(2)
 def test_loops_that_reduce_nothing_and_planned_buckets(rank):
-    # An outer no sync wins.
+    # An outer no_sync() wins.
     for strategy in (SINGLE, MULTI, FORCED):
         model = torchddp.DDP(seeded(Mlp))
         with model.no_sync():

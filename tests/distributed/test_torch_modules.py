@@ -1,4 +1,4 @@
-"""Ways of writing models and steps that torch offers, mixed precision too, over our class and torch's: the same bits."""
+"""Ways of writing models and steps that torch offers, mixed precision too: the same bits as with torch's class."""
 
 from __future__ import annotations
 
@@ -196,9 +196,6 @@ def test_post_accumulate_hooks_see_the_gradient_before_it_is_averaged(ddp_class)
         return [dict(seen), grads_of(ddp)]
 
     assert_same_program(ddp_class, program, reductions=1)
-
-
-# --- torch.profiler ---
 
 
 def profiled(cls, path: Path, rank: int):

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import each, on_ranks, run_ranks
+from tests.harness import each, on_ranks
 from torchddp.optim import OSS
 from torchddp.profiler import monitor, profile
 from torchddp.traffic import Traffic, of_model
@@ -165,27 +165,24 @@ def test_buckets_that_are_skipped_sparse_or_late(rank: int) -> None:
         assert ddp.traffic() == {"c10d": Traffic(nbytes, sum(4 * size // 3 for size in bucket_bytes(ddp)))}
 
 
-@pytest.mark.parametrize("places", ["aabb", "aab", "aabc"])
-def test_between_hosts(places: str) -> None:
+@pytest.mark.parametrize(("places", "world_size"), [("aabb", 4), ("aab", 3), ("aabc", 4)])
+@on_ranks()
+def test_between_hosts(rank: int, places: str) -> None:
     locals_ = [places.count(place) for place in sorted(set(places))]
     hosts, nbytes = len(locals_), 2 * 4 * LARGE
-
-    def work(rank: int) -> None:
-        os.environ["TORCHDDP_HOST_ID"] = places[rank]
-        for wire in each((None, torch.bfloat16)):
-            ddp = wrapped(Large, transport="shm", wire_dtype=wire)
-            step(ddp)
-            traffic = ddp.traffic()
-            inside, outer = traffic["shm"], traffic.get("outer", Traffic(0, 0))
-            assert inside.payload_bytes == nbytes
-            item = 8 if wire is None else 6  # read, and written
-            assert total(inside.wire_bytes) == sum((size - 1) * nbytes // 4 * item for size in locals_)
-            # Each byte crosses once for each host: in a ring, or in 16 bits to every other.
-            each_host = 2 * (hosts - 1) * nbytes // hosts if wire is None else (hosts - 1) * nbytes // 2
-            assert total(outer.payload_bytes) == hosts * nbytes
-            assert total(outer.wire_bytes) == hosts * each_host
-
-    run_ranks(work, len(places))
+    os.environ["TORCHDDP_HOST_ID"] = places[rank]
+    for wire in each((None, torch.bfloat16)):
+        ddp = wrapped(Large, transport="shm", wire_dtype=wire)
+        step(ddp)
+        traffic = ddp.traffic()
+        inside, outer = traffic["shm"], traffic.get("outer", Traffic(0, 0))
+        assert inside.payload_bytes == nbytes
+        item = 8 if wire is None else 6  # read, and written
+        assert total(inside.wire_bytes) == sum((size - 1) * nbytes // 4 * item for size in locals_)
+        # Each byte crosses once for each host: in a ring, or in 16 bits to every other.
+        each_host = 2 * (hosts - 1) * nbytes // hosts if wire is None else (hosts - 1) * nbytes // 2
+        assert total(outer.payload_bytes) == hosts * nbytes
+        assert total(outer.wire_bytes) == hosts * each_host
 
 
 class Counting:

@@ -153,9 +153,6 @@ def test_checkpoints_of_other_runs_are_refused(text: Path, tmp_path: Path) -> No
     assert saved.read_bytes() == before
 
 
-# --- through the command line, as a user starts it -------------------------------------------------------------------
-
-
 def _command(*options: object, ranks: int | None = None) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command = [sys.executable, *([*launcher, "--nproc-per-node", str(ranks)] if ranks else []), str(SCRIPT)]

@@ -100,9 +100,6 @@ def test_no_sync_around_one_of_forward_and_backward(rank, transport):
     assert "put the forward outside too" in text and at == here
 
 
-# --- a forward without a backward
-
-
 def throw_away_at_once(ddp, rank):
     ddp(batch(rank))
     return line() - 1
@@ -165,9 +162,6 @@ def test_who_tells_and_who_switches_it_off(rank):
         ddp(batch(rank))
         train(ddp, optimizer, rank, 3)
     assert caught == []
-
-
-# --- gradients that ranks treat differently
 
 
 def clip(parameters):
@@ -275,9 +269,6 @@ def test_looking_at_gradients_leaves_nothing_behind(rank, monkeypatch):
     assert len(calls) > sent
 
 
-# --- find_unused_parameters, and errors that say what to pass
-
-
 @at_places
 @on_ranks()
 def test_a_needless_search(rank, transport):
@@ -311,7 +302,7 @@ def test_searches_that_are_needed_and_errors(rank):
                 loss_of(ddp(batch(rank, step), not left_out)).backward()
         assert told == [], unused_on
 
-    # Errors name the parameter and what to pass.
+    # Errors name the parameter, and what to pass.
     ddp = torchddp.DDP(seeded(Branches))
     loss_of(ddp(batch(rank, 0, 3, 4), "left")).backward()
     with pytest.raises(RuntimeError, match="wrap the model with find_unused_parameters=True") as error:

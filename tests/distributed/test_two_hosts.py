@@ -1,4 +1,4 @@
-"""The benchmarks over two emulated hosts and over a slow link: what they measure, and that they leave nothing behind."""
+"""The benchmarks over two emulated hosts and a slow link: what they measure, and that they leave nothing behind."""
 
 from __future__ import annotations
 

@@ -41,10 +41,6 @@ def kept(group=None):
     return [(number, function, line, shape) for number, function, _, line, shape in rows]
 
 
-def line():
-    return inspect.currentframe().f_back.f_lineno
-
-
 def soon(condition):
     until_s = time.monotonic() + 5
     while not condition() and time.monotonic() < until_s:
@@ -56,43 +52,39 @@ def soon(condition):
 def test_each_function_is_one_entry(rank):
     """Objects travel in several collectives: the outermost call counts. Messages and sub-groups are counted apart."""
     torchddp.watch_collectives()
-    t, both = torch.ones(2, 3), [torch.ones(2, 3) for _ in range(2)]
+    t, two, both, root = torch.ones(2, 3), torch.ones(2).double(), [torch.ones(2, 3) for _ in range(2)], rank == 0
     sub = dist.new_group([0, 1])
-    begin = line()
-    dist.all_reduce(t)
-    all_reduce(tensor=t, op=dist.ReduceOp.MAX)
-    dist.broadcast(t, 0)
-    dist.reduce(t, dst=1)
-    dist.all_gather(both, t)
-    dist.all_gather_into_tensor(torch.ones(4, 3), t)
-    dist.gather(t, both if rank == 0 else None, 0)
-    dist.scatter(t, both if rank == 0 else None, 0)
-    dist.reduce_scatter_tensor(t, torch.ones(4, 3))
-    dist.all_to_all_single(torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64))
-    dist.all_gather_object([None, None], {"of": rank})
-    dist.broadcast_object_list([rank], 0)
-    dist.gather_object(rank, [None, None] if rank == 0 else None, 0)
-    dist.scatter_object_list([None], [1, 2] if rank == 0 else None, 0)
-    barrier()
-    monitored_barrier()
-    dist.all_reduce(t, async_op=True).wait()
+    made = [
+        ("all_reduce", lambda: dist.all_reduce(t)),
+        ("all_reduce", lambda: all_reduce(tensor=t, op=dist.ReduceOp.MAX)),
+        ("broadcast", lambda: dist.broadcast(t, 0)),
+        ("reduce", lambda: dist.reduce(t, dst=1)),
+        ("all_gather", lambda: dist.all_gather(both, t)),
+        ("all_gather_into_tensor", lambda: dist.all_gather_into_tensor(torch.ones(4, 3), t)),
+        ("gather", lambda: dist.gather(t, both if root else None, 0)),
+        ("scatter", lambda: dist.scatter(t, both if root else None, 0)),
+        ("reduce_scatter_tensor", lambda: dist.reduce_scatter_tensor(t, torch.ones(4, 3))),
+        ("all_reduce", lambda: dist.all_reduce(t, async_op=True).wait()),
+        ("all_to_all_single", lambda: dist.all_to_all_single(two.clone(), two)),
+        ("all_gather_object", lambda: dist.all_gather_object([None, None], {"of": rank})),
+        ("broadcast_object_list", lambda: dist.broadcast_object_list([rank], 0)),
+        ("gather_object", lambda: dist.gather_object(rank, [None, None] if root else None, 0)),
+        ("scatter_object_list", lambda: dist.scatter_object_list([None], [1, 2] if root else None, 0)),
+        ("barrier", lambda: barrier()),
+        ("monitored_barrier", lambda: monitored_barrier()),
+    ]
+    for _, call in made:
+        call()
     dist.all_reduce(t, group=sub), dist.barrier(sub)
-    dist.send(t, 1) if rank == 0 else dist.recv(t, 0)
-    ops = [dist.P2POp(isend, t, 1)] if rank == 0 else [dist.P2POp(irecv, t, 0)]
-    for request in dist.batch_isend_irecv(ops):
+    dist.send(t, 1) if root else dist.recv(t, 0)
+    for request in dist.batch_isend_irecv([dist.P2POp(isend, t, 1) if root else dist.P2POp(irecv, t, 0)]):
         request.wait()
     dist.barrier()
-    names = [
-        "all_reduce", "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather",
-        "scatter", "reduce_scatter_tensor", "all_to_all_single", "all_gather_object", "broadcast_object_list",
-        "gather_object", "scatter_object_list", "barrier", "monitored_barrier", "all_reduce",
-    ]  # fmt: skip
     rows = kept()
-    assert [row[1] for row in rows] == ["new_group", *names, "barrier"]
-    assert [row[0] for row in rows] == list(range(1, len(names) + 3))
-    assert [row[2] for row in rows[1:-1]] == list(range(begin + 1, begin + len(names) + 1))
-    assert [row[3] for row in rows[1:10]] == ["float32[2, 3]"] * 9 and rows[10][3] == "float64[2]"
-    assert [row[3] for row in rows[11:17]] == [""] * 6
+    assert [row[0] for row in rows] == list(range(1, len(made) + 3))
+    assert rows[0][1] == "new_group" and rows[-1][1] == "barrier"
+    assert [row[1:3] for row in rows[1:-1]] == [(name, call.__code__.co_firstlineno) for name, call in made]
+    assert [row[3] for row in rows[1:-1]] == ["float32[2, 3]"] * 10 + ["float64[2]"] + [""] * 6
     assert [row[:2] for row in kept(sub)] == [(1, "all_reduce"), (2, "barrier")]
     assert not calls.active
 
@@ -177,7 +169,6 @@ def test_groups_that_are_made_again_begin_anew(rank, tmp_path):
 
 
 def test_where_nothing_is_watched_and_wrong_limits(monkeypatch):
-    # Where nothing is watched.
     before = seams()
     monkeypatch.setenv("TORCHDDP_STALL_REPORT_S", "0")
     with torchddp.watch_collectives():

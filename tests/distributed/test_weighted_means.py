@@ -1,6 +1,7 @@
 """weigh(): gradients of ranks with unequal numbers of samples are those of one process with all of them."""
 
 import copy
+import functools
 from contextlib import nullcontext
 
 import pytest
@@ -234,7 +235,6 @@ def test_managers_calls_and_copies(rank):
         assert manager.should_commit()
         assert_same(model, reference(MICROBATCHES, step=step))
 
-    # Some steps some calls and copies.
     # The last call counts, and a microbatch that the program has thought better of does not.
     model = DDP(Net())
     with model.no_sync():
@@ -348,28 +348,33 @@ def test_weights_travel_beside_the_first_bucket_of_the_group(rank, transport):
         assert_same(model, reference(SAMPLES[:2], step=1))
 
 
+@functools.cache
+def exact_means(step):
+    """The means of what each rank computes in bfloat16, summed up in double."""
+    total = [0.0] * len(list(Net().parameters()))
+    for rank, counts in enumerate(MICROBATCHES):
+        for micro, count in enumerate(counts):
+            if count:
+                single = Net(torch.bfloat16)
+                mean_loss(single(samples(rank, 10 * step + micro, count, torch.bfloat16))).backward()
+                total = [t + count * p.grad.double() for t, p in zip(total, single.parameters(), strict=True)]
+    return [t / sum(map(sum, MICROBATCHES)) for t in total]
+
+
 @over_both
 @on_ranks(4)
 def test_in_fp32_beside_16_bit_parameters(rank, transport):
-    """As exact as fp32 sums of what each rank computes in bfloat16."""
-    half = torch.bfloat16
+    """As exact as fp32 sums."""
     for where in each(["main_grad", "grad"]):
-        options = {"main_grads": torch.float32, "main_grads_as": where}
-        model = DDP(Net(half), transport=transport, bucket_cap_mb=SMALL, **options)
+        options = {"main_grads": torch.float32, "main_grads_as": where, "bucket_cap_mb": SMALL}
+        model = DDP(Net(torch.bfloat16), transport=transport, **options)
         for step in range(2):
             model.zero_grad()
-            run_step(model, rank, MICROBATCHES, half, step)
-            total = [0.0] * len(list(model.parameters()))
-            for other, micro in each(range(4), range(3)):
-                single, count = Net(half), MICROBATCHES[other][micro]
-                if count:
-                    mean_loss(single(samples(other, 10 * step + micro, count, half))).backward()
-                    total = [t + count * p.grad.double() for t, p in zip(total, single.parameters(), strict=True)]
-            everything = sum(map(sum, MICROBATCHES))
-            for p, want in zip(model.parameters(), total, strict=True):
+            run_step(model, rank, MICROBATCHES, torch.bfloat16, step)
+            for p, want in zip(model.parameters(), exact_means(step), strict=True):
                 got = getattr(p, where)
                 assert got.dtype == torch.float32
-                torch.testing.assert_close(got.double(), want / everything, rtol=1e-5, atol=1e-7)
+                torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-7)
 
 
 @over_both
