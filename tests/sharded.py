@@ -83,6 +83,10 @@ class Pair:
         transport = self.sharded.reducer.transport_name
         self.reference = reference_of(self.reference.module, {"transport": transport}, {})
 
+    def train_alike(self, steps: range, rtol: float = 0.0, atol: float = 0.0) -> None:
+        self.train(steps)
+        self.assert_equal(rtol, atol)
+
     def assert_equal(self, rtol: float = 0.0, atol: float = 0.0) -> None:
         """Parameters, all ranks' alike."""
         mine, theirs = dict(self.sharded.module.named_parameters()), dict(self.reference.module.named_parameters())

@@ -16,9 +16,7 @@ pytestmark = pytest.mark.beyond_torch("has no parallelize")
 @on_ranks(2)
 def test_the_example():
     lines = PAGE.read_text().split("`init_process_group`")[0].splitlines()
-
     code = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line))
-
     names = {}
     exec(compile(code, str(PAGE), "exec"), names)
     assert type(names["model"]).__name__ == "FSDPSequential"

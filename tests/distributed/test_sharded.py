@@ -112,8 +112,7 @@ def test_reduce_by_hand(rank, transport):
 @on_ranks(3)
 def test_message_sizes(size, transport):
     pair = make_pair(reduce_buffer_size=size, make=small_net, transport=transport)
-    pair.train(range(8))
-    pair.assert_equal(**tolerance(transport, 3))
+    pair.train_alike(range(8), **tolerance(transport, 3))
     one_each = len(pair.sharded.reducer.plan.buckets) == len(list(small_net().parameters()))
     assert one_each == (size <= 1)
 
@@ -122,8 +121,7 @@ def test_message_sizes(size, transport):
 @on_ranks(3)
 def test_gradients_in_half_precision(transport):
     pair = make_pair(torch.optim.SGD, {"lr": 0.1}, reduce_fp16=True, transport=transport)
-    pair.train(range(10))
-    pair.assert_equal(rtol=0.02, atol=2e-3)
+    pair.train_alike(range(10), rtol=0.02, atol=2e-3)
     with pytest.raises(AssertionError):
         pair.assert_equal()
 

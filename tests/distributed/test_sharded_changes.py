@@ -56,8 +56,7 @@ def test_changes_for_evaluation_or_by_one_rank(rank):
         assert all(map(torch.equal, params, average))
         one_after_the_other(rank, lambda kept=kept: torch._foreach_copy_([p.data for p in params], kept))
         pair.assert_equal()
-    pair.train(range(5, 8))
-    pair.assert_equal()
+    pair.train_alike(range(5, 8))
 
     # Of a change that one rank makes, the owner's lasts.
     pair = make_pair(torch.optim.SGD, {"lr": 0.0}, make=small_net)
@@ -84,8 +83,7 @@ def test_changes_of_all_kinds(rank):
     pair.train(range(2, 4))
     for model, _ in pair.sides():
         model.module.load_state_dict(saved)
-    pair.train(range(4, 6))
-    pair.assert_equal()
+    pair.train_alike(range(4, 6))
     now = pair.sharded.module.state_dict()
     assert not all(torch.equal(saved[key], now[key]) for key in saved)
 
@@ -98,8 +96,7 @@ def test_changes_of_all_kinds(rank):
             model.module.last.weight.requires_grad = bool(step % 2)
         pair.sharded.refresh_trainable()
         assert weight.data_ptr() != before
-        pair.train(range(step, step + 1))
-    pair.assert_equal()
+        pair.train_alike(range(step, step + 1))
 
     # A static graph stays static.
     pair = make_pair(static_graph=True)
@@ -108,8 +105,7 @@ def test_changes_of_all_kinds(rank):
         model.module.first.requires_grad_(False)
     pair.sharded.refresh_trainable()
     pair.rewrap()
-    pair.train(range(2, 4))
-    pair.assert_equal()
+    pair.train_alike(range(2, 4))
     assert "can_set_static_graph" not in pair.sharded._get_ddp_logging_data()
 
     # New parameters get rank 0's values, as all do at startup.

@@ -60,13 +60,11 @@ def test_several_optimizers_frozen_layers_and_half_precision(rank):
                 if not auto:
                     pair.sharded.refresh_trainable()
                 pair.rewrap()
-            pair.train(range(step, step + 1))
-        pair.assert_equal()
+            pair.train_alike(range(step, step + 1))
 
     # Parameters in half precision on their way.
     pair = make_pair(torch.optim.SGD, {"lr": 0.1}, oss_options={"broadcast_fp16": True})
-    pair.train(range(5))
-    pair.assert_equal(rtol=0.02, atol=5e-3)
+    pair.train_alike(range(5), rtol=0.02, atol=5e-3)
     values = torch.cat([p.detach().flatten() for p in pair.sharded.parameters() if p.dtype == torch.float32])
     assert torch.equal(values, values.half().float())
     assert same_on_all_ranks([values])
@@ -144,8 +142,7 @@ def test_buffers_and_averages_of_weights(rank):
             reference_options={"forward_sync_buffers": broadcast},
             broadcast_buffers=broadcast,
         )
-        pair.train(range(10))
-        pair.assert_equal()
+        pair.train_alike(range(10))
         assert_all_equal(pair.sharded.module.buffers(), pair.reference.module.buffers())
         assert not same_on_all_ranks([pair.sharded.module[1].running_mean])  # the last forward's own
 
@@ -191,8 +188,7 @@ def test_frozen_at_first_and_a_group_added_later():
             if adds:
                 optimizer.add_param_group({"params": model.module.middle.parameters(), "lr": 0.001})
         pair.rewrap()
-        pair.train(range(3, 8))
-        pair.assert_equal()
+        pair.train_alike(range(3, 8))
 
 
 @on_ranks(2)
@@ -216,8 +212,7 @@ def test_memory_that_is_exchanged(rank):
         for model, _ in pair.sides():
             weight = model.module.middle.weight
             weight.data = weight.detach().clone() * 0.5
-        pair.train(range(2, 6))
-        pair.assert_equal()
+        pair.train_alike(range(2, 6))
 
 
 class Recurrent(nn.Module):
@@ -250,13 +245,11 @@ class Tied(nn.Module):
 def test_models_whose_parameters_are_used_in_other_ways():
     for make in each([Recurrent, Tied, lambda: Tied(True)]):
         pair = make_pair(make=make, overlap_gather=True, transport="c10d")
-        pair.train(range(10))
-        pair.assert_equal()
+        pair.train_alike(range(10))
     assert pair.sharded.module.last.weight is pair.sharded.module.first.weight
     for transport in each(["shm", "c10d"]):
         pair = make_pair(static_graph=True, transport=transport)
-        pair.train(range(10))
-        pair.assert_equal()
+        pair.train_alike(range(10))
 
 
 @on_ranks(2)
@@ -305,8 +298,7 @@ def test_a_group_of_some_ranks(rank, transport):
     oss = OSS(one.parameters(), torch.optim.SGD, lr=0.1, group=group)
     model = torchddp.ShardedDataParallel(one, oss, group, transport=transport)
     pair = Pair(model, oss, TorchDDP(other, process_group=group), torch.optim.SGD(other.parameters(), lr=0.1))
-    pair.train(range(5))
-    pair.assert_equal()
+    pair.train_alike(range(5))
 
 
 @over_both

@@ -44,6 +44,12 @@ from torchddp.sync import accumulate, prepare_ddp_module, sync_context
 EVERYTHING_IN_SMALL_BUCKETS = {"bucket_cap_mb": 1e-4}
 
 
+def run_mlp(model, rank, count, strategy=None, step=0):
+    """A step of so many microbatches."""
+    for micro in accumulate(model, count, strategy):
+        step_on(model, rank, count * step + micro)
+
+
 def check_step(model, rank, usage, strategy, step=0, zeros=False):
     run_step(model, rank, usage, strategy, step)
     want = expected(usage, dist.get_world_size(), step)
@@ -104,13 +110,10 @@ def test_other_modes(rank):
     assert_equal_on_all_ranks(model)
 
     # An fp16 hook after backward rounds as in backward.
-    grads = []
-    for strategy in (SINGLE, FORCED):
-        model = torchddp.DDP(seeded(lambda: Mlp(dtype=torch.float32)), comm_hook=(None, fp16_compress_hook))
-        for micro in accumulate(model, 2, strategy):
-            loss_of(model(batch(rank, micro, dtype=torch.float32))).backward()
-        grads.append(grads_of(model))
-    assert_same(grads[1], grads[0], rtol=0, atol=0)
+    models = [torchddp.DDP(seeded(Mlp), comm_hook=(None, fp16_compress_hook)) for _ in range(2)]
+    for model, strategy in zip(models, (SINGLE, FORCED), strict=True):
+        run_mlp(model, rank, 2, strategy)
+    assert_same(*map(grads_of, models), rtol=0, atol=0)
     assert_equal_on_all_ranks(model)
 
 
@@ -165,8 +168,7 @@ def test_how_often_gradients_are_reduced(rank):
 
         model = torchddp.DDP(seeded(Mlp), comm_hook=hook)
         for step in range(2):
-            for micro in accumulate(model, 4, strategy):
-                step_on(model, rank, 4 * step + micro)
+            run_mlp(model, rank, 4, strategy, step)
         assert model.reducer.stats()["finished"] == 2 * times
         assert len(calls) == 2 * times * len(model.reducer.plan)
     for options, strategy in (
@@ -176,8 +178,7 @@ def test_how_often_gradients_are_reduced(rank):
     ):
         assert torchddp.DDP(seeded(Mlp), **options).sync_strategy is strategy
     model = torchddp.DDP(seeded(Mlp), sync=MULTI)
-    for micro in accumulate(model, 3):
-        step_on(model, rank, micro)
+    run_mlp(model, rank, 3)
     assert model.reducer.stats()["finished"] == 3
     assert copy.deepcopy(model).sync_strategy is MULTI
 
@@ -218,9 +219,7 @@ def test_sharded_gradients(rank):
                 for micro in accumulate(model, 3, plain or strategy):
                     sharded_loss_of(model(batch_of(rank, 3 * step + micro))).backward()
             pair.assert_sharded()
-            for _, optimizer in pair.sides():
-                optimizer.step()
-                optimizer.zero_grad()
+            pair.step()
         pair.assert_equal(rtol=1e-4, atol=1e-5)
 
 
@@ -254,8 +253,7 @@ def test_loops_left_early(rank):
         assert leave(MULTI, 1, how) == 0
     # And the model goes on.
     model.zero_grad()
-    for micro in accumulate(model, 2, FORCED):
-        step_on(model, rank, micro)
+    run_mlp(model, rank, 2, FORCED)
     assert_equal_on_all_ranks(model)
 
 
@@ -284,8 +282,7 @@ def test_loops_that_reduce_nothing_and_planned_buckets(rank):
     for strategy in (SINGLE, MULTI, FORCED):
         model = torchddp.DDP(seeded(Mlp))
         with model.no_sync():
-            for micro in accumulate(model, 2, strategy):
-                step_on(model, rank, micro)
+            run_mlp(model, rank, 2, strategy)
             assert not model.require_backward_grad_sync
         assert model.reducer.stats()["finished"] == 0
         plain = seeded(Mlp)
@@ -296,8 +293,7 @@ def test_loops_that_reduce_nothing_and_planned_buckets(rank):
     # Planned buckets stay as they are.
     model = torchddp.DDP(seeded(Mlp), bucket_cap_mb="auto", transport="c10d")
     for step in range(10):
-        for micro in accumulate(model, 2, FORCED):
-            step_on(model, rank, 2 * step + micro)
+        run_mlp(model, rank, 2, FORCED, step)
     assert not model.observers.get("bucket_planning").is_under_way
     assert_equal_on_all_ranks(model)
 
@@ -369,18 +365,15 @@ def test_arguments(rank):
             super().attach(model)
             self.models += (model,)
 
-    hook, another = Attached(), Attached()
-    model = torchddp.DDP(seeded(Mlp).float(), comm_hook=hook)
-    assert hook.models == (model,)
-    model(torch.full((4, 8), 1.0 + rank)).sum().backward()
-    other = torchddp.DDP(seeded(Mlp).float())
-    state = object()
+    hook, another, state = Attached(), Attached(), object()
+    model, other = torchddp.DDP(seeded(Mlp).float(), comm_hook=hook), torchddp.DDP(seeded(Mlp).float())
     other.register_comm_hook(state, another)
-    assert another.models == (other,) and other._comm_hooks == [(another, state)]
-    other(torch.full((4, 8), 1.0 + rank)).sum().backward()
-    assert_same(grads_of(model), grads_of(other), rtol=0, atol=0)
     plain = torchddp.DDP(seeded(Mlp).float(), comm_hook=(None, allreduce_hook))
-    plain(torch.full((4, 8), 1.0 + rank)).sum().backward()
+    assert hook.models == (model,)
+    assert another.models == (other,) and other._comm_hooks == [(another, state)]
+    for ddp in (model, other, plain):
+        ddp(torch.full((4, 8), 1.0 + rank)).sum().backward()
+    assert_same(grads_of(model), grads_of(other), rtol=0, atol=0)
     assert_same(grads_of(model), grads_of(plain), rtol=1e-2, atol=1e-4)
     with pytest.raises(TypeError, match="comm_hook must be"):
         torchddp.DDP(seeded(Mlp), comm_hook=3)
@@ -397,13 +390,9 @@ def test_arguments(rank):
 @on_ranks(2)
 def test_the_examples_of_the_documentation(rank):
     page = (Path(__file__).resolve().parents[2] / "docs" / "sync.md").read_text()
-
     indented = re.findall(r"(?:^(?: {4}.*)?\n)+", page, re.MULTILINE)
-
     blocks = [textwrap.dedent(block) for block in indented if block.strip()]
-
     assert len(blocks) == 4
-
     module = seeded(lambda: Mlp(dtype=torch.float32))
     data = [batch(rank, micro, dtype=torch.float32) for micro in range(3)]
     names = {
