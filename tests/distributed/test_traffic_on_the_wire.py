@@ -16,7 +16,7 @@ from torch import nn
 
 import torchddp
 from benchmarks.two_hosts.launch import STORE_PORT, worker_environment
-from benchmarks.two_hosts.network import Host, NoNetworkError, inside, two_hosts
+from benchmarks.two_hosts.network import Host, inside, two_hosts
 from benchmarks.two_hosts.traffic import quiet_count
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,19 +25,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def run_on(hosts: Sequence[Host], ranks_per_host: int) -> list[str]:
     """What each rank printed last."""
     size, init_method = len(hosts) * ranks_per_host, f"tcp://{hosts[0].address}:{STORE_PORT}"
-    ranks = [
-        subprocess.Popen(
-            inside(
-                hosts[rank // ranks_per_host].namespace,
-                [sys.executable, "-m", "tests.distributed.test_traffic_on_the_wire", str(rank), str(size), init_method],
-            ),
-            cwd=ROOT,
-            env={**worker_environment(), "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    command = [sys.executable, "-m", "tests.distributed.test_traffic_on_the_wire"]
+    commands = [
+        inside(hosts[rank // ranks_per_host].namespace, [*command, str(rank), str(size), init_method])
         for rank in range(size)
     ]
+    environment = {**worker_environment(), "PYTHONPATH": str(ROOT)}
+    ranks = [subprocess.Popen(c, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) for c in commands]
     try:
         said = [rank.communicate(timeout=120)[0] for rank in ranks]
     finally:
@@ -50,14 +44,12 @@ def run_on(hosts: Sequence[Host], ranks_per_host: int) -> list[str]:
 
 @pytest.mark.rest_is_thorough("2")
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_namespaces")
 @pytest.mark.beyond_torch("torch counts no bytes")
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
 def test_counted_bytes_are_those_of_the_interface(ranks_per_host: int) -> None:
-    try:
-        with two_hosts(1_000_000_000) as hosts:
-            said = run_on(hosts, ranks_per_host)
-    except NoNetworkError as error:
-        pytest.skip(str(error))
+    with two_hosts(1_000_000_000) as hosts:
+        said = run_on(hosts, ranks_per_host)
     for first in range(0, len(said), ranks_per_host):
         ranks = [json.loads(text) for text in said[first : first + ranks_per_host]]
         for name in ranks[0]:
