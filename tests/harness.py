@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
+import inspect
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -24,13 +27,14 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo  # imported here once: the constructor of DDP would import it again in each rank (a second each)
 import torch.distributed as dist
@@ -74,15 +78,53 @@ class RankError(AssertionError):
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
     """Calls `fn(rank, *args)` on `world_size` ranks and returns their values in rank order.
 
-    Raises RankError with the rank and its traceback if any of them raises, dies or is not back after `timeout` seconds.
+    Raises RankError with the rank and its traceback if any of them (with `needed_ranks`: of those) raises, dies or is
+    not back after `timeout` seconds.
     """
     outcomes = run_outcomes(fn, world_size, *args, timeout=timeout, **kwargs)
-    bad = [o for o in outcomes if not o.ok]
+    bad = [o for o in outcomes if not o.ok and o.rank in (kwargs.get("needed_ranks") or range(world_size))]
     if bad:
         # The rank that failed first is the cause; the others mostly report that a peer went away.
         bad.sort(key=lambda o: o.finished_s if o.finished_s is not None else float("inf"))
         raise RankError("\n".join(f"--- rank {o.rank} (exit code {o.exit_code}):\n{o.error}" for o in bad))
     return [o.value for o in outcomes]
+
+
+def on_ranks(*world_sizes: int, timeout: float = 100.0, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a test of a function that is to run on each rank: `rank` and `world_size` are given to it if it takes them.
+
+    Several sizes are a parameter of the test; without any, the test has a parameter `world_size` of its own. The
+    options are those of `run_ranks`.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        takes = list(inspect.signature(body).parameters)
+        parametrized = len(world_sizes) != 1
+        asked_for = [name for name in takes if name not in ("rank", "world_size")]
+        asked_for += ["world_size"] * parametrized
+
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            world_size = given["world_size"] if parametrized else world_sizes[0]
+
+            def work(rank: int) -> None:
+                values = {"world_size": world_size, **given, "rank": rank}
+                body(**{name: values[name] for name in takes})
+
+            run_ranks(work, world_size, timeout=timeout, **options)
+
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked_for]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what pytest goes by
+        return pytest.mark.parametrize("world_size", world_sizes)(test) if len(world_sizes) > 1 else test
+
+    return decorate
+
+
+def each(*choices: Iterable[Any]) -> Iterator[Any]:
+    """The combinations of these: several cases of one launch, printed, so that a failed test shows its case last."""
+    for found in itertools.product(*choices):
+        print("case:", *found, flush=True)
+        yield found if len(choices) > 1 else found[0]
 
 
 def run_outcomes(

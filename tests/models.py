@@ -162,6 +162,18 @@ def assert_grads(got: Grads, want: Grads, rtol: float = 1e-9, what: str = "") ->
         assert error <= rtol * scale, f"{what} gradient of '{name}' is off by {error:g} at scale {scale:g}"
 
 
+def assert_trains(ddp: nn.Module, rank: int, width: int = 8, steps: Iterable[int] = range(3)) -> None:
+    """An Mlp of this width, whose gradients must be the means over all ranks after each step."""
+    for step in steps:
+
+        def run(model: nn.Module, r: int, step: int = step) -> None:
+            loss_of(model(batch(r, step, 5, width))).backward()
+
+        ddp.zero_grad()
+        run(ddp, rank)
+        assert_grads(grads_of(ddp), expected_grads(ddp.module, run), what=f"step {step}:")
+
+
 def dense(value: Tensor) -> Tensor:
     """A dense copy of a sparse gradient, others as they are."""
     return value.to_dense() if value.is_sparse else value

@@ -67,12 +67,25 @@ class Pair:
         for model, _ in self.sides():
             loss_of(model(batch_of(self.rank, step))).backward()
 
+    def step(self, **zero_grad: Any) -> None:
+        """After a backward."""
+        for _, optimizer in self.sides():
+            optimizer.step()
+            optimizer.zero_grad(**zero_grad)
+
     def train(self, steps: range, **zero_grad: Any) -> None:
         for step in steps:
             self.backward(step)
-            for _, optimizer in self.sides():
-                optimizer.step()
-                optimizer.zero_grad(**zero_grad)
+            self.step(**zero_grad)
+
+    def rewrap(self) -> None:
+        """The reference in another wrapper, as it needs to be after parameters were frozen or thawed."""
+        transport = self.sharded.reducer.transport_name
+        self.reference = reference_of(self.reference.module, {"transport": transport}, {})
+
+    def train_alike(self, steps: range, rtol: float = 0.0, atol: float = 0.0) -> None:
+        self.train(steps)
+        self.assert_equal(rtol, atol)
 
     def assert_equal(self, rtol: float = 0.0, atol: float = 0.0) -> None:
         """Parameters, all ranks' alike."""

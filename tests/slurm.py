@@ -67,9 +67,6 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-# --- the real one ---
-
-
 def reason_against() -> str:
     """Why there can be no Slurm here, or nothing."""
     # Daemons are where only root looks.
@@ -89,16 +86,9 @@ def cluster() -> Iterator[dict[str, str]]:
     started: list[Path] = []
     try:
         _configure(folder)
-        munge = [
-            "munged",
-            "--force",
-            *(f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")),
-        ]
-        for name, command in (
-            ("munge", [*munge, f"--socket={folder}/munge.socket"]),
-            ("slurmctld", ["slurmctld"]),
-            ("slurmd", ["slurmd"]),
-        ):
+        files = [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
+        munge = ["munged", "--force", *files, f"--socket={folder}/munge.socket"]
+        for name, command in (("munge", munge), ("slurmctld", ["slurmctld"]), ("slurmd", ["slurmd"])):
             started.append(folder / f"{name}.pid")
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=READY_TIMEOUT_S)
             if done.returncode != 0:
@@ -117,15 +107,9 @@ def _configure(folder: Path) -> None:
     key = folder / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
-    (folder / "slurm.conf").write_text(
-        CONFIGURATION.format(
-            host=socket.gethostname().partition(".")[0],
-            folder=folder,
-            controller_port=free_port(),
-            node_port=free_port(),
-            processors=os.cpu_count(),
-        )
-    )
+    host, ports = socket.gethostname().partition(".")[0], {"controller_port": free_port(), "node_port": free_port()}
+    text = CONFIGURATION.format(host=host, folder=folder, processors=os.cpu_count(), **ports)
+    (folder / "slurm.conf").write_text(text)
 
 
 def _await_idle(environment: Mapping[str, str], folder: Path) -> None:
@@ -167,9 +151,6 @@ def real_srun(environment: Mapping[str, str], timeout_s: float) -> Srun:
         )
 
     return srun
-
-
-# --- the imitation ---
 
 
 def task_variables(task: int, tasks: int) -> dict[str, str]:

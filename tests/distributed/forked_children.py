@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -38,66 +39,64 @@ def drops_the_models(models) -> None:
     sys.exit()
 
 
-def how_it_ends(child, models) -> tuple[float, int]:
-    """Seconds until a forked child that calls this has ended, and its exit code; -9 if it had to be killed."""
+def timed(run, *args) -> tuple[float, int]:
     begun_s = time.monotonic()
+    exit_code = run(*args)
+    return time.monotonic() - begun_s, exit_code
+
+
+def forked(child, models) -> int:
+    """How a forked child that calls this ends: its exit code; -9 if it had to be killed."""
     pid = os.fork()
     if pid == 0:
         child(models)
-    while time.monotonic() - begun_s < LIMIT_S:
+    deadline_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline_s:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            return time.monotonic() - begun_s, os.waitstatus_to_exitcode(status)
+            return os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
     os.kill(pid, 9)
     os.waitpid(pid, 0)
-    return LIMIT_S, -9
+    return -9
 
 
 def locks_of(model) -> list[threading.Lock]:
-    monitor = model.observers.get("hang_reports").monitor
-    return [
-        monitor._board._calls._lock,
-        torchddp.transport.interruptible._lock,
-        torchddp.transport.worker._watcher._lock,
-    ]
+    calls = model.observers.get("hang_reports").monitor._board._calls
+    return [calls._lock, torchddp.transport.interruptible._lock, torchddp.transport.worker._watcher._lock]
 
 
-def with_locks_held(child, models) -> tuple[float, int]:
+def with_locks_held(child, models) -> int:
     """The same, while another thread of the parent holds every lock there is."""
     held, ended = threading.Event(), threading.Event()
 
     def hold() -> None:
-        locks = {id(lock): lock for model in models for lock in locks_of(model)}
-        for lock in locks.values():
-            lock.acquire()
-        held.set()
-        ended.wait()
-        for lock in locks.values():
-            lock.release()
+        with contextlib.ExitStack() as stack:
+            for lock in {id(lock): lock for model in models for lock in locks_of(model)}.values():
+                stack.enter_context(lock)
+            held.set()
+            ended.wait()
 
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait()
-    result = how_it_ends(child, models)
+    exit_code = forked(child, models)
     ended.set()
     thread.join()
-    return result
+    return exit_code
 
 
-def by_multiprocessing(models) -> tuple[float, int]:
-    begun_s = time.monotonic()
+def by_multiprocessing(models) -> int:
     process = multiprocessing.get_context("fork").Process(target=exits, args=(models,))
     process.start()
     process.join(LIMIT_S)
-    return time.monotonic() - begun_s, process.exitcode if process.exitcode is not None else -9
+    return process.exitcode if process.exitcode is not None else -9
 
 
-def by_a_loader(models) -> tuple[float, int]:
-    begun_s = time.monotonic()
+def by_a_loader() -> int:
     data = torch.utils.data.TensorDataset(torch.zeros(8, 2))
     batches = list(torch.utils.data.DataLoader(data, num_workers=2, multiprocessing_context="fork"))
-    return time.monotonic() - begun_s, 0 if len(batches) == 8 else 1
+    return 0 if len(batches) == 8 else 1
 
 
 def main(transport: str, store_path: str, rank: int) -> None:
@@ -113,11 +112,11 @@ def main(transport: str, store_path: str, rank: int) -> None:
 
     train()
     told = {
-        "predicts": how_it_ends(predicts, models),
-        "with locks held": with_locks_held(exits, models),
-        "drops the models": with_locks_held(drops_the_models, models),
-        "multiprocessing": by_multiprocessing(models),
-        "a loader": by_a_loader(models),
+        "predicts": timed(forked, predicts, models),
+        "with locks held": timed(with_locks_held, exits, models),
+        "drops the models": timed(with_locks_held, drops_the_models, models),
+        "multiprocessing": timed(by_multiprocessing, models),
+        "a loader": timed(by_a_loader),
     }
     train()
     dist.barrier()

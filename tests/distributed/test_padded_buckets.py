@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from tests.harness import run_ranks
-from tests.models import grads_of, seeded
+from tests.harness import each, on_ranks
+from tests.models import assert_grads, grads_of, seeded
 from tests.whole_buckets import PaddedBuckets, PaddedSharded, WholeBuckets, WholeSharded
 from torchddp import _C, comm_hooks
 from torchddp.ddp.model import SLOT_ALIGNMENT_BYTES
@@ -79,134 +79,100 @@ class Looks:
         return default_hooks.allreduce_hook(None, bucket)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": False}], ids=str
-)
-@pytest.mark.parametrize("transport", ["c10d", "auto"])
-def test_same_bits_as_end_to_end(options, transport):
-    def work(rank):
-        options_ = {"transport": transport, "bucket_cap_mb": 0.002, **options}
-        padded = PaddedBuckets(seeded(lambda: Odd(DTYPES)), **options_)
-        plain = WholeBuckets(seeded(lambda: Odd(DTYPES)), **options_)
-        assert_equal_steps(train(padded, rank), train(plain, rank))
+def trained(kind, rank, dtypes=(torch.float32,), shapes=SHAPES, hook=None, **options):
+    """(wrapper, the gradients of each step)."""
+    ddp = kind(seeded(lambda: Odd(dtypes, shapes)), **options)
+    if isinstance(hook, dist.BuiltinCommHookType):
+        ddp._register_builtin_comm_hook(hook)
+    elif hook is not None:
+        ddp.register_comm_hook(*hook)
+    return ddp, train(ddp, rank)
+
+
+@on_ranks(2)
+def test_same_bits_as_end_to_end(rank):
+    for transport, views in each(["c10d", "auto"], [None, True, False]):
+        options = {"transport": transport, "bucket_cap_mb": 0.002, "gradient_as_bucket_view": views}
+        padded, mine = trained(PaddedBuckets, rank, DTYPES, **options)
+        assert_equal_steps(mine, trained(WholeBuckets, rank, DTYPES, **options)[1])
         assert_padded(padded)
-
-    run_ranks(work, 2)
-
-
-def test_statistics_are_those_of_the_gradients():
-    def work(rank):
-        padded, plain = (
-            kind(seeded(lambda: Odd([torch.float32])), gradient_stats=True) for kind in (PaddedBuckets, WholeBuckets)
-        )
-        assert_equal_steps(train(padded, rank), train(plain, rank))
-        torch.testing.assert_close(padded.gradient_stats(), plain.gradient_stats())
-
-    run_ranks(work, 2)
+    (padded, mine), (plain, theirs) = (
+        trained(kind, rank, gradient_stats=True) for kind in (PaddedBuckets, WholeBuckets)
+    )
+    assert_equal_steps(mine, theirs)
+    torch.testing.assert_close(padded.gradient_stats(), plain.gradient_stats())
 
 
-def test_hooks_see_zeros_between_gradients():
-    def work(rank):
-        looks = Looks()
-        padded = PaddedBuckets(seeded(lambda: Odd([torch.float32])))
-        padded.register_comm_hook(None, looks)
-        train(padded, rank)
-        assert len(looks.outside) == STEPS
-        assert all(outside.numel() > 0 and not outside.any() for outside in looks.outside)
+@on_ranks(2)
+def test_what_hooks_see_and_write_between_gradients(rank):
+    looks = Looks()
+    trained(PaddedBuckets, rank, hook=(None, looks))
+    assert len(looks.outside) == STEPS
+    assert all(outside.numel() > 0 and not outside.any() for outside in looks.outside)
 
-    run_ranks(work, 2)
-
-
-def test_what_a_hook_writes_between_gradients_is_gone():
     def divides(state, bucket):
         future = torch.futures.Future()
         future.set_result(bucket.buffer() / bucket.buffer())  # NaN where nothing is
         return future
 
-    def work(rank):
-        padded = PaddedBuckets(seeded(lambda: Odd([torch.float32])), gradient_stats=True)
-        padded.register_comm_hook(None, divides)
-        train(padded, rank)
-        numel = sum(p.numel() for p in padded.parameters())
-        assert padded.gradient_stats().tolist() == [[numel, 0.0]]
-
-    run_ranks(work, 1)
+    padded, _ = trained(PaddedBuckets, rank, hook=(None, divides), gradient_stats=True)
+    numel = sum(p.numel() for p in padded.parameters())
+    assert padded.gradient_stats().tolist() == [[numel, 0.0]]
 
 
 def torch_power_sgd():
-    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2), (
-        powerSGD_hook.powerSGD_hook
-    )
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    return state, powerSGD_hook.powerSGD_hook
 
 
-HOOKS = {
-    "allreduce": (lambda: (None, default_hooks.allreduce_hook), 0.0),
-    "fp16": (lambda: (None, default_hooks.fp16_compress_hook), 0.0),
-    "powersgd": (torch_power_sgd, 1e-5),
-    "ours_fp16": (lambda: (None, comm_hooks.FP16()), 0.0),
-    "ours_powersgd": (lambda: (None, comm_hooks.PowerSGD(rank=2)), 1e-5),
-    "ours_per_parameter": (lambda: (None, comm_hooks.without_norms_and_biases(comm_hooks.FP16())), 0.0),
-}
+HOOKS = [
+    (lambda: (None, default_hooks.allreduce_hook), 0.0),
+    (lambda: (None, default_hooks.fp16_compress_hook), 0.0),
+    (torch_power_sgd, 1e-5),
+    (lambda: (None, comm_hooks.FP16()), 0.0),
+    (lambda: (None, comm_hooks.PowerSGD(rank=2)), 1e-5),
+    (lambda: (None, comm_hooks.without_norms_and_biases(comm_hooks.FP16())), 0.0),
+    (lambda: dist.BuiltinCommHookType.ALLREDUCE, 0.0),
+    (lambda: dist.BuiltinCommHookType.FP16_COMPRESS, 0.0),
+]
 
 
-@pytest.mark.parametrize("name", HOOKS)
-def test_hooks_give_the_same_as_end_to_end(name):
-    make, tolerance = HOOKS[name]
+@on_ranks(2)
+def test_hooks_give_the_same_as_end_to_end(rank):
     shapes = [shape for shape in SHAPES if 0 not in shape]  # torch's PowerSGD takes no others
-
-    def hooked(kind):
-        ddp, hook = kind(seeded(lambda: Odd([torch.float32], shapes))), make()
-        ddp.register_comm_hook(*hook)
-        return ddp
-
-    def work(rank):
-        padded, plain = hooked(PaddedBuckets), hooked(WholeBuckets)
-        assert_equal_steps(train(padded, rank), train(plain, rank), tolerance)
+    for make, tolerance in each(HOOKS):
+        padded, mine = trained(PaddedBuckets, rank, shapes=shapes, hook=make())
+        assert_equal_steps(mine, trained(WholeBuckets, rank, shapes=shapes, hook=make())[1], tolerance)
         assert_padded(padded)
 
-    run_ranks(work, 2)
+
+REDUCER = _C.Reducer
 
 
-@pytest.mark.parametrize("builtin", [dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS])
-def test_torchs_compiled_hooks(builtin):
-    def work(rank):
-        both = [kind(seeded(lambda: Odd([torch.float32]))) for kind in (PaddedBuckets, WholeBuckets)]
-        for ddp in both:
-            ddp._register_builtin_comm_hook(builtin)
-        assert_equal_steps(*(train(ddp, rank) for ddp in both))
-
-    run_ranks(work, 2)
+def measured(*args, **kwargs):
+    return REDUCER(*args, **{**kwargs, "gradient_stats": True})
 
 
-@pytest.mark.parametrize("reduce_fp16", [False, True])
-def test_sharded_gradients(reduce_fp16):
+def sharded(kind, rank, reduce_fp16):
+    model = seeded(lambda: Odd([torch.float32, torch.float64]))
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    with mock.patch.object(_C, "Reducer", measured):
+        ddp = kind(model, optimizer, reduce_fp16=reduce_fp16)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ddp(torch.tensor(0.37 + rank + step)).backward()
+    owners = [ddp.session.specs[bucket.params[0]].owner for bucket in ddp.reducer.plan.buckets]
+    assert set(owners) == {0, 1}
+    own = [index for index, owner in enumerate(owners) if owner == rank]
+    return ddp, grads_of(ddp), ddp.reducer.gradient_stats()[own]
+
+
+@on_ranks(2)
+def test_sharded_gradients(rank):
     """Memory that is lent to a bucket of another rank's parameters has held other gradients."""
-    reducer = _C.Reducer
-
-    def measured(*args, **kwargs):
-        return reducer(*args, **{**kwargs, "gradient_stats": True})
-
-    def trained(kind, rank):
-        model = seeded(lambda: Odd([torch.float32, torch.float64]))
-        optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
-        with mock.patch.object(_C, "Reducer", measured):
-            ddp = kind(model, optimizer, reduce_fp16=reduce_fp16)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            ddp(torch.tensor(0.37 + rank + step)).backward()
-        owners = [ddp.session.specs[bucket.params[0]].owner for bucket in ddp.reducer.plan.buckets]
-        assert set(owners) == {0, 1}
-        own = [index for index, owner in enumerate(owners) if owner == rank]
-        return ddp, grads_of(ddp), ddp.reducer.gradient_stats()[own]
-
-    def work(rank):
-        padded, mine, stats = trained(PaddedSharded, rank)
-        _, theirs, plain_stats = trained(WholeSharded, rank)
+    for reduce_fp16 in each([False, True]):
+        padded, mine, stats = sharded(PaddedSharded, rank, reduce_fp16)
+        _, theirs, plain_stats = sharded(WholeSharded, rank, reduce_fp16)
         assert_padded(padded)
-        assert mine.keys() == theirs.keys()
-        for name, grad in mine.items():
-            assert (grad is None) == (theirs[name] is None)
-            assert grad is None or torch.equal(grad, theirs[name])
+        assert_grads(mine, theirs, rtol=0)
         torch.testing.assert_close(stats, plain_stats)
-
-    run_ranks(work, 2)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import each, on_ranks, run_ranks
 from tests.models import seeded
 from torchddp.optim import OSS
 from torchddp.parallel import ParallelConfig, device_mesh, parallel_group_info, parallelize
@@ -81,17 +81,13 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], exa
         torch.testing.assert_close(got[name], want[name], **({"rtol": 0, "atol": 0} if exact else CLOSE), msg=name)
 
 
-# --- one process ---
-
-
-@pytest.mark.parametrize("kind", ["auto", "none", "ddp", "sharded", "fsdp", "hsdp"])
 @pytest.mark.parametrize("initialised", [False, True])
-def test_one_process_gets_the_module_itself(kind: str, initialised: bool):
-    def work(rank: int) -> None:
-        if not initialised:
-            dist.destroy_process_group()
-        config = ParallelConfig(kind=kind)
-        model = Net()
+@on_ranks(1)
+def test_one_process_gets_the_module_itself(initialised: bool):
+    if not initialised:
+        dist.destroy_process_group()
+    for kind in each(["auto", "none", "ddp", "sharded", "fsdp", "hsdp"]):
+        config, model = ParallelConfig(kind=kind), Net()
         assert parallelize(model, config) is model
         made, optimizer = parallelize(model, config, optimizer=SGD)
         assert made is model and type(optimizer) is torch.optim.SGD
@@ -99,8 +95,6 @@ def test_one_process_gets_the_module_itself(kind: str, initialised: bool):
         info = parallel_group_info()
         for group in (info.mp, info.dp):
             assert (group.rank, group.world_size, group.global_rank, group.group) == (0, 1, 0, None)
-
-    run_ranks(work, 1)
 
 
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
@@ -112,84 +106,64 @@ def test_several_processes_without_a_process_group_are_an_error(monkeypatch: pyt
         device_mesh(ParallelConfig())
 
 
-# --- ours ---
+@on_ranks(2, 4)
+def test_ddp(rank: int, world_size: int):
+    before = torchddp.finished_steps()
+    model, optimizer = parallelize(seeded(Net), optimizer=SGD)
+    assert type(model) is torchddp.DistributedDataParallel
+    got = train(model, optimizer, rank)
+    assert torchddp.finished_steps() == before + 3
+    assert_same(got, by_ddp(rank), exact=True)
+    if world_size == 2:
+        torchs = nn.parallel.DistributedDataParallel(seeded(Net))
+        assert_same(got, train(torchs, SGD(torchs.parameters()), rank), exact=True)
+
+    # Its options arrive.
+    config = ParallelConfig.from_cli(["ddp.bucket_cap_mb=0.001", "ddp.transport=c10d", "ddp.timeout=20"])
+    model = parallelize(seeded(Net), config)
+    train(model, SGD(model.parameters()), rank)
+    with pytest.raises(ValueError, match=r"ddp\.wire_dtype: got 'int3', allowed: bfloat16"):
+        parallelize(seeded(Net), ParallelConfig(ddp={"wire_dtype": "int3"}))
+    narrow = parallelize(seeded(Net).float(), ParallelConfig(ddp={"wire_dtype": torch.bfloat16}))
+    assert model._get_ddp_logging_data()["bucket_cap_bytes"] == 1048
+    assert model.session.wait_limit.total_seconds() == 20.0
+    assert narrow.session.options.wire_dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ddp(world_size: int):
-    def work(rank: int) -> None:
+@on_ranks(2, 4)
+def test_sharded(rank: int, world_size: int):
+    config = ParallelConfig(kind="sharded", ddp={"reduce_buffer_size": 100})
+    oss_of = functools.partial(OSS, optim=torch.optim.SGD, lr=0.05, momentum=0.9)
+    by_hand = seeded(Net)
+    oss = oss_of(by_hand.parameters())
+    want = train(torchddp.ShardedDataParallel(by_hand, oss, reduce_buffer_size=100), oss, rank)
+    for factory in each([SGD, oss_of]):
         before = torchddp.finished_steps()
-        model, optimizer = parallelize(seeded(Net), optimizer=SGD)
-        assert type(model) is torchddp.DistributedDataParallel
-        got = train(model, optimizer, rank)
-        assert torchddp.finished_steps() == before + 3
-        assert_same(got, by_ddp(rank), exact=True)
-        if world_size == 2:
-            torchs = nn.parallel.DistributedDataParallel(seeded(Net))
-            assert_same(got, train(torchs, SGD(torchs.parameters()), rank), exact=True)
-
-    run_ranks(work, world_size)
-
-
-def test_options_of_ddp_arrive():
-    def work(rank: int) -> Any:
-        config = ParallelConfig.from_cli(["ddp.bucket_cap_mb=0.001", "ddp.transport=c10d", "ddp.timeout=20"])
-        model = parallelize(seeded(Net), config)
-        train(model, SGD(model.parameters()), rank)
-        with pytest.raises(ValueError, match=r"ddp\.wire_dtype: got 'int3', allowed: bfloat16"):
-            parallelize(seeded(Net), ParallelConfig(ddp={"wire_dtype": "int3"}))
-        narrow = parallelize(seeded(Net).float(), ParallelConfig(ddp={"wire_dtype": torch.bfloat16}))
-        data = model._get_ddp_logging_data()
-        return data["bucket_cap_bytes"], model.session.wait_limit.total_seconds(), narrow.session.options.wire_dtype
-
-    assert run_ranks(work, 2) == [(1048, 20.0, torch.bfloat16)] * 2
-
-
-@pytest.mark.parametrize(("world_size", "oss"), [(2, False), (2, True), (4, False)])
-def test_sharded(world_size: int, oss: bool):
-    def work(rank: int) -> None:
-        config = ParallelConfig(kind="sharded", ddp={"reduce_buffer_size": 100})
-        before = torchddp.finished_steps()
-        factory = functools.partial(OSS, optim=torch.optim.SGD, lr=0.05, momentum=0.9) if oss else SGD
         model, optimizer = parallelize(seeded(Net), config, optimizer=factory)
         assert type(model) is torchddp.ShardedDataParallel and type(optimizer) is OSS
         got = train(model, optimizer, rank)
         assert torchddp.finished_steps() == before + 3
-        by_hand = seeded(Net)
-        sharded = OSS(by_hand.parameters(), optim=torch.optim.SGD, lr=0.05, momentum=0.9)
-        hand_model = torchddp.ShardedDataParallel(by_hand, sharded, reduce_buffer_size=100)
-        assert_same(got, train(hand_model, sharded, rank), exact=True)
+        assert_same(got, want, exact=True)
         assert_same(got, by_ddp(rank), exact=True)
-
-    run_ranks(work, world_size)
-
-
-def test_what_sharded_wants_of_the_optimizer():
-    def work(rank: int) -> None:
-        config = ParallelConfig(kind="sharded")
-        with pytest.raises(ValueError, match="pass optimizer="):
-            parallelize(Net(), config)
-        for wrong in (lambda params: SGD(params), functools.partial(torch.optim.SGD, [])):
-            with pytest.raises(TypeError, match="needs a class of optimizers"):
-                parallelize(Net(), config, optimizer=wrong)
-
-    run_ranks(work, 2)
+    with pytest.raises(ValueError, match="pass optimizer="):
+        parallelize(Net(), config)
+    for wrong in (lambda params: SGD(params), functools.partial(torch.optim.SGD, [])):
+        with pytest.raises(TypeError, match="needs a class of optimizers"):
+            parallelize(Net(), config, optimizer=wrong)
 
 
-# --- torch's fully_shard ---
-
-
-def by_hand(mesh: Any, **options: Any) -> nn.Module:
+def by_fully_shard(shape: tuple[int, ...], rank: int, **options: Any) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "mp")[: len(shape)])
     model = seeded(Net)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **{**options, "reshard_after_forward": False})
-    return model
+    return train(model, SGD(model.parameters()), rank)
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [(2, None), (2, "SHARD_GRAD_OP"), (2, "NO_SHARD"), (4, None)])
-def test_fsdp(world_size: int, strategy: str | None):
-    def work(rank: int) -> None:
+@on_ranks(2, 4)
+def test_fsdp(rank: int, world_size: int):
+    for strategy in each([None, "SHARD_GRAD_OP", "NO_SHARD"]):
         config = ParallelConfig(use_fsdp=True, sharding_strategy=strategy)
         net = seeded(Net)
         model, optimizer = parallelize(net, config, optimizer=SGD)
@@ -197,9 +171,7 @@ def test_fsdp(world_size: int, strategy: str | None):
         assert all(isinstance(block, FSDPModule) for block in model.blocks)
         got = train(model, optimizer, rank)
         shape = (world_size, 1) if strategy == "NO_SHARD" else (world_size,)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "mp")[: len(shape)])
-        hand = by_hand(mesh, reshard_after_forward=strategy is None)
-        assert_same(got, train(hand, SGD(hand.parameters()), rank), exact=True)
+        assert_same(got, by_fully_shard(shape, rank, reshard_after_forward=strategy is None), exact=True)
         assert_same(got, by_ddp(rank), exact=False)
         held = sum(p.to_local().numel() for p in model.parameters())
         total = sum(p.numel() for p in model.parameters())
@@ -207,31 +179,23 @@ def test_fsdp(world_size: int, strategy: str | None):
         model(torch.zeros(1, 6, dtype=torch.float64))
         assert isinstance(model.blocks[0].up.weight, DTensor) is (strategy is None)  # freed after forward
 
-    run_ranks(work, world_size)
 
-
-@pytest.mark.parametrize(
-    ("world_size", "model_parallel", "strategy"),
-    [(2, 2, "HYBRID_SHARD"), (4, 2, "HYBRID_SHARD"), (4, 2, "HYBRID_SHARD_ZERO2")],
-)
-def test_hsdp(world_size: int, model_parallel: int, strategy: str):
-    def work(rank: int) -> None:
-        config = ParallelConfig(use_fsdp=True, sharding_strategy=strategy, model_parallel=model_parallel)
+@on_ranks(2, 4)
+def test_hsdp(rank: int, world_size: int):
+    for strategy in each(["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]):
+        config = ParallelConfig(use_fsdp=True, sharding_strategy=strategy, model_parallel=2)
         model, optimizer = parallelize(seeded(Net), config, optimizer=SGD)
         got = train(model, optimizer, rank)
-        shape = (world_size // model_parallel, model_parallel)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "mp"))
-        hand = by_hand(mesh, reshard_after_forward=strategy == "HYBRID_SHARD")
-        assert_same(got, train(hand, SGD(hand.parameters()), rank), exact=True)
+        keeps = strategy != "HYBRID_SHARD"
+        assert_same(got, by_fully_shard((world_size // 2, 2), rank, reshard_after_forward=not keeps), exact=True)
         assert_same(got, by_ddp(rank), exact=False)
-        part = model.first.weight.to_local().numel() / model.first.weight.numel()
-        assert part == 1 / model_parallel
-
-    run_ranks(work, world_size)
+        assert model.first.weight.to_local().numel() == model.first.weight.numel() / 2
 
 
 def test_hsdp_shards_over_a_host_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch):
-    def work(rank: int) -> tuple[int, int]:
+    def work(rank: int, hosts: str = "") -> tuple[int, int]:
+        if hosts:
+            os.environ["TORCHDDP_HOST_ID"] = hosts[rank]
         parallelize(seeded(Net), ParallelConfig(kind="hsdp"))
         info = parallel_group_info()
         return info.dp.world_size, info.mp.world_size
@@ -240,53 +204,39 @@ def test_hsdp_shards_over_a_host_unless_told_otherwise(monkeypatch: pytest.Monke
     # One torchrun for each rank, as Spark starts them: they share the host all the same.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert run_ranks(work, 4) == [(1, 4)] * 4
-
-    def work_on(hosts: str, rank: int) -> tuple[int, int]:
-        os.environ["TORCHDDP_HOST_ID"] = hosts[rank]
-        return work(rank)
-
-    assert run_ranks(lambda rank: work_on("aabb", rank), 4) == [(2, 2)] * 4
-    assert (
-        run_ranks(lambda rank: work_on("abab", rank), 4) == [(1, 4)] * 4
-    )  # no neighbours: Slurm's cyclic distribution
-    assert run_ranks(lambda rank: work_on("aab", rank), 3) == [(1, 3)] * 3
+    assert run_ranks(work, 4, "aabb") == [(2, 2)] * 4
+    assert run_ranks(work, 4, "abab") == [(1, 4)] * 4  # no neighbours: Slurm's cyclic distribution
+    assert run_ranks(work, 3, "aab") == [(1, 3)] * 3
 
 
-def test_options_of_fsdp_arrive():
-    def work(rank: int) -> None:
-        config = ParallelConfig.from_cli(
-            ["--use-fsdp", "--cpu-offload", "wrap=Linear", "--forward-prefetch=1", "--backward-prefetch=2"]
-            + ["--param-dtype=bfloat16", "--reduce-dtype=float32", "--parallel-backend=torchddp_shm"]
-        )
-        model = parallelize(seeded(Net), config)
-        layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        assert all(isinstance(layer, FSDPModule) for layer in layers)
-        assert not any(isinstance(block, FSDPModule) for block in model.blocks)
-        states = [layer._get_fsdp_state() for layer in layers]
-        assert states[0]._states_to_forward_prefetch == [states[1]]
-        assert states[5]._states_to_backward_prefetch == [states[4], states[3]]
-        assert states[0]._fsdp_param_group.offload_policy.pin_memory is False
-        policy = states[0]._mp_policy
-        assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-        dtypes = []
-        model.blocks[0].register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
-        model(torch.zeros(1, 6))
-        assert dtypes == [torch.bfloat16]
-        group = parallel_group_info().dp.group
-        assert dist.get_backend(group) == "torchddp_shm"
-        train(model, SGD(model.parameters()), rank)
+@on_ranks(2)
+def test_weights_at_the_start_and_options(rank):
+    # Options of FSDP arrive.
+    config = ParallelConfig.from_cli(
+        ["--use-fsdp", "--cpu-offload", "wrap=Linear", "--forward-prefetch=1", "--backward-prefetch=2"]
+        + ["--param-dtype=bfloat16", "--reduce-dtype=float32", "--parallel-backend=torchddp_shm"]
+    )
+    model = parallelize(seeded(Net), config)
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert all(isinstance(layer, FSDPModule) for layer in layers)
+    assert not any(isinstance(block, FSDPModule) for block in model.blocks)
+    states = [layer._get_fsdp_state() for layer in layers]
+    assert states[0]._states_to_forward_prefetch == [states[1]]
+    assert states[5]._states_to_backward_prefetch == [states[4], states[3]]
+    assert states[0]._fsdp_param_group.offload_policy.pin_memory is False
+    policy = states[0]._mp_policy
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    dtypes = []
+    model.blocks[0].register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    model(torch.zeros(1, 6))
+    assert dtypes == [torch.bfloat16]
+    group = parallel_group_info().dp.group
+    assert dist.get_backend(group) == "torchddp_shm"
+    train(model, SGD(model.parameters()), rank)
 
-    run_ranks(work, 2)
-
-
-# --- rank 0's weights ---
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"use_fsdp": True}, {"kind": "hsdp", "model_parallel": 1}, {"kind": "sharded"}]
-)
-def test_all_start_from_rank_0(options: dict[str, Any]):
-    def work(rank: int) -> None:
+    # Weights at the start.
+    # All start from rank 0.
+    for options in each([{}, {"use_fsdp": True}, {"kind": "hsdp", "model_parallel": 1}, {"kind": "sharded"}]):
         net = seeded(Net, seed=rank)
         net.scale += rank
         net.register_buffer("grid", torch.full((2, 3), float(rank)).t())  # not contiguous
@@ -294,131 +244,100 @@ def test_all_start_from_rank_0(options: dict[str, Any]):
         assert_same(whole(model), dict(seeded(Net).named_parameters()), exact=True)
         assert net.scale.eq(1).all() and net.grid.eq(0).all()
 
-    run_ranks(work, 2)
+    # Ranks may keep their own.
+    first = seeded(Net, seed=rank)
+    want = copy.deepcopy(first)
+    model = parallelize(first, ParallelConfig(use_fsdp=True, sync_module_states=False))
+    local = model.last.bias.to_local()
+    assert torch.equal(local, want.last.bias[rank * 2 : rank * 2 + 2][: len(local)])
+
+    # A model without memory.
+    with torch.device("meta"):
+        empty = Net()
+    config = ParallelConfig(use_fsdp=True, device_type="cpu")
+    with pytest.raises(ValueError, match="'first.weight' is on the meta device"):
+        parallelize(empty, config)
+    model = parallelize(empty, ParallelConfig(use_fsdp=True, device_type="cpu", sync_module_states=False))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(0.1)
+    train(model, SGD(model.parameters()), rank)
+
+    # What is refused.
+    with pytest.raises(TypeError, match="config: got a dict"):
+        parallelize(Net(), {"kind": "ddp"})
+    with pytest.raises(TypeError, match="model: got a function"):
+        parallelize(by_ddp)
+    net = Net()
+    with pytest.raises(TypeError, match="SGD that was made before"):
+        parallelize(net, optimizer=SGD(net.parameters()))
+    with pytest.raises(TypeError, match="optimizer: got a float"):
+        parallelize(net, optimizer=0.1)
+    ddp, fsdp = parallelize(Net()), parallelize(Net(), ParallelConfig(use_fsdp=True))
+    for parallel in (ddp, fsdp, replicate(Net())):
+        with pytest.raises(ValueError, match="the model is parallel already"):
+            parallelize(parallel)
+    with pytest.raises(ValueError, match="its module '0' is parallel already"):
+        parallelize(nn.Sequential(parallelize(Net())))
+    with pytest.raises(ValueError, match=r"data_parallel 3 x model_parallel 1 is 3, but there are 2 ranks"):
+        parallelize(Net(), ParallelConfig(data_parallel=3))
+    with pytest.raises(ValueError, match="did you mean 'Block'"):
+        parallelize(Net(), ParallelConfig(use_fsdp=True, wrap=("Blocks",)))
 
 
-def test_ranks_may_keep_their_own():
-    def work(rank: int) -> None:
-        first = seeded(Net, seed=rank)
-        want = copy.deepcopy(first)
-        model = parallelize(first, ParallelConfig(use_fsdp=True, sync_module_states=False))
-        local = model.last.bias.to_local()
-        assert torch.equal(local, want.last.bias[rank * 2 : rank * 2 + 2][: len(local)])
-
-    run_ranks(work, 2)
-
-
-def test_a_model_without_memory():
-    def work(rank: int) -> None:
-        with torch.device("meta"):
-            empty = Net()
-        config = ParallelConfig(use_fsdp=True, device_type="cpu")
-        with pytest.raises(ValueError, match="'first.weight' is on the meta device"):
-            parallelize(empty, config)
-        model = parallelize(empty, ParallelConfig(use_fsdp=True, device_type="cpu", sync_module_states=False))
-        model.to_empty(device="cpu")
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                tensor.fill_(0.1)
-        train(model, SGD(model.parameters()), rank)
-
-    run_ranks(work, 2)
+@on_ranks(4)
+def test_groups_of_two_by_two(rank):
+    with pytest.raises(RuntimeError, match="call torchddp.parallelize"):
+        parallel_group_info()
+    parallelize(Net(), ParallelConfig(kind="hsdp", model_parallel=2))
+    info = parallel_group_info()
+    assert (info.mp.rank, info.mp.world_size, info.mp.global_rank) == (rank % 2, 2, rank)
+    assert (info.dp.rank, info.dp.world_size, info.dp.global_rank) == (rank // 2, 2, rank)
+    assert info.mp.global_ranks == ((0, 1) if rank < 2 else (2, 3))
+    assert info.dp.global_ranks == ((0, 2) if rank % 2 == 0 else (1, 3))
+    for group in (info.mp, info.dp):
+        value = torch.tensor(10.0**rank)
+        dist.all_reduce(value, group=group.group)
+        assert value == sum(10.0**member for member in group.global_ranks)
+    same = device_mesh(ParallelConfig(kind="hsdp", data_parallel=2, device_type="cpu"))
+    assert same.get_group("mp") is info.mp.group  # made once
+    parallelize(Net())
+    info = parallel_group_info()
+    assert info.dp.world_size == 4 and info.dp.group is dist.group.WORLD
+    assert (info.mp.world_size, info.mp.global_ranks, info.mp.group) == (1, (rank,), None)
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="no data- and model-parallel groups"):
+        parallel_group_info()
 
 
-# --- groups ---
-
-
-def test_groups_of_two_by_two():
-    def work(rank: int) -> None:
-        with pytest.raises(RuntimeError, match="call torchddp.parallelize"):
-            parallel_group_info()
-        parallelize(Net(), ParallelConfig(kind="hsdp", model_parallel=2))
-        info = parallel_group_info()
-        assert (info.mp.rank, info.mp.world_size, info.mp.global_rank) == (rank % 2, 2, rank)
-        assert (info.dp.rank, info.dp.world_size, info.dp.global_rank) == (rank // 2, 2, rank)
-        assert info.mp.global_ranks == ((0, 1) if rank < 2 else (2, 3))
-        assert info.dp.global_ranks == ((0, 2) if rank % 2 == 0 else (1, 3))
-        for group in (info.mp, info.dp):
-            value = torch.tensor(10.0**rank)
-            dist.all_reduce(value, group=group.group)
-            assert value == sum(10.0**member for member in group.global_ranks)
-        same = device_mesh(ParallelConfig(kind="hsdp", data_parallel=2, device_type="cpu"))
-        assert same.get_group("mp") is info.mp.group  # made once
-        parallelize(Net())
-        info = parallel_group_info()
-        assert info.dp.world_size == 4 and info.dp.group is dist.group.WORLD
-        assert (info.mp.world_size, info.mp.global_ranks, info.mp.group) == (1, (rank,), None)
-        dist.barrier()
-        dist.destroy_process_group()
-        with pytest.raises(RuntimeError, match="no data- and model-parallel groups"):
-            parallel_group_info()
-
-    run_ranks(work, 4)
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 @pytest.mark.parametrize(("kind", "world_size"), [("fsdp", 4), ("ddp", 4), ("ddp", 2)])
-def test_tensor_parallel_over_mp(kind: str, world_size: int):
-    if kind == "ddp" and world_size > 2:
-        pytest.importorskip("torchddp.composable", reason="torchddp.replicate is not there")
-
-    def work(rank: int) -> None:
-        config = ParallelConfig(kind=kind, model_parallel=2)
-        net = seeded(Net)
-        with pytest.raises(ValueError, match="without a tensor parallel plan"):
-            parallelize(seeded(Net), config)
-        mesh = device_mesh(config)
-        assert mesh.mesh_dim_names == ("dp", "mp") and mesh.shape == (world_size // 2, 2)
-        for block in net.blocks:
-            parallelize_module(block, mesh["mp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        before = torchddp.finished_steps()
-        model, optimizer = parallelize(net, config, optimizer=SGD)
-        info = parallel_group_info()
-        assert info.mp.group is mesh.get_group("mp")
-        got = train(model, optimizer, info.dp.rank)
-        assert torchddp.finished_steps() == before + 3 * (kind == "ddp" and world_size == 4)
-        alone = seeded(Net)
-        want = torchddp.DistributedDataParallel(alone, process_group=info.dp.group) if info.dp.group else alone
-        assert_same(got, train(want, SGD(want.parameters()), info.dp.rank), exact=False)
-
-    run_ranks(work, world_size)
-
-
-def test_tensor_parallel_models_take_rank_0s_weights_too():
-    def work(rank: int) -> None:
-        config = ParallelConfig(kind="fsdp", model_parallel=2)
-        mesh = device_mesh(config)
+@on_ranks()
+def test_tensor_parallel_over_mp(rank: int, kind: str, world_size: int):
+    config = ParallelConfig(kind=kind, model_parallel=2)
+    net = seeded(Net)
+    with pytest.raises(ValueError, match="without a tensor parallel plan"):
+        parallelize(seeded(Net), config)
+    mesh = device_mesh(config)
+    assert mesh.mesh_dim_names == ("dp", "mp") and mesh.shape == (world_size // 2, 2)
+    for block in net.blocks:
+        parallelize_module(block, mesh["mp"], PLAN)
+    before = torchddp.finished_steps()
+    model, optimizer = parallelize(net, config, optimizer=SGD)
+    info = parallel_group_info()
+    assert info.mp.group is mesh.get_group("mp")
+    got = train(model, optimizer, info.dp.rank)
+    assert torchddp.finished_steps() == before + 3 * (kind == "ddp" and world_size == 4)
+    alone = seeded(Net)
+    want = torchddp.DistributedDataParallel(alone, process_group=info.dp.group) if info.dp.group else alone
+    assert_same(got, train(want, SGD(want.parameters()), info.dp.rank), exact=False)
+    if kind == "fsdp":  # such models take rank 0's weights too
         net = seeded(Net, seed=rank)
         for block in net.blocks:
             # Distributes rank 0's of each model-parallel group; those groups still differ.
-            parallelize_module(block, mesh["mp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            parallelize_module(block, mesh["mp"], PLAN)
         assert_same(whole(parallelize(net, config)), dict(seeded(Net).named_parameters()), exact=True)
-
-    run_ranks(work, 4)
-
-
-# --- what is refused ---
-
-
-def test_what_is_refused():
-    def work(rank: int) -> None:
-        with pytest.raises(TypeError, match="config: got a dict"):
-            parallelize(Net(), {"kind": "ddp"})
-        with pytest.raises(TypeError, match="model: got a function"):
-            parallelize(work)
-        net = Net()
-        with pytest.raises(TypeError, match="SGD that was made before"):
-            parallelize(net, optimizer=SGD(net.parameters()))
-        with pytest.raises(TypeError, match="optimizer: got a float"):
-            parallelize(net, optimizer=0.1)
-        by_ddp, by_fsdp = parallelize(Net()), parallelize(Net(), ParallelConfig(use_fsdp=True))
-        for parallel in (by_ddp, by_fsdp, replicate(Net())):
-            with pytest.raises(ValueError, match="the model is parallel already"):
-                parallelize(parallel)
-        with pytest.raises(ValueError, match="its module '0' is parallel already"):
-            parallelize(nn.Sequential(parallelize(Net())))
-        with pytest.raises(ValueError, match=r"data_parallel 3 x model_parallel 1 is 3, but there are 2 ranks"):
-            parallelize(Net(), ParallelConfig(data_parallel=3))
-        with pytest.raises(ValueError, match="did you mean 'Block'"):
-            parallelize(Net(), ParallelConfig(use_fsdp=True, wrap=("Blocks",)))
-
-    run_ranks(work, 2)

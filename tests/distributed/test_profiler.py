@@ -1,7 +1,8 @@
-"""`torchddp.profiler` on real ranks."""
+"""The timeline of a step, the times that the logging fields are filled from, and `torchddp.profiler` on real ranks."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 from collections import defaultdict
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import run_ranks
+from tests.harness import each, on_ranks
 from torchddp import DistributedDataParallel
 from torchddp.profiler import monitor, profile, ranks
 from torchddp.profiler.ranks import Clock
@@ -34,107 +35,132 @@ def steps(ddp: nn.Module, count: int) -> None:
         ddp(torch.randn(2, 16)).sum().backward()
 
 
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_that_sleeps_in_backward_is_the_straggler(transport: str, world_size: int) -> None:
-    def work(rank: int) -> None:
+@on_ranks(2)
+def test_the_timeline_of_a_step():
+    ddp = model()
+    steps(ddp, 2)
+    assert ddp.reducer.timeline() == []  # off by default
+    ddp.reducer.enable_timeline(1000)
+    steps(ddp, 1)
+    ddp.reducer.disable_timeline()
+    steps(ddp, 1)
+    events = ddp.reducer.timeline()
+    times = [event.time_ns for event in events]
+    assert times == sorted(times)
+    kinds = [event.kind for event in events]
+    buckets = len(ddp.reducer.plan)
+    assert buckets > 1
+    assert kinds[0] == "forward_begin" and kinds[-1] == "backward_end"
+    assert kinds.count("grad_ready") == 8
+    for kind in ("packed", "launched", "wait_begin", "done"):
+        assert [event.id for event in events if event.kind == kind] == list(range(buckets)), kind
+    # Reduction starts while gradients are still being computed.
+    assert kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
+    assert min(ddp.reducer.get_backward_stats()) > 0
+
+    # The ring keeps the last events, and counts the others.
+    ddp = model()
+    ddp.reducer.enable_timeline(10)
+    steps(ddp, 3)
+    events = ddp.reducer.timeline()
+    assert len(events) == 10 and events[-1].kind == "backward_end"
+    assert ddp.reducer.timeline_dropped() > 0
+
+
+@on_ranks(2)
+def test_torchs_profiler_shows_buckets_by_name_and_logging_times_add_up():
+    for transport in each(["c10d", "shm"]):
         ddp = model(transport=transport)
         steps(ddp, 3)
-        if rank == 1:  # before layer 1's own gradients
-            ddp.module[1].register_full_backward_pre_hook(lambda layer, grads: time.sleep(SLEEP_S))
-        with profile(ddp) as recorded:
-            steps(ddp, 5)
-        merged = recorded.gather()
-        assert [step.index for step in merged.steps] == [4, 5, 6, 7, 8]
-        assert [step.index for step in recorded.steps] == [4, 5, 6, 7, 8]
-        assert max(range(world_size), key=merged.mean_waits_ns().__getitem__) == 1
-        # A busy machine may delay another rank for longer, but hardly in most steps.
-        blamed = [step for step in merged.steps if step.straggler is not None and step.straggler.rank == 1]
-        assert len(blamed) >= 3
-        found = [step.straggler for step in blamed if step.straggler is not None]
-        assert 0.5 * SLEEP_S < median(straggler.wait_ns for straggler in found) / 1e9 < 3 * SLEEP_S
-        assert 0.5 * SLEEP_S < median(straggler.lost_ns for straggler in found) / 1e9 < 3 * SLEEP_S
-        assert mode(straggler.where for straggler in found) == "backward"
-        assert mode(merged.names[straggler.parameter or 0] for straggler in found) in ("1.weight", "1.bias")
-        for step in blamed:
-            waited = max(step.buckets, key=lambda bucket: bucket.wait_ns)
-            assert waited.last_rank == 1 and waited.holder in waited.params
-        assert any(merged.names[param].startswith("1.") for param in waited.params)
-        assert "rank 1 was last in" in " ".join(recorded.report(merged=True).split())
-        assert "straggler" not in recorded.report()
-
-    run_ranks(work, world_size)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+            steps(ddp, 1)
+        names = [event.name for event in recorded.events()]
+        for index, bucket in enumerate(ddp.reducer.plan.buckets):
+            first = ddp.session.specs[bucket.params[0]].name
+            for what in ("launch", "wait"):
+                start = f"torchddp.{what} bucket {index} ({bucket.nbytes} bytes: '{first}'"
+                assert sum(name.startswith(start) for name in names) == 1, (start, names)
+        data = ddp._get_ddp_logging_data()
+        assert data["backward_comm_time"] == data["backward_comm_time_end"] - data["backward_comm_time_start"]
+        assert data["backward_compute_time"] == data["backward_compute_time_end"] - data["backward_compute_time_start"]
+        assert data["forward_compute_time"] == data["backward_compute_time_start"] - data["forward_compute_time_start"]
+        assert data["exposed_comm_time"] == data["backward_comm_time_end"] - data["backward_compute_time_end"]
+        assert data["backward_compute_comm_overlap_time"] <= data["backward_comm_time"]
+        assert data["transport"] == transport
 
 
-def test_each_step_is_complete_also_while_buckets_are_rebuilt() -> None:
-    def work(rank: int) -> None:
-        ddp = model()
-        with profile(ddp) as recorded:
-            steps(ddp, 3)
-        assert recorded.incomplete == 0 and recorded.dropped == 0
-        assert recorded.names == tuple(name for name, _ in ddp.module.named_parameters())
-        for step in recorded.steps:
-            assert len(step.gradients) == 8
-            assert sorted(param for bucket in step.buckets for param in bucket.params) == list(range(8))
-            assert step.forward_begin_ns < step.backward_begin_ns <= step.compute_end_ns < step.backward_end_ns
-            assert 0 <= step.overlap_ratio <= 1 and 0 < step.comm_ns
-            for bucket in step.buckets:
-                times = [bucket.first_ready_ns, bucket.last_ready_ns, bucket.packed_ns, bucket.launched_ns]
-                times += [bucket.wait_begin_ns, bucket.done_ns]
-                assert None not in times and times == sorted(times)
-                assert bucket.holder in bucket.params
-
-    run_ranks(work, 2)
-
-
-def test_a_parameter_without_gradient_and_a_skipped_bucket() -> None:
-    def work(rank: int) -> None:
-        ddp = model(2, find_unused_parameters=True, skip_all_reduce_unused_params=True)
-        layers = ddp.module
-        layers.forward = lambda inputs: layers[1](inputs)
-        with profile(ddp) as recorded:
-            steps(ddp, 3)
-        names = recorded.names
-        for step in recorded.gather().steps:
-            sent = {names[p] for bucket in step.buckets if bucket.last_rank is not None for p in bucket.params}
-            assert sent == {"1.weight", "1.bias"}
-
-    try:
-        run_ranks(work, 2)
-    except Exception as error:
-        if "skip_all_reduce_unused_params" in str(error) and "has no DistributedDataParallel argument" in str(error):
-            pytest.skip("this torch does not know the argument")
-        raise
+@pytest.mark.parametrize(("transport", "world_size"), [("shm", 2), ("c10d", 3)])
+@on_ranks()
+def test_a_rank_that_sleeps_in_backward_is_the_straggler(rank: int, transport: str, world_size: int):
+    ddp = model(transport=transport)
+    steps(ddp, 3)
+    if rank == 1:  # before layer 1's own gradients
+        ddp.module[1].register_full_backward_pre_hook(lambda layer, grads: time.sleep(SLEEP_S))
+    with profile(ddp) as recorded:
+        steps(ddp, 5)
+    merged = recorded.gather()
+    assert [step.index for step in merged.steps] == [step.index for step in recorded.steps] == [4, 5, 6, 7, 8]
+    assert max(range(world_size), key=merged.mean_waits_ns().__getitem__) == 1
+    # A busy machine may delay another rank for longer, but hardly in most steps.
+    blamed = [step for step in merged.steps if step.straggler is not None and step.straggler.rank == 1]
+    assert len(blamed) >= 3
+    found = [step.straggler for step in blamed]
+    assert 0.5 * SLEEP_S < median(straggler.wait_ns for straggler in found) / 1e9 < 3 * SLEEP_S
+    assert 0.5 * SLEEP_S < median(straggler.lost_ns for straggler in found) / 1e9 < 3 * SLEEP_S
+    assert mode(straggler.where for straggler in found) == "backward"
+    assert mode(merged.names[straggler.parameter or 0] for straggler in found) in ("1.weight", "1.bias")
+    for step in blamed:
+        waited = max(step.buckets, key=lambda bucket: bucket.wait_ns)
+        assert waited.last_rank == 1 and waited.holder in waited.params
+    assert any(merged.names[param].startswith("1.") for param in waited.params)
+    assert "rank 1 was last in" in " ".join(recorded.report(merged=True).split())
+    assert "straggler" not in recorded.report()
 
 
-def test_the_last_steps_are_kept_and_the_loss_is_said() -> None:
-    def work(rank: int) -> None:
-        ddp = model()
+@on_ranks(2)
+def test_each_step_is_complete_also_while_buckets_are_rebuilt():
+    ddp = model()
+    with profile(ddp) as recorded:
         steps(ddp, 3)
-        with profile(ddp, steps=2) as recorded:
-            steps(ddp, 9)
-        assert [step.index for step in recorded.steps] == [11, 12]
-        assert recorded.dropped > 0
-        assert f"{recorded.dropped} events of earlier steps were overwritten" in " ".join(recorded.report().split())
+    assert recorded.incomplete == 0 and recorded.dropped == 0
+    assert recorded.names == tuple(name for name, _ in ddp.module.named_parameters())
+    for step in recorded.steps:
+        assert len(step.gradients) == 8
+        assert sorted(param for bucket in step.buckets for param in bucket.params) == list(range(8))
+        assert step.forward_begin_ns < step.backward_begin_ns <= step.compute_end_ns < step.backward_end_ns
+        assert 0 <= step.overlap_ratio <= 1 and 0 < step.comm_ns
+        for bucket in step.buckets:
+            times = [bucket.first_ready_ns, bucket.last_ready_ns, bucket.packed_ns, bucket.launched_ns]
+            times += [bucket.wait_begin_ns, bucket.done_ns]
+            assert None not in times and times == sorted(times)
+            assert bucket.holder in bucket.params
 
-    run_ranks(work, 2)
+    # The last steps are kept, and the loss is said.
+    with profile(ddp, steps=2) as recorded:
+        steps(ddp, 9)
+    assert [step.index for step in recorded.steps] == [11, 12]
+    assert recorded.dropped > 0
+    assert f"{recorded.dropped} events of earlier steps were overwritten" in " ".join(recorded.report().split())
 
 
-def test_the_chrome_trace_is_valid(tmp_path: Path) -> None:
-    merged_path, own_path = tmp_path / "all.json", tmp_path / "own.json"
+@pytest.mark.skipif(
+    "skip_all_reduce_unused_params" not in inspect.signature(TorchDDP.__init__).parameters,
+    reason="this torch does not know the argument",
+)
+@on_ranks(2)
+def test_a_parameter_without_gradient_and_a_skipped_bucket():
+    ddp = model(2, find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    layers = ddp.module
+    layers.forward = lambda inputs: layers[1](inputs)
+    with profile(ddp) as recorded:
+        steps(ddp, 3)
+    for step in recorded.gather().steps:
+        sent = {recorded.names[p] for bucket in step.buckets if bucket.last_rank is not None for p in bucket.params}
+        assert sent == {"1.weight", "1.bias"}
 
-    def work(rank: int) -> None:
-        ddp = model()
-        with profile(ddp) as recorded:
-            steps(ddp, 3)
-        recorded.export_chrome_trace(merged_path, merged=True)
-        if rank == 1:
-            recorded.export_chrome_trace(str(own_path))
 
-    run_ranks(work, 2)
-    trace, own = json.loads(merged_path.read_text()), json.loads(own_path.read_text())
+def assert_valid(trace: dict[str, Any]) -> None:
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
-    assert {event["pid"] for event in own["traceEvents"]} == {1}
     tracks: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
@@ -149,100 +175,97 @@ def test_the_chrome_trace_is_valid(tmp_path: Path) -> None:
             assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
         assert thread != 0 or len(top) == 3 * 3
         for wait in (event for event in events if event not in top):
-            assert any(
-                e["ts"] - 1e-3 <= wait["ts"] and wait["ts"] + wait["dur"] <= e["ts"] + e["dur"] + 1e-3 for e in top
-            )
+            ends = wait["ts"] + wait["dur"]
+            assert any(e["ts"] - 1e-3 <= wait["ts"] and ends <= e["ts"] + e["dur"] + 1e-3 for e in top)
 
 
-def test_an_exception_inside_ends_the_profile() -> None:
-    def work(rank: int) -> None:
-        ddp = model()
-        hooks = len(ddp._forward_hooks)
-        with pytest.raises(KeyError), profile(ddp) as recorded:
-            steps(ddp, 2)
-            raise KeyError("from the training loop")
-        assert len(recorded.steps) == 2
-        assert len(ddp._forward_hooks) == hooks
-        before = len(ddp.reducer.timeline())
+@on_ranks(2)
+def test_the_chrome_trace_is_valid(rank: int, tmp_path: Path):
+    ddp = model()
+    with profile(ddp) as recorded:
+        steps(ddp, 3)
+    recorded.export_chrome_trace(tmp_path / "all.json", merged=True)
+    recorded.export_chrome_trace(str(tmp_path / f"{rank}.json"))
+    own = json.loads((tmp_path / f"{rank}.json").read_text())
+    assert {event["pid"] for event in own["traceEvents"]} == {rank}
+    if rank == 0:  # which has written the merged one
+        assert_valid(json.loads((tmp_path / "all.json").read_text()))
+
+
+@on_ranks(2)
+def test_what_is_refused_and_what_ends_a_profile():
+    # An exception inside ends the profile.
+    ddp = model()
+    hooks = len(ddp._forward_hooks)
+    with pytest.raises(KeyError), profile(ddp) as recorded:
+        steps(ddp, 2)
+        raise KeyError("from the training loop")
+    assert len(recorded.steps) == 2
+    assert len(ddp._forward_hooks) == hooks
+    before = len(ddp.reducer.timeline())
+    steps(ddp, 1)
+    assert len(ddp.reducer.timeline()) == before  # off again
+    assert len(recorded.steps) == 2
+    with profile(ddp) as again:
         steps(ddp, 1)
-        assert len(ddp.reducer.timeline()) == before  # off again
-        assert len(recorded.steps) == 2
-        with profile(ddp) as again:
-            steps(ddp, 1)
-        assert len(again.steps) == 1
+    assert len(again.steps) == 1
 
-    run_ranks(work, 2)
-
-
-def test_what_cannot_be_profiled_is_refused_in_a_sentence() -> None:
-    def work(rank: int) -> None:
-        for wrong in (nn.Linear(2, 2), TorchDDP(nn.Linear(2, 2)), None):
-            with pytest.raises(TypeError, match=r"wants a torchddp\.DistributedDataParallel.*got .*\."), profile(wrong):
-                pass
-            with pytest.raises(TypeError, match="wants a torchddp"):
-                monitor(wrong, print)
-        ddp = model()
-        with pytest.raises(ValueError, match="at least 1, got 0"), profile(ddp, steps=0):
+    # What cannot be profiled is refused in a sentence.
+    for wrong in (nn.Linear(2, 2), TorchDDP(nn.Linear(2, 2)), None):
+        with pytest.raises(TypeError, match=r"wants a torchddp\.DistributedDataParallel.*got .*\."), profile(wrong):
             pass
-        with pytest.raises(ValueError, match="at least 1, got 0"):
-            monitor(ddp, print, every=0)
-        with pytest.raises(TypeError, match="callback"):
-            monitor(ddp, 3)  # type: ignore[arg-type]
-        with profile(ddp) as outer:
-            with pytest.raises(RuntimeError, match="profiled already"), profile(ddp):
-                pass
-            steps(ddp, 1)
-        assert len(outer.steps) == 1  # the refused one did not end it
-        with profile(ddp) as empty:
+        with pytest.raises(TypeError, match="wants a torchddp"):
+            monitor(wrong, print)
+    ddp = model()
+    with pytest.raises(ValueError, match="at least 1, got 0"), profile(ddp, steps=0):
+        pass
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        monitor(ddp, print, every=0)
+    with pytest.raises(TypeError, match="callback"):
+        monitor(ddp, 3)  # type: ignore[arg-type]
+    with profile(ddp) as outer:
+        with pytest.raises(RuntimeError, match="profiled already"), profile(ddp):
             pass
-        with pytest.raises(ValueError, match="no complete step"):
-            empty.report()
-        with pytest.raises(ValueError, match="no step was recorded .* on all ranks"):
-            empty.gather()
+        steps(ddp, 1)
+    assert len(outer.steps) == 1  # the refused one did not end it
+    with profile(ddp) as empty:
+        pass
+    with pytest.raises(ValueError, match="no complete step"):
+        empty.report()
+    with pytest.raises(ValueError, match="no step was recorded .* on all ranks"):
+        empty.gather()
 
-    run_ranks(work, 2)
 
+@on_ranks(2)
+def test_clocks_and_profiles_of_other_hosts(rank: int, monkeypatch: pytest.MonkeyPatch):
+    ddp = model()
+    monkeypatch.setattr(ranks, "clock_identity", lambda: f"host {rank}")
+    with profile(ddp) as recorded:
+        steps(ddp, 2)
+    merged = recorded.gather()
+    uncertainty_ns = merged.clocks[1].uncertainty_ns
+    assert merged.clocks[0] == Clock() and 0 < uncertainty_ns < 20_000_000
+    assert abs(merged.clocks[1].offset_ns) <= uncertainty_ns  # it is one clock after all
+    assert "clocks of different hosts aligned" in recorded.report(merged=True)
 
-def test_clocks_of_other_hosts_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     ahead_ns = 3_000_000_000
-
-    def work(rank: int) -> None:
-        real = time.monotonic_ns
-        if rank == 1:
-            monkeypatch.setattr(ranks.time, "monotonic_ns", lambda: real() + ahead_ns)
-        readings: list[Any] = [None, None]
-        dist.all_gather_object(readings, ranks.take_readings(None, "cpu"))
-        here, there = ranks.align(["a", "b"], readings)
-        assert here == Clock()
-        assert abs(there.offset_ns + ahead_ns) <= there.uncertainty_ns < 20_000_000
-
-    run_ranks(work, 2)
+    real = time.monotonic_ns
+    if rank == 1:
+        monkeypatch.setattr(ranks.time, "monotonic_ns", lambda: real() + ahead_ns)
+    readings: list[Any] = [None, None]
+    dist.all_gather_object(readings, ranks.take_readings(None, "cpu"))
+    here, there = ranks.align(["a", "b"], readings)
+    assert here == Clock()
+    assert abs(there.offset_ns + ahead_ns) <= there.uncertainty_ns < 20_000_000
 
 
-def test_profiles_of_other_hosts_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(rank: int) -> None:
-        monkeypatch.setattr(ranks, "clock_identity", lambda: f"host {rank}")
+@on_ranks(2)
+def test_monitors():
+    # A monitor is called after every nth synchronised step.
+    for every in each([1, 3]):
         ddp = model()
-        with profile(ddp) as recorded:
-            steps(ddp, 2)
-        merged = recorded.gather()
-        uncertainty_ns = merged.clocks[1].uncertainty_ns
-        assert merged.clocks[0] == Clock() and 0 < uncertainty_ns < 20_000_000
-        assert abs(merged.clocks[1].offset_ns) <= uncertainty_ns  # it is one clock after all
-        assert "clocks of different hosts aligned" in recorded.report(merged=True)
-
-    run_ranks(work, 2)
-
-
-# --- monitor ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_monitor_is_called_after_every_nth_synchronised_step(every: int) -> None:
-    def work(rank: int) -> None:
-        ddp = model()
-        told: list[tuple[int, dict[str, float]]] = []
-        handle = monitor(ddp, lambda step, values: told.append((step, values)), every=every)
+        told: list[int] = []
+        handle = monitor(ddp, lambda step, values, told=told: told.append(step), every=every)
         for index in range(7):
             with torch.no_grad():
                 ddp(torch.randn(2, 16))
@@ -252,31 +275,25 @@ def test_a_monitor_is_called_after_every_nth_synchronised_step(every: int) -> No
             ddp(torch.randn(2, 16))  # never goes backward
             steps(ddp, 1)
         steps(ddp, 1)  # the eighth begins and tells of the seventh
-        assert [step for step, _ in told] == list(range(every, 8, every))
+        assert told == list(range(every, 8, every))
         handle.remove()
         steps(ddp, 2 * every)
         assert len(told) == 7 // every
 
-    run_ranks(work, 2)
-
-
-def test_a_monitor_tells_the_times_of_the_step() -> None:
-    def work(rank: int) -> None:
-        ddp = model()
-        told: list[dict[str, float]] = []
-        monitor(ddp, lambda step, values: told.append(values))
-        with profile(ddp) as recorded:
-            steps(ddp, 4)
-        steps(ddp, 1)
-        assert len(told) == 4
-        values, step = told[-1], recorded.steps[-1]
-        assert values["ddp/buckets"] == len(step.buckets)
-        assert values["ddp/bytes"] == sum(bucket.nbytes for bucket in step.buckets) >= 4 * 272 * 4
-        parts = values["ddp/forward_ms"] + values["ddp/backward_ms"] + values["ddp/exposed_ms"]
-        assert values["ddp/step_ms"] == pytest.approx(parts)
-        # Two ways to the same numbers; the process may have lost its core between two readings of a clock.
-        assert values["ddp/step_ms"] == pytest.approx(step.duration_ns / 1e6, rel=0.5, abs=5)
-        assert 0 <= values["ddp/overlap_ratio"] <= 1
-        assert 0 < values["ddp/comm_ms"] < values["ddp/step_ms"]
-
-    run_ranks(work, 2)
+    # A monitor tells the times of the step.
+    ddp = model()
+    told: list[dict[str, float]] = []
+    monitor(ddp, lambda step, values: told.append(values))
+    with profile(ddp) as recorded:
+        steps(ddp, 4)
+    steps(ddp, 1)
+    assert len(told) == 4
+    values, step = told[-1], recorded.steps[-1]
+    assert values["ddp/buckets"] == len(step.buckets)
+    assert values["ddp/bytes"] == sum(bucket.nbytes for bucket in step.buckets) >= 4 * 272 * 4
+    parts = values["ddp/forward_ms"] + values["ddp/backward_ms"] + values["ddp/exposed_ms"]
+    assert values["ddp/step_ms"] == pytest.approx(parts)
+    # Two ways to the same numbers; the process may have lost its core between two readings of a clock.
+    assert values["ddp/step_ms"] == pytest.approx(step.duration_ns / 1e6, rel=0.5, abs=5)
+    assert 0 <= values["ddp/overlap_ratio"] <= 1
+    assert 0 < values["ddp/comm_ms"] < values["ddp/step_ms"]

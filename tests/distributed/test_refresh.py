@@ -1,91 +1,182 @@
-"""refresh_trainable(): after any change of parameters, training goes on as with a wrapper made anew."""
+"""refresh_trainable(): after any change of parameters, training goes on as with a wrapper made anew.
+
+Random schedules of freezing, thawing, adding and accumulating, on a model that is refreshed and on one wrapped anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import run_ranks
-from tests.models import same_on_all_ranks
-from tests.thaw import OPTIMIZERS, assert_equal, play, sides_of
+from tests.harness import each, on_ranks
+from tests.models import batch, same_on_all_ranks, seeded
 
 pytestmark = pytest.mark.beyond_torch("has no refresh_trainable()")
 
-SCHEDULES = 20
+WIDTH = 6
+OPTIMIZERS = [partial(torch.optim.AdamW, lr=0.01), partial(torch.optim.SGD, lr=0.05, momentum=0.9)]
+KINDS = [torchddp.DistributedDataParallel, torchddp.replicate]
 UNUSED = {"find_unused_parameters": True}
 
 
-def ddp(**options):
-    return lambda module: torchddp.DistributedDataParallel(module, **options)
+class Tower(nn.Module):
+    """Layers of unlike sizes, one after the other; some have batch norm. It can grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make_layer(number) for number in range(3))
+        self.head = nn.Linear(WIDTH, 3, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
 
 
-def replicated(**options):
-    return lambda module: torchddp.replicate(module, **options)
+def make_layer(number: int) -> nn.Sequential:
+    inner = 4 + 3 * number
+    norm: list[nn.Module] = [nn.BatchNorm1d(inner, dtype=torch.float64)] if number % 2 else []
+    return nn.Sequential(
+        nn.Linear(WIDTH, inner, dtype=torch.float64), *norm, nn.Tanh(), nn.Linear(inner, WIDTH, dtype=torch.float64)
+    )
 
 
-def play_all(rank, make, fresh=None, seeds=range(SCHEDULES), is_told=True, buffers=True):
+@dataclass
+class Side:
+    """A model in training; after a change it is refreshed, or wrapped in another wrapper (`is_wrapped_anew`)."""
+
+    make: Callable[[nn.Module], Any]
+    module: Tower
+    make_optimizer: Callable[..., torch.optim.Optimizer]
+    is_told: bool  # of changes, at once
+    is_wrapped_anew: bool = False
+
+    def __post_init__(self) -> None:
+        self.model = self.make(self.module)
+        self.optimizer = self.make_optimizer(self.module.parameters())
+
+    def changed(self) -> None:
+        if not self.is_wrapped_anew:
+            if self.is_told:
+                self.model.refresh_trainable()
+            return
+        self.model = None  # which takes its hooks along
+        if isinstance(self.module, torchddp.composable.ReplicateModule):
+            torchddp.composable.unreplicate(self.module)
+        self.model = self.make(self.module)
+
+    def backward(self, rank: int, number: int) -> None:
+        self.model(batch(rank, number, 5, WIDTH)).square().mean().backward()
+
+    def accumulate(self, rank: int, number: int) -> None:
+        with self.model.no_sync():
+            self.backward(rank, number)
+
+    def step(self, rank: int, number: int, *, keeps_gradients: bool = False) -> None:
+        self.backward(rank, number)
+        self.optimizer.step()
+        if not keeps_gradients:
+            self.optimizer.zero_grad()
+
+    def act(self, action: str, which: int, rank: int, number: int) -> None:
+        parts = [*self.module.layers, self.module.head]
+        part = parts[which % len(parts)]
+        if action in ("accumulate", "step of two"):
+            self.accumulate(rank, number)
+        if action in ("step", "step of two", "kept"):
+            self.step(rank, number + 1, keeps_gradients=action == "kept")
+        if action == "thaw":
+            part.requires_grad_(True)
+            self.changed()
+        elif action == "freeze":
+            if any(p.requires_grad for other in parts if other is not part for p in other.parameters()):
+                part.requires_grad_(False)
+                for parameter in part.parameters():
+                    parameter.grad = None  # what it has accumulated would be this rank's alone
+            self.changed()
+        elif action == "add":
+            # Other values on each rank, where they are sent before they are used.
+            torch.manual_seed(100 * number + rank * self.is_told)
+            layer = make_layer(len(self.module.layers))
+            self.module.layers.append(layer)
+            self.changed()
+            self.optimizer.add_param_group({"params": list(layer.parameters())})
+
+
+def assert_equal(ours: Side, fresh: Side, *, buffers: bool) -> None:
+    """Parameters, gradients, what the optimizers hold, and buffers: bit for bit."""
+    for (name, mine), theirs in zip(ours.module.named_parameters(), fresh.module.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+        assert (mine.grad is None) == (theirs.grad is None), name
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad), f"gradient of {name}"
+        one, other = ours.optimizer.state[mine], fresh.optimizer.state[theirs]
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert not isinstance(value, torch.Tensor) or torch.equal(value, other[key]), f"{key} of {name}"
+    for (name, mine), theirs in zip(ours.module.named_buffers(), fresh.module.buffers(), strict=True):
+        assert not buffers or torch.equal(mine, theirs), name
+
+
+def play(rank: int, make: Any, fresh: Any = None, *, seeds: range, is_told: bool = True, buffers: bool = True):
+    """Does the same to both sides, which must never differ; buffers are the same after a forward."""
     changes = 0
     for seed in seeds:
-        sides = sides_of(make, fresh or make, list(OPTIMIZERS)[seed % 2], is_told=is_told)
-
-        def check(was_forward, sides=sides):
-            assert_equal(sides, buffers=buffers and was_forward)
-
-        changes += play(rank, seed, sides, check)
-        assert same_on_all_ranks([torch.cat([p.detach().reshape(-1) for p in sides[0].module.parameters()])])
+        draw, module = random.Random(seed), seeded(Tower)
+        sides = [
+            Side(make, module, OPTIMIZERS[seed % 2], is_told),
+            Side(fresh or make, copy.deepcopy(module), OPTIMIZERS[seed % 2], is_told, is_wrapped_anew=True),
+        ]
+        for number in range(13):
+            action = draw.choice(("freeze", "thaw", "add", "accumulate", "step", "step", "step of two", "kept"))
+            which, is_change = draw.randrange(100), action in ("freeze", "thaw", "add")
+            changes += is_change
+            for side in sides:
+                side.act(action, which, rank, 10 * number)
+            assert_equal(*sides, buffers=buffers and not is_change)
+        for side in sides:
+            side.step(rank, 1000)
+        assert_equal(*sides, buffers=buffers)
+        assert same_on_all_ranks([torch.cat([p.detach().reshape(-1) for p in module.parameters()])])
     assert changes > 2 * len(seeds)
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("make", [ddp, replicated])
-def test_random_schedules_as_if_wrapped_anew(make, world_size, transport):
-    def work(rank):
-        play_all(rank, make(transport=transport))
-
-    run_ranks(work, world_size, timeout=120.0)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("transport", "world_size"), [("c10d", 1), ("shm", 2), ("c10d", 3), ("shm", 4)])
+@on_ranks()
+def test_random_schedules_as_if_wrapped_anew(rank, world_size, kind, transport):
+    play(rank, partial(kind, transport=transport), seeds=range(10 * world_size, 10 * world_size + 6))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_random_schedules_as_torchs_class_made_anew(world_size):
+@on_ranks(1, 2)
+def test_random_schedules_as_torchs_class_made_anew(rank):
     """At these sizes sums have one order. AdamW makes much of rounding: a bias before a norm has gradients of zero."""
-
-    def work(rank):
-        play_all(rank, ddp(), TorchDDP)
-
-    run_ranks(work, world_size, timeout=120.0)
+    play(rank, torchddp.DistributedDataParallel, TorchDDP, seeds=range(10))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        UNUSED,
-        {"static_graph": True},
-        {"gradient_as_bucket_view": True},
-        {"gradient_as_bucket_view": False},
-        {"bucket_cap_mb": 0.0005},
-        {"bucket_cap_mb": "auto"},
-        {"gradient_stats": True, "find_nonfinite": True, "check_parameters_every": 1},
-        {"skip_all_reduce_unused_params": True, **UNUSED},
-        {"forward_sync_buffers": False},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("make", [ddp, replicated])
-def test_options_go_on(make, options):
-    def work(rank):
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_options_go_on(rank, kind):
+    plain = [{"static_graph": True}, {"bucket_cap_mb": 0.0005}, {"bucket_cap_mb": "auto"}, UNUSED]
+    plain += [{"forward_sync_buffers": False}, {"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": False}]
+    together = {"gradient_stats": True, "find_nonfinite": True, "check_parameters_every": 1}
+    for options in each([*plain, together, {"skip_all_reduce_unused_params": True, **UNUSED}]):
         own_buffers = "forward_sync_buffers" in options  # which a fresh wrapper sends once
-        play_all(rank, make(**options), seeds=range(SCHEDULES, SCHEDULES + 4), buffers=not own_buffers)
-
-    run_ranks(work, 2, timeout=120.0)
+        play(rank, partial(kind, **options), seeds=range(20, 22), buffers=not own_buffers)
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-@pytest.mark.parametrize("make", [ddp, replicated])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_noticed_in_forward(make, transport, world_size):
-    def work(rank):
-        automatic = make(transport=transport, auto_refresh_trainable=True)
-        play_all(rank, automatic, make(transport=transport), seeds=range(6), is_told=False, buffers=False)
-
-    run_ranks(work, world_size, timeout=120.0)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("transport", "world_size"), [("c10d", 1), ("shm", 2), ("c10d", 3)])
+@on_ranks()
+def test_noticed_in_forward(rank, kind, transport):
+    automatic, fresh = (partial(kind, transport=transport, **more) for more in ({"auto_refresh_trainable": True}, {}))
+    play(rank, automatic, fresh, seeds=range(4), is_told=False, buffers=False)

@@ -1,9 +1,10 @@
-"""refresh_trainable() with everything that a wrapper can hold: hooks, modes, observers, gradients on their way."""
+"""refresh_trainable() with all that a wrapper can hold: hooks, modes, observers, gradients on their way; its errors."""
 
 import contextlib
 import copy
 import pickle
 import warnings
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -12,17 +13,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import each, on_ranks
 from tests.models import Branches, Mlp, batch, loss_of, same_on_all_ranks, seeded
 from torchddp.comm_hooks import BF16, CastAround, Int8, PerParameter, PowerSGD, TopK
 
 pytestmark = pytest.mark.beyond_torch("has no refresh_trainable()")
 
 DDP = torchddp.DistributedDataParallel
+KINDS = [DDP, torchddp.replicate]
 
 
 def mlp():
@@ -38,28 +42,39 @@ def train(model, rank, steps=3, optimizer=None, dtype=torch.float32):
     assert same_on_all_ranks([p for p in model.parameters() if p.requires_grad])
 
 
+def grow(module):
+    """Another layer after the last."""
+    module.extra = nn.Linear(8, 8)
+    module.last.register_forward_hook(lambda *args: module.extra(args[2]))
+
+
+def set_first(on, *models):
+    """Freezes or thaws the first layer."""
+    for model in models:
+        getattr(model, "module", model).first.requires_grad_(on)
+        model.refresh_trainable()
+
+
 def frozen_then_thawed(model, rank, **kwargs):
     """Trains with fewer parameters, and with all again."""
-    module = getattr(model, "module", model)
+    weight = getattr(model, "module", model).first.weight
     train(model, rank, **kwargs)
-    module.first.requires_grad_(False)
-    model.refresh_trainable()
-    before = module.first.weight.clone()
+    set_first(False, model)
+    before = weight.clone()
     train(model, rank, **kwargs)
-    assert torch.equal(before, module.first.weight)
-    module.first.requires_grad_(True)
-    model.refresh_trainable()
+    assert torch.equal(before, weight)
+    set_first(True, model)
     train(model, rank, **kwargs)
-    assert not torch.equal(before, module.first.weight)
+    assert not torch.equal(before, weight)
 
 
-# --- what is sent ---
+def names_of(model):
+    return {spec.name for spec in model.session.specs}
 
 
-@pytest.mark.parametrize("kind", [DDP, torchddp.replicate])
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_only_what_is_new_gets_rank_0s_values(kind, transport):
-    def work(rank):
+@on_ranks(3)
+def test_only_what_is_new_gets_rank_0s_values(rank):
+    for kind, transport in each(KINDS, ["shm", "c10d"]):
         module = seeded(mlp)
         model = kind(module, transport=transport)
         with torch.no_grad():
@@ -74,68 +89,58 @@ def test_only_what_is_new_gets_rank_0s_values(kind, transport):
         assert torch.equal(module.first.weight, own)
         assert same_on_all_ranks([*module.extra.parameters(), module.scale])
         assert module.extra[1].running_mean.tolist() == [1.0] * 4
-
-    run_ranks(work, 3)
-
-
-def test_nothing_is_sent_with_init_sync_off():
-    def work(rank):
-        module = seeded(mlp)
-        model = DDP(module, init_sync=False)
-        module.register_parameter("scale", nn.Parameter(torch.full((2,), float(rank))))
-        model.refresh_trainable()
-        assert module.scale.tolist() == [rank, rank]
-
-    run_ranks(work, 2)
+    module = seeded(mlp)
+    model = DDP(module, init_sync=False)
+    module.register_parameter("scale", nn.Parameter(torch.full((2,), float(rank))))
+    model.refresh_trainable()
+    assert module.scale.tolist() == [rank, rank]
 
 
-# --- communication hooks ---
+class Hook:
+    called = 0
+    followed = 0
+
+    def __call__(self, state, bucket):
+        self.called += 1
+        return default_hooks.allreduce_hook(state, bucket)
+
+    def follow_parameters(self, model):
+        self.followed += 1
 
 
-def test_a_hook_goes_on():
-    class Hook:
-        called = 0
-        followed = 0
-
-        def __call__(self, state, bucket):
-            self.called += 1
-            return default_hooks.allreduce_hook(state, bucket)
-
-        def follow_parameters(self, model):
-            self.followed += 1
-
-    def work(rank):
-        hook = Hook()
-        model = DDP(seeded(mlp))
-        model.register_comm_hook(None, hook)
-        frozen_then_thawed(model, rank)
-        assert hook.called >= 9 and hook.followed == 2
-        assert model._get_ddp_logging_data()["comm_hook"] == "test_a_hook_goes_on.<locals>.Hook"
-
-    run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
-def test_a_builtin_hook_goes_on(name):
-    def work(rank):
+@on_ranks(2)
+def test_hooks_go_on(rank):
+    hook = Hook()
+    model = DDP(seeded(mlp))
+    model.register_comm_hook(None, hook)
+    frozen_then_thawed(model, rank)
+    assert hook.called >= 9 and hook.followed == 2
+    assert model._get_ddp_logging_data()["comm_hook"] == "Hook"
+    for kind in each([dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS]):
         model = DDP(seeded(mlp), transport="shm")
-        kind = getattr(dist.BuiltinCommHookType, name)
         model._register_builtin_comm_hook(kind)
         frozen_then_thawed(model, rank)
         assert model._get_ddp_logging_data()["comm_hook"] == str(kind)
         assert "hook" in model.reducer.traffic()
 
-    run_ranks(work, 2)
+    # torch's PowerSGD begins anew: what it holds goes by the numbers of buckets that are no more.
+    state = torch_power_sgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+    model = DDP(seeded(mlp))
+    model.register_comm_hook(state, torch_power_sgd.powerSGD_hook)
+    train(model, rank, steps=6)
+    assert state.error_dict
+    frozen_then_thawed(model, rank, steps=6)
+    assert state.error_dict and state.iter == 6
 
 
-HOOKS = {
-    "int8": Int8,
-    "bf16": lambda: BF16(error_feedback=True),
-    "topk": lambda: TopK(0.1),
-    "powersgd": lambda: PowerSGD(2),
-    "cast": lambda: CastAround(PowerSGD(2)),
-    "rules": lambda: PerParameter(Int8(), [("*.bias", None), ("last.*", PowerSGD(2))]),
-}
+HOOKS = [
+    Int8,
+    lambda: BF16(error_feedback=True),
+    lambda: TopK(0.1),
+    lambda: PowerSGD(2),
+    lambda: CastAround(PowerSGD(2)),
+    lambda: PerParameter(Int8(), [("*.bias", None), ("last.*", PowerSGD(2))]),
+]
 
 
 def held_by(hook):
@@ -153,19 +158,16 @@ def held_by(hook):
     return found
 
 
-@pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_hooks_keep_what_they_hold_of_parameters_that_stay(name, world_size):
-    def work(rank):
-        hook = HOOKS[name]()
-        module = seeded(mlp)
+@on_ranks(2, 3)
+def test_hooks_keep_what_they_hold_of_parameters_that_stay(rank):
+    for make in each(HOOKS):
+        hook, module = make(), seeded(mlp)
         model = DDP(module, comm_hook=hook)
         train(model, rank)
         before, steps = held_by(hook), hook.state_dict()["step"]
         assert any(parameter == "last.weight" for _, parameter in before)
         module.first.requires_grad_(False)
-        module.extra = nn.Linear(8, 8)
-        module.last.register_forward_hook(lambda *args: module.extra(args[2]))
+        grow(module)
         model.refresh_trainable()
         after = held_by(hook)
         assert after and after.keys() == {k for k in before if not k[1].startswith("first.")}
@@ -173,26 +175,6 @@ def test_hooks_keep_what_they_hold_of_parameters_that_stay(name, world_size):
         assert hook.state_dict()["step"] == steps == 3
         train(model, rank)
         assert hook.state_dict()["step"] == 6
-
-    run_ranks(work, world_size)
-
-
-def test_torchs_powersgd_begins_anew():
-    """It holds by the number of a bucket what the buckets of now have nothing to do with."""
-
-    def work(rank):
-        state = torch_power_sgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
-        model = DDP(seeded(mlp))
-        model.register_comm_hook(state, torch_power_sgd.powerSGD_hook)
-        train(model, rank, steps=6)
-        assert state.error_dict
-        frozen_then_thawed(model, rank, steps=6)
-        assert state.error_dict and state.iter == 6
-
-    run_ranks(work, 2)
-
-
-# --- modes ---
 
 
 class Stream(contextlib.nullcontext):
@@ -217,171 +199,138 @@ def streams():
         yield
 
 
-def test_optimizers_in_backward():
-    @streams()
-    def work(rank):
-        module, plain = seeded(mlp), seeded(mlp)
-        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1, "momentum": 0.9})
-        model = DDP(module)
-        reference = DDP(plain)
-        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+@on_ranks(2)
+@streams()
+def test_optimizers_in_backward(rank):
+    module, plain = seeded(mlp), seeded(mlp)
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1, "momentum": 0.9})
+    model = DDP(module)
+    reference = DDP(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
 
-        def both(steps):
-            for step in range(steps):
-                for side in (model, reference):
-                    loss_of(side(batch(rank, step).float())).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            torch.testing.assert_close(list(module.parameters()), list(plain.parameters()))
+    def both(steps):
+        for step in range(steps):
+            for side in (model, reference):
+                loss_of(side(batch(rank, step).float())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(list(module.parameters()), list(plain.parameters()))
 
-        both(3)
-        for side in (model, reference):
-            side.module.first.requires_grad_(False)
-            side.refresh_trainable()
-        both(3)
-        torch.manual_seed(1)
-        extra = nn.Linear(8, 8)
-        for side in (model, reference):
-            side.module.first.requires_grad_(True)
-            side.module.extra = copy.deepcopy(extra)
-            side.module.last.register_forward_hook(lambda m, a, out, side=side: side.module.extra(out))
-        _apply_optimizer_in_backward(torch.optim.SGD, module.extra.parameters(), {"lr": 0.1, "momentum": 0.9})
-        optimizer.add_param_group({"params": list(plain.extra.parameters())})
-        for side in (model, reference):
-            side.refresh_trainable()
-        both(3)
-        assert all(p.grad is None for p in module.parameters())
-
-    run_ranks(work, 2)
+    both(3)
+    set_first(False, model, reference)
+    both(3)
+    torch.manual_seed(1)
+    extra = nn.Linear(8, 8)
+    for side in (model, reference):
+        side.module.first.requires_grad_(True)
+        side.module.extra = copy.deepcopy(extra)
+        side.module.last.register_forward_hook(lambda m, a, out, side=side: side.module.extra(out))
+    _apply_optimizer_in_backward(torch.optim.SGD, module.extra.parameters(), {"lr": 0.1, "momentum": 0.9})
+    optimizer.add_param_group({"params": list(plain.extra.parameters())})
+    for side in (model, reference):
+        side.refresh_trainable()
+    both(3)
+    assert all(p.grad is None for p in module.parameters())
 
 
-def test_an_optimizer_that_a_hook_runs():
-    def work(rank):
-        model = DDP(seeded(mlp))
-        model._register_fused_optim(torch.optim.SGD, 0.1)
-        before = model.module.last.weight.clone()
-        for frozen in (False, True, False):
-            model.module.first.requires_grad_(not frozen)
-            model.refresh_trainable()
-            loss_of(model(batch(rank).float())).backward()
-            assert same_on_all_ranks(list(model.parameters()))
-        assert not torch.equal(before, model.module.last.weight)
+@on_ranks(2)
+def test_options_go_on(rank):
+    # An optimizer that a hook runs.
+    model = DDP(seeded(mlp))
+    model._register_fused_optim(torch.optim.SGD, 0.1)
+    before = model.module.last.weight.clone()
+    for frozen in (False, True, False):
+        set_first(not frozen, model)
+        loss_of(model(batch(rank).float())).backward()
+        assert same_on_all_ranks(list(model.parameters()))
+    assert not torch.equal(before, model.module.last.weight)
 
-    run_ranks(work, 2)
+    # Narrow sums.
+    def gradients_of(model):
+        model.zero_grad()
+        model(batch(rank).float()).square().mean().backward()
+        return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
 
+    def fresh(dtype):
+        return gradients_of(DDP(copy.deepcopy(module), transport="shm", wire_dtype=dtype))
 
-def test_torchs_mixed_precision():
-    @streams()
-    def work(rank):
-        precision = torch.nn.parallel.distributed._MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16
-        )
-        model = DDP(seeded(mlp), mixed_precision=precision)
-        frozen_then_thawed(model, rank)
-        module = model.module
-        module.extra = nn.Linear(8, 8)
-        module.last.register_forward_hook(lambda *args: module.extra(args[2]))
-        model.refresh_trainable()
-        before = module.extra.weight.clone()
-        train(model, rank)
-        assert not torch.equal(module.extra.weight, before) and module.extra.weight.dtype == torch.float32
+    module = seeded(lambda: nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 8)))
+    module[0].requires_grad_(False)
+    model = DDP(module, transport="shm", wire_dtype=torch.bfloat16)
+    module[0].requires_grad_(True)
+    model.refresh_trainable()
+    refreshed = gradients_of(model)
+    assert torch.equal(refreshed, fresh(torch.bfloat16)) and not torch.equal(refreshed, fresh(None))
 
-    run_ranks(work, 2)
-
-
-def test_parameters_that_are_averaged_late():
-    def work(rank):
-        module = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
-        late = [("2.bias", module[2].bias)]
-        model = DDP(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module[0].weight)
-        train(model, rank)
-        module[1].requires_grad_(False)
-        model.refresh_trainable()
-        train(model, rank)
-        assert [spec.name for spec in model.session.specs] == ["0.weight", "0.bias", "2.weight"]
-
-    run_ranks(work, 2)
+    # Copies.
+    model = DDP(seeded(mlp), comm_hook="bf16")
+    model.refresh_trainable()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        frozen_then_thawed(copied, rank)
+        assert not copied._comm_hooks
+    frozen_then_thawed(model, rank)
 
 
-def test_what_is_to_be_ignored():
-    def work(rank):
-        module = seeded(mlp)
-        DDP._set_params_and_buffers_to_ignore_for_model(module, ["first.weight"])
-        model = DDP(module)
-        module.extra, module.own = nn.Linear(2, 2), nn.Linear(2, 2)
-        DDP._set_params_and_buffers_to_ignore_for_model(module, ["own.weight", "own.bias"])
-        torch.manual_seed(rank)
-        nn.init.normal_(module.own.weight)
-        model.refresh_trainable()
-        names = {spec.name for spec in model.session.specs}
-        assert names == {n for n, _ in module.named_parameters()} - {"first.weight", "own.weight", "own.bias"}
-        assert not same_on_all_ranks([module.own.weight])
-
-    run_ranks(work, 2)
-
-
-def test_narrow_sums():
-    def work(rank):
-        def gradients_of(model):
-            model.zero_grad()
-            model(batch(rank).float()).square().mean().backward()
-            return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-
-        def fresh(dtype):
-            return gradients_of(DDP(copy.deepcopy(module), transport="shm", wire_dtype=dtype))
-
-        module = seeded(lambda: nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 8)))
-        module[0].requires_grad_(False)
-        model = DDP(module, transport="shm", wire_dtype=torch.bfloat16)
-        module[0].requires_grad_(True)
-        model.refresh_trainable()
-        refreshed = gradients_of(model)
-        assert torch.equal(refreshed, fresh(torch.bfloat16)) and not torch.equal(refreshed, fresh(None))
-
-    run_ranks(work, 2)
+@on_ranks(2)
+@streams()
+def test_torchs_mixed_precision(rank):
+    precision = torch.nn.parallel.distributed._MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16
+    )
+    model = DDP(seeded(mlp), mixed_precision=precision)
+    frozen_then_thawed(model, rank)
+    module = model.module
+    grow(module)
+    model.refresh_trainable()
+    before = module.extra.weight.clone()
+    train(model, rank)
+    assert not torch.equal(module.extra.weight, before) and module.extra.weight.dtype == torch.float32
 
 
-def test_copies():
-    def work(rank):
-        model = DDP(seeded(mlp), comm_hook="bf16")
-        model.refresh_trainable()
-        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            frozen_then_thawed(copied, rank)
-            assert not copied._comm_hooks
-        frozen_then_thawed(model, rank)
+@on_ranks(2)
+def test_parameters_that_are_averaged_late_ignored_or_shared(rank):
+    # Parameters that are averaged late.
+    module = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
+    late = [("2.bias", module[2].bias)]
+    model = DDP(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module[0].weight)
+    train(model, rank)
+    module[1].requires_grad_(False)
+    model.refresh_trainable()
+    train(model, rank)
+    assert names_of(model) == {"0.weight", "0.bias", "2.weight"}
 
-    run_ranks(work, 2)
+    # What is to be ignored.
+    module = seeded(mlp)
+    DDP._set_params_and_buffers_to_ignore_for_model(module, ["first.weight"])
+    model = DDP(module)
+    module.extra, module.own = nn.Linear(2, 2), nn.Linear(2, 2)
+    DDP._set_params_and_buffers_to_ignore_for_model(module, ["own.weight", "own.bias"])
+    torch.manual_seed(rank)
+    nn.init.normal_(module.own.weight)
+    model.refresh_trainable()
+    assert names_of(model) == {n for n, _ in module.named_parameters()} - {"first.weight", "own.weight", "own.bias"}
+    assert not same_on_all_ranks([module.own.weight])
+
+    # Two wrappers of the same parameters.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inner = DDP(seeded(mlp))
+        outer = DDP(inner)
+    reference = DDP(seeded(mlp))
+    for on in (True, False, True):
+        set_first(on, inner, reference)
+        outer.refresh_trainable()
+        for side in (outer, reference):
+            loss_of(side(batch(rank).float())).backward()
+        for mine, theirs in zip(inner.module.parameters(), reference.module.parameters(), strict=True):
+            assert mine.grad is theirs.grad or torch.equal(mine.grad, theirs.grad)
+            mine.grad = theirs.grad = None
 
 
-def test_two_wrappers_of_the_same_parameters():
-    def work(rank):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            inner = DDP(seeded(mlp))
-            outer = DDP(inner)
-        reference = DDP(seeded(mlp))
-        for on in (True, False, True):
-            for side in (inner, reference):
-                side.module.first.requires_grad_(on)
-                side.refresh_trainable()
-            outer.refresh_trainable()
-            for side in (outer, reference):
-                loss_of(side(batch(rank).float())).backward()
-            for mine, theirs in zip(inner.module.parameters(), reference.module.parameters(), strict=True):
-                assert mine.grad is theirs.grad or torch.equal(mine.grad, theirs.grad)
-                mine.grad = theirs.grad = None
-
-    run_ranks(work, 2)
-
-
-# --- gradients on their way ---
-
-
-@pytest.mark.parametrize("views", [None, True, False])
-def test_a_branch_used_only_before_the_change_is_averaged(views):
-    """find_unused_parameters: what a no_sync() microbatch has used is used, also by a reducer that was not there."""
-
-    def work(rank):
+@on_ranks(2)
+def test_gradients_on_their_way(rank):
+    # find_unused_parameters: what a no_sync() microbatch has used is used, also by a reducer that was not there.
+    for views in each([None, True, False]):
         module = seeded(Branches)
         module.never.requires_grad_(False)
         module.right.requires_grad_(False)
@@ -400,179 +349,128 @@ def test_a_branch_used_only_before_the_change_is_averaged(views):
             dist.all_reduce(gradient)
             assert torch.allclose(dict(module.named_parameters())[name].grad, gradient / 2), name
 
-    run_ranks(work, 2)
+    # The backward of a forward before the change is reduced, by the reducer that is there then.
+    module = seeded(Mlp)
+    model = DDP(module)
+    output = model(batch(rank))
+    model.refresh_trainable()
+    loss_of(output).backward()
+    assert same_on_all_ranks([p.grad for p in model.parameters()])
 
-
-def test_between_forward_and_backward():
-    """The backward of a forward before the change is reduced, by the reducer that is there then."""
-
-    def work(rank):
-        module = seeded(Mlp)
-        model = DDP(module)
-        output = model(batch(rank))
+    # Kept gradients stay valid.
+    module = seeded(Mlp)
+    model = DDP(module, gradient_as_bucket_view=True)
+    for step in range(3):
+        loss_of(model(batch(rank, step))).backward()
+        kept = [(p.grad, p.grad.clone()) for p in module.parameters()]
         model.refresh_trainable()
-        loss_of(output).backward()
-        assert same_on_all_ranks([p.grad for p in model.parameters()])
+        assert all(torch.equal(grad, values) for grad, values in kept)
+        assert model.reducer.bucket_memory_bytes > 0
 
-    run_ranks(work, 2)
-
-
-def test_kept_gradients_stay_valid():
-    def work(rank):
-        module = seeded(Mlp)
-        model = DDP(module, gradient_as_bucket_view=True)
-        for step in range(3):
-            loss_of(model(batch(rank, step))).backward()
-            kept = [(p.grad, p.grad.clone()) for p in module.parameters()]
-            model.refresh_trainable()
-            assert all(torch.equal(grad, values) for grad, values in kept)
-            assert model.reducer.bucket_memory_bytes > 0
-
-    run_ranks(work, 2)
+    # The buckets of before are let go.
+    model = DDP(seeded(Mlp))
+    train(model, rank, dtype=torch.float64)
+    before = model.reducer
+    assert before.bucket_memory_bytes > 0
+    model.refresh_trainable()
+    assert before.bucket_memory_bytes == 0
 
 
-def test_the_buckets_of_before_are_let_go():
-    def work(rank):
-        model = DDP(seeded(Mlp))
-        train(model, rank, dtype=torch.float64)
-        before = model.reducer
-        assert before.bucket_memory_bytes > 0
-        model.refresh_trainable()
-        assert before.bucket_memory_bytes == 0
+@on_ranks(2)
+def test_observers_go_on(rank):
+    # Steps are counted on.
+    model = DDP(seeded(mlp), gradient_stats=True, check_parameters_every=2, find_nonfinite=True, stall_report_s=20.0)
+    train(model, rank)
+    buckets = model.gradient_stats().shape
+    frozen_then_thawed(model, rank)
+    assert model.reducer.stats()["finished"] == model.reducer.stats()["iteration"] == 12
+    assert model.gradient_stats().shape == buckets
+    assert all(model.observers.get(name) for name in ("check_parameters", "find_nonfinite", "hang_reports"))
+    assert model.reducer.status()["step"] == 12
+    with torch.no_grad():
+        model.module.last.weight.add_(rank)
+    with pytest.raises(torchddp.DesyncError, match=r"after 12 synchronised steps"):
+        torchddp.check_parameters(model)
 
-    run_ranks(work, 2)
-
-
-# --- who looks on ---
-
-
-def test_steps_are_counted_on():
-    def work(rank):
-        model = DDP(
-            seeded(mlp), gradient_stats=True, check_parameters_every=2, find_nonfinite=True, stall_report_s=20.0
-        )
+    # A profile ends with the change.
+    model = DDP(seeded(mlp))
+    with torchddp.profiler.profile(model) as recorded:
         train(model, rank)
-        buckets = model.gradient_stats().shape
-        frozen_then_thawed(model, rank)
-        assert model.reducer.stats()["finished"] == model.reducer.stats()["iteration"] == 12
-        assert model.gradient_stats().shape == buckets
-        assert all(model.observers.get(name) for name in ("check_parameters", "find_nonfinite", "hang_reports"))
-        assert model.reducer.status()["step"] == 12
-        with torch.no_grad():
-            model.module.last.weight.add_(rank)
-        with pytest.raises(torchddp.DesyncError, match=r"after 12 synchronised steps"):
-            torchddp.check_parameters(model)
-
-    run_ranks(work, 2)
-
-
-def test_a_profile_ends_with_the_change():
-    def work(rank):
-        model = DDP(seeded(mlp))
-        with torchddp.profiler.profile(model) as recorded:
-            train(model, rank)
-            model.module.first.requires_grad_(False)
-            model.refresh_trainable()
-            train(model, rank)
-        assert len(recorded.steps) == 3 and len(recorded.names) == 5
-
-    run_ranks(work, 2)
-
-
-# --- replicate ---
-
-
-def test_replicated_in_lower_precision():
-    def work(rank):
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        module = torchddp.replicate(seeded(mlp), mp_policy=policy)
-        frozen_then_thawed(module, rank)
-        module.extra = nn.Linear(8, 8)
-        seen = []
-        module.extra.register_forward_hook(lambda m, a, out: seen.append((m.weight.dtype, out.dtype)))
-        module.last.register_forward_hook(lambda *args: module.extra(args[2]))
-        module.refresh_trainable()
-        train(module, rank)
-        assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
-        assert module.extra.weight.dtype == torch.float32
-        torchddp.composable.unreplicate(module)
-        assert not module.extra._forward_pre_hooks and not module.first._forward_pre_hooks
-
-    run_ranks(work, 2)
-
-
-def test_replicate_leaves_ignored_modules_alone_when_they_grow():
-    def work(rank):
-        module = seeded(mlp)
-        module.own = nn.Sequential(nn.Linear(2, 2))
-        torchddp.replicate(module, ignored_modules=[module.own])
-        module.own.append(nn.Linear(2, 3))
-        module.extra = nn.Linear(2, 2)
-        module.refresh_trainable()
-        names = {spec.name for spec in torchddp.composable.api.engine_of(module).session.specs}
-        assert {"extra.weight", "first.weight"} <= names and not any(name.startswith("own.") for name in names)
-
-    run_ranks(work, 2)
-
-
-def test_replicate_with_dtensors():
-    def work(rank):
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        module, plain = seeded(Mlp), seeded(Mlp)
-        plan = {"first": ColwiseParallel(), "middle": RowwiseParallel()}
-        parallelize_module(module, mesh["tp"], plan)
-        torchddp.replicate(module, mesh=mesh["dp"])
-        reference = DDP(plain)
-        data = rank // 2
-        for on in (True, False, True):
-            for part in (module, plain):
-                part.first.requires_grad_(on)
-            module.refresh_trainable()
-            reference.refresh_trainable()
-            with module.no_sync(), reference.no_sync():
-                loss_of(module(batch(data, 7))).backward()
-                loss_of(reference(batch(data, 7))).backward()
-            loss_of(module(batch(data))).backward()
-            loss_of(reference(batch(data))).backward()
-            for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
-                assert (mine.grad is None) == (theirs.grad is None)
-                if mine.grad is not None:
-                    grad = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
-                    torch.testing.assert_close(grad, theirs.grad)
-                mine.grad = theirs.grad = None
-
-    run_ranks(work, 4)
-
-
-# --- said aloud ---
-
-
-def test_an_error_in_forward_names_the_way_out():
-    def work(rank):
-        model = DDP(seeded(mlp))
+        set_first(False, model)
         train(model, rank)
-        model.module.first.requires_grad_(False)
-        loss_of(model(batch(rank).float())).backward()
-        with pytest.raises(RuntimeError, match=r"no longer require grad: first\.weight.*refresh_trainable\(\) on all"):
-            model(batch(rank).float())
-
-    run_ranks(work, 2)
+    assert len(recorded.steps) == 3 and len(recorded.names) == 5
 
 
-@pytest.mark.parametrize("kind", [DDP, torchddp.replicate])
-def test_thawed_and_added_parameters_are_named(kind):
-    def work(rank):
+@on_ranks(2)
+def test_replicated_modules(rank):
+    # Replicated in lower precision.
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    module = torchddp.replicate(seeded(mlp), mp_policy=policy)
+    frozen_then_thawed(module, rank)
+    module.extra = nn.Linear(8, 8)
+    seen = []
+    module.extra.register_forward_hook(lambda m, a, out: seen.append((m.weight.dtype, out.dtype)))
+    module.last.register_forward_hook(lambda *args: module.extra(args[2]))
+    module.refresh_trainable()
+    train(module, rank)
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
+    assert module.extra.weight.dtype == torch.float32
+    torchddp.composable.unreplicate(module)
+    assert not module.extra._forward_pre_hooks and not module.first._forward_pre_hooks
+
+    # Ignored modules are left alone when they grow.
+    module = seeded(mlp)
+    module.own = nn.Sequential(nn.Linear(2, 2))
+    torchddp.replicate(module, ignored_modules=[module.own])
+    module.own.append(nn.Linear(2, 3))
+    module.extra = nn.Linear(2, 2)
+    module.refresh_trainable()
+    names = names_of(torchddp.composable.engine_of(module))
+    assert {"extra.weight", "first.weight"} <= names and not any(name.startswith("own.") for name in names)
+
+
+@on_ranks(4)
+def test_replicate_with_dtensors(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module, plain = seeded(Mlp), seeded(Mlp)
+    plan = {"first": ColwiseParallel(), "middle": RowwiseParallel()}
+    parallelize_module(module, mesh["tp"], plan)
+    torchddp.replicate(module, mesh=mesh["dp"])
+    reference = DDP(plain)
+    data = rank // 2
+    for on in (True, False, True):
+        set_first(on, module, reference)
+        for model in (module, reference):
+            with model.no_sync():
+                loss_of(model(batch(data, 7))).backward()
+            loss_of(model(batch(data))).backward()
+        for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            if mine.grad is not None:
+                grad = mine.grad.full_tensor() if hasattr(mine.grad, "full_tensor") else mine.grad
+                torch.testing.assert_close(grad, theirs.grad)
+            mine.grad = theirs.grad = None
+
+
+@on_ranks(2)
+def test_what_is_said(rank):
+    # An error in forward names the way out.
+    model = DDP(seeded(mlp))
+    train(model, rank)
+    model.module.first.requires_grad_(False)
+    loss_of(model(batch(rank).float())).backward()
+    with pytest.raises(RuntimeError, match=r"no longer require grad: first\.weight.*refresh_trainable\(\) on all"):
+        model(batch(rank).float())
+
+    # Thawed and added parameters are named.
+    for kind in each(KINDS):
         module = seeded(mlp)
         module.first.requires_grad_(False)
         model = kind(module)
         optimizer = torch.optim.SGD(module.last.parameters(), lr=0.1)
         train(model, rank, optimizer=optimizer)
         module.first.requires_grad_(True)
-        module.extra = nn.Linear(8, 8)
-        module.last.register_forward_hook(lambda *args: module.extra(args[2]))
+        grow(module)
         with pytest.warns(UserWarning, match=r"first\.weight, .*extra\.bias were thawed or added.*refresh_trainable"):
             train(model, rank, steps=64, optimizer=optimizer)
         model.refresh_trainable()
@@ -580,4 +478,160 @@ def test_thawed_and_added_parameters_are_named(kind):
             warnings.simplefilter("error", UserWarning)
             train(model, rank, steps=65, optimizer=optimizer)
 
-    run_ranks(work, 2)
+
+def train_twice(model, rank):
+    train(model, rank, steps=2, dtype=torch.float64)
+
+
+def error_of(call):
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        call()
+    return str(caught.value)
+
+
+def freeze(module):
+    module.first.weight.requires_grad_(False)
+
+
+def add(module):
+    module.extra = nn.Linear(3, 2, dtype=torch.float64)
+
+
+def remove(module):
+    module.first.bias = None
+
+
+def replace(module):
+    module.last.weight = nn.Parameter(module.last.weight.detach().clone())
+
+
+def freeze_all(module):
+    module.requires_grad_(False)
+
+
+def reorder(module):
+    module._modules["first"] = module._modules.pop("first")
+
+
+DIFFERENCES = {
+    freeze: "'first.weight' is trained (float64[16, 8]) on rank {others}, frozen (float64[16, 8]) on rank {last}",
+    add: "'extra.weight' is missing on rank {others}, trained (float64[2, 3]), new on rank {last}",
+    remove: "'first.bias' is trained (float64[16]) on rank {others}, missing on rank {last}",
+    replace: "'last.weight' is trained (float64[8, 24]) on rank {others}, trained (float64[8, 24]), new on rank {last}",
+    freeze_all: "'last.weight' is trained (float64[8, 24]) on rank {others}, frozen (float64[8, 24]) on rank {last}",
+    reorder: "rank {last} has its parameters in another order than rank 0",
+}
+
+
+@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize(("transport", "world_size"), [("shm", 2), ("c10d", 3)])
+@on_ranks()
+def test_ranks_that_disagree_all_hear_of_it(rank, world_size, transport, auto):
+    for kind, (change, words) in each(KINDS, DIFFERENCES.items()):
+        if auto and change is reorder and world_size > 2:
+            continue
+        module = seeded(Mlp)
+        model = kind(module, transport=transport, auto_refresh_trainable=auto)
+        train_twice(model, rank)
+        reducer = getattr(model, "reducer", None)
+        kept = copy.copy(module._modules), dict(module.first._parameters), module.last.weight
+        if rank == world_size - 1:
+            change(module)
+        text = error_of(partial(model, batch(rank)) if auto else model.refresh_trainable)
+        others = ", ".join(map(str, range(world_size - 1)))
+        assert words.format(others=others, last=world_size - 1) in text, text
+        assert f"on rank {rank}: the model is not the same on all ranks" in text
+        assert reducer is getattr(model, "reducer", None)
+        # Put right, it goes on: here by what it was.
+        module._modules.clear()
+        module._modules.update(kept[0])
+        module.first._parameters.update(kept[1])
+        module.last._parameters["weight"] = kept[2]
+        module.requires_grad_(True)
+        if not auto:
+            model.refresh_trainable()
+        train_twice(model, rank)
+
+
+@on_ranks(2)
+def test_nothing_to_train_join_and_what_can_not_be_refreshed(rank):
+    # Nothing to train and thawed later.
+    for kind, auto in each(KINDS, [False, True]):
+        module = seeded(Mlp)
+        model = kind(module, auto_refresh_trainable=auto)
+        refresh = (lambda: None) if auto else model.refresh_trainable
+        train_twice(model, rank)
+        module.requires_grad_(False)
+        for _ in range(2):
+            text = error_of(partial(model, batch(rank)) if auto else model.refresh_trainable)
+            assert f"rank {rank}" in text and "no parameter of the module requires grad" in text
+        module.last.requires_grad_(True)
+        refresh()
+        before = module.first.weight.clone()
+        train_twice(model, rank)
+        module.requires_grad_(True)
+        refresh()
+        assert torch.equal(module.first.weight, before)
+        train_twice(model, rank)
+        assert not torch.equal(module.first.weight, before)
+
+    # Not inside join(), but after it.
+    module = seeded(Mlp)
+    model = DDP(module, auto_refresh_trainable=True)
+    for epoch in range(3):
+        with model.join():
+            for step in range(2 + rank):
+                loss_of(model(batch(rank, step))).backward()
+                if epoch == 0 and step < 2:
+                    assert "join() context" in error_of(model.refresh_trainable)
+        module.first.requires_grad_(epoch == 1)
+        model.refresh_trainable()
+        assert ("first.weight" in [spec.name for spec in model.session.specs]) == (epoch == 1)
+
+    # What can't be refreshed.
+    module = seeded(Mlp)
+    module.last.requires_grad_(False)
+    late = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    delayed = DDP(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module.first.weight)
+    assert "delay_all_reduce_named_params" in error_of(delayed.refresh_trainable)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        python = DDP(seeded(Mlp))
+    assert "python_reducer" in error_of(python.refresh_trainable)
+    model = DDP(seeded(Mlp))
+    model.module.extra = nn.Linear(2, 2, device="meta")
+    assert "extra.weight, extra.bias were without values" in error_of(model.refresh_trainable)
+    model.module.extra = nn.LazyLinear(2)
+    assert "without values" in error_of(model.refresh_trainable)
+    with pytest.raises(TypeError, match="auto_refresh_trainable must be True or False, got 'yes'"):
+        DDP(seeded(Mlp), auto_refresh_trainable="yes")
+
+    # The model reduces nothing until it is refreshed with success: and says so.
+    module = seeded(lambda: Mlp(dtype=torch.float32))
+    model = DDP(module, comm_hook=torchddp.comm_hooks.PowerSGD(4))
+
+    def step():
+        loss_of(model(batch(rank).float())).backward()
+        assert same_on_all_ranks([p.grad for p in module.parameters()])
+
+    step()
+    module.extra = nn.Linear(2, 2, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"'extra\.weight' is torch\.float64"):
+        model.refresh_trainable()
+    assert "refresh_trainable() has failed" in error_of(lambda: model(batch(rank).float()))
+    del module.extra
+    model.refresh_trainable()
+    step()
+
+
+@on_ranks(2)
+def test_a_rank_whose_backward_is_not_complete_tells_the_others(rank):
+    module = seeded(Mlp)
+    model = DDP(module, bucket_cap_mb=100)
+    train_twice(model, rank)
+    if rank == 1:  # a graph without the first layer: its gradients never come
+        hidden = model(batch(rank))
+        module.last.weight.grad = None
+        torch.autograd.backward(hidden.sum(), inputs=[module.last.weight])
+    text = error_of(model.refresh_trainable)
+    assert "refresh_trainable() failed on other ranks" in text if rank == 0 else "first.weight" in text
+    assert rank == 1 or "rank 1: RuntimeError" in text

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import same_on_all_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "replicate.md"
@@ -27,33 +27,27 @@ def run_code_of(section, monkeypatch):
     return names
 
 
+@on_ranks(2)
 def test_one_dimension(monkeypatch):
-    def work(rank):
-        before = torchddp.finished_steps()
-        model = run_code_of("One dimension", monkeypatch)["model"]
-        assert torchddp.finished_steps() - before == 20
-        assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-        assert same_on_all_ranks([p.detach() for p in model.parameters()])
-
-    run_ranks(work, 2)
+    before = torchddp.finished_steps()
+    model = run_code_of("One dimension", monkeypatch)["model"]
+    assert torchddp.finished_steps() - before == 20
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert same_on_all_ranks([p.detach() for p in model.parameters()])
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_two_dimensions(monkeypatch):
-    def work(rank):
-        before = torchddp.finished_steps()
-        model = run_code_of("Tensor parallel in the other dimension", monkeypatch)["model"]
-        assert torchddp.finished_steps() - before == 20
-        assert isinstance(model.state_dict()["0.weight"], DTensor)
-        assert same_on_all_ranks([p.detach().full_tensor() for p in model.parameters()])
-
-    run_ranks(work, 4, timeout=120.0)
+    before = torchddp.finished_steps()
+    model = run_code_of("Tensor parallel in the other dimension", monkeypatch)["model"]
+    assert torchddp.finished_steps() - before == 20
+    assert isinstance(model.state_dict()["0.weight"], DTensor)
+    assert same_on_all_ranks([p.detach().full_tensor() for p in model.parameters()])
 
 
+@on_ranks(2)
 def test_mixed_precision(monkeypatch):
-    def work(rank):
-        names = run_code_of("Mixed precision", monkeypatch)
-        weight = names["model"][0].weight
-        return [names["output"].dtype, weight.dtype, weight.grad.dtype]
-
-    assert run_ranks(work, 2) == [[torch.bfloat16, torch.float32, torch.float32]] * 2
+    names = run_code_of("Mixed precision", monkeypatch)
+    weight = names["model"][0].weight
+    assert [names["output"].dtype, weight.dtype, weight.grad.dtype] == [torch.bfloat16, torch.float32, torch.float32]

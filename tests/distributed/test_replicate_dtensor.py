@@ -12,11 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import each, on_ranks
 from torchddp.composable import engine_of
 
 pytestmark = pytest.mark.beyond_torch("has no replicate() with our engine")
-SECONDS = 120.0
 slow = pytest.mark.slow
 EXACT = {"rtol": 0, "atol": 0}
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # a matrix product in parts has another order of summation
@@ -49,8 +48,14 @@ def block(frozen=True):
     return model
 
 
-def mesh_2d():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+def split(make=block, plan=PLAN, dp=2, tp=2):
+    """(the model with DTensors over "tp", the mesh "dp", this rank's place in it)."""
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    return parallelize_module(make(), mesh["tp"], plan), mesh["dp"], mesh["dp"].get_local_rank()
+
+
+def unfrozen():
+    return block(frozen=False)
 
 
 def data(replica, step):
@@ -67,10 +72,9 @@ def assert_same(model, reference, tolerance):
     assert list(named) == [name for name, _ in model.named_parameters()]
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(full(parameter.detach()), full(named[name].detach()), **tolerance, msg=name)
-        if parameter.grad is None or named[name].grad is None:
-            assert parameter.grad is named[name].grad, name
-            continue
-        torch.testing.assert_close(full(parameter.grad), full(named[name].grad), **tolerance, msg=name)
+        assert (parameter.grad is None) == (named[name].grad is None), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(full(parameter.grad), full(named[name].grad), **tolerance, msg=name)
 
 
 def train(model, replicas, steps=4, set_to_none=True, accumulate=False, uses_extra=()):
@@ -94,20 +98,16 @@ KEPT = {"set_to_none": False, "accumulate": True}
 @pytest.mark.parametrize(
     "runs", [[({}, {}), (COPIES, KEPT)], pytest.param([({}, KEPT), (COPIES, {})], marks=slow)], ids=["some", "others"]
 )
+@on_ranks(4)
 def test_as_one_process(runs):
-    def work(rank):
-        mesh = mesh_2d()
-        for options, how in runs:
-            one_run(mesh, options, how)
-
-    def one_run(mesh, options, how):
-        model = parallelize_module(block(), mesh["tp"], PLAN)
+    for options, how in each(runs):
+        model, mesh, replica = split()
         with torch.no_grad():  # replicate() sends the first replica's
             for p in model.parameters():
-                p.mul_(1.0 if mesh["dp"].get_local_rank() == 0 else 3.0)
+                p.mul_(1.0 if replica == 0 else 3.0)
         before = torchddp.finished_steps()
-        torchddp.replicate(model, mesh=mesh["dp"], **options)
-        train(model, [mesh["dp"].get_local_rank()], **how)
+        torchddp.replicate(model, mesh=mesh, **options)
+        train(model, [replica], **how)
         assert torchddp.finished_steps() - before == 4
         reference = block()
         train(reference, [0, 1], **how)
@@ -120,71 +120,64 @@ def test_as_one_process(runs):
         if options == {}:  # views: no copy of the gradients of DTensors either
             assert engine_of(model)._local.pairs[0].leaf.grad.data_ptr() == weight.grad.to_local().data_ptr()
 
-    run_ranks(work, 4, timeout=SECONDS)
 
+@pytest.mark.parametrize(
+    "policy", [None, pytest.param(MixedPrecisionPolicy(torch.bfloat16, torch.float32), marks=slow)]
+)
+@on_ranks(4)
+def test_as_fully_shard_on_the_same_mesh(policy):
+    def make():
+        return block() if policy is None else block().float()
 
-def test_as_fully_shard_on_the_same_mesh():
-    def work(rank):
-        mesh = mesh_2d()
-        mine, theirs = (parallelize_module(block(), mesh["tp"], PLAN) for _ in range(2))
-        torchddp.replicate(mine, mesh=mesh["dp"])
-        fully_shard(theirs, mesh=mesh["dp"])
-        for model in (mine, theirs):
-            train(model, [mesh["dp"].get_local_rank()])
-        assert_same(mine, theirs, EXACT)
-
-    run_ranks(work, 4, timeout=SECONDS)
+    (mine, mesh, replica), (theirs, other, _) = split(make), split(make)
+    more = {} if policy is None else {"mp_policy": policy}
+    torchddp.replicate(mine, mesh=mesh, **more)
+    fully_shard(theirs, mesh=other, **more)
+    for model in (mine, theirs):
+        train(model, [replica])
+    assert policy is None or mine.up.weight.grad.dtype == torch.float32
+    assert_same(mine, theirs, EXACT)
 
 
 @pytest.mark.rest_is_thorough("True")
 @pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=slow)])
+@on_ranks(4)
 def test_parameters_that_some_replicas_do_not_use(set_to_none):
-    def work(rank):
-        mesh = mesh_2d()
-        for uses_extra in [(0,), (1,), (0, 1), ()]:
-            one_run(mesh, uses_extra)
-
-    def one_run(mesh, uses_extra):
-        model = parallelize_module(block(frozen=False), mesh["tp"], PLAN)
-        torchddp.replicate(model, mesh=mesh["dp"], find_unused_parameters=True)
-        reference = block(frozen=False)
+    for uses_extra in each([(0,), (1,), (0, 1), ()]):
+        model, mesh, replica = split(unfrozen)
+        torchddp.replicate(model, mesh=mesh, find_unused_parameters=True)
+        reference = unfrozen()
         for used in (uses_extra, (0, 1), uses_extra):
             how = {"set_to_none": set_to_none, "uses_extra": used}
-            train(model, [mesh["dp"].get_local_rank()], **how)
+            train(model, [replica], **how)
             train(reference, [0, 1], **how)
         assert_same(model, reference, CLOSE)
 
-    run_ranks(work, 4, timeout=SECONDS)
-
 
 @slow
+@on_ranks(4)
 def test_static_graph_and_reduce_and_hooks():
-    def work(rank):
-        mesh = mesh_2d()
-        replica = mesh["dp"].get_local_rank()
-        model = parallelize_module(block(frozen=False), mesh["tp"], PLAN)
-        torchddp.replicate(model, mesh=mesh["dp"], static_graph=True)
-        reference = block(frozen=False)
-        train(model, [replica], uses_extra=(0, 1))
-        train(reference, [0, 1], uses_extra=(0, 1))
-        assert_same(model, reference, CLOSE)
+    model, mesh, replica = split(unfrozen)
+    torchddp.replicate(model, mesh=mesh, static_graph=True)
+    reference = unfrozen()
+    train(model, [replica], uses_extra=(0, 1))
+    train(reference, [0, 1], uses_extra=(0, 1))
+    assert_same(model, reference, CLOSE)
 
-        model = parallelize_module(block().float(), mesh["tp"], PLAN)
-        torchddp.replicate(model, mesh=mesh["dp"], comm_hook="fp16")
-        with model.no_sync():
-            model(data(replica, 0).float()).sum().backward()
-        own = full(model.up.weight.grad).clone()
-        engine_of(model).reduce()
-        other = full(model.up.weight.grad)
-        assert not torch.equal(own, other)
-        assert isinstance(model.up.weight.grad, DTensor)
-
-    run_ranks(work, 4, timeout=SECONDS)
+    model, mesh, replica = split(lambda: block().float())
+    torchddp.replicate(model, mesh=mesh, comm_hook="fp16")
+    with model.no_sync():
+        model(data(replica, 0).float()).sum().backward()
+    own = full(model.up.weight.grad).clone()
+    engine_of(model).reduce()
+    assert not torch.equal(own, full(model.up.weight.grad))
+    assert isinstance(model.up.weight.grad, DTensor)
 
 
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
+        torch.manual_seed(1)
         self.norm = nn.LayerNorm(4, dtype=torch.float64)
         self.up = nn.Linear(4, 8, dtype=torch.float64)
         self.down = nn.Linear(8, 4, dtype=torch.float64)
@@ -193,72 +186,33 @@ class Normed(nn.Module):
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def test_partial_gradients_of_sequence_parallel():
+@on_ranks(4)
+def test_partial_gradients_of_sequence_parallel(rank):
     """The norm's weights are replicated, and each rank has seen only its part of the sequence."""
+    up, down = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
+    model, mesh, replica = split(Normed, {"norm": SequenceParallel(), "up": up, "down": down})
+    torchddp.replicate(model, mesh=mesh)
+    reference = Normed()
 
-    def work(rank):
-        mesh = mesh_2d()
+    def inputs(replica):
+        return torch.randn(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(replica))
 
-        def make():
-            torch.manual_seed(1)
-            return Normed()
-
-        plan = {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-        }
-
-        def inputs(replica):
-            return torch.randn(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(replica))
-
-        model = parallelize_module(make(), mesh["tp"], plan)
-        torchddp.replicate(model, mesh=mesh["dp"])
-        reference = make()
-        mine = inputs(mesh["dp"].get_local_rank()).chunk(2, dim=1)[mesh["tp"].get_local_rank()]
-        model(DTensor.from_local(mine, mesh["tp"], [Shard(1)])).square().sum().backward()
-        for replica in (0, 1):
-            (reference(inputs(replica)).square().sum() / 2).backward()
-        assert_same(model, reference, CLOSE)
-
-    run_ranks(work, 4, timeout=SECONDS)
+    mine = inputs(replica).chunk(2, dim=1)[rank % 2]
+    model(DTensor.from_local(mine, model.up.weight.device_mesh, [Shard(1)])).square().sum().backward()
+    for other in (0, 1):
+        (reference(inputs(other)).square().sum() / 2).backward()
+    assert_same(model, reference, CLOSE)
 
 
-@slow
-def test_mixed_precision_of_dtensors():
-    def work(rank):
-        mesh = mesh_2d()
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        mine, theirs = (parallelize_module(block().float(), mesh["tp"], PLAN) for _ in range(2))
-        torchddp.replicate(mine, mesh=mesh["dp"], mp_policy=policy)
-        fully_shard(theirs, mesh=mesh["dp"], mp_policy=policy)
-        for model in (mine, theirs):
-            train(model, [mesh["dp"].get_local_rank()])
-        assert mine.up.weight.grad.dtype == torch.float32
-        assert_same(mine, theirs, EXACT)
-
-    run_ranks(work, 4, timeout=SECONDS)
-
-
-def test_a_model_that_is_dropped_is_freed():
-    def work(rank):
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-        model = parallelize_module(block(), mesh["tp"], PLAN)
-        torchddp.replicate(model, mesh=mesh["dp"])
-        train(model, [rank], steps=2)
-        freed = [weakref.ref(model), weakref.ref(engine_of(model)), weakref.ref(engine_of(model)._local.pairs[0].leaf)]
-        del model
-        gc.collect()
-        assert [ref() for ref in freed] == [None] * 3
-
-    run_ranks(work, 2, timeout=SECONDS)
-
-
-def test_dtensors_over_the_ranks_that_average_are_refused():
-    def work(rank):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        model = parallelize_module(block(), mesh, PLAN)
-        with pytest.raises(ValueError, match=r"'up.weight' is a DTensor over ranks \[0, 1\].*mesh\['dp'\]"):
-            torchddp.replicate(model)
-
-    run_ranks(work, 2, timeout=SECONDS)
+@on_ranks(2)
+def test_models_that_are_dropped_and_refused(rank):
+    model, mesh, replica = split(tp=1)
+    torchddp.replicate(model, mesh=mesh)
+    train(model, [replica], steps=2)
+    freed = [weakref.ref(model), weakref.ref(engine_of(model)), weakref.ref(engine_of(model)._local.pairs[0].leaf)]
+    del model
+    gc.collect()
+    assert [ref() for ref in freed] == [None] * 3
+    # DTensors over the ranks that average.
+    with pytest.raises(ValueError, match=r"'up.weight' is a DTensor over ranks \[0, 1\].*mesh\['dp'\]"):
+        torchddp.replicate(split(dp=1)[0])

@@ -12,11 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
-from tests.harness import run_ranks
-from torchddp.composable import ReplicateModule
+from tests.harness import each, on_ranks
+from torchddp.composable import ReplicateModule, unreplicate
 
 pytestmark = pytest.mark.beyond_torch("has no replicate() with our engine")
-SECONDS = 120.0
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -25,6 +24,7 @@ class Net(nn.Module):
 
     def __init__(self, checkpointed=None):
         super().__init__()
+        torch.manual_seed(3)
         self.tokens = nn.Embedding(11, 8)
         self.norm = nn.LayerNorm(8)
         self.up = nn.Linear(8, 16)
@@ -45,25 +45,24 @@ class Net(nn.Module):
         return {"logits": self.out(x)}
 
 
-def net(*args):
-    torch.manual_seed(3)
-    return Net(*args)
+def replicated(*args, **policy):
+    return torchddp.replicate(Net(*args), mp_policy=MixedPrecisionPolicy(**(policy or {"param_dtype": BF16})))
 
 
-def step(model, rank, number):
+def step(model, rank, number=0, dtype=FP32):
     generator = torch.Generator().manual_seed(10 * number + rank)
     index = torch.randint(11, (4, 5), generator=generator)
-    logits = model(index, torch.rand(4, 5, 1, generator=generator))["logits"]
+    logits = model(index, torch.rand(4, 5, 1, generator=generator).to(dtype))["logits"]
     logits.float().square().mean().backward()
-    return logits
+    return logits.dtype
 
 
-def train(model, rank, steps=3):
+def train(model, rank):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     dtypes = set()
-    for number in range(steps):
+    for number in range(3):
         optimizer.zero_grad()
-        dtypes.add(step(model, rank, number).dtype)
+        dtypes.add(step(model, rank, number))
         optimizer.step()
     return dtypes
 
@@ -76,10 +75,9 @@ def assert_same(model, other):
     named = dict(other.named_parameters())
     for name, parameter in model.named_parameters():
         assert parameter.dtype == FP32
-        torch.testing.assert_close(full(parameter.detach()), full(named[name].detach()), rtol=0, atol=0, msg=name)
+        assert torch.equal(full(parameter.detach()), full(named[name].detach())), name
         assert (parameter.grad is None) == (named[name].grad is None), name
-        if parameter.grad is not None:
-            torch.testing.assert_close(full(parameter.grad), full(named[name].grad), rtol=0, atol=0, msg=name)
+        assert parameter.grad is None or torch.equal(full(parameter.grad), full(named[name].grad)), name
 
 
 POLICIES = [
@@ -90,10 +88,10 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.param_dtype}-{p.reduce_dtype}-{p.output_dtype}")
-def test_same_bits_as_fully_shard(policy):
-    def work(rank):
-        mine, theirs = net(), net()
+@on_ranks(2)
+def test_same_bits_as_fully_shard(rank):
+    for policy in each(POLICIES):
+        mine, theirs = Net(), Net()
         before = torchddp.finished_steps()
         torchddp.replicate(mine, mp_policy=policy)
         fully_shard(theirs, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
@@ -104,53 +102,47 @@ def test_same_bits_as_fully_shard(policy):
         assert_same(mine, theirs)
         assert all(type(p) is nn.Parameter and p.dtype == FP32 for p in mine.parameters())
 
-    run_ranks(work, 2, timeout=SECONDS)
 
-
-def test_inputs_are_left_alone_if_so_wished():
-    def work(rank):
-        model = torchddp.replicate(net(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False))
-        with pytest.raises(RuntimeError, match="dtype"):  # a matrix product of both
-            step(model, rank, 0)
-        return model.seen
-
-    assert run_ranks(work, 1) == [[BF16, FP32]]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_runs_a_part_again(reentrant):
-    def work(rank):
-        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-        mine = torchddp.replicate(net(reentrant), mp_policy=policy)
-        other = torchddp.replicate(net(), mp_policy=policy)
+@on_ranks(2)
+def test_forwards_that_run_again_fail_or_cast_nothing(rank):
+    # Activation checkpointing runs a part again.
+    for reentrant in each([False, True]):
+        mine, other = (replicated(*args, param_dtype=BF16, reduce_dtype=FP32) for args in ((reentrant,), ()))
         train(mine, rank)
         train(other, rank)
         assert_same(mine, other)
 
-    run_ranks(work, 2, timeout=SECONDS)
+    # Parameters are back after a forward that failed.
+    model = replicated()
+    with pytest.raises(TypeError, match="must be Tensor, not str"):
+        model("no tensor", torch.ones(1))
+    assert all(p.dtype == FP32 and p.requires_grad for p in model.up.parameters())
+    step(model, rank)
+    with torch.no_grad():
+        assert model(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1))["logits"].dtype == BF16
+
+    # Inputs are left alone if so wished.
+    model = replicated(param_dtype=BF16, cast_forward_inputs=False)
+    with pytest.raises(RuntimeError, match="dtype"):  # a matrix product of both
+        step(model, rank)
+    assert model.seen == [BF16, FP32]
 
 
-def test_gradients_accumulate_in_the_parameters_own_dtype():
-    def work(rank):
-        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-        model, alone = torchddp.replicate(net(), mp_policy=policy), net().bfloat16()
-        alone.load_state_dict(model.state_dict())
-        wanted = {name: torch.zeros(p.shape) for name, p in alone.named_parameters() if p.requires_grad}
-        for number in range(4):
-            model.set_requires_gradient_sync(number == 3)
-            step(model, rank, number)
-            for replica in (0, 1):
-                alone.zero_grad()
-                generator = torch.Generator().manual_seed(10 * number + replica)
-                index = torch.randint(11, (4, 5), generator=generator)
-                logits = alone(index, torch.rand(4, 5, 1, generator=generator).bfloat16())["logits"]
-                logits.float().square().mean().backward()
-                for name in wanted:
-                    wanted[name] += alone.get_parameter(name).grad.float() / 2
-        for name, value in wanted.items():
-            torch.testing.assert_close(model.get_parameter(name).grad, value, rtol=1e-6, atol=1e-7)
-
-    run_ranks(work, 2, timeout=SECONDS)
+@on_ranks(2)
+def test_gradients_accumulate_in_the_parameters_own_dtype(rank):
+    model, alone = replicated(param_dtype=BF16, reduce_dtype=FP32), Net().bfloat16()
+    alone.load_state_dict(model.state_dict())
+    wanted = {name: torch.zeros(p.shape) for name, p in alone.named_parameters() if p.requires_grad}
+    for number in range(4):
+        model.set_requires_gradient_sync(number == 3)
+        step(model, rank, number)
+        for replica in (0, 1):
+            alone.zero_grad()
+            step(alone, replica, number, BF16)
+            for name in wanted:
+                wanted[name] += alone.get_parameter(name).grad.float() / 2
+    for name, value in wanted.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, value, rtol=1e-6, atol=1e-7)
 
 
 class Lstm(nn.Module):
@@ -164,59 +156,34 @@ class Lstm(nn.Module):
         return self.rnn(x)[0]
 
 
-def test_recurrent_layers():
-    def work(rank):
-        torch.manual_seed(0)
-        model = torchddp.replicate(Lstm(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-        x = torch.randn(3, 2, 4)
-        for _ in range(2):
-            out = model(x)
-            assert out.dtype == BF16
-            out.sum().backward()
-        assert all(a is b for a, b in zip(model.rnn._flat_weights, model.rnn.parameters(), strict=True))
+@on_ranks(2)
+def test_recurrent_layers_and_copies(rank):
+    model = torchddp.replicate(Lstm(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    for _ in range(2):
+        out = model(torch.ones(3, 2, 4))
+        assert out.dtype == BF16
+        out.sum().backward()
+    assert all(a is b for a, b in zip(model.rnn._flat_weights, model.rnn.parameters(), strict=True))
 
-    run_ranks(work, 2, timeout=SECONDS)
-
-
-def test_parameters_are_back_after_a_forward_that_failed():
-    def work(rank):
-        model = torchddp.replicate(net(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-        with pytest.raises(TypeError, match="must be Tensor, not str"):
-            model("no tensor", torch.ones(1))
-        assert all(p.dtype == FP32 and p.requires_grad for p in model.up.parameters())
-        step(model, rank, 0)
-        with torch.no_grad():
-            assert model(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1))["logits"].dtype == BF16
-
-    run_ranks(work, 2, timeout=SECONDS)
+    # Copies compute in full precision.
+    model = replicated()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not isinstance(other, ReplicateModule)
+        assert step(other, rank) == FP32
+        assert other.out.weight is other.tokens.weight
+    assert step(model, rank) == BF16
+    unreplicate(model)
+    assert step(model, rank) == FP32 and not model.up._forward_hooks
 
 
-def test_copies_compute_in_full_precision():
-    def work(rank):
-        model = torchddp.replicate(net(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert not isinstance(other, ReplicateModule)
-            assert step(other, rank, 0).dtype == FP32
-            assert other.out.weight is other.tokens.weight
-        assert step(model, rank, 0).dtype == BF16
-        torchddp.composable.unreplicate(model)
-        assert step(model, rank, 0).dtype == FP32 and not model.up._forward_hooks
-
-    run_ranks(work, 2, timeout=SECONDS)
-
-
-def test_what_does_not_go_together():
-    def work(rank):
-        policy = MixedPrecisionPolicy(param_dtype=BF16)
-        for options in ({"comm_hook": "fp16"}, {"wire_dtype": BF16}):
-            model = net()
-            with pytest.raises(ValueError, match=f"does not go with {next(iter(options))}="):
-                torchddp.replicate(model, mp_policy=policy, **options)
-            assert not isinstance(model, ReplicateModule)
-        with pytest.raises(TypeError, match="must be a torch.distributed.fsdp.MixedPrecisionPolicy, got dtype"):
-            torchddp.replicate(net(), mp_policy=BF16)
-        with torch.autocast("cpu", dtype=BF16):  # no policy needed
-            model = torchddp.replicate(net())
-            assert step(model, rank, 0).dtype == BF16
-
-    run_ranks(work, 2, timeout=SECONDS)
+@on_ranks(2)
+def test_what_does_not_go_together(rank):
+    for options in ({"comm_hook": "fp16"}, {"wire_dtype": BF16}):
+        model = Net()
+        with pytest.raises(ValueError, match=f"does not go with {next(iter(options))}="):
+            torchddp.replicate(model, mp_policy=POLICIES[0], **options)
+        assert not isinstance(model, ReplicateModule)
+    with pytest.raises(TypeError, match="must be a torch.distributed.fsdp.MixedPrecisionPolicy, got dtype"):
+        torchddp.replicate(Net(), mp_policy=BF16)
+    with torch.autocast("cpu", dtype=BF16):  # no policy needed
+        assert step(torchddp.replicate(Net()), rank) == BF16

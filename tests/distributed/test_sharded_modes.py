@@ -1,44 +1,73 @@
 """ShardedDataParallel with what else people use: several optimizers, saved state, loss scaling, frozen layers."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import each, on_ranks, run_ranks
 from tests.models import Branches, batch, same_on_all_ranks, seeded
 from tests.oss import assert_same_state
 from tests.sharded import Net, Pair, batch_of, loss_of, make_pair, reference_of, small_net
 from torchddp.optim import OSS, ShardedGradScaler
 
+SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+over_both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
-def test_several_optimizers():
-    def work(rank):
-        one, other = seeded(Net), seeded(Net)
 
-        def parts(net):
-            late = [*net.last.parameters(), *net.wide.parameters()]
-            return [p for p in net.parameters() if all(p is not q for q in late)], late
+def assert_all_equal(mine, theirs, tolerance=0.0):
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
-        optimizers = [OSS(parts(one)[0], torch.optim.AdamW, lr=0.01), OSS(parts(one)[1], torch.optim.SGD, lr=0.1)]
-        plain = [torch.optim.AdamW(parts(other)[0], lr=0.01), torch.optim.SGD(parts(other)[1], lr=0.1)]
-        model = torchddp.ShardedDataParallel(one, optimizers)
-        reference = reference_of(other, {}, {})
-        for step in range(10):
-            for ddp, opts in ((model, optimizers), (reference, plain)):
-                loss_of(ddp(batch_of(rank, step))).backward()
-                for optimizer in opts if step % 3 else opts[:1]:
-                    optimizer.step()
-                ddp.zero_grad()
-        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
 
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_several_optimizers_frozen_layers_and_half_precision(rank):
+    # Several optimizers.
+    one, other = seeded(Net), seeded(Net)
+
+    def parts(net):
+        late = [*net.last.parameters(), *net.wide.parameters()]
+        return [p for p in net.parameters() if all(p is not q for q in late)], late
+
+    optimizers = [OSS(parts(one)[0], torch.optim.AdamW, lr=0.01), OSS(parts(one)[1], torch.optim.SGD, lr=0.1)]
+    plain = [torch.optim.AdamW(parts(other)[0], lr=0.01), torch.optim.SGD(parts(other)[1], lr=0.1)]
+    model, reference = torchddp.ShardedDataParallel(one, optimizers), reference_of(other, {}, {})
+    for step in range(10):
+        for ddp, opts in ((model, optimizers), (reference, plain)):
+            loss_of(ddp(batch_of(rank, step))).backward()
+            for optimizer in opts if step % 3 else opts[:1]:
+                optimizer.step()
+            ddp.zero_grad()
+    assert_all_equal(model.parameters(), reference.parameters())
+
+    # Layers frozen and thawed in turn.
+    for auto in each([True, False]):
+        pair = make_pair(*SGD, auto_refresh_trainable=auto)
+        for step in range(12):
+            if step % 3 == 0:
+                for model, _ in pair.sides():
+                    model.module.first.requires_grad_(step % 2 == 0)
+                    model.module.last.requires_grad_(step % 2 == 1)
+                if not auto:
+                    pair.sharded.refresh_trainable()
+                pair.rewrap()
+            pair.train_alike(range(step, step + 1))
+
+    # Parameters in half precision on their way.
+    pair = make_pair(torch.optim.SGD, {"lr": 0.1}, oss_options={"broadcast_fp16": True})
+    pair.train_alike(range(5), rtol=0.02, atol=5e-3)
+    values = torch.cat([p.detach().flatten() for p in pair.sharded.parameters() if p.dtype == torch.float32])
+    assert torch.equal(values, values.half().float())
+    assert same_on_all_ranks([values])
 
 
 @pytest.mark.rest_is_thorough("1-AdamW", "3-AdamW", "4-Adafactor")
@@ -47,16 +76,13 @@ def test_several_optimizers():
 def test_resume_on_another_number_of_ranks(world_size, optim, tmp_path):
     """The same batch on all ranks, so that gradients do not depend on their number."""
 
-    def step(pair, index):
-        for model, optimizer in pair.sides():
-            loss_of(model(batch_of(0, index))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    def train(pair, steps):
+        pair.rank = 0
+        pair.train(steps)
 
     def save(rank):
         pair = make_pair(optim, {"lr": 0.01})
-        for index in range(10):
-            step(pair, index)
+        train(pair, range(10))
         pair.oss.consolidate_state_dict(0)
         if rank == 0:
             assert_same_state(pair.oss.state_dict(), pair.plain.state_dict())
@@ -68,22 +94,19 @@ def test_resume_on_another_number_of_ranks(world_size, optim, tmp_path):
         for model, optimizer in pair.sides():
             model.module.load_state_dict(saved["model"])
             optimizer.load_state_dict(copy.deepcopy(saved["optim"]))
-        for index in range(10, 20):
-            step(pair, index)
+        train(pair, range(10, 20))
         pair.assert_equal(**({} if world_size != 3 else {"rtol": 1e-5, "atol": 1e-6}))
 
     run_ranks(save, 2)
     run_ranks(resume, world_size)
 
 
-@pytest.mark.parametrize("unscale", [True, False])
-def test_loss_scaling_skips_on_all_ranks_what_one_found(unscale):
-    def work(rank):
-        pair = make_pair(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, make=small_net)
-        scales = []
+@on_ranks(2)
+def test_loss_scaling_skips_on_all_ranks_what_one_found(rank):
+    for unscale in each([True, False]):
+        pair, scales = make_pair(*SGD, make=small_net), []
         scalers = [
-            ShardedGradScaler("cpu", init_scale=2.0**10, growth_interval=3),
-            torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3),
+            kind("cpu", init_scale=2.0**10, growth_interval=3) for kind in (ShardedGradScaler, torch.amp.GradScaler)
         ]
         for step in range(12):
             for (model, optimizer), scaler in zip(pair.sides(), scalers, strict=True):
@@ -100,313 +123,199 @@ def test_loss_scaling_skips_on_all_ranks_what_one_found(unscale):
             assert scalers[0].get_scale() == scalers[1].get_scale()
             scales.append(scalers[0].get_scale())
         pair.assert_equal()
-        return scales
-
-    mine, other = run_ranks(work, 2)
-    assert mine == other and mine[2] == 2.0**9
-
-
-def test_torchs_scaler_is_told_on_that_it_must_agree():
-    def work(rank):
-        pair = make_pair(torch.optim.SGD, {"lr": 0.1}, make=small_net)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        model = pair.sharded
-        scaler.scale(loss_of(model(batch_of(rank, 0))) + model.module.norm.bias[0] * float("inf")).backward()
-        with pytest.raises(RuntimeError, match="ShardedGradScaler"):
-            scaler.step(pair.oss)
-
-    run_ranks(work, 2)
+        assert same_on_all_ranks([torch.tensor(scales)]) and scales[2] == 2.0**9
+    # torch's scaler is told that ranks must agree.
+    model = pair.sharded
+    loss = loss_of(model(batch_of(rank, 0))) + model.module.norm.bias[0] * float("inf")
+    scalers[1].scale(loss).backward()
+    with pytest.raises(RuntimeError, match="ShardedGradScaler"):
+        scalers[1].step(pair.oss)
 
 
-class WithBuffers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(16, 32)
-        self.norm = nn.BatchNorm1d(32)
-        self.last = nn.Linear(32, 3)
+@on_ranks(2)
+def test_buffers_and_averages_of_weights(rank):
+    # Buffers.
+    for broadcast in each([True, False]):
+        pair = make_pair(
+            *SGD,
+            make=lambda: nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3)),
+            reference_options={"forward_sync_buffers": broadcast},
+            broadcast_buffers=broadcast,
+        )
+        pair.train_alike(range(10))
+        assert_all_equal(pair.sharded.module.buffers(), pair.reference.module.buffers())
+        assert not same_on_all_ranks([pair.sharded.module[1].running_mean])  # the last forward's own
 
-    def forward(self, x):
-        return self.last(torch.relu(self.norm(self.first(x))))
-
-
-@pytest.mark.parametrize("broadcast", [True, False])
-def test_buffers(broadcast):
-    def work(rank):
-        one, other = seeded(WithBuffers), seeded(WithBuffers)
-        oss = OSS(one.parameters(), torch.optim.SGD, lr=0.1)
-        model = torchddp.ShardedDataParallel(one, oss, broadcast_buffers=broadcast)
-        reference = TorchDDP(other, forward_sync_buffers=broadcast)
-        pair = Pair(model, oss, reference, torch.optim.SGD(other.parameters(), lr=0.1))
-        pair.train(range(10))
-        pair.assert_equal()
-        for mine, theirs in zip(one.buffers(), other.buffers(), strict=True):
-            assert torch.equal(mine, theirs)
-        return one.norm.running_mean.sum().item()
-
-    sums = run_ranks(work, 2)
-    model_sums_equal = sums[0] == sums[1]
-    assert not model_sums_equal  # the last forward's own
+    # An average of weights sees the step.
+    pair = make_pair(transport="c10d", overlap_gather=True)
+    averages = [AveragedModel(m.module, avg_fn=lambda a, b, n: 0.9 * a + 0.1 * b) for m, _ in pair.sides()]
+    for step in range(8):
+        pair.train(range(step, step + 1))
+        for average, (model, _) in zip(averages, pair.sides(), strict=True):
+            average.update_parameters(model.module)
+    assert_all_equal(averages[0].parameters(), averages[1].parameters())
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_parameters_that_some_ranks_or_none_use(transport):
-    def work(rank):
-        one, other = seeded(Branches), seeded(Branches)
-        oss = OSS(one.parameters(), torch.optim.AdamW, lr=0.01, weight_decay=0.5)
-        model = torchddp.ShardedDataParallel(one, oss, find_unused_parameters=True, transport=transport)
-        reference = TorchDDP(other, find_unused_parameters=True)
-        plain = torch.optim.AdamW(other.parameters(), lr=0.01, weight_decay=0.5)
-        for step in range(12):
-            branch = "left" if (rank + step) % 3 else "right"
-            for ddp, optimizer in ((model, oss), (reference, plain)):
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    ddp(batch(rank, step, 3, 4), branch).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
-
-    run_ranks(work, 2)
+@over_both
+@on_ranks(2)
+def test_parameters_that_some_ranks_or_none_use(rank, transport):
+    options = {"lr": 0.01, "weight_decay": 0.5}
+    pair = make_pair(torch.optim.AdamW, options, Branches, find_unused_parameters=True, transport=transport)
+    for step in range(12):
+        branch = "left" if (rank + step) % 3 else "right"
+        for ddp, _ in pair.sides():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ddp(batch(rank, step, 3, 4), branch).square().mean().backward()
+        pair.step()
+    pair.assert_equal(rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_static_graph(transport):
-    def work(rank):
-        pair = make_pair(static_graph=True, transport=transport)
-        pair.train(range(10))
-        pair.assert_equal()
-
-    run_ranks(work, 2)
+def middle_frozen():
+    net = small_net()
+    net.middle.requires_grad_(False)
+    return net
 
 
-@pytest.mark.parametrize("auto", [True, False])
-def test_layers_frozen_and_thawed_in_turn(auto):
-    def work(rank):
-        pair = make_pair(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, auto_refresh_trainable=auto)
-        for step in range(12):
-            if step % 3 == 0:
-                for model, _ in pair.sides():
-                    for layer, on in ((model.module.first, step % 2 == 0), (model.module.last, step % 2 == 1)):
-                        layer.requires_grad_(on)
-                if not auto:
-                    pair.sharded.refresh_trainable()
-                pair.reference = reference_of(pair.reference.module, {}, {})
-            pair.train(range(step, step + 1))
-        pair.assert_equal()
-
-    run_ranks(work, 3)
-
-
-def test_frozen_at_first():
-    def work(rank):
-        def make():
-            net = small_net()
-            net.middle.requires_grad_(False)
-            return net
-
-        pair = make_pair(make=make)
-        pair.train(range(3))
-        for model, _ in pair.sides():
-            model.module.middle.requires_grad_(True)
-        pair.reference = reference_of(pair.reference.module, {}, {})
-        pair.train(range(3, 8))
-        pair.assert_equal()
-
-    run_ranks(work, 3)
-
-
-def test_a_group_added_later():
-    def work(rank):
-        def make():
-            net = small_net()
-            net.middle.requires_grad_(False)
-            return net
-
-        pair = make_pair(make=make, groups=lambda net: [p for p in net.parameters() if p.requires_grad])
+@on_ranks(2, 3)
+def test_frozen_at_first_and_a_group_added_later():
+    for adds in each([False, True]):
+        groups = (lambda net: [p for p in net.parameters() if p.requires_grad]) if adds else nn.Module.parameters
+        pair = make_pair(make=middle_frozen, groups=groups)
         pair.train(range(3))
         for model, optimizer in pair.sides():
             model.module.middle.requires_grad_(True)
-            optimizer.add_param_group({"params": model.module.middle.parameters(), "lr": 0.001})
-        pair.reference = reference_of(pair.reference.module, {}, {})
-        pair.train(range(3, 8))
-        pair.assert_equal()
-
-    run_ranks(work, 2)
+            if adds:
+                optimizer.add_param_group({"params": model.module.middle.parameters(), "lr": 0.001})
+        pair.rewrap()
+        pair.train_alike(range(3, 8))
 
 
-def test_moved_to_another_dtype():
-    def work(rank):
-        pair = make_pair(torch.optim.SGD, {"lr": 0.1})
-        pair.train(range(3))
-        assert pair.sharded.to(torch.float64) is pair.sharded
-        pair.reference.to(torch.float64)
-        pair.reference = TorchDDP(pair.reference.module)
-        for step in range(3, 6):
-            for model, optimizer in pair.sides():
-                loss_of(model(batch_of(rank, step).double())).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        pair.assert_equal()
-        assert pair.sharded.module.first.weight.dtype == torch.float64
+@on_ranks(2)
+def test_memory_that_is_exchanged(rank):
+    # Another dtype.
+    pair = make_pair(torch.optim.SGD, {"lr": 0.1})
+    pair.train(range(3))
+    assert pair.sharded.to(torch.float64) is pair.sharded
+    pair.reference = TorchDDP(pair.reference.to(torch.float64).module)
+    for step in range(3, 6):
+        for model, _ in pair.sides():
+            loss_of(model(batch_of(rank, step).double())).backward()
+        pair.step()
+    pair.assert_equal()
+    assert pair.sharded.module.first.weight.dtype == torch.float64
 
-    run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_memory_that_user_code_has_exchanged(overlap):
-    def work(rank):
+    # By user code.
+    for overlap in each([True, False]):
         pair = make_pair(overlap_gather=overlap)
         pair.train(range(2))
         for model, _ in pair.sides():
             weight = model.module.middle.weight
             weight.data = weight.detach().clone() * 0.5
-        pair.train(range(2, 6))
-        pair.assert_equal()
-
-    run_ranks(work, 2)
+        pair.train_alike(range(2, 6))
 
 
-def test_recurrent_weights_that_no_dictionary_sees():
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = nn.GRU(16, 24, batch_first=True)
-            self.last = nn.Linear(24, 2)
+class Recurrent(nn.Module):
+    """Weights that no dictionary sees."""
 
-        def forward(self, x):
-            return self.last(self.rnn(x[None])[0])
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(16, 24, batch_first=True)
+        self.last = nn.Linear(24, 2)
 
-    def work(rank):
-        pair = make_pair(make=Recurrent, overlap_gather=True, transport="c10d")
-        pair.train(range(10))
-        pair.assert_equal()
-
-    run_ranks(work, 2)
+    def forward(self, x):
+        return self.last(self.rnn(x[None])[0])
 
 
-def test_saved_parameters_do_not_drag_their_neighbours_along(tmp_path):
-    def work(rank):
-        pair = make_pair()
-        pair.train(range(1))
-        torch.save(pair.sharded.module.last.weight, tmp_path / str(rank))
-        return (tmp_path / str(rank)).stat().st_size, pair.sharded.module.last.weight.nbytes
+class Tied(nn.Module):
+    """One weight in two layers, one of which is recomputed if it is to be."""
 
-    for size, wanted in run_ranks(work, 2):
-        assert size < wanted + 4096
+    def __init__(self, is_checkpointed=False):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.last.weight = self.first.weight
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x):
+        hidden = checkpoint(self.first, x, use_reentrant=False) if self.is_checkpointed else self.first(x)
+        return self.last(torch.tanh(hidden))
+
+
+@on_ranks(2)
+def test_models_whose_parameters_are_used_in_other_ways():
+    for make in each([Recurrent, Tied, lambda: Tied(True)]):
+        pair = make_pair(make=make, overlap_gather=True, transport="c10d")
+        pair.train_alike(range(10))
+    assert pair.sharded.module.last.weight is pair.sharded.module.first.weight
+    for transport in each(["shm", "c10d"]):
+        pair = make_pair(static_graph=True, transport=transport)
+        pair.train_alike(range(10))
+
+
+@on_ranks(2)
+def test_saved_parameters_and_weights_at_startup(rank, tmp_path):
+    # Saved parameters do not drag their neighbours along.
+    pair = make_pair()
+    pair.train(range(1))
+    torch.save(pair.sharded.module.last.weight, tmp_path / str(rank))
+    assert (tmp_path / str(rank)).stat().st_size < pair.sharded.module.last.weight.nbytes + 4096
+
+    # Weights at startup.
+    net = seeded(small_net, rank)
+    before = net.first.weight.detach().clone()
+    oss = OSS(net.parameters(), torch.optim.SGD, lr=0.1)
+    model = torchddp.ShardedDataParallel(net, oss, sync_models_at_startup=False)
+    assert torch.equal(model.module.first.weight, before)  # each rank's own
+    assert model.reducer.transport_name == "shm"
+    loss_of(model(batch_of(rank, 0))).backward()
+    oss.step()
+    assert same_on_all_ranks(list(model.parameters()))
+    net = seeded(Net, 10 + rank)
+    model = torchddp.ShardedDataParallel(net, OSS(net.parameters(), torch.optim.SGD, lr=0.1))
+    assert same_on_all_ranks(list(model.parameters()))
 
 
 @pytest.mark.rest_is_thorough("True")
 @pytest.mark.parametrize("overlap", [True, False])
-def test_compiled(overlap):
-    def work(rank):
-        pair = make_pair(make=small_net, overlap_gather=overlap, transport="c10d")
-        compiled = torch.compile(pair.sharded, backend="eager")
-        for step in range(6):
-            loss_of(compiled(batch_of(rank, step))).backward()
-            loss_of(pair.reference(batch_of(rank, step))).backward()
-            for _, optimizer in pair.sides():
-                optimizer.step()
-                optimizer.zero_grad()
-        pair.assert_equal()
-
-    run_ranks(work, 2, timeout=120)
+@on_ranks(2)
+def test_compiled(rank, overlap):
+    pair = make_pair(make=small_net, overlap_gather=overlap, transport="c10d")
+    compiled = torch.compile(pair.sharded, backend="eager")
+    for step in range(6):
+        for model in (compiled, pair.reference):
+            loss_of(model(batch_of(rank, step))).backward()
+        pair.step()
+    pair.assert_equal()
 
 
-def test_parameters_in_half_precision_on_their_way():
-    def work(rank):
-        pair = make_pair(torch.optim.SGD, {"lr": 0.1}, oss_options={"broadcast_fp16": True})
-        pair.train(range(5))
-        pair.assert_equal(rtol=0.02, atol=5e-3)
-        values = torch.cat([p.detach().flatten() for p in pair.sharded.parameters() if p.dtype == torch.float32])
-        assert torch.equal(values, values.half().float())
-        assert same_on_all_ranks([values])
-
-    run_ranks(work, 3)
-
-
-def test_activation_checkpointing():
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(16, 32)
-            self.last = nn.Linear(32, 3)
-
-        def forward(self, x):
-            hidden = torch.utils.checkpoint.checkpoint(self.first, x, use_reentrant=False)
-            return self.last(torch.tanh(hidden))
-
-    def work(rank):
-        pair = make_pair(make=Checkpointed, transport="c10d", overlap_gather=True)
-        pair.train(range(8))
-        pair.assert_equal()
-
-    run_ranks(work, 2)
+@over_both
+@on_ranks(3)
+def test_a_group_of_some_ranks(rank, transport):
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return
+    one, other = seeded(small_net), seeded(small_net)
+    oss = OSS(one.parameters(), torch.optim.SGD, lr=0.1, group=group)
+    model = torchddp.ShardedDataParallel(one, oss, group, transport=transport)
+    pair = Pair(model, oss, TorchDDP(other, process_group=group), torch.optim.SGD(other.parameters(), lr=0.1))
+    pair.train_alike(range(5))
 
 
-def test_weights_tied_between_layers():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(16, 16)
-            self.last = nn.Linear(16, 16)
-            self.last.weight = self.first.weight
-
-        def forward(self, x):
-            return self.last(torch.tanh(self.first(x)))
-
-    def work(rank):
-        pair = make_pair(make=Tied, transport="c10d", overlap_gather=True)
-        pair.train(range(8))
-        pair.assert_equal()
-        assert pair.sharded.module.last.weight is pair.sharded.module.first.weight
-
-    run_ranks(work, 2)
-
-
-def test_an_average_of_weights_sees_the_step():
-    def work(rank):
-        pair = make_pair(transport="c10d", overlap_gather=True)
-        averages = [
-            torch.optim.swa_utils.AveragedModel(m.module, avg_fn=lambda a, b, n: 0.9 * a + 0.1 * b)
-            for m, _ in pair.sides()
-        ]
-        for step in range(8):
-            pair.train(range(step, step + 1))
-            for average, (model, _) in zip(averages, pair.sides(), strict=True):
-                average.update_parameters(model.module)
-        for mine, theirs in zip(averages[0].parameters(), averages[1].parameters(), strict=True):
-            assert torch.equal(mine, theirs)
-
-    run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_group_of_some_ranks(transport):
-    def work(rank):
-        group = dist.new_group([0, 2])
-        if rank == 1:
-            return
-        one, other = seeded(small_net), seeded(small_net)
-        oss = OSS(one.parameters(), torch.optim.SGD, lr=0.1, group=group)
-        model = torchddp.ShardedDataParallel(one, oss, group, transport=transport)
-        pair = Pair(model, oss, TorchDDP(other, process_group=group), torch.optim.SGD(other.parameters(), lr=0.1))
-        pair.train(range(5))
-        pair.assert_equal()
-
-    run_ranks(work, 3)
-
-
-def test_weights_of_each_ranks_own_at_startup():
-    def work(rank):
-        net = seeded(small_net, rank)
-        before = net.first.weight.detach().clone()
-        oss = OSS(net.parameters(), torch.optim.SGD, lr=0.1)
-        model = torchddp.ShardedDataParallel(net, oss, sync_models_at_startup=False)
-        assert torch.equal(model.module.first.weight, before)
-        assert model.reducer.transport_name == "shm"
-        loss_of(model(batch_of(rank, 0))).backward()
-        oss.step()
-        assert same_on_all_ranks(list(model.parameters()))
-
-    run_ranks(work, 2)
+@over_both
+@on_ranks(2)
+def test_unwrapped_module_has_its_own_memory_and_no_hooks(rank, transport):
+    pair = make_pair(torch.optim.AdamW, {"lr": 0.01}, transport=transport)
+    pair.train(range(3))
+    module, wrapper = pair.sharded.module, weakref.ref(pair.sharded)
+    assert pair.sharded.unwrap() is module
+    pair.oss.consolidate_state_dict()
+    pair.sharded = None
+    gc.collect()
+    assert wrapper() is None, "something still holds the wrapper"
+    assert_all_equal(module.parameters(), pair.reference.parameters())
+    assert all(p.grad is None and p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())
+    assert not any(part._forward_pre_hooks for part in module.modules())
+    if rank == 0:  # alone: a hook that was left would wait for the other rank
+        loss_of(module(batch_of(rank, 9))).backward()
+        assert all(param.grad is not None for param in module.parameters())
+        assert len(pair.oss.state_dict()["state"]) == len(list(small_net().parameters()))

@@ -9,22 +9,22 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import run_ranks
+from tests.harness import each, on_ranks, run_ranks
 from tests.shm_backend import BACKEND, shm_group, stamp
 from torchddp import DistributedDataParallel, TransportError
 
-WORLD_SIZES = [1, 2, 3, 4]
-DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
-]  # fmt: skip
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+DTYPES += [torch.int64, torch.int32, torch.int8, torch.uint8]
 # Of one element, of an odd number, on both sides of what travels in a slot, of several chunks.
 NUMELS = [1, 7, 1000, 5000, 70_001]
+SUM, MAX, MIN, PRODUCT, AVG = ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT, ReduceOp.AVG
 
-at_each_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
-
-def both(call, *tensors: torch.Tensor, group: dist.ProcessGroup) -> None:
+def both(group: dist.ProcessGroup, call, *tensors: torch.Tensor) -> None:
     """Runs `call(group, *tensors)` over gloo and over shared memory: all tensors must end equal."""
     # gloo moves no bool, and complex numbers not everywhere; those here are whole numbers.
     known = torch.float64 if tensors[0].dtype in (torch.bool, torch.complex64) else None
@@ -35,218 +35,217 @@ def both(call, *tensors: torch.Tensor, group: dist.ProcessGroup) -> None:
         assert torch.equal(got, want.to(got.dtype)), (got, want)
 
 
-@at_each_world_size
-def test_all_reduce(world_size):
-    def work(rank):
-        group = shm_group()
-        for dtype in DTYPES:
-            for numel in NUMELS:
-                for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
-                    if op is ReduceOp.PRODUCT and dtype is torch.int8:
-                        continue  # overflows
-                    both(lambda g, t, op=op: dist.all_reduce(t, op, group=g), stamp(rank, numel, dtype), group=group)
-        # gloo has no average.
-        for dtype in (torch.float32, torch.bfloat16, torch.int32):
-            tensor = stamp(rank, 5000, dtype)
-            dist.all_reduce(tensor, ReduceOp.AVG, group=group)
-            total = sum(stamp(r, 5000, dtype) for r in range(world_size))
-            assert torch.equal(tensor, total.div(world_size) if dtype.is_floating_point else total // world_size)
-
-    run_ranks(work, world_size)
+@on_ranks(1, 2, 3, 4)
+def test_all_reduce(rank, world_size):
+    group = shm_group()
+    for dtype, numel, op in each(DTYPES, NUMELS, (SUM, PRODUCT, MIN, MAX)):
+        if (op, dtype) != (PRODUCT, torch.int8):  # overflows
+            both(group, lambda g, t, op=op: dist.all_reduce(t, op, group=g), stamp(rank, numel, dtype))
+    # gloo has no average.
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        tensor = stamp(rank, 5000, dtype)
+        dist.all_reduce(tensor, AVG, group=group)
+        total = sum(stamp(r, 5000, dtype) for r in range(world_size))
+        assert torch.equal(tensor, total.div(world_size) if dtype.is_floating_point else total // world_size)
 
 
-@at_each_world_size
-def test_collectives_that_move(world_size):
-    def work(rank):
-        group = shm_group()
-        assert (dist.get_rank(group), dist.get_world_size(group)) == (rank, world_size)
-        for numel in [0, *NUMELS]:
-            for dtype in (torch.float32, torch.int8, torch.bool, torch.complex64, torch.float16):
-                mine = stamp(rank, numel, dtype)
-                parts = [torch.zeros(numel, dtype=dtype) for _ in range(world_size)]
-                whole = torch.zeros(numel * world_size, dtype=dtype)
-                pieces = [stamp(rank + r, numel, dtype) for r in range(world_size)]
-                for root in range(world_size):
-                    both(lambda g, t, root=root: dist.broadcast(t, root, group=g), mine.clone(), group=group)
-                    is_root = rank == root
-                    both(
-                        lambda g, t, *out, root=root, is_root=is_root: dist.gather(
-                            t, list(out) if is_root else None, root, group=g
-                        ),
-                        mine, *parts, group=group,
-                    )  # fmt: skip
-                    both(
-                        lambda g, t, *of, root=root, is_root=is_root: dist.scatter(
-                            t, list(of) if is_root else None, root, group=g
-                        ),
-                        mine.clone(), *pieces, group=group,
-                    )  # fmt: skip
-                both(lambda g, t, *out: dist.all_gather(list(out), t, group=g), mine, *parts, group=group)
-                both(lambda g, t, out: dist.all_gather_into_tensor(out, t, group=g), mine, whole.clone(), group=group)
-                both(
-                    lambda g, *both_: dist.all_to_all(list(both_[:world_size]), list(both_[world_size:]), group=g),
-                    *parts, *pieces, group=group,
-                )  # fmt: skip
-                both(
-                    lambda g, out, t: dist.all_to_all_single(out, t, group=g), whole.clone(), torch.cat(pieces),
-                    group=group,
-                )  # fmt: skip
+@on_ranks(1, 2, 3, 4)
+def test_collectives_that_move(rank, world_size):
+    group = shm_group()
+    assert (dist.get_rank(group), dist.get_world_size(group)) == (rank, world_size)
+    for numel, dtype in each([0, *NUMELS], (torch.float32, torch.int8, torch.bool, torch.complex64, torch.float16)):
+        mine = stamp(rank, numel, dtype)
+        parts = [torch.zeros(numel, dtype=dtype) for _ in range(world_size)]
+        whole = torch.zeros(numel * world_size, dtype=dtype)
+        pieces = [stamp(rank + r, numel, dtype) for r in range(world_size)]
+        for root in range(world_size):
 
-    run_ranks(work, world_size, timeout=100)
+            def on_root(tensors, root=root):
+                return list(tensors) if rank == root else None
+
+            def gather(g, t, *out, root=root, on_root=on_root):
+                dist.gather(t, on_root(out), root, group=g)
+
+            def scatter(g, t, *of, root=root, on_root=on_root):
+                dist.scatter(t, on_root(of), root, group=g)
+
+            both(group, lambda g, t, root=root: dist.broadcast(t, root, group=g), mine.clone())
+            both(group, gather, mine, *parts)
+            both(group, scatter, mine.clone(), *pieces)
+
+        def all_to_all(g, *tensors):
+            dist.all_to_all(list(tensors[:world_size]), list(tensors[world_size:]), group=g)
+
+        both(group, lambda g, t, *out: dist.all_gather(list(out), t, group=g), mine, *parts)
+        both(group, lambda g, t, out: dist.all_gather_into_tensor(out, t, group=g), mine, whole.clone())
+        both(group, all_to_all, *parts, *pieces)
+        both(group, lambda g, out, t: dist.all_to_all_single(out, t, group=g), whole.clone(), torch.cat(pieces))
 
 
-@at_each_world_size
-def test_collectives_that_reduce_to_one(world_size):
-    def work(rank):
-        group = shm_group()
-        for numel in NUMELS:
-            for op in (ReduceOp.SUM, ReduceOp.MAX):
-                for root in range(world_size):
-                    tensor = stamp(rank, numel)
-                    dist.reduce(tensor, root, op, group=group)
-                    want = stamp(rank, numel)  # stays as it is elsewhere
-                    if rank == root:
-                        stack = torch.stack([stamp(r, numel) for r in range(world_size)])
-                        want = stack.sum(0) if op is ReduceOp.SUM else stack.amax(0)
-                    assert torch.equal(tensor, want)
-                pieces = [stamp(rank + r, numel) for r in range(world_size)]
-                both(
-                    lambda g, out, *of, op=op: dist.reduce_scatter(out, list(of), op, group=g),
-                    torch.zeros(numel), *pieces, group=group,
-                )  # fmt: skip
-                both(
-                    lambda g, out, t, op=op: dist.reduce_scatter_tensor(out, t, op, group=g),
-                    torch.zeros(numel), torch.cat(pieces), group=group,
-                )  # fmt: skip
+@on_ranks(1, 2, 3, 4)
+def test_collectives_that_reduce_to_one(rank, world_size):
+    group = shm_group()
+    for numel, op in each(NUMELS, (SUM, MAX)):
+        for root in range(world_size):
+            tensor = stamp(rank, numel)
+            dist.reduce(tensor, root, op, group=group)
+            want = stamp(rank, numel)  # stays as it is elsewhere
+            if rank == root:
+                stack = torch.stack([stamp(r, numel) for r in range(world_size)])
+                want = stack.sum(0) if op is SUM else stack.amax(0)
+            assert torch.equal(tensor, want)
 
-    run_ranks(work, world_size)
+        def scatter(g, out, *of, op=op):
+            dist.reduce_scatter(out, list(of), op, group=g)
+
+        def scatter_tensor(g, out, t, op=op):
+            dist.reduce_scatter_tensor(out, t, op, group=g)
+
+        pieces = [stamp(rank + r, numel) for r in range(world_size)]
+        both(group, scatter, torch.zeros(numel), *pieces)
+        both(group, scatter_tensor, torch.zeros(numel), torch.cat(pieces))
 
 
-@pytest.mark.parametrize("rows", [1, 3000])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_all_to_all_with_unequal_splits(world_size, rows):
+@on_ranks(2, 3)
+def test_all_to_all_with_unequal_splits(rank, world_size):
     """Some of the messages are empty, some travel in the slot and some do not, within one operation."""
-
-    def work(rank):
-        group = shm_group()
+    group = shm_group()
+    for rows in (1, 3000):
         counts = [[(r * 2 + c) % 3 * rows for c in range(world_size)] for r in range(world_size)]  # [from][to]
-        sends = counts[rank]
-        receives = [counts[r][rank] for r in range(world_size)]
-        both(
-            lambda g, out, t: dist.all_to_all_single(out, t, receives, sends, group=g),
-            torch.zeros(sum(receives), 2), stamp(rank, sum(sends) * 2).view(-1, 2), group=group,
-        )  # fmt: skip
+        sends, receives = counts[rank], [counts[r][rank] for r in range(world_size)]
+
+        def single(g, out, t, receives=receives, sends=sends):
+            dist.all_to_all_single(out, t, receives, sends, group=g)
+
+        both(group, single, torch.zeros(sum(receives), 2), stamp(rank, sum(sends) * 2).view(-1, 2))
         # gloo wants the tensors of a list to be equally large.
         out = [torch.zeros(n) for n in receives]
         dist.all_to_all(out, [stamp(rank + 2 * r, n) for r, n in enumerate(sends)], group=group)
         for r, n in enumerate(receives):
             assert torch.equal(out[r], stamp(r + 2 * rank, n))
 
-    run_ranks(work, world_size)
+
+@on_ranks(2)
+def test_splits_that_disagree_are_an_error_with_ranks_and_sizes(rank):
+    group = shm_group()
+    with pytest.raises(TransportError, match=r"(disagree on the sizes.*rank \d has \d+ bytes for rank)|gave up"):
+        out = torch.zeros(3 if rank == 0 else 2)
+        dist.all_to_all_single(out, torch.ones(2), [2, 1] if rank == 0 else [1, 1], [1, 1], group=group)
+        dist.barrier(group=group)
 
 
-def test_splits_that_disagree_are_an_error_with_ranks_and_sizes():
-    def work(rank):
-        group = shm_group()
-        with pytest.raises(TransportError, match=r"(disagree on the sizes.*rank \d has \d+ bytes for rank)|gave up"):
-            out = torch.zeros(3 if rank == 0 else 2)
-            dist.all_to_all_single(out, torch.ones(2), [2, 1] if rank == 0 else [1, 1], [1, 1], group=group)
-            dist.barrier(group=group)
+@on_ranks(2)
+def test_tensors_of_all_kinds(rank):
+    # Bool and complex reductions.
+    group = shm_group()
+    for op, want in [(SUM, [0, 1, 1, 1]), (MAX, [0, 1, 1, 1]), (PRODUCT, [0, 0, 0, 1]), (MIN, [0, 0, 0, 1])]:
+        tensor = torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]][rank], dtype=torch.bool)
+        dist.all_reduce(tensor, op, group=group)
+        assert tensor.view(torch.uint8).tolist() == want
+    for dtype, numel in each((torch.complex64, torch.complex128), (3, 5000)):
+        tensor = torch.complex(stamp(rank, numel), stamp(rank + 1, numel)).to(dtype)
+        dist.all_reduce(tensor, group=group)
+        want = torch.complex(stamp(0, numel) + stamp(1, numel), stamp(1, numel) + stamp(2, numel)).to(dtype)
+        assert torch.equal(tensor, want)
+        tensor = (tensor * (rank + 1)).view(-1)
+        dist.all_reduce(tensor, AVG, group=group)
+        assert torch.equal(tensor, want * 1.5)
 
-    run_ranks(work, 2)
+    # Tensors of any strides and with gradients.
+    group = shm_group()
+    for side in (3, 100):
 
+        def square(r, side=side):
+            return stamp(r, side * side).view(side, side).t()
 
-def test_bool_and_complex_reductions():
-    def work(rank):
-        group = shm_group()
-        for op, want in [(ReduceOp.SUM, [0, 1, 1, 1]), (ReduceOp.MAX, [0, 1, 1, 1]), (ReduceOp.PRODUCT, [0, 0, 0, 1]),
-                         (ReduceOp.MIN, [0, 0, 0, 1])]:  # fmt: skip
-            tensor = torch.tensor([[0, 0, 1, 1], [0, 1, 0, 1]][rank], dtype=torch.bool)
-            dist.all_reduce(tensor, op, group=group)
-            assert tensor.view(torch.uint8).tolist() == want
-        for dtype in (torch.complex64, torch.complex128):
-            for numel in (3, 5000):
-                tensor = torch.complex(stamp(rank, numel), stamp(rank + 1, numel)).to(dtype)
-                dist.all_reduce(tensor, group=group)
-                want = torch.complex(stamp(0, numel) + stamp(1, numel), stamp(1, numel) + stamp(2, numel)).to(dtype)
-                assert torch.equal(tensor, want)
-                tensor = (tensor * (rank + 1)).view(-1)
-                dist.all_reduce(tensor, ReduceOp.AVG, group=group)
-                assert torch.equal(tensor, want * 1.5)
-        with pytest.raises((RuntimeError, ValueError)):
-            dist.all_reduce(torch.ones(2, dtype=torch.complex64), ReduceOp.MAX, group=group)
-        with pytest.raises(RuntimeError, match=r"all_reduce: the torchddp_shm backend has no BAND of Int"):
-            dist.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND, group=group)
-        with pytest.raises(RuntimeError, match="has no SUM of UInt16"):
-            dist.all_reduce(torch.ones(2, dtype=torch.uint16), group=group)
-        dist.barrier(group=group)  # the group is as good as before
+        tensor = square(rank)
+        dist.all_reduce(tensor, group=group)
+        assert torch.equal(tensor, square(0) + square(1)) and not tensor.is_contiguous()
+        tensor = stamp(rank, side * side * 2)[::2]
+        dist.broadcast(tensor, 1, group=group)
+        assert torch.equal(tensor, stamp(1, side * side * 2)[::2])
+        parts = [torch.zeros(side, side).t() for _ in range(2)]
+        dist.all_gather(parts, square(rank), group=group)
+        assert all(torch.equal(parts[r], square(r)) for r in range(2))
+        weight = torch.nn.Parameter(stamp(rank, side * side))
+        version = weight._version
+        dist.broadcast(weight, 0, group=group)
+        dist.all_reduce(weight, group=group)
+        assert weight._version == version and torch.equal(weight.data, 2 * stamp(0, side * side))
 
-    run_ranks(work, 2)
-
-
-def test_tensors_of_any_strides_and_with_gradients():
-    def work(rank):
-        group = shm_group()
-        for side in (3, 100):
-            tensor = stamp(rank, side * side).view(side, side).t()
-            dist.all_reduce(tensor, group=group)
-            want = sum(stamp(r, side * side) for r in range(2)).view(side, side).t()
-            assert torch.equal(tensor, want) and not tensor.is_contiguous()
-            tensor = stamp(rank, side * side * 2)[::2]
-            dist.broadcast(tensor, 1, group=group)
-            assert torch.equal(tensor, stamp(1, side * side * 2)[::2])
-            parts = [torch.zeros(side, side).t() for _ in range(2)]
-            dist.all_gather(parts, stamp(rank, side * side).view(side, side).t(), group=group)
-            assert all(torch.equal(parts[r], stamp(r, side * side).view(side, side).t()) for r in range(2))
-            weight = torch.nn.Parameter(stamp(rank, side * side))
-            version = weight._version
-            dist.broadcast(weight, 0, group=group)
-            dist.all_reduce(weight, group=group)
-            assert weight._version == version and torch.equal(weight.data, 2 * stamp(0, side * side))
-        with pytest.raises(RuntimeError, match="takes dense CPU tensors, got a Sparse tensor"):
-            dist.all_reduce(torch.eye(2).to_sparse(), group=group)
-
-    run_ranks(work, 2)
+    # Allocated memory is reduced where it is.
+    group = shm_group()
+    backend, cpu = group._get_backend(torch.device("cpu")), torch.device("cpu")
+    assert backend.supports_tensor_alloc(cpu)
+    tensor = backend.allocate_tensor(50_000, dtype=torch.float32, device=cpu)
+    for op in (SUM, AVG):
+        tensor.fill_(rank + 1 if op is SUM else 3)
+        dist.all_reduce(tensor, op, group=group)
+        assert tensor.eq(3.0).all()
+    out = torch.zeros(100_000)
+    dist.all_gather_into_tensor(out, tensor, group=group)
+    assert out.eq(3.0).all()
+    tensor.fill_(rank)
+    dist.reduce(tensor, 0, group=group)
+    assert tensor.eq(1.0).all()
 
 
-def test_coalesced_and_functional_collectives():
-    def work(rank):
-        group = shm_group()
-        tensors = [stamp(rank, n) for n in (3, 5000, 0, 7)]
-        both(lambda g, *ts: dist.all_reduce_coalesced(list(ts), group=g), *tensors, group=group)
-        one = funcol.all_reduce(stamp(rank, 10), "sum", group)
-        assert torch.equal(funcol.wait_tensor(one), stamp(0, 10) + stamp(1, 10))
-        assert torch.equal(funcol.all_reduce(stamp(rank, 9), "avg", group), (stamp(0, 9) + stamp(1, 9)) / 2)
-        gathered = funcol.all_gather_tensor(stamp(rank, 6), 0, group)
-        assert torch.equal(gathered, torch.cat([stamp(0, 6), stamp(1, 6)]))
-        assert torch.equal(funcol.reduce_scatter_tensor(torch.ones(4), "sum", 0, group), torch.full((2,), 2.0))
-        many = funcol.all_gather_into_tensor_coalesced([stamp(rank, 4), stamp(rank, 6000)], group)
-        assert torch.equal(many[1], torch.cat([stamp(0, 6000), stamp(1, 6000)]))
-        many = funcol.reduce_scatter_tensor_coalesced([torch.ones(4), torch.ones(6000)], "sum", [0, 0], group)
-        assert [t.tolist() for t in many] == [[2.0] * 2, [2.0] * 3000]
+@on_ranks(2)
+def test_bad_arguments_leave_the_group_as_it_was(rank):
+    group = shm_group()
+    with pytest.raises((RuntimeError, ValueError)):
+        dist.all_reduce(torch.ones(2, dtype=torch.complex64), MAX, group=group)
+    with pytest.raises(RuntimeError, match=r"all_reduce: the torchddp_shm backend has no BAND of Int"):
+        dist.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BAND, group=group)
+    with pytest.raises(RuntimeError, match="has no SUM of UInt16"):
+        dist.all_reduce(torch.ones(2, dtype=torch.uint16), group=group)
+    with pytest.raises(RuntimeError, match="takes dense CPU tensors, got a Sparse tensor"):
+        dist.all_reduce(torch.eye(2).to_sparse(), group=group)
+    with pytest.raises(RuntimeError, match=r"all_gather_into_tensor on rank \d: output has 5 elements"):
+        dist.all_gather_into_tensor(torch.zeros(5), torch.zeros(2), group=group)
+    with pytest.raises(RuntimeError, match="reduce_scatter_tensor.*input has 5 elements"):
+        dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(5), group=group)
+    with pytest.raises(RuntimeError, match="split sizes add up to 2, the tensor has 4 rows"):
+        dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [1, 1], [2, 2], group=group)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [2.0] * 3
 
-    run_ranks(work, 2)
+
+@on_ranks(2)
+def test_coalesced_and_functional_collectives(rank):
+    group = shm_group()
+    tensors = [stamp(rank, n) for n in (3, 5000, 0, 7)]
+    both(group, lambda g, *ts: dist.all_reduce_coalesced(list(ts), group=g), *tensors)
+    one = funcol.all_reduce(stamp(rank, 10), "sum", group)
+    assert torch.equal(funcol.wait_tensor(one), stamp(0, 10) + stamp(1, 10))
+    assert torch.equal(funcol.all_reduce(stamp(rank, 9), "avg", group), (stamp(0, 9) + stamp(1, 9)) / 2)
+    gathered = funcol.all_gather_tensor(stamp(rank, 6), 0, group)
+    assert torch.equal(gathered, torch.cat([stamp(0, 6), stamp(1, 6)]))
+    assert torch.equal(funcol.reduce_scatter_tensor(torch.ones(4), "sum", 0, group), torch.full((2,), 2.0))
+    many = funcol.all_gather_into_tensor_coalesced([stamp(rank, 4), stamp(rank, 6000)], group)
+    assert torch.equal(many[1], torch.cat([stamp(0, 6000), stamp(1, 6000)]))
+    many = funcol.reduce_scatter_tensor_coalesced([torch.ones(4), torch.ones(6000)], "sum", [0, 0], group)
+    assert [t.tolist() for t in many] == [[2.0] * 2, [2.0] * 3000]
 
 
-def test_object_collectives():
-    def work(rank):
-        group = shm_group()
-        mine = {"rank": rank, "text": "x" * (rank * 20_000)}
-        everyone = [{"rank": r, "text": "x" * (r * 20_000)} for r in range(3)]
-        got = [None] * 3
-        dist.all_gather_object(got, mine, group=group)
-        assert got == everyone
-        got = [None] * 3 if rank == 1 else None
-        dist.gather_object(mine, got, 1, group=group)
-        assert rank != 1 or got == everyone
-        got = [mine]
-        dist.broadcast_object_list(got, 2, group=group)
-        assert got == [everyone[2]]
-        got = [None]
-        dist.scatter_object_list(got, everyone if rank == 0 else None, 0, group=group)
-        assert got == [everyone[rank]]
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_object_collectives(rank):
+    group = shm_group()
+    everyone = [{"rank": r, "text": "x" * (r * 20_000)} for r in range(3)]
+    mine = everyone[rank]
+    got = [None] * 3
+    dist.all_gather_object(got, mine, group=group)
+    assert got == everyone
+    got = [None] * 3 if rank == 1 else None
+    dist.gather_object(mine, got, 1, group=group)
+    assert rank != 1 or got == everyone
+    got = [mine]
+    dist.broadcast_object_list(got, 2, group=group)
+    assert got == [everyone[2]]
+    got = [None]
+    dist.scatter_object_list(got, everyone if rank == 0 else None, 0, group=group)
+    assert got == [mine]
 
 
 def test_ranks_out_of_step_are_named_with_their_operations():
@@ -264,101 +263,58 @@ def test_ranks_out_of_step_are_named_with_their_operations():
     assert any("rank 0" in t and "all_reduce" in t and "rank 1" in t and "broadcast" in t for t in texts), texts
 
 
-def test_bad_arguments_leave_the_group_as_it_was():
-    def work(rank):
-        group = shm_group()
-        with pytest.raises(RuntimeError, match=r"all_gather_into_tensor on rank \d: output has 5 elements"):
-            dist.all_gather_into_tensor(torch.zeros(5), torch.zeros(2), group=group)
-        with pytest.raises(RuntimeError, match="reduce_scatter_tensor.*input has 5 elements"):
-            dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(5), group=group)
-        with pytest.raises(RuntimeError, match="split sizes add up to 2, the tensor has 4 rows"):
-            dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [1, 1], [2, 2], group=group)
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor, group=group)
-        assert tensor.tolist() == [2.0] * 3
-
-    run_ranks(work, 2)
-
-
-def test_subgroups_and_groups_side_by_side():
-    def work(rank):
-        everyone, evens = shm_group(), shm_group(ranks=[0, 2])
-        pairs = [shm_group(ranks=[0, 1]), shm_group(ranks=[2, 3])]
-        mine = pairs[rank // 2]
-        tensor, other, paired = stamp(rank, 5000), stamp(rank, 5000), stamp(rank, 5000)
-        handles = [dist.all_reduce(tensor, group=everyone, async_op=True)]
-        if rank % 2 == 0:
-            handles.append(dist.broadcast(other, 2, group=evens, async_op=True))
-        handles.append(dist.all_reduce(paired, group=mine, async_op=True))
-        for handle in reversed(handles):
-            handle.wait()
-        assert torch.equal(tensor, sum(stamp(r, 5000) for r in range(4)))
-        assert torch.equal(other, stamp(2 if rank % 2 == 0 else rank, 5000))
-        first = rank // 2 * 2
-        assert torch.equal(paired, stamp(first, 5000) + stamp(first + 1, 5000))
-
-    run_ranks(work, 4)
+@on_ranks(4)
+def test_subgroups_and_groups_side_by_side(rank):
+    everyone, evens = shm_group(), shm_group(ranks=[0, 2])
+    mine = [shm_group(ranks=[0, 1]), shm_group(ranks=[2, 3])][rank // 2]
+    tensor, other, paired = stamp(rank, 5000), stamp(rank, 5000), stamp(rank, 5000)
+    handles = [dist.all_reduce(tensor, group=everyone, async_op=True)]
+    if rank % 2 == 0:
+        handles.append(dist.broadcast(other, 2, group=evens, async_op=True))
+    handles.append(dist.all_reduce(paired, group=mine, async_op=True))
+    for handle in reversed(handles):
+        handle.wait()
+    assert torch.equal(tensor, sum(stamp(r, 5000) for r in range(4)))
+    assert torch.equal(other, stamp(2 if rank % 2 == 0 else rank, 5000))
+    first = rank // 2 * 2
+    assert torch.equal(paired, stamp(first, 5000) + stamp(first + 1, 5000))
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def mapped_segments() -> int:
-    with open("/proc/self/maps") as maps:
-        return sum("memfd" in line for line in maps)
-
-
-def threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
+@on_ranks(2)
 def test_a_group_leaves_nothing_behind():
-    def work(rank):
-        def use() -> None:
-            group = shm_group()
-            dist.all_reduce(torch.ones(50_000), group=group, async_op=True).get_future().wait()
-            dist.destroy_process_group(group)
-
-        use()
+    def use() -> tuple[int, int]:
+        group = shm_group()
+        dist.all_reduce(torch.ones(50_000), group=group, async_op=True).get_future().wait()
+        dist.destroy_process_group(group)
         gc.collect()
-        before = open_files(), threads()
-        for _ in range(3):
-            use()
-        gc.collect()
-        assert mapped_segments() == 0
-        # gloo, which goes on beside it, may have closed something meanwhile.
-        assert open_files() <= before[0] and threads() <= before[1], (open_files(), threads(), before)
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
-    run_ranks(work, 2)
+    before = use()
+    after = [use() for _ in range(3)][-1]
+    with open("/proc/self/maps") as maps:
+        assert not any("memfd" in line for line in maps)
+    # gloo, which goes on beside it, may have closed something meanwhile.
+    assert after[0] <= before[0] and after[1] <= before[1], (after, before)
 
 
 @pytest.mark.parametrize("backend", [BACKEND, f"cpu:{BACKEND}"])
-def test_as_the_default_group_and_again_with_the_same_store(backend):
-    def work(rank):
-        store = dist.HashStore() if dist.get_world_size() == 1 else _store_of_all(rank)
-        dist.destroy_process_group()
-        for _ in range(2):
-            dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
-            tensor = stamp(rank, 5000)
-            dist.all_reduce(tensor)
-            assert torch.equal(tensor, stamp(0, 5000) + stamp(1, 5000))
-            dist.barrier()
-            got = [None, None]
-            dist.all_gather_object(got, rank)
-            assert got == [0, 1]
-            dist.destroy_process_group()
-
-    run_ranks(work, 2)
-
-
-def _store_of_all(rank: int) -> dist.Store:
-    port = [None]
+@on_ranks(2)
+def test_as_the_default_group_and_again_with_the_same_store(rank, backend):
     server = dist.TCPStore("localhost", 0, 2, is_master=True, wait_for_workers=False) if rank == 0 else None
-    if server is not None:
-        port = [server.port]
+    port = [server.port if server is not None else None]
     dist.broadcast_object_list(port, 0)
-    return server or dist.TCPStore("localhost", port[0], 2, is_master=False)
+    store = server or dist.TCPStore("localhost", port[0], 2, is_master=False)
+    dist.destroy_process_group()
+    for _ in range(2):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+        tensor = stamp(rank, 5000)
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, stamp(0, 5000) + stamp(1, 5000))
+        dist.barrier()
+        got = [None, None]
+        dist.all_gather_object(got, rank)
+        assert got == [0, 1]
+        dist.destroy_process_group()
 
 
 def test_other_groups_are_as_they_were_without_this_backend():
@@ -367,96 +323,44 @@ def test_other_groups_are_as_they_were_without_this_backend():
     assert BACKEND.upper() in plugins and BACKEND.upper() not in list(plugins.keys())
 
 
-def test_ranks_on_two_hosts_are_refused_on_both():
-    def work(rank):
-        os.environ["TORCHDDP_HOST_ID"] = f"host{rank}"
-        with pytest.raises(RuntimeError, match=f"rank {rank}: the torchddp_shm.*rank 1 is on another host than rank 0"):
-            shm_group()
-
-    run_ranks(work, 2)
-
-
-def test_a_rank_that_never_comes_is_named():
-    def work(rank):
-        if rank == 0:
-            with pytest.raises(RuntimeError, match="rank 0: the torchddp_shm backend heard nothing from rank 1"):
-                shm_group(timeout=timedelta(seconds=1))
-        dist.barrier()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_rank_that_never_comes_is_named(rank):
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="rank 0: the torchddp_shm backend heard nothing from rank 1"):
+            shm_group(timeout=timedelta(seconds=1))
+    dist.barrier()
 
 
-def trained(ddp_class, group, rank, **options) -> list[torch.Tensor]:
+@on_ranks(2)
+def test_ranks_on_two_hosts_are_refused_on_both(rank):
+    os.environ["TORCHDDP_HOST_ID"] = f"host{rank}"
+    with pytest.raises(RuntimeError, match=f"rank {rank}: the torchddp_shm.*rank 1 is on another host than rank 0"):
+        shm_group()
+
+
+def trained(wrap, rank) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.Tanh(), torch.nn.Linear(300, 7))
-    ddp = ddp_class(model, process_group=group, **options)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    model = wrap(torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.Tanh(), torch.nn.Linear(300, 7)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(4):
         torch.manual_seed(step * 10 + rank)
         optimizer.zero_grad()
-        ddp(torch.randn(8, 20)).square().mean().backward()
+        model(torch.randn(8, 20)).square().mean().backward()
         optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
+    return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.001}, {"find_unused_parameters": True}], ids=str)
-@pytest.mark.parametrize("ddp_class", [torch.nn.parallel.DistributedDataParallel, DistributedDataParallel])
-def test_ddp_trains_as_over_gloo(ddp_class, options):
-    def work(rank):
-        got = trained(ddp_class, shm_group(), rank, **options)
-        want = trained(ddp_class, None, rank, **options)
-        for ours, theirs in zip(got, want, strict=True):
+@on_ranks(2)
+def test_models_train_as_over_gloo(rank):
+    ways = [
+        lambda model, group, cls=cls, options=options: cls(model, process_group=group, **options)
+        for cls in (TorchDDP, DistributedDataParallel)
+        for options in ({}, {"bucket_cap_mb": 0.001}, {"find_unused_parameters": True})
+    ]
+    ways.append(lambda model, group: fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu")))
+    for way in each(ways):
+        results = [trained(lambda model, g=g: way(model, g), rank) for g in (shm_group(), dist.new_group())]  # noqa: B023
+        for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs)
-
-    run_ranks(work, 2)
-
-
-def test_our_ddp_shares_memory_over_this_backend_by_itself():
-    def work(rank):
-        ddp = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=shm_group())
-        assert ddp.reducer.transport_name == "shm"
-
-    run_ranks(work, 2)
-
-
-def test_fully_shard_trains_as_over_gloo():
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
-    def train(group, rank):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 7))
-        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for step in range(3):
-            torch.manual_seed(step * 10 + rank)
-            optimizer.zero_grad()
-            model(torch.randn(8, 20)).square().mean().backward()
-            optimizer.step()
-        return [p.full_tensor().detach() for p in model.parameters()]
-
-    def work(rank):
-        for ours, theirs in zip(train(shm_group(), rank), train(dist.new_group(), rank), strict=True):
-            torch.testing.assert_close(ours, theirs)
-
-    run_ranks(work, 2)
-
-
-def test_allocated_memory_is_reduced_where_it_is():
-    def work(rank):
-        group = shm_group()
-        backend = group._get_backend(torch.device("cpu"))
-        assert backend.supports_tensor_alloc(torch.device("cpu"))
-        tensor = backend.allocate_tensor(50_000, dtype=torch.float32, device=torch.device("cpu"))
-        for op, want in [(ReduceOp.SUM, 3.0), (ReduceOp.AVG, 3.0)]:
-            tensor.fill_(rank + 1 if op is ReduceOp.SUM else 3)
-            dist.all_reduce(tensor, op, group=group)
-            assert tensor.eq(want).all()
-        out = torch.zeros(100_000)
-        dist.all_gather_into_tensor(out, tensor, group=group)
-        assert out.eq(3.0).all()
-        tensor.fill_(rank)
-        dist.reduce(tensor, 0, group=group)
-        assert tensor.eq(1.0).all()
-
-    run_ranks(work, 2)
+    ddp = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=shm_group())
+    assert ddp.reducer.transport_name == "shm"  # by itself

@@ -1,6 +1,8 @@
-"""Sums over shared memory are the same bit for bit: in each run, for every bucket plan, and as gloo's for two ranks."""
+"""Over shared memory, and between hosts: sums have the same bits in each run; gradients belong to their rank."""
 
+import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -9,10 +11,24 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import run_ranks
-from tests.models import Mlp, assert_grads, batch, expected_grads, grads_of, loss_of, same_on_all_ranks, seeded, step_on
+from tests.harness import each, on_ranks, run_outcomes
+from tests.models import (
+    Branches,
+    Mlp,
+    NormNet,
+    assert_grads,
+    assert_trains,
+    batch,
+    expected_grads,
+    grads_of,
+    loss_of,
+    same_on_all_ranks,
+    seeded,
+    step_on,
+)
 
 WIDTH = 100  # gradients of 0.2 to 0.5 MiB in fp64
 CAPS_MB = (0.01, 0.1, 1, 25)
@@ -22,64 +38,50 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.beyond_torch("knows no shared memory")
 
 
-def steps(ddp, rank, dtype=torch.float64, count=3):
-    for step in range(count):
+def grads_with(cls, rank, dtype=torch.float64, **options):
+    """After three steps."""
+    ddp = cls(seeded(lambda: Mlp(WIDTH, dtype)), **options)
+    for step in range(3):
         ddp.zero_grad()
         loss_of(ddp(batch(rank, step, 5, WIDTH, dtype=dtype))).backward()
     return grads_of(ddp)
 
 
-def grads_with(ddp_class, world_size, cap_mb=None, dtype=torch.float64):
-    """Rank 0's; the same on all."""
-
-    def work(rank):
-        ddp = ddp_class(seeded(lambda: Mlp(WIDTH, dtype)), transport="shm", bucket_cap_mb=cap_mb)
-        grads = steps(ddp, rank, dtype)
-        assert same_on_all_ranks(grads.values())
-        return grads
-
-    return run_ranks(work, world_size, timeout=60)[0]
-
-
-@pytest.mark.rest_is_thorough("*float32-3", "*bfloat16-2", "*float64-2")
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_bucket_plan_changes_no_bit(ddp_class, world_size, dtype):
-    want = grads_with(ddp_class, world_size, dtype=dtype)
-    for cap_mb in CAPS_MB:
-        assert_grads(grads_with(ddp_class, world_size, cap_mb, dtype), want, rtol=0, what=f"cap {cap_mb}:")
+@on_ranks(2, 3)
+def test_bucket_plan_changes_no_bit(rank, ddp_class, world_size):
+    for dtype in each([torch.float64, torch.float32, torch.float16, torch.bfloat16]):
+        if dtype is torch.float16 and world_size > 2:
+            continue
+        want = grads_with(ddp_class, rank, dtype, transport="shm")
+        assert same_on_all_ranks(want.values())
+        for cap_mb in CAPS_MB:
+            grads = grads_with(ddp_class, rank, dtype, transport="shm", bucket_cap_mb=cap_mb)
+            assert_grads(grads, want, rtol=0, what=f"cap {cap_mb}:")
+        if world_size == 2:  # as torch: two terms have one order of summation, and halving them is exact
+            assert_grads(want, grads_with(TorchDDP, rank, dtype), rtol=0)
 
 
 @pytest.mark.rest_is_thorough("3")
-@pytest.mark.parametrize("world_size", [3, CROWD])
-def test_five_runs_agree(ddp_class, world_size):
+@on_ranks(3, CROWD)
+def test_five_runs_agree(rank, ddp_class):
     """Also with more ranks than processors, where others do a rank's work while it waits for one."""
-    want = grads_with(ddp_class, world_size, 0.1)
+    want = grads_with(ddp_class, rank, transport="shm", bucket_cap_mb=0.1)
+    assert same_on_all_ranks(want.values())
     for run in range(4):
-        assert_grads(grads_with(ddp_class, world_size, 0.1), want, rtol=0, what=f"run {run}:")
+        grads = grads_with(ddp_class, rank, transport="shm", bucket_cap_mb=0.1)
+        assert_grads(grads, want, rtol=0, what=f"run {run}:")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_two_ranks_get_what_torch_gets(ddp_class, dtype):
-    """Two terms have one order of summation, and halving them is exact."""
-
-    def work(rank):
-        pair = []
-        for cls, options in ((ddp_class, {"transport": "shm"}), (TorchDDP, {})):
-            pair.append(steps(cls(seeded(lambda: Mlp(WIDTH, dtype)), **options), rank, dtype))
-        assert_grads(*pair, rtol=0)
-
-    run_ranks(work, 2)
+# As many as operations can be under way, and some more; of all kinds.
+MANY = [numel for i in range(50) for numel in (3 + i, 3_000 + i, 9_000)]
+# About the boundaries of the slot (8 KiB), of a chunk (64 KiB), and of shards, whose unit is 128 elements.
+AT_BOUNDARIES = [base + more for base in (1, 128, 256, 2048, 16_384, 32_768) for more in (-1, 0, 1) if base + more]
 
 
 class Many(torch.nn.Module):
-    """As many parameters as operations can be under way, and some more; sizes of all kinds."""
-
-    def __init__(self):
+    def __init__(self, numels=MANY, dtype=torch.float64):
         super().__init__()
-        self.weights = torch.nn.ParameterList(
-            torch.ones(numel, dtype=torch.float64) for i in range(50) for numel in (3 + i, 3_000 + i, 9_000)
-        )
+        self.weights = torch.nn.ParameterList(torch.ones(numel, dtype=dtype) for numel in numels)
 
     def forward(self, rank, step):
         return sum((weight * stamp(rank, step, i, weight.numel())).sum() for i, weight in enumerate(self.weights))
@@ -89,55 +91,31 @@ def stamp(rank, step, index, numel):
     return (rank + 3 * step + index + torch.arange(numel) % 5).double()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_more_buckets_than_operations_in_flight(ddp_class, world_size):
-    def work(rank):
-        ddp = ddp_class(Many(), transport="shm", bucket_cap_mb=1e-6)
-        for step in range(3):
-            ddp.zero_grad()
-            ddp(rank, step).backward()
-            for index, weight in enumerate(ddp.module.weights):
-                want = sum(stamp(r, step, index, weight.numel()) for r in range(world_size)) / world_size
-                torch.testing.assert_close(weight.grad, want, rtol=1e-15, atol=0, msg=f"step {step}, {index}")
+@on_ranks(2, 3)
+def test_more_buckets_than_operations_in_flight_and_gradients_of_every_size(rank, ddp_class, world_size):
+    for (numels, dtype), step in each([(MANY, torch.float64), (AT_BOUNDARIES, torch.float32)], range(3)):
+        if step == 0:
+            ddp = ddp_class(Many(numels, dtype), transport="shm", bucket_cap_mb=1e-6)
+        ddp.zero_grad()
+        ddp(rank, step).backward()
+        for index, weight in enumerate(ddp.module.weights):
+            want = sum(stamp(r, step, index, weight.numel()) for r in range(world_size)) / world_size
+            exact = 1e-15 if dtype is torch.float64 else 1e-6
+            torch.testing.assert_close(weight.grad.double(), want, rtol=exact, atol=0, msg=f"step {step}, {index}")
 
-    run_ranks(work, world_size)
 
+@on_ranks(2)
+def test_accumulation_and_complex_numbers(rank, ddp_class):
+    ddp = ddp_class(seeded(lambda: Mlp(8, torch.complex128)), transport="shm", bucket_cap_mb=0.001)
 
-def test_gradients_of_every_size_about_a_boundary(ddp_class):
-    """Of the slot (8 KiB), of a chunk (64 KiB), and of shards, whose unit is 128 elements."""
-    numels = [base + more for base in (1, 128, 256, 2048, 16_384, 32_768) for more in (-1, 0, 1) if base + more]
-
-    class Sizes(Many):
-        def __init__(self):
-            super().__init__()
-            self.weights = torch.nn.ParameterList(torch.ones(n) for n in numels)
-
-    def work(rank):
-        ddp = ddp_class(Sizes(), transport="shm", bucket_cap_mb=1e-6)
+    def run(model, r):
         for step in range(2):
-            ddp.zero_grad()
-            ddp(rank, step).backward()
-            for index, weight in enumerate(ddp.module.weights):
-                want = sum(stamp(r, step, index, weight.numel()) for r in range(3)) / 3
-                torch.testing.assert_close(weight.grad.double(), want, rtol=1e-6, atol=0)
+            loss_of(model(batch(r, step, dtype=torch.complex128))).backward()
 
-    run_ranks(work, 3)
-
-
-def test_accumulation_and_complex_numbers(ddp_class):
-    def work(rank):
-        ddp = ddp_class(seeded(lambda: Mlp(8, torch.complex128)), transport="shm", bucket_cap_mb=0.001)
-
-        def run(model, r):
-            for step in range(2):
-                loss_of(model(batch(r, step, dtype=torch.complex128))).backward()
-
-        with ddp.no_sync():
-            loss_of(ddp(batch(rank, 0, dtype=torch.complex128))).backward()
-        loss_of(ddp(batch(rank, 1, dtype=torch.complex128))).backward()
-        assert_grads(grads_of(ddp), expected_grads(ddp.module, run))
-
-    run_ranks(work, 2)
+    with ddp.no_sync():
+        loss_of(ddp(batch(rank, 0, dtype=torch.complex128))).backward()
+    loss_of(ddp(batch(rank, 1, dtype=torch.complex128))).backward()
+    assert_grads(grads_of(ddp), expected_grads(ddp.module, run))
 
 
 THREADED = """
@@ -183,17 +161,314 @@ def test_two_threads_a_rank(tmp_path):
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
 
 
-def test_one_rank_that_lags(ddp_class):
+@on_ranks(3)
+def test_one_rank_that_lags(rank, ddp_class):
     """The others do its sums for it; it finds them done."""
+    ddp = ddp_class(seeded(Mlp), transport="shm", bucket_cap_mb=0.001)
+    for step in range(6):
+        if rank == step % 3:
+            time.sleep(0.02)
+        assert_trains(ddp, rank, steps=[step])
+
+
+def train(ddp, rank, steps):
+    for step in steps:
+        ddp.zero_grad()
+        step_on(ddp, rank, step)
+
+
+def trained(ddp_class, rank, **options):
+    ddp = ddp_class(seeded(Mlp), transport="shm", **options)
+    train(ddp, rank, range(2))
+    return ddp
+
+
+def want(ddp, step):
+    return expected_grads(ddp.module, lambda plain, r: step_on(plain, r, step))
+
+
+def clip(ddp):
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+
+
+def unscale(ddp):
+    torch._foreach_div_([p.grad for p in ddp.parameters()], 1024.0)
+
+
+def zero(ddp):
+    ddp.zero_grad(set_to_none=False)
+
+
+def spoil(ddp):
+    for p in ddp.parameters():
+        p.grad.fill_(float("nan"))
+
+
+@on_ranks(3)
+def test_change_by_one_rank_is_its_own(rank, ddp_class):
+    for change, cap_mb in each([clip, unscale, zero, spoil], [0.001, 25]):
+        ddp = trained(ddp_class, rank, bucket_cap_mb=cap_mb)
+        right = want(ddp, 1)
+        dist.barrier()
+        if rank == 1:
+            change(ddp)
+            assert not torch.equal(ddp.module.first.weight.grad, right["first.weight"])
+        dist.barrier()
+        if rank != 1:
+            assert_grads(grads_of(ddp), right)
+        # Nor is it of consequence for the next step.
+        assert_trains(ddp, rank)
+    # Only gradients are shared: an optimizer of one rank changes no other's weights.
+    before = [p.detach().clone() for p in ddp.parameters()]
+    dist.barrier()
+    if rank == 0:
+        torch.optim.SGD(ddp.parameters(), lr=1.0).step()
+    dist.barrier()
+    assert all(torch.equal(p, q) for p, q in zip(ddp.parameters(), before, strict=True)) == (rank != 0)
+
+
+@on_ranks(2)
+def test_changes_and_gradients_over_steps(rank, ddp_class):
+    # A rank is done with a step, and writes over its gradients, while another has hardly begun to wait for its own.
+    ddp = trained(ddp_class, rank, bucket_cap_mb=0.001)
+    for step in range(2, 40):
+        train(ddp, rank, [step])
+        if step % 2 == rank:
+            spoil(ddp)
+        else:
+            assert_grads(grads_of(ddp), want(ddp, step))
+
+    # As documented: a view has the next step's values; a copy keeps its own. No other rank's in either case.
+    for views in each([True, False]):
+        ddp = trained(ddp_class, rank, gradient_as_bucket_view=views)
+        kept = ddp.module.last.weight.grad
+        train(ddp, rank, [2])
+        assert_grads({"last.weight": kept}, {"last.weight": want(ddp, 2 if views else 1)["last.weight"]})
+
+
+@on_ranks(2, needed_ranks=[0])
+def test_gradients_outlive_module_and_peer(rank, ddp_class):
+    ddp = trained(ddp_class, rank)
+    right = want(ddp, 1)
+    module = ddp.module
+    del ddp
+    gc.collect()
+    assert_grads(grads_of(module), right)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        dist.barrier()  # the peer has gone
+    assert_grads(grads_of(module), right)
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    step_on(module, rank)
+    for p in module.parameters():
+        p.grad.mul_(2)
+
+
+def in_child(body):
+    """Whether `body`, in a fork of this process, came to its end."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            body()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@on_ranks(2)
+def test_forked_children(rank, ddp_class):
+    """The worker of a DataLoader, or whatever a rank forks."""
+    made = [trained(ddp_class, rank)]
+    right = want(made[0], 1)
+
+    def reads_drops_its_copies_and_leaves():
+        assert_grads(grads_of(made[0]), right)
+        made[0].zero_grad()
+        made[0].module.first.weight.grad = torch.ones_like(made[0].module.first.weight)
+        gc.collect()
+
+    def deletes_the_module():
+        made.clear()
+        gc.collect()
+
+    assert in_child(reads_drops_its_copies_and_leaves)
+    assert_grads(grads_of(made[0]), right)
+    dist.barrier()
+    if rank == 0:  # shared mappings are inherited: what a child writes into `.grad` its parent sees; no other rank does
+        assert in_child(lambda: spoil(made[0]))
+        assert made[0].module.first.weight.grad.isnan().all()
+    dist.barrier()
+    if rank == 1:
+        assert_grads(grads_of(made[0]), right)
+    assert_trains(made[0], rank)
+    assert in_child(deletes_the_module)  # the transport's end in a child is not the end of the rank
+    assert_trains(made[0], rank)
+
+
+# The host of each rank. Hosts of different size; ranks of a host that do not follow each other.
+PLACES = ["aabb", "aab", "abb", "aaab", "abab", "aabbb"]
+RTOL = 1e-14  # of fp64: sums are the same but for the order of their terms
+NOTICED_S = 5.0
+
+
+def live_on(places, rank):
+    os.environ["TORCHDDP_HOST_ID"] = places[rank]
+
+
+def both(ddp_class, make, **options):
+    """The module under test and torch's own, of equal weights."""
+    ours = ddp_class(seeded(make), transport="shm", bucket_cap_mb=0.001, **options)
+    assert ours.reducer.transport_name == "shm"
+    return ours, TorchDDP(seeded(make), bucket_cap_mb=0.001, **options)
+
+
+def assert_same(models, backward, steps):
+    """After each of the steps."""
+    for step in range(steps):
+        for ddp in models:
+            ddp.zero_grad()
+            backward(ddp, step)
+        assert_grads(grads_of(models[0]), grads_of(models[1]), rtol=RTOL, what=f"step {step}:")
+        grads = [p.grad for p in models[0].parameters() if p.grad is not None]
+        assert same_on_all_ranks(grads), f"step {step}: ranks differ"
+
+
+def at(*places):
+    return pytest.mark.parametrize(("places", "world_size"), [(place, len(place)) for place in places])
+
+
+@at(*PLACES)
+@on_ranks()
+def test_gradients_are_those_of_torch(rank, ddp_class, places):
+    live_on(places, rank)
+    for options in each([{}, {"static_graph": True}, {"gradient_as_bucket_view": False}]):
+        assert_same(both(ddp_class, Mlp, **options), lambda ddp, step: step_on(ddp, rank, step), 3)
+
+
+@at("aab", "aabb")
+@on_ranks()
+def test_other_models_and_uneven_inputs(rank, ddp_class, places):
+    live_on(places, rank)
+    # Gradients of 3 MiB, and buckets that no shard divides: many chunks.
+    models = both(ddp_class, lambda: Mlp(257))
+    assert_same(models, lambda ddp, step: loss_of(ddp(batch(rank, step, 5, 257))).backward(), 2)
+
+    def branches(ddp, step):
+        branch = ("left", "right")[(rank + step) % 2] if step < 3 else "left"
+        loss_of(ddp(batch(rank, step, 5, 4), branch)).backward()
+
+    assert_same(both(ddp_class, Branches, find_unused_parameters=True), branches, 4)
+
+    # Buffers are those of rank 0.
+    models = both(ddp_class, NormNet)
+    assert_same(models, lambda ddp, step: loss_of(ddp(batch(rank, step, 2, 3, 6, 6))).backward(), 3)
+    with torch.no_grad():
+        for ddp in models:
+            ddp(batch(0, 9, 2, 3, 6, 6))
+    assert same_on_all_ranks(models[0].buffers())
+    for ours, theirs in zip(models[0].buffers(), models[1].buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+    # Inside join() a rank that has run out of inputs goes on reducing.
+    models = both(ddp_class, Mlp)
+    for ddp in models:
+        with ddp.join():
+            for step in range(rank + 1):
+                ddp.zero_grad()
+                step_on(ddp, rank, step)
+    assert_grads(grads_of(models[0]), grads_of(models[1]), rtol=RTOL)
+
+
+@pytest.mark.parametrize("places", ["aabb", "aab", "abb", "abab"])
+@pytest.mark.parametrize("victim", [0, -1])
+def test_dead_rank_is_noticed_on_both_hosts(ddp_class, places, victim):
+    """Also by ranks that share nothing with it, and by one that has no link of its own to the other host."""
+    dead = range(len(places))[victim]
+    survivors = [rank for rank in range(len(places)) if rank != dead]
 
     def work(rank):
+        live_on(places, rank)
         ddp = ddp_class(seeded(Mlp), transport="shm", bucket_cap_mb=0.001)
-        for step in range(6):
-            ddp.zero_grad()
-            if rank == step % 3:
-                time.sleep(0.02)
+        for step in range(3):
             step_on(ddp, rank, step)
-            want = expected_grads(ddp.module, lambda plain, r, s=step: step_on(plain, r, s))
-            assert_grads(grads_of(ddp), want)
+        if rank == dead:
+            os.kill(os.getpid(), signal.SIGKILL)
+        started_s = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            for step in range(3):
+                step_on(ddp, rank, step)
+        return type(caught.value).__name__, time.monotonic() - started_s
 
-    run_ranks(work, 3)
+    outcomes = run_outcomes(work, len(places), needed_ranks=survivors, timeout=30, straggler_s=20)
+    for rank in survivors:
+        assert outcomes[rank].ok, f"rank {rank}: {outcomes[rank].error}"
+        name, seconds = outcomes[rank].value
+        assert name == "TransportError" and seconds < NOTICED_S, f"rank {rank}: {name} after {seconds:.1f} s"
+
+
+@on_ranks(4)
+def test_same_results_in_each_run(rank, ddp_class):
+    live_on("aabb", rank)
+    runs = []
+    for _ in range(4):
+        ddp = ddp_class(seeded(Mlp), transport="shm", bucket_cap_mb=0.001)
+        for step in range(3):
+            ddp.zero_grad()
+            step_on(ddp, rank, step)
+        runs.append(grads_of(ddp))
+    for other in runs[1:]:
+        assert_grads(other, runs[0], rtol=0)
+
+
+# Alone on its host; the other host never answers, and its process group writes when the transport has long gone.
+LATE_WRITER = """
+import gc
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torchddp import _C, TransportError
+
+class Pending(dist.Work):
+    def is_completed(self):
+        return False
+
+class Silent(dist.ProcessGroup):
+    def __init__(self):
+        super().__init__(0, 2)
+        self.writes_to = []
+    def allreduce(self, tensors, options=None):
+        self.writes_to += tensors
+        self.work = Pending()
+        return self.work
+
+endpoint = _C.ShmEndpoint(0)
+outer = Silent()
+transport = endpoint.connect(
+    outer, local_ranks=[0], addresses=[endpoint.address], outer_group=outer, places=[0, 0], outer_ranks=[0, 1],
+    owners=1, spans=True, node=None, connect_timeout=timedelta(seconds=20), timeout=timedelta(seconds=20),
+)
+tensor = transport.allocate(100_000, torch.ones(1))
+work = transport.make_work()
+transport.all_reduce(tensor, work)
+try:
+    work.wait(timedelta(milliseconds=50))
+except TransportError as error:
+    print(error)
+del work, tensor, transport, endpoint
+gc.collect()
+maps = open("/proc/self/maps").read()
+outer.writes_to.pop().fill_(7)
+gc.collect()
+print("memory is", "mapped" if "memfd:torchddp" in maps else "gone")
+print("memory is then", "mapped" if "memfd:torchddp" in open("/proc/self/maps").read() else "gone")
+"""
+
+
+def test_memory_stays_for_as_long_as_the_process_group_may_write_to_it():
+    done = subprocess.run([sys.executable, "-c", LATE_WRITER], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
+    assert "timed out after 50 ms" in done.stdout
+    assert done.stdout.splitlines()[1:] == ["memory is mapped", "memory is then gone"]

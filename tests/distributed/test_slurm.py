@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from benchmarks.chaos.leaks import holders_of, shared_files
-from tests import slurm
+import torchddp
+from benchmarks.chaos.leaks import holders_of, segments_of, shared_files
+from tests import framework, slurm
+from tests.models import Mlp, seeded
 
 ROOT = Path(__file__).resolve().parents[2]
-TASK = (sys.executable, "-m", "tests.distributed.slurm_task")
+TASK = (sys.executable, "-m", "tests.distributed.test_slurm")
 CLAIM = "makes torchddp's class in this process"
 TIMEOUT_S = 170
 
@@ -46,10 +53,8 @@ def found_by(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
-@pytest.mark.parametrize("tasks", [2, 4])
-def test_tasks_of_a_node_share_memory_with_torchs_weights(
-    srun: slurm.Srun, settings: dict[str, str], tmp_path: Path, tasks: int
-) -> None:
+@pytest.mark.parametrize("tasks", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_tasks_of_a_node_share_memory_with_torchs_weights(srun, settings, tmp_path, tasks):
     done = srun(tasks, *TASK, str(tmp_path), "train", **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     found = found_by(tmp_path)
@@ -63,9 +68,7 @@ def test_tasks_of_a_node_share_memory_with_torchs_weights(
     assert done.stderr.count(CLAIM) == 1, done.stderr  # on one of them, though RANK is nowhere
 
 
-def test_a_private_folder_for_shared_memory_is_no_obstacle(
-    srun: slurm.Srun, settings: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_private_folder_for_shared_memory_is_no_obstacle(srun, settings, tmp_path):
     """As with Slurm's job_container/tmpfs: each task has a /dev/shm that others don't see."""
     own = f"mount -t tmpfs none /dev/shm && exec {' '.join(TASK)} {tmp_path} train"
     done = srun(2, "unshare", "--mount", "sh", "-c", own, **settings)
@@ -75,9 +78,7 @@ def test_a_private_folder_for_shared_memory_is_no_obstacle(
     assert [task["transport"] for task in found_by(tmp_path)] == ["shm", "shm"]
 
 
-def test_a_task_that_is_killed_ends_the_others_and_leaves_nothing(
-    srun: slurm.Srun, settings: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_task_that_is_killed_ends_the_others_and_leaves_nothing(srun, settings, tmp_path):
     done = srun(3, *TASK, str(tmp_path), "die", **settings)
     assert done.returncode != 0
     found = found_by(tmp_path)
@@ -156,3 +157,59 @@ def test_the_pages_scripts(tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr + said
             assert [f"rank {rank} of 2 reduces over shm" in said for rank in range(2)] == [True, True], said
             assert said.count(CLAIM) == number  # the second is unmodified
+
+
+LAST_STEP = 50
+
+
+def train(rank: int) -> dict[str, Any]:
+    """The weights of torch's class and of ours, of which install() makes this one."""
+    expected = framework.train(TorchDDP(seeded(Mlp)), rank)
+    torchddp.install()
+    model: Any = framework.wrap(seeded(Mlp))
+    found = framework.train(model, rank)
+    return {
+        "same": all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)),
+        "class": type(model).__module__,
+        "transport": model.reducer.transport.name,
+        "processors": sorted(os.sched_getaffinity(0)),
+        "torchrun's": sorted(os.environ.keys() & {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}),
+    }
+
+
+def die(rank: int) -> dict[str, Any]:
+    """Rank 1 is killed in a step; what the others see, and hold afterwards."""
+    model = torchddp.DDP(seeded(Mlp), transport="shm")
+    inputs = torch.ones(2, 8, dtype=torch.float64)
+    segments = segments_of()
+    started_s, error = time.monotonic(), ""
+    try:
+        for step in range(LAST_STEP):
+            if rank == 1 and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            started_s = time.monotonic()
+            model(inputs).sum().backward()
+    except torchddp.TransportError as failure:
+        error = str(failure)
+    seconds = time.monotonic() - started_s
+    del model
+    return {"error": error, "seconds": seconds, "segments": sorted(segments)}
+
+
+def main(folder: Path, what: str) -> None:
+    torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        rank, tasks = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+        dist.init_process_group("gloo", rank=rank, world_size=tasks)
+    rank = dist.get_rank()
+    found = {"train": train, "die": die}[what](rank)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    if what == "die":
+        os._exit(1)  # without the farewells of a group that has lost a rank
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -6,12 +6,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import run_ranks
+from tests.harness import each, on_ranks
 from tests.models import assert_grads, batch, grads_of, loss_of, seeded
 from torchddp import DistributedDataParallel
 
-TRANSPORTS = ["c10d", "shm"]
 STEPS = 7
+over_both = pytest.mark.parametrize("transport", ["c10d", "shm"])
 
 
 class Lookup(nn.Module):
@@ -38,97 +38,78 @@ def backward(model: nn.Module, rank: int, step: int, uses: bool) -> None:
     loss_of(model(batch(rank, step, 4, 4), rows)).backward()
 
 
-def is_in_turn(rank: int, step: int, world_size: int) -> bool:
-    """Each rank after the other, and then none."""
-    return step % (world_size + 1) == rank
+def assert_same(train, rank: int, *args) -> None:
+    """Gradients after each step of `train(rank, sparse, *args)`."""
+    for step, (ours, theirs) in enumerate(zip(train(rank, True, *args), train(rank, False, *args), strict=True)):
+        assert_grads(ours, theirs, 1e-12, what=f"rank {rank}, step {step}:")
 
 
-@pytest.mark.parametrize("between", ["zeroed", "zeroed in place", "kept", "accumulated"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_take_turns(world_size, transport, between):
-    def train(rank, sparse):
+@over_both
+@on_ranks(1, 2, 3)
+def test_ranks_take_turns(rank, transport, world_size):
+    """One after the other, and then none."""
+
+    def train(rank, sparse, between):
         model = make(sparse, transport)
-        seen = []
         for step in range(STEPS):
             if between != "kept":
                 model.zero_grad(set_to_none=between != "zeroed in place")
             if between == "accumulated":
                 with model.no_sync():
-                    backward(model, rank, 20 + step, is_in_turn(rank, step + 1, world_size))
-            backward(model, rank, step, is_in_turn(rank, step, world_size))
-            seen.append(grads_of(model))
-        return seen
+                    backward(model, rank, 20 + step, (step + 1) % (world_size + 1) == rank)
+            backward(model, rank, step, step % (world_size + 1) == rank)
+            yield grads_of(model)
 
-    def work(rank):
-        for step, (ours, theirs) in enumerate(zip(train(rank, True), train(rank, False), strict=True)):
-            assert_grads(ours, theirs, 1e-12, what=f"rank {rank}, step {step}:")
-
-    run_ranks(work, world_size)
+    for between in each(["zeroed", "zeroed in place", "kept", "accumulated"]):
+        assert_same(train, rank, between)
 
 
-@pytest.mark.parametrize("case", ["static_graph", "hook", "skip", "metadata"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_other_modes(transport, case):
-    options = {
-        "static_graph": {"static_graph": True},
-        "skip": {"skip_all_reduce_unused_params": True},
-    }.get(case, {})
+@over_both
+@on_ranks(2)
+def test_other_modes(rank, transport):
+    options = {"static_graph": {"static_graph": True}, "skip": {"skip_all_reduce_unused_params": True}}
 
-    def uses(rank, step):
-        if case == "skip":
-            return step % 3 == 1  # on all ranks or on none
-        return rank == 1 if case == "static_graph" else is_in_turn(rank, step, 2)
-
-    def train(rank, sparse):
-        model = make(sparse, transport, **options)
+    def train(rank, sparse, case):
+        model = make(sparse, transport, **options.get(case, {}))
         if case == "hook":
             model.register_comm_hook(None, allreduce_hook)
-        seen = []
         for step in range(STEPS):
             if step % 2 == 0:
                 model.zero_grad()
             if case == "metadata" and sparse:
                 model.reducer._set_sparse_metadata({"table.weight": torch.arange(9)})
-            backward(model, rank, step, uses(rank, step))
-            seen.append(grads_of(model))
-        return seen
+            in_turn = {"skip": step % 3 == 1, "static_graph": rank == 1}  # "skip": on all ranks or on none
+            backward(model, rank, step, in_turn.get(case, step % 3 == rank))
+            yield grads_of(model)
 
-    def work(rank):
-        for step, (ours, theirs) in enumerate(zip(train(rank, True), train(rank, False), strict=True)):
-            assert_grads(ours, theirs, 1e-12, what=f"rank {rank}, step {step}:")
-
-    run_ranks(work, 2)
+    for case in each(["static_graph", "hook", "skip", "metadata"]):
+        assert_same(train, rank, case)
 
 
-@pytest.mark.parametrize("find_unused_parameters", [False, True])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_without_inputs(transport, find_unused_parameters):
-    def train(rank, sparse):
-        model = make(sparse, transport, find_unused_parameters)
+@over_both
+@on_ranks(2)
+def test_ranks_without_inputs(rank, transport):
+    def train(rank, sparse, search):
+        model = make(sparse, transport, search)
         with model.join():
             for step in range(1 + 2 * rank):
                 model.zero_grad()
-                backward(model, rank, step, not find_unused_parameters or rank == 1)
-        return grads_of(model)
+                backward(model, rank, step, not search or rank == 1)
+        yield grads_of(model)
 
-    def work(rank):
-        assert_grads(train(rank, True), train(rank, False), 1e-12, what=f"rank {rank}:")
-
-    run_ranks(work, 2)
+    for search in each([False, True]):
+        assert_same(train, rank, search)
 
 
-def test_gradients_that_are_no_rows():
+@on_ranks(2)
+def test_gradients_that_are_no_rows(rank):
     """As torch takes them where all ranks use the parameter; refused before they meet others, which would end gloo."""
-
-    def work(rank):
-        model = make(True, "c10d", find_unused_parameters=False)
+    for search in each([False, True]):
+        model = make(True, "c10d", search)
         model.module.table.weight.register_hook(lambda grad: grad.to_dense().to_sparse(2))
-        backward(model, rank, 0, True)
-        assert model.module.table.weight.grad.sparse_dim() == 2
-        model = make(True, "c10d")
-        model.module.table.weight.register_hook(lambda grad: grad.to_dense().to_sparse(2))
+        if not search:
+            backward(model, rank, 0, True)
+            assert model.module.table.weight.grad.sparse_dim() == 2
+            continue
         with pytest.raises(RuntimeError, match=r"'table.weight' on rank \d: its sparse gradient has sparse_dim 2"):
             backward(model, rank, 0, True)
-
-    run_ranks(work, 2)

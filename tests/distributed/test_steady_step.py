@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from torchddp import DistributedDataParallel
 
 LAYERS = 50
@@ -26,79 +26,41 @@ class ManySmall(nn.Module):
         return x
 
 
-def _step(model: nn.Module) -> None:
-    model.zero_grad(set_to_none=True)
-    model(torch.ones(8)).sum().backward()
+def _steps(model: nn.Module, count: int = 3) -> nn.Module:
+    for _ in range(count):
+        model.zero_grad(set_to_none=True)
+        model(torch.ones(8)).sum().backward()
+    return model
 
 
-def _operators(model: nn.Module) -> Counter:
-    with profile(activities=[ProfilerActivity.CPU]) as prof:
-        _step(model)
-    return Counter(event.name for event in prof.events() if event.name.startswith("aten::"))
+def _recorded(model: nn.Module) -> tuple[Counter, int]:
+    """Of a step: torch's operators, and how often memory was allocated."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        _steps(model, 1)
+    events = prof.profiler.kineto_results.events()
+    allocated = sum(event.name() == "[memory]" and event.nbytes() > 0 for event in events)
+    return Counter(event.name for event in prof.events() if event.name.startswith("aten::")), allocated
 
 
-def test_no_operator_runs_per_parameter():
-    def work(rank):
-        ddp = DistributedDataParallel(ManySmall())
-        for _ in range(3):
-            _step(ddp)
-        local = ManySmall()
-        _step(local)
-        with_ddp, without = _operators(ddp), _operators(local)
-        # The process group itself wraps its one bucket in a few; nothing may grow with the number of parameters.
-        assert sum((with_ddp - without).values()) < LAYERS // 2, with_ddp - without
+@on_ranks(1, 2)
+def test_operators_memory_and_gradients_of_a_steady_step(world_size):
+    ddp, local = _steps(DistributedDataParallel(ManySmall())), _steps(ManySmall())
+    (with_ddp, allocated), (without, allocated_without) = _recorded(ddp), _recorded(local)
+    # The process group itself wraps its one bucket in a few; nothing may grow with the number of parameters.
+    assert sum((with_ddp - without).values()) < LAYERS // 2, with_ddp - without
+    assert world_size > 1 or allocated <= allocated_without
 
-    run_ranks(work, 2)
+    # Gradient tensors and buckets are those of the step before.
+    before = [(id(p.grad), p.grad.data_ptr()) for p in ddp.parameters()]
+    memory = ddp.reducer.bucket_memory_bytes
+    for _ in range(3):
+        _steps(ddp, 1)
+        assert [(id(p.grad), p.grad.data_ptr()) for p in ddp.parameters()] == before
+    assert ddp.reducer.bucket_memory_bytes == memory == sum(p.nbytes for p in ddp.parameters())
 
-
-def test_gradient_tensors_and_buckets_are_those_of_the_step_before():
-    def work(rank):
-        ddp = DistributedDataParallel(ManySmall())
-        for _ in range(3):
-            _step(ddp)
-        before = [(id(p.grad), p.grad.data_ptr()) for p in ddp.parameters()]
-        gradient_bytes = sum(p.nbytes for p in ddp.parameters())
-        memory = ddp.reducer.bucket_memory_bytes
-        for _ in range(3):
-            _step(ddp)
-            assert [(id(p.grad), p.grad.data_ptr()) for p in ddp.parameters()] == before
-        assert ddp.reducer.bucket_memory_bytes == memory == gradient_bytes
-
-    run_ranks(work, 2)
-
-
-def test_no_torch_memory_is_allocated_beyond_the_local_step():
-    def work(rank):
-        def allocations(model):
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-                _step(model)
-            return sum(
-                1
-                for event in prof.profiler.kineto_results.events()
-                if event.name() == "[memory]" and event.nbytes() > 0
-            )
-
-        ddp, local = DistributedDataParallel(ManySmall()), ManySmall()
-        for _ in range(3):
-            _step(ddp)
-            _step(local)
-        assert allocations(ddp) <= allocations(local)
-
-    run_ranks(work, 1)
-
-
-def test_a_failed_view_is_replaced_when_the_user_repoints_a_gradient():
-    def work(rank):
-        ddp = DistributedDataParallel(ManySmall())
-        for _ in range(3):
-            _step(ddp)
-        for p in ddp.parameters():
-            p.grad.data = torch.zeros(8)  # re-points the tensor that the bucket slot handed out
-        for _ in range(2):
-            _step(ddp)
-        reference = ManySmall()
-        _step(reference)
-        for p, q in zip(ddp.parameters(), reference.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)
-
-    run_ranks(work, 1)
+    # A view is replaced when the user re-points a gradient.
+    for p in ddp.parameters():
+        p.grad.data = torch.zeros(8)  # the tensor that the bucket slot handed out
+    _steps(ddp, 2)
+    for p, q in zip(ddp.parameters(), local.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)

@@ -17,21 +17,25 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from tests.harness import run_ranks
+from tests.harness import each, on_ranks, run_ranks
 from tests.models import Mlp, NormNet, batch, loss_of, same_on_all_ranks, seeded
 from tests.parity.compare import TorchDDP
 
 OPTIONS = [{}, {"full_state_dict": True}, {"full_state_dict": True, "cpu_offload": True}]
 
 
+def step(ddp, optimizer, rank, number):
+    optimizer.zero_grad()
+    loss_of(ddp(batch(rank, number, 4, 3, 6, 6))).backward()
+    optimizer.step()
+
+
 def trained(cls, steps=2, seed=0):
     """A wrapped model and its optimizer after some steps; the same on all ranks, and at any number of them."""
     ddp = cls(seeded(NormNet, seed))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(ddp(batch(0, step, 4, 3, 6, 6))).backward()
-        optimizer.step()
+    for number in range(steps):
+        step(ddp, optimizer, 0, number)
     return ddp, optimizer
 
 
@@ -50,53 +54,40 @@ def assert_same_state(got, want):
         assert equal, name
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_state_is_that_of_torchs_class(ddp_class, options):
+@on_ranks(2)
+def test_state_is_that_of_torchs_class(rank, ddp_class):
     """Keys too: those of the plain module, without "module."."""
-
-    def work(rank):
+    for options in each(OPTIONS):
         chosen = StateDictOptions(**options)
         states = [get_state_dict(*trained(cls), options=chosen) for cls in (ddp_class, TorchDDP)]
-        only_rank_0 = options.get("cpu_offload") and rank != 0
         assert_same_state(*states)
-        names = [] if only_rank_0 else list(NormNet().state_dict())
-        assert list(states[0][0]) == names
-        if not only_rank_0:
+        is_left_out = options.get("cpu_offload") and rank != 0
+        assert list(states[0][0]) == ([] if is_left_out else list(NormNet().state_dict()))
+        if not is_left_out:
             NormNet().load_state_dict(states[0][0])
 
-    run_ranks(work, 2)
 
+@on_ranks(2)
+def test_state_is_set_and_trains_on(rank, ddp_class):
+    theirs, ours = trained(TorchDDP), trained(ddp_class, steps=0, seed=1)
+    # Copied: optimizers adopt the tensors that they load, and each of the two must have its own.
+    model_state, optimizer_state = copy.deepcopy(get_state_dict(*theirs))
+    set_state_dict(*ours, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    for side in (theirs, ours):
+        step(*side, rank, 9)
+    assert_same_state(get_state_dict(*ours), get_state_dict(*theirs))
 
-def test_state_is_set_from_torchs_class_and_trains_on(ddp_class):
-    def work(rank):
-        theirs, their_optimizer = trained(TorchDDP)
-        ours, our_optimizer = trained(ddp_class, steps=0, seed=1)
-        # Copied: optimizers adopt the tensors that they load, and each of the two must have its own.
-        model_state, optimizer_state = copy.deepcopy(get_state_dict(theirs, their_optimizer))
-        set_state_dict(ours, our_optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-        for ddp, optimizer in ((theirs, their_optimizer), (ours, our_optimizer)):
-            optimizer.zero_grad()
-            loss_of(ddp(batch(rank, 9, 4, 3, 6, 6))).backward()
-            optimizer.step()
-        assert_same_state(get_state_dict(ours, our_optimizer), get_state_dict(theirs, their_optimizer))
-
-    run_ranks(work, 2)
-
-
-def test_the_state_of_rank_0_is_broadcast(ddp_class):
-    def work(rank):
-        ddp, optimizer = trained(ddp_class, steps=1, seed=3)
-        want = get_model_state_dict(trained(ddp_class)[0])
-        want = {name: value.clone() for name, value in want.items()} if rank == 0 else {}
-        # torch puts its own names into the dictionary that it is given, so: a copy.
-        set_model_state_dict(ddp, dict(want), options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-        if rank == 0:
-            assert_same_state(get_model_state_dict(ddp), want)
-        assert same_on_all_ranks(get_model_state_dict(ddp).values())
-        loss_of(ddp(batch(rank, 0, 4, 3, 6, 6))).backward()  # the parameters are still those that are reduced
-        assert same_on_all_ranks([p.grad for p in ddp.parameters()])
-
-    run_ranks(work, 2)
+    # Rank 0's is broadcast.
+    ddp, _ = trained(ddp_class, steps=1, seed=3)
+    want = get_model_state_dict(trained(ddp_class)[0])
+    want = {name: value.clone() for name, value in want.items()} if rank == 0 else {}
+    # torch puts its own names into the dictionary that it is given, so: a copy.
+    set_model_state_dict(ddp, dict(want), options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    if rank == 0:
+        assert_same_state(get_model_state_dict(ddp), want)
+    assert same_on_all_ranks(get_model_state_dict(ddp).values())
+    loss_of(ddp(batch(rank, 0, 4, 3, 6, 6))).backward()  # the parameters are still those that are reduced
+    assert same_on_all_ranks([p.grad for p in ddp.parameters()])
 
 
 def save_on_rank(rank, cls, folder, asynchronously):
@@ -119,27 +110,20 @@ def load_on_rank(rank, cls, folder):
     want = torch.load(f"{folder}.rank0", weights_only=True)
     assert_same_state(get_state_dict(ddp, optimizer), (want["model"], want["optimizer"]))
     before = torch.nn.utils.parameters_to_vector(ddp.parameters()).detach().clone()
-    optimizer.zero_grad()
-    loss_of(ddp(batch(rank, 7, 4, 3, 6, 6))).backward()
-    optimizer.step()
+    step(ddp, optimizer, rank, 7)
     assert same_on_all_ranks([p.detach() for p in ddp.parameters()])
     assert not torch.equal(before, torch.nn.utils.parameters_to_vector(ddp.parameters()))
 
 
-@pytest.mark.parametrize("asynchronously", [False, True])
-def test_saved_on_two_ranks_and_loaded_on_one_and_three(ddp_class, asynchronously, tmp_path):
+@pytest.mark.parametrize("saved_by", ["ours", "ours, asynchronously", "torch"])
+def test_saved_on_two_ranks_and_loaded_on_one_and_three(ddp_class, saved_by, tmp_path):
     folder = str(tmp_path / "checkpoint")
-    run_ranks(save_on_rank, 2, ddp_class, folder, asynchronously)
+    run_ranks(save_on_rank, 2, TorchDDP if saved_by == "torch" else ddp_class, folder, "asynchronously" in saved_by)
     for cls, world_size in ((ddp_class, 1), (ddp_class, 3), (TorchDDP, 2)):
         run_ranks(load_on_rank, world_size, cls, folder)
 
 
-def test_a_checkpoint_of_torchs_class_is_loaded(ddp_class, tmp_path):
-    folder = str(tmp_path / "checkpoint")
-    run_ranks(save_on_rank, 2, TorchDDP, folder, False)
-    run_ranks(load_on_rank, 2, ddp_class, folder)
-
-
+@on_ranks(2)
 def test_frozen_and_compiled_parts(ddp_class):
     """torch leaves out frozen parameters when asked to, and the names that torch.compile adds."""
 
@@ -153,9 +137,6 @@ def test_frozen_and_compiled_parts(ddp_class):
         options = StateDictOptions(ignore_frozen_params=True)
         return get_model_state_dict(ddp, options=options), get_optimizer_state_dict(ddp, optimizer, options=options)
 
-    def work(rank):
-        ours, theirs = states(ddp_class), states(TorchDDP)
-        assert_same_state(ours, theirs)
-        assert sorted(ours[0]) == ["first.bias", "last.weight", "middle.bias", "middle.weight"]
-
-    run_ranks(work, 2)
+    ours, theirs = states(ddp_class), states(TorchDDP)
+    assert_same_state(ours, theirs)
+    assert sorted(ours[0]) == ["first.bias", "last.weight", "middle.bias", "middle.weight"]

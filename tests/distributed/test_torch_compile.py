@@ -7,8 +7,9 @@ import importlib
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import batch, grads_of, loss_of, seeded
 from tests.parity.compare import TorchDDP
 from tests.torch_features import Blocks, assert_same_program, plain_names
@@ -65,8 +66,8 @@ class Run:
         return seen
 
 
-def compare(rank, ddp_class, reductions, place, mode, backend="eager", options=None, width=WIDTH):
-    run = Run(place, mode, backend, width, **(options or {}))
+def compare(ddp_class, run, reductions=STEPS):
+    """How many graphs: as many as with torch's class, none of them compiled again after the first step."""
     assert_same_program(ddp_class, run, reductions=reductions)
     theirs, ours = run.graphs.values()
     assert ours == theirs, f"graphs after each step: {ours}, torch {theirs}"
@@ -74,59 +75,53 @@ def compare(rank, ddp_class, reductions, place, mode, backend="eager", options=N
     return ours[0]
 
 
-SPLITS = {True: 2, "ddp_optimizer": 2, "no_optimization": 1, "python_reducer_without_compiled_forward": 1}
-PLACES = [("around", "ddp_optimizer"), ("inside", True), ("inside", "no_optimization")]
-EVERY_PLACE = [(place, mode) for place in ("around", "inside") for mode in SPLITS]
+slow, thorough = pytest.mark.slow, pytest.mark.thorough
+OTHER = "python_reducer_without_compiled_forward"
 
 
-@pytest.mark.rest_is_thorough("around-ddp_optimizer", "inside-no_optimization", "around-True")
-@pytest.mark.parametrize(
-    ("place", "mode"), [*PLACES, *(pytest.param(*p, marks=pytest.mark.slow) for p in EVERY_PLACE if p not in PLACES)]
-)
-def test_as_many_graphs_as_torchs_class(ddp_class, place, mode):
-    """DDPOptimizer cuts at `bucket_cap_mb`; the other modes don't cut."""
-    graphs = run_ranks(compare, 2, ddp_class, STEPS, place, mode, "eager", {"bucket_cap_mb": 1}, timeout=100)
-    assert graphs == [SPLITS[mode]] * 2
+def case(place, mode, graphs, *marks, width=WIDTH, **options):
+    return pytest.param(place, mode, graphs, width, options, id=f"{place}-{mode}-{width}-{options}", marks=marks)
 
 
 @pytest.mark.parametrize(
-    ("cap", "graphs"), [(2, 3), *(pytest.param(*p, marks=pytest.mark.slow) for p in [(None, 2), (1, 5)])]
+    ("place", "mode", "graphs", "width", "options"),
+    [
+        # DDPOptimizer cuts at `bucket_cap_mb`; the other modes don't cut.
+        case("around", "ddp_optimizer", 2, bucket_cap_mb=1),
+        case("around", True, 2, slow, bucket_cap_mb=1),
+        case("around", "no_optimization", 1, slow, thorough, bucket_cap_mb=1),
+        case("around", OTHER, 1, slow, thorough, bucket_cap_mb=1),
+        case("inside", "ddp_optimizer", 2, slow, thorough, bucket_cap_mb=1),
+        case("inside", True, 2, thorough, bucket_cap_mb=1),
+        case("inside", "no_optimization", 1, bucket_cap_mb=1),
+        case("inside", OTHER, 1, slow, thorough, bucket_cap_mb=1),
+        # Five blocks of 1 MiB: the first bucket of torch's compiler takes one, the others what the cap allows.
+        case("inside", "ddp_optimizer", 3, width=512, bucket_cap_mb=2),
+        case("inside", "ddp_optimizer", 2, slow, width=512, bucket_cap_mb=None),
+        case("inside", "ddp_optimizer", 5, slow, width=512, bucket_cap_mb=1),
+        case("in place", True, None, bucket_cap_mb=1),
+        case("submodules", True, None, thorough, bucket_cap_mb=1),
+        case("inside", True, None, bucket_cap_mb=1, find_unused_parameters=True),
+        case("inside", True, None, thorough, bucket_cap_mb=1, static_graph=True),
+        # torch reduces each gradient in Python then; our reducer stands aside.
+        case("around", "python_reducer", None),
+        case("inside", "python_reducer", None, thorough),
+    ],
 )
-def test_ddp_optimizer_splits_at_the_cap(ddp_class, cap, graphs):
-    """Five blocks of 1 MiB: the first bucket of torch's compiler takes one, the others what the cap allows."""
-    args = (STEPS, "inside", "ddp_optimizer", "eager", {"bucket_cap_mb": cap}, 512)
-    assert run_ranks(compare, 2, ddp_class, *args, timeout=100) == [graphs] * 2
+@on_ranks(2)
+def test_as_many_graphs_as_torchs_class(ddp_class, place, mode, graphs, width, options):
+    run = Run(place, mode, "eager" if graphs else "aot_eager", width, **options)
+    found = compare(ddp_class, run, reductions=0 if mode == "python_reducer" else STEPS)
+    assert graphs in (None, found)
 
 
+@on_ranks(2)
 def test_ddp_optimizer_refuses_a_cap_below_one_mib(ddp_class):
     """torch's compiler does, with either class; its other modes don't look at it."""
-
-    def work(rank):
-        for cls in (TorchDDP, ddp_class):
-            with pytest.raises(AssertionError, match="First bucket should be smaller"):
-                Run("inside", "ddp_optimizer", bucket_cap_mb=0.5)(cls)
-        compare(rank, ddp_class, STEPS, "inside", "no_optimization", "eager", {"bucket_cap_mb": 0.5}, 8)
-
-    run_ranks(work, 2, timeout=100)
-
-
-@pytest.mark.rest_is_thorough("in place")
-@pytest.mark.parametrize("place", ["in place", "submodules"])
-def test_parts_of_a_model(ddp_class, place):
-    run_ranks(compare, 2, ddp_class, STEPS, place, True, "aot_eager", {"bucket_cap_mb": 1}, timeout=100)
-
-
-@pytest.mark.rest_is_thorough("*find_unused*")
-@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_other_modes_of_the_reducer(ddp_class, options):
-    run_ranks(compare, 2, ddp_class, STEPS, "inside", True, "aot_eager", {"bucket_cap_mb": 1, **options}, timeout=100)
-
-
-@pytest.mark.rest_is_thorough("around")
-@pytest.mark.parametrize("place", ["around", "inside"])
-def test_python_reducer(ddp_class, place):
-    """torch reduces each gradient in Python then; our reducer stands aside."""
-    run_ranks(compare, 2, ddp_class, 0, place, "python_reducer", "aot_eager", timeout=100)
+    for cls in (TorchDDP, ddp_class):
+        with pytest.raises(AssertionError, match="First bucket should be smaller"):
+            Run("inside", "ddp_optimizer", bucket_cap_mb=0.5)(cls)
+    compare(ddp_class, Run("inside", "no_optimization", width=8, bucket_cap_mb=0.5))
 
 
 def autograd_program(mode, backend):
@@ -148,33 +143,28 @@ def autograd_program(mode, backend):
 
 
 @pytest.mark.slow
+@on_ranks(2)
 def test_python_reducer_with_compiled_autograd(ddp_class):
-    def work(rank):
-        assert_same_program(ddp_class, autograd_program("python_reducer", "aot_eager"), reductions=0)
-
-    run_ranks(work, 2, timeout=100)
+    assert_same_program(ddp_class, autograd_program("python_reducer", "aot_eager"), reductions=0)
 
 
+@on_ranks(2)
 def test_compiled_autograd_needs_the_python_reducer(ddp_class):
     """C++ hooks can't be traced: torch's class refuses in the same words."""
-
-    def work(rank):
-        with pytest.raises(RuntimeError, match="optimize_ddp=.python_reducer."):
-            autograd_program("ddp_optimizer", "aot_eager")(ddp_class)
-
-    run_ranks(work, 2, timeout=100)
+    with pytest.raises(RuntimeError, match="optimize_ddp=.python_reducer."):
+        autograd_program("ddp_optimizer", "aot_eager")(ddp_class)
 
 
 @pytest.mark.rest_is_thorough("around")
 @pytest.mark.parametrize("place", ["around", "inside"])
-def test_no_sync(ddp_class, place):
+@on_ranks(2)
+def test_no_sync(rank, ddp_class, place):
     """Two microbatches of three are accumulated, without a compilation of their own after the first step."""
     counts = {}
 
     def program(cls):
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
-        rank = torch.distributed.get_rank()
         call, ddp = compiled(place, counter, cls, {}, 8)
         seen, counts[cls] = [], []
         for step in range(STEPS):
@@ -188,16 +178,12 @@ def test_no_sync(ddp_class, place):
             counts[cls].append(counter.frame_count)
         return seen
 
-    def work(rank):
-        assert_same_program(ddp_class, program, reductions=STEPS)
-        assert counts[ddp_class][0] == counts[ddp_class][-1], counts
-
-    run_ranks(work, 2, timeout=100)
+    assert_same_program(ddp_class, program, reductions=STEPS)
+    assert counts[ddp_class][0] == counts[ddp_class][-1], counts
 
 
+@on_ranks(2)
 def test_the_comm_hook_runs_under_a_compiled_model(ddp_class):
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
     def program(cls):
         torch._dynamo.reset()
         ddp = cls(torch.compile(seeded(lambda: Blocks(8)), backend="aot_eager"))
@@ -205,4 +191,4 @@ def test_the_comm_hook_runs_under_a_compiled_model(ddp_class):
         loss_of(ddp(batch(torch.distributed.get_rank(), 0, 4, 8, dtype=torch.float32))).backward()
         return [plain_names(grads_of(ddp))]
 
-    run_ranks(lambda rank: assert_same_program(ddp_class, program, reductions=1), 2, timeout=100)
+    assert_same_program(ddp_class, program, reductions=1)

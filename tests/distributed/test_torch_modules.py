@@ -1,34 +1,38 @@
-"""Ways of writing models and steps that torch offers, over our class and over torch's: the same bits."""
+"""Ways of writing models and steps that torch offers, mixed precision too: the same bits as with torch's class."""
 
 from __future__ import annotations
 
 import json
+import math
+from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.harness import run_ranks
-from tests.models import Mlp, batch, grads_of, loss_of, seeded
+import torchddp
+from tests.harness import each, on_ranks
+from tests.models import Mlp, assert_grads, batch, grads_of, loss_of, same_on_all_ranks, seeded
+from tests.parity.compare import TorchDDP
 from tests.torch_features import assert_same_program
 
 STEPS = 4
+SMALL = {"bucket_cap_mb": 0.001}
 
 
-def steps_program(make, optimizer=None, forward=None, after_backward=None, shape=(5, 8), **options):
+def steps_program(make, optimizer=None, forward=None, after_backward=None, **options):
     """Trains what `make` builds; gradients and parameters after each step."""
 
     def program(cls):
         ddp = cls(seeded(make), **options)
-        stepper = None if optimizer is None else optimizer(ddp)
+        stepper = None if optimizer is None else optimizer(ddp.parameters())
         seen = []
         for step in range(STEPS):
             ddp.zero_grad()
-            inputs = batch(dist.get_rank(), step, *shape)
+            inputs = batch(dist.get_rank(), step)
             loss_of(forward(ddp, inputs) if forward is not None else ddp(inputs)).backward()
             if after_backward is not None:
                 after_backward(ddp)
@@ -41,11 +45,8 @@ def steps_program(make, optimizer=None, forward=None, after_backward=None, shape
     return program
 
 
-def assert_same(ddp_class, program, reductions=STEPS):
-    run_ranks(lambda rank: assert_same_program(ddp_class, program, reductions=reductions), 2)
-
-
-# --- parametrised weights ---
+def linear(*features):
+    return nn.Linear(*features, dtype=torch.float64)
 
 
 class Symmetric(nn.Module):
@@ -63,7 +64,7 @@ def with_weight_norm():
 
 
 def with_symmetric():
-    model = nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.Tanh(), nn.Linear(8, 8, dtype=torch.float64))
+    model = nn.Sequential(linear(8, 8), nn.Tanh(), linear(8, 8))
     parametrize.register_parametrization(model[0], "weight", Symmetric())
     return model
 
@@ -75,134 +76,114 @@ def with_spectral_norm():
 
 
 def with_tied_weights():
-    model = nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.Tanh(), nn.Linear(8, 8, dtype=torch.float64))
+    model = nn.Sequential(linear(8, 8), nn.Tanh(), linear(8, 8))
     model[2].weight = model[0].weight
     return model
 
 
-@pytest.mark.parametrize("make", [with_weight_norm, with_symmetric, with_spectral_norm, with_tied_weights])
-def test_parametrised_weights(ddp_class, make):
-    sgd = lambda ddp: torch.optim.SGD(ddp.parameters(), lr=0.01)  # noqa: E731
-    assert_same(ddp_class, steps_program(make, sgd, bucket_cap_mb=0.001))
+def with_scripted_submodule():
+    model = Mlp()
+    model.middle = torch.jit.script(model.middle)
+    return model
 
 
-# --- recomputed activations ---
+def lazy_but_initialised():
+    """Uninitialised ones are refused, by name: tests/fault/test_bad_input.py."""
+    model = nn.Sequential(nn.LazyLinear(6, dtype=torch.float64), nn.Tanh(), nn.LazyLinear(2, dtype=torch.float64))
+    model(torch.zeros(1, 8, dtype=torch.float64))
+    return model
 
 
-@pytest.mark.parametrize("static_graph", [False, True])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_of_the_whole_wrapper(ddp_class, use_reentrant, static_graph):
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def with_a_hook_on_a_gradient():
+    model = Mlp()
+    model.middle.weight.register_hook(lambda grad: grad.clamp(-0.5, 0.5))  # of the local gradient, as in torch
+    return model
+
+
+class Recomputed(nn.Sequential):
+    def __init__(self, reentrant):
+        super().__init__(*(linear(8, 8) if i % 2 == 0 else nn.Tanh() for i in range(7)))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint_sequential(list(self), 2, x.requires_grad_(), use_reentrant=self.reentrant)
+
+
+def functional_call(ddp, x, **replaced):
+    """A parameter that is replaced gets no gradient; the search for unused ones sees to the others."""
+    values = dict(ddp.named_parameters())
+    values |= {name: torch.full_like(values[name], value) for name, value in replaced.items()}
+    return torch.func.functional_call(ddp, values, (x,))
+
+
+def clip(ddp, norm, foreach):
+    nn.utils.clip_grad_norm_(ddp.parameters(), 0.5, norm_type=norm, error_if_nonfinite=True, foreach=foreach)
+
+
+SGD = partial(torch.optim.SGD, lr=0.01)
+PROGRAMS = {
+    "weight norm": steps_program(with_weight_norm, SGD, **SMALL),
+    "symmetric": steps_program(with_symmetric, SGD, **SMALL),
+    "spectral norm": steps_program(with_spectral_norm, SGD, **SMALL),
+    "tied": steps_program(with_tied_weights, SGD, **SMALL),
+    "scripted": steps_program(with_scripted_submodule, **SMALL),
+    "lazy": steps_program(lazy_but_initialised),
+    "autograd function": steps_program(with_a_hook_on_a_gradient, forward=lambda ddp, x: Doubled.apply(ddp(x))),
+    "functional call": steps_program(Mlp, forward=functional_call),
+    "functional call, one replaced": steps_program(
+        Mlp, forward=partial(functional_call, **{"module.last.weight": 0.5}), find_unused_parameters=True
+    ),
+}
+for reentrant in (False, True):
+    for static in (False, True):
+        name = f"checkpoint_sequential, {reentrant=}, {static=}"
+        PROGRAMS[name] = steps_program(partial(Recomputed, reentrant), static_graph=static)
+for norm in (2.0, float("inf")):
+    for foreach in (True, False):
+        clipping = partial(clip, norm=norm, foreach=foreach)
+        PROGRAMS[f"clipping, {norm=}, {foreach=}"] = steps_program(Mlp, SGD, after_backward=clipping, **SMALL)
+for optim in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad):
+    PROGRAMS[f"fused {optim.__name__}"] = steps_program(Mlp, partial(optim, lr=0.01, fused=True))
+
+
+@on_ranks(2)
+def test_programs(ddp_class):
+    for _, program in each(PROGRAMS.items()):
+        assert_same_program(ddp_class, program, reductions=STEPS)
+
+
+@on_ranks(2)
+def test_checkpoint_of_the_whole_wrapper(ddp_class):
     """Around the wrapper: its forward runs twice a step. torch refuses the reentrant form without static_graph."""
 
-    def run(ddp, x):
-        return checkpoint(ddp, x.requires_grad_(), use_reentrant=use_reentrant)
+    def run(ddp, x, reentrant):
+        return checkpoint(ddp, x.requires_grad_(), use_reentrant=reentrant)
 
-    def attempt(cls):
+    def attempt(cls, reentrant, static):
         try:
-            return steps_program(Mlp, forward=run, static_graph=static_graph)(cls)
+            return steps_program(Mlp, forward=partial(run, reentrant=reentrant), static_graph=static)(cls)
         except RuntimeError as error:
             return type(error).__name__
 
-    def work(rank):
-        from tests.parity.compare import TorchDDP
-
-        theirs, ours = attempt(TorchDDP), attempt(ddp_class)
+    for reentrant, static in each([False, True], [False, True]):
+        theirs, ours = (attempt(cls, reentrant, static) for cls in (TorchDDP, ddp_class))
         assert type(ours) is type(theirs), (ours, theirs)
         if isinstance(theirs, list):
             for a, b in zip(ours, theirs, strict=True):
-                assert all(torch.equal(a[name], b[name]) for name in b)
-
-    run_ranks(work, 2)
+                assert_grads(a, b, rtol=0)
 
 
-@pytest.mark.parametrize("static_graph", [False, True])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_sequential(ddp_class, use_reentrant, static_graph):
-    class Recomputed(nn.Sequential):
-        def forward(self, x):
-            return checkpoint_sequential(list(self), 2, x.requires_grad_(), use_reentrant=use_reentrant)
-
-    def make():
-        layers = [nn.Linear(8, 8, dtype=torch.float64) if i % 2 == 0 else nn.Tanh() for i in range(7)]
-        return Recomputed(*layers)
-
-    assert_same(ddp_class, steps_program(make, static_graph=static_graph))
-
-
-# --- functional calls ---
-
-
-@pytest.mark.parametrize("replaced", [{}, {"module.last.weight": 0.5}], ids=["all its own", "one replaced"])
-def test_functional_call_of_the_wrapper(ddp_class, replaced):
-    """A parameter that is replaced gets no gradient; the search for unused ones sees to the others."""
-
-    def run(ddp, x):
-        values = dict(ddp.named_parameters())
-        values |= {name: torch.full_like(values[name], value) for name, value in replaced.items()}
-        return torch.func.functional_call(ddp, values, (x,))
-
-    assert_same(ddp_class, steps_program(Mlp, forward=run, find_unused_parameters=bool(replaced)))
-
-
-# --- other kinds of modules ---
-
-
-def test_scripted_submodule(ddp_class):
-    def make():
-        model = Mlp()
-        model.middle = torch.jit.script(model.middle)
-        return model
-
-    assert_same(ddp_class, steps_program(make, bucket_cap_mb=0.001))
-
-
-def test_lazy_modules_once_they_are_initialised(ddp_class):
-    """Uninitialised ones are refused, by name: tests/fault/test_bad_input.py."""
-
-    def make():
-        model = nn.Sequential(nn.LazyLinear(6, dtype=torch.float64), nn.Tanh(), nn.LazyLinear(2, dtype=torch.float64))
-        model(torch.zeros(1, 8, dtype=torch.float64))
-        return model
-
-    assert_same(ddp_class, steps_program(make))
-
-
-def test_custom_autograd_function_and_hooks_on_gradients(ddp_class):
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 2 * grad
-
-    def make():
-        model = Mlp()
-        model.middle.weight.register_hook(lambda grad: grad.clamp(-0.5, 0.5))  # of the local gradient, as in torch
-        return model
-
-    assert_same(ddp_class, steps_program(make, forward=lambda ddp, x: Doubled.apply(ddp(x))))
-
-
-# --- steps ---
-
-
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("norm", [2.0, float("inf")])
-def test_clipping(ddp_class, norm, foreach):
-    def clip(ddp):
-        nn.utils.clip_grad_norm_(ddp.parameters(), 0.5, norm_type=norm, error_if_nonfinite=True, foreach=foreach)
-
-    sgd = lambda ddp: torch.optim.SGD(ddp.parameters(), lr=0.1)  # noqa: E731
-    assert_same(ddp_class, steps_program(Mlp, sgd, after_backward=clip, bucket_cap_mb=0.001))
-
-
-@pytest.mark.parametrize("optim", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
-def test_fused_optimizers(ddp_class, optim):
-    assert_same(ddp_class, steps_program(Mlp, lambda ddp: optim(ddp.parameters(), lr=0.01, fused=True)))
-
-
+@on_ranks(2)
 def test_post_accumulate_hooks_see_the_gradient_before_it_is_averaged(ddp_class):
     """What a hook on a parameter reads is this rank's own in both classes; so an optimizer in it is none of DDP's."""
 
@@ -214,10 +195,7 @@ def test_post_accumulate_hooks_see_the_gradient_before_it_is_averaged(ddp_class)
         loss_of(ddp(batch(dist.get_rank()))).backward()
         return [dict(seen), grads_of(ddp)]
 
-    assert_same(ddp_class, program, reductions=1)
-
-
-# --- torch.profiler ---
+    assert_same_program(ddp_class, program, reductions=1)
 
 
 def profiled(cls, path: Path, rank: int):
@@ -240,37 +218,99 @@ def profiled(cls, path: Path, rank: int):
     return ddp, json.loads(trace.read_text())["traceEvents"]
 
 
-def test_profiler_with_a_schedule_stacks_and_a_trace(tmp_path):
+@on_ranks(2)
+def test_profiler_with_a_schedule_stacks_and_a_trace(rank, tmp_path):
     """Valid JSON, with torch's range of forward, the user's own, and ours of each bucket inside the step."""
-    import torchddp
+    ddp, events = profiled(torchddp.DDP, tmp_path, rank)
+    names = [event["name"] for event in events if event.get("ph") == "X"]
+    assert names.count("DistributedDataParallel.forward") == 2
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "my step" and e["ph"] == "X")
+    buckets = len(ddp.reducer.plan.buckets)
+    assert len(spans) == 2 and buckets > 1
+    for index, what in each(range(buckets), ("launch", "wait")):
+        mine = [e for e in events if e.get("name", "").startswith(f"torchddp.{what} bucket {index} (")]
+        assert len(mine) == 2
+        for begin, end in spans:
+            assert sum(begin <= e["ts"] <= end for e in mine if e["ph"] == "X") == 1
+    assert any("test_torch_modules.py" in name for name in names)  # with_stack: the frames of Python
 
-    def work(rank):
-        ddp, events = profiled(torchddp.DDP, tmp_path, rank)
-        names = [event["name"] for event in events if event.get("ph") == "X"]
-        assert names.count("DistributedDataParallel.forward") == 2
-        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "my step" and e["ph"] == "X")
-        buckets = len(ddp.reducer.plan.buckets)
-        assert len(spans) == 2 and buckets > 1
-        for index in range(buckets):
-            for what in ("launch", "wait"):
-                mine = [e for e in events if e.get("name", "").startswith(f"torchddp.{what} bucket {index} (")]
-                assert len(mine) == 2, (what, index, len(mine))
-                for begin, end in spans:
-                    assert sum(begin <= e["ts"] <= end for e in mine if e["ph"] == "X") == 1
-        assert any("test_torch_modules.py" in name for name in names)  # with_stack: the frames of Python
-
-    run_ranks(work, 2)
+    # What a script looks for in a trace of torch's class it finds in one of ours.
+    theirs = {event["name"] for event in profiled(TorchDDP, tmp_path, rank)[1]}
+    wanted = {n for n in theirs if n.startswith(("DistributedDataParallel", "gloo:", "my step"))}
+    ours = {event["name"] for event in events}
+    assert wanted and wanted <= ours, wanted - ours
 
 
-def test_torchs_names_are_there_too(tmp_path):
-    """What a script looks for in a trace of torch's class it finds in one of ours."""
-    import torchddp
-    from tests.parity.compare import TorchDDP
+SCALED_STEPS = 6
+float_mlp = partial(Mlp, dtype=torch.float32)
 
-    def work(rank):
-        ours = {event["name"] for event in profiled(torchddp.DDP, tmp_path, rank)[1]}
-        theirs = {event["name"] for event in profiled(TorchDDP, tmp_path, rank)[1]}
-        wanted = {n for n in theirs if n.startswith(("DistributedDataParallel", "gloo:", "my step"))}
-        assert wanted and wanted <= ours, wanted - ours
 
-    run_ranks(work, 2)
+def scaled_program(rank, options=None, clip=None, bad_rank=None, bad_steps=(), dtype=None, accumulate=1):
+    """Gradients and the scale after each step; on `bad_rank` the loss of `bad_steps` overflows."""
+
+    def program(cls):
+        ddp = cls(seeded(float_mlp), **(options or {}))
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        seen = []
+        for step in range(SCALED_STEPS):
+            optimizer.zero_grad()
+            for part in range(accumulate):
+                ddp.require_backward_grad_sync = part == accumulate - 1
+                with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                    loss = loss_of(ddp(batch(rank, 10 * step + part, dtype=torch.float32)).float())
+                if rank == bad_rank and step in bad_steps:
+                    loss = loss * math.inf
+                scaler.scale(loss).backward()
+            if clip is not None:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(ddp.parameters(), clip, foreach=True)
+            before = nn.utils.parameters_to_vector(ddp.parameters()).detach().clone()
+            scaler.step(optimizer)
+            scaler.update()
+            after = nn.utils.parameters_to_vector(ddp.parameters()).detach()
+            assert torch.equal(before, after) == (step in bad_steps), f"rank {rank}, step {step}"
+            assert same_on_all_ranks([after, torch.tensor(scaler.get_scale())])
+            seen.append({"parameters": after.clone(), "scale": torch.tensor(scaler.get_scale())})
+            if step not in bad_steps:  # NaN is not equal to itself
+                seen[-1] |= grads_of(ddp)
+        return seen
+
+    return program
+
+
+@on_ranks(2)
+def test_an_overflow_on_one_rank_is_skipped_on_all(rank, ddp_class):
+    """The average of a gradient is infinite on all ranks if it is on one, so each scaler decides the same alone."""
+    views, search = {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}
+    overflows = {"bad_rank": 1, "bad_steps": (1, 4)}
+    cases = [{"options": options, **overflows} for options in ({}, {"static_graph": True}, views, search)]
+    cases += [{"clip": clip, "bad_rank": 0, "bad_steps": (2,)} for clip in (0.5, 1e6)]  # unscaled first
+    for case in each([*cases, {"clip": 1.0, "dtype": torch.bfloat16, "accumulate": 3}]):
+        assert_same_program(ddp_class, scaled_program(rank, **case), reductions=SCALED_STEPS)
+
+
+class Inside(Mlp):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+@on_ranks(2)
+def test_autocast_around_the_wrapper_and_inside_the_module(ddp_class):
+    for kind in each([Mlp, Inside]):
+
+        def program(cls, kind=kind):
+            ddp = cls(seeded(partial(kind, dtype=torch.float32)))
+            seen = []
+            for step in range(3):
+                ddp.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16, enabled=kind is Mlp):
+                    output = ddp(batch(dist.get_rank(), step, dtype=torch.float32))
+                assert output.dtype == torch.bfloat16
+                loss_of(output.float()).backward()
+                assert all(p.grad.dtype == torch.float32 for p in ddp.parameters())
+                seen.append(grads_of(ddp))
+            return seen
+
+        assert_same_program(ddp_class, program, reductions=3)

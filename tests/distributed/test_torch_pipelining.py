@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,86 +15,89 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import each, on_ranks
 from tests.models import Mlp, assert_grads, batch, expected_grads, grads_of, loss_of, seeded, step_on
 from tests.parity.compare import TorchDDP
+from tests.shm_backend import shm_group
 from tests.torch_features import Blocks, assert_same_program
 
-WIDTH = 8
 MICROBATCHES = 4
+SCHEDULES = [ScheduleGPipe, Schedule1F1B]
 
 
-def stage_program(schedule, options, told=True):
-    """Two stages, two replicas of each: gradients of this rank's stage after each step.
+def data(replica, step, rows, width):
+    return (batch(replica, step + more, rows * MICROBATCHES, width, dtype=torch.float32) for more in (0, 50))
+
+
+def run_stage(part, place, replica, schedule, group, told=True, rows=2, width=8):
+    """Gradients of this rank's stage after each step.
 
     `told`: the stages know the shapes of a microbatch; otherwise torch runs a forward and backward to find them out.
     """
-
-    def program(cls):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-        place, data_rank = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-        model = seeded(lambda: Blocks(WIDTH, 4))
-        ddp = cls(
-            nn.Sequential(*model.blocks[2 * place : 2 * place + 2]), process_group=mesh.get_group("dp"), **options
-        )
-        example = torch.zeros(8 // MICROBATCHES, WIDTH)
-        shapes = (
-            {
-                "input_args": (example.requires_grad_(place > 0),),
-                "output_args": (torch.zeros_like(example, requires_grad=True),),
-            }
-            if told
-            else {}
-        )
-        stage = PipelineStage(ddp, place, 2, torch.device("cpu"), group=mesh.get_group("pp"), **shapes)
-        runner = schedule(stage, MICROBATCHES, loss_fn=lambda output, target: loss_of(output - target))
-        seen = []
-        for step in range(3):
-            ddp.zero_grad()
-            inputs = batch(data_rank, step, 8, WIDTH, dtype=torch.float32)
-            targets = batch(data_rank, step + 50, 8, WIDTH, dtype=torch.float32)
-            if place == 0:
-                runner.step(inputs)
-            else:
-                runner.step(target=targets)
-            seen.append(grads_of(ddp))
-        return seen
-
-    return program
+    example, shapes = torch.zeros(rows, width), {}
+    if told:
+        result = torch.zeros_like(example, requires_grad=True)
+        shapes = {"input_args": (example.requires_grad_(place > 0),), "output_args": (result,)}
+    stage = PipelineStage(part, place, 2, torch.device("cpu"), group=group, **shapes)
+    runner = schedule(stage, MICROBATCHES, loss_fn=lambda output, target: loss_of(output - target))
+    seen = []
+    for step in range(3):
+        part.zero_grad()
+        inputs, targets = data(replica, step, rows, width)
+        runner.step(inputs) if place == 0 else runner.step(target=targets)
+        seen.append(grads_of(part))
+    return seen
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
-def test_wrapped_stages(ddp_class, schedule, options):
-    """A stage reduces in the backward of its last microbatch only: once a step."""
-
-    def work(rank):
-        assert_same_program(ddp_class, stage_program(schedule, options), reductions=3)
-
-    run_ranks(work, 4, timeout=100)
+def stage_of(model, place):
+    return nn.Sequential(*model.blocks[2 * place : 2 * place + 2])
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_stages_give_the_gradients_of_the_whole_model(ddp_class, told):
-    def work(rank):
-        steps = stage_program(ScheduleGPipe, {}, told)(ddp_class)
-        place = rank // 2
+def blocks(width=8):
+    return seeded(lambda: Blocks(width, 4))
 
-        def run(model, data_rank, step):
-            inputs = batch(data_rank, step, 8, WIDTH, dtype=torch.float32).chunk(MICROBATCHES)
-            targets = batch(data_rank, step + 50, 8, WIDTH, dtype=torch.float32).chunk(MICROBATCHES)
+
+def assert_those_of_the_whole_model(steps, place, replicas, rows=2, width=8):
+    for step, got in enumerate(steps):
+
+        def run(model, replica, step=step):
+            inputs, targets = (values.chunk(MICROBATCHES) for values in data(replica, step, rows, width))
             for x, y in zip(inputs, targets, strict=True):
                 (loss_of(model(x) - y) / MICROBATCHES).backward()
 
-        for step, got in enumerate(steps):
-            want = expected_grads(seeded(lambda: Blocks(WIDTH, 4)), partial(run, step=step), world_size=2)
-            mine = {}
-            for i in (0, 1):
-                prefix = f"blocks.{2 * place + i}."
-                mine |= {n.replace(prefix, f"{i}."): g for n, g in want.items() if n.startswith(prefix)}
-            assert_grads(got, mine, rtol=1e-5, what=f"step {step}:")
+        want = expected_grads(blocks(width), run, world_size=replicas)
+        mine = {
+            f"{i}.linear.{n}": want[f"blocks.{2 * place + i}.linear.{n}"] for i in (0, 1) for n in ("weight", "bias")
+        }
+        assert_grads(got, mine, rtol=1e-5, what=f"step {step}:")
 
-    run_ranks(work, 4, timeout=100)
+
+@on_ranks(4)
+def test_wrapped_stages(rank, ddp_class):
+    """Two stages, two replicas of each. A stage reduces in the backward of its last microbatch only: once a step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    place, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+
+    def program(cls, schedule=ScheduleGPipe, told=True, **options):
+        ddp = cls(stage_of(blocks(), place), process_group=mesh.get_group("dp"), **options)
+        return run_stage(ddp, place, replica, schedule, mesh.get_group("pp"), told)
+
+    for schedule, search in each(SCHEDULES, [False, True]):
+        assert_same_program(
+            ddp_class,
+            lambda cls, schedule=schedule, search=search: program(cls, schedule, find_unused_parameters=search),
+            reductions=3,
+        )
+    for told in each([True, False]):
+        assert_those_of_the_whole_model(program(ddp_class, told=told), place, replicas=2)
+
+
+@on_ranks(2)
+def test_stages_over_the_shared_memory_backend(rank):
+    group = shm_group()
+    for schedule, (told, rows) in each(SCHEDULES, [(True, 2), (False, 2), (True, 64)]):
+        steps = run_stage(stage_of(blocks(40), rank), rank, 0, schedule, group, told, rows, width=40)
+        assert_those_of_the_whole_model(steps, rank, 1, rows, width=40)
 
 
 class Feed(nn.Module):
@@ -110,74 +111,53 @@ class Feed(nn.Module):
         return self.norm(self.down(torch.relu(self.up(x))))
 
 
-def tensor_parallel_program(options, steps=4):
-    def program(cls):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        data_rank = mesh["dp"].get_local_rank()
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        ddp = cls(parallelize_module(seeded(Feed), mesh["tp"], plan), device_mesh=mesh["dp"], **options)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-        seen = []
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss_of(ddp(batch(data_rank, step, 3, 4, dtype=torch.float32))).backward()
-            assert not any(isinstance(p, DTensor) for p in ddp.parameters())  # local between forwards
-            seen.append(grads_of(ddp))
-            optimizer.step()
-        seen.append({name: p.detach().clone() for name, p in ddp.named_parameters()})
-        return seen
-
-    return program
-
-
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": False}], ids=str)
-def test_tensor_parallel_inside_data_parallel(ddp_class, options):
+@on_ranks(4)
+def test_tensor_parallel_inside_data_parallel(ddp_class):
     """The first bucket rebuild, four optimizer steps and a bias that is a DTensor too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for options in each([{}, {"static_graph": True}, {"gradient_as_bucket_view": False}]):
 
-    def work(rank):
-        assert_same_program(ddp_class, tensor_parallel_program(options), reductions=4)
+        def program(cls, options=options):
+            ddp = cls(parallelize_module(seeded(Feed), mesh["tp"], plan), device_mesh=mesh["dp"], **options)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+            seen = []
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(ddp(batch(mesh["dp"].get_local_rank(), step, 3, 4, dtype=torch.float32))).backward()
+                assert not any(isinstance(p, DTensor) for p in ddp.parameters())  # local between forwards
+                seen.append(grads_of(ddp))
+                optimizer.step()
+            return [*seen, {name: p.detach().clone() for name, p in ddp.named_parameters()}]
 
-    run_ranks(work, 4, timeout=100)
+        assert_same_program(ddp_class, program, reductions=4)
 
 
-def test_a_mesh_of_two_dimensions_is_refused_as_torch_does(ddp_class):
-    def work(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        with pytest.raises(RuntimeError, match="Only 1D device mesh"):
-            ddp_class(seeded(Mlp), device_mesh=mesh)
+@on_ranks(4)
+def test_device_meshes(rank, ddp_class):
+    """Two dimensions are refused as torch does; of the slice of one, replicas are those of its group alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    with pytest.raises(RuntimeError, match="Only 1D device mesh"):
+        ddp_class(seeded(Mlp), device_mesh=mesh)
+    ddp = ddp_class(seeded(Mlp), device_mesh=mesh["inner"])
+    step_on(ddp, rank)
+    pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+    want = expected_grads(seeded(Mlp), lambda m, r: step_on(m, pair[r]), world_size=2)
+    assert_grads(grads_of(ddp), want)
+    assert dist.get_process_group_ranks(ddp.process_group) == pair
 
-    run_ranks(work, 4)
 
-
-def test_torchs_composable_replicate_is_left_alone():
+@on_ranks(2)
+def test_torchs_composable_replicate_is_left_alone(rank):
     """`import torchddp` changes neither of torch's two: torch's own class and FSDP2, and none of our reducers."""
-
-    def work(rank):
-        before = torchddp.finished_steps()
-        want = expected_grads(seeded(Mlp), step_on)
-        by_ddp = replicate(seeded(Mlp))
-        step_on(by_ddp, rank)
-        assert type(replicate.state(by_ddp)._ddp) is TorchDDP
-        assert_grads(grads_of(by_ddp), want)
-        by_fsdp = replicate_with_fsdp(seeded(Mlp), mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
-        step_on(by_fsdp, rank)
-        assert isinstance(by_fsdp, FSDPModule)
-        assert_grads({name: p.grad.to_local() for name, p in by_fsdp.named_parameters()}, want)
-        assert torchddp.finished_steps() == before
-
-    run_ranks(work, 2)
-
-
-def test_device_mesh_of_one_dimension(ddp_class):
-    """The slice of a larger mesh: replicas are those of its group alone."""
-
-    def work(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-        ddp = ddp_class(seeded(Mlp), device_mesh=mesh["inner"])
-        step_on(ddp, rank)
-        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
-        want = expected_grads(seeded(Mlp), lambda m, r: step_on(m, pair[r]), world_size=2)
-        assert_grads(grads_of(ddp), want)
-        assert dist.get_process_group_ranks(ddp.process_group) == pair
-
-    run_ranks(work, 4)
+    before = torchddp.finished_steps()
+    want = expected_grads(seeded(Mlp), step_on)
+    by_ddp = replicate(seeded(Mlp))
+    step_on(by_ddp, rank)
+    assert type(replicate.state(by_ddp)._ddp) is TorchDDP
+    assert_grads(grads_of(by_ddp), want)
+    by_fsdp = replicate_with_fsdp(seeded(Mlp), mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    step_on(by_fsdp, rank)
+    assert isinstance(by_fsdp, FSDPModule)
+    assert_grads({name: p.grad.to_local() for name, p in by_fsdp.named_parameters()}, want)
+    assert torchddp.finished_steps() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import each, on_ranks
 from torchddp.optim import OSS
 from torchddp.profiler import monitor, profile
 from torchddp.traffic import Traffic, of_model
@@ -23,7 +24,6 @@ from torchddp.transport.select import open_transport
 WIDTH = 12
 # Elements that 1 to 4 ranks divide into whole shards (units of 128), and more bytes than travel in a slot.
 LARGE = 128 * 12 * 10
-at_each_world_size = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
 
 class Large(nn.Module):
@@ -63,150 +63,126 @@ def total(value: int) -> int:
     return int(summed)
 
 
-@at_each_world_size
-def test_all_reduces_through_the_process_group(world_size: int) -> None:
-    def work(rank: int) -> None:
-        ddp = wrapped(layers, transport="c10d")
-        assert ddp.traffic() == {}
-        for _ in range(3):  # buckets are rebuilt at the second
-            step(ddp)
-            sizes = bucket_bytes(ddp)
-            assert len(sizes) > 2
-            want = Traffic(sum(sizes), sum(2 * (world_size - 1) * nbytes // world_size for nbytes in sizes))
-            assert ddp.traffic() == of_model(ddp) == {"c10d": want}
-        with ddp.no_sync():
-            step(ddp)
-        assert ddp.traffic() == {"c10d": want}
-        logged = ddp._get_ddp_logging_data()
-        assert logged["wire_bytes_c10d"] == want.wire_bytes and logged["bytes_reduced"] == want.payload_bytes
-
-        searching = wrapped(layers, transport="c10d", find_unused_parameters=True)
-        step(searching)
-        assert sum(bucket_bytes(searching)) == searching.traffic()["c10d"].payload_bytes
-        assert searching.traffic() == {"c10d": want}  # the map of used parameters is no gradient
-
-        static = wrapped(layers, transport="c10d", static_graph=True)
-        step(static)
-        assert static.traffic()["c10d"].payload_bytes == sum(bucket_bytes(static))
-
-    run_ranks(work, world_size)
-
-
-@at_each_world_size
-def test_all_reduces_in_shared_memory(world_size: int) -> None:
+@on_ranks(1, 2, 3, 4)
+def test_all_reduces(world_size: int) -> None:
     others = world_size - 1
+    # Through the process group.
+    ddp = wrapped(layers, transport="c10d")
+    assert ddp.traffic() == {}
+    for _ in range(3):  # buckets are rebuilt at the second
+        step(ddp)
+        sizes = bucket_bytes(ddp)
+        assert len(sizes) > 2
+        want = Traffic(sum(sizes), sum(2 * others * nbytes // world_size for nbytes in sizes))
+        assert ddp.traffic() == of_model(ddp) == {"c10d": want}
+    with ddp.no_sync():
+        step(ddp)
+    assert ddp.traffic() == {"c10d": want}
+    logged = ddp._get_ddp_logging_data()
+    assert logged["wire_bytes_c10d"] == want.wire_bytes and logged["bytes_reduced"] == want.payload_bytes
+    searching = wrapped(layers, transport="c10d", find_unused_parameters=True)
+    step(searching)
+    assert sum(bucket_bytes(searching)) == searching.traffic()["c10d"].payload_bytes
+    assert searching.traffic() == {"c10d": want}  # the map of used parameters is no gradient
+    static = wrapped(layers, transport="c10d", static_graph=True)
+    step(static)
+    assert static.traffic()["c10d"].payload_bytes == sum(bucket_bytes(static))
 
-    def work(rank: int) -> None:
-        large = wrapped(Large, transport="shm")
-        step(large)
-        nbytes = 2 * 4 * LARGE
-        assert large.traffic() == {"shm": Traffic(nbytes, 2 * others * nbytes // world_size)}
-
-        small = wrapped(layers, transport="shm")  # sums of slots: each rank reads what all the others bring
-        step(small)
-        assert small.traffic() == {"shm": Traffic(sum(bucket_bytes(small)), others * sum(bucket_bytes(small)))}
-
-        narrow = wrapped(Large, transport="shm", wire_dtype=torch.bfloat16)
-        step(narrow)
-        assert narrow.traffic() == {"shm": Traffic(nbytes, others * (nbytes // 2 + nbytes) // world_size)}
-
-    run_ranks(work, world_size)
-
-
-@at_each_world_size
-def test_sharded_gradients_go_to_their_owners(world_size: int) -> None:
-    def work(rank: int) -> None:
-        for transport in ("c10d", "shm"):
-            module = layers()
-            oss = OSS(module.parameters(), torch.optim.SGD, lr=0.1)
-            ddp = torchddp.ShardedDataParallel(module, oss, transport=transport)
-            step(ddp)
-            oss.step()
-            ddp.synchronize()
-            buckets = ddp.reducer.plan.buckets
-            mine = sum(bucket.nbytes for bucket in buckets if ddp.session.specs[bucket.params[0]].owner == rank)
-            given = sum(bucket.nbytes for bucket in buckets)
-            sent = given - mine if transport == "c10d" else (world_size - 1) * mine
-            assert ddp.traffic() == {transport: Traffic(given, sent)}
-
-        half = torchddp.ShardedDataParallel(
-            module := layers(),
-            OSS(module.parameters(), torch.optim.SGD, lr=0.1),
-            transport="c10d",
-            reduce_fp16=True,
-        )
-        step(half)
-        (counted,) = half.traffic().values()
-        assert counted.payload_bytes == given and total(counted.wire_bytes) == (world_size - 1) * given // 2
-
-    run_ranks(work, world_size)
+    # In shared memory.
+    large, narrow = wrapped(Large, transport="shm"), wrapped(Large, transport="shm", wire_dtype=torch.bfloat16)
+    small = wrapped(layers, transport="shm")  # sums of slots: each rank reads what all the others bring
+    for ddp in (large, narrow, small):
+        step(ddp)
+    nbytes = 2 * 4 * LARGE
+    assert large.traffic() == {"shm": Traffic(nbytes, 2 * others * nbytes // world_size)}
+    assert small.traffic() == {"shm": Traffic(sum(bucket_bytes(small)), others * sum(bucket_bytes(small)))}
+    assert narrow.traffic() == {"shm": Traffic(nbytes, others * (nbytes // 2 + nbytes) // world_size)}
 
 
-def test_skipped_buckets_are_not_counted() -> None:
-    class Last(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self[2](x)
+@on_ranks(1, 2, 3, 4)
+def test_sharded_gradients_go_to_their_owners(rank: int, world_size: int) -> None:
+    def trained(**options: Any) -> torchddp.ShardedDataParallel:
+        module = layers()
+        oss = OSS(module.parameters(), torch.optim.SGD, lr=0.1)
+        ddp = torchddp.ShardedDataParallel(module, oss, **options)
+        step(ddp)
+        oss.step()
+        ddp.synchronize()
+        return ddp
 
-    def work(rank: int) -> None:
-        ddp = wrapped(
-            lambda: Last(*layers()), transport="c10d", find_unused_parameters=True, skip_all_reduce_unused_params=True
-        )
+    for transport in each(["c10d", "shm"]):
+        ddp = trained(transport=transport)
+        buckets = ddp.reducer.plan.buckets
+        mine = sum(bucket.nbytes for bucket in buckets if ddp.session.specs[bucket.params[0]].owner == rank)
+        given = sum(bucket.nbytes for bucket in buckets)
+        sent = given - mine if transport == "c10d" else (world_size - 1) * mine
+        assert ddp.traffic() == {transport: Traffic(given, sent)}
+    (counted,) = trained(transport="c10d", reduce_fp16=True).traffic().values()
+    assert counted.payload_bytes == given and total(counted.wire_bytes) == (world_size - 1) * given // 2
+
+
+class Last(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[2](x)
+
+
+ROWS, COLUMNS = 3, 4
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, COLUMNS, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(torch.arange(ROWS))
+
+
+@on_ranks(3)
+def test_buckets_that_are_skipped_sparse_or_late(rank: int) -> None:
+    skipping = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    if "skip_all_reduce_unused_params" in inspect.signature(TorchDDP.__init__).parameters:
+        ddp = wrapped(lambda: Last(*layers()), transport="c10d", **skipping)
         step(ddp)
         used = [b.nbytes for b in ddp.reducer.plan.buckets if any(p >= 4 for p in b.params)]
         assert 0 < len(used) < len(ddp.reducer.plan.buckets)
         assert ddp.traffic()["c10d"].payload_bytes == sum(used)
 
-    try:
-        run_ranks(work, 2)
-    except Exception as error:
-        if "has no DistributedDataParallel argument" in str(error):
-            pytest.skip("this torch does not know the argument")
-        raise
+    for transport in each(["c10d", "shm"]):  # sparse gradients are gathered; shared memory hands them to the group
+        ddp = wrapped(Table, transport=transport)
+        step(ddp)
+        nbytes = ROWS * (8 + 4 * COLUMNS)
+        assert ddp.traffic() == {"c10d": Traffic(nbytes, 2 * nbytes)}
 
-
-def test_sparse_gradients_are_gathered() -> None:
-    rows, width = 3, 4
-
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(50, width, sparse=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.table(torch.arange(rows))
-
-    def work(rank: int) -> None:
-        for transport in ("c10d", "shm"):  # which hands them to the process group
-            ddp = wrapped(Table, transport=transport)
+    # Reduced after the last microbatch.
+    ddp = wrapped(layers, transport="c10d", sync="forced_sync")
+    for _ in range(3):
+        for index in torchddp.sync.accumulate(ddp, 2):
+            before = ddp.traffic()
             step(ddp)
-            nbytes = rows * (8 + 4 * width)
-            assert ddp.traffic() == {"c10d": Traffic(nbytes, 2 * nbytes)}
+            assert ddp.traffic() == before, f"microbatch {index}"
+        nbytes = sum(bucket_bytes(ddp))
+        assert ddp.traffic() == {"c10d": Traffic(nbytes, sum(4 * size // 3 for size in bucket_bytes(ddp)))}
 
-    run_ranks(work, 3)
 
-
-@pytest.mark.parametrize("places", ["aabb", "aab", "aabc"])
-def test_between_hosts(places: str) -> None:
-    hosts = len(set(places))
+@pytest.mark.parametrize(("places", "world_size"), [("aabb", 4), ("aab", 3), ("aabc", 4)])
+@on_ranks()
+def test_between_hosts(rank: int, places: str) -> None:
     locals_ = [places.count(place) for place in sorted(set(places))]
-    nbytes = 2 * 4 * LARGE
-
-    def work(rank: int) -> None:
-        os.environ["TORCHDDP_HOST_ID"] = places[rank]
-        for wire in (None, torch.bfloat16):
-            ddp = wrapped(Large, transport="shm", wire_dtype=wire)
-            step(ddp)
-            traffic = ddp.traffic()
-            inside, outer = traffic["shm"], traffic.get("outer", Traffic(0, 0))
-            assert inside.payload_bytes == nbytes
-            item = 8 if wire is None else 6  # read, and written
-            assert total(inside.wire_bytes) == sum((size - 1) * nbytes // 4 * item for size in locals_)
-            # Each byte crosses once for each host: in a ring, or in 16 bits to every other.
-            each_host = 2 * (hosts - 1) * nbytes // hosts if wire is None else (hosts - 1) * nbytes // 2
-            assert total(outer.payload_bytes) == hosts * nbytes
-            assert total(outer.wire_bytes) == hosts * each_host
-
-    run_ranks(work, len(places))
+    hosts, nbytes = len(locals_), 2 * 4 * LARGE
+    os.environ["TORCHDDP_HOST_ID"] = places[rank]
+    for wire in each((None, torch.bfloat16)):
+        ddp = wrapped(Large, transport="shm", wire_dtype=wire)
+        step(ddp)
+        traffic = ddp.traffic()
+        inside, outer = traffic["shm"], traffic.get("outer", Traffic(0, 0))
+        assert inside.payload_bytes == nbytes
+        item = 8 if wire is None else 6  # read, and written
+        assert total(inside.wire_bytes) == sum((size - 1) * nbytes // 4 * item for size in locals_)
+        # Each byte crosses once for each host: in a ring, or in 16 bits to every other.
+        each_host = 2 * (hosts - 1) * nbytes // hosts if wire is None else (hosts - 1) * nbytes // 2
+        assert total(outer.payload_bytes) == hosts * nbytes
+        assert total(outer.wire_bytes) == hosts * each_host
 
 
 class Counting:
@@ -222,81 +198,58 @@ class Counting:
         return allreduce_hook(None, bucket)
 
 
+@on_ranks(2)
 def test_a_hook_is_asked() -> None:
-    def work(rank: int) -> None:
-        plain, builtin, telling = (wrapped(layers, transport="c10d") for _ in range(3))
-        plain.register_comm_hook(None, allreduce_hook)
-        builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-        hook = Counting()
-        telling.register_comm_hook(None, hook)
-        for ddp in (plain, builtin, telling):
+    plain, builtin, telling = (wrapped(layers, transport="c10d") for _ in range(3))
+    plain.register_comm_hook(None, allreduce_hook)
+    builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    hook = Counting()
+    telling.register_comm_hook(None, hook)
+    for ddp in (plain, builtin, telling):
+        step(ddp)
+    nbytes = sum(bucket_bytes(plain))
+    assert plain.traffic() == builtin.traffic() == {"hook": Traffic(nbytes, None)}
+    assert telling.traffic() == {"hook": hook.traffic} and hook.traffic.payload_bytes == nbytes
+    assert "wire_bytes_c10d" not in plain._get_ddp_logging_data()
+
+    told: list[dict[str, float]] = []
+    for ddp in (plain, telling):
+        monitor(ddp, lambda step, values: told.append(values))
+        with profile(ddp) as recorded:
+            for _ in range(3):
+                step(ddp)
+        assert recorded.traffic == ddp.traffic()
+        sent = "?" if ddp is plain else f"{hook.traffic.wire_bytes / 1e6:.3g} MB"
+        said = " ".join(recorded.report(merged=True).split())
+        assert f"as gradients, {sent} on the wire (hook)" in said, said
+    assert ["ddp/wire_bytes" in values for values in told] == [False, False, True, True]
+
+    for name in each(("bf16", "int8")):  # of torchddp
+        ddp = wrapped(Large, transport="c10d", comm_hook=name)
+        for _ in range(2):
             step(ddp)
-        nbytes = sum(bucket_bytes(plain))
-        assert plain.traffic() == builtin.traffic() == {"hook": Traffic(nbytes, None)}
-        assert telling.traffic() == {"hook": hook.traffic} and hook.traffic.payload_bytes == nbytes
-        assert "wire_bytes_c10d" not in plain._get_ddp_logging_data()
-
-        told: list[dict[str, float]] = []
-        for ddp in (plain, telling):
-            monitor(ddp, lambda step, values: told.append(values))
-            with profile(ddp) as recorded:
-                for _ in range(3):
-                    step(ddp)
-            assert recorded.traffic == ddp.traffic()
-            sent = "?" if ddp is plain else f"{hook.traffic.wire_bytes / 1e6:.3g} MB"
-            said = recorded.report(merged=True)
-            assert f"as gradients, {sent} on the wire (hook)" in " ".join(said.split()), said
-        assert len(told) == 4
-        assert ["ddp/wire_bytes" in values for values in told] == [False, False, True, True]
-
-    run_ranks(work, 2)
+            traffic = ddp.traffic()["hook"]
+            assert traffic.payload_bytes == 2 * 4 * LARGE  # of one step, not of all
+            assert traffic.wire_bytes is not None and 0 < traffic.wire_bytes < traffic.payload_bytes, traffic
 
 
-def test_gradients_that_are_reduced_after_the_last_microbatch() -> None:
-    def work(rank: int) -> None:
-        ddp = wrapped(layers, transport="c10d", sync="forced_sync")
-        for _ in range(3):
-            for index in torchddp.sync.accumulate(ddp, 2):
-                before = ddp.traffic()
-                step(ddp)
-                assert ddp.traffic() == before, f"microbatch {index}"
-            nbytes = sum(bucket_bytes(ddp))
-            assert ddp.traffic() == {"c10d": Traffic(nbytes, nbytes)}
-
-    run_ranks(work, 2)
-
-
-def test_hooks_of_torchddp_tell() -> None:
-    def work(rank: int) -> None:
-        for name in ("bf16", "int8"):
-            ddp = wrapped(Large, transport="c10d", comm_hook=name)
-            for _ in range(2):
-                step(ddp)
-                traffic = ddp.traffic()["hook"]
-                assert traffic.payload_bytes == 2 * 4 * LARGE, name  # of one step, not of all
-                assert traffic.wire_bytes is not None and 0 < traffic.wire_bytes < traffic.payload_bytes, traffic
-
-    run_ranks(work, 2)
-
-
-def test_every_operation_of_a_transport_is_counted() -> None:
-    numel, size = 24, 3
-
-    def check(rank: int, choice: str) -> None:
+@on_ranks(3)
+def test_every_operation_of_a_transport_is_counted(rank: int) -> None:
+    for choice in each(["c10d", "shm"]):
         transport = open_transport(choice, dist.group.WORLD)
         handle = transport.make_work()
 
-        def sent(start: Callable[..., None], *arguments: Any) -> tuple[int, int]:
+        def sent(start: Callable[..., None], *arguments: Any, transport=transport, handle=handle, choice=choice):
             before = transport.traffic.get(choice, (0, 0))
             start(*arguments, handle)
             handle.wait()
             after = transport.traffic.get(choice, (0, 0))
             return after[0] - before[0], after[1] - before[1]
 
-        tensor, part = torch.ones(numel), torch.ones(numel // size)
-        nbytes, ring, root, shm = tensor.nbytes, tensor.nbytes * (size - 1) // size, rank == 1, choice == "shm"
-        assert sent(transport.all_reduce, tensor) == (nbytes, (size - 1) * nbytes if shm else 2 * ring)
-        reduced = ((size - 1) * nbytes if root else 0) if shm else 0 if root else nbytes
+        tensor, part = torch.ones(24), torch.ones(8)
+        nbytes, ring, root, shm = tensor.nbytes, tensor.nbytes * 2 // 3, rank == 1, choice == "shm"
+        assert sent(transport.all_reduce, tensor) == (nbytes, 2 * nbytes if shm else 2 * ring)
+        reduced = (2 * nbytes if root else 0) if shm else 0 if root else nbytes
         assert sent(transport.reduce, tensor, 1) == (nbytes, reduced)
         assert sent(transport.reduce_scatter, part, tensor) == (nbytes, ring)
         assert sent(transport.all_gather, tensor, part) == (nbytes, ring)
@@ -304,18 +257,10 @@ def test_every_operation_of_a_transport_is_counted() -> None:
         assert sent(transport.broadcast, tensor, 1) == (nbytes, received)
         assert sent(transport.barrier) == (0, 0)
 
-    def work(rank: int) -> None:
-        check(rank, "c10d")
-        check(rank, "shm")
 
-    run_ranks(work, size)
-
-
+@on_ranks(1)
 def test_other_models_are_refused() -> None:
-    def work(rank: int) -> None:
-        with pytest.raises(TypeError, match=r"a torchddp\.DistributedDataParallel; got torch\.nn"):
-            of_model(TorchDDP(layers()))
-        with pytest.raises(TypeError, match="got torch.nn.modules.linear.Linear"):
-            of_model(nn.Linear(2, 2))
-
-    run_ranks(work, 1)
+    with pytest.raises(TypeError, match=r"a torchddp\.DistributedDataParallel; got torch\.nn"):
+        of_model(TorchDDP(layers()))
+    with pytest.raises(TypeError, match="got torch.nn.modules.linear.Linear"):
+        of_model(nn.Linear(2, 2))

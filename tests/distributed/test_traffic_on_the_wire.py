@@ -7,11 +7,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
+import torchddp
 from benchmarks.two_hosts.launch import STORE_PORT, worker_environment
-from benchmarks.two_hosts.network import Host, NoNetworkError, inside, two_hosts
+from benchmarks.two_hosts.network import Host, inside, two_hosts
+from benchmarks.two_hosts.traffic import quiet_count
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,19 +25,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def run_on(hosts: Sequence[Host], ranks_per_host: int) -> list[str]:
     """What each rank printed last."""
     size, init_method = len(hosts) * ranks_per_host, f"tcp://{hosts[0].address}:{STORE_PORT}"
-    ranks = [
-        subprocess.Popen(
-            inside(
-                hosts[rank // ranks_per_host].namespace,
-                [sys.executable, "-m", "tests.wire_worker", str(rank), str(size), init_method],
-            ),
-            cwd=ROOT,
-            env={**worker_environment(), "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    command = [sys.executable, "-m", "tests.distributed.test_traffic_on_the_wire"]
+    commands = [
+        inside(hosts[rank // ranks_per_host].namespace, [*command, str(rank), str(size), init_method])
         for rank in range(size)
     ]
+    environment = {**worker_environment(), "PYTHONPATH": str(ROOT)}
+    ranks = [subprocess.Popen(c, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) for c in commands]
     try:
         said = [rank.communicate(timeout=120)[0] for rank in ranks]
     finally:
@@ -44,17 +44,53 @@ def run_on(hosts: Sequence[Host], ranks_per_host: int) -> list[str]:
 
 @pytest.mark.rest_is_thorough("2")
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_namespaces")
 @pytest.mark.beyond_torch("torch counts no bytes")
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
 def test_counted_bytes_are_those_of_the_interface(ranks_per_host: int) -> None:
-    try:
-        with two_hosts(1_000_000_000) as hosts:
-            said = run_on(hosts, ranks_per_host)
-    except NoNetworkError as error:
-        pytest.skip(str(error))
+    with two_hosts(1_000_000_000) as hosts:
+        said = run_on(hosts, ranks_per_host)
     for first in range(0, len(said), ranks_per_host):
         ranks = [json.loads(text) for text in said[first : first + ranks_per_host]]
         for name in ranks[0]:
             counted, sent = sum(rank[name]["counted"] for rank in ranks), ranks[0][name]["sent"]
             # Headers and acknowledgements come on top.
             assert 0.95 < sent / counted < 1.10, (name, counted, sent)
+
+
+STEPS = 4
+
+
+def measure(route: str, **options: Any) -> dict[str, float]:
+    """Bytes of one step: as `model.traffic()` has them, and as the interface of this host has them."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    ddp = torchddp.DistributedDataParallel(layers, **options)
+
+    def step() -> None:
+        ddp(torch.ones(2, 512)).sum().backward()
+
+    for _ in range(2):  # buckets are rebuilt
+        step()
+    before = quiet_count()
+    for _ in range(STEPS):
+        step()
+    sent = (quiet_count() - before) / STEPS
+    return {"counted": ddp.traffic()[route].wire_bytes or 0, "sent": sent}
+
+
+def main(rank: int, world_size: int, init_method: str) -> None:
+    """Prints what was found."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    if world_size == 2:
+        found = {"c10d": measure("c10d", transport="c10d")}
+    else:  # ranks of a host share memory
+        narrow = measure("outer", transport="shm", wire_dtype=torch.bfloat16)
+        found = {"outer": measure("outer", transport="shm"), "narrow": narrow}
+    print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -25,30 +25,19 @@ from examples.gpt.faults import Event, Fault, InjectedFaultError, Journal, read_
 from examples.gpt.processes import processes_with
 from examples.gpt.ranks import Ranks
 from examples.train_elastic import EXIT_TERMINATED, ElasticTrainer
-from tests.harness import run_ranks
+from tests.distributed.test_train_gpt import SMALL as TWO_LAYERS
+from tests.distributed.test_train_gpt import write_text
+from tests.harness import on_ranks, run_ranks
+from tests.models import same_on_all_ranks
 
 pytestmark = pytest.mark.beyond_torch("raises another error")
 
-SMALL: dict[str, Any] = {
-    "steps": 6,
-    "batch_size": 2,
-    "block_size": 16,
-    "layers": 1,
-    "width": 16,
-    "heads": 2,
-    "dropout": 0.1,
-    "eval_interval": 6,
-    "eval_batches": 1,
-    "save_every": 3,
-    "device": "cpu",
-}
+SMALL: dict[str, Any] = {**TWO_LAYERS, "steps": 6, "layers": 1, "eval_interval": 6, "eval_batches": 1, "save_every": 3}
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 60)
-    return path
+    return write_text(tmp_path)
 
 
 def _trainer(rank: int, folder: Path, text: Path, fault: Fault | None = None, **options: Any) -> ElasticTrainer:
@@ -60,74 +49,59 @@ def _trainer(rank: int, folder: Path, text: Path, fault: Fault | None = None, **
 
 
 @pytest.mark.parametrize("hook", ["int8", "powersgd"])
-def test_a_checkpoint_has_what_each_ranks_hook_holds_back(text: Path, tmp_path: Path, hook: str) -> None:
-    def work(rank: int) -> list[float]:
-        first = _trainer(rank, tmp_path, text, comm_hook=hook, stop_after=3)
-        first.run()
-        second = _trainer(rank, tmp_path, text, comm_hook=hook)
-        second.resume()
-        was, now = first.hook.state_dict(), second.hook.state_dict()
-        assert was["step"] == now["step"] == 3
-        assert was["residual"].keys() == now["residual"].keys() and was["residual"]
-        for name, value in was["residual"].items():
-            assert torch.equal(value, now["residual"][name]), name
-        second.run()
-        return [float(value.abs().sum()) for value in was["residual"].values()]
-
-    mine, others = run_ranks(work, 2)
-    assert mine != others and sum(mine) > 0
-
-
-def test_a_checkpoint_with_another_hook_is_refused(text: Path, tmp_path: Path) -> None:
-    def work(rank: int) -> str:
-        _trainer(rank, tmp_path, text, comm_hook="int8", stop_after=3).run()
-        with pytest.raises(ExampleError) as caught:
-            _trainer(rank, tmp_path, text).resume()
-        return str(caught.value)
-
-    assert "comm_hook int8 there, None here" in run_ranks(work, 2)[0]
+@on_ranks(2)
+def test_a_checkpoint_has_what_each_ranks_hook_holds_back(rank: int, text: Path, tmp_path: Path, hook: str) -> None:
+    first = _trainer(rank, tmp_path, text, comm_hook=hook, stop_after=3)
+    first.run()
+    with pytest.raises(ExampleError, match=f"comm_hook {hook} there, None here"):
+        _trainer(rank, tmp_path, text).resume()
+    second = _trainer(rank, tmp_path, text, comm_hook=hook)
+    second.resume()
+    was, now = first.hook.state_dict(), second.hook.state_dict()
+    assert was["step"] == now["step"] == 3
+    assert was["residual"].keys() == now["residual"].keys() and was["residual"]
+    for name, value in was["residual"].items():
+        assert torch.equal(value, now["residual"][name]), name
+    second.run()
+    assert any(value.any() for value in was["residual"].values())
+    assert not same_on_all_ranks(was["residual"].values())
 
 
 def test_an_injected_exception_comes_once(text: Path, tmp_path: Path) -> None:
+    def trainer_of(rank: int) -> ElasticTrainer:
+        return _trainer(rank, tmp_path, text, fault=Fault(2, 0, "exception", tmp_path / "marker"))
+
     def work(rank: int) -> None:
-        fault = Fault(2, 0, "exception", tmp_path / "marker")
-        trainer = _trainer(rank, tmp_path, text, fault=fault)
-        if rank == 0:
-            with pytest.raises(InjectedFaultError, match="rank 0 was told to raise in step 2"):
-                trainer.run()
-            return
-        with pytest.raises(RuntimeError, match="rank 0"):
-            trainer.run()
+        words = "rank 0 was told to raise in step 2" if rank == 0 else "rank 0"
+        with pytest.raises(InjectedFaultError if rank == 0 else RuntimeError, match=words):
+            trainer_of(rank).run()
+
+    def again(rank: int) -> int:
+        trainer = trainer_of(rank)
+        trainer.run()
+        return trainer.step
 
     run_ranks(work, 2)
     events = read_journal(tmp_path / "journal")
     assert [(event.kind, event.rank, event.step) for event in events] == [("fault", 0, 2)]
     (tmp_path / "gpt.pt").unlink(missing_ok=True)
-
-    def again(rank: int) -> int:
-        trainer = _trainer(rank, tmp_path, text, fault=Fault(2, 0, "exception", tmp_path / "marker"))
-        trainer.run()
-        return trainer.step
-
     assert run_ranks(again, 2) == [6, 6]
 
 
-def test_asked_to_end_it_leaves_between_steps(text: Path, tmp_path: Path) -> None:
-    def work(rank: int) -> tuple[int, int]:
-        trainer = _trainer(rank, tmp_path, text)
-        inner = trainer._update
+@on_ranks(2)
+def test_asked_to_end_it_leaves_between_steps(rank: int, text: Path, tmp_path: Path) -> None:
+    trainer = _trainer(rank, tmp_path, text)
+    inner = trainer._update
 
-        def end() -> None:
-            inner()
-            if trainer.step == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
+    def end() -> None:
+        inner()
+        if trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-        trainer._update = end  # type: ignore[method-assign]
-        with pytest.raises(typer.Exit) as caught:
-            trainer.run()
-        return trainer.step, caught.value.exit_code
-
-    assert run_ranks(work, 2) == [(2, EXIT_TERMINATED)] * 2
+    trainer._update = end  # type: ignore[method-assign]
+    with pytest.raises(typer.Exit) as caught:
+        trainer.run()
+    assert (trainer.step, caught.value.exit_code) == (2, EXIT_TERMINATED)
     assert {event.kind for event in read_journal(tmp_path / "journal")} == {"asked to end"}
 
 

@@ -36,11 +36,15 @@ SMALL: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text"
+def write_text(folder: Path) -> Path:
+    path = folder / "text"
     path.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 60)
     return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path)
 
 
 def _train(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -53,10 +57,6 @@ def _refused(rank: int, world_size: int, options: dict[str, Any]) -> str:
     with pytest.raises(ExampleError) as caught:
         _train(rank, world_size, options)
     return str(caught.value)
-
-
-def _other_data(rank: int, texts: list[Path]) -> str:
-    return _refused(rank, len(texts), {"data": texts[rank]})
 
 
 def _run(world_size: int = 2, **options: Any) -> dict[str, Any]:
@@ -93,11 +93,19 @@ def test_a_run_resumes_from_what_save_every_left(text: Path, tmp_path: Path) -> 
     assert list(_losses(_run(data=text, checkpoint=saved, resume=True))) == [6, 7, 8]
 
 
-def test_torch_and_the_class_under_test_have_the_same_losses(text: Path) -> None:
-    mine, torchs = _run(data=text), _run(data=text, ddp="torch")
-    assert _losses(mine) == _losses(torchs)
+def test_what_changes_losses_and_what_does_not(text: Path) -> None:
+    mine, torchs, measured = _run(data=text), _run(data=text, ddp="torch"), _run(data=text, measure_comm=2)
+    assert _losses(mine) == _losses(torchs) == _losses(measured)
     assert _validation(mine) == _validation(torchs)
     assert _losses(mine)[8] < _losses(mine)[1] - 0.1
+    assert mine["communication"] == []
+    assert [probe["step"] for probe in measured["communication"]] == [5, 7]
+    for probe in measured["communication"]:
+        assert probe["exposed_ms"] == probe["synchronised_ms"] - probe["local_ms"]
+        assert probe["local_ms"] > 0
+    assert [step["step"] for step in measured["steps"] if step["probed"]] == [5, 7]
+    others = [_losses(_run(data=text, stop_after=2, **o)) for o in ({"seed": 1}, {"grad_accum": 2})]
+    assert len({_losses(mine)[2], *(losses[2] for losses in others)}) == 3
 
 
 @pytest.mark.beyond_torch("has no such class")
@@ -114,32 +122,16 @@ def test_sharded_training_has_the_same_losses_and_resumes(text: Path, tmp_path: 
     assert _losses(resumed) == {step: loss for step, loss in _losses(sharded).items() if step > 4}
 
 
-def test_measuring_communication_changes_no_loss(text: Path) -> None:
-    plain, measured = _run(data=text), _run(data=text, measure_comm=2)
-    assert _losses(plain) == _losses(measured)
-    assert plain["communication"] == []
-    assert [probe["step"] for probe in measured["communication"]] == [5, 7]
-    for probe in measured["communication"]:
-        assert probe["exposed_ms"] == probe["synchronised_ms"] - probe["local_ms"]
-        assert probe["local_ms"] > 0
-    assert [step["step"] for step in measured["steps"] if step["probed"]] == [5, 7]
+def test_ranks_with_different_or_missing_data_refuse_together(text: Path, tmp_path: Path) -> None:
+    def other_data(rank: int, path: Path) -> str:
+        return _refused(rank, 2, {"data": path if rank == 1 else text})
 
-
-def test_losses_depend_on_seed_and_accumulation(text: Path) -> None:
-    losses = [_losses(_run(data=text, stop_after=2, **o)) for o in ({}, {"seed": 1}, {"grad_accum": 2})]
-    assert len({tuple(each.values()) for each in losses}) == 3
-
-
-def test_ranks_with_different_data_refuse_together(text: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(text.read_bytes()[:-1] + b"!")
     words = "rank 1 has other data than rank 0: all ranks need the same"
-    assert run_ranks(_other_data, 2, [text, other]) == [words, words]
-
-
-def test_data_missing_on_one_rank_ends_both(text: Path, tmp_path: Path) -> None:
+    assert run_ranks(other_data, 2, other) == [words, words]
     words = f"rank 1: no such data: {tmp_path / 'nowhere'}"
-    assert run_ranks(_other_data, 2, [text, tmp_path / "nowhere"]) == [words, words]
+    assert run_ranks(other_data, 2, tmp_path / "nowhere") == [words, words]
 
 
 def test_checkpoints_of_other_runs_are_refused(text: Path, tmp_path: Path) -> None:
@@ -159,9 +151,6 @@ def test_checkpoints_of_other_runs_are_refused(text: Path, tmp_path: Path) -> No
         for refusal in run_ranks(_refused, world_size, world_size, wanted):
             assert words in refusal
     assert saved.read_bytes() == before
-
-
-# --- through the command line, as a user starts it -------------------------------------------------------------------
 
 
 def _command(*options: object, ranks: int | None = None) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ from benchmarks.convergence.job import OUTER_STEPS
 from benchmarks.training.attempt import entrant
 from benchmarks.training.replica import Replica
 from benchmarks.training.tasks import GPTTask, gpt_for_one_host, shortened
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 
 TIMEOUT_S = 20.0
 
@@ -26,7 +26,8 @@ def fails_on_rank_one(replica: Replica) -> None:
         raise ValueError("no such luck\nand more")
 
 
-def one_out_one_on(rank: int) -> None:
+@on_ranks(2)
+def test_who_fails_on_one_rank_is_out_on_all(rank: int) -> None:
     small = task()
     with (
         entrant("torch-ddp", small, 0, OUTER_STEPS, TIMEOUT_S) as unlucky,
@@ -51,15 +52,6 @@ def one_out_one_on(rank: int) -> None:
         assert other.replica is not None and other.replica.sent_bytes is not None
         assert 2 * full_bytes < other.replica.sent_bytes < 2.5 * full_bytes
 
-
-def test_who_fails_on_one_rank_is_out_on_all() -> None:
-    run_ranks(one_out_one_on, 2)
-
-
-def unknown(rank: int) -> str | None:
-    with entrant("nothing", task(), 0, OUTER_STEPS, TIMEOUT_S) as entry:
-        return entry.problem
-
-
-def test_who_cannot_be_built_is_out_with_the_reason() -> None:
-    assert run_ranks(unknown, 2) == ["KeyError: 'nothing'"] * 2
+    # Who cannot be built is out with the reason.
+    with entrant("nothing", small, 0, OUTER_STEPS, TIMEOUT_S) as entry:
+        assert entry.problem == "KeyError: 'nothing'"

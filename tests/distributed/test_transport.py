@@ -11,17 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import run_outcomes, run_ranks
+from tests.harness import each, on_ranks
 from torchddp import _C, DistributedDataParallel, TransportError
 from torchddp.transport.select import open_transport
 
 TRANSPORTS = ["c10d", "shm"]
-WORLD_SIZES = [1, 2, 3, 4]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
-NUMELS = [0, 1, 7, 1000, 65_537]
+NUMELS = [1, 7, 1000, 65_537]
 
 on_each_transport = pytest.mark.parametrize("choice", TRANSPORTS)
-at_each_world_size = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
 
 def stamp(rank: int, world_size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -35,209 +33,151 @@ def opened(choice: str) -> tuple[_C.Transport, _C.Work]:
 
 
 @on_each_transport
-@at_each_world_size
-def test_all_reduce_sums_in_place(choice, world_size):
-    def work(rank):
-        transport, handle = opened(choice)
-        assert (transport.name, transport.rank, transport.size) == (choice, rank, world_size)
-        for dtype in DTYPES:
-            for numel in NUMELS[1:]:
-                tensor = stamp(rank, world_size, numel, dtype)
-                transport.all_reduce(tensor, handle)
-                handle.wait()
-                assert torch.equal(tensor, sum(stamp(r, world_size, numel, dtype) for r in range(world_size)))
+@on_ranks(1, 2, 3, 4)
+def test_collectives(rank, choice, world_size):
+    transport, handle = opened(choice)
+    assert (transport.name, transport.rank, transport.size) == (choice, rank, world_size)
 
-    run_ranks(work, world_size)
+    def total(*numel_and_dtype):
+        return sum(stamp(r, world_size, *numel_and_dtype) for r in range(world_size))
 
-
-@on_each_transport
-@at_each_world_size
-def test_reduce_sums_on_every_root(choice, world_size):
-    def work(rank):
-        transport, handle = opened(choice)
-        for root in range(world_size):
-            for dtype in DTYPES:
-                for numel in NUMELS[1:]:
-                    given = stamp(rank, world_size, numel, dtype)
-                    tensor = transport.allocate(numel, given) if numel % 2 else given.clone()
-                    tensor.copy_(given)
-                    transport.reduce(tensor, root, handle)
-                    handle.wait()
-                    if rank == root:
-                        assert torch.equal(tensor, sum(stamp(r, world_size, numel, dtype) for r in range(world_size)))
-                    else:
-                        tensor.fill_(7)  # it is this rank's again: the root has read it
-        with pytest.raises(RuntimeError, match="root"):
-            transport.reduce(torch.ones(3), world_size, handle)
-
-    run_ranks(work, world_size)
-
-
-@on_each_transport
-@at_each_world_size
-def test_broadcast_from_every_root(choice, world_size):
-    def work(rank):
-        transport, handle = opened(choice)
-        for root in range(world_size):
-            for dtype in DTYPES:
-                tensor = stamp(rank, world_size, 1000, dtype)
-                transport.broadcast(tensor, root, handle)
-                handle.wait()
-                assert torch.equal(tensor, stamp(root, world_size, 1000, dtype))
-
-    run_ranks(work, world_size)
-
-
-@on_each_transport
-@at_each_world_size
-def test_reduce_scatter_and_all_gather_are_an_all_reduce(choice, world_size):
-    def work(rank):
-        transport, handle = opened(choice)
-        for dtype in (torch.float32, torch.float64):
-            for shard_numel in (1, 7, 1000):
-                whole = stamp(rank, world_size, shard_numel * world_size, dtype)
-                want = sum(stamp(r, world_size, shard_numel * world_size, dtype) for r in range(world_size))
-                shard = torch.full((shard_numel,), -1, dtype=dtype)
-                transport.reduce_scatter(shard, whole.clone(), handle)
-                handle.wait()
-                assert torch.equal(shard, want[rank * shard_numel : (rank + 1) * shard_numel])
-                gathered = torch.full_like(whole, -1)
-                transport.all_gather(gathered, shard, handle)
-                handle.wait()
-                assert torch.equal(gathered, want)
-
-    run_ranks(work, world_size)
-
-
-@on_each_transport
-def test_one_call_starts_and_waits(choice):
-    def work(rank):
-        transport, handle = opened(choice)
-        tensor, part, whole = torch.full((10,), rank + 1.0), torch.empty(5), torch.empty(20)
-        transport.all_reduce(tensor, handle, wait=True)
-        assert tensor.eq(3).all() and handle.poll()
-        transport.reduce_scatter(part, tensor, handle, wait=True)
-        assert part.eq(6).all()
-        transport.all_gather(whole, tensor, handle, wait=True)
-        assert whole.eq(3).all()
-        part.fill_(rank)
-        transport.broadcast(part, 1, handle, wait=True)
-        assert part.eq(1).all()
-        transport.reduce(part, 0, handle, wait=True)
-        assert rank == 1 or part.eq(2).all()
-        transport.barrier(handle, wait=True)
-        assert handle.poll()
-
-    run_ranks(work, 2)
-
-
-@on_each_transport
-def test_operations_overlap_and_finish_in_any_order_of_waiting(choice):
-    def work(rank):
-        transport, _ = opened(choice)
-        handles = [transport.make_work() for _ in range(5)]
-        tensors = [stamp(rank, 2, 100 + i, torch.float32) for i in range(5)]
-        for tensor, handle in zip(tensors, handles, strict=True):
-            transport.all_reduce(tensor, handle)
-        for handle in reversed(handles):
-            handle.wait()
-        assert all(handle.poll() for handle in handles)
-        for i, tensor in enumerate(tensors):
-            assert torch.equal(tensor, stamp(0, 2, 100 + i, torch.float32) + stamp(1, 2, 100 + i, torch.float32))
-
-    run_ranks(work, 2)
-
-
-@on_each_transport
-def test_allocated_memory_is_flat_and_of_the_asked_dtype(choice):
-    def work(rank):
-        transport, handle = opened(choice)
-        memory = transport.allocate(33, torch.zeros((), dtype=torch.bfloat16))
-        assert memory.shape == (33,) and memory.dtype is torch.bfloat16 and memory.is_contiguous()
-        memory.fill_(rank + 1)
-        transport.all_reduce(memory, handle)
-        handle.wait()
-        assert torch.equal(memory, torch.full((33,), 3.0, dtype=torch.bfloat16))
-
-    run_ranks(work, 2)
-
-
-def test_shared_memory_says_how_much_is_in_use():
-    def work(rank):
-        transport, _ = opened("shm")
-        before = transport.memory
-        block = transport.allocate(2**21, torch.zeros(()))
-        held = transport.memory
-        assert held["allocated"] == before["allocated"] + 2**23
-        assert before["huge"] <= held["huge"] <= before["huge"] + 2**23
-        del block
-        assert transport.memory == before
-
-    run_ranks(work, 2)
-
-
-@on_each_transport
-def test_idle_handles_do_not_wait(choice):
-    def work(rank):
-        _, handle = opened(choice)
-        assert handle.poll()
-        handle.wait(timedelta(milliseconds=1))
-
-    run_ranks(work, 1)
-
-
-@on_each_transport
-def test_bad_arguments_say_what_was_got(choice):
-    def work(rank):
-        transport, handle = opened(choice)
-        with pytest.raises(RuntimeError, match=r"rank 0.*input has 5 elements"):
-            transport.reduce_scatter(torch.zeros(2), torch.zeros(5), handle)
-        with pytest.raises(RuntimeError, match=r"rank 0.*output has 5 elements"):
-            transport.all_gather(torch.zeros(5), torch.zeros(2), handle)
-        with pytest.raises(RuntimeError, match=r"root 7 is not in \[0, 1\)"):
-            transport.broadcast(torch.zeros(5), 7, handle)
-        with pytest.raises(RuntimeError, match="contiguous"):
-            transport.all_reduce(torch.zeros(4, 4).t()[:2], handle)
-
-    run_ranks(work, 1)
-
-
-@on_each_transport
-def test_a_peer_that_never_comes_is_an_error_within_the_timeout(choice):
-    def work(rank):
-        transport, handle = opened(choice)
-        if rank == 1:
-            dist.barrier()  # comes only when rank 0 has given up
-            return True
-        tensor = torch.ones(10)
+    for dtype, numel in each(DTYPES, NUMELS):
+        given = stamp(rank, world_size, numel, dtype)
+        tensor = given.clone()
         transport.all_reduce(tensor, handle)
-        with pytest.raises(TransportError):
-            handle.wait(timedelta(milliseconds=300))
-        handle.abandon()
-        assert handle.poll()
-        return True
+        handle.wait()
+        assert torch.equal(tensor, total(numel, dtype))
+        for root in range(world_size):
+            tensor = transport.allocate(numel, given) if numel % 2 else given.clone()
+            tensor.copy_(given)
+            transport.reduce(tensor, root, handle)
+            handle.wait()
+            if rank == root:
+                assert torch.equal(tensor, total(numel, dtype))
+            else:
+                tensor.fill_(7)  # it is this rank's again: the root has read it
+            tensor = given.clone()
+            transport.broadcast(tensor, root, handle)
+            handle.wait()
+            assert torch.equal(tensor, stamp(root, world_size, numel, dtype))
+    with pytest.raises(RuntimeError, match="root"):
+        transport.reduce(torch.ones(3), world_size, handle)
 
-    outcomes = run_outcomes(work, 2, timeout=30)
-    assert outcomes[0].value is True, outcomes[0].error
+    # A reduce-scatter and an all-gather are an all-reduce.
+    for dtype, shard_numel in each((torch.float32, torch.float64), (1, 7, 1000)):
+        whole = stamp(rank, world_size, shard_numel * world_size, dtype)
+        want = total(shard_numel * world_size, dtype)
+        shard = torch.full((shard_numel,), -1, dtype=dtype)
+        transport.reduce_scatter(shard, whole.clone(), handle)
+        handle.wait()
+        assert torch.equal(shard, want[rank * shard_numel : (rank + 1) * shard_numel])
+        gathered = torch.full_like(whole, -1)
+        transport.all_gather(gathered, shard, handle)
+        handle.wait()
+        assert torch.equal(gathered, want)
+
+
+@on_each_transport
+@on_ranks(2)
+def test_one_call_starts_and_waits(rank, choice):
+    transport, handle = opened(choice)
+    tensor, part, whole = torch.full((10,), rank + 1.0), torch.empty(5), torch.empty(20)
+    transport.all_reduce(tensor, handle, wait=True)
+    assert tensor.eq(3).all() and handle.poll()
+    transport.reduce_scatter(part, tensor, handle, wait=True)
+    assert part.eq(6).all()
+    transport.all_gather(whole, tensor, handle, wait=True)
+    assert whole.eq(3).all()
+    part.fill_(rank)
+    transport.broadcast(part, 1, handle, wait=True)
+    assert part.eq(1).all()
+    transport.reduce(part, 0, handle, wait=True)
+    assert rank == 1 or part.eq(2).all()
+    transport.barrier(handle, wait=True)
+    assert handle.poll()
+
+
+@on_each_transport
+@on_ranks(2)
+def test_handles_and_memory(rank, choice):
+    # Operations overlap and finish in any order of waiting.
+    transport, _ = opened(choice)
+    handles = [transport.make_work() for _ in range(5)]
+    tensors = [stamp(rank, 2, 100 + i, torch.float32) for i in range(5)]
+    for tensor, handle in zip(tensors, handles, strict=True):
+        transport.all_reduce(tensor, handle)
+    for handle in reversed(handles):
+        handle.wait()
+    assert all(handle.poll() for handle in handles)
+    for i, tensor in enumerate(tensors):
+        assert torch.equal(tensor, stamp(0, 2, 100 + i, torch.float32) + stamp(1, 2, 100 + i, torch.float32))
+
+    # Allocated memory is flat and of the asked dtype.
+    handle = handles[0]
+    memory = transport.allocate(33, torch.zeros((), dtype=torch.bfloat16))
+    assert memory.shape == (33,) and memory.dtype is torch.bfloat16 and memory.is_contiguous()
+    memory.fill_(rank + 1)
+    transport.all_reduce(memory, handle)
+    handle.wait()
+    assert torch.equal(memory, torch.full((33,), 3.0, dtype=torch.bfloat16))
+
+
+@on_ranks(2)
+def test_shared_memory_says_how_much_is_in_use():
+    transport, _ = opened("shm")
+    before = transport.memory
+    block = transport.allocate(2**21, torch.zeros(()))
+    held = transport.memory
+    assert held["allocated"] == before["allocated"] + 2**23
+    assert before["huge"] <= held["huge"] <= before["huge"] + 2**23
+    del block
+    assert transport.memory == before
+
+
+@on_each_transport
+@on_ranks(1)
+def test_idle_handles_and_bad_arguments(choice):
+    transport, handle = opened(choice)
+    assert handle.poll()
+    handle.wait(timedelta(milliseconds=1))
+    with pytest.raises(RuntimeError, match=r"rank 0.*input has 5 elements"):
+        transport.reduce_scatter(torch.zeros(2), torch.zeros(5), handle)
+    with pytest.raises(RuntimeError, match=r"rank 0.*output has 5 elements"):
+        transport.all_gather(torch.zeros(5), torch.zeros(2), handle)
+    with pytest.raises(RuntimeError, match=r"root 7 is not in \[0, 1\)"):
+        transport.broadcast(torch.zeros(5), 7, handle)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        transport.all_reduce(torch.zeros(4, 4).t()[:2], handle)
+
+
+@on_each_transport
+@on_ranks(2, needed_ranks=[0])
+def test_a_peer_that_never_comes_is_an_error_within_the_timeout(rank, choice):
+    transport, handle = opened(choice)
+    if rank == 1:
+        dist.barrier()  # comes only when rank 0 has given up
+        return
+    transport.all_reduce(torch.ones(10), handle)
+    with pytest.raises(TransportError):
+        handle.wait(timedelta(milliseconds=300))
+    handle.abandon()
+    assert handle.poll()
 
 
 @on_each_transport
 @pytest.mark.parametrize("limit", [timedelta(days=5_000_000), timedelta.max], ids=["large", "max"])
-def test_the_longest_of_timeouts_is_waited_for(choice, limit):
+@on_ranks(2)
+def test_the_longest_of_timeouts_is_waited_for(rank, choice, limit):
     """Added to the time of day, it would overflow: the rank that waits would be told that its time is up."""
-
-    def work(rank):
-        ddp = DistributedDataParallel(nn.Linear(100, 100), transport=choice, timeout=limit)
-        transport, handle = opened(choice)
-        for _ in range(2):
-            time.sleep(0.05 * rank)
-            ddp(torch.ones(2, 100)).sum().backward()
-            tensor = torch.full((5,), float(rank))
-            transport.all_reduce(tensor, handle)
-            handle.wait(min(limit, timedelta(days=5_000_000)))
-            assert tensor[0] == 1
-
-    run_ranks(work, 2, timeout=30)
+    ddp = DistributedDataParallel(nn.Linear(100, 100), transport=choice, timeout=limit)
+    transport, handle = opened(choice)
+    for _ in range(2):
+        time.sleep(0.05 * rank)
+        ddp(torch.ones(2, 100)).sum().backward()
+        tensor = torch.full((5,), float(rank))
+        transport.all_reduce(tensor, handle)
+        handle.wait(min(limit, timedelta(days=5_000_000)))
+        assert tensor[0] == 1
 
 
 class Recorder(dist.ProcessGroup):
@@ -283,39 +223,28 @@ def views_made(run):
     return sum(event.name == "aten::view" for event in profile.events())
 
 
-def test_a_broadcast_of_the_same_tensors_makes_no_new_views():
+@on_ranks(2)
+def test_a_broadcast_of_the_same_tensors_makes_no_new_views(rank):
     """Of those that take more than a copy of bytes, as all on devices do."""
+    transport = open_transport("c10d", dist.group.WORLD, device=torch.device("cpu"), timeout=None)
+    broadcast = _C.TensorBroadcast(transport, 1 << 20, timedelta(seconds=30))
 
-    def work(rank):
-        transport = open_transport("c10d", dist.group.WORLD, device=torch.device("cpu"), timeout=None)
-        broadcast = _C.TensorBroadcast(transport, 1 << 20, timedelta(seconds=30))
+    def strided(*sizes, dtype=torch.float32):
+        return torch.full(sizes, float(rank + 1), dtype=dtype).t()
 
-        def strided(*sizes, dtype=torch.float32):
-            return torch.full(sizes, float(rank + 1), dtype=dtype).t()
+    def run(tensors, root):
+        for tensor in tensors:
+            tensor.fill_(rank + 1)
+        made = views_made(lambda: broadcast.run(tensors, root))
+        assert all((tensor == root + 1).all() for tensor in tensors)
+        return made
 
-        def run(tensors, root):
-            for tensor in tensors:
-                tensor.fill_(rank + 1)
-            made = views_made(lambda: broadcast.run(tensors, root))
-            assert all((tensor == root + 1).all() for tensor in tensors)
-            return made
-
-        tensors = [strided(3, 5), strided(2, 7, dtype=torch.float64)]
-        assert run(tensors, 0) > 0
-        assert run(tensors, 1) == 0
-        assert run([strided(3, 5), strided(2, 7, dtype=torch.float64)], 0) == 0  # others like them
-        assert run([strided(3, 5), strided(7, 2, dtype=torch.float64)], 1) > 0  # another shape in the same bytes
-        assert run([strided(3, 5), strided(2, 7, dtype=torch.int64)], 0) > 0
-        assert run([*tensors, strided(4, 4)], 1) > 0
-        assert run([strided(300, 500), *tensors], 0) > 0  # other memory
-        assert run([strided(300, 500), *tensors], 1) == 0
-
-    run_ranks(work, 2)
-
-
-def test_unknown_transport_is_refused():
-    def work(rank):
-        with pytest.raises(ValueError, match="'auto', 'c10d', 'shm' or 'nccl', got 'carrier pigeon'"):
-            open_transport("carrier pigeon", dist.group.WORLD)
-
-    run_ranks(work, 1)
+    tensors = [strided(3, 5), strided(2, 7, dtype=torch.float64)]
+    assert run(tensors, 0) > 0
+    assert run(tensors, 1) == 0
+    assert run([strided(3, 5), strided(2, 7, dtype=torch.float64)], 0) == 0  # others like them
+    assert run([strided(3, 5), strided(7, 2, dtype=torch.float64)], 1) > 0  # another shape in the same bytes
+    assert run([strided(3, 5), strided(2, 7, dtype=torch.int64)], 0) > 0
+    assert run([*tensors, strided(4, 4)], 1) > 0
+    assert run([strided(300, 500), *tensors], 0) > 0  # other memory
+    assert run([strided(300, 500), *tensors], 1) == 0

@@ -1,17 +1,31 @@
-"""Which transport a model gets: what "auto" means, who may choose, and that all ranks get the same."""
+"""Which transport a model gets: what "auto" means, who may choose, what happens where memory can't be shared."""
 
 import copy
 import io
+import logging
 import os
+import resource
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import run_ranks
-from tests.models import Mlp, assert_grads, expected_grads, grads_of, seeded, step_on
+from tests.harness import each, on_ranks, run_ranks
+from tests.models import (
+    Mlp,
+    NormNet,
+    assert_grads,
+    assert_trains,
+    batch,
+    expected_grads,
+    grads_of,
+    loss_of,
+    seeded,
+    step_on,
+)
 from torchddp import _C
-from torchddp.transport import select
+from torchddp.transport import select, shm
 from torchddp.transport.select import CHOICE_ENV, intended_transport
 
 pytestmark = pytest.mark.beyond_torch("has no transports")
@@ -19,65 +33,62 @@ pytestmark = pytest.mark.beyond_torch("has no transports")
 
 @pytest.fixture(autouse=True)
 def _no_choice_from_outside(monkeypatch):
-    monkeypatch.delenv(CHOICE_ENV, raising=False)
+    for name in (select.CHOICE_ENV, shm.LIMIT_ENV, shm.TOPOLOGY_ENV, "TORCHDDP_HOST_ID"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def transport_of(ddp):
     return ddp.reducer.transport_name
 
 
-def assert_trains(ddp, rank):
-    for step in range(3):
-        ddp.zero_grad()
-        step_on(ddp, rank, step)
-        assert_grads(grads_of(ddp), expected_grads(ddp.module, lambda plain, r, s=step: step_on(plain, r, s)))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_of_a_host_share_memory(ddp_class, world_size):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp))
-        assert_trains(ddp, rank)
-        return transport_of(ddp)
-
-    assert run_ranks(work, world_size) == ["shm"] * world_size
+def assert_trains_over(transport, ddp, rank):
+    assert transport_of(ddp) == transport
+    assert_trains(ddp, rank)
 
 
 @pytest.mark.parametrize(
     "launcher",
     [
+        {},
         {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "4"},  # a torchrun for each rank
         {"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""},  # srun
     ],
+    ids=["forked", "torchrun", "srun"],
 )
-def test_what_launchers_know_of_a_host_does_not_count(ddp_class, monkeypatch, launcher):
-    for name, value in launcher.items():
-        monkeypatch.setenv(name, value)
-
-    def work(rank):
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]})
-        ddp = ddp_class(seeded(Mlp))
-        assert_trains(ddp, rank)
-        return transport_of(ddp)
-
-    assert run_ranks(work, 4) == ["shm"] * 4
+@on_ranks(1, 2, 4)
+def test_ranks_of_a_host_share_memory(rank, world_size, ddp_class, launcher):
+    """Whatever launchers know of the host; one rank alone has nobody to share with."""
+    os.environ.update(launcher)
+    if launcher:
+        processors = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {processors[rank % len(processors)]})
+    assert_trains_over("shm" if world_size > 1 else "c10d", ddp_class(seeded(Mlp)), rank)
 
 
-def test_one_rank_alone_has_nobody_to_share_with(ddp_class):
-    assert run_ranks(lambda rank: transport_of(ddp_class(seeded(Mlp))), 1) == ["c10d"]
+@on_ranks(2)
+def test_groups_and_devices(rank, ddp_class):
+    # `_update_process_group` to a group of one and back.
+    ddp = ddp_class(seeded(Mlp))
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    found = [transport_of(ddp)]
+    for group in (alone, dist.group.WORLD):
+        ddp._update_process_group(group)
+        found.append(transport_of(ddp))
+        step_on(ddp, rank)
+    assert_trains(ddp, rank)
+    assert found == ["shm", "c10d", "shm"]
 
+    # Memory of another device can't be shared: "auto" keeps to the process group, "shm" says why not.
+    devices = [torch.device("cpu"), torch.device("cuda", 1)]
+    with pytest.raises(ValueError, match="cuda:1"):
+        intended_transport("shm", dist.group.WORLD, devices, collective=True)
+    assert intended_transport("auto", dist.group.WORLD, devices, collective=True) == "c10d"
 
-def test_without_synchronisation_at_init_nothing_is_agreed(ddp_class):
-    """`init_sync=False` says that the ranks may come at different times."""
-
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), init_sync=False)
-        if rank == 0:
-            ddp_class(seeded(Mlp), init_sync=False)  # alone: would hang if it were collective
-        assert_trains(ddp, rank)
-        return transport_of(ddp)
-
-    assert run_ranks(work, 2) == ["c10d", "c10d"]
+    # `init_sync=False` says that the ranks may come at different times.
+    ddp = ddp_class(seeded(Mlp), init_sync=False)
+    if rank == 0:
+        ddp_class(seeded(Mlp), init_sync=False)  # alone: would hang if it were collective
+    assert_trains_over("c10d", ddp, rank)
 
 
 class Forwarding(dist.ProcessGroup):
@@ -99,142 +110,63 @@ class Forwarding(dist.ProcessGroup):
         return self.inner.allgather(outputs, inputs, options or dist.AllgatherOptions())
 
 
-def test_process_group_in_python_is_not_passed_by(ddp_class):
+@on_ranks(2)
+def test_groups_in_python_and_torchs_checking_wrapper_are_not_passed_by(rank, ddp_class):
     def create(store, rank, world_size, timeout):
         return Forwarding(dist.ProcessGroupGloo(store, rank, world_size, timeout))
 
-    def work(rank):
-        dist.Backend.register_backend("forwarding", create, devices=["cpu"])
-        group = dist.new_group(backend="forwarding")
-        ddp = ddp_class(seeded(Mlp), process_group=group)
-        assert_trains(ddp, rank)
-        assert group.reduced >= 3
-        return transport_of(ddp)
-
-    assert run_ranks(work, 2) == ["c10d", "c10d"]
+    dist.Backend.register_backend("forwarding", create, devices=["cpu"])
+    group = dist.new_group(backend="forwarding")
+    assert_trains_over("c10d", ddp_class(seeded(Mlp), process_group=group), rank)
+    assert group.reduced >= 3
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    assert_trains_over("c10d", ddp_class(seeded(Mlp), process_group=dist.new_group()), rank)
 
 
-def test_checking_wrapper_of_torch_is_not_passed_by(ddp_class):
-    def work(rank):
-        dist.set_debug_level(dist.DebugLevel.DETAIL)
-        ddp = ddp_class(seeded(Mlp), process_group=dist.new_group())
-        assert_trains(ddp, rank)
-        return transport_of(ddp)
-
-    assert run_ranks(work, 2) == ["c10d", "c10d"]
-
-
-def test_copies_are_made_by_one_rank_alone(ddp_class):
+@on_ranks(2)
+def test_copies_are_made_by_one_rank_alone(rank, ddp_class):
     """deepcopy and pickle are not collective: rank 0 makes them while the other waits at a barrier."""
-
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), transport="shm")
-        step_on(ddp, rank)
-        copies = []
-        if rank == 0:
-            file = io.BytesIO()
-            torch.save(ddp, file)
-            file.seek(0)
-            os.environ[CHOICE_ENV] = "shm"
-            copies = [copy.deepcopy(ddp), torch.load(file, weights_only=False)]
-        dist.barrier()
-        assert_trains(ddp, rank)
-        return transport_of(ddp), [transport_of(other) for other in copies]
-
-    assert run_ranks(work, 2, timeout=20) == [("shm", ["c10d", "c10d"]), ("shm", [])]
+    ddp = ddp_class(seeded(Mlp), transport="shm")
+    step_on(ddp, rank)
+    if rank == 0:
+        file = io.BytesIO()
+        torch.save(ddp, file)
+        file.seek(0)
+        os.environ[CHOICE_ENV] = "shm"
+        copies = [copy.deepcopy(ddp), torch.load(file, weights_only=False)]
+        assert [transport_of(other) for other in copies] == ["c10d", "c10d"]
+    dist.barrier()
+    assert_trains_over("shm", ddp, rank)
 
 
-def test_environment_chooses_where_the_argument_does_not(ddp_class):
-    def work(rank):
-        found = {}
-        for wished in ("auto", "c10d", "shm", ""):
-            os.environ[CHOICE_ENV] = wished
-            found[wished] = transport_of(ddp_class(seeded(Mlp)))
-        return found
-
-    assert run_ranks(work, 2) == [{"auto": "shm", "c10d": "c10d", "shm": "shm", "": "shm"}] * 2
-
-
-def test_argument_wins_over_the_environment(ddp_class):
-    def work(rank):
-        found = []
-        for wished in ("c10d", "shm", "nonsense"):
-            os.environ[CHOICE_ENV] = wished
-            found += [transport_of(ddp_class(seeded(Mlp), transport=given)) for given in ("c10d", "shm")]
-        return found
-
-    assert run_ranks(work, 2) == [["c10d", "shm"] * 3] * 2
+@on_ranks(2)
+def test_the_argument_wins_over_the_environment(ddp_class):
+    for wished, found in {"auto": "shm", "c10d": "c10d", "shm": "shm", "": "shm"}.items():
+        os.environ[CHOICE_ENV] = wished
+        assert transport_of(ddp_class(seeded(Mlp))) == found
+    for wished, given in each(("c10d", "shm", "nonsense"), ("c10d", "shm")):
+        os.environ[CHOICE_ENV] = wished
+        assert transport_of(ddp_class(seeded(Mlp), transport=given)) == given
+    with pytest.raises(ValueError, match="transport must be 'auto', 'c10d', 'shm' or 'nccl', got 'pigeon'"):
+        ddp_class(seeded(Mlp), transport="pigeon")
+    with pytest.raises(ValueError, match=f"{CHOICE_ENV} must be 'auto', 'c10d', 'shm' or 'nccl', got 'nonsense'"):
+        ddp_class(seeded(Mlp))
 
 
-def test_unknown_choices_are_refused_by_name(ddp_class):
-    def work(rank):
-        with pytest.raises(ValueError, match="transport must be 'auto', 'c10d', 'shm' or 'nccl', got 'pigeon'"):
-            ddp_class(seeded(Mlp), transport="pigeon")
-        os.environ[CHOICE_ENV] = "nonsense"
-        with pytest.raises(ValueError, match=f"{CHOICE_ENV} must be 'auto', 'c10d', 'shm' or 'nccl', got 'nonsense'"):
-            ddp_class(seeded(Mlp))
-
-    run_ranks(work, 1)
-
-
-@pytest.mark.parametrize("by_environment", [False, True])
-@pytest.mark.parametrize(
-    "choices", [("shm", "c10d", "shm"), ("auto", "shm", "c10d"), ("auto", "auto", "c10d")], ids=str
-)
-def test_ranks_that_choose_differently_all_hear_of_it(ddp_class, choices, by_environment):
-    def work(rank):
-        if by_environment:
-            os.environ[CHOICE_ENV] = choices[rank]
+@on_ranks(3)
+def test_ranks_that_choose_differently_all_hear_of_it(rank, ddp_class):
+    differing = [("shm", "c10d", "shm"), ("auto", "shm", "c10d"), ("auto", "auto", "c10d")]
+    for choices, by_environment in each(differing, [False, True]):
+        os.environ[CHOICE_ENV] = choices[rank] if by_environment else ""
         with pytest.raises(ValueError) as caught:
             ddp_class(seeded(Mlp), transport="auto" if by_environment else choices[rank])
+        assert all(f"rank {r}: '{choice}'" in str(caught.value) for r, choice in enumerate(choices)), caught.value
+        assert CHOICE_ENV in str(caught.value)
         assert_trains(ddp_class(seeded(Mlp), transport="shm"), rank)  # the group is as good as before
-        return str(caught.value)
-
-    for text in run_ranks(work, 3, timeout=20):
-        for rank, choice in enumerate(choices):
-            assert f"rank {rank}: '{choice}'" in text, text
-        assert CHOICE_ENV in text, text
-
-
-def test_differing_models_are_told_before_anything_is_opened(ddp_class):
-    def work(rank):
-        with pytest.raises(RuntimeError, match="not the same on all ranks"):
-            ddp_class(seeded(lambda: Mlp(8 + rank)))
-
-    run_ranks(work, 2, timeout=20)
-
-
-@pytest.mark.parametrize("choice", ["auto", "shm"])
-def test_parameters_elsewhere(ddp_class, choice):
-    """Memory of another device can't be shared: "auto" keeps to the process group, "shm" says why not."""
-
-    def work(rank):
-        devices = [torch.device("cpu"), torch.device("cuda", 1)]
-        if choice == "shm":
-            with pytest.raises(ValueError, match="cuda:1"):
-                intended_transport(choice, dist.group.WORLD, devices, collective=True)
-        else:
-            assert intended_transport(choice, dist.group.WORLD, devices, collective=True) == "c10d"
-        dist.barrier()
-
-    run_ranks(work, 2)
-
-
-def test_new_process_group_is_asked_again(ddp_class):
-    """`_update_process_group` to a group of one and back."""
-
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp))
-        alone = [dist.new_group([r]) for r in range(2)][rank]
-        found = [transport_of(ddp)]
-        for group in (alone, dist.group.WORLD):
-            ddp._update_process_group(group)
-            found.append(transport_of(ddp))
-            step_on(ddp, rank)
-        assert_trains(ddp, rank)
-        return found
-
-    assert run_ranks(work, 2) == [["shm", "c10d", "shm"]] * 2
+    # Differing models are told of before anything is opened.
+    del os.environ[CHOICE_ENV]
+    with pytest.raises(RuntimeError, match="not the same on all ranks"):
+        ddp_class(seeded(lambda: Mlp(8 + rank)))
 
 
 class SecondGroup:
@@ -255,38 +187,222 @@ class SecondGroup:
         select.register(select.TransportKind("second", "cpu", "moves CPU tensors", misfit, self.connect, **options))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_one_that_was_registered(ddp_class, monkeypatch, world_size):
+@on_ranks(1, 3)
+def test_one_that_was_registered(rank, ddp_class):
     """By name, by the environment variable; errors list it; what it can't move is refused; "auto" does not take it."""
-
-    def work(rank):
-        kind = SecondGroup()
-        kind.register()
-        assert transport_of(ddp_class(seeded(Mlp))) != "second" and kind.opened == 0
-        assert_trains(ddp_class(seeded(Mlp), transport="second"), rank)
-        monkeypatch.setenv(CHOICE_ENV, "second")
-        assert_trains(ddp_class(seeded(Mlp)), rank)
-        assert kind.opened == 2
-        with pytest.raises(ValueError, match="'nccl' or 'second', got 'third'"):
-            ddp_class(seeded(Mlp), transport="third")
-        with pytest.raises(ValueError, match="transport='second' moves CPU tensors, but there are others"):
-            intended_transport("second", dist.group.WORLD, [torch.device("meta")], collective=True)
-        SecondGroup("no cable").register()
-        with pytest.raises(RuntimeError, match="transport='second' is impossible: no cable"):
-            ddp_class(seeded(Mlp))
-
-    run_ranks(work, world_size)
+    kind = SecondGroup()
+    kind.register()
+    assert transport_of(ddp_class(seeded(Mlp))) != "second" and kind.opened == 0
+    assert_trains(ddp_class(seeded(Mlp), transport="second"), rank)
+    os.environ[CHOICE_ENV] = "second"
+    assert_trains(ddp_class(seeded(Mlp)), rank)
+    assert kind.opened == 2
+    with pytest.raises(ValueError, match="'nccl' or 'second', got 'third'"):
+        ddp_class(seeded(Mlp), transport="third")
+    with pytest.raises(ValueError, match="transport='second' moves CPU tensors, but there are others"):
+        intended_transport("second", dist.group.WORLD, [torch.device("meta")], collective=True)
+    SecondGroup("no cable").register()
+    with pytest.raises(RuntimeError, match="transport='second' is impossible: no cable"):
+        ddp_class(seeded(Mlp))
 
 
-def test_one_that_stands_in_for_gloo(ddp_class):
+@on_ranks(2)
+def test_one_that_stands_in_for_gloo(rank, ddp_class):
     """The first that is registered for a device comes first: shared memory, unless there is none."""
+    kind = SecondGroup()
+    kind.register(stands_in_for=("gloo",))
+    assert transport_of(ddp_class(seeded(Mlp))) == "shm" and kind.opened == 0
+    del select._kinds["shm"]
+    assert_trains(ddp_class(seeded(Mlp)), rank)
+    assert kind.opened == 1
+
+
+SOON_S = 5.0
+# Room for this rank's segment, which is as large as the machine's memory, and not for a second.
+LITTLE_SPACE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 2
+WIDTH = 256  # fp64 gradients of 1, 3, and 1.5 MiB
+
+
+class Listening(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(f"{record.levelname}: {record.getMessage()}")
+
+
+def wrapped(ddp_class, make=Mlp, **options):
+    """(module, what was logged)."""
+    handler = Listening()
+    select.logger.addHandler(handler)
+    started_s = time.monotonic()
+    ddp = ddp_class(seeded(make), **options)
+    assert time.monotonic() - started_s < SOON_S, f"{time.monotonic() - started_s:.1f} s: {handler.lines}"
+    select.logger.removeHandler(handler)
+    return ddp, handler.lines
+
+
+def limit(what, size):
+    resource.setrlimit(what, (size, resource.getrlimit(what)[1]))
+
+
+def fill_files(left):
+    """Leaves this process `left` file descriptors."""
+    limit(resource.RLIMIT_NOFILE, max(int(fd) for fd in os.listdir("/proc/self/fd")) + 8)
+    taken = []
+    while True:
+        try:
+            taken.append(os.dup(0))
+        except OSError:
+            break
+    for fd in taken[:left]:
+        os.close(fd)
+
+
+def fails(words):
+    def fail(*_, **__):
+        raise RuntimeError(words)
+
+    return fail
+
+
+def choose_nodes(text):
+    os.environ[shm.TOPOLOGY_ENV] = text
+
+
+# name -> (what to do to a rank, what it is called in the log)
+TROUBLES = {
+    "no sockets": (lambda: setattr(shm._C, "ShmEndpoint", fails("no sockets")), "no sockets"),
+    "no memory": (lambda: setattr(shm._C.ShmEndpoint, "connect", fails("no memory here")), "no memory here"),
+    "little address space": (lambda: limit(resource.RLIMIT_AS, LITTLE_SPACE), "could not map"),
+    "no files": (lambda: fill_files(0), "Too many open files"),
+    "one file": (lambda: fill_files(1), "Too many open files"),
+    "few files": (lambda: fill_files(3), "Too many open files"),
+    "small files": (lambda: limit(resource.RLIMIT_FSIZE, 1 << 20), "file sizes"),
+    "no nodes": (lambda: choose_nodes("0,x"), "as in '0,0,1,1', got '0,x'"),
+    "nodes of fewer": (lambda: choose_nodes("0,1"), "TORCHDDP_TOPOLOGY lists 2 nodes for the 3 ranks of its host"),
+    "nodes of more": (lambda: choose_nodes("0,0,1,1"), "TORCHDDP_TOPOLOGY lists 4 nodes for the 3 ranks of its host"),
+}
+
+
+@pytest.mark.parametrize(("trouble", "unable"), [*zip(TROUBLES, [0, 2] * 5, strict=True), ("no memory", 0)])
+@on_ranks(3)
+def test_one_rank_that_can_not(rank, ddp_class, trouble, unable):
+    """All use the process group; rank 0 says why."""
+    cause, reason = TROUBLES[trouble]
+    if rank == unable:
+        cause()
+    ddp, lines = wrapped(ddp_class)
+    assert_trains_over("c10d", ddp, rank)
+    assert len(lines) == (rank == 0), lines
+    assert all(f"rank {unable}: " in line and reason in line and line.startswith("WARNING: ") for line in lines), lines
+
+
+@on_ranks(2)
+def test_shared_memory_or_nothing(rank, ddp_class):
+    """Asked for by name, it is an error on all ranks, with rank and reason; the process group is still of use."""
+    make, connect = shm._C.ShmEndpoint, shm._C.ShmEndpoint.connect
+    for cause, reason in each([TROUBLES["no memory"], TROUBLES["no sockets"]]):
+        if rank == 1:
+            cause()
+        with pytest.raises(RuntimeError, match=f"transport='shm' is impossible: .*rank 1: {reason}"):
+            ddp_class(seeded(Mlp), transport="shm")
+        shm._C.ShmEndpoint, make.connect = make, connect
+        assert_trains(ddp_class(seeded(Mlp), transport="c10d"), rank)
+    # Where nothing is wrong no line is logged.
+    assert [wrapped(ddp_class, transport=choice)[1] for choice in ("auto", "shm", "c10d")] == [[], [], []]
+    # No two ranks on a host.
+    os.environ["TORCHDDP_HOST_ID"] = str(rank)
+    with pytest.raises(RuntimeError, match="transport='shm' is impossible: no two ranks are on the same host"):
+        ddp_class(seeded(Mlp), transport="shm")
+    ddp, lines = wrapped(ddp_class)
+    assert_trains(ddp, rank)
+    assert ddp.reducer.transport_name == "c10d" and len(lines) == (rank == 0), lines
+    assert rank == 1 or "no two ranks are on the same host" in lines[0]
+
+
+@on_ranks(2)
+def test_limit_that_is_no_size(rank, ddp_class):
+    for text in each(["nonsense", "-1", "0", "nan", "inf"]):
+        if rank == 1:
+            os.environ[shm.LIMIT_ENV] = text
+        with pytest.raises(RuntimeError, match=f"rank 1: {shm.LIMIT_ENV} must be .* got '{text}'"):
+            ddp_class(seeded(Mlp), transport="shm")
+        ddp, lines = wrapped(ddp_class)
+        assert_trains(ddp, rank)
+        assert ddp.reducer.transport_name == "c10d" and len(lines) == (rank == 0)
+
+
+@pytest.mark.parametrize("limited", [(0,), (1,), (0, 1)], ids=str)
+def test_gradients_that_do_not_fit(ddp_class, limited, capfd):
+    """The model's are 5.5 MiB: whichever rank has no room, and for whatever, all go on without."""
+    limits = ["0.5", "1.5", "2", "4", "5"]
 
     def work(rank):
-        kind = SecondGroup()
-        kind.register(stands_in_for=("gloo",))
-        assert transport_of(ddp_class(seeded(Mlp))) == "shm" and kind.opened == 0
-        del select._kinds["shm"]
-        assert_trains(ddp_class(seeded(Mlp)), rank)
-        return kind.opened
+        for limit_mb in limits:
+            if rank in limited:
+                os.environ[shm.LIMIT_ENV] = limit_mb
+            ddp, _ = wrapped(ddp_class, lambda: Mlp(WIDTH))
+            assert_trains(ddp, rank, WIDTH)
+            assert ddp.reducer.transport_name == "c10d"
+        os.environ[shm.LIMIT_ENV] = "16"  # just enough
+        ddp, _ = wrapped(ddp_class, lambda: Mlp(WIDTH))
+        assert_trains(ddp, rank, WIDTH)
+        assert ddp.reducer.transport_name == "shm"
 
-    assert run_ranks(work, 2) == [1, 1]
+    run_ranks(work, 2)
+    said = capfd.readouterr().err
+    for rank in range(2):
+        assert said.count(f"rank {rank}: no room for") == len(limits) * (rank in limited), said
+
+
+class Wide(NormNet):
+    """With a buffer of 2.5 MiB, which is broadcast before each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", seeded(lambda: Mlp(64)).first.weight.detach().repeat(40, 1))
+
+
+@pytest.mark.parametrize("limited", [0, 1])
+@on_ranks(2)
+def test_buffers_that_do_not_fit(rank, ddp_class, limited):
+    if rank == limited:
+        os.environ[shm.LIMIT_ENV] = "1"
+    ddp, _ = wrapped(ddp_class, Wide)
+    for step in range(3):
+        if rank == 1:
+            ddp.module.table.zero_()
+        loss_of(ddp(batch(rank, step, 2, 3, 6, 6))).backward()
+        assert ddp.module.table.abs().sum() > 1
+
+
+class Reordered(Mlp):
+    """Registered in another order than it is used in: buckets change after the first step."""
+
+    def __init__(self):
+        super().__init__(WIDTH)
+        first = self.first
+        del self.first
+        self.register_buffer("table", torch.ones(100_000))
+        self.first = first
+
+
+@pytest.mark.parametrize("limited", [(0,), (1,), (0, 1)], ids=str)
+@on_ranks(2)
+def test_no_room_in_mid_training(rank, ddp_class, limited):
+    """New buckets before the second step, while gradients still hold the old ones: there is room for one set."""
+    if rank in limited:
+        os.environ[shm.LIMIT_ENV] = "9"
+    ddp, _ = wrapped(ddp_class, Reordered, bucket_cap_mb=3.5)
+    for step in range(4):
+        if rank == 1:
+            ddp.module.table.zero_()
+        loss = loss_of(ddp(batch(rank, step, 5, WIDTH)))
+        assert ddp.module.table.sum() == 100_000
+        ddp.zero_grad(set_to_none=False)
+        loss.backward()
+        want = expected_grads(ddp.module, lambda m, r, s=step: loss_of(m(batch(r, s, 5, WIDTH))).backward())
+        assert_grads(grads_of(ddp), want)
+        assert ddp.reducer.transport_name == ("c10d" if step else "shm")

@@ -1,4 +1,4 @@
-"""The benchmark over two emulated hosts, on real namespaces: what it measures, and that it leaves nothing behind."""
+"""The benchmarks over two emulated hosts and a slow link: what they measure, and that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.slow_link.job import SLICE_STEPS
 from benchmarks.two_hosts.network import make_hosts
 from torchddp.harness.machine import ROOT
 from torchddp.harness.variants import TORCH_DDP
@@ -111,3 +112,42 @@ def test_a_rank_that_dies_ends_the_run(long_run: subprocess.Popen[str]) -> None:
     assert "its process died without a message" in said
     assert not any(map(command_line, ranks))
     assert not namespaces_of(long_run.pid)
+
+
+# A rate at which the shortest run takes seconds.
+SLOW_LINK = [sys.executable, "-m", "benchmarks.slow_link", "--rate", "1gbit", "--ranks-per-host", "1"]
+
+
+@pytest.mark.thorough
+def test_a_short_run_brings_everyone_to_the_loss(tmp_path: Path) -> None:
+    path, plot = tmp_path / "run.json", tmp_path / "run.png"
+    methods = ["--methods", "exact,int8,powersgd,diloco,torch-powersgd", "--steps", str(2 * SLICE_STEPS)]
+    done = subprocess.run(
+        [*SLOW_LINK, *methods, "--output", str(path), "--plot", str(plot)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(path.read_text())["results"]
+    rows = {row["name"]: row for row in result["methods"]}
+    assert {name: row["error"] for name, row in rows.items() if "error" in row} == {}
+    assert rows["torch-ddp"]["arrival"]["steps"] == 2 * SLICE_STEPS
+    # The same gradients but for rounding.
+    assert rows["exact"]["arrival"]["steps"] == pytest.approx(2 * SLICE_STEPS, rel=0.05)
+    gradient_bytes = 4 * result["parameters"]
+    sent = {name: max(row["sent_bytes_per_step"]) / gradient_bytes for name, row in rows.items()}
+    assert 0.95 < sent["torch-ddp"] < 1.2 and 0.95 < sent["exact"] < 1.2
+    assert sent["int8"] < 0.3 and sent["powersgd"] < 0.3 and sent["diloco"] < 0.3
+    assert {row["title"] for row in result["comparisons"]} >= {"int8 / torch DDP", "PowerSGD / torch's PowerSGD"}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_leaves_no_network_behind() -> None:
+    with subprocess.Popen([*SLOW_LINK, "--methods", "exact"], cwd=ROOT, stdout=subprocess.DEVNULL) as command:
+        assert wait_until(lambda: len(namespaces_of(command.pid)) == len(make_hosts(command.pid)), 60)
+        command.send_signal(signal.SIGINT)
+        assert command.wait(30) == 130
+    assert wait_until(lambda: not namespaces_of(command.pid), 10)

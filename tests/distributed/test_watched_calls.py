@@ -5,6 +5,7 @@ import os
 import pickle
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed import all_reduce, barrier, irecv, isend, monitored_barri
 from torch.distributed import distributed_c10d as c10d
 
 import torchddp
-from tests.harness import process_group, run_ranks
+from tests.harness import on_ranks, process_group, run_ranks
 from torchddp.diagnose import calls, collectives, watched
 from torchddp.diagnose.calls import CallWaits
 
@@ -40,10 +41,6 @@ def kept(group=None):
     return [(number, function, line, shape) for number, function, _, line, shape in rows]
 
 
-def line():
-    return inspect.currentframe().f_back.f_lineno
-
-
 def soon(condition):
     until_s = time.monotonic() + 5
     while not condition() and time.monotonic() < until_s:
@@ -51,133 +48,127 @@ def soon(condition):
     return condition()
 
 
-def test_each_function_is_one_entry():
+@on_ranks(2)
+def test_each_function_is_one_entry(rank):
     """Objects travel in several collectives: the outermost call counts. Messages and sub-groups are counted apart."""
-
-    def work(rank):
-        torchddp.watch_collectives()
-        t, both = torch.ones(2, 3), [torch.ones(2, 3) for _ in range(2)]
-        sub = dist.new_group([0, 1])
-        begin = line()
-        dist.all_reduce(t)
-        all_reduce(tensor=t, op=dist.ReduceOp.MAX)
-        dist.broadcast(t, 0)
-        dist.reduce(t, dst=1)
-        dist.all_gather(both, t)
-        dist.all_gather_into_tensor(torch.ones(4, 3), t)
-        dist.gather(t, both if rank == 0 else None, 0)
-        dist.scatter(t, both if rank == 0 else None, 0)
-        dist.reduce_scatter_tensor(t, torch.ones(4, 3))
-        dist.all_to_all_single(torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64))
-        dist.all_gather_object([None, None], {"of": rank})
-        dist.broadcast_object_list([rank], 0)
-        dist.gather_object(rank, [None, None] if rank == 0 else None, 0)
-        dist.scatter_object_list([None], [1, 2] if rank == 0 else None, 0)
-        barrier()
-        monitored_barrier()
-        dist.all_reduce(t, async_op=True).wait()
-        dist.all_reduce(t, group=sub), dist.barrier(sub)
-        dist.send(t, 1) if rank == 0 else dist.recv(t, 0)
-        ops = [dist.P2POp(isend, t, 1)] if rank == 0 else [dist.P2POp(irecv, t, 0)]
-        for request in dist.batch_isend_irecv(ops):
-            request.wait()
-        dist.barrier()
-        names = [
-            "all_reduce", "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather",
-            "scatter", "reduce_scatter_tensor", "all_to_all_single", "all_gather_object", "broadcast_object_list",
-            "gather_object", "scatter_object_list", "barrier", "monitored_barrier", "all_reduce",
-        ]  # fmt: skip
-        rows = kept()
-        assert [row[1] for row in rows] == ["new_group", *names, "barrier"]
-        assert [row[0] for row in rows] == list(range(1, len(names) + 3))
-        assert [row[2] for row in rows[1:-1]] == list(range(begin + 1, begin + len(names) + 1))
-        assert [row[3] for row in rows[1:10]] == ["float32[2, 3]"] * 9 and rows[10][3] == "float64[2]"
-        assert [row[3] for row in rows[11:17]] == [""] * 6
-        assert [row[:2] for row in kept(sub)] == [(1, "all_reduce"), (2, "barrier")]
-        assert not calls.active
-
-    run_ranks(work, 2)
+    torchddp.watch_collectives()
+    t, two, both, root = torch.ones(2, 3), torch.ones(2).double(), [torch.ones(2, 3) for _ in range(2)], rank == 0
+    sub = dist.new_group([0, 1])
+    made = [
+        ("all_reduce", lambda: dist.all_reduce(t)),
+        ("all_reduce", lambda: all_reduce(tensor=t, op=dist.ReduceOp.MAX)),
+        ("broadcast", lambda: dist.broadcast(t, 0)),
+        ("reduce", lambda: dist.reduce(t, dst=1)),
+        ("all_gather", lambda: dist.all_gather(both, t)),
+        ("all_gather_into_tensor", lambda: dist.all_gather_into_tensor(torch.ones(4, 3), t)),
+        ("gather", lambda: dist.gather(t, both if root else None, 0)),
+        ("scatter", lambda: dist.scatter(t, both if root else None, 0)),
+        ("reduce_scatter_tensor", lambda: dist.reduce_scatter_tensor(t, torch.ones(4, 3))),
+        ("all_reduce", lambda: dist.all_reduce(t, async_op=True).wait()),
+        ("all_to_all_single", lambda: dist.all_to_all_single(two.clone(), two)),
+        ("all_gather_object", lambda: dist.all_gather_object([None, None], {"of": rank})),
+        ("broadcast_object_list", lambda: dist.broadcast_object_list([rank], 0)),
+        ("gather_object", lambda: dist.gather_object(rank, [None, None] if root else None, 0)),
+        ("scatter_object_list", lambda: dist.scatter_object_list([None], [1, 2] if root else None, 0)),
+        ("barrier", lambda: barrier()),
+        ("monitored_barrier", lambda: monitored_barrier()),
+    ]
+    for _, call in made:
+        call()
+    dist.all_reduce(t, group=sub), dist.barrier(sub)
+    dist.send(t, 1) if root else dist.recv(t, 0)
+    for request in dist.batch_isend_irecv([dist.P2POp(isend, t, 1) if root else dist.P2POp(irecv, t, 0)]):
+        request.wait()
+    dist.barrier()
+    rows = kept()
+    assert [row[0] for row in rows] == list(range(1, len(made) + 3))
+    assert rows[0][1] == "new_group" and rows[-1][1] == "barrier"
+    assert [row[1:3] for row in rows[1:-1]] == [(name, call.__code__.co_firstlineno) for name, call in made]
+    assert [row[3] for row in rows[1:-1]] == ["float32[2, 3]"] * 10 + ["float64[2]"] + [""] * 6
+    assert [row[:2] for row in kept(sub)] == [(1, "all_reduce"), (2, "barrier")]
+    assert not calls.active
 
 
+@on_ranks(2)
 def test_nothing_is_left_behind():
     """Also of torch's own names: what is decorated, introspected, pickled and compared stays what it is."""
-
-    def work(rank):
-        before = seams()
-        facts = [(str(inspect.signature(f)), f.__name__, f.__doc__, pickle.dumps(f)) for f in before[0]]
-        outer = torchddp.watch_collectives()
-        with torchddp.watch_collectives(stall_report_s=3):
-            functions = seams()[0]
-            assert all(one is other for one, other in zip(functions, before[0], strict=True))
-            assert [(str(inspect.signature(f)), f.__name__, f.__doc__, pickle.dumps(f)) for f in functions] == facts
-            assert seams() != before
-            with pytest.raises(TypeError, match="torch.Tensor"):
-                all_reduce("no tensor")
-            with pytest.raises(TypeError, match="torch.Tensor"):
-                isend("no tensor", 0)
-            with pytest.raises(TypeError):
-                all_reduce(torch.ones(1), no_such_argument=1)
-            with pytest.raises(IndexError):
-                dist.batch_isend_irecv([])
-        count = len(kept())
-        dist.barrier()  # the outer one goes on
-        assert len(kept()) == count + 1 and kept()[-1][1] == "barrier"
-        outer.close()
-        assert seams() == before
+    before = seams()
+    facts = [(str(inspect.signature(f)), f.__name__, f.__doc__, pickle.dumps(f)) for f in before[0]]
+    outer = torchddp.watch_collectives()
+    with torchddp.watch_collectives(stall_report_s=3):
+        functions = seams()[0]
+        assert all(one is other for one, other in zip(functions, before[0], strict=True))
+        assert [(str(inspect.signature(f)), f.__name__, f.__doc__, pickle.dumps(f)) for f in functions] == facts
+        assert seams() != before
+        with pytest.raises(TypeError, match="torch.Tensor"):
+            all_reduce("no tensor")
+        with pytest.raises(TypeError, match="torch.Tensor"):
+            isend("no tensor", 0)
+        with pytest.raises(TypeError):
+            all_reduce(torch.ones(1), no_such_argument=1)
+        with pytest.raises(IndexError):
+            dist.batch_isend_irecv([])
+    count = len(kept())
+    dist.barrier()  # the outer one goes on
+    assert len(kept()) == count + 1 and kept()[-1][1] == "barrier"
+    outer.close()
+    assert seams() == before
+    dist.barrier()
+    assert len(kept()) == count + 1
+    outer.close()
+    with torchddp.watch_collectives():
         dist.barrier()
-        assert len(kept()) == count + 1
-        outer.close()
-        with torchddp.watch_collectives():
-            dist.barrier()
-        assert seams() == before and not collectives._sources and not calls.active
-
-    run_ranks(work, 2)
+    assert seams() == before and not collectives._sources and not calls.active
 
 
-def test_no_tensor_and_no_group_is_kept():
-    def work(rank):
-        import weakref
+@on_ranks(2)
+def test_what_is_kept_and_for_how_long():
+    # The timeout bounds the limit.
+    with torchddp.watch_collectives():
+        ((_, source),) = collectives._sources
+        assert source.stall_s == 10.0  # a third of the group's
+    with torchddp.watch_collectives(stall_report_s=2.5):
+        ((_, source),) = collectives._sources
+        assert source.stall_s == 2.5
+    group = new_group([0, 1], timeout=timedelta(seconds=2))
+    dist.barrier(group)
 
-        torchddp.watch_collectives()
-        t = torch.ones(8)
-        request = dist.all_reduce(t, async_op=True)
-        request.wait()
-        dist.all_gather([torch.ones(8), torch.ones(8)], t)
-        gone = [weakref.ref(t), weakref.ref(request)]
-        del t, request
-        assert soon(lambda: [ref() for ref in gone] == [None, None])  # gloo's thread lets go of them
-        sub = dist.new_group([0, 1])
-        dist.barrier(sub)
-        key, ref = id(sub), weakref.ref(sub)
-        assert key in calls.logs
-        dist.destroy_process_group(sub)
-        del sub
-        assert ref() is None and key not in calls.logs
+    # No tensor and no group is kept.
+    torchddp.watch_collectives()
+    t = torch.ones(8)
+    request = dist.all_reduce(t, async_op=True)
+    request.wait()
+    dist.all_gather([torch.ones(8), torch.ones(8)], t)
+    gone = [weakref.ref(t), weakref.ref(request)]
+    del t, request
+    assert soon(lambda: [ref() for ref in gone] == [None, None])  # gloo's thread lets go of them
+    sub = dist.new_group([0, 1])
+    dist.barrier(sub)
+    key, ref = id(sub), weakref.ref(sub)
+    assert key in calls.logs
+    dist.destroy_process_group(sub)
+    del sub
+    assert ref() is None and key not in calls.logs
 
-    run_ranks(work, 2)
 
-
-def test_groups_that_are_made_again_begin_anew(tmp_path):
+@on_ranks(2)
+def test_groups_that_are_made_again_begin_anew(rank, tmp_path):
     """Numbers start with 1, and the new group has a monitor of its own."""
-
-    def work(rank):
-        torchddp.watch_collectives()
+    torchddp.watch_collectives()
+    dist.barrier()
+    dist.barrier()
+    assert [row[0] for row in kept()] == [1, 2]
+    (first,) = [monitor for monitor, _ in collectives._sources]
+    dist.barrier()
+    dist.destroy_process_group()
+    with process_group(dist.FileStore(str(tmp_path / "again"), 2), rank, 2):
         dist.barrier()
+        assert [row[0] for row in kept()] == [1]
+        assert soon(lambda: first.closed) and first is not collectives._sources[-1][0]
         dist.barrier()
-        assert [row[0] for row in kept()] == [1, 2]
-        (first,) = [monitor for monitor, _ in collectives._sources]
-        dist.barrier()
-        dist.destroy_process_group()
-        with process_group(dist.FileStore(str(tmp_path / "again"), 2), rank, 2):
-            dist.barrier()
-            assert [row[0] for row in kept()] == [1]
-            assert soon(lambda: first.closed) and first is not collectives._sources[-1][0]
-            dist.barrier()
-
-    run_ranks(work, 2)
 
 
-def test_where_nothing_is_watched(monkeypatch):
+def test_where_nothing_is_watched_and_wrong_limits(monkeypatch):
     before = seams()
     monkeypatch.setenv("TORCHDDP_STALL_REPORT_S", "0")
     with torchddp.watch_collectives():
@@ -197,20 +188,15 @@ def test_where_nothing_is_watched(monkeypatch):
         dist.set_debug_level(level)
     assert seams() == before
 
-
-@pytest.mark.parametrize(("limit", "error"), [(-1, ValueError), (float("nan"), ValueError), ("3", TypeError)])
-def test_wrong_limits(limit, error):
+    # Wrong limits.
     before = seams()
-    with pytest.raises(error, match="stall_report_s"):
-        torchddp.watch_collectives(stall_report_s=limit)
-    assert seams() == before
-
-
-def test_a_wrong_variable(monkeypatch):
+    for limit, error in [(-1, ValueError), (float("nan"), ValueError), ("3", TypeError)]:
+        with pytest.raises(error, match="stall_report_s"):
+            torchddp.watch_collectives(stall_report_s=limit)
     monkeypatch.setenv("TORCHDDP_STALL_REPORT_S", "soon")
     with pytest.raises(ValueError, match="TORCHDDP_STALL_REPORT_S must hold seconds"):
         torchddp.watch_collectives()
-    assert not collectives._watchers
+    assert seams() == before and not collectives._watchers
 
 
 def test_without_a_store():
@@ -255,76 +241,56 @@ def test_a_forked_child_keeps_nothing_of_its_parent():
             calls.active.clear()
 
 
-def test_threads_have_calls_of_their_own():
+@on_ranks(2)
+def test_threads_have_calls_of_their_own(rank):
     """Two threads over two groups; the one that was last to call is the one that trains."""
+    torchddp.watch_collectives()
+    sub = dist.new_group([0, 1])
+    entered = threading.Event()
 
-    def work(rank):
-        torchddp.watch_collectives()
-        sub = dist.new_group([0, 1])
-        entered = threading.Event()
+    def of_the_other_thread():
+        entered.set()
+        dist.all_reduce(torch.ones(1), group=sub)
 
-        def of_the_other_thread():
-            entered.set()
-            dist.all_reduce(torch.ones(1), group=sub)
-
-        thread = threading.Thread(target=of_the_other_thread)
-        if rank == 0:
-            thread.start()
-            entered.wait()
-            assert soon(lambda: calls.active)
-            (state,) = CallWaits(dist.group.WORLD).states()
-            assert (state.function, state.thread, state.number) == ("all_reduce", thread.ident, 1)
-            dist.barrier()
-        else:
-            dist.barrier()
-            thread.start()
-        thread.join()
-        assert kept(sub)[0][:2] == (1, "all_reduce") and kept()[-1][1] == "barrier"
-
-    run_ranks(work, 2)
+    thread = threading.Thread(target=of_the_other_thread)
+    if rank == 0:
+        thread.start()
+        entered.wait()
+        assert soon(lambda: calls.active)
+        (state,) = CallWaits(dist.group.WORLD).states()
+        assert (state.function, state.thread, state.number) == ("all_reduce", thread.ident, 1)
+        dist.barrier()
+    else:
+        dist.barrier()
+        thread.start()
+    thread.join()
+    assert kept(sub)[0][:2] == (1, "all_reduce") and kept()[-1][1] == "barrier"
 
 
-def test_compiled_programs():
+@on_ranks(2)
+def test_compiled_programs(rank):
     """Dynamo sees neither what is kept nor the functions in between: as many graphs and breaks as without."""
+    import torch._dynamo.testing
 
-    def work(rank):
-        import torch._dynamo.testing
+    def step(x):
+        y = x * 2
+        dist.barrier()
+        request = dist.all_reduce(y, async_op=True)
+        request.wait()
+        z = y + 1
+        dist.all_reduce(z)
+        dist.broadcast(z, 0)
+        return z * 2
 
-        def step(x):
-            y = x * 2
-            dist.barrier()
-            request = dist.all_reduce(y, async_op=True)
-            request.wait()
-            z = y + 1
-            dist.all_reduce(z)
-            dist.broadcast(z, 0)
-            return z * 2
+    def graphs():
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+        compiled = torch.compile(step, backend=counter)
+        results = [compiled(torch.ones(3) * (rank + 1)) for _ in range(4)]
+        return counter.frame_count, [result.tolist() for result in results]
 
-        def graphs():
-            torch._dynamo.reset()
-            counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
-            compiled = torch.compile(step, backend=counter)
-            results = [compiled(torch.ones(3) * (rank + 1)) for _ in range(4)]
-            return counter.frame_count, [result.tolist() for result in results]
-
-        without = graphs()
-        with torchddp.watch_collectives():
-            assert graphs() == without
-            assert {"barrier", "broadcast"} <= {row[1] for row in kept()}
+    without = graphs()
+    with torchddp.watch_collectives():
         assert graphs() == without
-
-    run_ranks(work, 2, timeout=110)
-
-
-def test_the_timeout_bounds_the_limit():
-    def work(rank):
-        with torchddp.watch_collectives():
-            ((_, source),) = collectives._sources
-            assert source.stall_s == 10.0  # a third of the group's
-        with torchddp.watch_collectives(stall_report_s=2.5):
-            ((_, source),) = collectives._sources
-            assert source.stall_s == 2.5
-        group = new_group([0, 1], timeout=timedelta(seconds=2))
-        dist.barrier(group)
-
-    run_ranks(work, 2)
+        assert {"barrier", "broadcast"} <= {row[1] for row in kept()}
+    assert graphs() == without

@@ -1,7 +1,9 @@
 """weigh(): gradients of ranks with unequal numbers of samples are those of one process with all of them."""
 
 import copy
+import functools
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -11,20 +13,21 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import each, on_ranks
 from tests.managers import FakeManager
+from torchddp import DistributedDataParallel as DDP
 from torchddp.sync import accumulate
 
-SAMPLES = [3, 7, 0, 5]  # of ranks 0 to 3
+SAMPLES = [[3], [7], [0], [5]]  # of ranks 0 to 3
 MICROBATCHES = [[3, 1, 2], [2, 5, 0], [0, 0, 0], [1, 2, 2]]
 SMALL = 0.001  # MiB: several buckets
-TRANSPORTS = ["shm", "c10d"]
 TOLERANCE = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-13},
     torch.float32: {"rtol": 2e-5, "atol": 2e-6},
     torch.bfloat16: {"rtol": 0.04, "atol": 0.01},
     torch.float16: {"rtol": 0.01, "atol": 0.002},
 }
+over_both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 
 class Net(nn.Module):
@@ -58,108 +61,94 @@ def sum_loss(output):
     return output.square().sum()
 
 
-def per_rank(counts, world_size):
-    return [c if isinstance(c, list) else [c] for c in counts[:world_size]]
+def of_all_ranks(counts, step=0, dtype=torch.float32):
+    of = [(rank, 10 * step + m, n) for rank, micros in enumerate(counts) for m, n in enumerate(micros)]
+    return torch.cat([samples(*each_, dtype) for each_ in of])
 
 
-def reference(counts, dtype=torch.float32, step=0, **forward):
+def reference(counts, dtype=torch.float32, step=0):
     """Gradients of one process with the samples of all ranks and microbatches."""
     model = Net(dtype)
-    all_samples = torch.cat(
-        [samples(rank, 10 * step + m, n, dtype) for rank, micros in enumerate(counts) for m, n in enumerate(micros)]
-    )
-    mean_loss(model(all_samples, **forward)).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
+    mean_loss(model(of_all_ranks(counts, step, dtype))).backward()
+    return grads_of(model)
 
 
-def run_step(model, rank, counts, dtype=torch.float32, step=0, loss="mean"):
+def run_step(model, rank, counts, dtype=torch.float32, step=0, loss="mean", scale=1):
     """What a user writes for a step of several microbatches."""
     for micro, count in enumerate(counts[rank]):
         last = micro == len(counts[rank]) - 1
         with nullcontext() if last else model.no_sync():
-            model.weigh(count, loss=loss)
-            (mean_loss if loss == "mean" else sum_loss)(
-                model(samples(rank, 10 * step + micro, count, dtype))
-            ).backward()
+            model.weigh(scale * count, loss=loss)
+            output = model(samples(rank, 10 * step + micro, count, dtype))
+            (mean_loss if loss == "mean" else sum_loss)(output).backward()
 
 
 def grads_of(model):
     return {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
 
 
-def assert_same(model, want, dtype=torch.float32):
+def assert_same(model, want, dtype=torch.float32, **tolerance):
     got = grads_of(model)
     assert got.keys() == want.keys()
     for name, grad in want.items():
-        torch.testing.assert_close(got[name], grad, msg=lambda text, name=name: f"{name}: {text}", **TOLERANCE[dtype])
+        tolerances = tolerance or TOLERANCE[dtype]
+        torch.testing.assert_close(got[name], grad, msg=lambda text, name=name: f"{name}: {text}", **tolerances)
 
 
-@pytest.mark.rest_is_thorough("*torch.float32-*", "*bfloat16-shm-4", "*float16-c10d-3")
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+def assert_close(model, want, tolerance):
+    """Within this share of the largest element."""
+    for name, grad in want.items():
+        error = (grads_of(model)[name] - grad).abs().max()
+        assert error <= tolerance * max(grad.abs().max(), 1e-3), name
+
+
+def check_steps(model, rank, counts=MICROBATCHES, dtype=torch.float32, steps=2, **options):
+    for step in range(steps):
+        model.zero_grad()
+        run_step(model, rank, counts, dtype, step, **options)
+        assert_same(model, reference(counts, dtype, step), dtype)
+
+
+@pytest.mark.rest_is_thorough("*torch.float32-*", "4-*bfloat16-shm", "3-*float16-c10d")
+@over_both
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("counts", [SAMPLES, MICROBATCHES], ids=["one", "several"])
-def test_equal_to_one_process_with_all_samples(counts, dtype, transport, world_size):
-    per = per_rank(counts, world_size)
-
-    def work(rank):
-        for options in ({"weighted": True}, {"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": False}):
-            model = torchddp.DistributedDataParallel(Net(dtype), transport=transport, bucket_cap_mb=SMALL, **options)
-            for step in range(3):
-                model.zero_grad()
-                run_step(model, rank, per, dtype, step)
-                assert_same(model, reference(per, dtype, step), dtype)
-
-    run_ranks(work, world_size)
+@on_ranks(1, 2, 3, 4)
+def test_equal_to_one_process_with_all_samples(rank, dtype, transport, world_size):
+    ways = [{"weighted": True}, {"gradient_as_bucket_view": True}, {"gradient_as_bucket_view": False}]
+    for counts, options in each([SAMPLES, MICROBATCHES], ways):
+        model = DDP(Net(dtype), transport=transport, bucket_cap_mb=SMALL, **options)
+        check_steps(model, rank, counts[:world_size], dtype, steps=3)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_plain_average_is_another(transport):
-    """What the weights are for: without them the gradients are those of no loss that anybody has written."""
-
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport=transport)
-        mean_loss(model(samples(rank, 0, SAMPLES[rank]))).backward()
-        want = reference(per_rank(SAMPLES, 2))
-        assert not torch.allclose(model.module.head.weight.grad, want["head.weight"], rtol=0.01)
-
-    run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_equal_weights_give_the_plain_average_to_the_bit(transport, world_size):
-    def work(rank):
-        weighted, plain = (torchddp.DistributedDataParallel(Net(), transport=transport) for _ in range(2))
-        for step in range(3):
-            for model in (weighted, plain):
-                model.zero_grad()
-                if model is weighted:
-                    model.weigh(7)
-                mean_loss(model(samples(rank, step, 7))).backward()
-            for name, grad in grads_of(plain).items():
-                assert torch.equal(grads_of(weighted)[name], grad), name
-
-    run_ranks(work, world_size)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sums_are_only_divided(transport):
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport=transport, weighted=True)
-        for step in range(2):
+@over_both
+@on_ranks(1, 2, 3, 4)
+def test_beside_a_plain_average(rank, transport, world_size):
+    """Equal weights give it to the bit; without weights, unequal numbers of samples give another."""
+    weighted, plain = (DDP(Net(), transport=transport) for _ in range(2))
+    for step in range(3):
+        for model in (weighted, plain):
             model.zero_grad()
-            run_step(model, rank, MICROBATCHES, step=step, loss="sum")
-            assert_same(model, reference(MICROBATCHES, step=step))
+            if model is weighted:
+                model.weigh(7)
+            mean_loss(model(samples(rank, step, 7))).backward()
+        assert_same(weighted, grads_of(plain), rtol=0, atol=0)
+    if world_size == 2:
+        plain.zero_grad()
+        mean_loss(plain(samples(rank, 0, SAMPLES[rank][0]))).backward()
+        assert not torch.allclose(plain.module.head.weight.grad, reference(SAMPLES[:2])["head.weight"], rtol=0.01)
 
-    run_ranks(work, 4)
 
-
-@pytest.mark.parametrize("make", [torchddp.DistributedDataParallel, torchddp.replicate])
-@pytest.mark.parametrize("strategy", ["single_auto_sync", "multi_auto_sync", "forced_sync"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_accumulate(transport, strategy, make):
-    def work(rank):
+@over_both
+@on_ranks(4)
+def test_ways_to_train(rank, transport):
+    # Sums are only divided.
+    check_steps(DDP(Net(), transport=transport, weighted=True), rank, loss="sum")
+    check_steps(torchddp.replicate(Net(), transport=transport), rank)
+    for options in each([{"find_unused_parameters": True}, {"static_graph": True}]):
+        check_steps(DDP(Net(), transport=transport, bucket_cap_mb=SMALL, **options), rank, steps=3)
+    for make, strategy in each(
+        product([DDP, torchddp.replicate], ["single_auto_sync", "multi_auto_sync", "forced_sync"])
+    ):
         model = make(Net(), transport=transport, bucket_cap_mb=SMALL)
         for step in range(3):
             model.zero_grad()
@@ -167,435 +156,242 @@ def test_accumulate(transport, strategy, make):
                 mean_loss(model(samples(rank, 10 * step + micro, MICROBATCHES[rank][micro]))).backward()
             assert_same(model, reference(MICROBATCHES, step=step))
 
-    run_ranks(work, 4)
+
+HOOKS = [
+    (default_hooks.allreduce_hook, 2e-5),
+    (default_hooks.bf16_compress_hook, 0.04),
+    (default_hooks.fp16_compress_hook, 0.01),
+    (dist.BuiltinCommHookType.ALLREDUCE, 2e-5),
+    ("bf16", 0.04),
+]
 
 
-def test_accumulate_with_wrong_weights():
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net())
-        with pytest.raises(ValueError, match="a weight for each of the 3 microbatches, got 2"):
-            accumulate(model, 3, weights=[1, 2])
-        with pytest.raises(ValueError, match="rank 0 must be 0 or more"):
-            accumulate(model, 1, weights=[-1])
-        nested = Net()
-        torchddp.replicate(nested.head)
-        torchddp.replicate(nested)
-        for other in (model.module, nn.parallel.DistributedDataParallel(Net()), nested):
-            with pytest.raises(RuntimeError, match="weights= needs torchddp.DistributedDataParallel"):
-                accumulate(other, 1, weights=[1])
-
-    run_ranks(work, 1)
-
-
-@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_other_modes(transport, options):
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
-        for step in range(3):
-            model.zero_grad()
-            run_step(model, rank, MICROBATCHES, step=step)
-            assert_same(model, reference(MICROBATCHES, step=step))
-
-    run_ranks(work, 4)
-
-
-@pytest.mark.parametrize(
-    ("hook", "tolerance"),
-    [
-        (default_hooks.allreduce_hook, 2e-5),
-        (default_hooks.bf16_compress_hook, 0.04),
-        (default_hooks.fp16_compress_hook, 0.01),
-        (dist.BuiltinCommHookType.ALLREDUCE, 2e-5),
-        ("bf16", 0.04),
-    ],
-    ids=["allreduce", "bf16", "fp16", "builtin", "ours"],
-)
-def test_hooks(hook, tolerance):
+@on_ranks(4)
+def test_hooks_and_narrow_sums(rank):
     """Also weights that no 16-bit float could hold."""
-    thousands = [[30_000 * c for c in micros] for micros in MICROBATCHES]
-
-    def work(rank):
-        if isinstance(hook, str):
-            model = torchddp.DistributedDataParallel(Net(), comm_hook=hook)
-        else:
-            model = torchddp.DistributedDataParallel(Net())
-            if isinstance(hook, dist.BuiltinCommHookType):
-                model._register_builtin_comm_hook(hook)
-            else:
-                model.register_comm_hook(None, hook)
+    for hook, tolerance in each(HOOKS):
+        model = DDP(Net(), comm_hook=hook if isinstance(hook, str) else None)
+        if isinstance(hook, dist.BuiltinCommHookType):
+            model._register_builtin_comm_hook(hook)
+        elif not isinstance(hook, str):
+            model.register_comm_hook(None, hook)
         for step in range(2):
             model.zero_grad()
-            for micro, count in enumerate(MICROBATCHES[rank]):
-                with model.no_sync() if micro < 2 else nullcontext():
-                    model.weigh(thousands[rank][micro])
-                    mean_loss(model(samples(rank, 10 * step + micro, count))).backward()
-            for name, grad in reference(MICROBATCHES, step=step).items():
-                error = (grads_of(model)[name] - grad).abs().max()
-                assert error <= tolerance * max(grad.abs().max(), 1e-3), name
-
-    run_ranks(work, 4)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_wire_dtype(dtype):
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport="shm", wire_dtype=dtype)
+            run_step(model, rank, MICROBATCHES, step=step, scale=30_000)
+            assert_close(model, reference(MICROBATCHES, step=step), tolerance)
+    for dtype in each([torch.bfloat16, torch.float16]):
+        model = DDP(Net(), transport="shm", wire_dtype=dtype)
         for step in range(2):
             model.zero_grad()
             run_step(model, rank, MICROBATCHES, step=step)
-            for name, grad in reference(MICROBATCHES, step=step).items():
-                error = (grads_of(model)[name] - grad).abs().max()
-                assert error <= 0.02 * max(grad.abs().max(), 1e-3), name
-
-    run_ranks(work, 4)
+            assert_close(model, reference(MICROBATCHES, step=step), 0.02)
 
 
-@pytest.mark.parametrize("first, later", [(1e-3, 1e4), (1e5, 1e-6)])
-def test_totals_that_grow_far_beyond_the_first(first, later):
-    """float16 ends at 65504, and has nothing below 6e-8."""
-
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport="shm", wire_dtype=torch.float16)
-        for step, times in enumerate([first, later, later]):
-            model.zero_grad()
-            model.weigh(times * (1 + rank))
-            mean_loss(model(samples(rank, 10 * step, 1 + rank))).backward()
-        for name, grad in reference([[1], [2]], step=2).items():
-            error = (grads_of(model)[name] - grad).abs().max()
-            assert error <= 0.02 * max(grad.abs().max(), 1e-3), name
-
-    run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sharded(transport):
-    def work(rank):
-        module = Net()
-        optimizer = torchddp.optim.OSS(module.parameters(), optim=torch.optim.SGD, lr=0.1)
-        model = torchddp.ShardedDataParallel(
-            module, optimizer, transport=transport, reduce_buffer_size=2000, weighted=True
-        )
-        whole = Net()
-        reference_step = torch.optim.SGD(whole.parameters(), lr=0.1)
-        for step in range(3):
-            whole.zero_grad()
-            all_samples = [
-                samples(r, 10 * step + m, n) for r, micros in enumerate(MICROBATCHES) for m, n in enumerate(micros)
-            ]
-            mean_loss(whole(torch.cat(all_samples))).backward()
-            reference_step.step()
-            optimizer.zero_grad()
-            run_step(model, rank, MICROBATCHES, step=step)
-            optimizer.step()
-        model.synchronize()
-        for a, b in zip(module.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-        with pytest.raises(RuntimeError, match="take SINGLE_AUTO_SYNC"):
-            accumulate(model, 1, "multi_auto_sync", weights=[1])
-
-    run_ranks(work, 4)
+@over_both
+@on_ranks(4)
+def test_sharded(rank, transport):
+    module, whole = Net(), Net()
+    optimizer = torchddp.optim.OSS(module.parameters(), optim=torch.optim.SGD, lr=0.1)
+    model = torchddp.ShardedDataParallel(module, optimizer, transport=transport, reduce_buffer_size=2000, weighted=True)
+    reference_step = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for step in range(3):
+        whole.zero_grad()
+        mean_loss(whole(of_all_ranks(MICROBATCHES, step))).backward()
+        reference_step.step()
+        optimizer.zero_grad()
+        run_step(model, rank, MICROBATCHES, step=step)
+        optimizer.step()
+    model.synchronize()
+    for a, b in zip(module.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match="take SINGLE_AUTO_SYNC"):
+        accumulate(model, 1, "multi_auto_sync", weights=[1])
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_replicate(transport):
-    def work(rank):
-        model = torchddp.replicate(Net(), transport=transport)
-        for step in range(2):
-            model.zero_grad()
-            run_step(model, rank, MICROBATCHES, step=step)
-            assert_same(model, reference(MICROBATCHES, step=step))
-
-    run_ranks(work, 4)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_join(transport):
+@over_both
+@on_ranks(4)
+def test_join(rank, transport):
     """Ranks that have run out of inputs have no weight."""
     steps = [3, 1, 2, 0]
-
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL, weighted=True)
-        with model.join():
-            for step in range(steps[rank]):
-                model.zero_grad()
-                model.weigh(2 + rank)
-                mean_loss(model(samples(rank, 10 * step, 2 + rank))).backward()
-                present = [[2 + r] if steps[r] > step else [0] for r in range(4)]
-                assert_same(model, reference(present, step=step))
-        plain = torchddp.DistributedDataParallel(Net(), transport=transport)
-        with plain.join(), pytest.raises(RuntimeError, match="weighted=True"):
-            plain(samples(rank, 0, 1))
-            plain.weigh(1)
-
-    run_ranks(work, 4)
-
-
-def test_under_a_manager():
-    def work(rank):
-        manager = FakeManager()
-        model = torchddp.fault_tolerance.DistributedDataParallel(manager, Net(), bucket_cap_mb=SMALL)
-        for step in range(3):
-            manager.start_quorum()
+    model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL, weighted=True)
+    with model.join():
+        for step in range(steps[rank]):
             model.zero_grad()
+            model.weigh(2 + rank)
+            mean_loss(model(samples(rank, 10 * step, 2 + rank))).backward()
+            present = [[2 + r] if steps[r] > step else [0] for r in range(4)]
+            assert_same(model, reference(present, step=step))
+    plain = DDP(Net(), transport=transport)
+    with plain.join(), pytest.raises(RuntimeError, match="weighted=True"):
+        plain(samples(rank, 0, 1))
+        plain.weigh(1)
+
+
+@on_ranks(4)
+def test_managers_calls_and_copies(rank):
+    # Under a manager.
+    manager = FakeManager()
+    model = torchddp.fault_tolerance.DistributedDataParallel(manager, Net(), bucket_cap_mb=SMALL)
+    for step in range(3):
+        manager.start_quorum()
+        model.zero_grad()
+        run_step(model, rank, MICROBATCHES, step=step)
+        assert manager.should_commit()
+        assert_same(model, reference(MICROBATCHES, step=step))
+
+    # The last call counts, and a microbatch that the program has thought better of does not.
+    model = DDP(Net())
+    with model.no_sync():
+        model.weigh(50)
+        mean_loss(model(samples(rank, 7, 5))).backward()
+    model.zero_grad()
+    model.weigh(99)
+    run_step(model, rank, MICROBATCHES)
+    assert_same(model, reference(MICROBATCHES))
+    check_steps(copy.deepcopy(DDP(Net(), weighted=True)), rank, steps=1)
+
+    # Steps with and without weights.
+    model, plain = (DDP(Net(), bucket_cap_mb=SMALL) for _ in range(2))
+    for step in range(4):
+        model.zero_grad()
+        if step % 2:
+            plain.zero_grad()
+            for ddp in (model, plain):
+                mean_loss(ddp(samples(rank, 10 * step, 1 + rank))).backward()
+            assert_same(model, grads_of(plain), rtol=0, atol=0)
+        else:
             run_step(model, rank, MICROBATCHES, step=step)
-            assert manager.should_commit()
             assert_same(model, reference(MICROBATCHES, step=step))
 
-    run_ranks(work, 4)
 
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_no_weight_at_all(transport):
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL)
-        zeros = torchddp.DistributedDataParallel(Net(), transport=transport, zero_weights="zeros")
-        for step in range(3):
-            nothing = step % 2 == 0  # the first step too, whose total the others are scaled by
-            for ddp in (model, zeros):
-                ddp.zero_grad()
-                ddp.weigh(0 if nothing else 1 + rank)
-                loss = mean_loss(ddp(samples(rank, 10 * step, 0 if nothing else 1 + rank)))
-                if nothing and ddp is model:
-                    with pytest.raises(ValueError, match=rf"rank {rank}, step {step + 1}: no rank .*weight above 0"):
-                        loss.backward()
-                else:
+@over_both
+@on_ranks(2)
+def test_no_weight_at_all(rank, transport):
+    model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL)
+    zeros = DDP(Net(), transport=transport, zero_weights="zeros")
+    for step in range(3):
+        nothing = step % 2 == 0  # the first step too, whose total the others are scaled by
+        for ddp in (model, zeros):
+            ddp.zero_grad()
+            ddp.weigh(0 if nothing else 1 + rank)
+            loss = mean_loss(ddp(samples(rank, 10 * step, 0 if nothing else 1 + rank)))
+            if nothing and ddp is model:
+                with pytest.raises(ValueError, match=rf"rank {rank}, step {step + 1}: no rank .*weight above 0"):
                     loss.backward()
-                if nothing:
-                    assert all(not grad.any() for grad in grads_of(ddp).values())
-                else:
-                    assert_same(ddp, reference([[1], [2]], step=step))
+            else:
+                loss.backward()
+            if nothing:
+                assert all(not grad.any() for grad in grads_of(ddp).values())
+            else:
+                assert_same(ddp, reference([[1], [2]], step=step))
 
-    run_ranks(work, 2)
 
-
-def test_a_backward_without_a_weight():
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), weighted=True)
-        with pytest.raises(RuntimeError, match=rf"rank {rank}: a backward has begun .*Call weigh\(n\) before each"):
+@on_ranks(2)
+def test_missing_and_wrong_weights(rank):
+    model = DDP(Net(), weighted=True)
+    with pytest.raises(RuntimeError, match=rf"rank {rank}: a backward has begun .*Call weigh\(n\) before each"):
+        mean_loss(model(samples(rank, 0, 2))).backward()
+    model.zero_grad()
+    mean_loss(model.module(samples(rank, 0, 2))).backward()  # not the model's business
+    with pytest.raises(RuntimeError, match=rf"rank {rank}: weigh\(\) was called, but there are gradients of"):
+        model.weigh(1)
+    check_steps(model, rank, [[1], [2]], steps=1)
+    model = DDP(Net())
+    with model.no_sync():
+        model.weigh(2)
+        mean_loss(model(samples(rank, 0, 2))).backward()
+        with pytest.raises(RuntimeError, match="gets a second gradient since weigh"):
             mean_loss(model(samples(rank, 0, 2))).backward()
-        model.zero_grad()
-        mean_loss(model.module(samples(rank, 0, 2))).backward()  # not the model's business
-        with pytest.raises(RuntimeError, match=rf"rank {rank}: weigh\(\) was called, but there are gradients of"):
-            model.weigh(1)
-        model.zero_grad()
-        run_step(model, rank, [[1], [2]])
-        assert_same(model, reference([[1], [2]]))
-        loose = torchddp.DistributedDataParallel(Net())
-        with loose.no_sync():
-            loose.weigh(2)
-            mean_loss(loose(samples(rank, 0, 2))).backward()
-            with pytest.raises(RuntimeError, match="gets a second gradient since weigh"):
-                mean_loss(loose(samples(rank, 0, 2))).backward()
-        loose.zero_grad()
-        with loose.no_sync():
-            mean_loss(loose(samples(rank, 0, 2))).backward()
-        with pytest.raises(RuntimeError, match=rf"rank {rank}: weigh\(\) was called, but there are gradients of"):
-            loose.weigh(1)
-
-    run_ranks(work, 2)
-
-
-def test_gradients_without_a_weight_that_were_cleared_or_averaged():
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net())
-        for set_to_none in (True, False):
-            model.zero_grad()
-            with model.no_sync():
-                mean_loss(model(samples(rank, 7, 2))).backward()
-            model.zero_grad(set_to_none)
-            run_step(model, rank, [[1], [2]])
-            assert_same(model, reference([[1], [2]]))
-        model.zero_grad()
-        for count in range(2):  # a step of two microbatches that has no weights
-            with model.no_sync() if count == 0 else nullcontext():
-                mean_loss(model(samples(rank, count, 2))).backward()
+    model.zero_grad()
+    with model.no_sync():
+        mean_loss(model(samples(rank, 0, 2))).backward()
+    with pytest.raises(RuntimeError, match=rf"rank {rank}: weigh\(\) was called, but there are gradients of"):
         model.weigh(1)
 
-    run_ranks(work, 2)
+    model = DDP(Net())
+    for bad in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"the weight on rank {rank} must be 0 or more, and finite"):
+            model.weigh(bad)
+    for bad in ("many", "3", b"3", None, torch.ones(2)):
+        with pytest.raises(TypeError, match=f"the weight on rank {rank} must be a number"):
+            model.weigh(bad)
+    with pytest.raises(ValueError, match='loss must be "mean" or "sum"'):
+        model.weigh(1, loss="max")
+    with pytest.raises(ValueError, match='zero_weights must be "raise" or "zeros"'):
+        DDP(Net(), zero_weights="skip")
+    with pytest.raises(ValueError, match="a weight for each of the 3 microbatches, got 2"):
+        accumulate(model, 3, weights=[1, 2])
+    with pytest.raises(ValueError, match=f"rank {rank} must be 0 or more"):
+        accumulate(model, 1, weights=[-1])
+    for other in (model.module, nn.parallel.DistributedDataParallel(Net())):
+        with pytest.raises(RuntimeError, match="weights= needs torchddp.DistributedDataParallel"):
+            accumulate(other, 1, weights=[1])
+    model.weigh(torch.tensor([3]))
+    mean_loss(model(samples(rank, 0, 3))).backward()
 
 
-class SharedLast(nn.Module):
-    """Its last layer is checkpointed several times, as that of a model that shares its layers."""
+@over_both
+@on_ranks(3)
+def test_weights_travel_beside_the_first_bucket_of_the_group(rank, transport):
+    """One number a step. A new group has a new total."""
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.shared = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        hidden = self.first(x)
-        for _ in range(3):
-            hidden = checkpoint(lambda t: torch.tanh(self.shared(t)), hidden, use_reentrant=True)
-        return hidden
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_parameter_in_several_checkpoints_of_a_static_graph(transport):
-    def work(rank):
-        model = torchddp.DistributedDataParallel(SharedLast(), transport=transport, static_graph=True)
-        counts = per_rank(SAMPLES, 2)
-        for step in range(3):
-            model.zero_grad()
-            run_step(model, rank, counts, step=step)
-            whole = SharedLast()
-            mean_loss(whole(torch.cat([samples(r, 10 * step, n) for r, (n,) in enumerate(counts)]))).backward()
-            assert_same(model, {name: p.grad for name, p in whole.named_parameters()})
-
-    run_ranks(work, 2)
-
-
-def test_wrong_weights():
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net())
-        for bad in (-1, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match=f"the weight on rank {rank} must be 0 or more, and finite"):
-                model.weigh(bad)
-        for bad in ("many", "3", b"3", None, torch.ones(2)):
-            with pytest.raises(TypeError, match=f"the weight on rank {rank} must be a number"):
-                model.weigh(bad)
-        with pytest.raises(ValueError, match='loss must be "mean" or "sum"'):
-            model.weigh(1, loss="max")
-        with pytest.raises(ValueError, match='zero_weights must be "raise" or "zeros"'):
-            torchddp.DistributedDataParallel(Net(), zero_weights="skip")
-        model.weigh(torch.tensor([3]))
-        mean_loss(model(samples(rank, 0, 3))).backward()
-
-    run_ranks(work, 2)
-
-
-def test_the_last_call_counts_and_what_was_dropped_does_not():
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net())
-        with model.no_sync():
-            model.weigh(50)
-            mean_loss(model(samples(rank, 7, 5))).backward()
-        model.zero_grad()  # a microbatch that the program has thought better of
-        model.weigh(99)
-        run_step(model, rank, MICROBATCHES)
-        assert_same(model, reference(MICROBATCHES))
-
-    run_ranks(work, 4)
-
-
-def test_main_gradients_that_were_dropped():
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), main_grads=torch.float32)
-        with model.no_sync():
-            model.weigh(50)
-            mean_loss(model(samples(rank, 7, 5))).backward()
-        for p in model.parameters():
-            p.main_grad = None
-        run_step(model, rank, MICROBATCHES)
-        for name, want in reference(MICROBATCHES).items():
-            got = model.module.get_parameter(name).main_grad
-            torch.testing.assert_close(got, want, **TOLERANCE[torch.float32])
-
-    run_ranks(work, 4)
-
-
-def test_steps_with_and_without_weights():
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), bucket_cap_mb=SMALL)
-        plain = torchddp.DistributedDataParallel(Net(), bucket_cap_mb=SMALL)
-        for step in range(4):
-            model.zero_grad()
-            if step % 2:
-                plain.zero_grad()
-                for ddp in (model, plain):
-                    mean_loss(ddp(samples(rank, 10 * step, 1 + rank))).backward()
-                for name, grad in grads_of(plain).items():
-                    assert torch.equal(grads_of(model)[name], grad), name
-            else:
-                run_step(model, rank, MICROBATCHES, step=step)
-                assert_same(model, reference(MICROBATCHES, step=step))
-
-    run_ranks(work, 4)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_weights_travel_beside_the_first_bucket(transport):
-    """One number a step."""
-
-    def sent_bytes(model):
+    def sent_bytes():
         return sum(payload for payload, _ in model.reducer.transport.traffic.values())
 
-    def work(rank):
-        sent = []
-        model = torchddp.DistributedDataParallel(Net(), transport=transport)
-        for weighted in (False, False, False, True, True):  # in the second step buckets are rebuilt
-            before = sent_bytes(model)
-            model.zero_grad()
-            if weighted:
-                model.weigh(2 + rank)
-            mean_loss(model(samples(rank, 0, 2))).backward()
-            sent.append(sent_bytes(model) - before)
-        assert sent[3] == sent[4] == sent[2] + 8
+    sent = []
+    model = DDP(Net(), transport=transport)
+    for weighted in (False, False, False, True, True):  # in the second step buckets are rebuilt
+        before = sent_bytes()
+        model.zero_grad()
+        if weighted:
+            model.weigh(2 + rank)
+        mean_loss(model(samples(rank, 0, 2))).backward()
+        sent.append(sent_bytes() - before)
+    assert sent[3] == sent[4] == sent[2] + 8
 
-    run_ranks(work, 2)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_new_group_has_a_new_total(transport):
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport=transport)
-        run_step(model, rank, per_rank(SAMPLES, 3))
-        pair = dist.new_group([0, 1])
-        if rank == 2:
-            return
+    pair = dist.new_group([0, 1])
+    if rank < 2:
         model._update_process_group(pair)
         model.zero_grad()
-        run_step(model, rank, per_rank(SAMPLES, 2), step=1)
-        assert_same(model, reference(per_rank(SAMPLES, 2), step=1))
-
-    run_ranks(work, 3)
+        run_step(model, rank, SAMPLES[:2], step=1)
+        assert_same(model, reference(SAMPLES[:2], step=1))
 
 
-def test_copies_weigh_too():
-    def work(rank):
-        model = copy.deepcopy(torchddp.DistributedDataParallel(Net(), weighted=True))
-        run_step(model, rank, MICROBATCHES)
-        assert_same(model, reference(MICROBATCHES))
+@functools.cache
+def exact_means(step):
+    """The means of what each rank computes in bfloat16, summed up in double."""
+    total = [0.0] * len(list(Net().parameters()))
+    for rank, counts in enumerate(MICROBATCHES):
+        for micro, count in enumerate(counts):
+            if count:
+                single = Net(torch.bfloat16)
+                mean_loss(single(samples(rank, 10 * step + micro, count, torch.bfloat16))).backward()
+                total = [t + count * p.grad.double() for t, p in zip(total, single.parameters(), strict=True)]
+    return [t / sum(map(sum, MICROBATCHES)) for t in total]
 
-    run_ranks(work, 4)
 
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("where", ["main_grad", "grad"])
-def test_in_fp32_beside_16_bit_parameters(where, transport):
-    """As exact as fp32 sums of what each rank computes in bfloat16."""
-
-    def work(rank):
-        model = torchddp.DistributedDataParallel(
-            Net(torch.bfloat16), transport=transport, bucket_cap_mb=SMALL, main_grads=torch.float32, main_grads_as=where
-        )
+@over_both
+@on_ranks(4)
+def test_in_fp32_beside_16_bit_parameters(rank, transport):
+    """As exact as fp32 sums."""
+    for where in each(["main_grad", "grad"]):
+        options = {"main_grads": torch.float32, "main_grads_as": where, "bucket_cap_mb": SMALL}
+        model = DDP(Net(torch.bfloat16), transport=transport, **options)
         for step in range(2):
             model.zero_grad()
             run_step(model, rank, MICROBATCHES, torch.bfloat16, step)
-            total = [0.0] * len(list(model.parameters()))
-            for other, counts in enumerate(MICROBATCHES):
-                for micro, count in enumerate(counts):
-                    single = Net(torch.bfloat16)
-                    if count:
-                        mean_loss(single(samples(other, 10 * step + micro, count, torch.bfloat16))).backward()
-                        total = [t + count * p.grad.double() for t, p in zip(total, single.parameters(), strict=True)]
-            everything = sum(map(sum, MICROBATCHES))
-            for p, want in zip(model.parameters(), total, strict=True):
-                got = p.main_grad if where == "main_grad" else p.grad
+            for p, want in zip(model.parameters(), exact_means(step), strict=True):
+                got = getattr(p, where)
                 assert got.dtype == torch.float32
-                torch.testing.assert_close(got.double(), want / everything, rtol=1e-5, atol=1e-7)
-
-    run_ranks(work, 4)
+                torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("main_grads", [False, True], ids=["grad", "main_grad"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_thawed_in_the_middle_of_a_step(transport, main_grads):
+@over_both
+@on_ranks(4)
+def test_thawed_in_the_middle_of_a_step(rank, transport):
     """What has been accumulated keeps its weight."""
-    options = {"main_grads": torch.float32} if main_grads else {}
-
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
+    for options in each([{}, {"main_grads": torch.float32}]):
+        model = DDP(Net(), transport=transport, bucket_cap_mb=SMALL, **options)
         model.module.other.requires_grad_(False)
         for micro, count in enumerate(MICROBATCHES[rank]):
             if micro == 1:
@@ -606,17 +402,14 @@ def test_thawed_in_the_middle_of_a_step(transport, main_grads):
         for name, want in reference(MICROBATCHES).items():
             if not name.startswith("other"):
                 p = model.module.get_parameter(name)
-                torch.testing.assert_close(p.main_grad if main_grads else p.grad, want, **TOLERANCE[torch.float32])
-
-    run_ranks(work, 4)
+                torch.testing.assert_close(p.main_grad if options else p.grad, want, **TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("auto", [False, True])
-def test_thawed_after_the_first_microbatch_of_a_step(auto):
-    """Of those gradients nobody knows the weights."""
-
-    def work(rank):
-        model = torchddp.DistributedDataParallel(Net(), auto_refresh_trainable=auto)
+@on_ranks(2)
+def test_thawed_after_the_first_microbatch_of_a_step(rank):
+    """The weights of those gradients are unknown."""
+    for auto in each([False, True]):
+        model = DDP(Net(), auto_refresh_trainable=auto)
         model.module.other.requires_grad_(False)
         model.refresh_trainable()
         run_step(model, rank, MICROBATCHES)
@@ -630,7 +423,73 @@ def test_thawed_after_the_first_microbatch_of_a_step(auto):
         model.zero_grad()
         if not auto:
             model.refresh_trainable()
+        check_steps(model, rank, [[1], [2]], steps=1)
+
+
+@on_ranks(2)
+def test_gradients_without_a_weight_that_were_cleared_or_averaged(rank):
+    model = DDP(Net())
+    for set_to_none in (True, False):
+        model.zero_grad()
+        with model.no_sync():
+            mean_loss(model(samples(rank, 7, 2))).backward()
+        model.zero_grad(set_to_none)
         run_step(model, rank, [[1], [2]])
         assert_same(model, reference([[1], [2]]))
+    model.zero_grad()
+    for count in range(2):  # a step of two microbatches that has no weights
+        with model.no_sync() if count == 0 else nullcontext():
+            mean_loss(model(samples(rank, count, 2))).backward()
+    model.weigh(1)
 
-    run_ranks(work, 2)
+
+@on_ranks(4)
+def test_main_gradients_that_were_dropped(rank):
+    model = DDP(Net(), main_grads=torch.float32)
+    with model.no_sync():
+        model.weigh(50)
+        mean_loss(model(samples(rank, 7, 5))).backward()
+    for p in model.parameters():
+        p.main_grad = None
+    run_step(model, rank, MICROBATCHES)
+    for name, want in reference(MICROBATCHES).items():
+        torch.testing.assert_close(model.module.get_parameter(name).main_grad, want, **TOLERANCE[torch.float32])
+
+
+@on_ranks(2)
+def test_totals_that_grow_far_beyond_the_first(rank):
+    """float16 ends at 65504, and has nothing below 6e-8."""
+    for first, later in each([(1e-3, 1e4), (1e5, 1e-6)]):
+        model = DDP(Net(), transport="shm", wire_dtype=torch.float16)
+        for step, times in enumerate([first, later, later]):
+            model.zero_grad()
+            model.weigh(times * (1 + rank))
+            mean_loss(model(samples(rank, 10 * step, 1 + rank))).backward()
+        assert_close(model, reference([[1], [2]], step=2), 0.02)
+
+
+class SharedLast(nn.Module):
+    """Its last layer is checkpointed several times, as in a model that shares its layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.shared = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        for _ in range(3):
+            hidden = checkpoint(lambda t: torch.tanh(self.shared(t)), hidden, use_reentrant=True)
+        return hidden
+
+
+@over_both
+@on_ranks(2)
+def test_a_parameter_in_several_checkpoints_of_a_static_graph(rank, transport):
+    model = DDP(SharedLast(), transport=transport, static_graph=True)
+    for step in range(3):
+        model.zero_grad()
+        run_step(model, rank, SAMPLES[:2], step=step)
+        whole = SharedLast()
+        mean_loss(whole(of_all_ranks(SAMPLES[:2], step))).backward()
+        assert_same(model, grads_of(whole))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import same_on_all_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "weighted_means.md"
@@ -34,27 +34,23 @@ def run(code, monkeypatch):
     return names
 
 
-def test_one_backward(monkeypatch):
-    def work(rank):
-        torch.manual_seed(rank)
-        names = run(code_blocks()[0], monkeypatch)
-        everything = [None] * 4
-        dist.all_gather_object(everything, (names["inputs"], names["labels"]))
-        model = names["model"].module
-        mine = model.weight.grad.clone()
-        inputs, labels = (torch.cat(parts) for parts in zip(*everything, strict=True))
-        model.zero_grad()
-        torch.nn.functional.cross_entropy(model(inputs), labels).backward()
-        torch.testing.assert_close(mine, model.weight.grad)
-        assert len(labels) == 15
-
-    run_ranks(work, 4)
+@on_ranks(4)
+def test_one_backward(rank, monkeypatch):
+    torch.manual_seed(rank)
+    names = run(code_blocks()[0], monkeypatch)
+    everything = [None] * 4
+    dist.all_gather_object(everything, (names["inputs"], names["labels"]))
+    model = names["model"].module
+    mine = model.weight.grad.clone()
+    inputs, labels = (torch.cat(parts) for parts in zip(*everything, strict=True))
+    model.zero_grad()
+    torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+    torch.testing.assert_close(mine, model.weight.grad)
+    assert len(labels) == 15
 
 
+@on_ranks(2)
 def test_several_microbatches(monkeypatch):
-    def work(rank):
-        names = run(code_blocks()[1], monkeypatch)
-        assert same_on_all_ranks([p.detach() for p in names["model"].parameters()])
-        assert all(p.isfinite().all() for p in names["model"].parameters())
-
-    run_ranks(work, 2)
+    names = run(code_blocks()[1], monkeypatch)
+    assert same_on_all_ranks([p.detach() for p in names["model"].parameters()])
+    assert all(p.isfinite().all() for p in names["model"].parameters())

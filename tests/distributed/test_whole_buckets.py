@@ -3,31 +3,25 @@
 import pytest
 import torch
 
-from tests.behaviours import BEHAVIOURS
+from tests.behaviours import BEHAVIOURS, read_logs, run_behaviours
 from tests.gpu.test_pack_gpu import FLOATS, Given, assert_same, random_values, scaled
-from tests.harness import run_ranks
+from tests.harness import each, on_ranks, run_ranks
 from tests.models import Mlp, assert_grads, grads_of, seeded, step_on
 from tests.whole_buckets import LargeApart, WholeBuckets
 
 pytestmark = pytest.mark.beyond_torch("packs whole buckets in its own way")
 
 
-def _one(rank, check, whole):
-    check(whole, rank)
-
-
-@pytest.mark.parametrize("behaviour", list(BEHAVIOURS.values()), ids=lambda behaviour: behaviour.name)
 @pytest.mark.parametrize("whole", [WholeBuckets, LargeApart])
-def test_behaviour(behaviour, whole):
-    run_ranks(_one, 2, behaviour.check, whole)
+def test_behaviours(whole, tmp_path):
+    run_ranks(run_behaviours, 2, whole, BEHAVIOURS, tmp_path / "log", timeout=110)
+    found = read_logs(tmp_path / "log", 2)
+    assert found == dict.fromkeys(BEHAVIOURS), "\n".join(f"{name}: {error}" for name, error in found.items() if error)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("transport", ["c10d", "auto"])
-@pytest.mark.parametrize("views", [None, True, False])
-@pytest.mark.parametrize("whole_class", [WholeBuckets, LargeApart])
-def test_same_bits_as_packing_in_the_hook(ddp_class, world_size, transport, views, whole_class):
-    def work(rank):
+@on_ranks(1, 3)
+def test_same_bits_as_packing_in_the_hook(rank, ddp_class, world_size):
+    for transport, views, whole_class in each(["c10d", "auto"], [None, True, False], [WholeBuckets, LargeApart]):
         options = {"transport": transport, "gradient_as_bucket_view": views, "bucket_cap_mb": 0.001}
         ours, whole = ddp_class(seeded(Mlp), **options), whole_class(seeded(Mlp), **options)
         assert len(whole.reducer.plan.buckets) > 1
@@ -42,15 +36,11 @@ def test_same_bits_as_packing_in_the_hook(ddp_class, world_size, transport, view
             exact = world_size < 3 or whole_class is WholeBuckets
             assert_grads(grads_of(whole), grads_of(ours), 0 if exact else 1e-14, f"step {step}")
 
-    run_ranks(work, world_size)
 
-
-@pytest.mark.parametrize("nonfinite", [False, True])
-@pytest.mark.parametrize("views", [None, True])
-def test_gradients_become_memory_of_the_bucket(views, nonfinite):
+@on_ranks(2)
+def test_gradients_become_memory_of_the_bucket(rank):
     """No second copy of them is kept, and none is copied back."""
-
-    def work(rank):
+    for views, nonfinite in each([None, True], [False, True]):
         options = {} if views is None else {"gradient_as_bucket_view": views}
         whole = WholeBuckets(seeded(Mlp), find_nonfinite=nonfinite, **options)
         for step in range(3):
@@ -64,52 +54,42 @@ def test_gradients_become_memory_of_the_bucket(views, nonfinite):
             }
             assert len(begins) == 1 < len(bucket.params)
 
-    run_ranks(work, 2)
+
+CPU = torch.device("cpu")
+NUMELS = [1, 5, 4096, 70_001]
 
 
-@pytest.mark.parametrize("gradient", FLOATS, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_same_bits_whatever_gradients_and_parameters_are(ddp_class, dtype, gradient):
-    """Torch's operators, which move gradients where no kernel can, round as the kernels do: once."""
-    numels = [1, 5, 4096, 70_001]
-    wide = gradient if torch.promote_types(dtype, gradient) == gradient else torch.promote_types(dtype, gradient)
-
-    def made(kind, divisor, views):
-        ddp = kind(Given(numels, dtype, torch.device("cpu")), bucket_cap_mb=25, gradient_as_bucket_view=views)
-        ddp.reducer.set_divisor(lambda: divisor)
-        if gradient != dtype:
-            ddp.reducer._set_mixed_precision_param_dtype(gradient)
-            for param in ddp.parameters():
-                param.grad_dtype = None
-        return ddp
-
-    def work(rank):
-        cpu = torch.device("cpu")
-        values = [random_values(numel, gradient, cpu, k) for k, numel in enumerate(numels)]
-        for views in (True, False):
-            for divisor in (1, 3):
-                hooked, whole = (made(kind, divisor, views) for kind in (ddp_class, WholeBuckets))
-                for ddp in (hooked, whole):
-                    ddp([value.clone() for value in values]).backward()
-                for mine, theirs, value in zip(whole.parameters(), hooked.parameters(), values, strict=True):
-                    assert_same(mine.grad, theirs.grad)
-                    kept = mine.grad.dtype
-                    assert_same(mine.grad, scaled(value.to(wide), divisor).to(dtype).to(kept))
-
-    run_ranks(work, 1)
+def given(kind, dtype, gradient, divisor, views):
+    ddp = kind(Given(NUMELS, dtype, CPU), bucket_cap_mb=25, gradient_as_bucket_view=views)
+    ddp.reducer.set_divisor(lambda: divisor)
+    if gradient != dtype:
+        ddp.reducer._set_mixed_precision_param_dtype(gradient)
+        for param in ddp.parameters():
+            param.grad_dtype = None
+    return ddp
 
 
-def test_gradients_that_lie_elsewhere_in_the_bucket_are_read_before_they_are_overwritten():
-    def work(rank):
-        whole = WholeBuckets(Given([6, 6], torch.float32, torch.device("cpu")), gradient_as_bucket_view=True)
-        values = [torch.arange(6.0), torch.arange(6.0) + 10]
-        whole(values).backward()
-        first, second = whole.parameters()
-        first.grad, second.grad = second.grad, first.grad
-        with whole.no_sync():
-            whole([torch.zeros(6), torch.zeros(6)]).backward()
-        whole([torch.ones(6), torch.ones(6)]).backward()
-        assert_same(first.grad, values[1] + 1)
-        assert_same(second.grad, values[0] + 1)
+@on_ranks(1)
+def test_bits_of_all_dtypes_and_of_gradients_that_lie_elsewhere(ddp_class):
+    # Torch's operators, which move gradients where no kernel can, round as the kernels do: once.
+    for dtype, gradient, views, divisor in each(FLOATS, FLOATS, (True, False), (1, 3)):
+        wide = gradient if torch.promote_types(dtype, gradient) == gradient else torch.promote_types(dtype, gradient)
+        values = [random_values(numel, gradient, CPU, k) for k, numel in enumerate(NUMELS)]
+        hooked, whole = (given(kind, dtype, gradient, divisor, views) for kind in (ddp_class, WholeBuckets))
+        for ddp in (hooked, whole):
+            ddp([value.clone() for value in values]).backward()
+        for mine, theirs, value in zip(whole.parameters(), hooked.parameters(), values, strict=True):
+            assert_same(mine.grad, theirs.grad)
+            assert_same(mine.grad, scaled(value.to(wide), divisor).to(dtype).to(mine.grad.dtype))
 
-    run_ranks(work, 1)
+    # Gradients that lie elsewhere in the bucket are read before they are overwritten.
+    whole = WholeBuckets(Given([6, 6], torch.float32, CPU), gradient_as_bucket_view=True)
+    values = [torch.arange(6.0), torch.arange(6.0) + 10]
+    whole(values).backward()
+    first, second = whole.parameters()
+    first.grad, second.grad = second.grad, first.grad
+    with whole.no_sync():
+        whole([torch.zeros(6), torch.zeros(6)]).backward()
+    whole([torch.ones(6), torch.ones(6)]).backward()
+    assert_same(first.grad, values[1] + 1)
+    assert_same(second.grad, values[0] + 1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
@@ -25,6 +23,7 @@ class Finder(PathFinder):
 sys.meta_path[sys.meta_path.index(PathFinder)] = Finder  # before torch looks for numpy
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
@@ -48,16 +47,6 @@ def train(model: nn.Module, rank: int, optimizer: Any = None, steps: int = 3) ->
             optimizer.zero_grad()
 
 
-@contextmanager
-def raises(kind: type[Exception], words: str) -> Iterator[None]:
-    try:
-        yield
-    except kind as error:
-        assert words in str(error), error
-    else:
-        raise AssertionError(f"no {kind.__name__} with {words!r}")
-
-
 def with_options(rank: int) -> None:
     for options in (
         {},
@@ -75,16 +64,6 @@ def with_options(rank: int) -> None:
         torchddp.check_parameters(copy)
 
 
-def automatic_buckets(rank: int) -> None:
-    train(torchddp.DDP(net(), bucket_cap_mb="auto"), rank, steps=10)
-
-
-def with_join(rank: int) -> None:
-    model = torchddp.DDP(net())
-    with model.join():
-        train(model, rank, steps=2 + rank)
-
-
 def with_hooks(rank: int) -> None:
     for name in ("fp16", "bf16", "int8", "int4", "topk", "powersgd", "sign"):
         train(torchddp.DDP(net(), comm_hook=name), rank)
@@ -93,72 +72,48 @@ def with_hooks(rank: int) -> None:
     train(model, rank)
 
 
-def sharded(rank: int) -> None:
-    module = net()
-    optimizer = OSS(module.parameters(), torch.optim.Adam, lr=0.01)
-    model = torchddp.ShardedDataParallel(module, optimizer)
-    train(model, rank, optimizer)
-    optimizer.consolidate_state_dict()
-    if rank == 0:
-        assert optimizer.state_dict()["state"]
-
-
-def averaged(rank: int) -> None:
-    module = net()
-    optimizer = torchddp.averaging.DiLoCo(module, torch.optim.SGD(module.parameters(), 0.1), sync_every=2)
-    train(module, rank, optimizer, steps=4)
-
-
-def replicated(rank: int) -> None:
-    train(torchddp.replicate(net()), rank)
-
-
-def installed(rank: int) -> None:
+def with_tools(rank: int) -> None:
+    train(torchddp.DDP(net(), bucket_cap_mb="auto"), rank, steps=10)
+    model = torchddp.DDP(net())
+    with model.join():
+        train(model, rank, steps=2 + rank)
+    with torchddp.profiler.profile(model) as profile:
+        train(model, rank, steps=4)
+    profile.gather()
     torchddp.install()
     train(nn.parallel.DistributedDataParallel(net()), rank)
     torchddp.uninstall()
 
 
-def profiled(rank: int) -> None:
-    model = torchddp.DDP(net())
-    with torchddp.profiler.profile(model) as profile:
-        train(model, rank, steps=4)
-    profile.gather()
+def otherwise(rank: int) -> None:
+    """Sharded, averaged, replicated."""
+    module = net()
+    optimizer = OSS(module.parameters(), torch.optim.Adam, lr=0.01)
+    train(torchddp.ShardedDataParallel(module, optimizer), rank, optimizer)
+    optimizer.consolidate_state_dict()
+    if rank == 0:
+        assert optimizer.state_dict()["state"]
+    module = net()
+    train(module, rank, torchddp.averaging.DiLoCo(module, torch.optim.SGD(module.parameters(), 0.1), sync_every=2), 4)
+    train(torchddp.replicate(net()), rank)
 
 
 def differing_models(rank: int) -> None:
-    with raises(RuntimeError, "DDP expects same model across all ranks"):
+    with pytest.raises(RuntimeError, match="DDP expects same model across all ranks"):
         torchddp.DDP(nn.Linear(4, 2 + rank))
-    with raises(ValueError, "The ranks chose different transports"):
+    with pytest.raises(ValueError, match="The ranks chose different transports"):
         torchddp.DDP(net(), transport=("shm", "c10d")[rank])
-
-
-WAYS: tuple[Callable[[int], None], ...] = (
-    with_options,
-    automatic_buckets,
-    with_join,
-    with_hooks,
-    sharded,
-    averaged,
-    replicated,
-    installed,
-    profiled,
-    differing_models,
-)
 
 
 def main(store_path: str, rank: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    with raises(RuntimeError, "Numpy is not available"):
+    with pytest.raises(RuntimeError, match="Numpy is not available"):
         torch.zeros(1).numpy()
     store = dist.FileStore(store_path, 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    for way in WAYS:
-        try:
-            way(rank)
-        except Exception as error:
-            raise RuntimeError(f"rank {rank}, {way.__name__}") from error
+    for way in (with_options, with_hooks, with_tools, otherwise, differing_models):
+        way(rank)
     assert not MISSING & set(sys.modules), MISSING & set(sys.modules)
     dist.barrier()
     print("trained", flush=True)

@@ -1,0 +1,446 @@
+"""Operations of the torchddp_shm backend: handles, all-reduces too large for a post, point-to-point messages."""
+
+import functools
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ReduceOp
+
+from tests.harness import each, on_ranks, run_ranks
+from tests.shm_backend import shm_group, stamp
+from torchddp import TransportError
+
+in_posts_and_not = pytest.mark.parametrize("numel", [10, 50_000])
+
+
+@in_posts_and_not
+@on_ranks(2)
+def test_operations_overlap_and_are_waited_for_in_any_order(rank, numel):
+    group = shm_group()
+    want = [stamp(0, numel + i) + stamp(1, numel + i) for i in range(100)]  # more than may be under way at once
+    tensors = [stamp(rank, numel + i) for i in range(100)]
+    works = [dist.all_reduce(t, group=group, async_op=True) for t in tensors]
+    for handle in reversed(works):
+        assert handle.wait() and handle.is_completed() and handle.is_success()
+    assert all(torch.equal(t, w) for t, w in zip(tensors, want, strict=True))
+    for handle in works:
+        handle.wait()  # again
+    tensor = stamp(rank, numel)
+    handle = dist.all_reduce(tensor, group=group, async_op=True)
+    while not handle.is_completed():
+        time.sleep(0.001)
+    assert torch.equal(tensor, want[0])
+
+
+@in_posts_and_not
+@on_ranks(2)
+def test_futures_come_without_anybody_waiting(rank, numel):
+    group = shm_group()
+    tensors = [stamp(rank, numel + i) for i in range(5)]
+    works = [dist.all_reduce(t, group=group, async_op=True) for t in tensors]
+    futures = [handle.get_future().then(lambda f: f.value()[0].sum().item()) for handle in works]
+    for i in reversed(range(5)):
+        assert futures[i].wait() == (stamp(0, numel + i) + stamp(1, numel + i)).sum().item()
+    done = dist.all_reduce(tensors[0], group=group, async_op=True)
+    done.wait()
+    assert torch.equal(done.get_future().wait()[0], tensors[0]) and done.get_future().done()
+    assert torch.equal(done.result()[0], tensors[0])
+    handle = dist.all_gather([torch.zeros(numel) for _ in range(2)], stamp(rank, numel), group, async_op=True)
+    assert torch.equal(handle.get_future().wait()[1], stamp(1, numel))
+    assert dist.barrier(group=group, async_op=True).get_future().wait() == []
+
+
+@on_ranks(2)
+def test_futures_asked_for_while_others_are_let_go_of(rank):
+    """Who lets go of a Future with a Python callback waits for the GIL, which whoever asks for the next one holds."""
+    group = shm_group()
+    sums = []
+    for i in range(2000):
+        tensor = stamp(rank, 50_000 if i % 8 == 0 else 10)
+        future = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+        future.then(lambda f: sums.append(f.value()[0][1].item()))
+        del tensor, future
+    dist.barrier(group=group)
+    deadline_s = time.monotonic() + 20
+    while len(sums) < 2000 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert sums == [(stamp(0, 10) + stamp(1, 10))[1].item()] * 2000
+
+
+@pytest.mark.rest_is_thorough("10")
+@in_posts_and_not
+@on_ranks(3)
+def test_nobody_hangs_on_a_rank_that_never_waits(rank, numel):
+    """Rank 0 drops its handles and computes on; the others need its part of the work."""
+    group = shm_group()
+    parts = [torch.zeros(numel) for _ in range(3)]
+    handle = dist.all_gather(parts, stamp(rank, numel), group=group, async_op=True)
+    if rank == 0:
+        del handle
+        time.sleep(3)
+    else:
+        started_s = time.monotonic()
+        handle.wait()
+        assert time.monotonic() - started_s < 2
+    assert all(torch.equal(parts[r], stamp(r, numel)) for r in range(3))
+    tensor = stamp(rank, numel)
+    dist.all_reduce(tensor, group=group, async_op=True)
+    dist.destroy_process_group(group)  # completes it
+    assert torch.equal(tensor, sum(stamp(r, numel) for r in range(3)))
+
+
+@on_ranks(2)
+def test_a_limit_of_its_own_ends_the_wait_and_not_the_operation(rank):
+    group = shm_group()
+    tensor = stamp(rank, 10)
+    if rank == 1:
+        time.sleep(0.5)
+    handle = dist.all_reduce(tensor, group=group, async_op=True)
+    if rank == 0:
+        with pytest.raises(TransportError, match="rank 0: ALLREDUCE was not complete 100 ms after"):
+            handle.wait(timedelta(milliseconds=100))
+        assert not handle.is_completed()
+    handle.wait()
+    assert torch.equal(tensor, stamp(0, 10) + stamp(1, 10))
+
+
+@pytest.mark.parametrize("how", ["wait", "future"])
+@on_ranks(2)
+def test_the_groups_timeout_is_kept(rank, how):
+    group = shm_group(timeout=timedelta(seconds=1))
+    started_s = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"timed out after 1000 ms in all_reduce of 40 bytes.*rank 1"):
+            handle = dist.all_reduce(torch.ones(10), group=group, async_op=True)
+            handle.wait() if how == "wait" else handle.get_future().wait()
+        assert 0.9 < time.monotonic() - started_s < 3
+    dist.barrier()
+    with pytest.raises(TransportError, match="rank 0 gave up|timed out"):
+        for _ in range(2):  # rank 0's input to the first is there
+            dist.all_reduce(torch.ones(10), group=group)
+
+
+@pytest.mark.parametrize("how", ["wait", "future"])
+@on_ranks(2, needed_ranks=[0])
+def test_a_dead_rank_is_named_within_seconds(rank, how):
+    group = shm_group()
+    dist.barrier(group=group)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        handle = dist.all_reduce(torch.ones(50_000), group=group, async_op=True)
+        handle.wait() if how == "wait" else handle.get_future().wait()
+    assert time.monotonic() - started_s < 2
+
+
+# Of 4 MiB of float32, from which on pieces are used, and with parts of a piece, small ones too, which travel in a slot.
+SMALLEST = 1 << 20
+WHOLE = 2049  # of float32 it is the least that does not travel in a post
+NUMELS = [WHOLE, 70_001, SMALLEST, SMALLEST + 1, SMALLEST + 2 * 262_144 + 4001]
+
+needs_a_processor_each = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="ranks that share one use no pieces"
+)
+
+
+@functools.cache
+def noise(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Of very different sizes: in another order of summation the result would differ."""
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(numel, generator=generator) * 10 ** torch.randint(-3, 4, (numel,), generator=generator)
+    return values.to(dtype)
+
+
+@on_ranks(1, 2, 3)
+def test_sums_are_those_of_rank_order(rank, world_size):
+    group = shm_group()
+    for dtype, numel in each((torch.float32, torch.float64, torch.int64), NUMELS):
+        want = sum(noise(r, numel, dtype) for r in range(world_size))
+        tensor = noise(rank, numel, dtype).clone()
+        dist.all_reduce(tensor, group=group)
+        assert torch.equal(tensor, want)
+        tensor = noise(rank, numel, dtype).clone()
+        dist.all_reduce(tensor, ReduceOp.AVG, group=group)
+        rounding = None if dtype.is_floating_point else "trunc"
+        assert torch.equal(tensor, want.div(world_size, rounding_mode=rounding))
+    maximum = stamp(rank, 100_000, torch.bfloat16)
+    dist.all_reduce(maximum, ReduceOp.MAX, group=group)
+    assert torch.equal(maximum, torch.stack([stamp(r, 100_000) for r in range(world_size)]).amax(0).bfloat16())
+
+
+@on_ranks(2)
+def test_each_rank_may_call_it_in_its_own_way(rank):
+    """Waiting or not, from memory of any kind: then no rank goes by pieces, and the sums are the same."""
+    group = shm_group()
+    allocate = group._get_backend(torch.device("cpu")).allocate_tensor
+    for numel, turn in each([WHOLE, 70_001, SMALLEST + 77], range(2)):
+        other = rank == turn
+        strided = torch.zeros(numel * 2)[::2] if other else torch.zeros(numel)
+        shared = allocate(numel, dtype=torch.float32, device=torch.device("cpu"))
+        for tensor in (torch.zeros(numel), strided, shared if other else torch.zeros(numel)):
+            is_plain = tensor.is_contiguous() and tensor is not shared
+            tensor.copy_(noise(rank, numel))
+            handle = dist.all_reduce(tensor, group=group, async_op=other and is_plain)
+            if handle is not None:
+                handle.wait()
+            assert torch.equal(tensor, noise(0, numel) + noise(1, numel))
+
+
+@needs_a_processor_each
+@on_ranks(2)
+def test_they_need_no_memory_of_the_tensors_size(rank):
+    os.environ["TORCHDDP_SHM_LIMIT_MB"] = "4"
+    group = shm_group()
+    tensor = stamp(rank, 3_000_000)
+    dist.all_reduce(tensor, group=group)
+    assert torch.equal(tensor, stamp(0, 3_000_000) + stamp(1, 3_000_000))
+    with pytest.raises(TransportError, match="no room for 12.* bytes of shared memory"):
+        dist.all_reduce(tensor, group=group, async_op=True).wait()
+
+
+def test_ranks_with_tensors_of_different_sizes_are_told_both():
+    def work(rank):
+        group = shm_group()
+        with pytest.raises(TransportError) as error:
+            dist.all_reduce(torch.ones(SMALLEST + rank), group=group)
+        return str(error.value)
+
+    texts = run_ranks(work, 2)
+    assert any("4194304 bytes" in text and "4194308 bytes" in text for text in texts), texts
+
+
+@on_ranks(2, needed_ranks=[0])
+def test_a_rank_that_dies_between_pieces_is_named(rank):
+    group = shm_group()
+    tensor = torch.ones(8_000_000)
+    dist.all_reduce(tensor, group=group)
+    if rank == 1:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+    start = time.monotonic()
+    with pytest.raises(TransportError, match="rank 1 died"):
+        while time.monotonic() < start + 20:
+            dist.all_reduce(tensor, group=group)
+
+
+@on_ranks(2)
+def test_a_handler_that_raises_ends_it_for_all(rank):
+    class Enough(Exception):
+        pass
+
+    def leave(*_):
+        raise Enough
+
+    group = shm_group()
+    tensor = torch.ones(SMALLEST)
+    if rank == 0:
+        signal.signal(signal.SIGALRM, leave)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Enough):
+            dist.all_reduce(tensor, group=group)
+    else:
+        time.sleep(1)
+    with pytest.raises(TransportError, match="rank 0 gave up"):
+        dist.all_reduce(tensor, group=group)
+
+
+# Of bytes: nothing, what travels in a letter, and what does not.
+SIZES = [0, 1, 64, 488, 489, 8192, 1_048_577]
+
+
+@on_ranks(2, 3)
+def test_all_send_first_and_receive_then(rank, world_size):
+    group = shm_group()
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    for numel in SIZES:
+        dist.send(stamp(rank, numel, torch.uint8), after, group=group)
+        got = torch.zeros(numel, dtype=torch.uint8)
+        assert dist.recv(got, before, group=group) == before
+        assert torch.equal(got, stamp(before, numel, torch.uint8))
+
+
+@on_ranks(2)
+def test_order_and_tags(rank):
+    # Tags are received in any order, and each tag's messages in their own.
+    group = shm_group()
+    tags = [5, 0, 9, 5, 0]
+    for numel in (3, 5000):
+        for place, tag in enumerate(tags):
+            dist.send(stamp(rank + place, numel), 1 - rank, group=group, tag=tag)
+        for place in (2, 1, 0, 4, 3):
+            got = torch.zeros(numel)
+            dist.recv(got, 1 - rank, group=group, tag=tags[place])
+            assert torch.equal(got, stamp(1 - rank + place, numel))
+
+    # Asynchronous ones are posted and waited for in any order.
+    group = shm_group()
+    count = 100  # more than a lane has letters
+    got = [torch.zeros(i * 30) for i in range(count)]
+    receives = [dist.irecv(got[i], 1 - rank, group=group, tag=i % 3) for i in range(count)]
+    assert not receives[0].is_completed()
+    dist.barrier(group=group)
+    sends = [dist.isend(stamp(rank + i, i * 30), 1 - rank, group=group, tag=i % 3) for i in range(count)]
+    dist.barrier(group=group)  # the rest leaves while both are in a collective
+    for handle in reversed(receives + sends):
+        handle.wait()
+    for i in range(count):
+        assert torch.equal(got[i], stamp(1 - rank + i, i * 30)), i
+    later = torch.zeros(4)
+    future = dist.irecv(later, 1 - rank, group=group).get_future()
+    dist.send(stamp(rank, 4), 1 - rank, group=group)
+    assert torch.equal(future.wait()[0], stamp(1 - rank, 4))
+
+
+@on_ranks(2)
+def test_a_message_reaches_its_tensor_though_nobody_waits(rank):
+    group = shm_group()
+    got = torch.zeros(5000)
+    if rank == 0:
+        dist.irecv(got, 1, group=group)
+        dist.barrier()
+        deadline = time.monotonic() + 10
+        while not torch.equal(got, stamp(1, 5000)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    else:
+        dist.barrier()
+        dist.isend(stamp(1, 5000), 0, group=group)
+
+
+@on_ranks(2)
+def test_tensors_of_any_dtype_and_strides(rank):
+    for dtype in each([torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.uint16, torch.int8]):
+        group = shm_group()
+        for side in (3, 90):
+            whole = stamp(rank, side * side, torch.float32).to(dtype).view(side, side)
+            want = stamp(1 - rank, side * side, torch.float32).to(dtype).view(side, side)
+            got = torch.zeros(side, side * 2).to(dtype)[:, ::2]
+            dist.send(whole.t(), 1 - rank, group=group)
+            dist.recv(got, 1 - rank, group=group)
+            assert torch.equal(got, want.t())
+        weight = nn.Parameter(torch.zeros(10))
+        version = weight._version
+        dist.send(torch.ones(10), 1 - rank, group=group)
+        dist.recv(weight, 1 - rank, group=group)
+        assert weight.detach().eq(1).all() and weight._version == version
+
+
+@on_ranks(4)
+def test_from_any_rank_and_within_a_subgroup(rank):
+    group = shm_group(ranks=[1, 2, 3])
+    if rank == 1:
+        sources = set()
+        for _ in range(2):
+            got = torch.zeros(2000)
+            source = dist.recv(got, group=group, tag=1)
+            assert torch.equal(got, stamp(source, 2000))
+            sources.add(source)
+        assert sources == {2, 3}
+    elif rank > 1:
+        dist.send(stamp(rank, 2000), 1, group=group, tag=1)
+
+
+@on_ranks(3)
+def test_batches_and_objects(rank):
+    group = shm_group()
+    after, before = (rank + 1) % 3, (rank - 1) % 3
+    for numel in (7, 100_000):
+        got = torch.zeros(numel)
+        handles = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, stamp(rank, numel), after, group), dist.P2POp(dist.irecv, got, before, group)]
+        )
+        for handle in handles:
+            handle.wait()
+        assert torch.equal(got, stamp(before, numel))
+    dist.send_object_list([rank, "x" * 50_000], after, group=group)
+    objects = [None, None]
+    assert dist.recv_object_list(objects, before, group=group) == before
+    assert objects == [before, "x" * 50_000]
+
+
+@on_ranks(2)
+def test_mistakes_leave_the_group_as_it_was(rank):
+    # Sizes that differ are an error with both, and the group goes on.
+    group = shm_group()
+    for numel in (4, 5000):
+        dist.send(torch.ones(numel), 1 - rank, group=group, tag=2)
+        with pytest.raises(TransportError, match=rf"rank {rank}: recv of 12 bytes from rank {1 - rank} \(tag 2\) got"):
+            dist.recv(torch.zeros(3), 1 - rank, group=group, tag=2)
+        dist.send(torch.ones(numel), 1 - rank, group=group, tag=2)
+        dist.recv(torch.zeros(numel), 1 - rank, group=group, tag=2)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == 2
+
+    # Bad arguments.
+    group = shm_group()
+    backend = group._get_backend(torch.device("cpu"))
+    for peer in (rank, 2, -1):
+        with pytest.raises(RuntimeError, match=f"send on rank {rank}: rank {peer} is not another rank"):
+            backend.send([torch.ones(1)], peer, 0)
+    with pytest.raises(RuntimeError, match="takes dense CPU tensors"):
+        backend.recv([torch.eye(2).to_sparse()], 1 - rank, 0)
+    dist.barrier(group=group)
+
+
+@pytest.mark.parametrize("how", ["killed", "left"])
+@pytest.mark.parametrize("source", [1, None])
+@on_ranks(2, needed_ranks=[0])
+def test_a_receive_from_who_is_gone_says_so(rank, how, source):
+    group = shm_group()
+    dist.barrier(group=group)
+    if rank == 1:
+        dist.send(stamp(1, 3000), 0, group=group)
+        dist.send(stamp(1, 3), 0, group=group)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.destroy_process_group(group)
+        return
+    # What was sent is there.
+    for numel in (3000, 3):
+        got = torch.zeros(numel)
+        dist.recv(got, source, group=group)
+        assert torch.equal(got, stamp(1, numel))
+    start = time.monotonic()
+    words = "rank 1 died" if how == "killed" else "rank 1 has left"
+    with pytest.raises(TransportError, match=words + r".*recv of 12 bytes"):
+        dist.recv(torch.zeros(3), source, group=group)
+    assert time.monotonic() - start < 5
+
+
+@on_ranks(2)
+def test_limits_and_aborts_end_a_receive(rank):
+    # The group's timeout and an abort end a receive.
+    group = shm_group(timeout=timedelta(milliseconds=300))
+    if rank == 0:
+        with pytest.raises(TransportError, match="timed out after 300 ms in recv of 4 bytes from rank 1"):
+            dist.recv(torch.zeros(1), 1, group=group)
+    dist.barrier()
+    other = shm_group()
+    if rank == 0:
+        handle = dist.irecv(torch.zeros(1), 1, group=other)
+        other._get_backend(torch.device("cpu")).abort()
+        with pytest.raises(TransportError, match="rank 0 aborted the process group"):
+            handle.wait()
+    dist.barrier()
+
+    # A limit of its own ends the wait, not the receive.
+    group = shm_group()
+    got = torch.zeros(4)
+    if rank == 0:
+        handle = dist.irecv(got, 1, group=group)
+        with pytest.raises(TransportError, match="was not complete 50 ms after"):
+            handle.wait(timedelta(milliseconds=50))
+        dist.barrier()
+        handle.wait()
+        assert torch.equal(got, stamp(1, 4))
+    else:
+        dist.barrier()
+        dist.send(stamp(1, 4), 0, group=group)
