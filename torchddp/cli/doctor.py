@@ -38,7 +38,7 @@ TORCHDDP_* variable has a wrong value. A transport that is not available here is
 Examples:
   torchddp doctor
   python -m torchddp doctor
-      the same for a certain Python
+      the same, for this Python
   torchddp doctor --json
       for scripts and bug reports
 """
