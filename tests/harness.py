@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -31,6 +33,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo  # imported here once: the constructor of DDP would import it again in each rank (a second each)
 import torch.distributed as dist
@@ -83,6 +86,30 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         bad.sort(key=lambda o: o.finished_s if o.finished_s is not None else float("inf"))
         raise RankError("\n".join(f"--- rank {o.rank} (exit code {o.exit_code}):\n{o.error}" for o in bad))
     return [o.value for o in outcomes]
+
+
+def on_ranks(*world_sizes: Any, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Runs the body of a test on that many ranks. `rank` is its first argument; fixtures and parameters are the others.
+
+    Several numbers make a test of each, with the parameter `world_size`; with none the test has that parameter itself.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        names = list(inspect.signature(body).parameters)[1:]
+
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            world_size = given.get("world_size", *world_sizes[:1])
+            chosen = {name: given[name] for name in names}
+            run_ranks(lambda rank: body(rank, **chosen), world_size, **options)
+
+        asked = names if len(world_sizes) == 1 else dict.fromkeys([*names, "world_size"])
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked]
+        )
+        return pytest.mark.parametrize("world_size", world_sizes)(test) if len(world_sizes) > 1 else test
+
+    return decorate
 
 
 def run_outcomes(

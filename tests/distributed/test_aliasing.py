@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import is_own_class, run_ranks
+from tests.harness import is_own_class, on_ranks, run_ranks
 from tests.models import Mlp, assert_grads, expected_grads, grads_of, seeded, step_on, storage_of
 
 DEFAULT = pytest.param({}, id="default", marks=pytest.mark.beyond_torch("copies gradients unless asked for views"))
@@ -21,118 +21,102 @@ def _want(step):
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_gradients_of_a_bucket_share_its_storage_in_every_step(ddp_class, set_to_none):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=True)
-        for step in range(5):
-            ddp.zero_grad(set_to_none=set_to_none)
-            step_on(ddp, rank, step)
-            if step > 0:  # torch's own class rebuilds its buckets after the first step
-                assert len({storage_of(p.grad) for p in ddp.parameters()}) == 1, f"step {step}"
-            assert_grads(grads_of(ddp), _want(step), what=f"step {step}:")
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_gradients_of_a_bucket_share_its_storage_in_every_step(rank, ddp_class, set_to_none):
+    ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=True)
+    for step in range(5):
+        ddp.zero_grad(set_to_none=set_to_none)
+        step_on(ddp, rank, step)
+        if step > 0:  # torch's own class rebuilds its buckets after the first step
+            assert len({storage_of(p.grad) for p in ddp.parameters()}) == 1, f"step {step}"
+        assert_grads(grads_of(ddp), _want(step), what=f"step {step}:")
 
 
 @pytest.mark.beyond_torch("copies gradients unless asked for views")
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_default_gradients_lie_side_by_side_in_storages_of_their_own(ddp_class, set_to_none):
+@on_ranks(2)
+def test_default_gradients_lie_side_by_side_in_storages_of_their_own(rank, ddp_class, set_to_none):
     """In the bucket's memory, step by step; saving one, or asking for its storage, gives no other."""
 
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp))
-        for step in range(5):
-            ddp.zero_grad(set_to_none=set_to_none)
-            step_on(ddp, rank, step)
-            grads = [p.grad for p in ddp.parameters()]
-            assert all(grad.untyped_storage().nbytes() == grad.nbytes for grad in grads), f"step {step}"
-            begin = min(grad.data_ptr() for grad in grads)
-            end = max(grad.data_ptr() + grad.nbytes for grad in grads)
-            assert end - begin == sum(grad.nbytes for grad in grads), f"step {step}"
-            assert_grads(grads_of(ddp), _want(step), what=f"step {step}:")
-
-    run_ranks(work, 2)
+    ddp = ddp_class(seeded(Mlp))
+    for step in range(5):
+        ddp.zero_grad(set_to_none=set_to_none)
+        step_on(ddp, rank, step)
+        grads = [p.grad for p in ddp.parameters()]
+        assert all(grad.untyped_storage().nbytes() == grad.nbytes for grad in grads), f"step {step}"
+        begin = min(grad.data_ptr() for grad in grads)
+        end = max(grad.data_ptr() + grad.nbytes for grad in grads)
+        assert end - begin == sum(grad.nbytes for grad in grads), f"step {step}"
+        assert_grads(grads_of(ddp), _want(step), what=f"step {step}:")
 
 
 @pytest.mark.parametrize("options", VIEWS)
-def test_gradients_do_not_overlap_within_the_storage(ddp_class, options):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), **options)
-        for step in range(2):
-            step_on(ddp, rank, step)
-        spans = sorted((p.grad.data_ptr(), p.grad.data_ptr() + p.grad.nbytes) for p in ddp.parameters())
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False)), spans
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_gradients_do_not_overlap_within_the_storage(rank, ddp_class, options):
+    ddp = ddp_class(seeded(Mlp), **options)
+    for step in range(2):
+        step_on(ddp, rank, step)
+    spans = sorted((p.grad.data_ptr(), p.grad.data_ptr() + p.grad.nbytes) for p in ddp.parameters())
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False)), spans
 
 
-def test_small_caps_give_several_storages(ddp_class):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), bucket_cap_mb=0.001, gradient_as_bucket_view=True)
-        for step in range(3):
-            step_on(ddp, rank, step)
-        assert 1 < len({storage_of(p.grad) for p in ddp.parameters()}) <= len(list(ddp.parameters()))
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_small_caps_give_several_storages(rank, ddp_class):
+    ddp = ddp_class(seeded(Mlp), bucket_cap_mb=0.001, gradient_as_bucket_view=True)
+    for step in range(3):
+        step_on(ddp, rank, step)
+    assert 1 < len({storage_of(p.grad) for p in ddp.parameters()}) <= len(list(ddp.parameters()))
 
 
 @pytest.mark.parametrize("options", VIEWS)
-def test_alias_stays_the_same_memory_when_zeroed_in_place(ddp_class, options):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), **options)
-        pointers = []
-        for step in range(5):
-            ddp.zero_grad(set_to_none=False)
-            step_on(ddp, rank, step)
-            pointers.append([p.grad.data_ptr() for p in ddp.parameters()])
-        assert pointers[2] == pointers[3] == pointers[4]
-        assert_grads(grads_of(ddp), _want(4))
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_alias_stays_the_same_memory_when_zeroed_in_place(rank, ddp_class, options):
+    ddp = ddp_class(seeded(Mlp), **options)
+    pointers = []
+    for step in range(5):
+        ddp.zero_grad(set_to_none=False)
+        step_on(ddp, rank, step)
+        pointers.append([p.grad.data_ptr() for p in ddp.parameters()])
+    assert pointers[2] == pointers[3] == pointers[4]
+    assert_grads(grads_of(ddp), _want(4))
 
 
 @pytest.mark.parametrize("options", VIEWS)
-def test_alias_survives_a_step_within_no_sync(ddp_class, options):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), **options)
-        for _ in range(3):
-            ddp.zero_grad()
-            with ddp.no_sync():
-                step_on(ddp, rank, 0)
-            step_on(ddp, rank, 1)
-        assert (len({storage_of(p.grad) for p in ddp.parameters()}) == 1) == bool(options)
-        want = expected_grads(seeded(Mlp), lambda m, r: (step_on(m, r, 0), step_on(m, r, 1)))
-        assert_grads(grads_of(ddp), want)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_alias_survives_a_step_within_no_sync(rank, ddp_class, options):
+    ddp = ddp_class(seeded(Mlp), **options)
+    for _ in range(3):
+        ddp.zero_grad()
+        with ddp.no_sync():
+            step_on(ddp, rank, 0)
+        step_on(ddp, rank, 1)
+    assert (len({storage_of(p.grad) for p in ddp.parameters()}) == 1) == bool(options)
+    want = expected_grads(seeded(Mlp), lambda m, r: (step_on(m, r, 0), step_on(m, r, 1)))
+    assert_grads(grads_of(ddp), want)
 
 
-def test_copies_asked_for_have_memory_of_their_own(ddp_class):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=False)
-        for step in range(4):
-            ddp.zero_grad(set_to_none=step % 2 == 0)
-            step_on(ddp, rank, step)
-            storages = {storage_of(p.grad) for p in ddp.parameters()}
-            assert len(storages) == len(list(ddp.parameters())), f"step {step}"
-            for p in ddp.parameters():
-                assert p.grad.untyped_storage().nbytes() == p.grad.nbytes, f"step {step}: the gradient is a view"
-            assert_grads(grads_of(ddp), _want(step), what=f"step {step}:")
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_copies_asked_for_have_memory_of_their_own(rank, ddp_class):
+    ddp = ddp_class(seeded(Mlp), gradient_as_bucket_view=False)
+    for step in range(4):
+        ddp.zero_grad(set_to_none=step % 2 == 0)
+        step_on(ddp, rank, step)
+        storages = {storage_of(p.grad) for p in ddp.parameters()}
+        assert len(storages) == len(list(ddp.parameters())), f"step {step}"
+        for p in ddp.parameters():
+            assert p.grad.untyped_storage().nbytes() == p.grad.nbytes, f"step {step}: the gradient is a view"
+        assert_grads(grads_of(ddp), _want(step), what=f"step {step}:")
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}], ids=str)
-def test_kept_gradients_do_not_change_with_the_next_step(ddp_class, options):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), **options)
-        step_on(ddp, rank, 0)
-        kept = {name.removeprefix("module."): p.grad for name, p in ddp.named_parameters()}
-        ddp.zero_grad(set_to_none=True)
-        step_on(ddp, rank, 1)
-        assert_grads(kept, _want(0))
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_kept_gradients_do_not_change_with_the_next_step(rank, ddp_class, options):
+    ddp = ddp_class(seeded(Mlp), **options)
+    step_on(ddp, rank, 0)
+    kept = {name.removeprefix("module."): p.grad for name, p in ddp.named_parameters()}
+    ddp.zero_grad(set_to_none=True)
+    step_on(ddp, rank, 1)
+    assert_grads(kept, _want(0))
 
 
 @pytest.mark.parametrize("options", [*VIEWS, pytest.param({"gradient_as_bucket_view": False}, id="copies")])
@@ -155,40 +139,36 @@ def test_gradients_can_be_detached_and_zeroed_in_place(ddp_class, options):
 
 
 @pytest.mark.parametrize("options", VIEWS)
-def test_replaced_gradients_are_taken_up_again(ddp_class, options):
+@on_ranks(2)
+def test_replaced_gradients_are_taken_up_again(rank, ddp_class, options):
     """A gradient that the user replaced by another tensor, or set to None for some parameters only."""
 
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp), **options)
-        for step in range(2):
-            ddp.zero_grad()
-            step_on(ddp, rank, step)
-        first, *others = ddp.parameters()
-        first.grad = torch.ones_like(first)
-        for p in others:
-            p.grad = None
-        step_on(ddp, rank, 2)
-        want = _want(2)
-        want["first.weight"] = want["first.weight"] + 1
-        assert_grads(grads_of(ddp), want)
-
-    run_ranks(work, 2)
+    ddp = ddp_class(seeded(Mlp), **options)
+    for step in range(2):
+        ddp.zero_grad()
+        step_on(ddp, rank, step)
+    first, *others = ddp.parameters()
+    first.grad = torch.ones_like(first)
+    for p in others:
+        p.grad = None
+    step_on(ddp, rank, 2)
+    want = _want(2)
+    want["first.weight"] = want["first.weight"] + 1
+    assert_grads(grads_of(ddp), want)
 
 
-def test_model_may_be_dropped_while_gradients_are_kept(ddp_class):
+@on_ranks(2)
+def test_model_may_be_dropped_while_gradients_are_kept(rank, ddp_class):
     """Gradients stay valid after the wrapper, and with it the buckets, are gone."""
 
-    def work(rank):
-        model = seeded(Mlp)
-        ddp = ddp_class(model)
-        step_on(ddp, rank, 0)
-        del ddp
-        torch.randn(100_000)  # would overwrite memory that was given back
-        assert_grads(grads_of(model), _want(0))
-        model.zero_grad()
-        step_on(model, rank, 1)  # the hooks of the dropped wrapper are gone too
-
-    run_ranks(work, 2)
+    model = seeded(Mlp)
+    ddp = ddp_class(model)
+    step_on(ddp, rank, 0)
+    del ddp
+    torch.randn(100_000)  # would overwrite memory that was given back
+    assert_grads(grads_of(model), _want(0))
+    model.zero_grad()
+    step_on(model, rank, 1)  # the hooks of the dropped wrapper are gone too
 
 
 @pytest.mark.beyond_torch("keeps gradients and buckets: two copies")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from torchddp import _C, DistributedDataParallel
 from torchddp.plan import auto_plan, plan_cache
 from torchddp.plan.auto_plan import RECORDED_STEPS, WARMUP_STEPS, plan_key
@@ -121,71 +121,65 @@ def test_poor_buckets_are_mended():
     assert first == second < 40
 
 
-def test_while_measured_nothing_overlaps():
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="c10d")
-        small_buckets(ddp)
-        for index in range(WARMUP_STEPS):
-            step(ddp, rank, index)
-        ddp.reducer.enable_timeline(1000)
-        step(ddp, rank, 50)
-        kinds = [event.kind for event in ddp.reducer.timeline()]
-        assert kinds.index("launched") > max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
-        assert [e.id for e in ddp.reducer.timeline() if e.kind == "launched"] == list(range(8))
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_while_measured_nothing_overlaps(rank):
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="c10d")
+    small_buckets(ddp)
+    for index in range(WARMUP_STEPS):
+        step(ddp, rank, index)
+    ddp.reducer.enable_timeline(1000)
+    step(ddp, rank, 50)
+    kinds = [event.kind for event in ddp.reducer.timeline()]
+    assert kinds.index("launched") > max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
+    assert [e.id for e in ddp.reducer.timeline() if e.kind == "launched"] == list(range(8))
 
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}, {}])
-def test_with_options_and_accumulation(monkeypatch, options):
+@on_ranks(2)
+def test_with_options_and_accumulation(rank, monkeypatch, options):
     fixed_cost(monkeypatch)
 
-    def work(rank):
-        auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", **options)
-        plain = nn.parallel.DistributedDataParallel(layers(), **options)
-        for index in range(PLANNING_STEPS + 2):
-            grads = []
-            for model in (auto, plain):
-                model.zero_grad()
-                if not options:
-                    with model.no_sync():  # such steps count for nothing
-                        model(torch.full((1, 16), float(rank + index))).sum().backward()
-                torch.manual_seed(100 * rank + index)
-                model(torch.randn(4, 16)).sum().backward()
-                grads.append([p.grad.clone() for p in model.parameters()])
-            for mine, theirs in zip(*grads, strict=True):
-                torch.testing.assert_close(mine, theirs)
-        assert planning_of(auto) is None and len(auto.reducer.plan) == 1
-
-    run_ranks(work, 2)
+    auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", **options)
+    plain = nn.parallel.DistributedDataParallel(layers(), **options)
+    for index in range(PLANNING_STEPS + 2):
+        grads = []
+        for model in (auto, plain):
+            model.zero_grad()
+            if not options:
+                with model.no_sync():  # such steps count for nothing
+                    model(torch.full((1, 16), float(rank + index))).sum().backward()
+            torch.manual_seed(100 * rank + index)
+            model(torch.randn(4, 16)).sum().backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+        for mine, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(mine, theirs)
+    assert planning_of(auto) is None and len(auto.reducer.plan) == 1
 
 
-def test_a_kept_plan_is_taken_at_once(caplog):
-    def work(rank):
-        probe = DistributedDataParallel(layers())
-        key = plan_key(probe.session)
-        assert (key.world_size, key.ranks_per_host, key.transport, key.backend) == (2, 2, "shm", "gloo")
-        path = key.path
-        wanted = ((7, 6, 5), (4, 3, 2, 1, 0))
-        if rank == 0:
-            plan_cache.save_plan(path, wanted, key, None)
-        dist.barrier()
+@on_ranks(2)
+def test_a_kept_plan_is_taken_at_once(rank, caplog):
+    probe = DistributedDataParallel(layers())
+    key = plan_key(probe.session)
+    assert (key.world_size, key.ranks_per_host, key.transport, key.backend) == (2, 2, "shm", "gloo")
+    path = key.path
+    wanted = ((7, 6, 5), (4, 3, 2, 1, 0))
+    if rank == 0:
+        plan_cache.save_plan(path, wanted, key, None)
+    dist.barrier()
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+    assert planning_of(ddp) is None and buckets_of(ddp.reducer.plan) == wanted
+    for index in range(PLANNING_STEPS + 1):
+        step(ddp, rank, index)
+    assert buckets_of(ddp.reducer.plan) == wanted
+
+    if rank == 0:  # one that does not fit is a warning, and measuring begins
+        document = json.loads(path.read_text())
+        path.write_text(json.dumps({**document, "world_size": 5}))
+    dist.barrier()
+    with _Records() as records:
         ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-        assert planning_of(ddp) is None and buckets_of(ddp.reducer.plan) == wanted
-        for index in range(PLANNING_STEPS + 1):
-            step(ddp, rank, index)
-        assert buckets_of(ddp.reducer.plan) == wanted
-
-        if rank == 0:  # one that does not fit is a warning, and measuring begins
-            document = json.loads(path.read_text())
-            path.write_text(json.dumps({**document, "world_size": 5}))
-        dist.barrier()
-        with _Records() as records:
-            ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-        assert planning_of(ddp) is not None
-        assert [("world_size is 5" in r, "measures anew" in r) for r in records] == [(True, True)] * (rank == 0)
-
-    run_ranks(work, 2)
+    assert planning_of(ddp) is not None
+    assert [("world_size is 5" in r, "measures anew" in r) for r in records] == [(True, True)] * (rank == 0)
 
 
 class _Records(logging.Handler):
@@ -203,62 +197,56 @@ class _Records(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def test_replan_measures_again(monkeypatch):
+@on_ranks(2)
+def test_replan_measures_again(rank, monkeypatch):
     fixed_cost(monkeypatch)
 
-    def work(rank):
-        ddp = DistributedDataParallel(layers())
-        small_buckets(ddp)
-        for index in range(PLANNING_STEPS + 2):
-            step(ddp, rank, index)
-        assert len(ddp.reducer.plan) == 8  # nobody asked
-        ddp.replan()
-        step(ddp, rank, 0)
-        ddp.replan()  # again, in the middle of it
+    ddp = DistributedDataParallel(layers())
+    small_buckets(ddp)
+    for index in range(PLANNING_STEPS + 2):
+        step(ddp, rank, index)
+    assert len(ddp.reducer.plan) == 8  # nobody asked
+    ddp.replan()
+    step(ddp, rank, 0)
+    ddp.replan()  # again, in the middle of it
+    for index in range(PLANNING_STEPS + 1):
+        step(ddp, rank, index)
+    assert len(ddp.reducer.plan) == 1 and planning_of(ddp) is None
+
+
+@on_ranks(2)
+def test_copies_plan_for_themselves(rank, monkeypatch):
+    fixed_cost(monkeypatch)
+
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+    for index in range(PLANNING_STEPS - 1):
+        step(ddp, rank, index)
+    for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        small_buckets(twin)
         for index in range(PLANNING_STEPS + 1):
-            step(ddp, rank, index)
-        assert len(ddp.reducer.plan) == 1 and planning_of(ddp) is None
-
-    run_ranks(work, 2)
-
-
-def test_copies_plan_for_themselves(monkeypatch):
-    fixed_cost(monkeypatch)
-
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-        for index in range(PLANNING_STEPS - 1):
-            step(ddp, rank, index)
-        for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
-            small_buckets(twin)
-            for index in range(PLANNING_STEPS + 1):
-                step(twin, rank, index)
-            assert len(twin.reducer.plan) == 1 and planning_of(twin) is None
-
-    run_ranks(work, 2)
+            step(twin, rank, index)
+        assert len(twin.reducer.plan) == 1 and planning_of(twin) is None
 
 
 @pytest.mark.parametrize("steps_before", [0, PLANNING_STEPS - 2])
-def test_join_ends_planning(monkeypatch, steps_before):
+@on_ranks(2)
+def test_join_ends_planning(rank, monkeypatch, steps_before):
     fixed_cost(monkeypatch)
 
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-        small_buckets(ddp)
-        for index in range(steps_before):
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+    small_buckets(ddp)
+    for index in range(steps_before):
+        step(ddp, rank, index)
+    with ddp.join():
+        for index in range(PLANNING_STEPS + 2 + 3 * rank):
             step(ddp, rank, index)
-        with ddp.join():
-            for index in range(PLANNING_STEPS + 2 + 3 * rank):
-                step(ddp, rank, index)
-        ddp.reducer.enable_timeline(1000)
-        for index in range(PLANNING_STEPS + 1):
-            step(ddp, rank, index)
-        assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
-        kinds = [event.kind for event in ddp.reducer.timeline()]
-        kinds = kinds[: kinds.index("backward_end")]
-        assert kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")  # they overlap
-
-    run_ranks(work, 2)
+    ddp.reducer.enable_timeline(1000)
+    for index in range(PLANNING_STEPS + 1):
+        step(ddp, rank, index)
+    assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
+    kinds = [event.kind for event in ddp.reducer.timeline()]
+    kinds = kinds[: kinds.index("backward_end")]
+    assert kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")  # they overlap
 
 
 def hook(state, bucket):
@@ -266,89 +254,79 @@ def hook(state, bucket):
     return work.get_future().then(lambda future: future.value()[0] / dist.get_world_size())
 
 
-def test_a_hook_keeps_its_buckets(monkeypatch):
+@on_ranks(2)
+def test_a_hook_keeps_its_buckets(rank, monkeypatch):
     fixed_cost(monkeypatch)
 
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-        small_buckets(ddp)
-        ddp.register_comm_hook(None, hook)
-        with _Records() as records:
-            for index in range(PLANNING_STEPS + 1):
-                step(ddp, rank, index)
-        assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
-        assert sum("communication hook" in record for record in records) == (rank == 0)  # once per job
-
-    run_ranks(work, 2)
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+    small_buckets(ddp)
+    ddp.register_comm_hook(None, hook)
+    with _Records() as records:
+        for index in range(PLANNING_STEPS + 1):
+            step(ddp, rank, index)
+    assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
+    assert sum("communication hook" in record for record in records) == (rank == 0)  # once per job
 
 
-def test_planning_that_fails_is_over(monkeypatch):
+@on_ranks(2)
+def test_planning_that_fails_is_over(rank, monkeypatch):
     def fail(*_):
         raise RuntimeError("no luck")
 
     monkeypatch.setattr(auto_plan, "measure_cost", fail)
 
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-        for index in range(PLANNING_STEPS):
-            step(ddp, rank, index)
-        with pytest.raises(RuntimeError, match="no luck"):
-            step(ddp, rank, 0)
-        assert planning_of(ddp) is None
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+    for index in range(PLANNING_STEPS):
+        step(ddp, rank, index)
+    with pytest.raises(RuntimeError, match="no luck"):
         step(ddp, rank, 0)
+    assert planning_of(ddp) is None
+    step(ddp, rank, 0)
 
-    run_ranks(work, 2)
 
-
-def test_without_room_for_messages_buckets_stay(monkeypatch):
+@on_ranks(2)
+def test_without_room_for_messages_buckets_stay(rank, monkeypatch):
     monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 << 20)
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32")
 
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="shm")
-        before = buckets_of(ddp.reducer.plan)
-        for index in range(PLANNING_STEPS + 2):
-            step(ddp, rank, index)
-        assert planning_of(ddp) is None and buckets_of(ddp.reducer.plan) == before
-
-    run_ranks(work, 2)
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="shm")
+    before = buckets_of(ddp.reducer.plan)
+    for index in range(PLANNING_STEPS + 2):
+        step(ddp, rank, index)
+    assert planning_of(ddp) is None and buckets_of(ddp.reducer.plan) == before
 
 
-def test_a_group_that_changes_while_recording(monkeypatch):
+@on_ranks(2)
+def test_a_group_that_changes_while_recording(rank, monkeypatch):
     fixed_cost(monkeypatch)
 
-    def work(rank):
-        ddp = DistributedDataParallel(layers())
-        ddp.replan()
-        for index in range(WARMUP_STEPS + 2):
-            step(ddp, rank, index)
-        ddp._update_process_group(dist.new_group([0, 1]))
-        assert planning_of(ddp) is None  # nobody asked for planning on the new one
-        ddp.reducer.enable_timeline(1000)
-        small_buckets(ddp)
-        step(ddp, rank, 0)
-        kinds = [event.kind for event in ddp.reducer.timeline()]
-        assert kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
-
-    run_ranks(work, 2)
+    ddp = DistributedDataParallel(layers())
+    ddp.replan()
+    for index in range(WARMUP_STEPS + 2):
+        step(ddp, rank, index)
+    ddp._update_process_group(dist.new_group([0, 1]))
+    assert planning_of(ddp) is None  # nobody asked for planning on the new one
+    ddp.reducer.enable_timeline(1000)
+    small_buckets(ddp)
+    step(ddp, rank, 0)
+    kinds = [event.kind for event in ddp.reducer.timeline()]
+    assert kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
 
 
-def test_another_group_is_planned_for(monkeypatch):
+@on_ranks(2)
+def test_another_group_is_planned_for(rank, monkeypatch):
     fixed_cost(monkeypatch)
 
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-        for index in range(PLANNING_STEPS + 1):
-            step(ddp, rank, index)
-        assert planning_of(ddp) is None
-        ddp._update_process_group(dist.new_group([0, 1]))
-        assert planning_of(ddp) is not None
-        small_buckets(ddp)
-        for index in range(PLANNING_STEPS + 1):
-            step(ddp, rank, index)
-        assert len(ddp.reducer.plan) == 1
-
-    run_ranks(work, 2)
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+    for index in range(PLANNING_STEPS + 1):
+        step(ddp, rank, index)
+    assert planning_of(ddp) is None
+    ddp._update_process_group(dist.new_group([0, 1]))
+    assert planning_of(ddp) is not None
+    small_buckets(ddp)
+    for index in range(PLANNING_STEPS + 1):
+        step(ddp, rank, index)
+    assert len(ddp.reducer.plan) == 1
 
 
 @pytest.mark.parametrize(
@@ -358,12 +336,10 @@ def test_another_group_is_planned_for(monkeypatch):
         ({"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, "leave bucket_cap_mb_list out"),
     ],
 )
-def test_other_words_are_refused(arguments, words):
-    def work(rank):
-        with pytest.raises((TypeError, ValueError), match=words):
-            DistributedDataParallel(layers(), **arguments)
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_other_words_are_refused(rank, arguments, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        DistributedDataParallel(layers(), **arguments)
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
@@ -382,14 +358,12 @@ def test_calibration_is_short_and_agreed(transport):
     assert first == second
 
 
-def test_plans_of_no_use_are_refused():
-    def work(rank):
-        ddp = DistributedDataParallel(layers(2))
-        other = [_C.ParamSpec(f"p{i}", 3, 4) for i in range(4)]
-        with pytest.raises(ValueError, match="0.weight.*256 elements, its slot in bucket 0 has 3"):
-            ddp.reducer.adopt_plan(_C.make_bucket_plan(other, [0, 1, 2, 3], [1]))
-        before = buckets_of(ddp.reducer.plan)
-        step(ddp, rank, 0)
-        assert buckets_of(ddp.reducer.plan) == before
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_plans_of_no_use_are_refused(rank):
+    ddp = DistributedDataParallel(layers(2))
+    other = [_C.ParamSpec(f"p{i}", 3, 4) for i in range(4)]
+    with pytest.raises(ValueError, match="0.weight.*256 elements, its slot in bucket 0 has 3"):
+        ddp.reducer.adopt_plan(_C.make_bucket_plan(other, [0, 1, 2, 3], [1]))
+    before = buckets_of(ddp.reducer.plan)
+    step(ddp, rank, 0)
+    assert buckets_of(ddp.reducer.plan) == before

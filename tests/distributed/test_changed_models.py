@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import Mlp, batch, loss_of, seeded
 
 pytestmark = pytest.mark.beyond_torch("goes on in silence")
@@ -69,41 +69,35 @@ WORDS = {
 @pytest.mark.parametrize("change", WORDS)
 @pytest.mark.parametrize("old_steps", [0, OLD_STEPS])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
-def test_lost_parameters_are_named_once(change, old_steps, options):
-    def work(rank):
-        model = torchddp.DDP(net(), **options)
-        train(model, old_steps)
-        dtype = change(model)
-        with pytest.warns(UserWarning, match=WORDS[change]) as caught:
-            train(model, dtype=dtype)
-        (told,) = [w for w in caught if "was changed after it was wrapped" in str(w.message)]
-        assert f"rank {rank}" in str(told.message) and told.filename == __file__
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            train(model, 8, dtype)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_lost_parameters_are_named_once(rank, change, old_steps, options):
+    model = torchddp.DDP(net(), **options)
+    train(model, old_steps)
+    dtype = change(model)
+    with pytest.warns(UserWarning, match=WORDS[change]) as caught:
+        train(model, dtype=dtype)
+    (told,) = [w for w in caught if "was changed after it was wrapped" in str(w.message)]
+    assert f"rank {rank}" in str(told.message) and told.filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, 8, dtype)
 
 
-def test_a_static_graph_that_was_recorded_loses_its_parameters():
-    def work(rank):
-        model = torchddp.DDP(net(), static_graph=True)
-        train(model, OLD_STEPS)
-        loaded_inside(model)
-        with pytest.warns(UserWarning, match=WORDS[loaded_inside]):
-            train(model)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_static_graph_that_was_recorded_loses_its_parameters(rank):
+    model = torchddp.DDP(net(), static_graph=True)
+    train(model, OLD_STEPS)
+    loaded_inside(model)
+    with pytest.warns(UserWarning, match=WORDS[loaded_inside]):
+        train(model)
 
 
-def test_one_layer_is_named_by_itself():
-    def work(rank):
-        model = torchddp.DDP(seeded(Mlp), find_unused_parameters=True)
-        model.module.last.load_state_dict(copy.deepcopy(model.module.last.state_dict()), assign=True)
-        with pytest.warns(UserWarning, match=r": last\.weight was replaced by other parameters"):
-            loss_of(model(batch(rank))).backward()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_one_layer_is_named_by_itself(rank):
+    model = torchddp.DDP(seeded(Mlp), find_unused_parameters=True)
+    model.module.last.load_state_dict(copy.deepcopy(model.module.last.state_dict()), assign=True)
+    with pytest.warns(UserWarning, match=r": last\.weight was replaced by other parameters"):
+        loss_of(model(batch(rank))).backward()
 
 
 # --- nothing is lost ---
@@ -190,18 +184,17 @@ SILENT = [
 
 
 @pytest.mark.parametrize("use", SILENT)
-def test_no_word_where_nothing_is_lost(use):
-    def work(rank):
-        model = torchddp.DDP(net())
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            warnings.simplefilter("ignore", torchddp.UsageWarning)  # tests/distributed/test_traps.py
-            use(model)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_no_word_where_nothing_is_lost(rank, use):
+    model = torchddp.DDP(net())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", torchddp.UsageWarning)  # tests/distributed/test_traps.py
+        use(model)
 
 
-def test_no_word_about_parameters_that_are_elsewhere():
+@on_ranks(2)
+def test_no_word_about_parameters_that_are_elsewhere(rank):
     """Parametrised, left out, averaged late, sharded by FSDP2, replicated, and cast for the forward."""
 
     def parametrised():
@@ -235,10 +228,7 @@ def test_no_word_about_parameters_that_are_elsewhere():
         policy = dist.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         return torchddp.replicate(net(), mp_policy=policy)
 
-    def work(rank):
-        for make in (parametrised, left_out, averaged_late, in_parts, replicated, replicated_and_cast):
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", message=".*changed after it was wrapped")
-                train(make(), 5)
-
-    run_ranks(work, 2)
+    for make in (parametrised, left_out, averaged_late, in_parts, replicated, replicated_and_cast):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*changed after it was wrapped")
+            train(make(), 5)

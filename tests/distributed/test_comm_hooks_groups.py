@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
 
 from tests.comm_hooks import SHAPES, assert_near, given, hooked, live_on
-from tests.harness import run_outcomes, run_ranks
+from tests.harness import on_ranks, run_outcomes
 from torchddp.comm_hooks import BF16, CastAround, Int4, Int8, PerParameter, PowerSGD, Sign, TopK
 
 pytestmark = pytest.mark.beyond_torch("hooks of its own")
@@ -64,7 +64,8 @@ def sum_over(group, tensors):
 
 @pytest.mark.rest_is_thorough("aabb")
 @pytest.mark.parametrize("hosts", [None, "aabb"])
-def test_nothing_that_was_held_back_gets_lost(hosts):
+@on_ranks(4, timeout=60)
+def test_nothing_that_was_held_back_gets_lost(rank, hosts):
     """In each group: what comes out of its steps is what went in, with what was held back before and after."""
 
     def check(rank, make):
@@ -92,41 +93,36 @@ def test_nothing_that_was_held_back_gets_lost(hosts):
             assert_near(got, wanted, 2e-5, f"rank {rank} in {ranks}:")
         assert len({hook.state_dict()["step"]}) == 1
 
-    def work(rank):
-        live_on(hosts, rank)
-        for make in HOOKS.values():
-            check(rank, make)
-
-    run_ranks(work, 4, timeout=60)
+    live_on(hosts, rank)
+    for make in HOOKS.values():
+        check(rank, make)
 
 
-def test_power_sgd_keeps_its_warm_start():
+@on_ranks(3)
+def test_power_sgd_keeps_its_warm_start(rank):
     """Who joins, here as rank 0, gets the factors of who has made most steps, and its count."""
 
-    def work(rank):
-        hook = CastAround(PowerSGD(2)) if rank < 9 else None
-        model = hooked(hook, process_group=dist.new_group([1, 2], use_local_synchronization=True) if rank else alone(0))
-        factors = []
-        for step in range(3 if rank else 1):
-            run_step(model, given(rank, step))
-        if rank == 1:
-            factors = [hook.state_dict()["inner"]["factors"]]
-        model._update_process_group(dist.group.WORLD)
-        wanted = factors or [None]
-        dist.broadcast_object_list(wanted, src=1)
-        state = hook.state_dict()
-        assert state["step"] == 3
-        mine = state["inner"]["factors"]
-        assert mine.keys() == wanted[0].keys() == {"embed", "wide", "narrow"}
-        for name, factor in mine.items():
-            assert torch.equal(factor, wanted[0][name]), name
-        for step in range(3):
-            # As near as two of 24 columns and more can come: the same on all ranks is what counts.
-            grads = run_step(model, given(rank, step))
-            sums = sum_over(dist.group.WORLD, grads)
-            assert all(torch.allclose(sums[name], 3 * grads[name]) for name in grads)
-
-    run_ranks(work, 3)
+    hook = CastAround(PowerSGD(2)) if rank < 9 else None
+    model = hooked(hook, process_group=dist.new_group([1, 2], use_local_synchronization=True) if rank else alone(0))
+    factors = []
+    for step in range(3 if rank else 1):
+        run_step(model, given(rank, step))
+    if rank == 1:
+        factors = [hook.state_dict()["inner"]["factors"]]
+    model._update_process_group(dist.group.WORLD)
+    wanted = factors or [None]
+    dist.broadcast_object_list(wanted, src=1)
+    state = hook.state_dict()
+    assert state["step"] == 3
+    mine = state["inner"]["factors"]
+    assert mine.keys() == wanted[0].keys() == {"embed", "wide", "narrow"}
+    for name, factor in mine.items():
+        assert torch.equal(factor, wanted[0][name]), name
+    for step in range(3):
+        # As near as two of 24 columns and more can come: the same on all ranks is what counts.
+        grads = run_step(model, given(rank, step))
+        sums = sum_over(dist.group.WORLD, grads)
+        assert all(torch.allclose(sums[name], 3 * grads[name]) for name in grads)
 
 
 @pytest.mark.parametrize("kind", ["int8", "powersgd", "rules"])
@@ -161,7 +157,8 @@ def test_hooks_go_on_after_a_death(kind):
     assert outcomes[0].value == outcomes[2].value == 7
 
 
-def test_hooks_of_torch_that_would_send_to_the_old_ranks_are_refused():
+@on_ranks(2)
+def test_hooks_of_torch_that_would_send_to_the_old_ranks_are_refused(rank):
     def refused(words, state, hook):
         model = hooked_by_torch(state, hook)
         with pytest.raises(RuntimeError, match=words):
@@ -177,20 +174,17 @@ def test_hooks_of_torch_that_would_send_to_the_old_ranks_are_refused():
     def pair():
         return dist.new_group([0, 1])
 
-    def work(rank):
-        whole = dist.group.WORLD
-        refused("its state is the old one", whole, default_hooks.allreduce_hook)
-        refused("all ranks of the default group", None, default_hooks.allreduce_hook)
-        state = torch_power_sgd.PowerSGDState(whole, matrix_approximation_rank=1, start_powerSGD_iter=2)
-        refused("Set state.process_group", state, torch_power_sgd.powerSGD_hook)
-        model = hooked_by_torch(state, torch_power_sgd.powerSGD_hook)
-        state.process_group = pair()
-        model._update_process_group(state.process_group)
-        run_step(model, given(rank, 0))
-        builtin = type(model)(model.module)
-        builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-        with pytest.raises(RuntimeError, match="built-in communication hook of rank"):
-            builtin._update_process_group(pair())
-        builtin._update_process_group(whole)
-
-    run_ranks(work, 2)
+    whole = dist.group.WORLD
+    refused("its state is the old one", whole, default_hooks.allreduce_hook)
+    refused("all ranks of the default group", None, default_hooks.allreduce_hook)
+    state = torch_power_sgd.PowerSGDState(whole, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    refused("Set state.process_group", state, torch_power_sgd.powerSGD_hook)
+    model = hooked_by_torch(state, torch_power_sgd.powerSGD_hook)
+    state.process_group = pair()
+    model._update_process_group(state.process_group)
+    run_step(model, given(rank, 0))
+    builtin = type(model)(model.module)
+    builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    with pytest.raises(RuntimeError, match="built-in communication hook of rank"):
+        builtin._update_process_group(pair())
+    builtin._update_process_group(whole)

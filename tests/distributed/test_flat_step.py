@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import Branches, batch, seeded
 from tests.oss import assert_same_state
 from torchddp.optim import OSS
@@ -143,16 +143,14 @@ def test_the_same_bits_with_fewer_tensors(optim, options, world_size):
 
 
 @pytest.mark.parametrize("optim", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
-def test_fused_kernels_round_last_elements_in_another_way(optim):
-    def work(rank):
-        pair = make_flat(optim, {"lr": 0.01, "fused": True})
-        for step in range(8):
-            flat, single = pair.train(range(step, step + 1))
-            assert flat < single
-            for mine, other in zip(*(model.module.parameters() for model in pair.models), strict=True):
-                torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_fused_kernels_round_last_elements_in_another_way(rank, optim):
+    pair = make_flat(optim, {"lr": 0.01, "fused": True})
+    for step in range(8):
+        flat, single = pair.train(range(step, step + 1))
+        assert flat < single
+        for mine, other in zip(*(model.module.parameters() for model in pair.models), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
 
 
 class Derived(torch.optim.SGD):
@@ -160,77 +158,69 @@ class Derived(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("optim", [torch.optim.Adafactor, torch.optim.ASGD, Derived])
-def test_other_optimizers_step_tensor_by_tensor(optim):
-    def work(rank):
-        pair = make_flat(optim, {"lr": 0.01})
-        flat, single = pair.train(range(3))
-        pair.assert_equal()
-        assert flat == single
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_other_optimizers_step_tensor_by_tensor(rank, optim):
+    pair = make_flat(optim, {"lr": 0.01})
+    flat, single = pair.train(range(3))
+    pair.assert_equal()
+    assert flat == single
 
 
-def test_sixteen_bits_on_the_cpu_step_tensor_by_tensor():
+@on_ranks(2)
+def test_sixteen_bits_on_the_cpu_step_tensor_by_tensor(rank):
     """There the last elements of a tensor are rounded more often than the others."""
 
-    def work(rank):
-        pair = make_flat(torch.optim.SGD, {"lr": 0.05}, lambda: Branches(torch.bfloat16), find_unused_parameters=True)
-        for _ in range(3):
-            for model in pair.models:
-                model(batch(rank, 0, 3, 4, dtype=torch.bfloat16), "left").square().mean().backward()
-            flat, single = pair.step()
-        assert flat == single
-        pair.assert_equal()
-
-    run_ranks(work, 2)
+    pair = make_flat(torch.optim.SGD, {"lr": 0.05}, lambda: Branches(torch.bfloat16), find_unused_parameters=True)
+    for _ in range(3):
+        for model in pair.models:
+            model(batch(rank, 0, 3, 4, dtype=torch.bfloat16), "left").square().mean().backward()
+        flat, single = pair.step()
+    assert flat == single
+    pair.assert_equal()
 
 
-def test_groups_schedulers_closures_and_clipping():
+@on_ranks(2)
+def test_groups_schedulers_closures_and_clipping(rank):
     def two_groups(model):
         return [
             {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
             {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0, "lr": 0.02},
         ]
 
-    def work(rank):
-        pair = make_flat(torch.optim.AdamW, {"lr": 0.01}, groups=two_groups)
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in pair.optimizers]
-        called = [0, 0]
-        for which, optimizer in enumerate(pair.optimizers):
-            optimizer.register_step_pre_hook(lambda *_, i=which: called.__setitem__(i, called[i] + 1))
-            optimizer.register_step_post_hook(lambda *_, i=which: called.__setitem__(i, called[i] + 1))
-        for step in range(5):
-            pair.backward(step)
-            norms = [optimizer.clip_grad_norm(0.01) for optimizer in pair.optimizers]
-            assert torch.equal(*norms)
-            flat, single = pair.step()
-            for scheduler in schedulers:
-                scheduler.step()
-            pair.assert_equal()
-            assert flat <= LARGE // 2 + 4 < single
-        assert called == [10, 10]
-
-    run_ranks(work, 2)
-
-
-def test_a_hook_of_the_inner_optimizer_sees_the_parameters_it_knows():
-    def work(rank):
-        pair = make_flat(torch.optim.AdamW, {"lr": 0.01})
-        flat, single = pair.train(range(3))
-        assert flat < single
-        mine = pair.optimizers[0]
-        seen = []
-        handle = mine.optim.register_step_post_hook(
-            lambda inner, *_: seen.extend(p for group in inner.param_groups for p in group["params"])
-        )
-        pair.train(range(3, 5))
-        handle.remove()
-        assert {*seen} == {p for p, owner in mine.param_to_rank.items() if owner == rank}
-        flat, single = pair.train(range(5, 8))  # runs again: steps are still equal
-        assert flat < single
+    pair = make_flat(torch.optim.AdamW, {"lr": 0.01}, groups=two_groups)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in pair.optimizers]
+    called = [0, 0]
+    for which, optimizer in enumerate(pair.optimizers):
+        optimizer.register_step_pre_hook(lambda *_, i=which: called.__setitem__(i, called[i] + 1))
+        optimizer.register_step_post_hook(lambda *_, i=which: called.__setitem__(i, called[i] + 1))
+    for step in range(5):
+        pair.backward(step)
+        norms = [optimizer.clip_grad_norm(0.01) for optimizer in pair.optimizers]
+        assert torch.equal(*norms)
+        flat, single = pair.step()
+        for scheduler in schedulers:
+            scheduler.step()
         pair.assert_equal()
+        assert flat <= LARGE // 2 + 4 < single
+    assert called == [10, 10]
 
-    run_ranks(work, 2)
+
+@on_ranks(2)
+def test_a_hook_of_the_inner_optimizer_sees_the_parameters_it_knows(rank):
+    pair = make_flat(torch.optim.AdamW, {"lr": 0.01})
+    flat, single = pair.train(range(3))
+    assert flat < single
+    mine = pair.optimizers[0]
+    seen = []
+    handle = mine.optim.register_step_post_hook(
+        lambda inner, *_: seen.extend(p for group in inner.param_groups for p in group["params"])
+    )
+    pair.train(range(3, 5))
+    handle.remove()
+    assert {*seen} == {p for p, owner in mine.param_to_rank.items() if owner == rank}
+    flat, single = pair.train(range(5, 8))  # runs again: steps are still equal
+    assert flat < single
+    pair.assert_equal()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -290,17 +280,15 @@ def test_frozen_thawed_and_added():
     assert set.union(*run_ranks(work, 2)) == {3, 12, 15}
 
 
-def test_gradients_kept_as_zeros():
-    def work(rank):
-        pair = make_flat(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
-        for step in range(5):
-            pair.backward(step)
-            pair.step(zero_grad=False)
-            for optimizer in pair.optimizers:
-                optimizer.zero_grad(set_to_none=False)
-            pair.assert_equal()
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_gradients_kept_as_zeros(rank):
+    pair = make_flat(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
+    for step in range(5):
+        pair.backward(step)
+        pair.step(zero_grad=False)
+        for optimizer in pair.optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        pair.assert_equal()
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -344,23 +332,21 @@ def test_resume_on_another_number_of_ranks(world_size, tmp_path):
     run_ranks(resume, world_size)
 
 
-def test_local_state_that_another_optimizer_takes():
+@on_ranks(2)
+def test_local_state_that_another_optimizer_takes(rank):
     """Each parameter has a count of steps of its own: a plain optimizer that loads them counts right."""
 
-    def work(rank):
-        pair = make_flat(torch.optim.AdamW, {"lr": 0.01}, lambda: nn.Linear(WIDTH, 3))
-        pair.train(range(2))
-        mine = pair.optimizers[0]
-        params = [p for p, owner in mine.param_to_rank.items() if owner == rank]
-        plain = torch.optim.AdamW(params)
-        state = {index: mine.state[param] for index, param in enumerate(params)}
-        plain.load_state_dict({"state": state, "param_groups": plain.state_dict()["param_groups"]})
-        for param in params:
-            param.grad = torch.ones_like(param)
-        plain.step()
-        assert {int(entry["step"]) for entry in plain.state.values()} == {3}
-
-    run_ranks(work, 2)
+    pair = make_flat(torch.optim.AdamW, {"lr": 0.01}, lambda: nn.Linear(WIDTH, 3))
+    pair.train(range(2))
+    mine = pair.optimizers[0]
+    params = [p for p, owner in mine.param_to_rank.items() if owner == rank]
+    plain = torch.optim.AdamW(params)
+    state = {index: mine.state[param] for index, param in enumerate(params)}
+    plain.load_state_dict({"state": state, "param_groups": plain.state_dict()["param_groups"]})
+    for param in params:
+        param.grad = torch.ones_like(param)
+    plain.step()
+    assert {int(entry["step"]) for entry in plain.state.values()} == {3}
 
 
 def one_of(optimizer):
@@ -406,34 +392,30 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_state_that_users_change_is_what_the_next_step_starts_from(change):
-    def work(rank):
-        pair = make_flat(torch.optim.Adam, {"lr": 0.01})
-        pair.train(range(3))
-        for optimizer in pair.optimizers:
-            change(optimizer)
-        flat, single = pair.train(range(3, 6))
-        pair.assert_equal()
-        assert flat < single
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_state_that_users_change_is_what_the_next_step_starts_from(rank, change):
+    pair = make_flat(torch.optim.Adam, {"lr": 0.01})
+    pair.train(range(3))
+    for optimizer in pair.optimizers:
+        change(optimizer)
+    flat, single = pair.train(range(3, 6))
+    pair.assert_equal()
+    assert flat < single
 
 
-def test_loaded_state_is_stepped_in_long_runs_again():
-    def work(rank):
-        pair = make_flat(torch.optim.Adam, {"lr": 0.01})
-        before, _ = pair.train(range(3))
-        saved = [copy.deepcopy(optimizer.local_state_dict()) for optimizer in pair.optimizers]
-        for optimizer in pair.optimizers:
-            count_one_more(optimizer)
-        cut, _ = pair.train(range(3, 5))
-        for optimizer, state in zip(pair.optimizers, saved, strict=True):
-            optimizer.load_state_dict(state)
-        after, _ = pair.train(range(5, 8))
-        pair.assert_equal()
-        assert before == after < cut
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_loaded_state_is_stepped_in_long_runs_again(rank):
+    pair = make_flat(torch.optim.Adam, {"lr": 0.01})
+    before, _ = pair.train(range(3))
+    saved = [copy.deepcopy(optimizer.local_state_dict()) for optimizer in pair.optimizers]
+    for optimizer in pair.optimizers:
+        count_one_more(optimizer)
+    cut, _ = pair.train(range(3, 5))
+    for optimizer, state in zip(pair.optimizers, saved, strict=True):
+        optimizer.load_state_dict(state)
+    after, _ = pair.train(range(5, 8))
+    pair.assert_equal()
+    assert before == after < cut
 
 
 def test_parameters_given_other_memory_by_users():
@@ -452,40 +434,36 @@ def test_parameters_given_other_memory_by_users():
     assert sorted(early - late for early, late in run_ranks(work, 2)) in ([0, 1], [0, 2])
 
 
-def test_a_graph_that_saved_the_old_values_is_refused():
-    def work(rank):
-        pair = make_flat(torch.optim.SGD, {"lr": 0.1})
-        pair.train(range(2))
-        model, optimizer = pair.models[0], pair.optimizers[0]
-        pair.backward(2)
-        loss = model.module.layers[1](torch.ones(2, WIDTH, requires_grad=True)).square().sum()
+@on_ranks(2)
+def test_a_graph_that_saved_the_old_values_is_refused(rank):
+    pair = make_flat(torch.optim.SGD, {"lr": 0.1})
+    pair.train(range(2))
+    model, optimizer = pair.models[0], pair.optimizers[0]
+    pair.backward(2)
+    loss = model.module.layers[1](torch.ones(2, WIDTH, requires_grad=True)).square().sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@on_ranks(2)
+def test_a_step_that_fails_leaves_parameters_and_state_in_place(rank):
+    pair = make_flat(torch.optim.Adam, {"lr": 0.01})
+    pair.train(range(2))
+    optimizer = pair.optimizers[0]
+    params = [list(group["params"]) for group in optimizer.optim.param_groups]
+    before = copy.deepcopy(optimizer.local_state_dict())
+    optimizer.optim.step = lambda: 1 / 0
+    pair.backward(2)
+    with pytest.raises(ZeroDivisionError):
         optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-    run_ranks(work, 2)
-
-
-def test_a_step_that_fails_leaves_parameters_and_state_in_place():
-    def work(rank):
-        pair = make_flat(torch.optim.Adam, {"lr": 0.01})
-        pair.train(range(2))
-        optimizer = pair.optimizers[0]
-        params = [list(group["params"]) for group in optimizer.optim.param_groups]
-        before = copy.deepcopy(optimizer.local_state_dict())
-        optimizer.optim.step = lambda: 1 / 0
-        pair.backward(2)
-        with pytest.raises(ZeroDivisionError):
-            optimizer.step()
-        del optimizer.optim.step
-        assert all(
-            a is b
-            for group, known in zip(optimizer.optim.param_groups, params, strict=True)
-            for a, b in zip(group["params"], known, strict=True)
-        )
-        assert_same_state(optimizer.local_state_dict(), before)
-        pair.step()
-        pair.train(range(3, 5))
-        pair.assert_equal()
-
-    run_ranks(work, 2)
+    del optimizer.optim.step
+    assert all(
+        a is b
+        for group, known in zip(optimizer.optim.param_groups, params, strict=True)
+        for a, b in zip(group["params"], known, strict=True)
+    )
+    assert_same_state(optimizer.local_state_dict(), before)
+    pair.step()
+    pair.train(range(3, 5))
+    pair.assert_equal()

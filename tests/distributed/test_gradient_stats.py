@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import torchddp
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.models import Mlp, grads_of, seeded, step_on
 from tests.whole_buckets import WholeBuckets
 
@@ -73,16 +73,14 @@ def test_one_bad_value_on_one_rank_is_counted_on_all(ddp_class, value):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
-def test_every_floating_dtype(dtype):
-    def work(rank):
-        ddp = measured_vector(5003, dtype)
-        ddp(torch.linspace(-1, 1, 5003).to(dtype)).backward()
-        want = grads_of(ddp)["weight"]
-        want = torch.view_as_real(want) if want.is_complex() else want
-        torch.testing.assert_close(ddp.gradient_stats()[0, 0], want.double().square().sum(), rtol=1e-12, atol=0)
-        assert ddp.gradient_stats()[0, 1] == 0
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_every_floating_dtype(rank, dtype):
+    ddp = measured_vector(5003, dtype)
+    ddp(torch.linspace(-1, 1, 5003).to(dtype)).backward()
+    want = grads_of(ddp)["weight"]
+    want = torch.view_as_real(want) if want.is_complex() else want
+    torch.testing.assert_close(ddp.gradient_stats()[0, 0], want.double().square().sum(), rtol=1e-12, atol=0)
+    assert ddp.gradient_stats()[0, 1] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -112,12 +110,10 @@ def test_squares_are_summed_in_double(dtype, value):
     assert run_ranks(work, 1) == [[pytest.approx(exact, rel=1e-12), 0]]
 
 
-def test_without_the_option_it_is_an_error():
-    def work(rank):
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp))
-        step_on(ddp, rank)
-        with pytest.raises(RuntimeError, match="gradient_stats=True"):
-            ddp.gradient_stats()
-        dist.barrier()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_without_the_option_it_is_an_error(rank):
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp))
+    step_on(ddp, rank)
+    with pytest.raises(RuntimeError, match="gradient_stats=True"):
+        ddp.gradient_stats()
+    dist.barrier()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks
 from tests.models import same_on_all_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "main_grads.md"
@@ -25,23 +25,21 @@ def run_code_of(section, monkeypatch):
 
 
 @pytest.mark.parametrize("section", ["In main_grad", "In .grad"])
-def test_example(section, monkeypatch):
-    def work(rank):
-        torch.manual_seed(rank)
-        names = run_code_of(section, monkeypatch)
-        module = names["module"]
-        assert names["model"].reducer.finished_steps == 5
-        assert same_on_all_ranks([p.detach() for p in module.parameters()])
-        for p in module.parameters():
-            assert p.dtype == torch.bfloat16
-            assert p.grad is None
-            if section == "In main_grad":
-                assert p.main_grad.dtype == torch.float32
-                assert not p.main_grad.any()  # zero_grad()
-            else:
-                assert p.grad_dtype == torch.float32
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_example(rank, section, monkeypatch):
+    torch.manual_seed(rank)
+    names = run_code_of(section, monkeypatch)
+    module = names["module"]
+    assert names["model"].reducer.finished_steps == 5
+    assert same_on_all_ranks([p.detach() for p in module.parameters()])
+    for p in module.parameters():
+        assert p.dtype == torch.bfloat16
+        assert p.grad is None
+        if section == "In main_grad":
+            assert p.main_grad.dtype == torch.float32
+            assert not p.main_grad.any()  # zero_grad()
+        else:
+            assert p.grad_dtype == torch.float32
 
 
 def test_torchs_adamw_takes_no_fp32_gradient_of_a_16_bit_parameter():

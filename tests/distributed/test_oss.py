@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import RankError, run_outcomes, run_ranks
+from tests.harness import RankError, on_ranks, run_outcomes, run_ranks
 from tests.models import Mlp, same_on_all_ranks, seeded
 from tests.oss import float_mlp, twins, two_groups
 from torchddp.optim import OSS
@@ -24,18 +24,15 @@ IDS = [f"{optim.__name__}{'-fused' if 'fused' in options else ''}" for optim, op
 
 
 @pytest.mark.rest_is_thorough("*-2", "AdamW-1", "Adam-3", "SGD-4")
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks(1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
 @pytest.mark.parametrize(("optim", "options"), OPTIMIZERS, ids=IDS)
-def test_twenty_steps_are_those_of_the_plain_optimizer(optim, options, world_size):
-    def work(rank):
-        pair = twins(optim, options, two_groups)
-        start = [p.detach().clone() for p in pair.ddp.parameters()]
-        for step in range(20):
-            pair.train(range(step, step + 1))
-            pair.assert_equal()
-        assert not any(torch.equal(a, b) for a, b in zip(start, pair.ddp.parameters(), strict=True))
-
-    run_ranks(work, world_size)
+def test_twenty_steps_are_those_of_the_plain_optimizer(rank, optim, options):
+    pair = twins(optim, options, two_groups)
+    start = [p.detach().clone() for p in pair.ddp.parameters()]
+    for step in range(20):
+        pair.train(range(step, step + 1))
+        pair.assert_equal()
+    assert not any(torch.equal(a, b) for a, b in zip(start, pair.ddp.parameters(), strict=True))
 
 
 def test_more_ranks_than_parameters():
@@ -49,7 +46,8 @@ def test_more_ranks_than_parameters():
 
 
 @pytest.mark.parametrize("size", [1, 100, 500])
-def test_small_messages_and_other_layouts_of_memory(size):
+@on_ranks(3)
+def test_small_messages_and_other_layouts_of_memory(rank, size):
     def transposed():
         model = Mlp(dtype=torch.float32)
         for layer in (model.first, model.last):
@@ -57,12 +55,9 @@ def test_small_messages_and_other_layouts_of_memory(size):
         assert not model.first.weight.is_contiguous()
         return model
 
-    def work(rank):
-        pair = twins(make=transposed, broadcast_buffer_size=size)
-        pair.train(range(3))
-        pair.assert_equal()
-
-    run_ranks(work, 3)
+    pair = twins(make=transposed, broadcast_buffer_size=size)
+    pair.train(range(3))
+    pair.assert_equal()
 
 
 def test_every_message_is_started_before_one_is_waited_for(monkeypatch):
@@ -106,17 +101,15 @@ def test_dtypes_that_no_backend_has():
     assert run_ranks(work, 2) == [True, True]
 
 
-def test_fp16_broadcast_leaves_all_replicas_with_the_same_rounded_values():
-    def work(rank):
-        pair = twins(broadcast_fp16=True)
-        pair.train(range(4))
-        values = torch.cat([p.detach().flatten() for p in pair.ddp.parameters()])
-        plain = torch.cat([p.detach().flatten() for p in pair.plain_ddp.parameters()])
-        assert torch.equal(values, values.half().float()) and not torch.equal(values, plain)
-        torch.testing.assert_close(values, plain, rtol=0.02, atol=0.005)
-        assert same_on_all_ranks([values])
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_fp16_broadcast_leaves_all_replicas_with_the_same_rounded_values(rank):
+    pair = twins(broadcast_fp16=True)
+    pair.train(range(4))
+    values = torch.cat([p.detach().flatten() for p in pair.ddp.parameters()])
+    plain = torch.cat([p.detach().flatten() for p in pair.plain_ddp.parameters()])
+    assert torch.equal(values, values.half().float()) and not torch.equal(values, plain)
+    torch.testing.assert_close(values, plain, rtol=0.02, atol=0.005)
+    assert same_on_all_ranks([values])
 
 
 def test_the_shm_backend():
@@ -213,16 +206,14 @@ def test_closures_and_hooks():
     assert run_ranks(work, 2) == [(["closure", "hook"], 3.5)] * 2
 
 
-def test_zero_grad():
-    def work(rank):
-        pair = twins()
-        pair.backward(0)
-        pair.oss.zero_grad(set_to_none=False)
-        assert all(p.grad is not None and not p.grad.any() for p in pair.ddp.parameters())
-        pair.oss.zero_grad()
-        assert all(p.grad is None for p in pair.ddp.parameters())
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_zero_grad(rank):
+    pair = twins()
+    pair.backward(0)
+    pair.oss.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in pair.ddp.parameters())
+    pair.oss.zero_grad()
+    assert all(p.grad is None for p in pair.ddp.parameters())
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -295,19 +286,17 @@ def test_grad_scaler(world_size, fused, clip):
     assert all(scales == results[0] for scales in results)
 
 
-def test_grad_scaler_ranks_that_disagree():
-    def work(rank):
-        params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
-        oss = OSS(params, torch.optim.SGD, lr=1.0)
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(torch.ones(()))
-        for param in params:
-            param.grad = torch.full((4,), math.inf if rank == 1 else 1.0)
-        with pytest.raises(RuntimeError, match="not finite on rank 1 only, of 3 ranks"):
-            scaler.step(oss)
-        assert torch.equal(params[0], torch.ones(4))
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_grad_scaler_ranks_that_disagree(rank):
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    oss = OSS(params, torch.optim.SGD, lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for param in params:
+        param.grad = torch.full((4,), math.inf if rank == 1 else 1.0)
+    with pytest.raises(RuntimeError, match="not finite on rank 1 only, of 3 ranks"):
+        scaler.step(oss)
+    assert torch.equal(params[0], torch.ones(4))
 
 
 def test_a_change_of_one_bit_would_be_seen():

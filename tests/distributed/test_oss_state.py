@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_loader
 
-from tests.harness import run_ranks
+from tests.harness import on_ranks, run_ranks
 from tests.oss import assert_same_state, float_mlp, twins, two_groups
 from torchddp.optim import OSS, load_checkpoint
 
@@ -71,102 +71,92 @@ def test_resumed_on_any_world_size_as_if_never_stopped(optim, options, tmp_path)
 
 
 @EACH_OPTIMIZER
-def test_the_plain_optimizer_and_oss_take_each_others_state(optim, options):
-    def work(rank):
-        first = twins(optim, options, two_groups)
-        first.train(range(5))
-        first.oss.consolidate_state_dict(0)
-        box = [first.oss.state_dict() if rank == 0 else None]
-        dist.broadcast_object_list(box)
-        first.oss.load_state_dict(copy.deepcopy(first.plain.state_dict()))
-        first.plain.load_state_dict(box[0])
-        first.train(range(5, 10))
-        first.assert_equal()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_the_plain_optimizer_and_oss_take_each_others_state(rank, optim, options):
+    first = twins(optim, options, two_groups)
+    first.train(range(5))
+    first.oss.consolidate_state_dict(0)
+    box = [first.oss.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    first.oss.load_state_dict(copy.deepcopy(first.plain.state_dict()))
+    first.plain.load_state_dict(box[0])
+    first.train(range(5, 10))
+    first.assert_equal()
 
 
-def test_state_is_brought_to_one_rank_only_and_goes_stale():
-    def work(rank):
-        pair = twins()
-        with pytest.raises(RuntimeError, match=rf"recipient_rank={rank}\) on all ranks first"):
-            pair.oss.state_dict()
-        pair.train(range(2))
-        for recipient in (0, 2):
-            pair.oss.consolidate_state_dict(recipient)
-            if rank != recipient:
-                with pytest.raises(RuntimeError, match="has no consolidated state"):
-                    pair.oss.state_dict()
-                continue
-            pair.oss.param_groups[0]["lr"] = pair.plain.param_groups[0]["lr"] = 0.5  # told as it is when asked
-            whole = pair.oss.state_dict()
-            assert_same_state(whole, pair.plain.state_dict())
-            live = pair.oss.state.values()
-            held = {value.data_ptr() for entry in whole["state"].values() for value in entry.values()}
-            assert not held & {value.data_ptr() for entry in live for value in entry.values()}
-        pair.train(range(2, 3))
-        with pytest.raises(RuntimeError, match="has no consolidated state"):
-            pair.oss.state_dict()
-        with pytest.raises(ValueError, match="recipient_rank must be a rank of the group"):
-            pair.oss.consolidate_state_dict(3)
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_state_is_brought_to_one_rank_only_and_goes_stale(rank):
+    pair = twins()
+    with pytest.raises(RuntimeError, match=rf"recipient_rank={rank}\) on all ranks first"):
+        pair.oss.state_dict()
+    pair.train(range(2))
+    for recipient in (0, 2):
+        pair.oss.consolidate_state_dict(recipient)
+        if rank != recipient:
+            with pytest.raises(RuntimeError, match="has no consolidated state"):
+                pair.oss.state_dict()
+            continue
+        pair.oss.param_groups[0]["lr"] = pair.plain.param_groups[0]["lr"] = 0.5  # told as it is when asked
+        whole = pair.oss.state_dict()
+        assert_same_state(whole, pair.plain.state_dict())
+        live = pair.oss.state.values()
+        held = {value.data_ptr() for entry in whole["state"].values() for value in entry.values()}
+        assert not held & {value.data_ptr() for entry in live for value in entry.values()}
+    pair.train(range(2, 3))
+    with pytest.raises(RuntimeError, match="has no consolidated state"):
+        pair.oss.state_dict()
+    with pytest.raises(ValueError, match="recipient_rank must be a rank of the group"):
+        pair.oss.consolidate_state_dict(3)
 
 
-def test_one_rank_needs_no_consolidation():
-    def work(rank):
-        pair = twins()
-        pair.train(range(2))
-        assert_same_state(pair.oss.state_dict(), pair.plain.state_dict())
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_one_rank_needs_no_consolidation(rank):
+    pair = twins()
+    pair.train(range(2))
+    assert_same_state(pair.oss.state_dict(), pair.plain.state_dict())
 
 
-def test_parts_make_the_whole_and_each_rank_takes_its_own_back():
-    def work(rank):
-        pair = twins()
-        pair.train(range(3))
-        part = pickle.loads(pickle.dumps(pair.oss.local_state_dict()))
-        assert list(part["state"]) == part["sharded_params"]
-        other = [None] * 2
-        dist.all_gather_object(other, part)
-        together = {index: entry for each in other for index, entry in each["state"].items()}
-        assert_same_state(together, pair.plain.state_dict()["state"])
-        fresh = twins()
-        before = fresh.oss.local_state_dict()
-        with pytest.raises(ValueError, match="another rank's part of the state: parameter . of group 0 is not in it"):
-            fresh.oss.load_state_dict(other[1 - rank])
-        assert_same_state(before, fresh.oss.local_state_dict())
-        fresh.oss.load_state_dict(part)
-        assert_same_state(part, fresh.oss.local_state_dict())
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_parts_make_the_whole_and_each_rank_takes_its_own_back(rank):
+    pair = twins()
+    pair.train(range(3))
+    part = pickle.loads(pickle.dumps(pair.oss.local_state_dict()))
+    assert list(part["state"]) == part["sharded_params"]
+    other = [None] * 2
+    dist.all_gather_object(other, part)
+    together = {index: entry for each in other for index, entry in each["state"].items()}
+    assert_same_state(together, pair.plain.state_dict()["state"])
+    fresh = twins()
+    before = fresh.oss.local_state_dict()
+    with pytest.raises(ValueError, match="another rank's part of the state: parameter . of group 0 is not in it"):
+        fresh.oss.load_state_dict(other[1 - rank])
+    assert_same_state(before, fresh.oss.local_state_dict())
+    fresh.oss.load_state_dict(part)
+    assert_same_state(part, fresh.oss.local_state_dict())
 
 
-def test_the_state_of_another_model_changes_nothing():
-    def work(rank):
-        pair = twins(groups=two_groups)
-        pair.train(range(2))
-        good = pair.plain.state_dict()
-        before = copy.deepcopy(pair.oss.local_state_dict())
-        groups = good["param_groups"]
-        wrong_shape = copy.deepcopy(good)
-        wrong_shape["state"][4]["exp_avg"] = torch.zeros(3, 3)
-        short = [groups[0], {**groups[1], "params": [2, 3]}]
-        cases = [
-            ({"param_groups": groups}, "it has no 'state'"),
-            ({**good, "param_groups": groups[:1]}, "it has 1 parameter groups, the optimizer 2"),
-            ({**good, "param_groups": short}, "parameter group 1 has 2 parameters, the optimizer's 3"),
-            (wrong_shape, r"'exp_avg' for parameter 2 of group 1 has shape \[3, 3\]"),
-            ({**good, "state": {0: 5}}, "entry for parameter 0 of group 0 is a int"),
-        ]
-        for state, message in cases:
-            for oss in (pair.oss, twins(groups=two_groups).oss):
-                with pytest.raises(ValueError, match=message):
-                    oss.load_state_dict(state)
-        assert_same_state(before, pair.oss.local_state_dict())
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_the_state_of_another_model_changes_nothing(rank):
+    pair = twins(groups=two_groups)
+    pair.train(range(2))
+    good = pair.plain.state_dict()
+    before = copy.deepcopy(pair.oss.local_state_dict())
+    groups = good["param_groups"]
+    wrong_shape = copy.deepcopy(good)
+    wrong_shape["state"][4]["exp_avg"] = torch.zeros(3, 3)
+    short = [groups[0], {**groups[1], "params": [2, 3]}]
+    cases = [
+        ({"param_groups": groups}, "it has no 'state'"),
+        ({**good, "param_groups": groups[:1]}, "it has 1 parameter groups, the optimizer 2"),
+        ({**good, "param_groups": short}, "parameter group 1 has 2 parameters, the optimizer's 3"),
+        (wrong_shape, r"'exp_avg' for parameter 2 of group 1 has shape \[3, 3\]"),
+        ({**good, "state": {0: 5}}, "entry for parameter 0 of group 0 is a int"),
+    ]
+    for state, message in cases:
+        for oss in (pair.oss, twins(groups=two_groups).oss):
+            with pytest.raises(ValueError, match=message):
+                oss.load_state_dict(state)
+    assert_same_state(before, pair.oss.local_state_dict())
 
 
 def test_a_checkpoint_of_another_model(tmp_path):
@@ -200,19 +190,17 @@ def test_each_rank_reads_its_own_part_of_a_checkpoint(tmp_path, monkeypatch):
     assert sorted(sum(run_ranks(work, 3), [])) == [0, 1, 2, 3, 4]
 
 
-def test_state_dict_hooks():
-    def work(rank):
-        oss = twins().oss
-        oss.register_state_dict_post_hook(lambda optimizer, state: {**state, "epoch": 3})
-        seen = []
-        oss.register_load_state_dict_pre_hook(lambda optimizer, state: seen.append(state.pop("epoch")))
-        oss.register_load_state_dict_post_hook(lambda optimizer: seen.append("loaded"))
-        oss.load_state_dict(oss.state_dict())
-        assert seen == [3, "loaded"]
-        with pytest.raises(TypeError, match="can't be copied or pickled"):
-            pickle.dumps(oss)
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_state_dict_hooks(rank):
+    oss = twins().oss
+    oss.register_state_dict_post_hook(lambda optimizer, state: {**state, "epoch": 3})
+    seen = []
+    oss.register_load_state_dict_pre_hook(lambda optimizer, state: seen.append(state.pop("epoch")))
+    oss.register_load_state_dict_post_hook(lambda optimizer: seen.append("loaded"))
+    oss.load_state_dict(oss.state_dict())
+    assert seen == [3, "loaded"]
+    with pytest.raises(TypeError, match="can't be copied or pickled"):
+        pickle.dumps(oss)
 
 
 # --- frozen and new parameters ---
@@ -226,55 +214,52 @@ def average_by_hand(params, step):
 
 
 @EACH_OPTIMIZER
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_parameters_frozen_and_thawed(optim, options, world_size):
-    def work(rank):
-        model, other = (torch.nn.Sequential(*[torch.nn.Linear(3, n) for n in (7, 2, 9, 4)]) for _ in range(2))
-        other.load_state_dict(model.state_dict())
-        box = [model.state_dict()]
-        dist.broadcast_object_list(box)
-        for each in (model, other):
-            each.load_state_dict(box[0])
-            each[1].requires_grad_(False)
-        params, others = list(model.parameters()), list(other.parameters())
-        oss, plain = OSS(params, optim, **options), optim(others, **options)
-        assert not {p for p in model[1].parameters()} & set(oss.param_to_rank)
+@on_ranks(1, 3)
+def test_parameters_frozen_and_thawed(rank, optim, options):
+    model, other = (torch.nn.Sequential(*[torch.nn.Linear(3, n) for n in (7, 2, 9, 4)]) for _ in range(2))
+    other.load_state_dict(model.state_dict())
+    box = [model.state_dict()]
+    dist.broadcast_object_list(box)
+    for each in (model, other):
+        each.load_state_dict(box[0])
+        each[1].requires_grad_(False)
+    params, others = list(model.parameters()), list(other.parameters())
+    oss, plain = OSS(params, optim, **options), optim(others, **options)
+    assert not {p for p in model[1].parameters()} & set(oss.param_to_rank)
 
-        def train(steps):
-            for step in steps:
-                average_by_hand(params, step)
-                average_by_hand(others, step)
-                oss.step()
-                plain.step()
-                assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True)), step
-
-        train(range(3))
-        first_owners = dict(oss.param_to_rank)
-        for each in (model, other):
-            each[1].requires_grad_(True)
-            each[2].requires_grad_(False)
-        average_by_hand(params, 3)
-        with pytest.raises(RuntimeError, match="parameter 2 of group 0 has a gradient.*refresh_trainable"):
+    def train(steps):
+        for step in steps:
+            average_by_hand(params, step)
+            average_by_hand(others, step)
             oss.step()
-        oss.refresh_trainable()
-        assert set(oss.param_to_rank) == set(params)
-        assert all(oss.param_to_rank[p] == owner for p, owner in first_owners.items())
-        train(range(3, 6))
-        oss.consolidate_state_dict(0)
-        if rank == 0:
-            assert_same_state(oss.state_dict(), plain.state_dict())
-        box = [oss.state_dict() if rank == 0 else None]
-        dist.broadcast_object_list(box)
-        # A new start with the same layer frozen: its state waits for the day it is thawed.
-        oss = OSS(params, optim, **options)
-        oss.load_state_dict(box[0])
-        train(range(6, 8))
-        for each in (model, other):
-            each[2].requires_grad_(True)
-        oss.refresh_trainable()
-        train(range(8, 10))
+            plain.step()
+            assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True)), step
 
-    run_ranks(work, world_size)
+    train(range(3))
+    first_owners = dict(oss.param_to_rank)
+    for each in (model, other):
+        each[1].requires_grad_(True)
+        each[2].requires_grad_(False)
+    average_by_hand(params, 3)
+    with pytest.raises(RuntimeError, match="parameter 2 of group 0 has a gradient.*refresh_trainable"):
+        oss.step()
+    oss.refresh_trainable()
+    assert set(oss.param_to_rank) == set(params)
+    assert all(oss.param_to_rank[p] == owner for p, owner in first_owners.items())
+    train(range(3, 6))
+    oss.consolidate_state_dict(0)
+    if rank == 0:
+        assert_same_state(oss.state_dict(), plain.state_dict())
+    box = [oss.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    # A new start with the same layer frozen: its state waits for the day it is thawed.
+    oss = OSS(params, optim, **options)
+    oss.load_state_dict(box[0])
+    train(range(6, 8))
+    for each in (model, other):
+        each[2].requires_grad_(True)
+    oss.refresh_trainable()
+    train(range(8, 10))
 
 
 def test_a_frozen_parameter_is_not_sent_and_a_gradient_left_on_it_not_applied(monkeypatch):
@@ -296,36 +281,34 @@ def test_a_frozen_parameter_is_not_sent_and_a_gradient_left_on_it_not_applied(mo
 
 
 @pytest.mark.parametrize(("optim", "options"), OPTIMIZERS[:2], ids=["SGD", "AdamW"])
-def test_a_parameter_group_added_later(optim, options):
-    def work(rank):
-        model = [torch.nn.Parameter(torch.linspace(0, 1, n)) for n in (5, 9, 4)]
-        other = [torch.nn.Parameter(p.detach().clone()) for p in model]
-        oss, plain = OSS(model, optim, **options), optim(other, **options)
+@on_ranks(2)
+def test_a_parameter_group_added_later(rank, optim, options):
+    model = [torch.nn.Parameter(torch.linspace(0, 1, n)) for n in (5, 9, 4)]
+    other = [torch.nn.Parameter(p.detach().clone()) for p in model]
+    oss, plain = OSS(model, optim, **options), optim(other, **options)
 
-        def train(steps):
-            for step in steps:
-                average_by_hand(model, step)
-                average_by_hand(other, step)
-                oss.step()
-                plain.step()
-                assert all(torch.equal(a, b) for a, b in zip(model, other, strict=True)), step
+    def train(steps):
+        for step in steps:
+            average_by_hand(model, step)
+            average_by_hand(other, step)
+            oss.step()
+            plain.step()
+            assert all(torch.equal(a, b) for a, b in zip(model, other, strict=True)), step
 
-        train(range(3))
-        owners = dict(oss.param_to_rank)
-        new = [torch.nn.Parameter(torch.linspace(1, 2, n)) for n in (6, 2)]
-        copies = [torch.nn.Parameter(p.detach().clone()) for p in new]
-        oss.add_param_group({"params": new, "lr": 0.3})
-        plain.add_param_group({"params": copies, "lr": 0.3})
-        other += copies
-        model += new
-        train(range(3, 6))
-        assert all(oss.param_to_rank[p] == owner for p, owner in owners.items())
-        assert len(oss.param_groups) == 2 and oss.param_groups[1]["lr"] == 0.3
-        with pytest.raises(ValueError, match="more than one parameter group"):
-            oss.add_param_group({"params": [model[0]]})
-        assert len(oss.param_groups) == 2
-
-    run_ranks(work, 2)
+    train(range(3))
+    owners = dict(oss.param_to_rank)
+    new = [torch.nn.Parameter(torch.linspace(1, 2, n)) for n in (6, 2)]
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in new]
+    oss.add_param_group({"params": new, "lr": 0.3})
+    plain.add_param_group({"params": copies, "lr": 0.3})
+    other += copies
+    model += new
+    train(range(3, 6))
+    assert all(oss.param_to_rank[p] == owner for p, owner in owners.items())
+    assert len(oss.param_groups) == 2 and oss.param_groups[1]["lr"] == 0.3
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        oss.add_param_group({"params": [model[0]]})
+    assert len(oss.param_groups) == 2
 
 
 # --- optimizers that are not torch's ---
@@ -350,30 +333,28 @@ class Preconditioned(torch.optim.Optimizer):
                 param -= group["lr"] * torch.linalg.solve(state["matrix"], grad).view_as(param)
 
 
-def test_an_optimizer_with_state_of_any_shape():
-    def work(rank):
-        pair = twins(Preconditioned, groups=two_groups)
-        pair.train(range(2))
-        pair.oss.consolidate_state_dict(0)
-        early = pair.oss.state_dict() if rank == 0 else {"state": {}}
-        pair.train(range(2, 4))
-        assert all(len(entry["history"]) == 2 for key, entry in early["state"].items() if key != "seen")
-        pair.assert_equal()
-        assert [group["steps"] for group in pair.oss.param_groups] == [4, 4]
-        pair.oss.consolidate_state_dict(0)
-        box = [pair.oss.state_dict() if rank == 0 else None]
-        dist.broadcast_object_list(box)
-        assert_same_state(box[0], pair.plain.state_dict())
-        pair.oss.load_state_dict(box[0])
-        pair.train(range(4, 6))
-        pair.assert_equal()
-        wrong = copy.deepcopy(box[0])
-        wrong["state"][0]["matrix"] = torch.eye(3)
-        if 0 in pair.oss.local_state_dict()["sharded_params"]:
-            with pytest.raises(ValueError, match="'matrix' for parameter 0 of group 0"):
-                pair.oss.load_state_dict(wrong)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_an_optimizer_with_state_of_any_shape(rank):
+    pair = twins(Preconditioned, groups=two_groups)
+    pair.train(range(2))
+    pair.oss.consolidate_state_dict(0)
+    early = pair.oss.state_dict() if rank == 0 else {"state": {}}
+    pair.train(range(2, 4))
+    assert all(len(entry["history"]) == 2 for key, entry in early["state"].items() if key != "seen")
+    pair.assert_equal()
+    assert [group["steps"] for group in pair.oss.param_groups] == [4, 4]
+    pair.oss.consolidate_state_dict(0)
+    box = [pair.oss.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    assert_same_state(box[0], pair.plain.state_dict())
+    pair.oss.load_state_dict(box[0])
+    pair.train(range(4, 6))
+    pair.assert_equal()
+    wrong = copy.deepcopy(box[0])
+    wrong["state"][0]["matrix"] = torch.eye(3)
+    if 0 in pair.oss.local_state_dict()["sharded_params"]:
+        with pytest.raises(ValueError, match="'matrix' for parameter 0 of group 0"):
+            pair.oss.load_state_dict(wrong)
 
 
 def test_a_checkpoint_with_state_of_any_shape(tmp_path):
@@ -409,24 +390,22 @@ class Eager(torch.optim.Optimizer):
                     param -= group["lr"] * self.state[param]["sum"].add_(param.grad)
 
 
-def test_an_optimizer_that_makes_state_only_at_the_start():
-    def work(rank):
-        params = [torch.nn.Parameter(torch.ones(n)) for n in (4, 3, 2)]
-        others = [torch.nn.Parameter(p.detach().clone()) for p in params]
-        params[1].requires_grad_(False)
-        oss, plain = OSS(params[:2], Eager), Eager(others)
-        assert_same_state(oss.local_state_dict()["state"], {0: {"sum": torch.full((4,), 0.5)}} if rank == 0 else {})
-        params[1].requires_grad_(True)
-        oss.refresh_trainable()
-        oss.add_param_group({"params": params[2]})
-        for step in range(3):
-            average_by_hand(params, step)
-            average_by_hand(others, step)
-            oss.step()
-            plain.step()
-        assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_an_optimizer_that_makes_state_only_at_the_start(rank):
+    params = [torch.nn.Parameter(torch.ones(n)) for n in (4, 3, 2)]
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    params[1].requires_grad_(False)
+    oss, plain = OSS(params[:2], Eager), Eager(others)
+    assert_same_state(oss.local_state_dict()["state"], {0: {"sum": torch.full((4,), 0.5)}} if rank == 0 else {})
+    params[1].requires_grad_(True)
+    oss.refresh_trainable()
+    oss.add_param_group({"params": params[2]})
+    for step in range(3):
+        average_by_hand(params, step)
+        average_by_hand(others, step)
+        oss.step()
+        plain.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
 
 
 def test_a_learning_rate_in_a_tensor_and_a_state_of_another_dtype():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import run_outcomes, run_ranks
+from tests.harness import on_ranks, run_outcomes, run_ranks
 from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded, step_on
 from torchddp import DistributedDataParallel
 from torchddp.errors import TransportError
@@ -86,28 +86,26 @@ class Shuffled(nn.Module):
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
 
 
-def test_who_joins_takes_the_buckets_that_the_others_have_measured():
-    def work(rank):
-        def train(model, step):
-            model.zero_grad()
-            loss_of(model(batch(rank, step, 5, 4))).backward()
+@on_ranks(3)
+def test_who_joins_takes_the_buckets_that_the_others_have_measured(rank):
+    def train(model, step):
+        model.zero_grad()
+        loss_of(model(batch(rank, step, 5, 4))).backward()
 
-        group = among([0, 1]) if rank < 2 else alone(rank)
-        model = DistributedDataParallel(seeded(Shuffled), process_group=group, bucket_cap_mb=0.001)
-        if rank < 2:
-            for step in range(3):
-                train(model, step)
-        model._update_process_group(dist.group.WORLD)
-        plans = [None] * 3
-        dist.all_gather_object(plans, [list(bucket.params) for bucket in model.reducer.plan.buckets])
-        assert plans == [plans[0]] * 3
-        reference = TorchDDP(seeded(Shuffled))
+    group = among([0, 1]) if rank < 2 else alone(rank)
+    model = DistributedDataParallel(seeded(Shuffled), process_group=group, bucket_cap_mb=0.001)
+    if rank < 2:
         for step in range(3):
             train(model, step)
-            train(reference, step)
-            assert_grads(grads_of(model), grads_of(reference), what=f"step {step}:")
-
-    run_ranks(work, 3)
+    model._update_process_group(dist.group.WORLD)
+    plans = [None] * 3
+    dist.all_gather_object(plans, [list(bucket.params) for bucket in model.reducer.plan.buckets])
+    assert plans == [plans[0]] * 3
+    reference = TorchDDP(seeded(Shuffled))
+    for step in range(3):
+        train(model, step)
+        train(reference, step)
+        assert_grads(grads_of(model), grads_of(reference), what=f"step {step}:")
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -133,27 +131,25 @@ def test_ranks_die(transport):
     assert outcomes[0].ok, outcomes[0].error
 
 
-def test_who_joins_gets_parameters_and_buffers():
-    def work(rank):
-        whole = dist.group.WORLD
-        model = seeded(NormNet, seed=rank)
-        start = among([1, 2]) if rank else alone(0)
-        model = DistributedDataParallel(model, process_group=start, forward_sync_buffers=False)
-        wanted = [None]
-        if rank == 2:
-            wanted = [{name: value.clone() for name, value in model.module.state_dict().items()}]
-        model._update_process_group(whole)
-        held = [p.data_ptr() for p in model.parameters()]
-        model.sync_module_states(src=2)
-        dist.broadcast_object_list(wanted, src=2)
-        for name, value in model.module.state_dict().items():
-            assert torch.equal(value, wanted[0][name]), name
-        assert held == [p.data_ptr() for p in model.parameters()]
-        for src in (-1, 3):
-            with pytest.raises(ValueError, match=f"0 to 2, got {src}"):
-                model.sync_module_states(src)
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_who_joins_gets_parameters_and_buffers(rank):
+    whole = dist.group.WORLD
+    model = seeded(NormNet, seed=rank)
+    start = among([1, 2]) if rank else alone(0)
+    model = DistributedDataParallel(model, process_group=start, forward_sync_buffers=False)
+    wanted = [None]
+    if rank == 2:
+        wanted = [{name: value.clone() for name, value in model.module.state_dict().items()}]
+    model._update_process_group(whole)
+    held = [p.data_ptr() for p in model.parameters()]
+    model.sync_module_states(src=2)
+    dist.broadcast_object_list(wanted, src=2)
+    for name, value in model.module.state_dict().items():
+        assert torch.equal(value, wanted[0][name]), name
+    assert held == [p.data_ptr() for p in model.parameters()]
+    for src in (-1, 3):
+        with pytest.raises(ValueError, match=f"0 to 2, got {src}"):
+            model.sync_module_states(src)
 
 
 def test_parameters_that_can_not_travel_as_bytes():
@@ -173,73 +169,65 @@ def test_parameters_that_can_not_travel_as_bytes():
     assert run_ranks(work, 2) == [4.0, 4.0]
 
 
-def test_unused_parameters_after_a_rank_has_joined():
-    def work(rank):
-        start = among([0, 1]) if rank < 2 else alone(rank)
-        make = seeded(lambda: Branches(torch.float64))
-        model = DistributedDataParallel(make, process_group=start, find_unused_parameters=True, bucket_cap_mb=0.0001)
-        for step in range(3):
-            model.zero_grad()
-            loss_of(model(batch(rank, step, 5, 4), ("left", "right")[rank % 2])).backward()
+@on_ranks(3)
+def test_unused_parameters_after_a_rank_has_joined(rank):
+    start = among([0, 1]) if rank < 2 else alone(rank)
+    make = seeded(lambda: Branches(torch.float64))
+    model = DistributedDataParallel(make, process_group=start, find_unused_parameters=True, bucket_cap_mb=0.0001)
+    for step in range(3):
+        model.zero_grad()
+        loss_of(model(batch(rank, step, 5, 4), ("left", "right")[rank % 2])).backward()
+    model._update_process_group(dist.group.WORLD)
+    reference = TorchDDP(seeded(lambda: Branches(torch.float64)), find_unused_parameters=True)
+    for step in range(3):
+        for each in (model, reference):
+            each.zero_grad()
+            loss_of(each(batch(rank, step, 5, 4), ("left", "right")[(rank + step) % 2])).backward()
+        assert_grads(grads_of(model), grads_of(reference), what=f"step {step}:")
+
+
+@on_ranks(3)
+def test_groups_without_this_rank_are_refused_by_the_next_step(rank):
+    model = wrap(dist.group.WORLD)
+    step_on(model, rank)
+    pair = dist.new_group([0, 1])
+    model._update_process_group(pair)
+    if rank == 2:
+        with pytest.raises(RuntimeError, match="rank 2 of its old process group.*this rank is not in"):
+            step_on(model, rank)
+        with model.no_sync():
+            step_on(model, rank)
+    else:
+        assert_as_fresh(model, pair, rank)
+    whole = dist.new_group([0, 1, 2])
+    model._update_process_group(whole)
+    assert_as_fresh(model, whole, rank)
+
+
+@on_ranks(2)
+def test_what_is_no_group_for_the_model_is_refused_and_the_old_one_kept(rank):
+    model = wrap(dist.group.WORLD)
+    gone = dist.new_group([0, 1])
+    dist.destroy_process_group(gone)
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        model._update_process_group(gone)
+    for wrong in (None, [0, 1], "gloo"):
+        with pytest.raises(TypeError, match=f"takes a process group, got {type(wrong).__name__}"):
+            model._update_process_group(wrong)
+    elsewhere = dist.new_group([0, 1], backend="cuda:gloo")
+    with pytest.raises(ValueError, match="no backend for cpu tensors, and the model is on cpu.*one for cuda"):
+        model._update_process_group(elsewhere)
+    assert_as_fresh(model, dist.group.WORLD, rank)
+
+
+@on_ranks(2)
+def test_models_that_differ_are_named(rank):
+    model = DistributedDataParallel(nn.Linear(3, 3 + rank), process_group=alone(rank))
+    with pytest.raises(RuntimeError, match="not the same on all ranks") as caught:
         model._update_process_group(dist.group.WORLD)
-        reference = TorchDDP(seeded(lambda: Branches(torch.float64)), find_unused_parameters=True)
-        for step in range(3):
-            for each in (model, reference):
-                each.zero_grad()
-                loss_of(each(batch(rank, step, 5, 4), ("left", "right")[(rank + step) % 2])).backward()
-            assert_grads(grads_of(model), grads_of(reference), what=f"step {step}:")
-
-    run_ranks(work, 3)
-
-
-def test_groups_without_this_rank_are_refused_by_the_next_step():
-    def work(rank):
-        model = wrap(dist.group.WORLD)
-        step_on(model, rank)
-        pair = dist.new_group([0, 1])
-        model._update_process_group(pair)
-        if rank == 2:
-            with pytest.raises(RuntimeError, match="rank 2 of its old process group.*this rank is not in"):
-                step_on(model, rank)
-            with model.no_sync():
-                step_on(model, rank)
-        else:
-            assert_as_fresh(model, pair, rank)
-        whole = dist.new_group([0, 1, 2])
-        model._update_process_group(whole)
-        assert_as_fresh(model, whole, rank)
-
-    run_ranks(work, 3)
-
-
-def test_what_is_no_group_for_the_model_is_refused_and_the_old_one_kept():
-    def work(rank):
-        model = wrap(dist.group.WORLD)
-        gone = dist.new_group([0, 1])
-        dist.destroy_process_group(gone)
-        with pytest.raises(RuntimeError, match="was destroyed"):
-            model._update_process_group(gone)
-        for wrong in (None, [0, 1], "gloo"):
-            with pytest.raises(TypeError, match=f"takes a process group, got {type(wrong).__name__}"):
-                model._update_process_group(wrong)
-        elsewhere = dist.new_group([0, 1], backend="cuda:gloo")
-        with pytest.raises(ValueError, match="no backend for cpu tensors, and the model is on cpu.*one for cuda"):
-            model._update_process_group(elsewhere)
-        assert_as_fresh(model, dist.group.WORLD, rank)
-
-    run_ranks(work, 2)
-
-
-def test_models_that_differ_are_named():
-    def work(rank):
-        model = DistributedDataParallel(nn.Linear(3, 3 + rank), process_group=alone(rank))
-        with pytest.raises(RuntimeError, match="not the same on all ranks") as caught:
-            model._update_process_group(dist.group.WORLD)
-        assert re.search(r"\[1\].*'bias'\) .* sizes \[4\].*process 0 \('bias', \[3\]\)", str(caught.value))
-        assert model.process_group.size() == 1
-        model(torch.ones(1, 3)).sum().backward()
-
-    run_ranks(work, 2)
+    assert re.search(r"\[1\].*'bias'\) .* sizes \[4\].*process 0 \('bias', \[3\]\)", str(caught.value))
+    assert model.process_group.size() == 1
+    model(torch.ones(1, 3)).sum().backward()
 
 
 def test_a_new_store():
