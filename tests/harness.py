@@ -112,6 +112,21 @@ def on_ranks(*world_sizes: Any, **options: Any) -> Callable[[Callable[..., Any]]
     return decorate
 
 
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks, in their order (a collective)."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def assert_each_raises(*cases: tuple[Callable[[], Any], type[Exception], str]) -> None:
+    """Each case is a call, the class of its error, and words in its text."""
+    for number, (call, kind, words) in enumerate(cases):
+        with pytest.raises(kind) as caught:
+            call()
+        assert type(caught.value) is kind and words in str(caught.value), f"case {number}: {caught.value!r}"
+
+
 def run_outcomes(
     fn: Callable[..., Any],
     world_size: int,

@@ -171,10 +171,7 @@ def test_models_and_options_that_differ_between_ranks():
         ]
 
     expected = [
-        (
-            "RuntimeError",
-            "PeriodicAverager needs the same parameters on all ranks. On rank 2 it is 'b'",
-        ),
+        ("RuntimeError", "PeriodicAverager needs the same parameters on all ranks. On rank 2 it is 'b'"),
         ("RuntimeError", "On rank 2 it is sync_every=5"),
         ("RuntimeError", "On rank 1 it is sync_every=4, outer_lr=0.5"),
         ("RuntimeError", "On rank 1 it is slow_momentum=0.5"),

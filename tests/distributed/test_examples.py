@@ -188,16 +188,7 @@ def test_bad_arguments_are_one_line():
 
 
 @pytest.mark.parametrize(
-    "module",
-    [
-        train_plain,
-        train_sharded,
-        train_diloco,
-        train_parallelize,
-        train_lora,
-        train_unfreezing,
-        train_growing,
-    ],
+    "module", [train_plain, train_sharded, train_diloco, train_parallelize, train_lora, train_unfreezing, train_growing]
 )
 def test_help(module, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(sys, "argv", [module.__name__, "--help"])

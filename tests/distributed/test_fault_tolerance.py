@@ -46,12 +46,7 @@ def assert_averages(module, step, **options):
 
 @on_ranks(1, 2, 3, 4)
 def test_gradients_are_averages_over_participants(rank):
-    for options in (
-        {},
-        {"gradient_as_bucket_view": False},
-        {"static_graph": True},
-        {"find_unused_parameters": True},
-    ):
+    for options in ({}, {"gradient_as_bucket_view": False}, {"static_graph": True}, {"find_unused_parameters": True}):
         module, manager = net(), FakeManager()
         model = DistributedDataParallel(manager, module, bucket_cap_mb=SMALL, **options)
         assert isinstance(model, nn.parallel.DistributedDataParallel)

@@ -65,10 +65,7 @@ def test_rank_step_and_the_parameters_upstream_are_named(rank, world_size, trans
     bad = min(1, world_size - 1)
 
     ddp = torchddp.DistributedDataParallel(
-        seeded(Mlp),
-        find_nonfinite=True,
-        bucket_cap_mb=0.001,
-        transport="auto" if world_size == 1 else transport,
+        seeded(Mlp), find_nonfinite=True, bucket_cap_mb=0.001, transport="auto" if world_size == 1 else transport
     )
     for step in (1, 2):
         run_step(ddp, rank, step)
