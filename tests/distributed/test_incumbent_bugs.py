@@ -1,5 +1,6 @@
 """One regression test for each known bug of torch DDP and its kin that concerns DDP itself."""
 
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -12,13 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from tests.harness import CLASS_ENV, OWN_CLASS, is_own_class, on_ranks, run_ranks
+from tests.harness import gathered, is_own_class, on_ranks
 from tests.models import (
     Branches,
     Mlp,
     NormNet,
     TwoHeads,
     assert_grads,
+    assert_steps,
     batch,
     expected_grads,
     grads_of,
@@ -43,37 +45,21 @@ SCHEDULES = {
 
 
 @pytest.mark.beyond_torch("miscounts a static graph with accumulation")
-@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @on_ranks(2)
-def test_static_graph_with_accumulation(rank, ddp_class, schedule, set_to_none):
-    model = seeded(Mlp)
-    ddp = ddp_class(model, static_graph=True, bucket_cap_mb=0.001)
-    pending: list[int] = []
-    for step, local in enumerate(SCHEDULES[schedule]):
-        pending.append(step)
-        if local:
-            with ddp.no_sync():
+def test_static_graph_with_accumulation(rank, ddp_class, schedule):
+    for set_to_none in (True, False):
+        ddp = ddp_class(seeded(Mlp), static_graph=True, bucket_cap_mb=0.001)
+        pending: list[int] = []
+        for step, local in enumerate(SCHEDULES[schedule]):
+            pending.append(step)
+            with ddp.no_sync() if local else contextlib.nullcontext():
                 step_on(ddp, rank, step)
-            continue
-        step_on(ddp, rank, step)
-        want = expected_grads(seeded(Mlp), lambda m, r, steps=tuple(pending): [step_on(m, r, s) for s in steps])
-        assert_grads(grads_of(ddp), want, what=f"{schedule}, step {step}:")
-        ddp.zero_grad(set_to_none=set_to_none)
-        pending.clear()
-
-
-@on_ranks(2)
-def test_static_graph_with_accumulation_and_unused_parameters(rank, ddp_class):
-    def run(model, rank, step):
-        loss_of(model(batch(rank, step, 3, 4), "left")).backward()
-
-    ddp = ddp_class(seeded(Branches), static_graph=True)
-    for step in range(0, 6, 2):
-        ddp.zero_grad()
-        run(ddp, rank, step)
-        want = expected_grads(seeded(Branches), lambda m, r, step=step: run(m, r, step))
-        assert_grads({"trunk.weight": grads_of(ddp)["trunk.weight"]}, {"trunk.weight": want["trunk.weight"]})
+            if not local:
+                want = expected_grads(seeded(Mlp), lambda m, r, steps=tuple(pending): [step_on(m, r, s) for s in steps])
+                assert_grads(grads_of(ddp), want, what=f"set_to_none={set_to_none}, step {step}:")
+                ddp.zero_grad(set_to_none=set_to_none)
+                pending.clear()
 
 
 # --- static_graph with an output that the loss leaves out: reduced nothing after the first step
@@ -82,16 +68,8 @@ def test_static_graph_with_accumulation_and_unused_parameters(rank, ddp_class):
 @pytest.mark.beyond_torch("waits for parameters that only the first step's sink leads to")
 @on_ranks(2)
 def test_static_graph_with_an_output_that_the_loss_leaves_out(rank, ddp_class):
-    def run(model, rank, step):
-        left, _ = model(batch(rank, step, 3, 4))
-        loss_of(left).backward()
-
     ddp = ddp_class(seeded(TwoHeads), static_graph=True, bucket_cap_mb=0.0001)
-    for step in range(4):
-        ddp.zero_grad()
-        run(ddp, rank, step)
-        want = expected_grads(seeded(TwoHeads), lambda m, r, step=step: run(m, r, step))
-        assert_grads(grads_of(ddp), want, what=f"step {step}:")
+    assert_steps(ddp, rank, range(4), lambda m, r, step: loss_of(m(batch(r, step, 3, 4))[0]).backward())
 
 
 # --- two forwards before a backward with batch norm: the in-place broadcast of buffers broke it (pytorch 175024)
@@ -100,14 +78,10 @@ def test_static_graph_with_an_output_that_the_loss_leaves_out(rank, ddp_class):
 @on_ranks(2)
 def test_two_forwards_before_one_backward_with_batch_norm(rank, ddp_class):
     def run(model, rank, step):
-        first, second = model(batch(rank, 2 * step, 4, 3, 6, 6)), model(batch(rank, 2 * step + 1, 4, 3, 6, 6))
-        (loss_of(first) + loss_of(second)).backward()
+        outputs = [model(batch(rank, 2 * step + i, 4, 3, 6, 6)) for i in range(2)]
+        loss_of(outputs).backward()
 
-    ddp = ddp_class(seeded(NormNet))
-    for step in range(3):
-        ddp.zero_grad()
-        run(ddp, rank, step)
-        assert_grads(grads_of(ddp), expected_grads(seeded(NormNet), lambda m, r, s=step: run(m, r, s)))
+    assert_steps(ddp_class(seeded(NormNet)), rank, range(3), run)
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -125,54 +99,47 @@ def test_buffer_broadcast_between_forward_and_backward(rank, ddp_class, mode):
 
 
 @pytest.mark.beyond_torch("names parameters only with a debug variable set")
-def test_unfinished_reduction_names_the_parameters(ddp_class, monkeypatch):
-    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG", raising=False)
-
-    def work(rank):
-        ddp = ddp_class(seeded(Branches))
-        loss_of(ddp(batch(rank, 0, 3, 4), "left")).backward()
-        with pytest.raises(RuntimeError, match="find_unused_parameters") as caught:
-            ddp(batch(rank, 1, 3, 4), "left")
-        return str(caught.value)
-
-    for rank, text in enumerate(run_ranks(work, 2)):
-        for name in ("right.weight", "right.bias", "never.weight", "never.bias"):
-            assert name in text, text
-        assert "left.weight" not in text and "trunk.weight" not in text
-        assert f"rank {rank}" in text.lower()
-
-
-def _assert_two_good_steps(ddp, rank):
-    for step in (7, 8):
-        ddp.zero_grad()
-        step_on(ddp, rank, step)
-        assert_grads(grads_of(ddp), expected_grads(seeded(Mlp), lambda m, r, s=step: step_on(m, r, s)))
-
-
-@pytest.mark.parametrize("steps_before", [0, 1, 3])
 @on_ranks(2)
-def test_forward_without_backward_is_no_alarm(rank, ddp_class, steps_before):
-    ddp = ddp_class(seeded(Mlp))
-    for step in range(steps_before):
-        step_on(ddp, rank, step)
+def test_unfinished_reduction_names_the_parameters(rank, ddp_class, monkeypatch):
+    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG", raising=False)
+    ddp = ddp_class(seeded(Branches))
+    loss_of(ddp(batch(rank, 0, 3, 4), "left")).backward()
+    with pytest.raises(RuntimeError, match=rf"(?i)(?s)(?=.*rank {rank})(?=.*find_unused_parameters)") as caught:
+        ddp(batch(rank, 1, 3, 4), "left")
+    named = {n for n, _ in ddp.module.named_parameters() if n in str(caught.value)}
+    assert named == {"right.weight", "right.bias", "never.weight", "never.bias"}, caught.value
+
+
+def _forwards_without_backward(ddp, rank):
     ddp(batch(rank, 0))
     ddp(batch(rank, 1))
-    _assert_two_good_steps(ddp, rank)
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
-@pytest.mark.parametrize("steps_before", [0, 1, 3])
-@on_ranks(2)
-def test_exception_in_the_users_loss_is_no_alarm(rank, ddp_class, steps_before, options):
-    """All ranks skip a bad batch between forward and backward, and go on."""
-
-    ddp = ddp_class(seeded(Mlp), **options)
-    for step in range(steps_before):
-        step_on(ddp, rank, step)
+def _error_in_the_loss(ddp, rank):
+    """All ranks skip a bad batch between forward and backward."""
     with pytest.raises(ZeroDivisionError):
-        loss = loss_of(ddp(batch(rank, 5)))
-        (loss * (1 / 0)).backward()
-    _assert_two_good_steps(ddp, rank)
+        (loss_of(ddp(batch(rank, 5))) * (1 / 0)).backward()
+
+
+def _evaluation(ddp, rank):
+    for grad_enabled in (True, False):
+        ddp.eval()
+        with torch.set_grad_enabled(grad_enabled):
+            ddp(batch(rank, 0))
+        ddp.train()
+        step_on(ddp, rank)
+
+
+@pytest.mark.parametrize("event", [_forwards_without_backward, _error_in_the_loss, _evaluation])
+@on_ranks(2)
+def test_no_alarm_where_nothing_is_wrong(rank, ddp_class, event):
+    for options in ({}, {"find_unused_parameters": True}):
+        for steps_before in (0, 1, 3):
+            ddp = ddp_class(seeded(Mlp), **options)
+            for step in range(steps_before):
+                step_on(ddp, rank, step)
+            event(ddp, rank)
+            assert_steps(ddp, rank, (7, 8))
 
 
 @pytest.mark.beyond_torch("blames unused parameters only")
@@ -181,14 +148,8 @@ def test_exception_in_the_users_loss_is_no_alarm(rank, ddp_class, steps_before, 
 def test_exception_within_backward_is_told_for_what_it_is(rank, ddp_class, steps_before):
     """The user's own error comes out of backward, the next forward tells that it was cut short, a new wrapper works."""
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ZeroDivisionError("the user's own")
+    def fail(grad):
+        raise ZeroDivisionError("the user's own")
 
     class Failing(Mlp):
         fails = False
@@ -196,7 +157,7 @@ def test_exception_within_backward_is_told_for_what_it_is(rank, ddp_class, steps
         def forward(self, x):
             x = self.first(x)
             if self.fails:
-                x = Fails.apply(x)
+                x.register_hook(fail)
             return self.last(torch.tanh(self.middle(torch.tanh(x))))
 
     ddp = ddp_class(seeded(Failing), bucket_cap_mb=0.001)
@@ -208,20 +169,7 @@ def test_exception_within_backward_is_told_for_what_it_is(rank, ddp_class, steps
     ddp.module.fails = False
     with pytest.raises(RuntimeError, match="backward ended with an exception"):
         ddp(batch(rank, 6))
-    _assert_two_good_steps(ddp_class(seeded(Mlp)), rank)
-
-
-@pytest.mark.parametrize("grad_enabled", [True, False])
-@on_ranks(2)
-def test_evaluation_in_between_is_no_alarm(rank, ddp_class, grad_enabled):
-    ddp = ddp_class(seeded(Mlp))
-    for step in range(3):
-        ddp.eval()
-        with torch.set_grad_enabled(grad_enabled):
-            ddp(batch(rank, step))
-        ddp.train()
-        step_on(ddp, rank, step)
-    _assert_two_good_steps(ddp, rank)
+    assert_steps(ddp_class(seeded(Mlp)), rank, (7, 8))
 
 
 # --- with find_unused_parameters buckets were never rebuilt
@@ -239,24 +187,21 @@ class Reversed(Mlp):
 
 
 @pytest.mark.beyond_torch("never rebuilds buckets with find_unused_parameters")
-def test_buckets_are_rebuilt_with_find_unused_parameters(ddp_class):
-    def work(rank):
-        orders = []
+@on_ranks(2)
+def test_buckets_are_rebuilt_with_find_unused_parameters(rank, ddp_class):
+    orders = []
 
-        def note(state, bucket):
-            orders[-1] += [names[id(p)] for p in bucket.parameters()]
-            return default_hooks.allreduce_hook(None, bucket)
+    def note(state, bucket):
+        orders[-1] += [names[id(p)] for p in bucket.parameters()]
+        return default_hooks.allreduce_hook(None, bucket)
 
-        ddp = ddp_class(seeded(Reversed), find_unused_parameters=True, bucket_cap_mb=0.0001)
-        names = {id(p): name for name, p in ddp.module.named_parameters()}
-        ddp.register_comm_hook(None, note)
-        for step in range(3):
-            orders.append([])
-            step_on(ddp, rank, step)
-        return orders
-
-    orders, other = run_ranks(work, 2)
-    assert orders == other
+    ddp = ddp_class(seeded(Reversed), find_unused_parameters=True, bucket_cap_mb=0.0001)
+    names = {id(p): name for name, p in ddp.module.named_parameters()}
+    ddp.register_comm_hook(None, note)
+    for step in range(3):
+        orders.append([])
+        step_on(ddp, rank, step)
+    assert gathered(orders) == [orders] * 2
     assert orders[0][0].startswith("last"), "registration order, reversed, at first"
     assert orders[2][0].startswith("first"), f"ready order after a step, got {orders[2]}"
 
@@ -266,29 +211,32 @@ def test_rebuild_is_agreed_between_ranks_that_see_another_order(rank, ddp_class)
     """Ranks may use layers in another order: all must still send the same buckets."""
 
     class Crossed(Mlp):
-        def forward(self, x, swap):
-            a, b = (self.middle, self.other) if swap else (self.other, self.middle)
-            return self.last(torch.tanh(b(torch.tanh(a(torch.tanh(self.first(x)))))))
-
         def __init__(self):
             super().__init__()
             self.first, self.middle, self.other, self.last = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(4))
 
-    def run(model, rank, step):
-        loss_of(model(batch(rank, step), rank % 2 == 0)).backward()
+        def forward(self, x, swap):
+            a, b = (self.middle, self.other) if swap else (self.other, self.middle)
+            return self.last(torch.tanh(b(torch.tanh(a(torch.tanh(self.first(x)))))))
 
     ddp = ddp_class(seeded(Crossed), bucket_cap_mb=0.0001)
-    for step in range(4):
-        ddp.zero_grad()
-        run(ddp, rank, step)
-        assert_grads(grads_of(ddp), expected_grads(seeded(Crossed), lambda m, r, s=step: run(m, r, s)))
+    assert_steps(ddp, rank, range(4), lambda m, r, step: loss_of(m(batch(r, step), r % 2 == 0)).backward())
 
 
 # --- bucket_cap_mb given explicitly differs from the default although it names the default's value
 
 
-def _bucket_bytes(ddp_class, rank, **options):
-    """Sizes of the buckets of 12 layers of a quarter MiB, in the third step: torch sends a single one in the first."""
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        pytest.param({}, [1 * MIB, 2 * MIB], id="default: a first bucket of 1 MiB, the rest after it"),
+        pytest.param({"bucket_cap_mb": 25}, [3 * MIB], id="25 given: it holds for the first bucket too"),
+        pytest.param({"bucket_cap_mb": 2}, [2 * MIB, 1 * MIB], id="2 given: it holds for the first bucket too"),
+    ],
+)
+@on_ranks(2)
+def test_bucket_cap_means_what_is_documented(rank, ddp_class, options, wanted):
+    """For 12 layers of a quarter MiB, in the third step: torch sends a single bucket in the first."""
     sizes = []
 
     def note(state, bucket):
@@ -302,20 +250,7 @@ def _bucket_bytes(ddp_class, rank, **options):
     for _ in range(3):
         sizes.clear()
         ddp(torch.ones(1, 256)).sum().backward()
-    return sizes
-
-
-@pytest.mark.parametrize(
-    ("options", "first", "second"),
-    [
-        pytest.param({}, 1 * MIB, 2 * MIB, id="default: a first bucket of 1 MiB, the rest after it"),
-        pytest.param({"bucket_cap_mb": 25}, 3 * MIB, None, id="25 given: it holds for the first bucket too"),
-        pytest.param({"bucket_cap_mb": 2}, 2 * MIB, 1 * MIB, id="2 given: it holds for the first bucket too"),
-    ],
-)
-def test_bucket_cap_means_what_is_documented(ddp_class, options, first, second):
-    sizes, other = run_ranks(lambda rank: _bucket_bytes(ddp_class, rank, **options), 2)
-    assert sizes == other == [size for size in (first, second) if size is not None]
+    assert sizes == wanted
 
 
 @pytest.mark.beyond_torch("does not say it")
@@ -327,32 +262,16 @@ def test_bucket_cap_is_documented(ddp_class):
 # --- gradients made with create_graph are not synchronised, and nothing said so (pytorch 63812)
 
 
-@pytest.mark.beyond_torch("says nothing")
-def test_create_graph_warns_that_higher_orders_are_not_synchronised(ddp_class):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp))
-        loss = loss_of(ddp(batch(rank)))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loss.backward(create_graph=True)
-        first_order = grads_of(ddp)
-        assert_grads(first_order, expected_grads(seeded(Mlp), step_on))
-        return [str(w.message) for w in caught]
-
-    for texts in run_ranks(work, 2):
-        assert any("create_graph" in t and "synchroni" in t for t in texts), texts
-
-
-def test_no_such_warning_without_create_graph(ddp_class):
-    def work(rank):
-        ddp = ddp_class(seeded(Mlp))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            step_on(ddp, rank)
-        return [str(w.message) for w in caught]
-
-    for texts in run_ranks(work, 2):
-        assert not any("create_graph" in t for t in texts), texts
+@pytest.mark.parametrize("create_graph", [pytest.param(True, marks=pytest.mark.beyond_torch("says nothing")), False])
+@on_ranks(2)
+def test_create_graph_warns_that_higher_orders_are_not_synchronised(rank, ddp_class, create_graph):
+    ddp = ddp_class(seeded(Mlp))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss_of(ddp(batch(rank))).backward(create_graph=create_graph)
+    assert_grads(grads_of(ddp), expected_grads(seeded(Mlp), step_on))
+    texts = [str(w.message) for w in caught if "create_graph" in str(w.message)]
+    assert any("synchroni" in text for text in texts) == bool(texts) == create_graph, texts
 
 
 # --- optimizer overlap lacked no_sync and accumulation (pytorch 71595)
@@ -383,27 +302,27 @@ def test_fused_optimizer_with_no_sync(rank, ddp_class):
 
 
 @pytest.mark.beyond_torch("refuses bf16 hooks without CUDA")
-@pytest.mark.parametrize("wrapped", [False, True])
 @on_ranks(2)
-def test_bf16_compress_hook_works_on_cpu(rank, ddp_class, wrapped):
+def test_bf16_compress_hook_works_on_cpu(rank, ddp_class):
     def run(model, rank):
         loss_of(model(batch(rank, 0, 5, 8, dtype=torch.float32))).backward()
 
-    ddp = ddp_class(seeded(lambda: Mlp(dtype=torch.float32)))
-    hook = default_hooks.bf16_compress_hook
-    if wrapped:
-        hook = default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)
-    ddp.register_comm_hook(None, hook)
-    run(ddp, rank)
     want = expected_grads(seeded(lambda: Mlp(dtype=torch.float32)), run)
-    for name, grad in grads_of(ddp).items():
-        assert torch.equal(grad.bfloat16().float(), grad), f"'{name}' was not cast"
-        torch.testing.assert_close(grad, want[name], rtol=2e-2, atol=2e-1)
+    for hook in (
+        default_hooks.bf16_compress_hook,
+        default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
+    ):
+        ddp = ddp_class(seeded(lambda: Mlp(dtype=torch.float32)))
+        ddp.register_comm_hook(None, hook)
+        run(ddp, rank)
+        for name, grad in grads_of(ddp).items():
+            assert torch.equal(grad.bfloat16().float(), grad), f"'{name}' was not cast"
+            torch.testing.assert_close(grad, want[name], rtol=2e-2, atol=2e-1)
 
 
 # --- 'terminate called without an active exception' at interpreter exit, after all went well
 
-TRAININGS = 5
+TRAININGS = 3
 EXIT_SCRIPT = """
     import os, sys, tempfile
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -486,8 +405,3 @@ def test_zero_grad_of_the_optimizer_keeps_updates_right(rank, ddp_class, set_to_
         ours.zero_grad(set_to_none=set_to_none)
     for p, q in zip(plain.parameters(), ddp.parameters(), strict=True):
         torch.testing.assert_close(q, p)
-
-
-def test_class_variable_is_spelled_as_documented():
-    """The tests above run on torchddp's class unless told otherwise by the documented variable."""
-    assert CLASS_ENV == "TORCHDDP_TEST_CLASS" and OWN_CLASS == "torchddp.DistributedDataParallel"
