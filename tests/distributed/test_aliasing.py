@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import is_own_class, on_ranks, run_ranks
+from tests.harness import gathered, is_own_class, on_ranks, run_ranks
 from tests.models import Mlp, assert_grads, expected_grads, grads_of, seeded, step_on, storage_of
 
 DEFAULT = pytest.param({}, id="default", marks=pytest.mark.beyond_torch("copies gradients unless asked for views"))
@@ -172,48 +172,44 @@ def test_model_may_be_dropped_while_gradients_are_kept(rank, ddp_class):
 
 
 @pytest.mark.beyond_torch("keeps gradients and buckets: two copies")
-def test_no_second_copy_of_the_gradients_by_default(ddp_class):
+@on_ranks(2)
+def test_no_second_copy_of_the_gradients_by_default(rank, ddp_class):
     """Resident memory of a training rank grows by one set of gradients (plus passing ones), not by two."""
 
-    def work(rank):
-        # Large blocks always come from and go back to the system, so that resident memory follows them.
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB // 2)
-        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
-        gradient_bytes = sum(p.nbytes for p in model.parameters())
-        x = torch.randn(2, 1024)
-        before = _status_bytes("VmRSS")
-        ddp = ddp_class(model, bucket_cap_mb=8, **({"transport": "c10d"} if is_own_class() else {}))
-        for _ in range(3):
-            ddp.zero_grad(set_to_none=True)
-            ddp(x).sum().backward()
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
+    # Large blocks always come from and go back to the system, so that resident memory follows them.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB // 2)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+    gradient_bytes = sum(p.nbytes for p in model.parameters())
+    x = torch.randn(2, 1024)
+    before = _status_bytes("VmRSS")
+    ddp = ddp_class(model, bucket_cap_mb=8, **({"transport": "c10d"} if is_own_class() else {}))
+    for _ in range(3):
         ddp.zero_grad(set_to_none=True)
         ddp(x).sum().backward()
-        return (_status_bytes("VmHWM") - before) / gradient_bytes
-
-    for growth in run_ranks(work, 2):
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
+    ddp.zero_grad(set_to_none=True)
+    ddp(x).sum().backward()
+    for growth in gathered((_status_bytes("VmHWM") - before) / gradient_bytes):
         assert 0.9 < growth < 1.6, f"memory grew by {growth:.2f} times the gradients"
 
 
 @pytest.mark.beyond_torch("has no transports")
-def test_over_shared_memory_gradients_are_only_in_the_segment(ddp_class):
+@on_ranks(2)
+def test_over_shared_memory_gradients_are_only_in_the_segment(rank, ddp_class):
     """Shared pages are counted in each process that maps them; private memory must not grow with the gradients."""
 
-    def work(rank):
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB // 2)
-        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
-        gradient_bytes = sum(p.nbytes for p in model.parameters())
-        x = torch.randn(2, 1024)
-        before = _status_bytes("RssAnon")
-        ddp = ddp_class(model, transport="shm")
-        for _ in range(3):
-            ddp.zero_grad(set_to_none=True)
-            ddp(x).sum().backward()
-        assert ddp.reducer.bucket_memory_bytes == gradient_bytes
-        assert _status_bytes("RssShmem") > gradient_bytes
-        return (_status_bytes("RssAnon") - before) / gradient_bytes
-
-    for growth in run_ranks(work, 2):
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB // 2)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+    gradient_bytes = sum(p.nbytes for p in model.parameters())
+    x = torch.randn(2, 1024)
+    before = _status_bytes("RssAnon")
+    ddp = ddp_class(model, transport="shm")
+    for _ in range(3):
+        ddp.zero_grad(set_to_none=True)
+        ddp(x).sum().backward()
+    assert ddp.reducer.bucket_memory_bytes == gradient_bytes
+    assert _status_bytes("RssShmem") > gradient_bytes
+    for growth in gathered((_status_bytes("RssAnon") - before) / gradient_bytes):
         assert growth < 0.3, f"private memory grew by {growth:.2f} times the gradients"
 
 

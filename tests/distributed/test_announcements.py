@@ -14,7 +14,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 import torchddp
 from tests import framework
-from tests.harness import run_ranks
+from tests.harness import gathered, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIM = "torch.nn.parallel.DistributedDataParallel makes torchddp's class in this process"
@@ -46,95 +46,80 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_once_in_a_job_by_the_rank_0_of_its_first_model(world_size: int) -> None:
-    def work(rank: int) -> tuple[int, int]:
-        said = Said()
-        torchddp.install()
-        before = said.count(CLAIM)
-        for _ in range(2):
-            framework.wrap(net())
-        return before, said.count(CLAIM)
-
-    assert run_ranks(work, world_size) == [(0, int(rank == 0)) for rank in range(world_size)]
+@on_ranks(1, 2, 4)
+def test_once_in_a_job_by_the_rank_0_of_its_first_model(rank, world_size):
+    said = Said()
+    torchddp.install()
+    before = said.count(CLAIM)
+    for _ in range(2):
+        framework.wrap(net())
+    assert gathered((before, said.count(CLAIM))) == [(0, int(rank == 0)) for rank in range(world_size)]
 
 
-def test_models_of_several_groups_are_one_job() -> None:
-    def work(rank: int) -> int:
-        said = Said()
-        torchddp.install()
-        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        framework.wrap(net(), process_group=groups[rank // 2])
-        return said.count(CLAIM)
-
-    counts = run_ranks(work, 4)
+@on_ranks(4)
+def test_models_of_several_groups_are_one_job(rank):
+    said = Said()
+    torchddp.install()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    framework.wrap(net(), process_group=groups[rank // 2])
+    counts = gathered(said.count(CLAIM))
     assert sum(counts) == 1 and counts[1] == counts[3] == 0
 
 
-def test_where_rank_0_has_no_model() -> None:
-    def work(rank: int) -> int:
-        said = Said()
-        torchddp.install()
-        group = dist.new_group([1, 2])
-        if rank > 0:
-            framework.wrap(net(), process_group=group)
-        return said.count(CLAIM)
-
-    assert run_ranks(work, 3) == [0, 1, 0]
+@on_ranks(3)
+def test_where_rank_0_has_no_model(rank):
+    said = Said()
+    torchddp.install()
+    group = dist.new_group([1, 2])
+    if rank > 0:
+        framework.wrap(net(), process_group=group)
+    assert gathered(said.count(CLAIM)) == [0, 1, 0]
 
 
-def test_a_derived_class_is_announced_with_its_first_model() -> None:
-    def work(rank: int) -> tuple[int, list[str]]:
-        said = Said()
-        with torchddp.install():
+@on_ranks(2)
+def test_a_derived_class_is_announced_with_its_first_model(rank):
+    said = Said()
+    with torchddp.install():
 
-            class Derived(TorchDDP):
-                pass
+        class Derived(TorchDDP):
+            pass
 
-            before = len(said.messages)
-            for _ in range(2):
-                Derived(net())
-            framework.wrap(net())
-        return before, said.messages
-
-    (before, messages), (_, others) = run_ranks(work, 2)
+        before = len(said.messages)
+        for _ in range(2):
+            Derived(net())
+        framework.wrap(net())
+    (before, messages), (_, others) = gathered((before, said.messages))
     assert before == 0 and len(messages) == 1 and others == []
     assert f"{CLAIM}, first for {__name__}." in messages[0] and "Derived, which is derived from it" in messages[0]
 
 
-def test_a_class_that_keeps_torchs_reducer_claims_nothing_and_says_why() -> None:
-    def work(rank: int) -> tuple[int, int]:
-        said = Said()
-        torchddp.install()
-        for _ in range(2):
-            assert not isinstance(framework.DerivedBefore(net()), torchddp.DDP)
-        early = said.count("tests.framework.DerivedBefore was derived from torch's DistributedDataParallel before")
-        return said.count(CLAIM), early
-
-    assert run_ranks(work, 2) == [(0, 1), (0, 0)]
+@on_ranks(2)
+def test_a_class_that_keeps_torchs_reducer_claims_nothing_and_says_why(rank):
+    said = Said()
+    torchddp.install()
+    for _ in range(2):
+        assert not isinstance(framework.DerivedBefore(net()), torchddp.DDP)
+    early = said.count("tests.framework.DerivedBefore was derived from torch's DistributedDataParallel before")
+    assert gathered((said.count(CLAIM), early)) == [(0, 1), (0, 0)]
 
 
-def test_nothing_is_claimed_where_the_model_could_not_be_made() -> None:
-    def work(rank: int) -> int:
-        said = Said()
-        torchddp.install()
-        with pytest.raises(RuntimeError):
-            framework.wrap(nn.Identity())
-        return said.count(CLAIM)
-
-    assert run_ranks(work, 2) == [0, 0]
+@on_ranks(2)
+def test_nothing_is_claimed_where_the_model_could_not_be_made(rank):
+    said = Said()
+    torchddp.install()
+    with pytest.raises(RuntimeError):
+        framework.wrap(nn.Identity())
+    assert gathered(said.count(CLAIM)) == [0, 0]
 
 
-def test_a_transport_that_can_not_be_had_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(4)
+def test_a_transport_that_can_not_be_had_is_said_once(rank, monkeypatch):
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "-1")
 
-    def work(rank: int) -> tuple[int, list[str]]:
-        said = Said()
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        names = [torchddp.DDP(net(), process_group=group).reducer.transport.name for group in (None, pairs[rank // 2])]
-        return said.count("transport 'shm' is impossible"), names
-
-    found = run_ranks(work, 4)
+    said = Said()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    names = [torchddp.DDP(net(), process_group=group).reducer.transport.name for group in (None, pairs[rank // 2])]
+    found = gathered((said.count("transport 'shm' is impossible"), names))
     assert sum(count for count, _ in found) <= 2  # what the world has against it, and what a pair has: other ranks
     assert {name for _, names in found for name in names} == {"c10d"}
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import on_ranks, run_ranks
+from tests.harness import gathered, on_ranks
 from torchddp import _C, DistributedDataParallel
 from torchddp.plan import auto_plan, plan_cache
 from torchddp.plan.auto_plan import RECORDED_STEPS, WARMUP_STEPS, plan_key
@@ -59,65 +59,58 @@ def step(model, rank, index):
     return [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_results_stay_and_buckets_change_once(monkeypatch, world_size, transport):
+def test_results_stay_and_buckets_change_once(rank, monkeypatch, world_size, transport):
     fixed_cost(monkeypatch)
 
-    def work(rank):
-        auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport=transport)
-        fixed = DistributedDataParallel(layers(), bucket_cap_mb=0.001, transport=transport)
-        small_buckets(auto)
-        counts = []
-        for index in range(PLANNING_STEPS + 4):
-            for mine, theirs in zip(step(auto, rank, index), step(fixed, rank, index), strict=True):
-                # Sums of two are the same in any order, and shared memory adds in that of the ranks.
-                exact = world_size <= 2 or transport == "shm"
-                torch.testing.assert_close(mine, theirs, **({"rtol": 0, "atol": 0} if exact else {}))
-            counts.append(len(auto.reducer.plan))
-        assert planning_of(auto) is None
-        return counts, buckets_of(auto.reducer.plan)
-
+    auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport=transport)
+    fixed = DistributedDataParallel(layers(), bucket_cap_mb=0.001, transport=transport)
+    small_buckets(auto)
+    counts = []
+    for index in range(PLANNING_STEPS + 4):
+        for mine, theirs in zip(step(auto, rank, index), step(fixed, rank, index), strict=True):
+            # Sums of two are the same in any order, and shared memory adds in that of the ranks.
+            exact = world_size <= 2 or transport == "shm"
+            torch.testing.assert_close(mine, theirs, **({"rtol": 0, "atol": 0} if exact else {}))
+        counts.append(len(auto.reducer.plan))
+    assert planning_of(auto) is None
     if world_size == 1 and transport == "shm":
         pytest.skip("one rank shares nothing")
-    results = run_ranks(work, world_size)
+    results = gathered((counts, buckets_of(auto.reducer.plan)))
     counts, buckets = results[0]
     assert all(result == (counts, buckets) for result in results)
     assert counts[:PLANNING_STEPS] == [8] * PLANNING_STEPS
     assert set(counts[PLANNING_STEPS:]) == ({8} if world_size == 1 else {1})
 
 
-def test_what_is_measured_decides():
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="c10d")
-        for index in range(PLANNING_STEPS):
-            step(ddp, rank, index)
-        plan = planning_of(ddp)
-        step(ddp, rank, 99)
-        decision = plan.decision
-        assert 0 < decision.cost.alpha_s < 1 and 0 < decision.cost.beta_s_per_byte < 1e-6
-        assert all(ready_s > 0 for ready_s in decision.times.ready_s)
-        assert decision.times.forward_s > 0
-        assert decision.after_s <= decision.before_s
-        return decision.cost, decision.times
-
-    results = run_ranks(work, 3)
+@on_ranks(3)
+def test_what_is_measured_decides(rank):
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="c10d")
+    for index in range(PLANNING_STEPS):
+        step(ddp, rank, index)
+    plan = planning_of(ddp)
+    step(ddp, rank, 99)
+    decision = plan.decision
+    assert 0 < decision.cost.alpha_s < 1 and 0 < decision.cost.beta_s_per_byte < 1e-6
+    assert all(ready_s > 0 for ready_s in decision.times.ready_s)
+    assert decision.times.forward_s > 0
+    assert decision.after_s <= decision.before_s
+    results = gathered((decision.cost, decision.times))
     assert results[0] == results[1] == results[2]
 
 
-def test_poor_buckets_are_mended():
+@on_ranks(2)
+def test_poor_buckets_are_mended(rank):
     """Nothing made up here: eighty messages through gloo take several times as long as the computation."""
 
-    def work(rank):
-        ddp = DistributedDataParallel(layers(40), transport="c10d")
-        small_buckets(ddp)
-        ddp.replan()
-        for index in range(PLANNING_STEPS + 1):
-            step(ddp, rank, index)
-        assert planning_of(ddp) is None
-        return len(ddp.reducer.plan)
-
-    first, second = run_ranks(work, 2)
+    ddp = DistributedDataParallel(layers(40), transport="c10d")
+    small_buckets(ddp)
+    ddp.replan()
+    for index in range(PLANNING_STEPS + 1):
+        step(ddp, rank, index)
+    assert planning_of(ddp) is None
+    first, second = gathered(len(ddp.reducer.plan))
     assert first == second < 40
 
 
@@ -343,18 +336,16 @@ def test_other_words_are_refused(rank, arguments, words):
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_calibration_is_short_and_agreed(transport):
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), transport=transport)
-        begin_s = time.monotonic()
-        agreed = ddp.reducer.transport
-        cost = measure_cost(agreed, torch.device("cpu"), host_too=True)
-        assert time.monotonic() - begin_s < 5  # 0.6 on a quiet machine
-        assert _C.agree_on_memory(agreed, ddp.session.wait_limit) is agreed  # no rank has lost memory
-        assert cost.host_s_per_byte > 0
-        return cost
-
-    first, second = run_ranks(work, 2)
+@on_ranks(2)
+def test_calibration_is_short_and_agreed(rank, transport):
+    ddp = DistributedDataParallel(layers(), transport=transport)
+    begin_s = time.monotonic()
+    agreed = ddp.reducer.transport
+    cost = measure_cost(agreed, torch.device("cpu"), host_too=True)
+    assert time.monotonic() - begin_s < 5  # 0.6 on a quiet machine
+    assert _C.agree_on_memory(agreed, ddp.session.wait_limit) is agreed  # no rank has lost memory
+    assert cost.host_s_per_byte > 0
+    first, second = gathered(cost)
     assert first == second
 
 

@@ -61,28 +61,25 @@ def test_periodic_average_is_torchs(rank, world_size):
     assert averager.traffic.wire_bytes == 2 * (world_size - 1) * payload // world_size
 
 
-def test_sixteen_bits_wide_parameters_complex_ones_and_buffers():
-    def work(rank):
-        module = torch.nn.Module()
-        size = dist.get_world_size()
-        module.low = torch.nn.Parameter(torch.full((700,), 1.0 + rank, dtype=torch.bfloat16))
-        module.narrow = torch.nn.Parameter(torch.full((9,), 40000.0, dtype=torch.float16))  # its sum overflows
-        module.wide = torch.nn.Parameter(torch.full((2, 3), rank / 3, dtype=torch.float64))
-        module.spin = torch.nn.Parameter(torch.full((4,), complex(rank, 1), dtype=torch.complex64))
-        module.register_buffer("seen", torch.tensor(float(rank)))
-        module.register_buffer("count", torch.tensor(rank))
-        averager = PeriodicAverager(module, 1, buffers=True)
-        averager.average_parameters()
-        mean = (size - 1) / 2
-        assert torch.equal(module.low, torch.full_like(module.low, 1 + mean))
-        assert torch.equal(module.narrow, torch.full_like(module.narrow, 40000.0))
-        torch.testing.assert_close(module.wide, torch.full_like(module.wide, mean / 3))
-        torch.testing.assert_close(module.spin, torch.full_like(module.spin, complex(mean, 1)))
-        assert module.seen == mean and module.count == rank
-        assert_same_on_all_ranks(module)
-
-    for world_size in (2, 3):
-        run_ranks(work, world_size)
+@on_ranks(2, 3)
+def test_sixteen_bits_wide_parameters_complex_ones_and_buffers(rank):
+    module = torch.nn.Module()
+    size = dist.get_world_size()
+    module.low = torch.nn.Parameter(torch.full((700,), 1.0 + rank, dtype=torch.bfloat16))
+    module.narrow = torch.nn.Parameter(torch.full((9,), 40000.0, dtype=torch.float16))  # its sum overflows
+    module.wide = torch.nn.Parameter(torch.full((2, 3), rank / 3, dtype=torch.float64))
+    module.spin = torch.nn.Parameter(torch.full((4,), complex(rank, 1), dtype=torch.complex64))
+    module.register_buffer("seen", torch.tensor(float(rank)))
+    module.register_buffer("count", torch.tensor(rank))
+    averager = PeriodicAverager(module, 1, buffers=True)
+    averager.average_parameters()
+    mean = (size - 1) / 2
+    assert torch.equal(module.low, torch.full_like(module.low, 1 + mean))
+    assert torch.equal(module.narrow, torch.full_like(module.narrow, 40000.0))
+    torch.testing.assert_close(module.wide, torch.full_like(module.wide, mean / 3))
+    torch.testing.assert_close(module.spin, torch.full_like(module.spin, complex(mean, 1)))
+    assert module.seen == mean and module.count == rank
+    assert_same_on_all_ranks(module)
 
 
 @on_ranks(4)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import on_ranks, run_ranks
+from tests.harness import gathered, on_ranks
 from torchddp import DistributedDataParallel
 from torchddp.ddp import bucket_sizes
 from torchddp.ddp.bucket_sizes import default_sizes
@@ -41,18 +41,15 @@ def gradients(ddp, rank):
     return [p.grad.clone() for p in ddp.parameters()]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_all_ranks_have_the_same_sizes(world_size):
-    def work(rank):
-        ddp = DistributedDataParallel(layers(), transport="shm")
-        (cap,) = ddp.session.bucket_caps_bytes
-        assert cap in {*(MIB << step for step in range(5)), 25 * MIB}
-        logged = ddp._get_ddp_logging_data()
-        assert logged["bucket_caps_bytes"] == str(cap) and logged["bucket_cap_bytes"] == 25 * MIB
-        gradients(ddp, rank)
-        return cap, [bucket.nbytes for bucket in ddp.reducer.plan.buckets]
-
-    ranks = run_ranks(work, world_size)
+@on_ranks(1, 2, 3, 4)
+def test_all_ranks_have_the_same_sizes(rank):
+    ddp = DistributedDataParallel(layers(), transport="shm")
+    (cap,) = ddp.session.bucket_caps_bytes
+    assert cap in {*(MIB << step for step in range(5)), 25 * MIB}
+    logged = ddp._get_ddp_logging_data()
+    assert logged["bucket_caps_bytes"] == str(cap) and logged["bucket_cap_bytes"] == 25 * MIB
+    gradients(ddp, rank)
+    ranks = gathered((cap, [bucket.nbytes for bucket in ddp.reducer.plan.buckets]))
     assert all(rank == ranks[0] for rank in ranks)
 
 
@@ -114,14 +111,12 @@ def test_without_room_to_measure_the_sizes_are_the_smallest(rank, monkeypatch):
     assert not bucket_sizes._lines
 
 
-def test_the_line_is_rank_0s_and_memory_is_returned():
-    def work(rank):
-        transport = select.open_transport("shm", dist.group.WORLD)
-        line = measure_line(transport, torch.device("cpu"), torch.distributed.default_pg_timeout, 0.001)
-        assert line.alpha_s > 0 or line.beta_s_per_byte > 0
-        return line
-
-    first, *others = run_ranks(work, 3)
+@on_ranks(3)
+def test_the_line_is_rank_0s_and_memory_is_returned(rank):
+    transport = select.open_transport("shm", dist.group.WORLD)
+    line = measure_line(transport, torch.device("cpu"), torch.distributed.default_pg_timeout, 0.001)
+    assert line.alpha_s > 0 or line.beta_s_per_byte > 0
+    first, *others = gathered(line)
     assert all(line == first for line in others)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.comm_hooks import SHAPES, Given, assert_near, average, given, hooked, step_of
-from tests.harness import on_ranks, run_outcomes, run_ranks
+from tests.harness import on_ranks, run_outcomes
 from torchddp import comm_hooks
 from torchddp.comm_hooks import FP16, Cast, CastAround, Int8, PerParameter, PowerSGD, TopK, resolve
 from torchddp.transport.worker import Worker
@@ -29,43 +29,38 @@ class Sparse(nn.Module):
 
 @on_ranks(2)
 def test_models_that_hooks_do_not_take(rank):
-    def refuses(hook, module, error, match):
-        with pytest.raises(error, match=match):
-            hooked(hook, module)
-
-    refuses(Int8(), Given(torch.float64), TypeError, "'embed' is torch.float64")
-    refuses(Int8(), Given(torch.complex64), TypeError, "'embed' is torch.complex64")
-    refuses(TopK(), Sparse(), RuntimeError, "embedding 'words' has sparse=True")
-    refuses(PowerSGD(26), Given(), ValueError, r"'wide' of shape \(24, 3, 9\) is a matrix of 24 x 27.*at most 24")
-    refuses(PerParameter(Int8(), [("nothing.*", None)]), Given(), ValueError, "fits no parameter.*embed")
-    step_of(hooked(PowerSGD(26, clamp_rank=True, min_compression_rate=0.1)), given(rank, 0))
     hook = Int8()
     hooked(hook)
-    with pytest.raises(RuntimeError, match="Int8 hook belongs to another model"):
-        hooked(hook)
+    for used, module, error, match in (
+        (Int8(), Given(torch.float64), TypeError, "'embed' is torch.float64"),
+        (Int8(), Given(torch.complex64), TypeError, "'embed' is torch.complex64"),
+        (TopK(), Sparse(), RuntimeError, "embedding 'words' has sparse=True"),
+        (PowerSGD(26), Given(), ValueError, r"'wide' of shape \(24, 3, 9\) is a matrix of 24 x 27.*at most 24"),
+        (PerParameter(Int8(), [("nothing.*", None)]), Given(), ValueError, "fits no parameter.*embed"),
+        (hook, Given(), RuntimeError, "Int8 hook belongs to another model"),
+    ):
+        with pytest.raises(error, match=match):
+            hooked(used, module)
+    step_of(hooked(PowerSGD(26, clamp_rank=True, min_compression_rate=0.1)), given(rank, 0))
 
 
 def test_arguments():
-    for make, match in [
-        (lambda: PowerSGD(0), "rank must be 1 or more, got 0"),
-        (lambda: PowerSGD(start_step=-1), "start_step must not be negative"),
-        (lambda: TopK(ratio=0), "ratio must be above 0"),
-        (lambda: TopK(ratio=0.1, k=3), "ratio or k, not both"),
-        (lambda: TopK(k=0), "k must be 1 or more"),
-        (lambda: Cast("int8"), "'fp16' or 'bf16', got 'int8'"),
-        (lambda: CastAround(Int8(), torch.float32), "float16 or torch.bfloat16"),
-        (lambda: resolve("int3"), "'fp16', .*'sign' or a hook, got 'int3'"),
+    for make, error, match in [
+        (lambda: PowerSGD(0), ValueError, "rank must be 1 or more, got 0"),
+        (lambda: PowerSGD(start_step=-1), ValueError, "start_step must not be negative"),
+        (lambda: TopK(ratio=0), ValueError, "ratio must be above 0"),
+        (lambda: TopK(ratio=0.1, k=3), ValueError, "ratio or k, not both"),
+        (lambda: TopK(k=0), ValueError, "k must be 1 or more"),
+        (lambda: Cast("int8"), ValueError, "'fp16' or 'bf16', got 'int8'"),
+        (lambda: CastAround(Int8(), torch.float32), ValueError, "float16 or torch.bfloat16"),
+        (lambda: resolve("int3"), ValueError, "'fp16', .*'sign' or a hook, got 'int3'"),
+        (lambda: CastAround(print), TypeError, "CastAround takes a hook"),
+        (lambda: PerParameter(print, []), TypeError, "PerParameter takes hooks"),
+        (lambda: PerParameter(None, [(3, None)]), TypeError, "a rule is a glob"),
+        (lambda: resolve(Int8), TypeError, r"write Int8\(\)"),
+        (lambda: resolve(3), TypeError, "got 3"),
     ]:
-        with pytest.raises(ValueError, match=match):
-            make()
-    for make, match in [
-        (lambda: CastAround(print), "CastAround takes a hook"),
-        (lambda: PerParameter(print, []), "PerParameter takes hooks"),
-        (lambda: PerParameter(None, [(3, None)]), "a rule is a glob"),
-        (lambda: resolve(Int8), r"write Int8\(\)"),
-        (lambda: resolve(3), "got 3"),
-    ]:
-        with pytest.raises(TypeError, match=match):
+        with pytest.raises(error, match=match):
             make()
 
 
@@ -105,23 +100,29 @@ def test_states_that_do_not_fit(rank):
         high.load_state_dict(low.state_dict())
 
 
-def test_not_attached():
-    def work(rank):
-        model = torch.nn.parallel.DistributedDataParallel(Given())
-        hook = Int8()
-        model.register_comm_hook(None, hook.__call__)
-        with pytest.raises(RuntimeError, match=r"call hook.attach\(model\) on all ranks"):
-            model(given(rank, 0)).backward()
+@on_ranks(2)
+def test_with_torchs_class(rank):
+    """Whose hook must be attached to the model, and bound anew to another process group of it."""
 
-    def with_torchs_class(rank):
-        model = torch.nn.parallel.DistributedDataParallel(Given())
-        hook = Int8()
-        hook.attach(model)
+    def made():
+        model, hook = TorchDDP(Given()), Int8()
         model.register_comm_hook(None, hook.__call__)
-        step_of(model, given(rank, 0))
+        return model, hook
 
-    run_ranks(work, 1)
-    run_ranks(with_torchs_class, 2)
+    model, _ = made()
+    with pytest.raises(RuntimeError, match=r"call hook.attach\(model\) on all ranks"):
+        model(given(rank, 0)).backward()
+    model, hook = made()
+    hook.attach(model)
+    step_of(model, given(rank, 0))
+    model._update_process_group(dist.new_group([0, 1]))
+    with pytest.raises(RuntimeError, match=r"the model has another one now: call hook.rebind\(model\)"):
+        model(given(rank, 1)).backward()
+    model.reducer._reset_state()
+    hook.rebind(model)
+    assert_near(step_of(model, given(rank, 2)), average(2), 0.05)
+    with pytest.raises(RuntimeError, match="not attached to the model"):
+        hook.rebind(TorchDDP(Given()))
 
 
 def test_a_rank_that_is_gone():
@@ -199,23 +200,6 @@ def test_worker_in_the_child_of_a_fork():
     assert child.exitcode == 1  # True
     worker.close()
     assert answer() == 3.0
-
-
-@on_ranks(2)
-def test_another_process_group_of_torchs_class(rank):
-    hook = Int8()
-    model = TorchDDP(Given())
-    hook.attach(model)
-    model.register_comm_hook(None, hook.__call__)
-    step_of(model, given(rank, 0))
-    model._update_process_group(dist.new_group([0, 1]))
-    with pytest.raises(RuntimeError, match=r"the model has another one now: call hook.rebind\(model\)"):
-        model(given(rank, 1)).backward()
-    model.reducer._reset_state()
-    hook.rebind(model)
-    assert_near(step_of(model, given(rank, 2)), average(2), 0.05)
-    with pytest.raises(RuntimeError, match="not attached to the model"):
-        hook.rebind(TorchDDP(Given()))
 
 
 @on_ranks(3)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import torchddp
-from tests.harness import on_ranks, run_outcomes, run_ranks
+from tests.harness import gathered, on_ranks, run_outcomes, run_ranks
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp.sync import even_batches
 
@@ -88,7 +88,8 @@ def test_models_of_torchs_and_groups_of_some_ranks(rank):
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "iter"])
-def test_an_exception_in_one_loader_ends_all_loops(place):
+@on_ranks(3)
+def test_an_exception_in_one_loader_ends_all_loops(rank, place):
     class Broken:
         def __iter__(self):
             if place == "iter":
@@ -101,16 +102,13 @@ def test_an_exception_in_one_loader_ends_all_loops(place):
                 yield 1
             raise OSError("no such file")
 
-    def work(rank):
-        got = []
-        with pytest.raises((OSError, RuntimeError)) as caught:
-            for value in even_batches(Broken() if rank == 1 else range(9)):
-                got.append(value)
-        # All are ready for the next loop.
-        assert list(even_batches(range(3 + rank))) == [0, 1, 2]
-        return got, type(caught.value).__name__, str(caught.value)
-
-    results = run_ranks(work, 3)
+    got = []
+    with pytest.raises((OSError, RuntimeError)) as caught:
+        for value in even_batches(Broken() if rank == 1 else range(9)):
+            got.append(value)
+    # All are ready for the next loop.
+    assert list(even_batches(range(3 + rank))) == [0, 1, 2]
+    results = gathered((got, type(caught.value).__name__, str(caught.value)))
     got = [0, 1] if place == "middle" else []
     assert [r[0] for r in results] == [got] * 3
     assert results[1][1:] == ("OSError", "no such file")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from examples.gpt.processes import torchrun
-from tests.harness import run_ranks
+from tests.harness import gathered, on_ranks, run_ranks
 from tests.models import same_on_all_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "fault_tolerance.md"
@@ -22,16 +22,14 @@ def code_of(section):
     return textwrap.dedent("\n".join(lines))
 
 
-def test_another_process_group():
-    def work(rank):
-        names = {}
-        exec(compile(code_of("Another process group"), str(PAGE), "exec"), names)
-        model, optimizer = names["model"], names["optimizer"]
-        assert model.process_group.size() == 3
-        assert same_on_all_ranks([p.detach() for p in model.parameters()])
-        return [state["step"].item() for state in optimizer.state.values()]
-
-    assert run_ranks(work, 3) == [[40.0, 40.0]] * 3
+@on_ranks(3)
+def test_another_process_group(rank):
+    names = {}
+    exec(compile(code_of("Another process group"), str(PAGE), "exec"), names)
+    model, optimizer = names["model"], names["optimizer"]
+    assert model.process_group.size() == 3
+    assert same_on_all_ranks([p.detach() for p in model.parameters()])
+    assert gathered([state["step"].item() for state in optimizer.state.values()]) == [[40.0, 40.0]] * 3
 
 
 @pytest.mark.rest_is_thorough("True")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchddp
-from tests.harness import on_ranks, run_ranks
+from tests.harness import gathered, on_ranks, run_ranks
 from tests.models import Branches, batch, seeded
 from tests.oss import assert_same_state
 from torchddp.optim import OSS
@@ -123,21 +123,18 @@ def make_flat(optim, options, make=Deep, groups=lambda model: model.parameters()
 
 
 @pytest.mark.rest_is_thorough("*-2", "SGD-*", "AdamW-*")
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@on_ranks(1, 2, pytest.param(3, marks=pytest.mark.slow))
 @pytest.mark.parametrize(("optim", "options"), OPTIMIZERS, ids=IDS)
-def test_the_same_bits_with_fewer_tensors(optim, options, world_size):
-    def work(rank):
-        pair = make_flat(optim, options)
-        for step in range(8):
-            flat, single = pair.train(range(step, step + 1))
-            pair.assert_equal()
-        pair.optimizers[0].consolidate_state_dict(0)
-        pair.optimizers[1].consolidate_state_dict(0)
-        if rank == 0:
-            assert_same_state(*(optimizer.state_dict() for optimizer in pair.optimizers))
-        return flat, single
-
-    for flat, single in run_ranks(work, world_size):
+def test_the_same_bits_with_fewer_tensors(rank, optim, options, world_size):
+    pair = make_flat(optim, options)
+    for step in range(8):
+        flat, single = pair.train(range(step, step + 1))
+        pair.assert_equal()
+    pair.optimizers[0].consolidate_state_dict(0)
+    pair.optimizers[1].consolidate_state_dict(0)
+    if rank == 0:
+        assert_same_state(*(optimizer.state_dict() for optimizer in pair.optimizers))
+    for flat, single in gathered((flat, single)):
         # Large ones, a run of small ones, and those of another dtype.
         assert flat <= LARGE // world_size + 2 < 12 < single if world_size > 1 else flat == single == 50
 
@@ -224,60 +221,53 @@ def test_a_hook_of_the_inner_optimizer_sees_the_parameters_it_knows(rank):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_unused_parameters(set_to_none):
-    def work(rank):
-        pair = make_flat(
-            torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.5}, Branches, find_unused_parameters=True, transport="shm"
-        )
-        counts = []
-        for step in range(12):
-            branch = ("right", "left", "left")[step % 3]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                for model in pair.models:
-                    model(batch(rank, step, 3, 4), branch).square().mean().backward()
-            counts.append(pair.step(zero_grad=False))
-            for optimizer in pair.optimizers:
-                optimizer.zero_grad(set_to_none=set_to_none)
-            pair.assert_equal()
-        steps = {int(entry["step"]) for entry in pair.optimizers[0].state.values()}
-        return counts[-1], steps
-
-    results = run_ranks(work, 2)
+@on_ranks(2)
+def test_unused_parameters(rank, set_to_none):
+    pair = make_flat(
+        torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.5}, Branches, find_unused_parameters=True, transport="shm"
+    )
+    counts = []
+    for step in range(12):
+        branch = ("right", "left", "left")[step % 3]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for model in pair.models:
+                model(batch(rank, step, 3, 4), branch).square().mean().backward()
+        counts.append(pair.step(zero_grad=False))
+        for optimizer in pair.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        pair.assert_equal()
+    steps = {int(entry["step"]) for entry in pair.optimizers[0].state.values()}
+    results = gathered((counts[-1], steps))
     assert any(flat < single for (flat, single), _ in results)
     if set_to_none:
         assert {step for _, steps in results for step in steps} == {4, 8, 12}  # right, left, trunk
 
 
-def test_frozen_thawed_and_added():
+@on_ranks(2)
+def test_frozen_thawed_and_added(rank):
     def make():
         net = Deep()
         net.wide.requires_grad_(False)
         return net
 
-    def work(rank):
-        pair = make_flat(
-            torch.optim.Adam, {"lr": 0.01}, make, lambda net: [p for p in net.parameters() if p.requires_grad]
-        )
-        pair.train(range(3))
-        for frozen in (True, False):
-            for model in pair.models:
-                for layer in model.module.layers[3:6]:
-                    layer.requires_grad_(not frozen)
-            pair.train(range(3) if frozen else range(3, 6))
-            pair.assert_equal()
-        for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
-            optimizer.add_param_group({"params": list(model.module.wide.parameters()), "lr": 0.3})
-        pair.train(range(6, 9))
+    pair = make_flat(torch.optim.Adam, {"lr": 0.01}, make, lambda net: [p for p in net.parameters() if p.requires_grad])
+    pair.train(range(3))
+    for frozen in (True, False):
         for model in pair.models:
-            model.module.wide.requires_grad_(True)
-        flat, single = pair.train(range(9, 12))
+            for layer in model.module.layers[3:6]:
+                layer.requires_grad_(not frozen)
+        pair.train(range(3) if frozen else range(3, 6))
         pair.assert_equal()
-        assert flat < single
-        return {int(entry["step"]) for entry in pair.optimizers[0].state.values()}
-
-    # Added late, frozen for a while, and all others.
-    assert set.union(*run_ranks(work, 2)) == {3, 12, 15}
+    for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+        optimizer.add_param_group({"params": list(model.module.wide.parameters()), "lr": 0.3})
+    pair.train(range(6, 9))
+    for model in pair.models:
+        model.module.wide.requires_grad_(True)
+    flat, single = pair.train(range(9, 12))
+    pair.assert_equal()
+    assert flat < single
+    assert set.union(*gathered({int(entry["step"]) for entry in pair.optimizers[0].state.values()})) == {3, 12, 15}
 
 
 @on_ranks(3)
@@ -418,20 +408,17 @@ def test_loaded_state_is_stepped_in_long_runs_again(rank):
     assert before == after < cut
 
 
-def test_parameters_given_other_memory_by_users():
-    def work(rank):
-        pair = make_flat(torch.optim.Adam, {"lr": 0.01})
-        pair.train(range(3))
-        for model in pair.models:
-            model.module.layers[2].weight.data = torch.full((WIDTH, WIDTH), 0.125)
-        pair.backward(3)
-        early, _ = pair.step()
-        late, _ = pair.train(range(4, 6))
-        pair.assert_equal()
-        return early, late
-
-    # The owner steps it alone once, then it is back in its run.
-    assert sorted(early - late for early, late in run_ranks(work, 2)) in ([0, 1], [0, 2])
+@on_ranks(2)
+def test_parameters_given_other_memory_by_users(rank):
+    pair = make_flat(torch.optim.Adam, {"lr": 0.01})
+    pair.train(range(3))
+    for model in pair.models:
+        model.module.layers[2].weight.data = torch.full((WIDTH, WIDTH), 0.125)
+    pair.backward(3)
+    early, _ = pair.step()
+    late, _ = pair.train(range(4, 6))
+    pair.assert_equal()
+    assert sorted(early - late for early, late in gathered((early, late))) in ([0, 1], [0, 2])
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchddp
-from tests.harness import on_ranks, run_ranks
+from tests.harness import gathered, on_ranks
 from tests.models import Branches, Mlp, batch, loss_of, seeded
 from tests.whole_buckets import WholeBuckets
 from torchddp.ddp import bucket_sizes
@@ -217,28 +217,26 @@ def listen():
     return lines
 
 
-def test_who_has_it_warns_once_and_rank_0_tells_of_all():
-    def work(rank):
-        lines = listen()
-        ddp = torchddp.DistributedDataParallel(seeded(Mlp), find_nonfinite=True)
-        optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
-        for step in range(1, 7):
-            if step == 3 and rank in (1, 2):
-                spoil_gradient([None, ddp.module.first, ddp.module.middle][rank], math.nan)
-            run_step(ddp, rank, step)
-            optimizer.step()  # from here on the weights of all ranks are NaN
-        found = found_on_all(ddp)
-        assert {(one.step, one.rank) for one in found if one.step == 3} == {(3, 1), (3, 2)}
-        assert found[0].step == 3 and {one.rank for one in found} == {0, 1, 2}
-        own = [line for line in lines if line.startswith(f"rank {rank}, step")]
-        assert len(own) == 1 and f"step {3 if rank else 4}: gradients of {[5, 2, 4][rank]} parameters" in own[0]
-        until_s = time.monotonic() + SOON_S
-        while rank == 0 and time.monotonic() < until_s and not [li for li in lines if li.startswith("Infinite")]:
-            time.sleep(0.05)
-        dist.barrier()
-        return [line for line in lines if line.startswith("Infinite")]
-
-    told = run_ranks(work, 3)
+@on_ranks(3)
+def test_who_has_it_warns_once_and_rank_0_tells_of_all(rank):
+    lines = listen()
+    ddp = torchddp.DistributedDataParallel(seeded(Mlp), find_nonfinite=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    for step in range(1, 7):
+        if step == 3 and rank in (1, 2):
+            spoil_gradient([None, ddp.module.first, ddp.module.middle][rank], math.nan)
+        run_step(ddp, rank, step)
+        optimizer.step()  # from here on the weights of all ranks are NaN
+    found = found_on_all(ddp)
+    assert {(one.step, one.rank) for one in found if one.step == 3} == {(3, 1), (3, 2)}
+    assert found[0].step == 3 and {one.rank for one in found} == {0, 1, 2}
+    own = [line for line in lines if line.startswith(f"rank {rank}, step")]
+    assert len(own) == 1 and f"step {3 if rank else 4}: gradients of {[5, 2, 4][rank]} parameters" in own[0]
+    until_s = time.monotonic() + SOON_S
+    while rank == 0 and time.monotonic() < until_s and not [li for li in lines if li.startswith("Infinite")]:
+        time.sleep(0.05)
+    dist.barrier()
+    told = gathered([line for line in lines if line.startswith("Infinite")])
     assert told[1:] == [[], []]
     (line,) = told[0]
     assert "began in step 3. rank 1: 'first" in line and "; rank 2: '" in line and "on rank 0" in line

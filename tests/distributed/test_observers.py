@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import run_ranks
+from tests.harness import gathered, on_ranks, run_ranks
 from torchddp import DistributedDataParallel
 from torchddp.ddp import observers
 from torchddp.ddp.observers import StepObserver
@@ -103,73 +103,67 @@ class Only:
         self.steps = -1
 
 
-def test_what_observers_are_told():
+@on_ranks(2)
+def test_what_observers_are_told(rank):
     """Steps of both kinds, errors, groups, the end of a group; nothing in evaluation."""
 
-    def work(rank):
-        observers.register("told", Told)
-        observers.register("only", Only)
-        model = DistributedDataParallel(nn.Linear(3, 2))
-        told = model.observers.get("told")
+    observers.register("told", Told)
+    observers.register("only", Only)
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    told = model.observers.get("told")
+    step_on(model)
+    with model.no_sync():
         step_on(model)
-        with model.no_sync():
-            step_on(model)
-        with torch.no_grad():
-            model(torch.ones(1, 3))
-        with pytest.raises(RuntimeError):
-            model(torch.ones(1, 5))
-        steps = model.observers.get("only").steps
-        step_on(model)
-        alone = [dist.new_group([each]) for each in range(2)]
-        model._update_process_group(alone[rank])
-        step_on(model)
-        model._update_process_group(dist.group.WORLD)
-        model._update_process_group(alone[1 - rank])
-        observers.unregister("told")
-        assert DistributedDataParallel(nn.Linear(3, 2)).observers.get("told") is None
-        return told.told, steps, model.observers.get("only").steps
-
-    for told, steps, at_the_end in run_ranks(work, 2):
+    with torch.no_grad():
+        model(torch.ones(1, 3))
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 5))
+    steps = model.observers.get("only").steps
+    step_on(model)
+    alone = [dist.new_group([each]) for each in range(2)]
+    model._update_process_group(alone[rank])
+    step_on(model)
+    model._update_process_group(dist.group.WORLD)
+    model._update_process_group(alone[1 - rank])
+    observers.unregister("told")
+    assert DistributedDataParallel(nn.Linear(3, 2)).observers.get("told") is None
+    for told, steps, at_the_end in gathered((told.told, steps, model.observers.get("only").steps)):
         assert told == [
             "reduced", "kept", "reduced", "RuntimeError", "reduced", "group of 1", "reduced", "group of 2", "closed",
         ]  # fmt: skip
         assert (steps, at_the_end) == (3, -1)
 
 
-def test_an_error_of_an_observer_ends_the_forward():
-    def work(rank):
-        class Strict(StepObserver):
-            def __init__(self, session):
-                self.steps = 0
+@on_ranks(2)
+def test_an_error_of_an_observer_ends_the_forward(rank):
+    class Strict(StepObserver):
+        def __init__(self, session):
+            self.steps = 0
 
-            def before_step(self):
-                self.steps += 1
-                if self.steps == 2:
-                    raise ValueError("two steps are enough")
+        def before_step(self):
+            self.steps += 1
+            if self.steps == 2:
+                raise ValueError("two steps are enough")
 
-        observers.register("strict", Strict)
-        model = DistributedDataParallel(nn.Linear(3, 2))
+    observers.register("strict", Strict)
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    step_on(model)
+    with pytest.raises(ValueError, match="two steps are enough"):
         step_on(model)
-        with pytest.raises(ValueError, match="two steps are enough"):
-            step_on(model)
-        step_on(model)
-        return model.observers.get("strict").steps
-
-    assert run_ranks(work, 2) == [3, 3]
+    step_on(model)
+    assert gathered(model.observers.get("strict").steps) == [3, 3]
 
 
-def test_one_that_can_not_be_loaded():
+@on_ranks(2)
+def test_one_that_can_not_be_loaded(rank):
     """What was asked for is an error; hang reports, which come by themselves, are left out."""
 
-    def work(rank):
-        def fail(session):
-            raise OSError(24, "Too many open files")
+    def fail(session):
+        raise OSError(24, "Too many open files")
 
-        observers.register("hang_reports", fail, is_optional=True)
-        assert DistributedDataParallel(nn.Linear(3, 2)).observers.get("hang_reports") is None
-        observers.register("hang_reports", fail)
-        with pytest.raises(OSError, match="Too many open files"):
-            DistributedDataParallel(nn.Linear(3, 2))
-        return True
-
-    assert run_ranks(work, 2) == [True, True]
+    observers.register("hang_reports", fail, is_optional=True)
+    assert DistributedDataParallel(nn.Linear(3, 2)).observers.get("hang_reports") is None
+    observers.register("hang_reports", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        DistributedDataParallel(nn.Linear(3, 2))
+    assert gathered(True) == [True, True]

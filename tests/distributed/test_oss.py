@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import RankError, on_ranks, run_outcomes, run_ranks
+from tests.harness import RankError, gathered, on_ranks, run_outcomes, run_ranks
 from tests.models import Mlp, same_on_all_ranks, seeded
 from tests.oss import float_mlp, twins, two_groups
 from torchddp.optim import OSS
@@ -35,14 +35,12 @@ def test_twenty_steps_are_those_of_the_plain_optimizer(rank, optim, options):
     assert not any(torch.equal(a, b) for a, b in zip(start, pair.ddp.parameters(), strict=True))
 
 
-def test_more_ranks_than_parameters():
-    def work(rank):
-        pair = twins(make=lambda: torch.nn.Linear(8, 2))
-        pair.train(range(5))
-        pair.assert_equal()
-        return len(pair.oss.state)
-
-    assert sorted(run_ranks(work, 4)) == [0, 0, 1, 1]
+@on_ranks(4)
+def test_more_ranks_than_parameters(rank):
+    pair = twins(make=lambda: torch.nn.Linear(8, 2))
+    pair.train(range(5))
+    pair.assert_equal()
+    assert sorted(gathered(len(pair.oss.state))) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("size", [1, 100, 500])
@@ -60,45 +58,41 @@ def test_small_messages_and_other_layouts_of_memory(rank, size):
     pair.assert_equal()
 
 
-def test_every_message_is_started_before_one_is_waited_for(monkeypatch):
-    def work(rank):
-        pair = twins(broadcast_buffer_size=100)
-        events = []
-        broadcast = dist.broadcast
+@on_ranks(2)
+def test_every_message_is_started_before_one_is_waited_for(rank, monkeypatch):
+    pair = twins(broadcast_buffer_size=100)
+    events = []
+    broadcast = dist.broadcast
 
-        class Watched:
-            def __init__(self, work):
-                self.work = work
+    class Watched:
+        def __init__(self, work):
+            self.work = work
 
-            def wait(self):
-                events.append("wait")
-                return self.work.wait()
+        def wait(self):
+            events.append("wait")
+            return self.work.wait()
 
-        def watched(*args, **kwargs):
-            events.append("start")
-            assert kwargs["async_op"]
-            return Watched(broadcast(*args, **kwargs))
+    def watched(*args, **kwargs):
+        events.append("start")
+        assert kwargs["async_op"]
+        return Watched(broadcast(*args, **kwargs))
 
-        pair.backward(0)
-        monkeypatch.setattr(dist, "broadcast", watched)
-        pair.oss.step()
-        return events
-
-    for events in run_ranks(work, 2):
+    pair.backward(0)
+    monkeypatch.setattr(dist, "broadcast", watched)
+    pair.oss.step()
+    for events in gathered(events):
         count = events.count("start")
         assert count > 2 and events == ["start"] * count + ["wait"] * count
 
 
-def test_dtypes_that_no_backend_has():
-    def work(rank):
-        params = [torch.nn.Parameter(torch.ones(5, dtype=t)) for t in (torch.bfloat16, torch.complex64, torch.float64)]
-        oss = OSS(params, torch.optim.SGD, lr=0.5)
-        for param in params:
-            param.grad = torch.ones_like(param)
-        oss.step()
-        return all(torch.equal(p, torch.full_like(p, 0.5)) for p in params)
-
-    assert run_ranks(work, 2) == [True, True]
+@on_ranks(2)
+def test_dtypes_that_no_backend_has(rank):
+    params = [torch.nn.Parameter(torch.ones(5, dtype=t)) for t in (torch.bfloat16, torch.complex64, torch.float64)]
+    oss = OSS(params, torch.optim.SGD, lr=0.5)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    oss.step()
+    assert gathered(all(torch.equal(p, torch.full_like(p, 0.5)) for p in params)) == [True, True]
 
 
 @on_ranks(3)
@@ -141,25 +135,24 @@ def test_a_group_of_some_ranks():
     assert results == [(0, 2, 0, [0.0] * 3), None, (1, 2, 0, [0.0] * 3)]
 
 
-def test_state_is_held_once():
-    def work(rank):
-        pair = twins()
-        pair.train(range(2))
-        owned = {p for p, owner in pair.oss.param_to_rank.items() if owner == rank}
-        assert set(pair.oss.state) == owned
-        mine = sum(value.numel() for entry in pair.oss.state.values() for value in entry.values())
-        whole = sum(value.numel() for entry in pair.plain.state.values() for value in entry.values())
-        with pytest.raises(TypeError):
-            pair.oss.param_to_rank[next(iter(owned))] = 5
-        return mine, whole
-
-    results = run_ranks(work, 3)
+@on_ranks(3)
+def test_state_is_held_once(rank):
+    pair = twins()
+    pair.train(range(2))
+    owned = {p for p, owner in pair.oss.param_to_rank.items() if owner == rank}
+    assert set(pair.oss.state) == owned
+    mine = sum(value.numel() for entry in pair.oss.state.values() for value in entry.values())
+    whole = sum(value.numel() for entry in pair.plain.state.values() for value in entry.values())
+    with pytest.raises(TypeError):
+        pair.oss.param_to_rank[next(iter(owned))] = 5
+    results = gathered((mine, whole))
     assert sum(mine for mine, _ in results) == results[0][1]
     assert max(mine for mine, _ in results) < 0.7 * results[0][1]
 
 
 @pytest.mark.parametrize("kind", ["step", "cosine", "one_cycle", "plateau"])
-def test_schedulers(kind):
+@on_ranks(2)
+def test_schedulers(rank, kind):
     def scheduler(optimizer):
         schedulers = torch.optim.lr_scheduler
         if kind == "step":
@@ -170,40 +163,35 @@ def test_schedulers(kind):
             return schedulers.OneCycleLR(optimizer, 0.1, total_steps=20)  # changes betas as well
         return schedulers.ReduceLROnPlateau(optimizer, patience=1)
 
-    def work(rank):
-        pair = twins(groups=two_groups)
-        both = [scheduler(pair.oss), scheduler(pair.plain)]
-        seen = set()
-        for step in range(12):
-            pair.train(range(step, step + 1))
-            for each in both:
-                each.step(*([1.0] if kind == "plateau" else []))
-            assert [g["lr"] for g in pair.oss.param_groups] == [g["lr"] for g in pair.plain.param_groups]
-            seen.add(pair.oss.param_groups[1]["lr"])
-        pair.assert_equal()
-        return len(seen)
-
-    assert min(run_ranks(work, 2)) > 1
+    pair = twins(groups=two_groups)
+    both = [scheduler(pair.oss), scheduler(pair.plain)]
+    seen = set()
+    for step in range(12):
+        pair.train(range(step, step + 1))
+        for each in both:
+            each.step(*([1.0] if kind == "plateau" else []))
+        assert [g["lr"] for g in pair.oss.param_groups] == [g["lr"] for g in pair.plain.param_groups]
+        seen.add(pair.oss.param_groups[1]["lr"])
+    pair.assert_equal()
+    assert min(gathered(len(seen))) > 1
 
 
-def test_closures_and_hooks():
-    def work(rank):
-        pair = twins()
-        calls = []
-        pair.oss.register_step_post_hook(lambda *args: calls.append("hook"))
+@on_ranks(2)
+def test_closures_and_hooks(rank):
+    pair = twins()
+    calls = []
+    pair.oss.register_step_post_hook(lambda *args: calls.append("hook"))
 
-        def closure():
-            calls.append("closure")
-            assert torch.is_grad_enabled()
-            pair.backward(0)
-            return torch.tensor(3.5)
+    def closure():
+        calls.append("closure")
+        assert torch.is_grad_enabled()
+        pair.backward(0)
+        return torch.tensor(3.5)
 
-        loss = pair.oss.step(closure)
-        pair.plain.step()
-        pair.assert_equal()
-        return calls, loss.item()
-
-    assert run_ranks(work, 2) == [(["closure", "hook"], 3.5)] * 2
+    loss = pair.oss.step(closure)
+    pair.plain.step()
+    pair.assert_equal()
+    assert gathered((calls, loss.item())) == [(["closure", "hook"], 3.5)] * 2
 
 
 @on_ranks(2)
@@ -216,72 +204,64 @@ def test_zero_grad(rank):
     assert all(p.grad is None for p in pair.ddp.parameters())
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks(1, 3)
 @pytest.mark.parametrize("norm_type", [1.0, 2, 3.0, math.inf])
-def test_clipping_is_that_of_all_gradients(norm_type, world_size):
-    def work(rank):
-        pair = twins()
-        for step, max_norm in enumerate([0.1, 1e9]):
-            pair.backward(step)
-            for ddp, _ in pair.pairs():
-                ddp.module.middle.bias.grad = None
-            mine = pair.oss.clip_grad_norm(max_norm, norm_type)
-            other = torch.nn.utils.clip_grad_norm_(pair.plain_ddp.parameters(), max_norm, norm_type)
-            torch.testing.assert_close(mine, other)
-            for p, q in zip(pair.ddp.parameters(), pair.plain_ddp.parameters(), strict=True):
-                torch.testing.assert_close(p.grad, q.grad) if q.grad is not None else None
-        return mine.item()
-
-    assert len(set(run_ranks(work, world_size))) == 1
+def test_clipping_is_that_of_all_gradients(rank, norm_type):
+    pair = twins()
+    for step, max_norm in enumerate([0.1, 1e9]):
+        pair.backward(step)
+        for ddp, _ in pair.pairs():
+            ddp.module.middle.bias.grad = None
+        mine = pair.oss.clip_grad_norm(max_norm, norm_type)
+        other = torch.nn.utils.clip_grad_norm_(pair.plain_ddp.parameters(), max_norm, norm_type)
+        torch.testing.assert_close(mine, other)
+        for p, q in zip(pair.ddp.parameters(), pair.plain_ddp.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad) if q.grad is not None else None
+    assert len(set(gathered(mine.item()))) == 1
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_norm_that_is_not_finite_is_known_to_all_ranks(norm_type, value):
-    def work(rank):
-        params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
-        oss = OSS(params, torch.optim.SGD, lr=1.0)
-        for param in params:
-            param.grad = torch.ones(4)
-        params[0].grad[1] = value
-        with pytest.raises(RuntimeError, match="can't be clipped"):
-            oss.clip_grad_norm(1.0, norm_type, error_if_nonfinite=True)
-        assert torch.equal(params[1].grad, torch.ones(4))
-        with pytest.raises(ValueError, match="norm_type"):
-            oss.clip_grad_norm(1.0, 0.0)
-        return str(oss.clip_grad_norm(1.0, norm_type).item())
-
-    assert run_ranks(work, 3) == [str(value)] * 3
+@on_ranks(3)
+def test_a_norm_that_is_not_finite_is_known_to_all_ranks(rank, norm_type, value):
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    oss = OSS(params, torch.optim.SGD, lr=1.0)
+    for param in params:
+        param.grad = torch.ones(4)
+    params[0].grad[1] = value
+    with pytest.raises(RuntimeError, match="can't be clipped"):
+        oss.clip_grad_norm(1.0, norm_type, error_if_nonfinite=True)
+    assert torch.equal(params[1].grad, torch.ones(4))
+    with pytest.raises(ValueError, match="norm_type"):
+        oss.clip_grad_norm(1.0, 0.0)
+    assert gathered(str(oss.clip_grad_norm(1.0, norm_type).item())) == [str(value)] * 3
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks(1, 2)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
-def test_grad_scaler(world_size, fused, clip):
-    def work(rank):
-        pair = twins(torch.optim.Adam, {"fused": fused})
-        scalers = [torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=2) for _ in range(2)]
-        scales = []
-        for step in range(6):
-            for scaler, (ddp, optimizer) in zip(scalers, pair.pairs(), strict=True):
-                optimizer.zero_grad()
-                loss = ddp(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().sum()
-                scaler.scale(loss * (math.inf if step == 3 else 1.0)).backward()
-                if clip:
-                    scaler.unscale_(optimizer)
-                    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-            assert scalers[0].get_scale() == scalers[1].get_scale()
-            scales.append(scalers[0].get_scale())
-            if fused and not clip:  # the fused kernel divides by the scale in its own way
-                for p, q in zip(pair.ddp.parameters(), pair.plain_ddp.parameters(), strict=True):
-                    torch.testing.assert_close(p, q)
-            else:
-                pair.assert_equal()
-        return scales
-
-    results = run_ranks(work, world_size)
+def test_grad_scaler(rank, fused, clip):
+    pair = twins(torch.optim.Adam, {"fused": fused})
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=2) for _ in range(2)]
+    scales = []
+    for step in range(6):
+        for scaler, (ddp, optimizer) in zip(scalers, pair.pairs(), strict=True):
+            optimizer.zero_grad()
+            loss = ddp(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().sum()
+            scaler.scale(loss * (math.inf if step == 3 else 1.0)).backward()
+            if clip:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        scales.append(scalers[0].get_scale())
+        if fused and not clip:  # the fused kernel divides by the scale in its own way
+            for p, q in zip(pair.ddp.parameters(), pair.plain_ddp.parameters(), strict=True):
+                torch.testing.assert_close(p, q)
+        else:
+            pair.assert_equal()
+    results = gathered(scales)
     assert results[0] == [1000.0, 2000.0, 2000.0, 1000.0, 1000.0, 2000.0]
     assert all(scales == results[0] for scales in results)
 
@@ -313,15 +293,13 @@ def test_a_change_of_one_bit_would_be_seen():
         run_ranks(work, 1)
 
 
-def test_an_optimizer_without_backward_of_some_parameters():
-    def work(rank):
-        model = seeded(float_mlp)
-        oss = OSS(model.named_parameters(), torch.optim.AdamW)
-        model.first.weight.grad = torch.ones_like(model.first.weight)
-        before = model.last.weight.detach().clone()
-        oss.step()
-        assert torch.equal(model.last.weight, before)
-        return model.first.weight.detach().sum().item(), oss.param_groups[0]["param_names"][0]
-
-    results = run_ranks(work, 2)
+@on_ranks(2)
+def test_an_optimizer_without_backward_of_some_parameters(rank):
+    model = seeded(float_mlp)
+    oss = OSS(model.named_parameters(), torch.optim.AdamW)
+    model.first.weight.grad = torch.ones_like(model.first.weight)
+    before = model.last.weight.detach().clone()
+    oss.step()
+    assert torch.equal(model.last.weight, before)
+    results = gathered((model.first.weight.detach().sum().item(), oss.param_groups[0]["param_names"][0]))
     assert results[0] == results[1] and results[0][1] == "first.weight"

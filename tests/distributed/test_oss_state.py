@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_loader
 
-from tests.harness import on_ranks, run_ranks
+from tests.harness import gathered, on_ranks, run_ranks
 from tests.oss import assert_same_state, float_mlp, twins, two_groups
 from torchddp.optim import OSS, load_checkpoint
 
@@ -262,22 +262,20 @@ def test_parameters_frozen_and_thawed(rank, optim, options):
     train(range(8, 10))
 
 
-def test_a_frozen_parameter_is_not_sent_and_a_gradient_left_on_it_not_applied(monkeypatch):
-    def work(rank):
-        params = [torch.nn.Parameter(torch.ones(n)) for n in (3, 2)]
-        oss = OSS(params, torch.optim.SGD, lr=1.0)
-        params[0].requires_grad_(False)
-        oss.refresh_trainable()
-        for param in params:
-            param.grad = torch.ones_like(param)
-        sent = []
-        broadcast = dist.broadcast
-        monkeypatch.setattr(dist, "broadcast", lambda t, **k: (sent.append(t.numel()), broadcast(t, **k))[1])
-        oss.step()
-        assert params[0].grad is not None
-        return params[0].tolist(), params[1].tolist(), sent
-
-    assert run_ranks(work, 2) == [([1.0] * 3, [0.0] * 2, [2 * 4])] * 2
+@on_ranks(2)
+def test_a_frozen_parameter_is_not_sent_and_a_gradient_left_on_it_not_applied(rank, monkeypatch):
+    params = [torch.nn.Parameter(torch.ones(n)) for n in (3, 2)]
+    oss = OSS(params, torch.optim.SGD, lr=1.0)
+    params[0].requires_grad_(False)
+    oss.refresh_trainable()
+    for param in params:
+        param.grad = torch.ones_like(param)
+    sent = []
+    broadcast = dist.broadcast
+    monkeypatch.setattr(dist, "broadcast", lambda t, **k: (sent.append(t.numel()), broadcast(t, **k))[1])
+    oss.step()
+    assert params[0].grad is not None
+    assert gathered((params[0].tolist(), params[1].tolist(), sent)) == [([1.0] * 3, [0.0] * 2, [2 * 4])] * 2
 
 
 @pytest.mark.parametrize(("optim", "options"), OPTIMIZERS[:2], ids=["SGD", "AdamW"])
@@ -408,21 +406,19 @@ def test_an_optimizer_that_makes_state_only_at_the_start(rank):
     assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
 
 
-def test_a_learning_rate_in_a_tensor_and_a_state_of_another_dtype():
-    def work(rank):
-        pair = twins(torch.optim.Adam, {"lr": torch.tensor(0.01)})
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (pair.oss, pair.plain)]
-        for step in range(3):
-            pair.train(range(step, step + 1))
-            for scheduler in schedulers:
-                scheduler.step()
-        saved = copy.deepcopy(pair.plain.state_dict())
-        for entry in saved["state"].values():
-            entry["exp_avg"] = entry["exp_avg"].double()
-        pair.oss.load_state_dict(saved)
-        assert {entry["exp_avg"].dtype for entry in pair.oss.state.values()} == {torch.float32}
-        pair.train(range(3, 5))
-        pair.assert_equal()
-        return pair.oss.param_groups[0]["lr"].item()
-
-    assert run_ranks(work, 2) == [pytest.approx(0.01 / 8)] * 2
+@on_ranks(2)
+def test_a_learning_rate_in_a_tensor_and_a_state_of_another_dtype(rank):
+    pair = twins(torch.optim.Adam, {"lr": torch.tensor(0.01)})
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (pair.oss, pair.plain)]
+    for step in range(3):
+        pair.train(range(step, step + 1))
+        for scheduler in schedulers:
+            scheduler.step()
+    saved = copy.deepcopy(pair.plain.state_dict())
+    for entry in saved["state"].values():
+        entry["exp_avg"] = entry["exp_avg"].double()
+    pair.oss.load_state_dict(saved)
+    assert {entry["exp_avg"].dtype for entry in pair.oss.state.values()} == {torch.float32}
+    pair.train(range(3, 5))
+    pair.assert_equal()
+    assert gathered(pair.oss.param_groups[0]["lr"].item()) == [pytest.approx(0.01 / 8)] * 2

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import on_ranks, run_outcomes, run_ranks
+from tests.harness import gathered, on_ranks, run_outcomes, run_ranks
 from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded, step_on
 from torchddp import DistributedDataParallel
 from torchddp.errors import TransportError
@@ -53,23 +53,21 @@ def assert_as_fresh(model, group, rank, steps=2):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_ranks_join_and_leave(mode):
+@on_ranks(4)
+def test_ranks_join_and_leave(rank, mode):
     """Two ranks, then three, four, two, one, three; who joins has not measured any order of buckets."""
 
-    def work(rank):
-        members = [[0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 1], [1], [1, 2, 3]]
-        groups = [dist.new_group(ranks) for ranks in members]
-        model = wrap(groups[0] if rank < 2 else alone(rank), **MODES[mode])
-        for step in range(3):
-            step_on(model, rank, step)
-        for ranks, group in zip(members, groups, strict=True):
-            if rank in ranks:
-                model._update_process_group(group)
-                assert_as_fresh(model, group, rank)
-        return model.reducer.transport_name
-
+    members = [[0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 1], [1], [1, 2, 3]]
+    groups = [dist.new_group(ranks) for ranks in members]
+    model = wrap(groups[0] if rank < 2 else alone(rank), **MODES[mode])
+    for step in range(3):
+        step_on(model, rank, step)
+    for ranks, group in zip(members, groups, strict=True):
+        if rank in ranks:
+            model._update_process_group(group)
+            assert_as_fresh(model, group, rank)
     transport = "c10d" if mode == "c10d" else "shm"
-    names = run_ranks(work, 4)
+    names = gathered(model.reducer.transport_name)
     assert names[1:] == [transport] * 3
 
 
@@ -152,21 +150,19 @@ def test_who_joins_gets_parameters_and_buffers(rank):
             model.sync_module_states(src)
 
 
-def test_parameters_that_can_not_travel_as_bytes():
+@on_ranks(2)
+def test_parameters_that_can_not_travel_as_bytes(rank):
     """Of a class of their own: they go by torch's way."""
 
     class Special(nn.Parameter):
         pass
 
-    def work(rank):
-        module = nn.Linear(2, 2, bias=False)
-        module.weight = Special(torch.full((2, 2), float(rank)))
-        model = DistributedDataParallel(module, process_group=alone(rank))
-        model._update_process_group(dist.group.WORLD)
-        model.sync_module_states(src=1)
-        return model.module.weight.sum().item()
-
-    assert run_ranks(work, 2) == [4.0, 4.0]
+    module = nn.Linear(2, 2, bias=False)
+    module.weight = Special(torch.full((2, 2), float(rank)))
+    model = DistributedDataParallel(module, process_group=alone(rank))
+    model._update_process_group(dist.group.WORLD)
+    model.sync_module_states(src=1)
+    assert gathered(model.module.weight.sum().item()) == [4.0, 4.0]
 
 
 @on_ranks(3)
