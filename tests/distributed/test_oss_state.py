@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 
 from tests.harness import gathered, on_ranks, run_ranks
-from tests.oss import assert_same_state, float_mlp, twins, two_groups
+from tests.models import seeded
+from tests.oss import assert_same_state, float_mlp, twins, two_groups, whole_state
 from torchddp.optim import OSS, load_checkpoint
 
 OPTIMIZERS = [
@@ -47,27 +49,26 @@ def test_resumed_on_any_world_size_as_if_never_stopped(optim, options, tmp_path)
     path = tmp_path / "state.pt"
     trained_on_two(optim, options, path)
 
-    def work(rank, way):
-        pair = twins(optim, options, two_groups)
+    def work(rank):
         saved = torch.load(path)
-        pair.ddp.module.load_state_dict(saved["model"])
-        if way == "whole":
-            pair.oss.load_state_dict(saved["optim"])
-        else:
-            load_checkpoint(pair.oss, checkpoint_id=f"{path}.dcp")
-        held = sum(1 for entry in pair.oss.state.values() if entry)
-        # The other twin goes all the way.
-        for step in range(20):
-            pair.backward(step, same_batch=True)
-            if step >= 10:
-                pair.oss.step()
-            pair.plain.step()
-        pair.assert_equal()
-        return held
+        for way in ("whole", "checkpoint"):
+            pair = twins(optim, options, two_groups)
+            pair.ddp.module.load_state_dict(saved["model"])
+            if way == "whole":
+                pair.oss.load_state_dict(saved["optim"])
+            else:
+                load_checkpoint(pair.oss, checkpoint_id=f"{path}.dcp")
+            assert sum(gathered(sum(1 for entry in pair.oss.state.values() if entry))) == 5, way
+            # The other twin goes all the way.
+            for step in range(20):
+                pair.backward(step, same_batch=True)
+                if step >= 10:
+                    pair.oss.step()
+                pair.plain.step()
+            pair.assert_equal()
 
     for world_size in (1, 2, 3, 4):
-        for way in ("whole", "checkpoint"):
-            assert sum(run_ranks(work, world_size, way)) == 5
+        run_ranks(work, world_size)
 
 
 @EACH_OPTIMIZER
@@ -75,11 +76,9 @@ def test_resumed_on_any_world_size_as_if_never_stopped(optim, options, tmp_path)
 def test_the_plain_optimizer_and_oss_take_each_others_state(rank, optim, options):
     first = twins(optim, options, two_groups)
     first.train(range(5))
-    first.oss.consolidate_state_dict(0)
-    box = [first.oss.state_dict() if rank == 0 else None]
-    dist.broadcast_object_list(box)
+    whole = whole_state(first.oss)
     first.oss.load_state_dict(copy.deepcopy(first.plain.state_dict()))
-    first.plain.load_state_dict(box[0])
+    first.plain.load_state_dict(whole)
     first.train(range(5, 10))
     first.assert_equal()
 
@@ -122,8 +121,7 @@ def test_parts_make_the_whole_and_each_rank_takes_its_own_back(rank):
     pair.train(range(3))
     part = pickle.loads(pickle.dumps(pair.oss.local_state_dict()))
     assert list(part["state"]) == part["sharded_params"]
-    other = [None] * 2
-    dist.all_gather_object(other, part)
+    other = gathered(part)
     together = {index: entry for each in other for index, entry in each["state"].items()}
     assert_same_state(together, pair.plain.state_dict()["state"])
     fresh = twins()
@@ -206,65 +204,56 @@ def test_state_dict_hooks(rank):
 # --- frozen and new parameters ---
 
 
-def average_by_hand(params, step):
+def train_by_hand(params, others, oss, plain, steps):
     """Gradients as DDP would leave them; no wrapper, which has its own idea of what is trainable."""
-    for index, param in enumerate(params):
-        generator = torch.Generator().manual_seed(100 * step + index)
-        param.grad = torch.randn(param.shape, generator=generator) if param.requires_grad else None
+    for step in steps:
+        for index, pair in enumerate(zip(params, others, strict=True)):
+            for param in pair:
+                generator = torch.Generator().manual_seed(100 * step + index)
+                param.grad = torch.randn(param.shape, generator=generator) if param.requires_grad else None
+        oss.step()
+        plain.step()
+        assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True)), step
 
 
 @EACH_OPTIMIZER
 @on_ranks(1, 3)
 def test_parameters_frozen_and_thawed(rank, optim, options):
-    model, other = (torch.nn.Sequential(*[torch.nn.Linear(3, n) for n in (7, 2, 9, 4)]) for _ in range(2))
-    other.load_state_dict(model.state_dict())
-    box = [model.state_dict()]
-    dist.broadcast_object_list(box)
-    for each in (model, other):
-        each.load_state_dict(box[0])
-        each[1].requires_grad_(False)
+    model, other = (seeded(lambda: nn.Sequential(*[nn.Linear(3, n) for n in (7, 2, 9, 4)])) for _ in range(2))
+
+    def set_trainable(index, trainable):
+        for each in (model, other):
+            each[index].requires_grad_(trainable)
+
+    set_trainable(1, False)
     params, others = list(model.parameters()), list(other.parameters())
     oss, plain = OSS(params, optim, **options), optim(others, **options)
-    assert not {p for p in model[1].parameters()} & set(oss.param_to_rank)
-
-    def train(steps):
-        for step in steps:
-            average_by_hand(params, step)
-            average_by_hand(others, step)
-            oss.step()
-            plain.step()
-            assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True)), step
-
-    train(range(3))
+    assert not set(model[1].parameters()) & set(oss.param_to_rank)
+    train_by_hand(params, others, oss, plain, range(3))
     first_owners = dict(oss.param_to_rank)
-    for each in (model, other):
-        each[1].requires_grad_(True)
-        each[2].requires_grad_(False)
-    average_by_hand(params, 3)
+    set_trainable(1, True)
+    set_trainable(2, False)
+    params[2].grad = torch.ones_like(params[2])
     with pytest.raises(RuntimeError, match="parameter 2 of group 0 has a gradient.*refresh_trainable"):
         oss.step()
     oss.refresh_trainable()
     assert set(oss.param_to_rank) == set(params)
     assert all(oss.param_to_rank[p] == owner for p, owner in first_owners.items())
-    train(range(3, 6))
-    oss.consolidate_state_dict(0)
-    if rank == 0:
-        assert_same_state(oss.state_dict(), plain.state_dict())
-    box = [oss.state_dict() if rank == 0 else None]
-    dist.broadcast_object_list(box)
+    train_by_hand(params, others, oss, plain, range(3, 6))
+    whole = whole_state(oss)
+    assert_same_state(whole, plain.state_dict())
     # A new start with the same layer frozen: its state waits for the day it is thawed.
     oss = OSS(params, optim, **options)
-    oss.load_state_dict(box[0])
-    train(range(6, 8))
-    for each in (model, other):
-        each[2].requires_grad_(True)
+    oss.load_state_dict(whole)
+    train_by_hand(params, others, oss, plain, range(6, 8))
+    set_trainable(2, True)
     oss.refresh_trainable()
-    train(range(8, 10))
+    train_by_hand(params, others, oss, plain, range(8, 10))
 
 
 @on_ranks(2)
 def test_a_frozen_parameter_is_not_sent_and_a_gradient_left_on_it_not_applied(rank, monkeypatch):
-    params = [torch.nn.Parameter(torch.ones(n)) for n in (3, 2)]
+    params = [nn.Parameter(torch.ones(n)) for n in (3, 2)]
     oss = OSS(params, torch.optim.SGD, lr=1.0)
     params[0].requires_grad_(False)
     oss.refresh_trainable()
@@ -281,27 +270,18 @@ def test_a_frozen_parameter_is_not_sent_and_a_gradient_left_on_it_not_applied(ra
 @pytest.mark.parametrize(("optim", "options"), OPTIMIZERS[:2], ids=["SGD", "AdamW"])
 @on_ranks(2)
 def test_a_parameter_group_added_later(rank, optim, options):
-    model = [torch.nn.Parameter(torch.linspace(0, 1, n)) for n in (5, 9, 4)]
-    other = [torch.nn.Parameter(p.detach().clone()) for p in model]
+    def made(*lengths):
+        return [nn.Parameter(torch.linspace(0, 1, n)) for n in lengths]
+
+    model, other = made(5, 9, 4), made(5, 9, 4)
     oss, plain = OSS(model, optim, **options), optim(other, **options)
-
-    def train(steps):
-        for step in steps:
-            average_by_hand(model, step)
-            average_by_hand(other, step)
-            oss.step()
-            plain.step()
-            assert all(torch.equal(a, b) for a, b in zip(model, other, strict=True)), step
-
-    train(range(3))
+    train_by_hand(model, other, oss, plain, range(3))
     owners = dict(oss.param_to_rank)
-    new = [torch.nn.Parameter(torch.linspace(1, 2, n)) for n in (6, 2)]
-    copies = [torch.nn.Parameter(p.detach().clone()) for p in new]
-    oss.add_param_group({"params": new, "lr": 0.3})
-    plain.add_param_group({"params": copies, "lr": 0.3})
-    other += copies
-    model += new
-    train(range(3, 6))
+    for params, optimizer in ((model, oss), (other, plain)):
+        new = made(6, 2)
+        optimizer.add_param_group({"params": new, "lr": 0.3})
+        params += new
+    train_by_hand(model, other, oss, plain, range(3, 6))
     assert all(oss.param_to_rank[p] == owner for p, owner in owners.items())
     assert len(oss.param_groups) == 2 and oss.param_groups[1]["lr"] == 0.3
     with pytest.raises(ValueError, match="more than one parameter group"):
@@ -335,24 +315,20 @@ class Preconditioned(torch.optim.Optimizer):
 def test_an_optimizer_with_state_of_any_shape(rank):
     pair = twins(Preconditioned, groups=two_groups)
     pair.train(range(2))
-    pair.oss.consolidate_state_dict(0)
-    early = pair.oss.state_dict() if rank == 0 else {"state": {}}
+    early = whole_state(pair.oss)
     pair.train(range(2, 4))
     assert all(len(entry["history"]) == 2 for key, entry in early["state"].items() if key != "seen")
     pair.assert_equal()
     assert [group["steps"] for group in pair.oss.param_groups] == [4, 4]
-    pair.oss.consolidate_state_dict(0)
-    box = [pair.oss.state_dict() if rank == 0 else None]
-    dist.broadcast_object_list(box)
-    assert_same_state(box[0], pair.plain.state_dict())
-    pair.oss.load_state_dict(box[0])
+    whole = whole_state(pair.oss)
+    assert_same_state(whole, pair.plain.state_dict())
+    pair.oss.load_state_dict(copy.deepcopy(whole))
     pair.train(range(4, 6))
     pair.assert_equal()
-    wrong = copy.deepcopy(box[0])
-    wrong["state"][0]["matrix"] = torch.eye(3)
+    whole["state"][0]["matrix"] = torch.eye(3)
     if 0 in pair.oss.local_state_dict()["sharded_params"]:
         with pytest.raises(ValueError, match="'matrix' for parameter 0 of group 0"):
-            pair.oss.load_state_dict(wrong)
+            pair.oss.load_state_dict(whole)
 
 
 def test_a_checkpoint_with_state_of_any_shape(tmp_path):
@@ -390,20 +366,14 @@ class Eager(torch.optim.Optimizer):
 
 @on_ranks(2)
 def test_an_optimizer_that_makes_state_only_at_the_start(rank):
-    params = [torch.nn.Parameter(torch.ones(n)) for n in (4, 3, 2)]
-    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    params, others = ([nn.Parameter(torch.ones(n)) for n in (4, 3, 2)] for _ in range(2))
     params[1].requires_grad_(False)
     oss, plain = OSS(params[:2], Eager), Eager(others)
     assert_same_state(oss.local_state_dict()["state"], {0: {"sum": torch.full((4,), 0.5)}} if rank == 0 else {})
     params[1].requires_grad_(True)
     oss.refresh_trainable()
     oss.add_param_group({"params": params[2]})
-    for step in range(3):
-        average_by_hand(params, step)
-        average_by_hand(others, step)
-        oss.step()
-        plain.step()
-    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+    train_by_hand(params, others, oss, plain, range(3))
 
 
 @on_ranks(2)
