@@ -19,6 +19,7 @@ import functools
 import gc
 import importlib
 import inspect
+import logging
 import multiprocessing
 import os
 import pickle
@@ -117,6 +118,15 @@ def gathered(value: Any) -> list[Any]:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def logged(logger: str = "torchddp") -> list[str]:
+    """A list to which each message is added that this process logs from now on."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    return messages
 
 
 def assert_each_raises(*cases: tuple[Callable[[], Any], type[Exception], str]) -> None:

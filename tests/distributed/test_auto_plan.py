@@ -2,7 +2,6 @@
 
 import copy
 import json
-import logging
 import pickle
 import time
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import gathered, on_ranks
+from tests.harness import gathered, logged, on_ranks
 from torchddp import _C, DistributedDataParallel
 from torchddp.plan import auto_plan, plan_cache
 from torchddp.plan.auto_plan import RECORDED_STEPS, WARMUP_STEPS, plan_key
@@ -21,8 +20,6 @@ from torchddp.plan.step_profile import LinearCost
 from torchddp.transport import message_cost
 
 PLANNING_STEPS = WARMUP_STEPS + RECORDED_STEPS
-# Dear messages: whatever was measured, one bucket is best.
-DEAR = LinearCost(10.0, 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +32,10 @@ def layers(count=4, width=16):
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
 
 
-def fixed_cost(monkeypatch, cost=DEAR):
-    monkeypatch.setattr(auto_plan, "measure_cost", lambda *_: cost)
+@pytest.fixture
+def dear_messages(monkeypatch):
+    """Whatever was measured, one bucket is best."""
+    monkeypatch.setattr(auto_plan, "measure_cost", lambda *_: LinearCost(10.0, 0.0))
 
 
 def planning_of(ddp):
@@ -59,56 +58,60 @@ def step(model, rank, index):
     return [p.grad.clone() for p in model.parameters()]
 
 
-@on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_results_stay_and_buckets_change_once(rank, monkeypatch, world_size, transport):
-    fixed_cost(monkeypatch)
+def steps(model, rank, count):
+    for index in range(count):
+        step(model, rank, index)
 
-    auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport=transport)
-    fixed = DistributedDataParallel(layers(), bucket_cap_mb=0.001, transport=transport)
-    small_buckets(auto)
-    counts = []
-    for index in range(PLANNING_STEPS + 4):
-        for mine, theirs in zip(step(auto, rank, index), step(fixed, rank, index), strict=True):
-            # Sums of two are the same in any order, and shared memory adds in that of the ranks.
-            exact = world_size <= 2 or transport == "shm"
-            torch.testing.assert_close(mine, theirs, **({"rtol": 0, "atol": 0} if exact else {}))
-        counts.append(len(auto.reducer.plan))
-    assert planning_of(auto) is None
-    if world_size == 1 and transport == "shm":
-        pytest.skip("one rank shares nothing")
-    results = gathered((counts, buckets_of(auto.reducer.plan)))
-    counts, buckets = results[0]
-    assert all(result == (counts, buckets) for result in results)
-    assert counts[:PLANNING_STEPS] == [8] * PLANNING_STEPS
-    assert set(counts[PLANNING_STEPS:]) == ({8} if world_size == 1 else {1})
+
+def launches_before_the_last_gradient(ddp, rank):
+    """Whether a bucket is on its way while gradients still come, in a further step."""
+    ddp.reducer.enable_timeline(1000)
+    step(ddp, rank, 50)
+    kinds = [event.kind for event in ddp.reducer.timeline()]
+    return kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
+
+
+@on_ranks(1, 2, 3, 4)
+def test_results_stay_and_buckets_change_once(rank, dear_messages, world_size):
+    for transport in ("c10d", "shm") if world_size > 1 else ("c10d",):
+        auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport=transport)
+        fixed = DistributedDataParallel(layers(), bucket_cap_mb=0.001, transport=transport)
+        small_buckets(auto)
+        counts = []
+        for index in range(PLANNING_STEPS + 4):
+            for mine, theirs in zip(step(auto, rank, index), step(fixed, rank, index), strict=True):
+                # Sums of two are the same in any order, and shared memory adds in that of the ranks.
+                exact = world_size <= 2 or transport == "shm"
+                torch.testing.assert_close(mine, theirs, **({"rtol": 0, "atol": 0} if exact else {}))
+            counts.append(len(auto.reducer.plan))
+        assert planning_of(auto) is None
+        buckets = buckets_of(auto.reducer.plan)
+        assert gathered((counts, buckets)) == [(counts, buckets)] * world_size
+        assert counts[:PLANNING_STEPS] == [8] * PLANNING_STEPS, transport
+        assert set(counts[PLANNING_STEPS:]) == ({8} if world_size == 1 else {1}), transport
 
 
 @on_ranks(3)
 def test_what_is_measured_decides(rank):
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="c10d")
-    for index in range(PLANNING_STEPS):
-        step(ddp, rank, index)
+    steps(ddp, rank, PLANNING_STEPS)
     plan = planning_of(ddp)
     step(ddp, rank, 99)
     decision = plan.decision
-    assert 0 < decision.cost.alpha_s < 1 and 0 < decision.cost.beta_s_per_byte < 1e-6
+    assert 0 < decision.cost.alpha_s < 1 and 0 <= decision.cost.beta_s_per_byte < 1e-6
     assert all(ready_s > 0 for ready_s in decision.times.ready_s)
     assert decision.times.forward_s > 0
     assert decision.after_s <= decision.before_s
-    results = gathered((decision.cost, decision.times))
-    assert results[0] == results[1] == results[2]
+    assert gathered((decision.cost, decision.times)) == [(decision.cost, decision.times)] * 3
 
 
 @on_ranks(2)
 def test_poor_buckets_are_mended(rank):
     """Nothing made up here: eighty messages through gloo take several times as long as the computation."""
-
     ddp = DistributedDataParallel(layers(40), transport="c10d")
     small_buckets(ddp)
     ddp.replan()
-    for index in range(PLANNING_STEPS + 1):
-        step(ddp, rank, index)
+    steps(ddp, rank, PLANNING_STEPS + 1)
     assert planning_of(ddp) is None
     first, second = gathered(len(ddp.reducer.plan))
     assert first == second < 40
@@ -118,20 +121,14 @@ def test_poor_buckets_are_mended(rank):
 def test_while_measured_nothing_overlaps(rank):
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="c10d")
     small_buckets(ddp)
-    for index in range(WARMUP_STEPS):
-        step(ddp, rank, index)
-    ddp.reducer.enable_timeline(1000)
-    step(ddp, rank, 50)
-    kinds = [event.kind for event in ddp.reducer.timeline()]
-    assert kinds.index("launched") > max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
+    steps(ddp, rank, WARMUP_STEPS)
+    assert not launches_before_the_last_gradient(ddp, rank)
     assert [e.id for e in ddp.reducer.timeline() if e.kind == "launched"] == list(range(8))
 
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}, {}])
 @on_ranks(2)
-def test_with_options_and_accumulation(rank, monkeypatch, options):
-    fixed_cost(monkeypatch)
-
+def test_with_options_and_accumulation(rank, dear_messages, options):
     auto = DistributedDataParallel(layers(), bucket_cap_mb="auto", **options)
     plain = nn.parallel.DistributedDataParallel(layers(), **options)
     for index in range(PLANNING_STEPS + 2):
@@ -150,7 +147,7 @@ def test_with_options_and_accumulation(rank, monkeypatch, options):
 
 
 @on_ranks(2)
-def test_a_kept_plan_is_taken_at_once(rank, caplog):
+def test_a_kept_plan_is_taken_at_once(rank):
     probe = DistributedDataParallel(layers())
     key = plan_key(probe.session)
     assert (key.world_size, key.ranks_per_host, key.transport, key.backend) == (2, 2, "shm", "gloo")
@@ -161,85 +158,53 @@ def test_a_kept_plan_is_taken_at_once(rank, caplog):
     dist.barrier()
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
     assert planning_of(ddp) is None and buckets_of(ddp.reducer.plan) == wanted
-    for index in range(PLANNING_STEPS + 1):
-        step(ddp, rank, index)
+    steps(ddp, rank, PLANNING_STEPS + 1)
     assert buckets_of(ddp.reducer.plan) == wanted
 
     if rank == 0:  # one that does not fit is a warning, and measuring begins
         document = json.loads(path.read_text())
         path.write_text(json.dumps({**document, "world_size": 5}))
     dist.barrier()
-    with _Records() as records:
-        ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
+    records = logged()
+    ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
     assert planning_of(ddp) is not None
     assert [("world_size is 5" in r, "measures anew" in r) for r in records] == [(True, True)] * (rank == 0)
 
 
-class _Records(logging.Handler):
-    """Messages of the package's logger."""
-
-    def __enter__(self):
-        self.messages = []
-        logging.getLogger("torchddp").addHandler(self)
-        return self.messages
-
-    def __exit__(self, *_):
-        logging.getLogger("torchddp").removeHandler(self)
-
-    def emit(self, record):
-        self.messages.append(record.getMessage())
-
-
 @on_ranks(2)
-def test_replan_measures_again(rank, monkeypatch):
-    fixed_cost(monkeypatch)
-
+def test_replan_measures_again(rank, dear_messages):
     ddp = DistributedDataParallel(layers())
     small_buckets(ddp)
-    for index in range(PLANNING_STEPS + 2):
-        step(ddp, rank, index)
+    steps(ddp, rank, PLANNING_STEPS + 2)
     assert len(ddp.reducer.plan) == 8  # nobody asked
     ddp.replan()
     step(ddp, rank, 0)
     ddp.replan()  # again, in the middle of it
-    for index in range(PLANNING_STEPS + 1):
-        step(ddp, rank, index)
+    steps(ddp, rank, PLANNING_STEPS + 1)
     assert len(ddp.reducer.plan) == 1 and planning_of(ddp) is None
 
 
 @on_ranks(2)
-def test_copies_plan_for_themselves(rank, monkeypatch):
-    fixed_cost(monkeypatch)
-
+def test_copies_plan_for_themselves(rank, dear_messages):
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-    for index in range(PLANNING_STEPS - 1):
-        step(ddp, rank, index)
+    steps(ddp, rank, PLANNING_STEPS - 1)
     for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
         small_buckets(twin)
-        for index in range(PLANNING_STEPS + 1):
-            step(twin, rank, index)
+        steps(twin, rank, PLANNING_STEPS + 1)
         assert len(twin.reducer.plan) == 1 and planning_of(twin) is None
 
 
 @pytest.mark.parametrize("steps_before", [0, PLANNING_STEPS - 2])
 @on_ranks(2)
-def test_join_ends_planning(rank, monkeypatch, steps_before):
-    fixed_cost(monkeypatch)
-
+def test_join_ends_planning(rank, dear_messages, steps_before):
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
     small_buckets(ddp)
-    for index in range(steps_before):
-        step(ddp, rank, index)
+    steps(ddp, rank, steps_before)
     with ddp.join():
-        for index in range(PLANNING_STEPS + 2 + 3 * rank):
-            step(ddp, rank, index)
-    ddp.reducer.enable_timeline(1000)
-    for index in range(PLANNING_STEPS + 1):
-        step(ddp, rank, index)
+        steps(ddp, rank, PLANNING_STEPS + 2 + 3 * rank)
+    steps(ddp, rank, PLANNING_STEPS)
     assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
-    kinds = [event.kind for event in ddp.reducer.timeline()]
-    kinds = kinds[: kinds.index("backward_end")]
-    assert kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")  # they overlap
+    assert launches_before_the_last_gradient(ddp, rank)
 
 
 def hook(state, bucket):
@@ -248,15 +213,12 @@ def hook(state, bucket):
 
 
 @on_ranks(2)
-def test_a_hook_keeps_its_buckets(rank, monkeypatch):
-    fixed_cost(monkeypatch)
-
+def test_a_hook_keeps_its_buckets(rank, dear_messages):
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
     small_buckets(ddp)
     ddp.register_comm_hook(None, hook)
-    with _Records() as records:
-        for index in range(PLANNING_STEPS + 1):
-            step(ddp, rank, index)
+    records = logged()
+    steps(ddp, rank, PLANNING_STEPS + 1)
     assert len(ddp.reducer.plan) == 8 and planning_of(ddp) is None
     assert sum("communication hook" in record for record in records) == (rank == 0)  # once per job
 
@@ -269,8 +231,7 @@ def test_planning_that_fails_is_over(rank, monkeypatch):
     monkeypatch.setattr(auto_plan, "measure_cost", fail)
 
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-    for index in range(PLANNING_STEPS):
-        step(ddp, rank, index)
+    steps(ddp, rank, PLANNING_STEPS)
     with pytest.raises(RuntimeError, match="no luck"):
         step(ddp, rank, 0)
     assert planning_of(ddp) is None
@@ -281,58 +242,46 @@ def test_planning_that_fails_is_over(rank, monkeypatch):
 def test_without_room_for_messages_buckets_stay(rank, monkeypatch):
     monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 << 20)
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32")
-
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto", transport="shm")
     before = buckets_of(ddp.reducer.plan)
-    for index in range(PLANNING_STEPS + 2):
-        step(ddp, rank, index)
+    steps(ddp, rank, PLANNING_STEPS + 2)
     assert planning_of(ddp) is None and buckets_of(ddp.reducer.plan) == before
 
 
 @on_ranks(2)
-def test_a_group_that_changes_while_recording(rank, monkeypatch):
-    fixed_cost(monkeypatch)
-
+def test_another_group(rank, dear_messages):
+    """It is planned for if that was asked for with the model, and not if only the old one's buckets were."""
     ddp = DistributedDataParallel(layers())
     ddp.replan()
-    for index in range(WARMUP_STEPS + 2):
-        step(ddp, rank, index)
+    steps(ddp, rank, WARMUP_STEPS + 2)  # in the midst of recording
     ddp._update_process_group(dist.new_group([0, 1]))
-    assert planning_of(ddp) is None  # nobody asked for planning on the new one
-    ddp.reducer.enable_timeline(1000)
+    assert planning_of(ddp) is None
     small_buckets(ddp)
-    step(ddp, rank, 0)
-    kinds = [event.kind for event in ddp.reducer.timeline()]
-    assert kinds.index("launched") < max(i for i, kind in enumerate(kinds) if kind == "grad_ready")
-
-
-@on_ranks(2)
-def test_another_group_is_planned_for(rank, monkeypatch):
-    fixed_cost(monkeypatch)
+    assert launches_before_the_last_gradient(ddp, rank)
 
     ddp = DistributedDataParallel(layers(), bucket_cap_mb="auto")
-    for index in range(PLANNING_STEPS + 1):
-        step(ddp, rank, index)
+    steps(ddp, rank, PLANNING_STEPS + 1)
     assert planning_of(ddp) is None
     ddp._update_process_group(dist.new_group([0, 1]))
     assert planning_of(ddp) is not None
     small_buckets(ddp)
-    for index in range(PLANNING_STEPS + 1):
-        step(ddp, rank, index)
+    steps(ddp, rank, PLANNING_STEPS + 1)
     assert len(ddp.reducer.plan) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"bucket_cap_mb": "best"}, "'auto', got 'best'"),
-        ({"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]}, "leave bucket_cap_mb_list out"),
-    ],
-)
 @on_ranks(1)
-def test_other_words_are_refused(rank, arguments, words):
-    with pytest.raises((TypeError, ValueError), match=words):
-        DistributedDataParallel(layers(), **arguments)
+def test_bad_input(rank):
+    with pytest.raises((TypeError, ValueError), match="'auto', got 'best'"):
+        DistributedDataParallel(layers(), bucket_cap_mb="best")
+    with pytest.raises((TypeError, ValueError), match="leave bucket_cap_mb_list out"):
+        DistributedDataParallel(layers(), bucket_cap_mb="auto", bucket_cap_mb_list=[1])
+    ddp = DistributedDataParallel(layers(2))
+    other = [_C.ParamSpec(f"p{i}", 3, 4) for i in range(4)]
+    with pytest.raises(ValueError, match="0.weight.*256 elements, its slot in bucket 0 has 3"):
+        ddp.reducer.adopt_plan(_C.make_bucket_plan(other, [0, 1, 2, 3], [1]))
+    before = buckets_of(ddp.reducer.plan)
+    step(ddp, rank, 0)
+    assert buckets_of(ddp.reducer.plan) == before
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shm"])
@@ -347,14 +296,3 @@ def test_calibration_is_short_and_agreed(rank, transport):
     assert cost.host_s_per_byte > 0
     first, second = gathered(cost)
     assert first == second
-
-
-@on_ranks(1)
-def test_plans_of_no_use_are_refused(rank):
-    ddp = DistributedDataParallel(layers(2))
-    other = [_C.ParamSpec(f"p{i}", 3, 4) for i in range(4)]
-    with pytest.raises(ValueError, match="0.weight.*256 elements, its slot in bucket 0 has 3"):
-        ddp.reducer.adopt_plan(_C.make_bucket_plan(other, [0, 1, 2, 3], [1]))
-    before = buckets_of(ddp.reducer.plan)
-    step(ddp, rank, 0)
-    assert buckets_of(ddp.reducer.plan) == before

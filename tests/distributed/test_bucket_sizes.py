@@ -56,7 +56,6 @@ def test_all_ranks_have_the_same_sizes(rank):
 @on_ranks(2, 3)
 def test_a_group_is_measured_once_and_by_rank_0(rank, monkeypatch, world_size):
     calls = count_calls(monkeypatch)
-
     first = DistributedDataParallel(layers(), transport="shm").session
     assert len(calls) == 1
     if rank > 0:
@@ -96,7 +95,6 @@ def test_dear_messages_make_fewer_buckets_with_the_same_sums(rank, monkeypatch):
 @on_ranks(2)
 def test_what_does_not_depend_on_messages_is_not_measured(rank, monkeypatch, count, arguments, caps):
     calls = count_calls(monkeypatch)
-
     ddp = DistributedDataParallel(layers(count), **{"transport": "shm", **arguments})
     assert not calls and ddp.session.bucket_caps_bytes == caps
 
@@ -105,7 +103,6 @@ def test_what_does_not_depend_on_messages_is_not_measured(rank, monkeypatch, cou
 def test_without_room_to_measure_the_sizes_are_the_smallest(rank, monkeypatch):
     monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 * MIB)
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32")
-
     transport = select.open_transport("shm", dist.group.WORLD)
     assert default_sizes(list(layers().parameters()), transport, dist.group.WORLD) == ([MIB], MIB // 4)
     assert not bucket_sizes._lines
@@ -123,7 +120,6 @@ def test_the_line_is_rank_0s_and_memory_is_returned(rank):
 @on_ranks(3)
 def test_no_room_is_said_on_all_ranks(rank, monkeypatch):
     monkeypatch.setattr(message_cost, "_LAST_SHARED_BYTES", 64 * MIB)
-
     monkeypatch.setenv("TORCHDDP_SHM_LIMIT_MB", "32" if rank == 1 else "128")
     transport = select.open_transport("shm", dist.group.WORLD)
     with pytest.raises(NoRoomError, match="67108864 bytes"):

@@ -138,7 +138,6 @@ def test_ranks_that_differ_in_different_parameters(rank, transport):
 @on_ranks(2)
 def test_modes_of_a_model(rank):
     """no_sync, evaluation, static_graph, unused parameters, copies, join: checks come on all ranks or on none."""
-
     for options in ({"static_graph": True}, {"find_unused_parameters": True}, {"transport": "c10d"}):
         ddp = torchddp.DistributedDataParallel(seeded(Mlp), check_parameters_every=1, **options)
         train(ddp, 2, rank)

@@ -76,7 +76,6 @@ def test_first_average_is_rounded_only(rank, world_size, hosts):
 @on_ranks()
 def test_what_is_sent_and_what_is_held_back_add_up(rank, world_size, hosts):
     """Also over the first step, after which buckets are rebuilt and residuals move."""
-
     live_on(hosts, rank)
     for make in (Int8, Int4, Sign, TopK, lambda: PowerSGD(rank=2), lambda: FP16(error_feedback=True)):
         hook = make()
@@ -123,7 +122,6 @@ def test_bytes_on_the_wire(rank, world_size):
 @on_ranks(4)
 def test_who_sends_to_whom(rank, hosts, auto):
     """Between how many messages go, and how many sum before, by the hosts of the ranks."""
-
     live_on(hosts, rank)
     expected = {"auto": auto, False: (4, 1), True: (1, 4) if hosts == "aaaa" else auto}
     for hierarchical, shape in expected.items():
@@ -250,7 +248,6 @@ def test_ranks_that_run_out_of_inputs(rank):
 @on_ranks(3)
 def test_many_buckets_in_any_order_of_ranks(rank):
     """Buckets become ready at other times on each rank; messages of neighbours must not be mixed up."""
-
     model = hooked(PowerSGD(2), bucket_cap_mb=0.0001)
     exact = hooked(PerParameter(None, []), bucket_cap_mb=0.0001)
     for step in range(3):
@@ -317,7 +314,6 @@ def test_rules_choose_by_name_kind_and_order(rank):
 @on_ranks(3)
 def test_two_models_in_one_backward(rank):
     """Each hook has a thread and groups of its own, so that ranks may interleave them in any way."""
-
     models = [hooked(Int8()), hooked(PowerSGD(2, clamp_rank=True))]
     for step in range(10):
         for model in models:

@@ -101,7 +101,6 @@ def test_nothing_that_was_held_back_gets_lost(rank, hosts):
 @on_ranks(3)
 def test_power_sgd_keeps_its_warm_start(rank):
     """Who joins, here as rank 0, gets the factors of who has made most steps, and its count."""
-
     hook = CastAround(PowerSGD(2)) if rank < 9 else None
     model = hooked(hook, process_group=dist.new_group([1, 2], use_local_synchronization=True) if rank else alone(0))
     factors = []

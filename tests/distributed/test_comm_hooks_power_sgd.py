@@ -63,7 +63,6 @@ def test_bytes(rank):
 @on_ranks(2)
 def test_repeated_gradients_arrive_in_the_end(rank):
     """The same gradients again and again: what a step leaves out comes later, so that the mean comes near them."""
-
     for warm in (True, False):
         model = hooked(PowerSGD(4, warm_start=warm))
         total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}

@@ -90,7 +90,6 @@ def test_what_a_failed_step_held_back_is_forgotten(rank):
 @on_ranks(2)
 def test_a_replica_that_heals_goes_on_with_the_factors_of_the_others(rank):
     """It takes part in no sum of the step in which it heals, and gets the others' average all the same."""
-
     manager, hook = FakeManager(), power_sgd()
     model = DistributedDataParallel(manager, net(), bucket_cap_mb=CAP_MB, comm_hook=hook)
     for step in range(3):

@@ -161,7 +161,6 @@ def test_other_optimizers_step_tensor_by_tensor(rank):
 @on_ranks(2)
 def test_sixteen_bits_on_the_cpu_step_tensor_by_tensor(rank):
     """There the last elements of a tensor are rounded more often than the others."""
-
     pair = make_flat(torch.optim.SGD, {"lr": 0.05}, lambda: Branches(torch.bfloat16), find_unused_parameters=True)
     for _ in range(3):
         for model in pair.models:
@@ -311,7 +310,6 @@ def test_resume_on_another_number_of_ranks(world_size, tmp_path):
 @on_ranks(2)
 def test_local_state_that_another_optimizer_takes(rank):
     """Each parameter has a count of steps of its own: a plain optimizer that loads them counts right."""
-
     pair = make_flat(torch.optim.AdamW, {"lr": 0.01}, lambda: nn.Linear(WIDTH, 3))
     pair.train(range(2))
     mine = pair.optimizers[0]

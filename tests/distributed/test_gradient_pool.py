@@ -142,7 +142,6 @@ def _at_first_gradient(ddp: nn.Module, call: Callable[[], None]) -> None:
 @on_ranks(2)
 def test_a_child_forked_in_backward_gets_none_of_it(rank):
     """It would write to memory that its parent, and the parent's peers, hold for free."""
-
     ddp = DistributedDataParallel(_layers(), transport="shm")
     ddp(torch.randn(3, WIDTH)).sum().backward()
     statuses: list[int] = []
@@ -168,7 +167,6 @@ def test_a_child_forked_in_backward_gets_none_of_it(rank):
 @on_ranks(1)
 def test_raw_allocations_pass_through(rank):
     """Some operators allocate below tensors; their memory is freed by address alone."""
-
     ddp = DistributedDataParallel(_layers(), transport="shm")
     for _ in range(3):
         ddp.zero_grad()
@@ -182,7 +180,6 @@ def test_raw_allocations_pass_through(rank):
 @on_ranks(2, 3)
 def test_a_rank_that_copies_and_one_that_does_not_agree(rank, world_size):
     """Scaling is done in the sum for a gradient in the segment, while packing for one that is not: same bits."""
-
     ddp = DistributedDataParallel(_layers(), transport="shm")
     plain = _layers()
     for step in range(3):

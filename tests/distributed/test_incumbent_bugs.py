@@ -88,7 +88,6 @@ def test_two_forwards_before_one_backward_with_batch_norm(rank, ddp_class):
 @on_ranks(2)
 def test_buffer_broadcast_between_forward_and_backward(rank, ddp_class, mode):
     """In eval the running statistics themselves are saved for backward."""
-
     ddp = ddp_class(seeded(NormNet).train(mode == "train"))
     first = ddp(batch(rank, 0, 4, 3, 6, 6))
     ddp(batch(rank, 1, 4, 3, 6, 6))

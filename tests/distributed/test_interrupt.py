@@ -112,7 +112,6 @@ def test_time_limits_and_results_are_what_they_were(rank):
 @on_ranks(2)
 def test_backward_ends(rank, choice, hook):
     """The reducer's wait for a bucket, or for the future of a hook, names the bucket as other errors do."""
-
     options = {"comm_hook": "int8"} if hook == "ours" else {}
     model = torchddp.DistributedDataParallel(seeded(Mlp).float(), transport=choice, bucket_cap_mb=0.001, **options)
     if hook == "torch":

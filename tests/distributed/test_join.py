@@ -87,7 +87,6 @@ def test_a_rank_without_any_input(rank, transport):
 @on_ranks(2)
 def test_uneven_batches_without_join_name_it_first(rank, transport, buffers):
     """Before what is for ranks that died."""
-
     layers = [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)] if buffers else [torch.nn.Linear(4, 4)]
     model = torchddp.DDP(torch.nn.Sequential(*layers), transport=transport, timeout=timedelta(seconds=1.5))
     for _ in range(2):

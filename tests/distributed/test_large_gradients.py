@@ -137,7 +137,6 @@ def test_a_gradient_that_something_else_used_when_it_came_is_copied():
 @on_ranks(2)
 def test_models_inside_each_other_reduce_in_buckets(rank):
     """Neither may reduce in memory that the other one reads."""
-
     inner = _apart()
     with pytest.warns(UserWarning, match="already wrapped"):
         outer = LargeApart(inner, transport="c10d")

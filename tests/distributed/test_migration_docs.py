@@ -48,7 +48,6 @@ SETTINGS = [(True, 1.0, False), (True, 4.0, True), (False, 1.0, False), (False, 
 @on_ranks(2)
 def test_the_hook_reduces_as_apex(rank, average, predivide, always_fp32):
     """Divided before, summed, and multiplied back by predivide / world_size, the last only if it averages."""
-
     names = {"dist": torch.distributed}
     source = code(sections()["From apex.parallel"])
     function = source[source.index("def reduce_as_apex") : source.index("settings = ")]

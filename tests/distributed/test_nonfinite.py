@@ -1,7 +1,6 @@
 """find_nonfinite: NaNs and infinities are traced to the rank, the parameters and the step they came from."""
 
 import copy
-import logging
 import math
 import time
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchddp
-from tests.harness import gathered, on_ranks
+from tests.harness import gathered, logged, on_ranks
 from tests.models import Branches, Mlp, batch, loss_of, seeded
 from tests.whole_buckets import WholeBuckets
 from torchddp.ddp import bucket_sizes
@@ -28,15 +27,12 @@ UPSTREAM = ["first.bias", "first.weight", "middle.bias", "middle.weight"]
 def spoil_gradient(layer, value):
     """From now on the gradient of the layer's output has one such value; returns what ends it."""
 
-    def hook(module, inputs, output):
-        def spoil(gradient):
-            gradient = gradient.clone()
-            gradient.view(-1)[0] = value
-            return gradient
+    def spoil(gradient):
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = value
+        return gradient
 
-        output.register_hook(spoil)
-
-    return layer.register_forward_hook(hook)
+    return layer.register_forward_hook(lambda module, inputs, output: output.register_hook(spoil) and None)
 
 
 def spoil_output(layer, value):
@@ -53,9 +49,7 @@ def found_on_all(ddp):
     ddp.nonfinite()
     dist.barrier()
     found = ddp.nonfinite()
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    assert all(other == found for other in everyone)
+    assert gathered(found) == [found] * dist.get_world_size()
     return found
 
 
@@ -99,9 +93,9 @@ class Wide(nn.Module):
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
-        self.first = nn.Linear(8, 1024, dtype=dtype)
-        self.middle = nn.Linear(1024, 768, dtype=dtype)
-        self.last = nn.Linear(768, 8, bias=False, dtype=dtype)
+        self.first = nn.Linear(8, 512, dtype=dtype)
+        self.middle = nn.Linear(512, 600, dtype=dtype)
+        self.last = nn.Linear(600, 8, bias=False, dtype=dtype)
 
     def forward(self, x):
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
@@ -116,68 +110,67 @@ def expected_counts(ddp):
     return {name: count for name, count in counts.items() if count}
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
-def test_gradients_that_are_not_copied(rank, monkeypatch, transport, threads):
+def test_gradients_that_are_not_copied(rank, monkeypatch, transport):
     quick = MessageLine(2e-6, 1e-10)  # on a busy machine messages are dear, and one bucket holds all
     monkeypatch.setattr(bucket_sizes, "measure_line", lambda *arguments: quick)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        ddp = torchddp.DistributedDataParallel(seeded(Wide), find_nonfinite=True, transport=transport)
+        assert 1 in [len(bucket.params) for bucket in ddp.reducer.plan.buckets]
+        for step in (1, 2):
+            run_step(ddp, rank, step, torch.float32)
+        handle = spoil_gradient(ddp.module.middle, -math.inf) if rank == 1 else None
+        run_step(ddp, rank, 3, torch.float32)
+        found = found_on_all(ddp)
+        assert {one.parameter: one.count for one in found} == expected_counts(ddp), threads
+        assert sorted(one.parameter for one in found) == UPSTREAM and {(o.step, o.rank) for o in found} == {(3, 1)}
+        if handle:
+            handle.remove()
+        with ddp.no_sync():  # accumulated in the bucket
+            run_step(ddp, rank, 5, torch.float32)
+        if rank == 0:
+            ddp.module.middle.weight.grad[3, 3] = math.nan
+        loss_of(ddp(batch(rank, 6, dtype=torch.float32))).backward()
+        assert [one for one in found_on_all(ddp) if one.rank == 0] == [NonFinite(4, 0, "middle.weight", 1)]
 
-    torch.set_num_threads(threads)
-    ddp = torchddp.DistributedDataParallel(seeded(Wide), find_nonfinite=True, transport=transport)
-    assert 1 in [len(bucket.params) for bucket in ddp.reducer.plan.buckets]
-    for step in (1, 2, 3):
-        run_step(ddp, rank, step, torch.float32)
-    handle = spoil_gradient(ddp.module.middle, -math.inf) if rank == 1 else None
-    run_step(ddp, rank, 4, torch.float32)
-    found = found_on_all(ddp)
-    assert {one.parameter: one.count for one in found} == expected_counts(ddp)
-    assert sorted(one.parameter for one in found) == UPSTREAM and {(o.step, o.rank) for o in found} == {(4, 1)}
-    if handle:
-        handle.remove()
-    with ddp.no_sync():  # accumulated in the bucket
-        run_step(ddp, rank, 5, torch.float32)
-    if rank == 0:
-        ddp.module.middle.weight.grad[3, 3] = math.nan
-    loss_of(ddp(batch(rank, 6, dtype=torch.float32))).backward()
-    assert [one for one in found_on_all(ddp) if one.rank == 0] == [NonFinite(5, 0, "middle.weight", 1)]
+
+class Given(nn.Module):
+    """The gradients of some parameters are the inputs; those of the others are ones, in another layout of memory."""
+
+    def __init__(self, dtype=torch.float32, **shapes):
+        super().__init__()
+        self.p = nn.ParameterDict({name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()})
+
+    def forward(self, factors):
+        rest = sum(p.t().contiguous().sum() for name, p in self.p.items() if name not in factors)
+        return (sum((self.p[name] * factor).sum() for name, factor in factors.items()) + rest).real.float()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64], ids=str)
 @on_ranks(2)
 def test_dtypes_copies_and_layouts(rank, dtype):
     for views in (True, False):
-        module = nn.ParameterDict({"a": torch.ones(3, 70, dtype=dtype), "b": torch.ones(4, 5, dtype=dtype)})
+        module = Given(dtype, a=(3, 70), b=(4, 5))
         ddp = torchddp.DistributedDataParallel(
-            Product(module), find_nonfinite=True, gradient_as_bucket_view=views, transport="c10d"
+            module, find_nonfinite=True, gradient_as_bucket_view=views, transport="c10d"
         )
-        ddp(torch.ones(3, 70, dtype=dtype)).backward()
-        assert found_on_all(ddp) == []
         factor = torch.ones(3, 70, dtype=dtype)
+        ddp({"a": factor}).backward()
+        assert found_on_all(ddp) == []
         if rank == 0:
             factor[1, 3:5] = math.nan
         ddp.zero_grad()
-        ddp(factor).backward()
-        assert [(one.parameter, one.count) for one in found_on_all(ddp)] == [
-            ("p.a", expected_counts(ddp)["p.a"])
-        ] and expected_counts(ddp)["p.a"] in (2, 4)
-
-
-class Product(nn.Module):
-    """The gradient of one parameter is the input; the other's is transposed in memory."""
-
-    def __init__(self, p):
-        super().__init__()
-        self.p = p
-
-    def forward(self, factor):
-        return ((self.p["a"] * factor).sum() + self.p["b"].t().contiguous().sum()).real.float()
+        ddp({"a": factor}).backward()
+        counts = expected_counts(ddp)
+        assert {one.parameter: one.count for one in found_on_all(ddp)} == counts
+        assert counts.keys() == {"p.a"} and counts["p.a"] in (2, 4)
 
 
 @on_ranks(2)
 def test_whole_buckets_and_other_modes(rank):
     """As devices do it: known later, uncounted. Unused parameters, a static graph, sparse gradients, copies."""
-
     for cls, options in (
         (WholeBuckets, {}),
         (WholeBuckets, {"gradient_as_bucket_view": False}),
@@ -208,18 +201,9 @@ def test_whole_buckets_and_other_modes(rank):
     assert found_on_all(ddp) == [NonFinite(1, 1, "weight", 1)]
 
 
-def listen():
-    """What the module logs from now on."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("torchddp.distributed").addHandler(handler)
-    return lines
-
-
 @on_ranks(3)
 def test_who_has_it_warns_once_and_rank_0_tells_of_all(rank):
-    lines = listen()
+    lines = logged("torchddp.distributed")
     ddp = torchddp.DistributedDataParallel(seeded(Mlp), find_nonfinite=True)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
     for step in range(1, 7):
@@ -270,35 +254,27 @@ def test_raise_on_all_ranks_at_the_end_of_that_backward(rank, cls, transport):
         ddp.reduce()
 
 
-class Inner(nn.Module):
-    """The gradients are the inputs: of one parameter that is a bucket of its own, and of two that share one."""
-
-    SIZES = {"large": 300_000, "a": 5_000, "b": 6_000}
-
-    def __init__(self):
-        super().__init__()
-        self.p = nn.ParameterDict({name: torch.ones(size) for name, size in self.SIZES.items()})
-
-    def forward(self, factors):
-        return sum((self.p[name] * factor).sum() for name, factor in factors.items())
+SIZES = {"large": 300_000, "a": 5_000, "b": 6_000}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(3)
 def test_large_averages_are_looked_at_on_all_ranks(rank, transport):
-    """Over shared memory by whoever sums them, in whichever shard. All ranks raise, in that step alone."""
+    """Over shared memory by whoever sums them, in whichever shard. All ranks raise, in that step alone.
 
-    ddp = torchddp.DistributedDataParallel(Inner(), find_nonfinite="raise", transport=transport)
+    One parameter is a bucket of its own, and two share one.
+    """
+    ddp = torchddp.DistributedDataParallel(Given(**SIZES), find_nonfinite="raise", transport=transport)
 
     def step(name="", place=0, culprit=0, value=math.nan):
         ddp.zero_grad()
-        factors = {key: torch.full((size,), 1.0 + rank) for key, size in Inner.SIZES.items()}
+        factors = {key: torch.full((size,), 1.0 + rank) for key, size in SIZES.items()}
         if name and rank == culprit:
             factors[name][place] = value
         ddp(factors).backward()
 
     step()
-    for turn, (name, size) in enumerate(Inner.SIZES.items()):
+    for turn, (name, size) in enumerate(SIZES.items()):
         for place in (0, size // 2, size - 1):
             value = math.nan if turn % 2 else math.inf
             with pytest.raises(FloatingPointError, match=rf"of 1 parameters .*'p\.{name}'") as info:
@@ -310,11 +286,10 @@ def test_large_averages_are_looked_at_on_all_ranks(rank, transport):
 
 @on_ranks(2)
 def test_a_sum_that_overflows_is_raised_too(rank):
-    module = nn.ParameterDict({"a": torch.ones(4, dtype=torch.float16), "b": torch.ones(1, dtype=torch.float16)})
-    ddp = torchddp.DistributedDataParallel(Product(module), find_nonfinite="raise", transport="c10d")
+    ddp = torchddp.DistributedDataParallel(Given(torch.float16, a=4), find_nonfinite="raise", transport="c10d")
     ddp.register_comm_hook(None, sum_hook)
     with pytest.raises(FloatingPointError, match=r"own gradients were finite: .* or the sum overflowed"):
-        ddp(torch.full((4,), 4e4, dtype=torch.float16)).backward()
+        ddp({"a": torch.full((4,), 4e4, dtype=torch.float16)}).backward()
     assert found_on_all(ddp) == []
 
 
@@ -374,7 +349,6 @@ def test_what_is_refused(rank):
 @on_ranks(2, 3)
 def test_large_gradients_that_are_not_copied_are_counted(rank, world_size, transport):
     """Over shared memory by whoever sums them, elsewhere by a pass over them."""
-
     model = nn.Sequential(nn.Linear(600, 700), nn.ReLU(), nn.Linear(700, 3))
     ddp = torchddp.DistributedDataParallel(model, find_nonfinite=True, transport=transport)
     for step in (1, 2, 3, 4):

@@ -106,7 +106,6 @@ class Only:
 @on_ranks(2)
 def test_what_observers_are_told(rank):
     """Steps of both kinds, errors, groups, the end of a group; nothing in evaluation."""
-
     observers.register("told", Told)
     observers.register("only", Only)
     model = DistributedDataParallel(nn.Linear(3, 2))

@@ -56,7 +56,6 @@ def assert_as_fresh(model, group, rank, steps=2):
 @on_ranks(4)
 def test_ranks_join_and_leave(rank, mode):
     """Two ranks, then three, four, two, one, three; who joins has not measured any order of buckets."""
-
     members = [[0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 1], [1], [1, 2, 3]]
     groups = [dist.new_group(ranks) for ranks in members]
     model = wrap(groups[0] if rank < 2 else alone(rank), **MODES[mode])
