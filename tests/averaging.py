@@ -77,6 +77,24 @@ def through_a_file(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
+def assert_resumes_exactly(rank: int, make: Callable[[], tuple[nn.Module, Any]], saved_after: list[int]) -> None:
+    """A run that saves, one that goes on from there, and one that never saves, end in the same bits."""
+    undisturbed, optimizer = make()
+    train(undisturbed, optimizer, rank, range(15))
+    for steps in saved_after:
+        model, optimizer = make()
+        train(model, optimizer, rank, range(steps))
+        saved = through_a_file((model.state_dict(), optimizer.state_dict()))
+        train(model, optimizer, rank, range(steps, 15))
+        assert_close(model, undisturbed, **EXACT)
+
+        again, resumed = make()
+        again.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        train(again, resumed, rank, range(steps, 15))
+        assert_close(again, undisturbed, **EXACT)
+
+
 class Simulation:
     """All ranks in one process, each with a model of its own."""
 

@@ -14,6 +14,7 @@ from tests.averaging import (
     ROUNDING,
     Simulation,
     assert_close,
+    assert_resumes_exactly,
     assert_same_on_all_ranks,
     batch_of,
     local_backward,
@@ -21,7 +22,7 @@ from tests.averaging import (
     through_a_file,
     train,
 )
-from tests.harness import on_ranks, run_ranks
+from tests.harness import on_ranks
 from torchddp.averaging import HierarchicalAverager, PeriodicAverager, PostLocalSGD, SlowMo
 
 
@@ -253,29 +254,13 @@ def test_slowmo_with_a_learning_rate_that_ends_at_zero(rank):
     assert_same_on_all_ranks(model)
 
 
-def test_slowmo_resumes_exactly():
-    def work(rank):
-        for steps in (4, 5):  # at the end of a round, and within one
-            resume(rank, steps)
+@on_ranks(2)
+def test_slowmo_resumes_exactly(rank):
+    def make():
+        model = make_net(0)
+        return model, SlowMo(torch.optim.AdamW(model.parameters(), lr=0.01), 2)
 
-    def resume(rank, steps):
-        def make():
-            model = make_net(0)
-            return model, SlowMo(torch.optim.AdamW(model.parameters(), lr=0.01), 2)
-
-        model, optimizer = make()
-        train(model, optimizer, rank, range(steps))
-        saved = {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
-        saved = through_a_file(saved)
-        train(model, optimizer, rank, range(steps, 9))
-
-        again, resumed = make()
-        again.load_state_dict(saved[0])
-        resumed.load_state_dict(saved[1])
-        train(again, resumed, rank, range(steps, 9))
-        assert_close(model, again, **EXACT)
-
-    run_ranks(work, 2)
+    assert_resumes_exactly(rank, make, [4, 5])  # at the end of a round, and within one
 
 
 @on_ranks(3)

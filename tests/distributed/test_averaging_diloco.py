@@ -12,13 +12,13 @@ from tests.averaging import (
     ROUNDING,
     Simulation,
     assert_close,
+    assert_resumes_exactly,
     assert_same_on_all_ranks,
     local_backward,
     make_net,
-    through_a_file,
     train,
 )
-from tests.harness import gathered, on_ranks, run_ranks
+from tests.harness import gathered, on_ranks
 from torchddp.averaging import DiLoCo, HierarchicalAverager, StreamingDiLoCo
 from torchddp.averaging.streaming import fragment_starts, plan_fragments
 
@@ -89,15 +89,14 @@ def test_another_outer_optimizer_and_its_scheduler(rank):
     assert_same_on_all_ranks(model)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_wires(world_size):
+# By wire: the width of a step between codes, and the bits of a number.
+WIRES = {"fp32": (1e-6, 32), "bf16": (2**-8, 16), "fp16": (2**-11, 16), "int8": (1 / 127, 8.125), "int4": (1 / 7, 4.5)}
+
+
+@on_ranks(2, 3)
+def test_wires(rank, world_size):
     """What travels is rounded, and no more than its format rounds; all ranks get the same bits."""
-
-    def work(rank):
-        for wire in ("fp32", "bf16", "fp16", "int8", "int4"):
-            over(wire, rank)
-
-    def over(wire, rank):
+    for wire, (step, bits) in WIRES.items():
         model = make_net(0)
         optimizer = DiLoCo(model, sgd(model.parameters()), 3, 1.0, 0.0, wire=wire)
         weights = {name: w.clone() for name, w in optimizer.global_weights.items()}
@@ -111,16 +110,12 @@ def test_wires(world_size):
         optimizer.after_step()
         assert_same_on_all_ranks(model)
         # Twice half a code's width at worst: on the way to the sum, and back.
-        steps = {"fp32": 1e-6, "bf16": 2**-8, "fp16": 2**-11, "int8": 1 / 127, "int4": 1 / 7}[wire]
         for name, weight in optimizer.global_weights.items():
-            expected = weights[name] - moved[name] / dist.get_world_size()
-            assert float((weight - expected).abs().max()) <= 1.2 * peak * steps + 1e-6, name
-        bits = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8.125, "int4": 4.5}[wire]
+            expected = weights[name] - moved[name] / world_size
+            assert float((weight - expected).abs().max()) <= 1.2 * peak * step + 1e-6, (wire, name)
         if wire != "fp32":
-            messages = optimizer.traffic.payload_bytes / 4 * bits / 8 * (1 if dist.get_world_size() == 2 else 4 / 3)
-            assert 0.98 * messages <= optimizer.traffic.wire_bytes <= 1.2 * messages + 64
-
-    run_ranks(work, world_size)
+            messages = optimizer.traffic.payload_bytes / 4 * bits / 8 * (1 if world_size == 2 else 4 / 3)
+            assert 0.98 * messages <= optimizer.traffic.wire_bytes <= 1.2 * messages + 64, wire
 
 
 @on_ranks(2)
@@ -220,41 +215,19 @@ def test_inner_steps_do_not_wait_for_a_fragment_on_the_way(rank):
     assert took < 0.7
 
 
-def test_diloco_resumes_exactly():
-    def make():
+@on_ranks(2)
+def test_resumes_exactly(rank):
+    def plain():
         model = make_net(0)
         return model, DiLoCo(model, adamw(model.parameters()), 4, wire="int8")
 
-    run_ranks(_resume, 2, make, [4, 6])
-
-
-def test_streaming_diloco_resumes_exactly():
-    def make():
+    def streaming():
         model = make_net(0)
-        return model, StreamingDiLoCo(
-            model, adamw(model.parameters()), 8, fragments=2, overlap_steps=2, alpha=0.3, wire="int8"
-        )
+        options = {"fragments": 2, "overlap_steps": 2, "alpha": 0.3, "wire": "int8"}
+        return model, StreamingDiLoCo(model, adamw(model.parameters()), 8, **options)
 
-    run_ranks(_resume, 2, make, [7, 8, 9])  # a fragment starts after 8, and is merged after 10
-
-
-def _resume(rank, make, all_steps):
-    """A run that saves, one that goes on from there, and one that never saves, end in the same bits."""
-    undisturbed, optimizer = make()
-    train(undisturbed, optimizer, rank, range(15))
-    for steps in all_steps:
-        model, optimizer = make()
-        train(model, optimizer, rank, range(steps))
-        saved = through_a_file((model.state_dict(), optimizer.state_dict()))
-        train(model, optimizer, rank, range(steps, 15))
-        assert_close(model, undisturbed, **EXACT)
-
-        again, resumed = make()
-        again.load_state_dict(saved[0])
-        resumed.load_state_dict(saved[1])
-        assert resumed.steps == steps
-        train(again, resumed, rank, range(steps, 15))
-        assert_close(again, undisturbed, **EXACT)
+    assert_resumes_exactly(rank, plain, [4, 6])
+    assert_resumes_exactly(rank, streaming, [7, 8, 9])  # a fragment starts after 8, and is merged after 10
 
 
 @on_ranks(3)

@@ -13,10 +13,10 @@ from tests.comm_hooks import (
     Given,
     assert_equal,
     assert_near,
+    assert_nothing_gets_lost,
     average,
     given,
     hooked,
-    left_out,
     live_on,
     step_of,
 )
@@ -80,18 +80,9 @@ def test_what_is_sent_and_what_is_held_back_add_up(rank, world_size, hosts):
     for make in (Int8, Int4, Sign, TopK, lambda: PowerSGD(rank=2), lambda: FP16(error_feedback=True)):
         hook = make()
         model = hooked(hook)
-        sent = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-        wanted = copy.deepcopy(sent)
-        for step in range(5):
-            for name, value in step_of(model, given(rank, step)).items():
-                sent[name] += value
-            for name, value in average(step).items():
-                wanted[name] += value
+        kept = assert_nothing_gets_lost(model, hook, range(5))
         assert len(model.reducer.plan) > 1 and model.reducer.has_rebuilt_buckets
-        kept = left_out(hook)
-        if world_size > 1:
-            assert max(value.norm() for value in kept.values()) > 0
-        assert_near({name: sent[name] + kept[name] for name in sent}, wanted, 1e-5, type(hook).__name__)
+        assert world_size == 1 or max(value.norm() for value in kept.values()) > 0
 
 
 @on_ranks(2, 3)
@@ -165,11 +156,8 @@ def test_resume_is_exact_also_into_other_buckets(rank, hosts):
         third_hook = make()
         third = hooked(third_hook, bucket_cap_mb=0.002)
         third_hook.load_state_dict(state)
-        before, sent = left_out(third_hook), step_of(third, given(rank, 5))
         if isinstance(third_hook, Int8 | Sign | TopK | PowerSGD):
-            wanted = {name: value + before[name] for name, value in average(5).items()}
-            after = left_out(third_hook)
-            assert_near({name: sent[name] + after[name] for name in sent}, wanted, 1e-5)
+            assert_nothing_gets_lost(third, third_hook, range(5, 6))
 
 
 @pytest.mark.rest_is_thorough("2")
@@ -222,13 +210,13 @@ def test_accumulation_and_unused_parameters(rank):
             assert (one_of_two - exact).norm() < 0.4 * exact.norm()
 
 
-@pytest.mark.parametrize("options", [{"static_graph": True}, {"gradient_as_bucket_view": False}], ids=str)
 @on_ranks(2)
-def test_options_of_the_model(rank, options):
-    for transport in ("shm", "c10d"):
-        model = hooked(Int8(), transport=transport, **options)
-        for step in range(3):
-            assert_near(step_of(model, given(rank, step)), average(step), 3e-2)
+def test_options_of_the_model(rank):
+    for options in ({"static_graph": True}, {"gradient_as_bucket_view": False}):
+        for transport in ("shm", "c10d"):
+            model = hooked(Int8(), transport=transport, **options)
+            for step in range(3):
+                assert_near(step_of(model, given(rank, step)), average(step), 3e-2, f"{options}, {transport}")
 
 
 @on_ranks(2)

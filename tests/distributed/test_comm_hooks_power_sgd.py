@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.comm_hooks import SHAPES, Given, assert_near, average, given, hooked, live_on, step_of
+from tests.comm_hooks import SHAPES, Given, add, assert_near, average, given, hooked, live_on, step_of, zeros
 from tests.harness import on_ranks
 from torchddp.comm_hooks import BF16, FP16, CastAround, PowerSGD, cast_around_torch
 from torchddp.comm_hooks.power_sgd import orthonormal
@@ -65,10 +64,9 @@ def test_repeated_gradients_arrive_in_the_end(rank):
     """The same gradients again and again: what a step leaves out comes later, so that the mean comes near them."""
     for warm in (True, False):
         model = hooked(PowerSGD(4, warm_start=warm))
-        total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+        total = zeros()
         for _ in range(30):
-            for name, value in step_of(model, given(rank, 0)).items():
-                total[name] += value
+            add(total, step_of(model, given(rank, 0)))
         wanted = {name: 30 * value for name, value in average(0).items()}
         assert_near(total, wanted, 0.2)
 
@@ -77,15 +75,11 @@ def test_repeated_gradients_arrive_in_the_end(rank):
 def test_as_good_as_torchs(rank):
     """Power iterations on one gradient, no error feedback: both come near the best approximation there is."""
 
-    def torch_model():
-        model = TorchDDP(Given())
-        state = torch_power_sgd.PowerSGDState(
-            None, matrix_approximation_rank=3, start_powerSGD_iter=2, use_error_feedback=False, min_compression_rate=2
-        )
-        model.register_comm_hook(state, torch_power_sgd.powerSGD_hook)
-        return model
-
-    ours, theirs = hooked(PowerSGD(3, error_feedback=False)), torch_model()
+    ours, theirs = hooked(PowerSGD(3, error_feedback=False)), TorchDDP(Given())
+    state = torch_power_sgd.PowerSGDState(
+        None, matrix_approximation_rank=3, start_powerSGD_iter=2, use_error_feedback=False, min_compression_rate=2
+    )
+    theirs.register_comm_hook(state, torch_power_sgd.powerSGD_hook)
     for _ in range(15):
         mine, other = step_of(ours, given(rank, 0)), step_of(theirs, given(rank, 0))
     for name in MATRICES:
@@ -128,26 +122,22 @@ def test_orthonormal_columns_of_anything():
 
 
 @pytest.mark.parametrize(
-    ("make", "torch_hook"),
+    ("make", "dtype", "torch_hook"),
     [
-        (FP16, default_hooks.fp16_compress_hook),
-        (BF16, cast_around_torch(default_hooks.allreduce_hook, torch.bfloat16)),
-        (FP16, cast_around_torch(default_hooks.allreduce_hook)),
+        (FP16, torch.float16, default_hooks.fp16_compress_hook),
+        (BF16, torch.bfloat16, cast_around_torch(default_hooks.allreduce_hook, torch.bfloat16)),
+        (FP16, torch.float16, cast_around_torch(default_hooks.allreduce_hook)),
     ],
     ids=["fp16", "bf16", "fp16 wrapper"],
 )
 @on_ranks(2)
-def test_casts_are_torchs_within_a_rounding(rank, make, torch_hook):
-    step_size = {FP16: 2**-10, BF16: 2**-7}[make]
-
-    ours, theirs = hooked(make(), Given()), TorchDDP(Given())
+def test_casts_are_torchs_within_a_rounding(rank, make, dtype, torch_hook):
+    ours, theirs = hooked(make()), TorchDDP(Given())
     theirs.register_comm_hook(None, torch_hook)
-    dtype = torch.float16 if make is FP16 else torch.bfloat16
     for step in range(2):
         mine, other = step_of(ours, given(rank, step)), step_of(theirs, given(rank, step))
-        parts = [given(r, step) for r in range(dist.get_world_size())]
         for name, value in mine.items():
-            rounded = [(part[name] / 2).to(dtype).float() for part in parts]
-            assert torch.equal(value, (rounded[0] + rounded[1]).double()), name  # summed in fp32
-            largest = rounded[0].abs() + rounded[1].abs()
-            assert ((value - other[name]).abs() <= 2 * step_size * largest + 1e-7).all(), name
+            first, second = ((given(r, step)[name] / 2).to(dtype).float() for r in range(2))
+            assert torch.equal(value, (first + second).double()), name  # summed in fp32
+            allowed = 2 * torch.finfo(dtype).eps * (first.abs() + second.abs()) + 1e-7
+            assert ((value - other[name]).abs() <= allowed).all(), name
