@@ -13,6 +13,7 @@ from torch import nn
 import torchddp
 from tests.harness import on_ranks
 from tests.managers import FakeManager
+from tests.models import Branches, assert_steps, batch, seeded
 from tests.sharded import batch_of, loss_of, small_net
 from torchddp import TransportError
 from torchddp.fault_tolerance.averager import PeriodicAverager
@@ -21,32 +22,28 @@ from torchddp.fault_tolerance.pure import PureDistributedDataParallel
 from torchddp.fault_tolerance.replica_state import bucket_names, check_buckets, load_state_dict, state_dict
 
 SMALL = 0.001  # MiB: several buckets
+MODES = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
 
 
 def net():
-    torch.manual_seed(3)
-    return small_net()
+    return seeded(small_net, 3)
 
 
-def average_of(module, step, rank=None, microbatches=1):
-    """Gradients by name, from all ranks' batches computed here."""
+def assert_averages(module, step, microbatches=1, ranks=None):
+    """Of all ranks' batches, or of these ranks', computed here."""
     reference = copy.deepcopy(module)
     reference.zero_grad(set_to_none=True)
-    world = dist.get_world_size()
-    for other in range(world):
+    ranks = ranks or range(dist.get_world_size())
+    for other in ranks:
         for part in range(microbatches):
-            (loss_of(reference(batch_of(other, step + 1000 * part))) / world).backward()
-    return {name: p.grad for name, p in reference.named_parameters()}
-
-
-def assert_averages(module, step, **options):
-    for name, grad in average_of(module, step, **options).items():
-        torch.testing.assert_close(dict(module.named_parameters())[name].grad, grad, rtol=1e-5, atol=1e-6)
+            (loss_of(reference(batch_of(other, step + 1000 * part))) / len(ranks)).backward()
+    for (name, mine), wanted in zip(module.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad, rtol=1e-5, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}")
 
 
 @on_ranks(1, 2, 3, 4)
 def test_gradients_are_averages_over_participants(rank):
-    for options in ({}, {"gradient_as_bucket_view": False}, {"static_graph": True}, {"find_unused_parameters": True}):
+    for options in (*MODES, {"gradient_as_bucket_view": False}):
         module, manager = net(), FakeManager()
         model = DistributedDataParallel(manager, module, bucket_cap_mb=SMALL, **options)
         assert isinstance(model, nn.parallel.DistributedDataParallel)
@@ -84,20 +81,20 @@ class Backwards(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 @on_ranks(2)
-def test_buckets_are_never_rebuilt(rank, options):
-    manager = FakeManager()
-    model = DistributedDataParallel(manager, Backwards(), bucket_cap_mb=SMALL, **options)
-    ordinary = torchddp.DistributedDataParallel(Backwards(), bucket_cap_mb=SMALL, **options)
-    buckets = bucket_names(model)
-    assert bucket_names(ordinary) == buckets
-    for step in range(4):
-        for each in (model, ordinary):
-            manager.start_quorum()
-            loss_of(each(batch_of(rank, step))).backward()
-    assert bucket_names(ordinary) != buckets
-    assert bucket_names(model) == buckets
+def test_buckets_are_never_rebuilt(rank):
+    for options in MODES:
+        manager = FakeManager()
+        model = DistributedDataParallel(manager, Backwards(), bucket_cap_mb=SMALL, **options)
+        ordinary = torchddp.DistributedDataParallel(Backwards(), bucket_cap_mb=SMALL, **options)
+        buckets = bucket_names(model)
+        assert bucket_names(ordinary) == buckets
+        for step in range(3):
+            for each in (model, ordinary):
+                manager.start_quorum()
+                loss_of(each(batch_of(rank, step))).backward()
+        assert bucket_names(ordinary) != buckets, options
+        assert bucket_names(model) == buckets, options
 
 
 @on_ranks(2)
@@ -138,7 +135,7 @@ def test_buckets_start_during_backward_and_are_waited_for_at_its_end(rank):
     assert kinds.index("wait_begin") > last["launched"] > kinds.index("launched")
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize("options", MODES, ids=str)
 @on_ranks(2)
 def test_a_failed_step_is_survived_and_the_next_is_right(rank, options):
     module, manager = net(), FakeManager()
@@ -175,27 +172,15 @@ def test_what_failed_can_write_to_no_later_gradient(rank):
     assert not set(step(3)) & set(first), lost
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x, index):
-        return self.parts[index](x)
-
-
 @on_ranks(2)
 def test_a_parameter_is_used_if_any_replica_used_it(rank):
-    torch.manual_seed(0)
-    module, manager = Branches(), FakeManager()
+    module, manager = seeded(Branches), FakeManager()
     model = DistributedDataParallel(manager, module, find_unused_parameters=True)
-    for _ in range(2):
+    branches = ("left", "right")
+    for step in range(2):
         manager.start_quorum()
-        model.zero_grad()
-        model(torch.ones(2, 4), rank).sum().backward()
-        for part in module.parts[:2]:  # each used by one of two ranks: half of its gradient
-            torch.testing.assert_close(part.weight.grad, torch.ones(4, 4))
-        assert module.parts[2].weight.grad is None
+        assert_steps(model, rank, [step], lambda m, r, step: m(batch(r, step, 2, 4), branches[r]).sum().backward())
+        assert module.left.weight.grad is not None and module.never.weight.grad is None
 
 
 @on_ranks(2)
@@ -205,11 +190,7 @@ def test_one_that_heals_gets_the_others_average(rank):
     manager.heals = rank == 1  # torchft sends zeros for it, and divides by those that take part
     manager.num_participants = lambda: 1
     loss_of(model(batch_of(rank, 0))).backward()
-    reference = copy.deepcopy(module)
-    reference.zero_grad()
-    loss_of(reference(batch_of(0, 0))).backward()
-    for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert_averages(module, 0, ranks=[0])
 
 
 @on_ranks(2)
@@ -279,28 +260,23 @@ def test_bad_input(rank):
     with pytest.raises(RuntimeError, match="would send over the process group over which unused"):
         DistributedDataParallel(manager, net().float(), comm_hook="powersgd", find_unused_parameters=True)
     model = DistributedDataParallel(manager, net())
-    attempts = [
+    for attempt in (
         lambda: model.register_comm_hook(None, lambda state, bucket: None),
         lambda: model.replan(),
         lambda: model.join_hook(),
         lambda: model._update_process_group(None),
         lambda: copy.deepcopy(model),
         lambda: pickle.dumps(model),
-    ]
-    for attempt in attempts:
+    ):
         with pytest.raises(RuntimeError, match="is not for a model under a torchft Manager|are not for"):
             attempt()
 
 
 @on_ranks(2)
 def test_averages_of_parameters_are_of_who_takes_part(rank):
-    torch.manual_seed(rank)
-    module, manager = small_net(), FakeManager()
+    module, manager = seeded(small_net, rank), FakeManager()
     averager = PeriodicAverager(manager, module, period=3, warmup_steps=1, bucket_cap_mb=SMALL)
-    everyone = []
-    for other in range(2):
-        torch.manual_seed(other)
-        everyone.append(small_net())
+    everyone = [seeded(small_net, other) for other in range(2)]
     mean = [(a + b) / 2 for a, b in zip(*(m.parameters() for m in everyone), strict=True)]
     assert [averager.average_parameters() for _ in range(6)] == [False, True, False, False, True, False]
     for mine, expected in zip(module.parameters(), mean, strict=True):
