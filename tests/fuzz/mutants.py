@@ -1,4 +1,4 @@
-"""Classes with a fault that the fuzzer must find, beside those of tests/mutants.py."""
+"""Classes with a fault that the fuzzer must find."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from tests.mutants import Base
+from tests.harness import class_under_test
+
+Base: Any = class_under_test()
 
 
 class ChangesKept(Base):
