@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import tempfile
 from datetime import timedelta
 
 import pytest
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import gathered, on_ranks, run_outcomes, run_ranks
+from tests.harness import gathered, on_ranks, run_outcomes
 from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded, step_on
 from torchddp import DistributedDataParallel
 from torchddp.errors import TransportError
@@ -40,16 +39,19 @@ def wrap(group, **options):
     return DistributedDataParallel(seeded(Mlp), process_group=group, **{"bucket_cap_mb": 0.001, **options})
 
 
-def assert_as_fresh(model, group, rank, steps=2):
-    """The gradients of torch's class over the group, with the same parameters."""
-    reference = seeded(Mlp)
-    reference.load_state_dict(model.module.state_dict())
-    reference = TorchDDP(reference, process_group=group, init_sync=False)
+def assert_steps_of(reference, model, rank, run=step_on, steps=2):
     for step in range(steps):
         for each in (model, reference):
             each.zero_grad()
-            step_on(each, rank, step)
-        assert_grads(grads_of(model), grads_of(reference), what=f"rank {rank} of {group.size()}, step {step}:")
+            run(each, rank, step)
+        assert_grads(grads_of(model), grads_of(reference), what=f"rank {rank}, step {step}:")
+
+
+def assert_as_fresh(model, group, rank):
+    """The gradients of torch's class over the group, with the same parameters."""
+    reference = seeded(Mlp)
+    reference.load_state_dict(model.module.state_dict())
+    assert_steps_of(TorchDDP(reference, process_group=group, init_sync=False), model, rank)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -85,24 +87,18 @@ class Shuffled(nn.Module):
 
 @on_ranks(3)
 def test_who_joins_takes_the_buckets_that_the_others_have_measured(rank):
-    def train(model, step):
-        model.zero_grad()
+    def run(model, rank, step):
         loss_of(model(batch(rank, step, 5, 4))).backward()
 
     group = among([0, 1]) if rank < 2 else alone(rank)
     model = DistributedDataParallel(seeded(Shuffled), process_group=group, bucket_cap_mb=0.001)
     if rank < 2:
         for step in range(3):
-            train(model, step)
+            run(model, rank, step)
     model._update_process_group(dist.group.WORLD)
-    plans = [None] * 3
-    dist.all_gather_object(plans, [list(bucket.params) for bucket in model.reducer.plan.buckets])
+    plans = gathered([list(bucket.params) for bucket in model.reducer.plan.buckets])
     assert plans == [plans[0]] * 3
-    reference = TorchDDP(seeded(Shuffled))
-    for step in range(3):
-        train(model, step)
-        train(reference, step)
-        assert_grads(grads_of(model), grads_of(reference), what=f"step {step}:")
+    assert_steps_of(TorchDDP(seeded(Shuffled)), model, rank, run, 3)
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
@@ -134,15 +130,12 @@ def test_who_joins_gets_parameters_and_buffers(rank):
     model = seeded(NormNet, seed=rank)
     start = among([1, 2]) if rank else alone(0)
     model = DistributedDataParallel(model, process_group=start, forward_sync_buffers=False)
-    wanted = [None]
-    if rank == 2:
-        wanted = [{name: value.clone() for name, value in model.module.state_dict().items()}]
+    wanted = gathered({name: value.clone() for name, value in model.module.state_dict().items()})[2]
     model._update_process_group(whole)
     held = [p.data_ptr() for p in model.parameters()]
     model.sync_module_states(src=2)
-    dist.broadcast_object_list(wanted, src=2)
     for name, value in model.module.state_dict().items():
-        assert torch.equal(value, wanted[0][name]), name
+        assert torch.equal(value, wanted[name]), name
     assert held == [p.data_ptr() for p in model.parameters()]
     for src in (-1, 3):
         with pytest.raises(ValueError, match=f"0 to 2, got {src}"):
@@ -166,19 +159,17 @@ def test_parameters_that_can_not_travel_as_bytes(rank):
 
 @on_ranks(3)
 def test_unused_parameters_after_a_rank_has_joined(rank):
+    def run(model, rank, step):
+        loss_of(model(batch(rank, step, 5, 4), ("left", "right")[(rank + step) % 2])).backward()
+
     start = among([0, 1]) if rank < 2 else alone(rank)
-    make = seeded(lambda: Branches(torch.float64))
-    model = DistributedDataParallel(make, process_group=start, find_unused_parameters=True, bucket_cap_mb=0.0001)
-    for step in range(3):
-        model.zero_grad()
-        loss_of(model(batch(rank, step, 5, 4), ("left", "right")[rank % 2])).backward()
+    model = DistributedDataParallel(
+        seeded(Branches), process_group=start, find_unused_parameters=True, bucket_cap_mb=0.0001
+    )
+    for step in range(0, 6, 2):
+        run(model, rank, step)
     model._update_process_group(dist.group.WORLD)
-    reference = TorchDDP(seeded(lambda: Branches(torch.float64)), find_unused_parameters=True)
-    for step in range(3):
-        for each in (model, reference):
-            each.zero_grad()
-            loss_of(each(batch(rank, step, 5, 4), ("left", "right")[(rank + step) % 2])).backward()
-        assert_grads(grads_of(model), grads_of(reference), what=f"step {step}:")
+    assert_steps_of(TorchDDP(seeded(Branches), find_unused_parameters=True), model, rank, run, 3)
 
 
 @on_ranks(3)
@@ -225,23 +216,18 @@ def test_models_that_differ_are_named(rank):
     model(torch.ones(1, 3)).sum().backward()
 
 
-def test_a_new_store():
+@on_ranks(3)
+def test_a_new_store(rank, tmp_path):
     """Everything is made anew, as a program does that lets ranks join which were started later."""
-
-    def work(rank, folder):
-        model = None
-        for number, ranks in enumerate(([0, 1], [0, 1, 2], [1, 2])):
-            if rank in ranks:
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-                store = dist.FileStore(f"{folder}/{number}", len(ranks))
-                dist.init_process_group("gloo", store=store, rank=ranks.index(rank), world_size=len(ranks))
-                group = dist.group.WORLD
-                if model is None:
-                    model = wrap(alone(ranks.index(rank)))
-                model._update_process_group(group)
-                assert_as_fresh(model, group, rank)
-                assert model.reducer.transport_name == "shm"
-
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(work, 3, folder)
+    model = None
+    for number, ranks in enumerate(([0, 1], [0, 1, 2], [1, 2])):
+        if rank in ranks:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            store = dist.FileStore(f"{tmp_path}/{number}", len(ranks))
+            dist.init_process_group("gloo", store=store, rank=ranks.index(rank), world_size=len(ranks))
+            if model is None:
+                model = wrap(alone(ranks.index(rank)))
+            model._update_process_group(dist.group.WORLD)
+            assert_as_fresh(model, dist.group.WORLD, rank)
+            assert model.reducer.transport_name == "shm"
