@@ -58,14 +58,13 @@ def _run(model: nn.Module, rank: int, steps: int, *, set_to_none: bool = True, a
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("how", [{}, {"set_to_none": False}, {"accumulate": 3}], ids=str)
-def test_equal_to_torch(rank, how):
-    theirs = _run(TorchDDP(Mixed()), rank, 4, **how)
-    ours = _run(DistributedDataParallel(Mixed()), rank, 4, **how)
-    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert torch.equal(x, y), f"step {step}, parameter {i}"
-            assert x.stride() == y.stride()
+def test_equal_to_torch(rank):
+    for how in ({}, {"set_to_none": False}, {"accumulate": 3}):
+        theirs = _run(TorchDDP(Mixed()), rank, 3, **how)
+        ours = _run(DistributedDataParallel(Mixed()), rank, 3, **how)
+        for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            for i, (x, y) in enumerate(zip(a, b, strict=True)):
+                assert torch.equal(x, y) and x.stride() == y.stride(), f"{how}, step {step}, parameter {i}"
 
 
 @on_ranks(2)
@@ -81,18 +80,6 @@ def test_the_gradient_is_the_tensor_that_autograd_made(rank):
     assert ddp.module.first.grad.data_ptr() != made["first"]  # small: copied into a bucket
 
 
-@on_ranks(2)
-def test_a_kept_gradient_is_not_overwritten_by_the_next_step(rank):
-    ddp = DistributedDataParallel(Mixed())
-    ddp(torch.tensor(1.0 + rank)).backward()
-    kept = ddp.module.large.grad
-    copy = kept.clone()
-    ddp.zero_grad(set_to_none=True)
-    ddp(torch.tensor(5.0 + rank)).backward()
-    assert torch.equal(kept, copy)
-    assert not torch.equal(ddp.module.large.grad, copy)
-
-
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 @on_ranks(2)
 def test_unused_large_parameters(rank, options):
@@ -106,21 +93,6 @@ def test_unused_large_parameters(rank, options):
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None)
             assert p.grad is None or torch.equal(p.grad, q.grad)
-
-
-@on_ranks(2)
-def test_user_code_that_repoints_or_replaces_large_gradients(rank):
-    ours, theirs = DistributedDataParallel(Mixed()), TorchDDP(Mixed())
-    for step in range(4):
-        for model in (ours, theirs):
-            model(torch.tensor(1.0 + rank + step)).backward()
-            for p in model.parameters():
-                if step == 0:
-                    p.grad.data = p.grad.data * 2
-                elif step == 1:
-                    p.grad = p.grad.clone()
-        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad), step
 
 
 @pytest.mark.parametrize("order", ["param_first", "param_last"])

@@ -40,12 +40,14 @@ def trained(wrap, rank, steps, **options):
 @pytest.mark.parametrize(("transport", "world_size"), [("c10d", 3), ("shm", 2), ("shm", 3)])
 @on_ranks()
 def test_several_joinables_and_who_is_divided_by(rank, transport):
+    """Also where a rank has no input at all."""
     ours, theirs = wrappers(transport)
     for divide in (True, False):
-        options = {"divide_by_initial_world_size": divide}
-        mine = trained(ours, rank, 1 + 2 * rank, **options)
-        for a, b in zip(mine, trained(theirs, rank, 1 + 2 * rank, **options), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        for steps in (1 + 2 * rank, 2 * rank):
+            options = {"divide_by_initial_world_size": divide}
+            mine = trained(ours, rank, steps, **options)
+            for a, b in zip(mine, trained(theirs, rank, steps, **options), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -73,19 +75,11 @@ def test_a_join_that_is_switched_off_sends_nothing(rank, transport):
         loss_of(model(batch(rank))).backward()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@on_ranks(2)
-def test_a_rank_without_any_input(rank, transport):
-    ours, theirs = wrappers(transport)
-    for a, b in zip(trained(ours, rank, 2 * rank), trained(theirs, rank, 2 * rank), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.beyond_torch("its error is that of the process group")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("buffers", [False, True])
 @on_ranks(2)
-def test_uneven_batches_without_join_name_it_first(rank, transport, buffers):
+def test_uneven_inputs_without_join_are_named_first(rank, transport, buffers):
     """Before what is for ranks that died."""
     layers = [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)] if buffers else [torch.nn.Linear(4, 4)]
     model = torchddp.DDP(torch.nn.Sequential(*layers), transport=transport, timeout=timedelta(seconds=1.5))

@@ -1,6 +1,7 @@
 """Large gradients on a device: reduced where autograd made them. On the CPU, over the process group."""
 
 import datetime
+import functools
 import time
 
 import pytest
@@ -8,8 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import on_ranks, run_ranks
-from tests.models import Mlp, assert_grads, batch, expected_grads, grads_of, local_grads, loss_of, seeded, step_on
+from tests.harness import on_ranks
+from tests.models import (
+    Mlp,
+    assert_grads,
+    assert_steps,
+    batch,
+    expected_grads,
+    grads_of,
+    local_grads,
+    loss_of,
+    seeded,
+    step_on,
+)
 from tests.whole_buckets import LargeApart, WholeBuckets
 from torchddp import TransportError
 from torchddp.ddp.model import SLOT_ALIGNMENT_BYTES
@@ -50,93 +62,79 @@ def test_large_gradients_keep_the_memory_that_autograd_gave_them(rank, views):
     assert len(_large(ddp.module)) > 2
 
 
-@on_ranks(2)
-def test_explicit_views_lie_in_their_bucket(rank):
-    ddp = _apart(gradient_as_bucket_view=True)
-    step_on(ddp, rank)
-    assert ddp.reducer.bucket_memory_bytes >= sum(p.nbytes for p in ddp.parameters())
-
-
 @on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_averages(rank, world_size, dtype):
-    ddp = LargeApart(seeded(lambda: Mlp(dtype=dtype)), transport="c10d", bucket_cap_mb=0.0005)
-    packed = WholeBuckets(seeded(lambda: Mlp(dtype=dtype)), transport="c10d", bucket_cap_mb=0.0005)
-    for step in range(3):
-        for model in (ddp, packed):
-            model.zero_grad(set_to_none=step != 2)
-            loss_of(model(batch(rank, step, dtype=dtype))).backward()
-        # From three ranks on gloo adds in another order where a tensor is another part of a message.
-        rtol = 0 if world_size < 3 else 8 * torch.finfo(dtype).eps
-        assert_grads(grads_of(ddp), grads_of(packed), rtol, f"step {step}")
+def test_averages(rank, world_size):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        options = {"transport": "c10d", "bucket_cap_mb": 0.0005}
+        ddp, packed = (
+            cls(seeded(lambda dtype=dtype: Mlp(dtype=dtype)), **options) for cls in (LargeApart, WholeBuckets)
+        )
+        for step in range(3):
+            for model in (ddp, packed):
+                model.zero_grad(set_to_none=step != 2)
+                loss_of(model(batch(rank, step, dtype=dtype))).backward()
+            # From three ranks on gloo adds in another order where a tensor is another part of a message.
+            rtol = 0 if world_size < 3 else 8 * torch.finfo(dtype).eps
+            assert_grads(grads_of(ddp), grads_of(packed), rtol, f"{dtype}, step {step}")
+
+
+class Parameters(nn.Module):
+    """Two parameters, `first` and `second`; one large gradient goes on from one to the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+        self.second = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+
+
+class Twice(Parameters):
+    """Both get one and the same gradient, whose memory a third part of the graph still reads."""
+
+    def forward(self, x):
+        return (self.first + self.second)[None] * x
+
+
+class Late(Parameters):
+    """The gradient of `second` is handed on to the branch of `first`, whose own gradient completes the bucket."""
+
+    def forward(self, x):
+        branch = torch.tanh(self.first * x)
+        return self.second[None] + branch
+
+
+def _run_parameters(model, rank, step):
+    loss_of(model(batch(rank, step, 1, 8, 8))).backward()
 
 
 @on_ranks(2)
 def test_a_gradient_that_something_else_uses_is_left_alone(rank):
-    class Twice(nn.Module):
-        """Both parameters get one and the same gradient, whose memory a third part of the graph still reads."""
-
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
-            self.second = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
-
-        def forward(self, x):
-            return (self.first + self.second)[None] * x
-
     model = seeded(Twice)
+    ddp = LargeApart(model, transport="c10d")
     kept = []
     model.first.register_hook(lambda grad: kept.append((grad, grad.clone())))
-    ddp = LargeApart(model, transport="c10d")
     for step in range(2):
-        ddp.zero_grad()
-        want = expected_grads(ddp.module, lambda m, r, step=step: loss_of(m(batch(r, step, 1, 4, 4))).backward())
-        kept.clear()
-        loss_of(ddp(batch(rank, step, 1, 4, 4))).backward()
-        assert_grads(grads_of(ddp), want)
-        ((grad, copy),) = kept
+        assert_steps(ddp, rank, [step], _run_parameters)
+        grad, copy = kept[-1]
         assert torch.equal(grad, copy)
 
 
-def test_a_gradient_that_something_else_used_when_it_came_is_copied():
+@on_ranks(2)
+def test_a_gradient_that_something_else_used_when_it_came_is_copied(rank):
     """That may still be reading it, on another stream, when the bucket is complete."""
-
-    class Two(nn.Module):
-        """The gradient of `late` is handed on to the branch of `first`, whose own gradient completes the bucket."""
-
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
-            self.late = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
-
-        def forward(self, x):
-            branch = torch.tanh(self.first * x)
-            return self.late[None] + branch
-
-    def work(rank):
-        model = seeded(Two)
-        made = {}
-        for name, p in model.named_parameters():
-            p.register_post_accumulate_grad_hook(lambda p, name=name: made.__setitem__(name, p.grad.data_ptr()))
-        ddp = LargeApart(model, transport="c10d")
-        for step in range(3):
-            ddp.zero_grad()
-            want = expected_grads(Two(), lambda m, r, step=step: _load(m, model, batch(r, step, 1, 8, 8)))
-            loss_of(ddp(batch(rank, step, 1, 8, 8))).backward()
-            assert_grads(grads_of(ddp), want)
-            assert model.late.grad.data_ptr() != made["late"]
-            assert model.first.grad.data_ptr() == made["first"]
-
-    def _load(copy, model, x):
-        copy.load_state_dict(model.state_dict())
-        loss_of(copy(x)).backward()
-
-    run_ranks(work, 2)
+    model = seeded(Late)
+    made = {}
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: made.__setitem__(name, p.grad.data_ptr()))
+    ddp = LargeApart(model, transport="c10d")
+    for step in range(3):
+        assert_steps(ddp, rank, [step], _run_parameters)
+        assert model.second.grad.data_ptr() != made["second"]
+        assert model.first.grad.data_ptr() == made["first"]
 
 
 @on_ranks(2)
-def test_models_inside_each_other_reduce_in_buckets(rank):
-    """Neither may reduce in memory that the other one reads."""
+def test_models_inside_each_other_and_explicit_views_reduce_in_buckets(rank):
+    """Of two models neither may reduce in memory that the other one reads."""
     inner = _apart()
     with pytest.warns(UserWarning, match="already wrapped"):
         outer = LargeApart(inner, transport="c10d")
@@ -145,7 +143,9 @@ def test_models_inside_each_other_reduce_in_buckets(rank):
         want = expected_grads(inner.module, lambda model, r, step=step: step_on(model, r, step))
         step_on(outer, rank, step)
         assert_grads({name.removeprefix("module."): grad for name, grad in grads_of(outer).items()}, want)
-    for ddp in (inner, outer):
+    views = _apart(gradient_as_bucket_view=True)
+    step_on(views, rank)
+    for ddp in (inner, outer, views):
         assert ddp.reducer.bucket_memory_bytes >= sum(p.nbytes for p in inner.parameters())
 
 
