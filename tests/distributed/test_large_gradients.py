@@ -1,7 +1,6 @@
 """Large gradients on a device: reduced where autograd made them. On the CPU, over the process group."""
 
 import datetime
-import functools
 import time
 
 import pytest

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.harness import on_ranks
-from tests.main_grads import HALVES, MICRO, expected, kept, layers, loss, run_step, wrapped
+from tests.main_grads import HALVES, MICRO, expected, kept, layers, loss, run_step, sums, wrapped
 from tests.models import Branches, seeded
 from tests.whole_buckets import LargeApart, WholeBuckets
 from torchddp import DistributedDataParallel, comm_hooks
@@ -96,34 +96,35 @@ def test_small_microbatches_are_not_swamped(rank):
     """In bf16 1 + 2**-9 is 1, however often 2**-9 is added."""
     values = [1.0] + [2.0**-9] * 64
 
-    def sum_in(ddp: Any) -> list[float]:
+    def sum_in(cls: type = DistributedDataParallel, **options: Any) -> list[float]:
+        ddp = cls(_Weight(), **options)
         for value in values[:-1]:
             with ddp.no_sync():
                 ddp(value).backward()
         ddp(values[-1]).backward()
         return _grad(ddp.module.weight).tolist()
 
-    assert sum_in(TorchDDP(_Weight())) == sum_in(DistributedDataParallel(_Weight())) == [1.0] * 4
-    assert sum_in(DistributedDataParallel(_Weight(), reduce_dtype=FP32)) == [1.0] * 4
+    assert sum_in(TorchDDP) == sum_in() == sum_in(reduce_dtype=FP32) == [1.0] * 4
     for place in PLACES:
-        assert sum_in(wrapped(_Weight(), main_grads_as=place)) == [sum(values)] * 4
+        assert sum_in(main_grads=FP32, main_grads_as=place) == [sum(values)] * 4
 
 
 @on_ranks(4)
 def test_a_rank_with_small_gradients_is_not_swamped(rank):
     """Also without accumulation: the sum over ranks is made in fp32, and rounded once."""
     values = [1.0, 2.0**-8, 2.0**-8, 2.0**-8]
-    for transport in ("shm", "c10d"):
 
-        def grad_of(transport=transport, **options: Any) -> float:
-            ddp = DistributedDataParallel(_Weight(), transport=transport, **options)
-            ddp(values[rank] * 4).backward()
-            return _grad(ddp.module.weight)[0].item()
+    def grad_of(**options: Any) -> float:
+        ddp = DistributedDataParallel(_Weight(), **options)
+        ddp(values[rank] * 4).backward()
+        return _grad(ddp.module.weight)[0].item()
 
-        exact = sum(values)
-        assert grad_of(main_grads=FP32) == grad_of(main_grads=FP32, main_grads_as="grad") == exact
-        assert grad_of(reduce_dtype=FP32) == torch.tensor(exact).to(BF16).item()
-        assert grad_of() != exact
+    exact = sum(values)
+    for transport in ({"transport": "shm"}, {"transport": "c10d"}):
+        for place in PLACES:
+            assert grad_of(main_grads=FP32, main_grads_as=place, **transport) == exact
+        assert grad_of(reduce_dtype=FP32, **transport) == torch.tensor(exact).to(BF16).item()
+        assert grad_of(**transport) != exact
 
 
 @on_ranks(1, 2, 3)
@@ -315,17 +316,13 @@ def test_unused_parameters(rank, place, cls):
             else:
                 assert grad is None or not grad.any(), name
             setattr(p, place, None)
-
-
-@on_ranks(2)
-def test_unused_parameters_under_forced_sync(rank):
-    ddp = wrapped(seeded(lambda: Branches(BF16)), sync="forced_sync")
+    ddp = wrapped(seeded(lambda: Branches(BF16)), cls, main_grads_as=place, sync="forced_sync")
     for i in accumulate(ddp, 2):
         _backward(ddp, rank, i, "left")
     want = _branch_grads(range(2), [["left"] * 2] * 2)
     for name, p in ddp.module.named_parameters():
-        torch.testing.assert_close(p.main_grad, want.get(name, torch.zeros_like(p, dtype=FP32)))
-        assert p.grad is None
+        torch.testing.assert_close(getattr(p, place), want.get(name, torch.zeros_like(p, dtype=FP32)))
+        assert place == "grad" or p.grad is None
 
 
 @EACH_PLACE
@@ -528,37 +525,23 @@ def test_wrapped_again_it_is_kept_as_grad_is(rank):
 def test_adamw_on_masters(rank, place):
     """The loop of docs/main_grads.md, beside one process that does the same with plain autograd."""
 
-    def step_of(masters: list[Tensor], grads: list[Tensor], optimizer: Any, module: nn.Module) -> None:
-        for master, grad in zip(masters, grads, strict=True):
-            master.grad = grad
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
-        optimizer.step()
-        with torch.no_grad():
-            for p, master in zip(module.parameters(), masters, strict=True):
-                p.copy_(master)
-
     def masters_of(module: nn.Module) -> tuple[list[Tensor], Any]:
         masters = [p.detach().float().requires_grad_() for p in module.parameters()]
         return masters, torch.optim.AdamW(masters, lr=1e-2)
 
     ddp, alone = wrapped(layers(BF16), main_grads_as=place, transport="shm"), layers(BF16)
-    masters, optimizer = masters_of(ddp.module)
-    alone_masters, alone_optimizer = masters_of(alone)
+    sides = [(ddp.module, *masters_of(ddp.module)), (alone, *masters_of(alone))]
     for step in range(6):
         run_step(ddp, rank, step, BF16)
-        step_of(masters, kept(ddp), optimizer, ddp.module)
+        for (module, masters, optimizer), grads in zip(sides, (kept(ddp), sums(alone, 2, step, BF16)), strict=True):
+            for master, grad in zip(masters, grads, strict=True):
+                master.grad = grad
+            torch.nn.utils.clip_grad_norm_(masters, 1.0)
+            optimizer.step()
+            with torch.no_grad():
+                for p, master in zip(module.parameters(), masters, strict=True):
+                    p.copy_(master)
         ddp.zero_grad()
-        total = [torch.zeros_like(m) for m in alone_masters]
-        for r in range(2):
-            mine = [torch.zeros_like(m) for m in alone_masters]
-            for i in range(MICRO):
-                alone.zero_grad()
-                loss(alone, r, step, i, BF16).backward()
-                for t, p in zip(mine, alone.parameters(), strict=True):
-                    t += p.grad.float()
-            for t, m in zip(total, mine, strict=True):
-                t += m / 2
-        step_of(alone_masters, total, alone_optimizer, alone)
     for p, q, start in zip(ddp.module.parameters(), alone.parameters(), layers(BF16).parameters(), strict=True):
         assert torch.equal(p, q) and not torch.equal(p, start)
 

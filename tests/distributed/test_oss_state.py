@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 
-from tests.harness import gathered, on_ranks, run_ranks
+from tests.harness import assert_each_raises, gathered, on_ranks, run_ranks
 from tests.models import seeded
 from tests.oss import assert_same_state, float_mlp, twins, two_groups, whole_state
 from torchddp.optim import OSS, load_checkpoint
@@ -108,13 +108,6 @@ def test_state_is_brought_to_one_rank_only_and_goes_stale(rank):
         pair.oss.consolidate_state_dict(3)
 
 
-@on_ranks(1)
-def test_one_rank_needs_no_consolidation(rank):
-    pair = twins()
-    pair.train(range(2))
-    assert_same_state(pair.oss.state_dict(), pair.plain.state_dict())
-
-
 @on_ranks(2)
 def test_parts_make_the_whole_and_each_rank_takes_its_own_back(rank):
     pair = twins()
@@ -157,40 +150,42 @@ def test_the_state_of_another_model_changes_nothing(rank):
     assert_same_state(before, pair.oss.local_state_dict())
 
 
-def test_a_checkpoint_of_another_model(tmp_path):
-    trained_on_two(torch.optim.AdamW, {}, tmp_path / "state")
-
-    def work(rank):
-        fresh = twins(groups=two_groups, make=lambda: float_mlp(width=4)).oss
-        for key, message in (("optim", "'exp_avg' for parameter 0 of group 0 has shape"), ("x", "no optimizer under")):
-            with pytest.raises(ValueError, match=message):
-                load_checkpoint(fresh, key, checkpoint_id=tmp_path / "state.dcp")
-        with pytest.raises(ValueError, match="needs checkpoint_id"):
-            load_checkpoint(fresh)
-        assert not fresh.local_state_dict()["state"]
-
-    run_ranks(work, 2)
-
-
-def test_each_rank_reads_its_own_part_of_a_checkpoint(tmp_path, monkeypatch):
+def test_parts_of_a_checkpoint(tmp_path, monkeypatch):
+    """Each rank reads its own; that of another model is refused."""
     trained_on_two(torch.optim.SGD, {"momentum": 0.9}, tmp_path / "state")
 
     def work(rank):
+        small = twins(torch.optim.SGD, {"momentum": 0.9}, two_groups, make=lambda: float_mlp(width=4)).oss
+        path = tmp_path / "state.dcp"
+        assert_each_raises(
+            (
+                lambda: load_checkpoint(small, "optim", checkpoint_id=path),
+                ValueError,
+                "parameter 0 of group 0 has sh",
+            ),
+            (lambda: load_checkpoint(small, "x", checkpoint_id=path), ValueError, "no optimizer under"),
+            (lambda: load_checkpoint(small), ValueError, "needs checkpoint_id"),
+        )
+        assert not small.local_state_dict()["state"]
+
         fresh = twins(torch.optim.SGD, {"momentum": 0.9}, two_groups).oss
         read = []
         load = state_dict_loader.load
         monkeypatch.setattr(state_dict_loader, "load", lambda values, **k: (read.extend(values), load(values, **k)))
-        load_checkpoint(fresh, storage_reader=dcp.FileSystemReader(tmp_path / "state.dcp"))
+        load_checkpoint(fresh, storage_reader=dcp.FileSystemReader(path))
         part = fresh.local_state_dict()["sharded_params"]
         assert [n for n in sorted(read) if ".state." in n] == [f"optim.state.{i}.momentum_buffer" for i in part]
-        return part
+        assert sorted(sum(gathered(part), [])) == [0, 1, 2, 3, 4]
 
-    assert sorted(sum(run_ranks(work, 3), [])) == [0, 1, 2, 3, 4]
+    run_ranks(work, 3)
 
 
 @on_ranks(1)
-def test_state_dict_hooks(rank):
-    oss = twins().oss
+def test_one_rank_needs_no_consolidation_and_has_hooks(rank):
+    pair = twins()
+    pair.train(range(2))
+    assert_same_state(pair.oss.state_dict(), pair.plain.state_dict())
+    oss = pair.oss
     oss.register_state_dict_post_hook(lambda optimizer, state: {**state, "epoch": 3})
     seen = []
     oss.register_load_state_dict_pre_hook(lambda optimizer, state: seen.append(state.pop("epoch")))
