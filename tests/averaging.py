@@ -55,6 +55,16 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
         optimizer.step()
 
 
+def train_side_by_side(rank: int, steps: range, *sides: tuple[Any, ...], **tolerance: float) -> None:
+    """Each side is a model, its optimizer, and maybe what is called after a step; in each step they are the same."""
+    for step in steps:
+        for model, optimizer, *after in sides:
+            train(model, optimizer, rank, range(step, step + 1))
+            for call in after:
+                call()
+        assert_close(sides[0][0], sides[1][0], **tolerance)
+
+
 def assert_same_on_all_ranks(model: nn.Module) -> None:
     """Bit for bit."""
     for name, param in model.named_parameters():

@@ -21,6 +21,7 @@ from tests.averaging import (
     make_net,
     through_a_file,
     train,
+    train_side_by_side,
 )
 from tests.harness import on_ranks
 from torchddp.averaging import HierarchicalAverager, PeriodicAverager, PostLocalSGD, SlowMo
@@ -44,19 +45,12 @@ def test_periodic_average_is_torchs(rank, world_size):
     mine, theirs = make_net(rank, torch.float64), make_net(rank, torch.float64)
     averager = PeriodicAverager(mine, period=3, warmup_steps=2, bucket_cap_mb=0.001)
     reference = PeriodicModelAverager(period=3, warmup_steps=2)
-    optimizers = [sgd(mine.parameters()), sgd(theirs.parameters())]
-    for step in range(9):
-        train(mine, optimizers[0], rank, range(step, step + 1))
-        train(theirs, optimizers[1], rank, range(step, step + 1))
-        averager.average_parameters()
-        reference.average_parameters(theirs.parameters())
-        assert_close(mine, theirs, **ROUNDING)
-        if step in (2, 5, 8):
-            assert_same_on_all_ranks(mine)
+    ours = mine, sgd(mine.parameters()), averager.average_parameters
+    other = theirs, sgd(theirs.parameters()), lambda: reference.average_parameters(theirs.parameters())
+    for start in (0, 3, 6):
+        train_side_by_side(rank, range(start, start + 3), ours, other, **ROUNDING)
+        assert_same_on_all_ranks(mine)
     assert averager.step == reference.step == 9
-    with pytest.raises(AssertionError):  # the last average was not the end
-        train(mine, optimizers[0], rank, range(9, 10))
-        assert_close(mine, theirs, **ROUNDING)
     payload = sum(p.nbytes for p in mine.parameters() if p.requires_grad)
     assert averager.traffic.payload_bytes == payload
     assert averager.traffic.wire_bytes == 2 * (world_size - 1) * payload // world_size
@@ -89,13 +83,9 @@ def test_hierarchical_average_is_torchs(rank):
     levels = {2: 2, 4: 4}
     averager = HierarchicalAverager(mine, levels, warmup_steps=1)
     reference = HierarchicalModelAverager(levels, warmup_steps=1)
-    optimizers = [sgd(mine.parameters()), sgd(theirs.parameters())]
-    for step in range(9):
-        train(mine, optimizers[0], rank, range(step, step + 1))
-        train(theirs, optimizers[1], rank, range(step, step + 1))
-        averager.average_parameters()
-        reference.average_parameters(theirs.parameters())
-        assert_close(mine, theirs, **ROUNDING)
+    ours = mine, sgd(mine.parameters()), averager.average_parameters
+    other = theirs, sgd(theirs.parameters()), lambda: reference.average_parameters(theirs.parameters())
+    train_side_by_side(rank, range(9), ours, other, **ROUNDING)
     assert_same_on_all_ranks(mine)  # step 8 is one of all ranks
     pairs = HierarchicalAverager(mine, list(averager.period_process_group_dict.items()))
     pairs.step = 2
@@ -110,12 +100,7 @@ def test_post_local_sgd_with_period_1_is_ddp(rank):
     mine, theirs = make_net(0, torch.float64), make_net(0, torch.float64)
     ddp = torch.nn.parallel.DistributedDataParallel(theirs)
     optimizer = PostLocalSGD(sgd(mine.parameters()), PeriodicAverager(mine, 1))
-    plain = sgd(theirs.parameters())
-    for step in range(12):
-        train(mine, optimizer, rank, range(step, step + 1))
-        local_backward(ddp, rank, step)
-        plain.step()
-    assert_close(mine, theirs, **ROUNDING)
+    train_side_by_side(rank, range(12), (mine, optimizer), (ddp, sgd(theirs.parameters())), **ROUNDING)
     assert_same_on_all_ranks(mine)
 
 

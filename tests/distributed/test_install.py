@@ -87,16 +87,11 @@ def test_defaults_reach_the_class_and_the_callers_words_win(rank):
 
         assert Derived(net(torch.float32)).session.options.transport == "c10d"
 
-
-@on_ranks(2)
-def test_torchs_arguments_have_defaults_too(rank):
     with torchddp.install(gradient_as_bucket_view=True, bucket_cap_mb=3, device_ids=None, dim=0):
-        model = framework.wrap(net())
-        assert model.session.options.gradient_as_bucket_view
+        model, by_place = framework.wrap(net()), torch.nn.parallel.DistributedDataParallel(net(), None, None, 0)
+        assert model.session.options.gradient_as_bucket_view and by_place.session.options.gradient_as_bucket_view
         assert model.bucket_bytes_cap == 3 * 2**20
         assert framework.wrap(net(), bucket_cap_mb=7).bucket_bytes_cap == 7 * 2**20
-        by_place = torch.nn.parallel.DistributedDataParallel(net(), None, None, 0)
-        assert by_place.session.options.gradient_as_bucket_view
         assert not framework.wrap(net(), gradient_as_bucket_view=False).session.options.gradient_as_bucket_view
 
 
@@ -171,16 +166,9 @@ def torchrun(folder, *command, **environment):
     out = folder / "parameters.pt"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHDDP_", "PYTHON"))}
-    clean |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(folder)])
-    done = subprocess.run(
-        [sys.executable, *launcher, *command, "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        env=clean | environment,
-        cwd=folder,
-    )
+    clean |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), "GLOO_SOCKET_IFNAME": "lo", **environment}
+    command = [sys.executable, *launcher, *command, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=clean, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done, torch.load(out)
 
