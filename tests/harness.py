@@ -120,6 +120,12 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
+def status_bytes(field: str) -> int:
+    """Of /proc/self/status."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
+    return int(line.split()[1]) * 1024
+
+
 def logged(logger: str = "torchddp") -> list[str]:
     """A list to which each message is added that this process logs from now on."""
     messages: list[str] = []

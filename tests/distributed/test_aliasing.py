@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import is_own_class, on_ranks
+from tests.harness import is_own_class, on_ranks, status_bytes
 from tests.models import Mlp, assert_grads, assert_steps, expected_grads, grads_of, seeded, step_on, storage_of
 
 NO_VIEWS = pytest.mark.beyond_torch("copies gradients unless asked for views")
@@ -120,22 +120,15 @@ def _growth(field, ddp_class, **options):
     # Large blocks always come from and go back to the system, so that resident memory follows them.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB // 2)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
-    x, before = torch.randn(2, 1024), _status_bytes(field)
+    x, before = torch.randn(2, 1024), status_bytes(field)
     ddp = ddp_class(model, **options)
     for _ in range(4):
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
         ddp.zero_grad(set_to_none=True)
         ddp(x).sum().backward()
     gradient_bytes = sum(p.nbytes for p in model.parameters())
-    grown = _status_bytes("VmHWM" if field == "VmRSS" else field) - before
+    grown = status_bytes("VmHWM" if field == "VmRSS" else field) - before
     return grown / gradient_bytes, ddp, gradient_bytes
-
-
-def _status_bytes(field):
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(field)
 
 
 @pytest.mark.beyond_torch("keeps gradients and buckets: two copies")
@@ -153,5 +146,5 @@ def test_over_shared_memory_gradients_are_only_in_the_segment(rank, ddp_class):
     """Shared pages are counted in each process that maps them; private memory must not grow with the gradients."""
     growth, ddp, gradient_bytes = _growth("RssAnon", ddp_class, transport="shm")
     assert ddp.reducer.bucket_memory_bytes == gradient_bytes
-    assert _status_bytes("RssShmem") > gradient_bytes
+    assert status_bytes("RssShmem") > gradient_bytes
     assert growth < 0.3, f"private memory grew by {growth:.2f} times the gradients"

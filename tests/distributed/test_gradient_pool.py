@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tests.harness import on_ranks
+from tests.harness import on_ranks, status_bytes
 from torchddp import DistributedDataParallel
 
 WIDTH = 512  # a weight of 1 MiB: large enough for a bucket of its own
@@ -29,12 +29,9 @@ def _in_segment(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _resident_shared_bytes() -> int:
-    """Pages of shared mappings that this process has touched, its peers' included."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssShmem:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError("RssShmem")
+def _step(ddp: nn.Module) -> None:
+    ddp.zero_grad()
+    ddp(torch.randn(3, WIDTH)).sum().backward()
 
 
 @on_ranks(2)
@@ -44,8 +41,7 @@ def test_large_gradients_are_born_in_the_segment(rank):
     for name, p in ddp.module.named_parameters():
         p.register_hook(lambda grad, name=name: born.update({name: _in_segment(grad)}))
     for _ in range(4):
-        ddp.zero_grad()
-        ddp(torch.randn(3, WIDTH)).sum().backward()
+        _step(ddp)
         assert born == dict.fromkeys(dict(ddp.module.named_parameters()), True)
         assert all(_in_segment(p.grad) for p in ddp.parameters())
 
@@ -53,7 +49,7 @@ def test_large_gradients_are_born_in_the_segment(rank):
 @on_ranks(2)
 def test_nothing_is_taken_outside_of_backward(rank):
     ddp = DistributedDataParallel(_layers(), transport="shm")
-    ddp(torch.randn(3, WIDTH)).sum().backward()
+    _step(ddp)
     assert not _in_segment(torch.empty(WIDTH, WIDTH))
     with torch.no_grad():
         ddp(torch.randn(3, WIDTH))
@@ -75,7 +71,6 @@ def test_other_tensors_of_the_size_live_and_die_as_anywhere(rank):
             return grad
 
     kept: list[torch.Tensor] = []
-
     model = _layers()
     ddp = DistributedDataParallel(nn.Sequential(model[0], model[1]), transport="shm")
     for step in range(12):
@@ -91,16 +86,15 @@ def test_other_tensors_of_the_size_live_and_die_as_anywhere(rank):
 
 @on_ranks(2)
 def test_memory_is_bounded_and_goes_with_the_model(rank):
-    before = _resident_shared_bytes()
+    before = status_bytes("RssShmem")
     ddp = DistributedDataParallel(_layers(8), transport="shm")
     gradient_bytes = sum(p.nbytes for p in ddp.parameters())
     for _ in range(20):
-        ddp.zero_grad()
-        ddp(torch.randn(3, WIDTH)).sum().backward()
+        _step(ddp)
     # Its own pages and, mapped as well, the peer's: the gradients, up to three more of the size, and the header.
-    assert _resident_shared_bytes() - before <= 2 * (gradient_bytes + 3 * MIB + MIB)
+    assert status_bytes("RssShmem") - before <= 2 * (gradient_bytes + 3 * MIB + MIB)
     del ddp
-    assert _resident_shared_bytes() - before < MIB
+    assert status_bytes("RssShmem") - before < MIB
 
 
 @on_ranks(2)
@@ -134,8 +128,7 @@ def _at_first_gradient(ddp: nn.Module, call: Callable[[], None]) -> None:
     pending = [call]
     for p in ddp.parameters():
         p.register_hook(lambda _grad: pending.pop()() if pending else None)
-    ddp.zero_grad()
-    ddp(torch.randn(3, WIDTH)).sum().backward()
+    _step(ddp)
     assert not pending
 
 

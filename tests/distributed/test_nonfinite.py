@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchddp
-from tests.harness import gathered, logged, on_ranks
+from tests.harness import assert_each_raises, gathered, logged, on_ranks
 from tests.models import Branches, Mlp, batch, loss_of, seeded
 from tests.whole_buckets import WholeBuckets
 from torchddp.ddp import bucket_sizes
@@ -337,12 +337,11 @@ def test_what_is_refused(rank):
     def wrap(**options):
         return torchddp.DistributedDataParallel(seeded(Mlp), **options)
 
-    with pytest.raises(ValueError, match='must be False, True or "raise"'):
-        wrap(find_nonfinite="all")
-    with pytest.raises(RuntimeError, match="with find_nonfinite=True"):
-        wrap().nonfinite()
-    with pytest.raises(RuntimeError, match=r"can't be used with join\(\)"), wrap(find_nonfinite="raise").join():
-        pass
+    assert_each_raises(
+        (lambda: wrap(find_nonfinite="all"), ValueError, 'must be False, True or "raise"'),
+        (lambda: wrap().nonfinite(), RuntimeError, "with find_nonfinite=True"),
+        (lambda: wrap(find_nonfinite="raise").join().__enter__(), RuntimeError, "can't be used with join()"),
+    )
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
