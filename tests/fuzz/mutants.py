@@ -1,4 +1,4 @@
-"""Classes with a fault that the fuzzer must find."""
+"""Classes with a fault that the fuzzer must find, beside those of tests/mutants.py."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.harness import class_under_test
-
-Base: Any = class_under_test()
+from tests.mutants import Base
 
 
 class ChangesKept(Base):
