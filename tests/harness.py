@@ -19,6 +19,7 @@ import functools
 import gc
 import importlib
 import inspect
+import itertools
 import logging
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -78,10 +79,11 @@ class RankError(AssertionError):
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
     """Calls `fn(rank, *args)` on `world_size` ranks and returns their values in rank order.
 
-    Raises RankError with the rank and its traceback if any of them raises, dies or is not back after `timeout` seconds.
+    Raises RankError with the rank and its traceback if any of them (with `needed_ranks`: of those) raises, dies or is
+    not back after `timeout` seconds.
     """
     outcomes = run_outcomes(fn, world_size, *args, timeout=timeout, **kwargs)
-    bad = [o for o in outcomes if not o.ok]
+    bad = [o for o in outcomes if not o.ok and o.rank in (kwargs.get("needed_ranks") or range(world_size))]
     if bad:
         # The rank that failed first is the cause; the others mostly report that a peer went away.
         bad.sort(key=lambda o: o.finished_s if o.finished_s is not None else float("inf"))
@@ -89,28 +91,69 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     return [o.value for o in outcomes]
 
 
-def on_ranks(*world_sizes: Any, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Runs the body of a test on that many ranks. `rank` is its first argument; fixtures and parameters are the others.
+def on_ranks(*world_sizes: int, timeout: float = 100.0, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a test of a function that is to run on each rank: `rank` and `world_size` are given to it if it takes them.
 
-    Several numbers make a test of each, with the parameter `world_size`; with none the test has that parameter itself.
+    Several sizes are a parameter of the test; without any, the test has a parameter `world_size` of its own. The
+    options are those of `run_ranks`.
     """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
-        names = list(inspect.signature(body).parameters)[1:]
+        takes = list(inspect.signature(body).parameters)
+        parametrized = len(world_sizes) != 1
+        asked_for = [name for name in takes if name not in ("rank", "world_size")]
+        asked_for += ["world_size"] * parametrized
 
         @functools.wraps(body)
         def test(**given: Any) -> None:
-            world_size = given.get("world_size", *world_sizes[:1])
-            chosen = {name: given[name] for name in names}
-            run_ranks(lambda rank: body(rank, **chosen), world_size, **options)
+            world_size = given["world_size"] if parametrized else world_sizes[0]
 
-        asked = names if len(world_sizes) == 1 else dict.fromkeys([*names, "world_size"])
-        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked]
-        )
+            def work(rank: int) -> None:
+                values = {"world_size": world_size, **given, "rank": rank}
+                body(**{name: values[name] for name in takes})
+
+            run_ranks(work, world_size, timeout=timeout, **options)
+
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked_for]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what pytest goes by
         return pytest.mark.parametrize("world_size", world_sizes)(test) if len(world_sizes) > 1 else test
 
     return decorate
+
+
+def each(*choices: Iterable[Any]) -> Iterator[Any]:
+    """The combinations of these: several cases of one launch, printed, so that a failed test shows its case last."""
+    for found in itertools.product(*choices):
+        print("case:", *found, flush=True)
+        yield found if len(choices) > 1 else found[0]
+
+
+def run_outcomes(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    group_timeout_s: float = GROUP_TIMEOUT_S,
+    straggler_s: float = STRAGGLER_S,
+    needed_ranks: Collection[int] | None = None,
+    start_method: str = "fork",
+    backend: str = "gloo",
+) -> list[Outcome]:
+    """Like run_ranks, but tells how each rank ended instead of raising.
+
+    With `needed_ranks` it returns as soon as those are back: the others may be dead or stopped by intent.
+    """
+    needed = set(range(world_size) if needed_ranks is None else needed_ranks)
+    context = multiprocessing.get_context(start_method)
+    with tempfile.TemporaryDirectory(prefix="torchddp_test_") as folder:
+        plan = Launch(fn, args, world_size, Path(folder), group_timeout_s, backend)
+        ranks = [_Rank(rank, plan, context) for rank in range(world_size)]
+        try:
+            _collect(ranks, needed, timeout, straggler_s)
+        finally:
+            for rank in ranks:
+                rank.end()
+    return [rank.outcome for rank in ranks]
 
 
 def gathered(value: Any) -> list[Any]:
@@ -141,34 +184,6 @@ def assert_each_raises(*cases: tuple[Callable[[], Any], type[Exception], str]) -
         with pytest.raises(kind) as caught:
             call()
         assert type(caught.value) is kind and words in str(caught.value), f"case {number}: {caught.value!r}"
-
-
-def run_outcomes(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = 60.0,
-    group_timeout_s: float = GROUP_TIMEOUT_S,
-    straggler_s: float = STRAGGLER_S,
-    needed_ranks: Collection[int] | None = None,
-    start_method: str = "fork",
-    backend: str = "gloo",
-) -> list[Outcome]:
-    """Like run_ranks, but tells how each rank ended instead of raising.
-
-    With `needed_ranks` it returns as soon as those are back: the others may be dead or stopped by intent.
-    """
-    needed = set(range(world_size) if needed_ranks is None else needed_ranks)
-    context = multiprocessing.get_context(start_method)
-    with tempfile.TemporaryDirectory(prefix="torchddp_test_") as folder:
-        plan = Launch(fn, args, world_size, Path(folder), group_timeout_s, backend)
-        ranks = [_Rank(rank, plan, context) for rank in range(world_size)]
-        try:
-            _collect(ranks, needed, timeout, straggler_s)
-        finally:
-            for rank in ranks:
-                rank.end()
-    return [rank.outcome for rank in ranks]
 
 
 @dataclass

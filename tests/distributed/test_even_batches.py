@@ -99,9 +99,7 @@ def test_an_exception_in_one_loader_ends_all_loops(rank, place):
 
     got = []
     at = 2 if place == "middle" else 0
-    kind, words = (
-        (OSError, "^no such file$") if rank == 1 else (RuntimeError, f"rank {rank} ends at batch {at}")
-    )
+    kind, words = (OSError, "^no such file$") if rank == 1 else (RuntimeError, f"rank {rank} ends at batch {at}")
     with pytest.raises(kind, match=words) as caught:
         for value in even_batches(Broken() if rank == 1 else range(9)):
             got.append(value)
