@@ -1,8 +1,6 @@
 """The example of docs/freeze_and_thaw.md runs, and does what the page says; what it names is there."""
 
 import re
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,21 +8,16 @@ import torch
 import torchddp
 from tests.harness import on_ranks
 from tests.models import same_on_all_ranks
-
-PAGE = Path(__file__).parents[2] / "docs" / "freeze_and_thaw.md"
+from tests.pages import DOCS, run_code
 
 pytestmark = pytest.mark.beyond_torch("has no refresh_trainable()")
 
 
 @on_ranks(1, 2)
 def test_the_example(rank):
-    lines = [line for line in PAGE.read_text().split("\n## ")[0].splitlines() if line.startswith("    ") or not line]
-    code = textwrap.dedent("\n".join(lines)).replace('dist.init_process_group("gloo")\n', "")
-
     before = torchddp.finished_steps()
     torch.manual_seed(rank)
-    names = {}
-    exec(compile(code, str(PAGE), "exec"), names)
+    names = run_code("freeze_and_thaw.md")
     assert torchddp.finished_steps() - before == 30
     module, optimizer = names["module"], names["optimizer"]
     assert same_on_all_ranks(list(module.parameters()))
@@ -33,9 +26,9 @@ def test_the_example(rank):
 
 
 def test_files_are_there_and_the_class_says_what_it_sees():
-    text = PAGE.read_text()
+    text = (DOCS / "freeze_and_thaw.md").read_text()
     for name in re.findall(r"examples/\w+\.py", text):
-        assert (PAGE.parents[1] / name).exists(), name
+        assert (DOCS.parent / name).exists(), name
     assert f"within {torchddp.ddp.model.LOOK_EVERY} steps" in text
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from tests.harness import gathered, on_ranks, run_outcomes
+from tests.harness import gathered, on_ranks
 from tests.models import Branches, Mlp, NormNet, assert_grads, batch, grads_of, loss_of, seeded, step_on
 from torchddp import DistributedDataParallel
 from torchddp.errors import TransportError
@@ -102,26 +102,22 @@ def test_who_joins_takes_the_buckets_that_the_others_have_measured(rank):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_ranks_die(transport):
+@on_ranks(4, needed_ranks=[0], timeout=40, straggler_s=20)
+def test_ranks_die(rank, transport):
     """Four, three, two, one: those that are left raise, and go on in a group of theirs."""
-
-    def work(rank):
-        alive = [0, 1, 2, 3]
-        model = wrap(dist.group.WORLD, timeout=timedelta(seconds=2), transport=transport)
-        step_on(model, rank)
-        while len(alive) > 1:
-            dead = alive.pop(len(alive) // 2)
-            if rank == dead:
-                model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
-            with pytest.raises(TransportError):
-                for step in range(3):
-                    step_on(model, rank, step)
-            group = among(alive)
-            model._update_process_group(group)
-            assert_as_fresh(model, group, rank)
-
-    outcomes = run_outcomes(work, 4, needed_ranks=[0], timeout=40, straggler_s=20)
-    assert outcomes[0].ok, outcomes[0].error
+    alive = [0, 1, 2, 3]
+    model = wrap(dist.group.WORLD, timeout=timedelta(seconds=2), transport=transport)
+    step_on(model, rank)
+    while len(alive) > 1:
+        dead = alive.pop(len(alive) // 2)
+        if rank == dead:
+            model.module.first.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(TransportError):
+            for step in range(3):
+                step_on(model, rank, step)
+        group = among(alive)
+        model._update_process_group(group)
+        assert_as_fresh(model, group, rank)
 
 
 @on_ranks(3)
