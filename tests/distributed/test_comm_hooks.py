@@ -20,7 +20,7 @@ from tests.comm_hooks import (
     live_on,
     step_of,
 )
-from tests.harness import on_ranks
+from tests.harness import each, on_ranks
 from torchddp.comm_hooks import (
     BF16,
     FP16,
@@ -56,10 +56,6 @@ COMPRESSORS = (
     lambda: without_norms_and_biases(Int8()),
     lambda: FP16(error_feedback=True),
 )
-
-
-def numel():
-    return sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
 
 @pytest.mark.parametrize(("world_size", "hosts"), PLACES)
@@ -244,10 +240,9 @@ def test_many_buckets_in_any_order_of_ranks(rank):
         assert_near(step_of(exact, given(rank, step)), average(step), 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=SLOW)])
 @on_ranks(2)
-def test_16_bit_gradients(rank, dtype):
-    for make in (BF16, Int8, TopK, lambda: PowerSGD(rank=2)):
+def test_16_bit_gradients(rank):
+    for dtype, make in each((torch.bfloat16, torch.float16), (BF16, Int8, TopK, lambda: PowerSGD(rank=2))):
         model = hooked(make(), Given(dtype))
         gradients = {name: value.to(dtype) for name, value in given(rank, 0).items()}
         averages = step_of(model, gradients)
