@@ -163,6 +163,15 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
+def stay(rank: int) -> None:
+    """The others keep their connections until rank 0 has come here."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.set("rank 0 is done", "")
+    else:
+        store.wait(["rank 0 is done"])
+
+
 def status_bytes(field: str) -> int:
     """Of /proc/self/status."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]

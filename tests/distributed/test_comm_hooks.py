@@ -136,24 +136,22 @@ def test_one_rank_sends_nothing(rank):
 def test_resume_is_exact_also_into_other_buckets(rank, hosts):
     live_on(hosts, rank)
     for make in (Sign, TopK, *COMPRESSORS[8:10], lambda: CastAround(PowerSGD(2, start_step=3))):
-        straight_hook, first_hook, second_hook = make(), make(), make()
+        first_hook, second_hook = make(), make()
         options = {"bucket_cap_mb": 100}  # blocks follow buckets: for the same bits these must be the same
-        straight, first = hooked(straight_hook, **options), hooked(first_hook, **options)
-        for step in range(5):
-            step_of(straight, given(rank, step))
+        first, second = hooked(first_hook, **options), hooked(second_hook, **options)
+        for step in range(4):
             step_of(first, given(rank, step))
         state = pickle.loads(pickle.dumps(first_hook.state_dict()))
-        second = hooked(second_hook, **options)
         step_of(second, given(rank, 99))  # its buckets are rebuilt, and it has a residual of its own
         second_hook.load_state_dict(state)
-        for step in range(5, 10):
-            assert_equal(step_of(second, given(rank, step)), step_of(straight, given(rank, step)))
+        for step in range(4, 8):
+            assert_equal(step_of(second, given(rank, step)), step_of(first, given(rank, step)))
         # Into other buckets: nothing that was held back is lost.
         third_hook = make()
         third = hooked(third_hook, bucket_cap_mb=0.002)
         third_hook.load_state_dict(state)
         if isinstance(third_hook, Int8 | Sign | TopK | PowerSGD):
-            assert_nothing_gets_lost(third, third_hook, range(5, 6))
+            assert_nothing_gets_lost(third, third_hook, range(4, 5))
 
 
 @pytest.mark.rest_is_thorough("2")

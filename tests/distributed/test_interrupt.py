@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import torchddp
-from tests.harness import on_ranks
+from tests.harness import on_ranks, stay
 from tests.models import Mlp, batch, loss_of, seeded
 from torchddp import TransportError
 from torchddp.comm_hooks.exchange import Exchange
@@ -40,15 +40,6 @@ def interrupted(waits, *calls):
 
 def step_on(model, rank, step):
     loss_of(model(batch(rank, step, dtype=torch.float32))).backward()
-
-
-def stay(rank):
-    """The others keep their connections until rank 0 has come here."""
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 0:
-        store.set("rank 0 is done", "")
-    else:
-        store.wait(["rank 0 is done"])
 
 
 @pytest.mark.parametrize("choice", ["c10d", "shm"])

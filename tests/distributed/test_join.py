@@ -1,7 +1,6 @@
 """join() with each of its options, alone and with other joinables, over shared memory and the process group."""
 
 import re
-import time
 from datetime import timedelta
 
 import pytest
@@ -10,7 +9,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import torchddp
-from tests.harness import on_ranks
+from tests.harness import on_ranks, stay
 from tests.models import Mlp, batch, loss_of, seeded
 
 TRANSPORTS = ["c10d", "shm"]
@@ -86,8 +85,7 @@ def test_uneven_inputs_without_join_are_named_first(rank, transport, buffers):
     for _ in range(2):
         model(torch.randn(4, 4)).sum().backward()
     if rank == 1:
-        time.sleep(3)
-        return
+        return stay(rank)
     with pytest.raises(torchddp.TransportError) as caught:
         model(torch.randn(4, 4)).sum().backward()
         model(torch.randn(4, 4)).sum().backward()
@@ -95,3 +93,4 @@ def test_uneven_inputs_without_join_are_named_first(rank, transport, buffers):
     first, rest = advice[:3], advice[3:]
     assert sorted(first) == ["drop_last=True", "even_batches", "join()"], caught.value
     assert rest in (["has died"], ["has died", "_update_process_group"]), caught.value
+    stay(rank)

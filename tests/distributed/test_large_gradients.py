@@ -1,14 +1,13 @@
 """Large gradients on a device: reduced where autograd made them. On the CPU, over the process group."""
 
 import datetime
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import on_ranks
+from tests.harness import on_ranks, stay
 from tests.models import (
     Mlp,
     assert_grads,
@@ -210,8 +209,7 @@ def test_after_a_failed_step_nothing_is_left_in_memory_that_a_peer_may_write_to(
     for step in range(2):
         step_on(ddp, rank, step)
     if rank == 1:
-        time.sleep(3)
-        return
+        return stay(rank)
     ddp.zero_grad()
     with pytest.raises(TransportError):
         step_on(ddp, rank, 2)
@@ -219,3 +217,4 @@ def test_after_a_failed_step_nothing_is_left_in_memory_that_a_peer_may_write_to(
     ddp(batch(rank, 3))
     for name in _large(ddp.module):
         assert ddp.module.get_parameter(name).grad.data_ptr() != before[name]
+    stay(rank)
