@@ -67,7 +67,7 @@ def test_first_average_is_rounded_only(rank, world_size, hosts):
         assert_near(step_of(model, given(rank, 0)), average(0), 0.0 if world_size == 1 else allowed, make.__name__)
 
 
-@pytest.mark.rest_is_thorough("1-None", "2-None", "4-aabb")
+@pytest.mark.rest_is_thorough("2-None", "3-None", "4-aabb")
 @pytest.mark.parametrize(("world_size", "hosts"), PLACES)
 @on_ranks()
 def test_what_is_sent_and_what_is_held_back_add_up(rank, world_size, hosts):
